@@ -1,0 +1,16 @@
+"""kvjax: key-value cache compression for JAX.
+
+Small pure transforms over an immutable cache, each one a paper, composable, inside one `jit`.
+"""
+
+from kvjax.attention import LayerCache, attend, init_cache
+from kvjax.cache import Column, KVCache, append, compact, evict, merge, nbytes, widen
+from kvjax.chain import Chain, bind, chain
+from kvjax.registry import METHODS, parse
+from kvjax.rope import Rope
+from kvjax.transform import Extent, Full, KVTransform, Needs, Stage, Step, View
+from kvjax.transforms.h2o import H2O
+from kvjax.transforms.pyramidkv import PyramidKV
+from kvjax.transforms.snapkv import SnapKV
+from kvjax.transforms.streaming_llm import StreamingLLM
+from kvjax.wrappers import Every, HeadGroups, PerLayer, WhenFull

@@ -1,0 +1,391 @@
+"""`attend`: the one call that an attention layer makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.budgets import check_count
+from kvjax.cache import KVCache, append, compact, empty_cache, widen
+from kvjax.payloads import take_slots
+from kvjax.rope import Rope
+from kvjax.transform import (
+    Extent,
+    KVTransform,
+    Needs,
+    Phase,
+    State,
+    Step,
+    View,
+    check_transform,
+)
+from kvjax.wrappers import HeadGroups
+from pallas_kernels import column_sums, decode_attention, prompt_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """Everything that one attention layer carries from call to call. A pytree; donate it.
+
+    Args:
+      kv: the slots.
+      state: the transform's own arrays.
+      query: each row's last W prompt queries, rotated, `[B, Q, W, D]`; None unless needed.
+      query_position: their positions, -1 where there were fewer, `[B, W]`.
+      transform: what it was made for (static).
+    """
+
+    kv: KVCache
+    state: State
+    query: Float[Array, "B Q W D"] | None
+    query_position: Int[Array, "B W"] | None
+    transform: KVTransform = field(metadata={"static": True})
+
+
+Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
+
+
+def init_cache(
+    transform: KVTransform,
+    *,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    max_prompt: int,
+    max_new: int,
+    query_heads: int | None = None,
+    dtype: jnp.dtype | None = None,
+) -> Cache:
+    """An empty cache for one attention layer, of the capacity that the transform promises.
+
+    Args:
+      transform: the layer's transform (one element of `bind`'s result).
+      batch: rows. kv_heads, head_dim: as in the model.
+      max_prompt, max_new: most prompt tokens and most new tokens of a row, all turns together.
+      query_heads: as in the model; `kv_heads` by default.
+      dtype: of keys and values; by default float32 on CPU, where bfloat16 is several times slower,
+        and bfloat16 elsewhere.
+
+    Returns:
+      A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
+
+    Raises:
+      TypeError, ValueError: a count that is no positive int, heads that don't divide, a dtype that
+        is not floating, a transform that must be bound to a layer first.
+
+    Example:
+      >>> import kvjax
+      >>> cache = kvjax.init_cache(kvjax.SnapKV(budget=64), batch=2, kv_heads=4, query_heads=8,
+      ...                          head_dim=16, max_prompt=512, max_new=32)
+      >>> cache.kv.shape
+      (2, 4, 96)
+    """
+    check_transform(transform, "init_cache")
+    counts = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "max_prompt": max_prompt}
+    for name, value in counts.items():
+        check_count(name, value, 1)
+    check_count("max_new", max_new, 0)
+    query_heads = kv_heads if query_heads is None else query_heads
+    check_count("query_heads", query_heads, 1)
+    if query_heads % kv_heads:
+        raise ValueError(
+            f"query_heads must be a multiple of kv_heads, got {query_heads} and {kv_heads}"
+        )
+    if dtype is None:
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be floating, got {jnp.dtype(dtype).name}")
+    if not transform.bound:
+        raise ValueError(
+            f"{transform!r} decides per layer: give init_cache and attend one element of "
+            "kvjax.bind(transform, num_layers)"
+        )
+    group = query_heads // kv_heads
+    shape = {"batch": batch, "group": group, "head_dim": head_dim}
+    limits = {"max_prompt": max_prompt, "max_new": max_new, "dtype": dtype}
+    if isinstance(transform, HeadGroups):
+        _check_groups(transform, kv_heads)
+        return tuple(
+            _init_group(tx, kv_heads=len(heads), **shape, **limits) for heads, tx in transform.groups
+        )
+    return _init_group(transform, kv_heads=kv_heads, **shape, **limits)
+
+
+def _init_group(
+    transform: KVTransform, batch, kv_heads, group, head_dim, max_prompt, max_new, dtype
+) -> LayerCache:
+    capacity = transform.extent(Extent(max_prompt, max_new)).total
+    kv = empty_cache(
+        batch, kv_heads, head_dim, capacity,
+        max_prompt=max_prompt, max_new=max_new, dtype=dtype, group=group,
+    )  # fmt: skip
+    needs = transform.needs
+    if needs.accumulated_attention:
+        kv = kv.with_column("attention", jnp.zeros((*kv.shape, group), jnp.float32))
+    kv, state = transform.init(kv)
+    query = query_position = None
+    if needs.query_window:
+        query = jnp.zeros((batch, kv_heads * group, needs.query_window, head_dim), dtype)
+        query_position = jnp.full((batch, needs.query_window), -1, jnp.int32)
+    return LayerCache(kv, state, query, query_position, transform)
+
+
+def attend(
+    transform: KVTransform,
+    cache: Cache,
+    q: Float[Array, "B Q T D"],
+    k: Float[Array, "B H T D"],
+    v: Float[Array, "B H T D"],
+    positions: Int[Array, "B T"],
+    *,
+    phase: Phase,
+    last: bool = True,
+    rope: Rope | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B Q T D"], Cache]:
+    """Adds new tokens to a cache, attends over it, and lets the transform compress it.
+
+    In order: append, read, attention, update; when a prompt is complete, the cache is compacted to
+    its capacity. Attention is exact over what is live: `softmax(scale · q·k + log_mass) v`, each
+    query seeing the positions up to its own.
+
+    Args:
+      transform: the layer's transform, the one that the cache was made for.
+      cache: from `init_cache` or the call before. Donate it.
+      q, k, v: of the new tokens, query head h belonging to KV head `h // (Q / H)`. Rotated, unless
+        `rope` is given.
+      positions: token positions, counted from 0; -1 marks padding, which is not stored and gives 0.
+      phase: `"prompt"` or `"decode"` (static). The number of tokens never decides.
+      last: whether this chunk completes the prompt (static; ignored while decoding). Until then
+        nothing is compressed, and the cache that comes back has room for the whole prompt:
+        chunks of one size share one compiled function from the second on.
+      rope: rotates q and k here. Needed by transforms that keep keys unrotated.
+      scale: of the logits; `D ** -0.5` by default.
+      window: sliding window: a query sees the newest `window` positions. None: all.
+      soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
+      implementation: of the operations in `pallas_kernels`; None takes the best that can run.
+
+    Returns:
+      Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
+
+    Raises:
+      TypeError, ValueError: at trace time, with what was given and what was expected.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> tx = kvjax.StreamingLLM(budget=8)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, query_heads=4, head_dim=16,
+      ...                          max_prompt=32, max_new=4)
+      >>> q, kv = jnp.ones((1, 4, 32, 16)), jnp.ones((1, 2, 32, 16))
+      >>> out, cache = kvjax.attend(tx, cache, q, kv, kv, jnp.arange(32)[None], phase="prompt")
+      >>> out.shape, int(cache.kv.live[0, 0].sum())
+      ((1, 4, 32, 16), 8)
+    """
+    check_transform(transform, "attend")
+    options = _Options(phase, last, rope, scale, window, soft_cap, implementation)
+    if isinstance(transform, HeadGroups):
+        return _attend_groups(transform, cache, q, k, v, positions, options)
+    _check(transform, cache, q, k, v, positions, options)
+    if scale is None:
+        options = options._replace(scale=q.shape[-1] ** -0.5)
+    return _attend(transform, cache, q, k, v, positions, options)
+
+
+class _Options(NamedTuple):
+    phase: Phase
+    last: bool
+    rope: Rope | None
+    scale: float | None
+    window: int | None
+    soft_cap: float | None
+    implementation: str | None
+
+    @property
+    def logits(self) -> dict:
+        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+
+
+def _attend(transform, cache, q, k, v, positions, options: _Options):
+    needs, kv, rope = transform.needs, cache.kv, options.rope
+    prompt = options.phase == "prompt"
+    if rope is not None and not needs.unrotated_keys:
+        q, k = rope.rotate(q, positions), rope.rotate(k, positions)
+    if prompt:
+        kv = widen(kv, _working_slots(kv, k.shape[2], options.last))
+    kv, slots = append(kv, k, v, positions)
+    view, state = View(kv), cache.state
+    if not prompt:
+        view, state = transform.read(view, state, q)
+    if needs.unrotated_keys:
+        q, keys = _rotate_late(needs, view, q, slots, positions, rope)
+    else:
+        keys = kv.k.read(_clip(view.index))
+    out, mass = _attention(needs, view, q, keys, positions, options)
+    if needs.accumulated_attention:
+        kv = _accumulate(kv, mass)
+    query, query_position = _last_queries(needs, cache, q, positions, options)
+    step = Step(
+        slots=slots, mass=mass, keys=keys if view.index is None else None,
+        query=query, query_position=query_position,
+        phase=options.phase, last=options.last, **options.logits,
+    )  # fmt: skip
+    kv, state = transform.update(kv, state, step)
+    if prompt and options.last and kv.slots != kv.capacity:
+        kv = compact(kv, kv.capacity)
+    return out.astype(q.dtype), LayerCache(kv, state, query, query_position, transform)
+
+
+def _working_slots(kv: KVCache, tokens: int, last: bool) -> int:
+    """Slots while a prompt is read: what is there and the new tokens, never more than can come."""
+    wanted = kv.slots + tokens if last else kv.capacity + kv.max_prompt
+    return max(kv.slots, min(wanted, kv.max_tokens))
+
+
+def _attention(needs: Needs, view: View, q, keys, positions, options: _Options):
+    """Output and, where needed, the probability that each slot received per query head."""
+    kv = view.cache
+    batch, kv_heads, _ = kv.shape
+    grouped = q.reshape(batch, kv_heads, kv.group, *q.shape[2:])
+    values = kv.v.read(_clip(view.index))
+    bias = view.per_slot(kv.log_mass, -jnp.inf)
+    key_position = view.per_slot(kv.position, -1)
+    kind = {**options.logits, "implementation": options.implementation}
+    wants_mass = needs.attention_mass or needs.accumulated_attention
+    mass = None
+    if options.phase == "prompt":
+        out, lse = prompt_attention(grouped, keys, values, bias, positions, key_position, **kind)
+        if wants_mass:
+            mass = column_sums(grouped, keys, bias, lse, positions, key_position, **kind)
+    else:
+        out, _, probabilities = decode_attention(
+            grouped, keys, values, bias, positions, key_position, **kind
+        )
+        if wants_mass:
+            mass = view.to_slots(probabilities.sum(3))
+    if mass is not None:
+        mass = mass.reshape(batch, -1, mass.shape[-1])
+    return out.reshape(q.shape), mass
+
+
+def _clip(index: Int[Array, "B H N"] | None) -> Int[Array, "B H N"] | None:
+    """Entries that are none (-1) read slot 0; their log_mass of -inf keeps it out of the result."""
+    return None if index is None else jnp.maximum(index, 0)
+
+
+def _accumulate(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
+    """Adds a call's attention to the column of what every slot received so far."""
+    per_group = mass.reshape(*kv.shape[:2], kv.group, -1)
+    return kv.with_column("attention", kv.column("attention") + jnp.moveaxis(per_group, 2, -1))
+
+
+def _rotate_late(needs: Needs, view: View, q, slots, positions, rope: Rope):
+    """Rotates stored keys and new queries: at their positions, or at their rank in the cache."""
+    kv = view.cache
+    keys = kv.k.read(_clip(view.index))
+    if not needs.reposition:
+        return rope.rotate(q, positions), rope.rotate(keys, view.per_slot(kv.position, -1))
+    order = jnp.argsort(jnp.where(kv.live, kv.position, jnp.iinfo(jnp.int32).max), axis=-1)
+    rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
+    own = take_slots(rank, jnp.minimum(slots, kv.slots - 1))
+    own = jnp.repeat(own, kv.group, axis=1)
+    return rope.rotate(q, own), rope.rotate(keys, view.per_slot(rank, -1))
+
+
+def _last_queries(needs: Needs, cache: LayerCache, q, positions, options: _Options):
+    """Each row's last W valid queries, oldest first, after this call."""
+    old, old_position = cache.query, cache.query_position
+    if old is None or (options.phase == "decode" and not needs.decode_queries):
+        return old, old_position
+    size = old_position.shape[1]
+    position = jnp.concatenate((old_position, positions), axis=1)
+    newest = jnp.argsort(position >= 0, axis=1, stable=True)[:, -size:]
+    both = jnp.concatenate((old, q.astype(old.dtype)), axis=2)
+    query = jnp.take_along_axis(both, newest[:, None, :, None], axis=2)
+    return query, jnp.take_along_axis(position, newest, axis=1)
+
+
+def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, options: _Options):
+    """Every head group on its own rectangle; heads come back in their order."""
+    _check_tokens(q, k, v, positions)
+    _check_groups(transform, k.shape[1])
+    if not isinstance(cache, tuple) or len(cache) != len(transform.groups):
+        raise ValueError(f"{transform!r} needs a cache of {len(transform.groups)} head groups")
+    group = q.shape[1] // k.shape[1]
+    outs, caches, order = [], [], []
+    named = {**options._asdict()}
+    for (heads, tx), own in zip(transform.groups, cache, strict=True):
+        kv_index = jnp.array(heads)
+        q_heads = [head * group + g for head in heads for g in range(group)]
+        out, own = attend(
+            tx, own, q[:, jnp.array(q_heads)], k[:, kv_index], v[:, kv_index], positions, **named
+        )
+        outs.append(out)
+        caches.append(own)
+        order.extend(q_heads)
+    back = jnp.argsort(jnp.array(order))
+    return jnp.concatenate(outs, axis=1)[:, back], tuple(caches)
+
+
+def _check_groups(transform: HeadGroups, kv_heads: int) -> None:
+    if transform.kv_heads != kv_heads:
+        raise ValueError(f"{transform!r} names {transform.kv_heads} KV heads, got {kv_heads}")
+
+
+def _check_tokens(q, k, v, positions) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [B, heads, T, D], got shape {x.shape}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating, got {x.dtype}")
+    batch, query_heads, tokens, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if k.shape != (batch, kv_heads, tokens, head_dim) or v.shape != k.shape:
+        raise ValueError(
+            "k and v must be [B, H, T, D] with the B, T and D of q, got "
+            f"q {q.shape}, k {k.shape}, v {v.shape}"
+        )
+    if query_heads % kv_heads:
+        raise ValueError(
+            f"query heads must be a multiple of KV heads, got {query_heads} and {kv_heads}"
+        )
+    if tokens < 1:
+        raise ValueError("attend needs at least one token, got T = 0")
+    if positions.shape != (batch, tokens):
+        raise ValueError(f"positions must be [B, T] = {(batch, tokens)}, got {positions.shape}")
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions must be integers, got {positions.dtype}")
+
+
+def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
+    _check_tokens(q, k, v, positions)
+    if options.phase not in ("prompt", "decode"):
+        raise ValueError(f"phase must be 'prompt' or 'decode', got {options.phase!r}")
+    if not isinstance(cache, LayerCache):
+        raise TypeError(f"attend takes a cache from init_cache, got {type(cache).__name__}")
+    if cache.transform != transform:
+        raise ValueError(f"the cache was made for {cache.transform!r}, got {transform!r}")
+    kv = cache.kv
+    batch, kv_heads, _ = kv.shape
+    if k.shape[:2] != (batch, kv_heads) or q.shape[1] != kv_heads * kv.group:
+        raise ValueError(
+            f"the cache holds {batch} rows, {kv_heads} KV heads and {kv_heads * kv.group} query "
+            f"heads, got q {q.shape} and k {k.shape}"
+        )
+    if k.shape[3] != kv.k.shape[3]:
+        raise ValueError(f"the cache was made for head_dim {kv.k.shape[3]}, got {k.shape[3]}")
+    if transform.needs.unrotated_keys and options.rope is None:
+        raise ValueError(f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k")
+    if options.phase == "decode" and transform.frees_while_decoding and q.shape[2] != 1:
+        raise ValueError(
+            f"{transform!r} compresses while decoding: give it one token at a time, got {q.shape[2]}"
+        )
+    if options.window is not None:
+        check_count("window", options.window, 1)

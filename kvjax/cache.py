@@ -1,0 +1,324 @@
+"""The cache of one attention layer: an immutable pytree of weighted tokens, and what changes it.
+
+A slot is a weighted token: key, value, position and `log_mass`, the log of how many tokens it
+stands for, which attention adds to the logit. A free slot has `log_mass = -inf`. Evicting, merging
+and padding are therefore the same act: writing `log_mass`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.payloads import Dense, Payload, take_slots, write_slots
+
+FREE = -1  # the position of a free slot, and of a padding token
+NEG_INF = float("-inf")
+
+
+def _static(default=dataclasses.MISSING):
+    return field(default=default, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Column:
+    """Per-slot data of a transform, which moves with the slots: `values [B, H, S, ...]`.
+
+    Args:
+      values: the data.
+      fill: what a new token starts with.
+      merge: what a merged slot gets: the `"sum"` of its members, or (`"keep"`) its own.
+    """
+
+    values: Array
+    fill: float = _static(0.0)
+    merge: Literal["sum", "keep"] = _static("sum")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of one attention layer (or of one group of its KV heads).
+
+    Axis letters: B rows, H KV heads, S slots, D head_dim.
+
+    Args:
+      k, v: payloads of shape `[B, H, S, D]`.
+      position: token position each slot came from, -1 = free.
+      log_mass: log of how many tokens a slot stands for, -inf = free.
+      columns: per-slot data of transforms, by name.
+      pinned: slots that no evictor takes.
+      used: 1 + highest live slot, per row and head: no slot from there on is live.
+      length: 1 + newest position of each row.
+      dropped: tokens that found no slot, per row and head; 0 unless a row was given more tokens
+        than `max_prompt + max_new`.
+      capacity: slots that the cache has between calls (static).
+      max_prompt, max_new: prompt and new tokens that the cache was made for, all turns together.
+      group: query heads per KV head.
+    """
+
+    k: Payload
+    v: Payload
+    position: Int[Array, "B H S"]
+    log_mass: Float[Array, "B H S"]
+    columns: dict[str, Column]
+    pinned: Bool[Array, "B H S"]
+    used: Int[Array, "B H"]
+    length: Int[Array, " B"]
+    dropped: Int[Array, "B H"]
+    capacity: int = _static()
+    max_prompt: int = _static()
+    max_new: int = _static()
+    group: int = _static(1)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """B, H, S of the arrays as they are now."""
+        return self.position.shape
+
+    @property
+    def slots(self) -> int:
+        """S as it is now: more than `capacity` only while a prompt is being read."""
+        return self.position.shape[2]
+
+    @property
+    def live(self) -> Bool[Array, "B H S"]:
+        """Slots that hold a token."""
+        return self.log_mass > NEG_INF
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that a row may ever get."""
+        return self.max_prompt + self.max_new
+
+    def column(self, name: str) -> Array:
+        """Values of one column, `[B, H, S, ...]`."""
+        return self.columns[name].values
+
+    def replace(self, **changes) -> KVCache:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def with_column(self, name: str, values: Array, **kind) -> KVCache:
+        """A copy with a column set; `kind` is `fill` and `merge` where the column is new."""
+        old = self.columns.get(name)
+        new = dataclasses.replace(old, values=values) if old else Column(values, **kind)
+        return self.replace(columns={**self.columns, name: new})
+
+
+def empty_cache(
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    *,
+    max_prompt: int,
+    max_new: int,
+    dtype: jnp.dtype,
+    group: int = 1,
+) -> KVCache:
+    """A cache of `capacity` free slots per row and KV head."""
+    shape = (batch, kv_heads, capacity)
+    return KVCache(
+        k=Dense.zeros((*shape, head_dim), dtype),
+        v=Dense.zeros((*shape, head_dim), dtype),
+        position=jnp.full(shape, FREE, jnp.int32),
+        log_mass=jnp.full(shape, NEG_INF, jnp.float32),
+        columns={},
+        pinned=jnp.zeros(shape, bool),
+        used=jnp.zeros(shape[:2], jnp.int32),
+        length=jnp.zeros(batch, jnp.int32),
+        dropped=jnp.zeros(shape[:2], jnp.int32),
+        capacity=capacity,
+        max_prompt=max_prompt,
+        max_new=max_new,
+        group=group,
+    )
+
+
+def append(
+    cache: KVCache,
+    k: Float[Array, "B H T D"],
+    v: Float[Array, "B H T D"],
+    positions: Int[Array, "B T"],
+) -> tuple[KVCache, Int[Array, "B H T"]]:
+    """Puts new tokens into the lowest free slots, in their order, each with mass 1.
+
+    Args:
+      k, v: keys and values of the new tokens.
+      positions: their token positions; -1 marks padding, which is not stored.
+
+    Returns:
+      The cache, and the slot of every new token, `cache.slots` where it was not stored. A token
+      that finds no free slot is counted in `dropped`.
+    """
+    slots = _free_slots(cache, positions)
+    valid = jnp.broadcast_to((positions >= 0)[:, None, :], slots.shape)
+    stored = slots < cache.slots
+    rows = slots.shape
+    token = jnp.broadcast_to(positions[:, None, :], rows)
+
+    def start(column: Column) -> Column:
+        new = jnp.full((*rows, *column.values.shape[3:]), column.fill, column.values.dtype)
+        return dataclasses.replace(column, values=write_slots(column.values, slots, new))
+
+    cache = cache.replace(
+        k=cache.k.write(slots, k),
+        v=cache.v.write(slots, v),
+        position=write_slots(cache.position, slots, token),
+        log_mass=write_slots(cache.log_mass, slots, jnp.zeros(rows)),
+        columns={name: start(column) for name, column in cache.columns.items()},
+        pinned=write_slots(cache.pinned, slots, jnp.zeros(rows, bool)),
+        used=jnp.maximum(cache.used, jnp.where(stored, slots + 1, 0).max(-1)),
+        length=jnp.maximum(cache.length, positions.max(-1) + 1),
+        dropped=cache.dropped + (valid & ~stored).sum(-1, dtype=jnp.int32),
+    )
+    return cache, slots
+
+
+def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H T"]:
+    """The slot of each new token: its j-th valid token takes the j-th free slot, S if none."""
+    free, valid, size = ~cache.live, positions >= 0, cache.slots
+    if positions.shape[1] == 1:
+        # The step of a decode loop: one pass over scalars instead of a prefix sum.
+        lowest = jnp.where(free, jnp.arange(size, dtype=jnp.int32), size).min(-1, keepdims=True)
+        return jnp.where(valid[:, None, :], lowest, size)
+    count = jnp.cumsum(free, axis=-1, dtype=jnp.int32)
+    wanted = jnp.cumsum(valid, axis=-1, dtype=jnp.int32)
+    find = jax.vmap(jax.vmap(jnp.searchsorted, in_axes=(0, None)), in_axes=(0, 0))
+    slots = find(count, wanted).astype(jnp.int32)  # S where count never reaches `wanted`
+    return jnp.where(valid[:, None, :], slots, size)
+
+
+def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
+    """Frees every slot that is neither kept nor pinned.
+
+    It only marks: keys, values and columns stay where they are, so that a wrapper that holds the
+    cache from before can compare and undo.
+    """
+    live = cache.live & (keep | cache.pinned)
+    return cache.replace(
+        log_mass=jnp.where(live, cache.log_mass, NEG_INF),
+        position=jnp.where(live, cache.position, FREE),
+        pinned=cache.pinned & live,
+        used=_used(live),
+    )
+
+
+def _used(live: Bool[Array, "B H S"]) -> Int[Array, "B H"]:
+    slot = jnp.arange(1, live.shape[-1] + 1, dtype=jnp.int32)
+    return jnp.where(live, slot, 0).max(-1)
+
+
+def merge(
+    cache: KVCache,
+    into: Int[Array, "B H S"],
+    weights: Float[Array, "B H S"] | None = None,
+) -> KVCache:
+    """Merges slots: every live slot s goes into slot `into[s]`, itself if it stays.
+
+    Keys and values become weighted means over the members, `k = Σ w_i k_i / Σ w_i`, masses add,
+    the merged slot keeps its target's position; columns follow their own rule. A slot that is its
+    own only member is left exactly as it is. Free slots are ignored.
+
+    Args:
+      into: target slot per slot. A target must be live and its own target.
+      weights: non-negative, one per slot; the masses by default, so that merging is associative.
+    """
+    size, live = cache.slots, cache.live
+    slot = jnp.arange(size, dtype=jnp.int32)
+    into = jnp.where(live, into, size).astype(jnp.int32)  # size = ignored
+    mass = jnp.where(live, jnp.exp(cache.log_mass), 0.0)
+    weights = mass if weights is None else jnp.where(live, weights, 0.0).astype(jnp.float32)
+    members = _sum_into(into, live.astype(jnp.int32))
+    merged, stays = members > 1, live & (into == slot)
+    total = jnp.where(merged, _sum_into(into, weights), 1.0)
+
+    def mean(payload: Payload) -> Payload:
+        rows = payload.read()
+        summed = _sum_into(into, rows.astype(jnp.float32) * weights[..., None])
+        new = (summed / total[..., None]).astype(rows.dtype)
+        return payload.fill(jnp.where(merged[..., None], new, rows))
+
+    def combine(column: Column) -> Column:
+        if column.merge == "keep":
+            return column
+        values = column.values
+        keep = live.reshape(live.shape + (1,) * (values.ndim - 3))
+        summed = _sum_into(into, jnp.where(keep, values, 0))
+        changed = merged.reshape(keep.shape)
+        return dataclasses.replace(column, values=jnp.where(changed, summed, values))
+
+    log_mass = jnp.where(merged, jnp.log(_sum_into(into, mass)), cache.log_mass)
+    pinned_members = _sum_into(into, (cache.pinned & live).astype(jnp.int32))
+    return cache.replace(
+        k=mean(cache.k),
+        v=mean(cache.v),
+        log_mass=jnp.where(stays, log_mass, NEG_INF),
+        position=jnp.where(stays, cache.position, FREE),
+        columns={name: combine(column) for name, column in cache.columns.items()},
+        pinned=stays & (pinned_members > 0),
+        used=_used(stays),
+    )
+
+
+_sum_into = jax.vmap(
+    jax.vmap(lambda into, x: jnp.zeros_like(x).at[into].add(x, mode="drop")),
+)
+
+
+def compact(cache: KVCache, slots: int) -> KVCache:
+    """Moves the live slots to the front, in position order, and cuts or widens to `slots`.
+
+    The only function that moves slots; every payload and column moves with them. If more slots are
+    live than fit, the newest are lost and counted in `dropped`: a transform whose `extent` is right
+    never lets that happen.
+    """
+    order = jnp.argsort(jnp.where(cache.live, cache.position, jnp.iinfo(jnp.int32).max), axis=-1)
+    return _move(cache, order[..., :slots], slots)
+
+
+def widen(cache: KVCache, slots: int) -> KVCache:
+    """Adds free slots at the end, up to `slots`; slots that are there stay where they are."""
+    if slots <= cache.slots:
+        return cache
+    index = jnp.arange(cache.slots, dtype=jnp.int32)
+    return _move(cache, jnp.broadcast_to(index, cache.shape), slots)
+
+
+def _move(cache: KVCache, index: Int[Array, "B H N"], slots: int) -> KVCache:
+    """Takes the slots of `index` to the front of a cache of `slots` slots, the rest free."""
+    count = index.shape[-1]
+    # A new slot copies some finite row: what a free slot holds is never read.
+    index = jnp.pad(index, ((0, 0), (0, 0), (0, slots - count)))
+    there = jnp.arange(slots) < count
+    live = take_slots(cache.live, index) & there
+    lost = cache.live.sum(-1, dtype=jnp.int32) - live.sum(-1, dtype=jnp.int32)
+    return cache.replace(
+        k=cache.k.take(index),
+        v=cache.v.take(index),
+        position=jnp.where(live, take_slots(cache.position, index), FREE),
+        log_mass=jnp.where(live, take_slots(cache.log_mass, index), NEG_INF),
+        columns={
+            name: dataclasses.replace(column, values=take_slots(column.values, index))
+            for name, column in cache.columns.items()
+        },
+        pinned=take_slots(cache.pinned, index) & live,
+        used=_used(live),
+        dropped=cache.dropped + lost,
+    )
+
+
+def nbytes(tree) -> int:
+    """Bytes of all arrays in a pytree: a cache's keys, values, positions, masses, columns, state.
+
+    Works on arrays and on shapes (`jax.eval_shape`), so that a cache can be priced before it is
+    made.
+    """
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,149 @@
+"""Transforms one after the other, and one per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Array
+
+from kvjax.cache import KVCache
+from kvjax.transform import (
+    Extent,
+    Full,
+    KVTransform,
+    Needs,
+    Stage,
+    State,
+    Step,
+    View,
+    check_transform,
+)
+from kvjax.wrappers import HeadGroups
+
+
+@dataclass(frozen=True)
+class Chain(KVTransform):
+    """Transforms one after the other; made by `chain`."""
+
+    parts: tuple[KVTransform, ...]
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """Each part for this layer. A part that turns dense turns the whole chain into `Full`."""
+        parts = tuple(part.for_layer(layer, num_layers) for part in self.parts)
+        if any(isinstance(part, Full) for part in parts):
+            return Full()
+        split = [part for part in parts if isinstance(part, HeadGroups)]
+        if not split:
+            return chain(*parts)
+        if len(split) > 1:
+            raise ValueError(f"a chain can split heads once, got {split[0]!r} and {split[1]!r}")
+        groups = []
+        for group, inner in split[0].groups:
+            whole = [inner if part is split[0] else part for part in parts]
+            groups.append((group, Full() if isinstance(inner, Full) else chain(*whole)))
+        return HeadGroups(tuple(groups))
+
+    def extent(self, extent: Extent) -> Extent:
+        """The parts' bounds, composed."""
+        for part in self.parts:
+            extent = part.extent(extent)
+        return extent
+
+    @property
+    def needs(self) -> Needs:
+        """The union over the parts."""
+        needs = Needs()
+        for part in self.parts:
+            needs = needs.union(part.needs)
+        return needs
+
+    @property
+    def bound(self) -> bool:
+        """Whether all parts are."""
+        return all(part.bound for part in self.parts)
+
+    @property
+    def frees_while_decoding(self) -> bool:
+        """Whether any part does."""
+        return any(part.frees_while_decoding for part in self.parts)
+
+    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+        """Every part's columns and state."""
+        states = []
+        for part in self.parts:
+            cache, state = part.init(cache)
+            states.append(state)
+        return cache, tuple(states)
+
+    def read(self, view: View, state: State, query: Array) -> tuple[View, State]:
+        """Every part's selection, each within the one before."""
+        states = []
+        for part, own in zip(self.parts, state, strict=True):
+            view, own = part.read(view, own, query)
+            states.append(own)
+        return view, tuple(states)
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Every part's update, in order."""
+        states = []
+        for part, own in zip(self.parts, state, strict=True):
+            cache, own = part.update(cache, own, step)
+            states.append(own)
+        return cache, tuple(states)
+
+
+def chain(*transforms: KVTransform) -> KVTransform:
+    """Applies transforms one after the other: evict or merge → represent → recall → place.
+
+    Nested chains are flattened and `Full` parts drop out, so that equal chains are equal values.
+
+    Raises:
+      TypeError: something is not a transform.
+      ValueError: the order cannot work, or a recall method would index slots that an earlier part
+        frees while decoding.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.chain(kvjax.SnapKV(budget=768), kvjax.H2O(budget=512)).extent(kvjax.Extent(4096, 64))
+      Extent(prompt=512, new=1)
+    """
+    parts: list[KVTransform] = []
+    for transform in transforms:
+        check_transform(transform, "chain")
+        parts.extend(transform.parts if isinstance(transform, Chain) else (transform,))
+    parts = [part for part in parts if not isinstance(part, Full)]
+    for before, after in zip(parts, parts[1:], strict=False):
+        if after.stage < before.stage:
+            raise ValueError(
+                "a chain goes evict or merge → represent → recall → place: "
+                f"{after!r} ({after.stage.name.lower()}) cannot follow "
+                f"{before!r} ({before.stage.name.lower()})"
+            )
+    freeing = [part for part in parts if part.frees_while_decoding]
+    readers = [part for part in parts if part.stage == Stage.RECALL]
+    if freeing and readers:
+        raise ValueError(
+            f"{readers[0]!r} indexes the slots of the prompt, and {freeing[0]!r} frees slots while "
+            "decoding: the index would go stale. Put a method that compresses only the prompt first"
+        )
+    if len(parts) == 1:
+        return parts[0]
+    return Chain(tuple(parts)) if parts else Full()
+
+
+def bind(transform: KVTransform, num_layers: int) -> tuple[KVTransform, ...]:
+    """One transform per layer, `tuple(transform.for_layer(i, num_layers))`.
+
+    Raises:
+      TypeError: not a transform.
+      ValueError: fewer than one layer.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.bind(kvjax.StreamingLLM(budget=64), num_layers=2)
+      (StreamingLLM(budget=64, sinks=4, reposition=False), StreamingLLM(budget=64, sinks=4, reposition=False))
+    """
+    check_transform(transform, "bind")
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+    return tuple(transform.for_layer(layer, num_layers) for layer in range(num_layers))

@@ -1,0 +1,102 @@
+"""How the keys and values of a cache are stored.
+
+A payload answers four calls: `read` (dense rows), `take` (the same payload with its slots moved),
+`write` (a few rows) and `fill` (all rows). A method of compression calls nothing else, so that a
+quantised or host-resident payload serves under every one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Rows of every (row, KV head). Mapped over both leading axes and not indexed by iota: an indexed
+# gather or scatter brings collectives when a cache is sharded over rows or heads.
+_gather = jax.vmap(jax.vmap(lambda data, index: data[index]))
+_scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, mode="drop")))
+
+
+def take_slots(x: Array, index: Int[Array, "B H N"]) -> Array:
+    """Gathers slots of a per-slot array: `x [B, H, S, ...]` to `[B, H, N, ...]`."""
+    return _gather(x, index)
+
+
+def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
+    """Writes `rows [B, H, T, ...]` into `x [B, H, S, ...]`; index S writes nothing."""
+    return _scatter(x, index, rows.astype(x.dtype))
+
+
+class Payload(Protocol):
+    """What stores the keys or the values of a cache: `[B, H, S, D]` in whatever form."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, H, S, D."""
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the dense rows."""
+
+    def read(self, index: Int[Array, "B H N"] | None = None) -> Float[Array, "B H N D"]:
+        """Dense rows: all slots, or those of `index`."""
+
+    def take(self, index: Int[Array, "B H N"]) -> Payload:
+        """The payload whose slot n is this one's slot `index[..., n]`; N may differ from S."""
+
+    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Payload:
+        """Replaces a few slots; slot number S writes nothing."""
+
+    def fill(self, rows: Float[Array, "B H S D"]) -> Payload:
+        """Replaces all slots."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dense:
+    """Rows as they are, `data [B, H, S, D]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from kvjax.payloads import Dense
+      >>> payload = Dense.zeros((1, 2, 8, 4), jnp.float32)
+      >>> payload = payload.write(jnp.array([[[3], [5]]]), jnp.ones((1, 2, 1, 4)))
+      >>> payload.read().sum(axis=(0, 2, 3)).tolist()
+      [4.0, 4.0]
+    """
+
+    data: Float[Array, "B H S D"]
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> Dense:
+        """A payload of zeros (free slots must hold finite numbers)."""
+        return cls(jnp.zeros(shape, dtype))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, H, S, D."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the rows."""
+        return self.data.dtype
+
+    def read(self, index: Int[Array, "B H N"] | None = None) -> Float[Array, "B H N D"]:
+        """Dense rows: all slots, or those of `index`."""
+        return self.data if index is None else take_slots(self.data, index)
+
+    def take(self, index: Int[Array, "B H N"]) -> Dense:
+        """The payload whose slot n is this one's slot `index[..., n]`; N may differ from S."""
+        return Dense(take_slots(self.data, index))
+
+    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Dense:
+        """Replaces a few slots; slot number S writes nothing."""
+        return Dense(write_slots(self.data, slots, rows))
+
+    def fill(self, rows: Float[Array, "B H S D"]) -> Dense:
+        """Replaces all slots."""
+        return Dense(rows.astype(self.data.dtype))

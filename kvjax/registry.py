@@ -1,0 +1,96 @@
+"""The transforms by their command-line names, and compositions of them written as text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+
+from kvjax.chain import chain
+from kvjax.transform import Full, KVTransform
+from kvjax.transforms.h2o import H2O
+from kvjax.transforms.pyramidkv import PyramidKV
+from kvjax.transforms.snapkv import SnapKV
+from kvjax.transforms.streaming_llm import StreamingLLM
+from kvjax.wrappers import Every, WhenFull
+
+METHODS: dict[str, type[KVTransform]] = {
+    "full": Full,
+    "streaming_llm": StreamingLLM,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+}
+WRAPPERS: dict[str, type[KVTransform]] = {"every": Every, "when_full": WhenFull}
+
+
+def parse(text: str, budget: int | float | None = None) -> KVTransform:
+    """The transform that a text names: `h2o`, `snapkv(window=16)`, `every(snapkv, steps=64)`.
+
+    A name stands for its class, `chain(...)` for `kvjax.chain`; positional arguments of wrappers
+    are methods, keywords are literals. `budget` goes to every method that takes one and is not
+    given its own.
+
+    Raises:
+      ValueError: unknown name or parameter, a missing budget, or text that is no such expression.
+      TypeError: what the class itself refuses.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.parse("chain(snapkv(window=16), h2o(budget=64))", 256).extent(kvjax.Extent(4096, 10))
+      Extent(prompt=64, new=1)
+    """
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"method must be a name or a composition of names, got {text!r}") from None
+    return _build(node, text, budget)
+
+
+def parameters(kind: type[KVTransform]) -> list[tuple[str, str]]:
+    """A method's parameters and their defaults as text; "required" where there is none."""
+
+    def default(field: dataclasses.Field) -> str:
+        return "required" if field.default is dataclasses.MISSING else repr(field.default)
+
+    return [(field.name, default(field)) for field in dataclasses.fields(kind)]
+
+
+def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name):
+        raise ValueError(f"method must be a name or a composition of names, got {text!r}")
+    name = call.func.id
+    inner = [_build(argument, text, budget) for argument in call.args]
+    if name == "chain":
+        if call.keywords:
+            raise ValueError(f"chain takes methods only, got {call.keywords[0].arg}= in {text!r}")
+        return chain(*inner)
+    known = METHODS | WRAPPERS
+    if name not in known:
+        names = ", ".join((*known, "chain"))
+        raise ValueError(f"unknown method {name!r}; there are {names}")
+    kind = known[name]
+    given = {word.arg: _literal(word, text) for word in call.keywords}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    wrapped = 1 if "base" in fields else 0
+    if len(inner) != wrapped:
+        what = "one method to wrap" if wrapped else "keywords only"
+        raise ValueError(f"{name} takes {what}, got {len(inner)} methods in {text!r}")
+    unknown = [word for word in given if word not in fields or word == "base"]
+    if unknown:
+        takes = ", ".join(field for field in fields if field != "base") or "nothing"
+        raise ValueError(f"{name} has no parameter {unknown[0]!r}; it takes {takes}")
+    if "budget" in fields and budget is not None:
+        given.setdefault("budget", budget)
+    required = [f.name for f in fields.values() if f.default is dataclasses.MISSING]
+    missing = [field for field in required if field != "base" and field not in given]
+    if missing:
+        raise ValueError(f"{name} needs {missing[0]}=")
+    return kind(*inner, **given)
+
+
+def _literal(word: ast.keyword, text: str) -> object:
+    try:
+        return ast.literal_eval(word.value)
+    except ValueError:
+        raise ValueError(f"{word.arg}= must be a literal in {text!r}") from None

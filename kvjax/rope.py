@@ -1,0 +1,64 @@
+"""Rotary position embedding as a small pytree that `kvjax.attend` can apply itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864): what turns a key into a rotated key.
+
+    Channel pair i of a vector at position p is turned by the angle `p * inv_freq[i]`. The first
+    `2 * R` channels are rotated, the others pass through unchanged.
+
+    Args:
+      inv_freq: inverse frequencies, `[R]`, or `[B, R]` where they depend on the row (the `dynamic`
+        scaling of long prompts).
+      interleaved: pairs are neighbours (0,1), (2,3), ... (GLM) instead of halves (0,R), (1,R+1),
+        ... (Llama, the default).
+      factor: rotated channels are multiplied by it (the attention factor of YaRN and LongRoPE);
+        1 by default.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from kvjax import Rope
+      >>> rope = Rope(inv_freq=1.0 / 10000.0 ** (jnp.arange(0, 8, 2) / 8))
+      >>> rope.rotate(jnp.ones((1, 2, 3, 8)), jnp.array([[0, 1, 2]])).shape
+      (1, 2, 3, 8)
+    """
+
+    inv_freq: Float[Array, "*B R"]
+    interleaved: bool = field(default=False, metadata={"static": True})
+    factor: float = field(default=1.0, metadata={"static": True})
+
+    def rotate(
+        self,
+        x: Float[Array, "B H T D"],
+        positions: Int[Array, "B T"] | Int[Array, "B H T"],
+    ) -> Float[Array, "B H T D"]:
+        """Turns the vectors `x [B, H, T, D]` by their `positions [B, T]` or `[B, H, T]`.
+
+        Angles, sines and cosines are float32; the result has the dtype of `x`. A position below
+        zero (padding) is rotated like any other number: nothing reads such a vector.
+        """
+        pairs = self.inv_freq.shape[-1]
+        if positions.ndim == 2:
+            positions = positions[:, None, :]
+        frequencies = self.inv_freq.astype(jnp.float32)
+        frequencies = frequencies.reshape((-1, 1, 1, pairs))
+        angle = positions[..., None].astype(jnp.float32) * frequencies
+        cos, sin = jnp.cos(angle) * self.factor, jnp.sin(angle) * self.factor
+        rotated, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+        if self.interleaved:
+            a, b = rotated[..., 0::2], rotated[..., 1::2]
+            turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(rotated.shape)
+        else:
+            a, b = rotated[..., :pairs], rotated[..., pairs:]
+            turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+        return jnp.concatenate((turned.astype(x.dtype), rest), axis=-1)

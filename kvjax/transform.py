@@ -1,0 +1,234 @@
+"""The protocol: a transform is a value whose fields are the hyper-parameters of a method.
+
+Its methods are pure functions over a `KVCache` and the transform's own state. Every one has an
+identity default, so that a method of compression defines only what it does. Because a transform is
+a frozen dataclass it is hashable (equal transforms share compiled code), prints as the expression
+that makes it, and is re-budgeted by `dataclasses.replace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import KVCache
+from kvjax.payloads import take_slots
+
+State = Any  # a pytree of arrays that never index by slot
+Phase = Literal["prompt", "decode"]
+GroupReduce = Literal["mean", "max", "sum"]
+
+
+class Stage(IntEnum):
+    """Where a transform stands in a chain; a chain is sorted by it."""
+
+    EVICT = 0  # evicts or merges
+    REPRESENT = 1  # stores keys and values in another form
+    RECALL = 2  # reads a selection
+    PLACE = 3  # keeps them in another memory
+
+
+class Extent(NamedTuple):
+    """Static slot counts: slots after the prompt, and slots for new tokens on top."""
+
+    prompt: int
+    new: int
+
+    @property
+    def total(self) -> int:
+        """Capacity that a cache of this extent has."""
+        return self.prompt + self.new
+
+
+class Needs(NamedTuple):
+    """What a transform wants to know of an attention call; `attend` computes nothing else.
+
+    Args:
+      attention_mass: `Step.mass`, the probability that each slot received.
+      accumulated_attention: the column "attention", `[B, H, S, G]`, that sum over all calls.
+      query_window: `Step.query` holds this many of each row's last prompt queries.
+      decode_queries: the window goes on with the queries of decoding.
+      unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
+      reposition: keys are rotated at their rank among the live slots and not at their position.
+    """
+
+    attention_mass: bool = False
+    accumulated_attention: bool = False
+    query_window: int = 0
+    decode_queries: bool = False
+    unrotated_keys: bool = False
+    reposition: bool = False
+
+    def union(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(*(max(a, b) for a, b in zip(self, other, strict=True)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """What one attention call saw.
+
+    Args:
+      slots: slot of each new token, `[B, H, T]`; `cache.slots` where none was stored.
+      mass: attention probability that each slot received from this call's queries, summed over
+        them, per query head, `[B, Q, S]` float32; None unless needed.
+      keys: rotated keys of all slots as attention saw them, `[B, H, S, D]`; None where a selection
+        was read.
+      query: each row's last W prompt queries, rotated, oldest first, `[B, Q, W, D]`; None unless
+        needed. They are carried across the chunks of a prompt.
+      query_position: their positions, -1 where there were fewer, `[B, W]`.
+      phase, last: as given to `attend` (static).
+      scale, window, soft_cap: of the attention (static).
+    """
+
+    slots: Int[Array, "B H T"]
+    mass: Float[Array, "B Q S"] | None
+    keys: Float[Array, "B H S D"] | None
+    query: Float[Array, "B Q W D"] | None
+    query_position: Int[Array, "B W"] | None
+    phase: Phase = field(metadata={"static": True})
+    last: bool = field(metadata={"static": True})
+    scale: float = field(metadata={"static": True})
+    window: int | None = field(default=None, metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
+
+    @property
+    def prompt_done(self) -> bool:
+        """A prompt has just been completed: the moment at which prompt methods compress."""
+        return self.phase == "prompt" and self.last
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class View:
+    """What attention will see of a cache: all slots, or a selection of N.
+
+    Args:
+      cache: the cache.
+      index: slots to see, `[B, H, N]`, -1 = none; None = all of them in place.
+    """
+
+    cache: KVCache
+    index: Int[Array, "B H N"] | None = None
+
+    def take(self, index: Int[Array, "B H N"]) -> View:
+        """A selection of this view's entries (-1 = none). Only indices are composed."""
+        if self.index is None:
+            return View(self.cache, index)
+        chosen = take_slots(self.index, jnp.maximum(index, 0))
+        return View(self.cache, jnp.where(index >= 0, chosen, -1))
+
+    def per_slot(self, x: Array, fill: float) -> Array:
+        """A per-slot array `[B, H, S]` as this view sees it, `fill` where an entry is none."""
+        if self.index is None:
+            return x
+        return jnp.where(self.index >= 0, take_slots(x, jnp.maximum(self.index, 0)), fill)
+
+    def to_slots(self, x: Float[Array, "B H G N"]) -> Float[Array, "B H G S"]:
+        """What the view's entries received, at their slots; 0 for slots that were not read."""
+        if self.index is None:
+            return x
+        batch, kv_heads, slots = self.cache.shape
+        index = jnp.where(self.index >= 0, self.index, slots)
+        add = jax.vmap(jax.vmap(lambda i, x: jnp.zeros((slots, x.shape[-1])).at[i].add(x, mode="drop")))
+        return jnp.moveaxis(add(index, jnp.moveaxis(x, 2, 3)), 3, 2)
+
+
+@dataclass(frozen=True)
+class KVTransform:
+    """A method of compression as a value. All methods default to doing nothing.
+
+    Class attributes:
+      stage: where it stands in a chain.
+      paper: name and arXiv number, for listings.
+    """
+
+    stage: ClassVar[Stage] = Stage.EVICT
+    paper: ClassVar[str] = ""
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """The transform of one layer: layer budgets and dense layers live here."""
+        return self
+
+    def extent(self, extent: Extent) -> Extent:
+        """Static bound on live slots, given the bound before this transform."""
+        return extent
+
+    @property
+    def needs(self) -> Needs:
+        """What `attend` must compute for it."""
+        return Needs()
+
+    @property
+    def bound(self) -> bool:
+        """Whether `for_layer` has nothing left to decide."""
+        return True
+
+    @property
+    def frees_while_decoding(self) -> bool:
+        """Whether slots are evicted or merged between prompts (an index would go stale)."""
+        return False
+
+    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+        """Adds columns, chooses the payload, and makes the transform's own state."""
+        return cache, ()
+
+    def read(
+        self, view: View, state: State, query: Float[Array, "B Q T D"]
+    ) -> tuple[View, State]:
+        """Before attention while decoding: chooses a static number of slots to look at."""
+        return view, state
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """After attention: evicts, merges, indexes. Shapes stay as they are."""
+        return cache, state
+
+    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"] | None:
+        """Importance of each slot before query heads are reduced, for wrappers; None if unscored."""
+        return None
+
+
+def group_scores(
+    scores: Float[Array, "B Q S"], cache: KVCache, reduce: GroupReduce
+) -> Float[Array, "B H S"]:
+    """One score per KV head from those of its group's query heads."""
+    grouped = scores.reshape(*cache.shape[:2], cache.group, -1)
+    return {"mean": jnp.mean, "max": jnp.max, "sum": jnp.sum}[reduce](grouped, axis=2)
+
+
+def decoding_extent(extent: Extent, budget: int) -> Extent:
+    """Extent of a method that holds `budget` slots while decoding, one more during a step."""
+    prompt = min(extent.prompt, budget)
+    return Extent(prompt, min(extent.total, budget + 1) - prompt)
+
+
+def check_group_reduce(reduce: str) -> None:
+    """Raises ValueError for a reduction that is not offered."""
+    if reduce not in ("mean", "max", "sum"):
+        raise ValueError(f"group_reduce must be 'mean', 'max' or 'sum', got {reduce!r}")
+
+
+def check_transform(transform: object, where: str) -> None:
+    """Raises TypeError for anything that is not a transform."""
+    if not isinstance(transform, KVTransform):
+        hint = " (give an instance, not the class)" if isinstance(transform, type) else ""
+        raise TypeError(f"{where} takes transforms, got {transform!r}{hint}")
+
+
+@dataclass(frozen=True)
+class Full(KVTransform):
+    """The full cache: keeps every token. The identity, and what everything is compared with.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.bind(kvjax.Full(), num_layers=2)
+      (Full(), Full())
+    """
+
+    paper: ClassVar[str] = "no compression"

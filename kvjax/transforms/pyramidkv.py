@@ -1,0 +1,111 @@
+"""PyramidKV: SnapKV with more slots in the lower layers (arXiv 2406.02069)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from kvjax.budgets import Budget, check_budget, slots_for
+from kvjax.transform import GroupReduce, KVTransform, check_group_reduce
+from kvjax.transforms.snapkv import SnapKV, check_observation
+
+
+@dataclass(frozen=True)
+class PyramidKV(KVTransform):
+    """SnapKV with a budget per layer that falls linearly from the first layer to the last.
+
+    With `base = budget - W` slots for prefix tokens on average, the last layer gets `base / beta`
+    and the first `2·base - base / beta`; where that is more than a prompt's prefix of `L - W`
+    tokens, the first layer gets the whole prefix and the last `2·base - (L - W)`. Layers in between
+    are linear, rounded by largest remainder, so that they add up to `num_layers · budget` exactly.
+    Layer l is a `SnapKV` with its budget: give the transform to `bind`.
+
+    Args:
+      budget: average slots per layer and KV head, window included; a float is a share of each
+        row's prompt.
+      window: observation window W, 8 as in the authors' code.
+      kernel, pooling, group_reduce: as in `SnapKV`.
+      beta: how steep the pyramid is, 20 as in the authors' code; 1 is uniform.
+
+    Raises:
+      TypeError, ValueError: as `SnapKV`; `beta` below 1.
+
+    Example:
+      >>> import kvjax
+      >>> layers = kvjax.bind(kvjax.PyramidKV(budget=128), num_layers=4)
+      >>> [layer.extent(kvjax.Extent(4096, 0)).prompt for layer in layers]
+      [242, 166, 90, 14]
+
+    References:
+      Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling,
+      arXiv 2406.02069.
+
+    Deviations from the paper:
+      Layer budgets add up exactly (the authors' code rounds down, overshoots, and is uniform for
+      prompts shorter than twice the budget). Grouped queries as in `SnapKV`.
+    """
+
+    budget: Budget
+    window: int = 8
+    kernel: int = 7
+    pooling: Literal["max", "avg"] = "max"
+    group_reduce: GroupReduce = "mean"
+    beta: float = 20.0
+
+    paper: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
+    bound = property(lambda self: False)
+
+    def __post_init__(self):
+        check_observation(self.window, self.kernel, self.pooling)
+        check_group_reduce(self.group_reduce)
+        check_budget(self.budget, self.window + 1, "window + 1")
+        if not self.beta >= 1:
+            raise ValueError(f"beta must be at least 1, got {self.beta}")
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """SnapKV with this layer's budget."""
+        budget = LayerBudget(self.budget, self.window, self.beta, layer, num_layers)
+        return SnapKV(budget, self.window, self.kernel, self.pooling, self.group_reduce)
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """PyramidKV's budget of one layer, as a function of prompt lengths."""
+
+    average: Budget
+    window: int
+    beta: float
+    layer: int
+    num_layers: int
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """Slots of this layer for prompts of these lengths."""
+        return pyramid(
+            self.average, self.window, self.beta, self.num_layers, tuple(lengths.ravel())
+        )[:, self.layer].reshape(lengths.shape)
+
+
+@functools.lru_cache(maxsize=2)
+def pyramid(
+    average: Budget, window: int, beta: float, num_layers: int, lengths: tuple[int, ...]
+) -> np.ndarray:
+    """Slots per prompt length and layer, `[len(lengths), num_layers]`.
+
+    Each row adds up to `num_layers` times the average budget of its length.
+    """
+    length = np.array(lengths)
+    base = np.maximum(slots_for(average, length, window + 1) - window, 0)
+    prefix = np.maximum(length - window, 0)
+    high = 2 * base - base / beta
+    whole = high > prefix
+    high = np.where(whole, prefix, high)
+    low = 2 * base - high
+    share = np.arange(num_layers) / max(num_layers - 1, 1)
+    exact = (high[:, None] + (low - high)[:, None] * share) if num_layers > 1 else base[:, None]
+    slots = np.floor(exact + 1e-9).astype(np.int64)
+    missing = num_layers * base - slots.sum(1)
+    rank = np.argsort(np.argsort(slots - exact, axis=1, kind="stable"), axis=1)
+    return slots + (rank < missing[:, None]) + window

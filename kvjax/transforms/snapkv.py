@@ -1,0 +1,149 @@
+"""SnapKV: what the end of the prompt looks at (arXiv 2404.14469)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.budgets import Budget, check_budget, check_count, most_slots, rows_budget
+from kvjax.cache import KVCache, evict
+from kvjax.payloads import take_slots
+from kvjax.selection import evictable, keep_best, newest
+from kvjax.transform import (
+    Extent,
+    GroupReduce,
+    KVTransform,
+    Needs,
+    State,
+    Step,
+    check_group_reduce,
+    group_scores,
+)
+from pallas_kernels import column_sums, prompt_attention
+
+
+@dataclass(frozen=True)
+class SnapKV(KVTransform):
+    """Keeps the prompt tokens that the last prompt queries attend to, and those queries' own.
+
+    The last W queries of the prompt attend over all keys. A prefix token's score is the mean over
+    the window of the probability it received, `a[s] = 1/W · Σ_t p[t, s]`, pooled along positions
+    over `kernel` neighbours within the prefix, per query head; a KV head takes the mean over its
+    group. The best `budget - W` prefix tokens stay, and the W newest. Decoding evicts nothing.
+
+    Args:
+      budget: slots kept of the prompt per KV head, window included; generated tokens come on top. A
+        float is a share of each row's prompt.
+      window: observation window W, 32 as in the paper.
+      kernel: pooling width, odd; 7, the published LongBench setting.
+      pooling: `"max"` (published LongBench setting) or `"avg"`, which counts the zeros beyond both
+        ends of the prefix. The authors' code defaults to 5 and `"avg"`.
+      group_reduce: how the scores of a KV head's query heads become one; mean by default.
+
+    Raises:
+      TypeError, ValueError: no number, `budget` below `window + 1`, a share outside (0, 1], an even
+        kernel, an unknown pooling or reduction.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.SnapKV(budget=0.25).extent(kvjax.Extent(4096, 100))
+      Extent(prompt=1024, new=100)
+
+    References:
+      Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469.
+
+    Deviations from the paper:
+      With grouped queries one decision is made per KV head. On a further turn everything live is
+      compressed as one prompt.
+    """
+
+    budget: Budget
+    window: int = 32
+    kernel: int = 7
+    pooling: Literal["max", "avg"] = "max"
+    group_reduce: GroupReduce = "mean"
+
+    paper: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+
+    def __post_init__(self):
+        check_observation(self.window, self.kernel, self.pooling)
+        check_group_reduce(self.group_reduce)
+        check_budget(self.budget, self._minimum, "window + 1")
+
+    @property
+    def _minimum(self) -> int:
+        return self.window + 1
+
+    @property
+    def needs(self) -> Needs:
+        """The last W prompt queries."""
+        return Needs(query_window=self.window)
+
+    def extent(self, extent: Extent) -> Extent:
+        """The budget of the prompt; new tokens come on top."""
+        most = most_slots(self.budget, extent.prompt, self._minimum)
+        return Extent(min(extent.prompt, most), extent.new)
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Evicts the least observed prefix tokens at the prompt's end."""
+        if not step.prompt_done:
+            return cache, state
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self._minimum)
+        score = group_scores(self.score(cache, state, step), cache, self.group_reduce)
+        score = jnp.where(newest(cache, self.window), jnp.inf, score)
+        return evict(cache, keep_best(score, evictable(cache), cache.position, budget)), state
+
+    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
+        """Pooled observation of each prefix token per query head; 0 inside the window."""
+        observed = window_attention(cache, step) / self.window
+        prefix = cache.live & ~newest(cache, self.window)
+        pooled = _pool(observed, cache.position, prefix, self.kernel, self.pooling)
+        return pooled.reshape(pooled.shape[0], -1, pooled.shape[-1])
+
+
+def check_observation(window: int, kernel: int, pooling: str) -> None:
+    """Raises unless window and kernel are counts, the kernel odd and the pooling known."""
+    check_count("window", window, 1)
+    check_count("kernel", kernel, 1)
+    if kernel % 2 == 0:
+        raise ValueError(f"kernel must be odd, got {kernel}")
+    if pooling not in ("max", "avg"):
+        raise ValueError(f"pooling must be 'max' or 'avg', got {pooling!r}")
+
+
+def window_attention(cache: KVCache, step: Step) -> Float[Array, "B H G S"]:
+    """Attention probability that each slot receives from the queries of the observation window."""
+    batch, kv_heads, _ = cache.shape
+    q = step.query.reshape(batch, kv_heads, cache.group, *step.query.shape[2:])
+    kind = {"scale": step.scale, "window": step.window, "soft_cap": step.soft_cap}
+    rows = (step.query_position, cache.position)
+    _, lse = prompt_attention(q, step.keys, step.keys, cache.log_mass, *rows, **kind)
+    return column_sums(q, step.keys, cache.log_mass, lse, *rows, **kind)
+
+
+def _pool(
+    score: Float[Array, "B H G S"],
+    position: Int[Array, "B H S"],
+    prefix: Bool[Array, "B H S"],
+    kernel: int,
+    pooling: str,
+) -> Float[Array, "B H G S"]:
+    """Pools scores over neighbours in position order, zeros beyond both ends of the prefix."""
+    order = jnp.argsort(jnp.where(prefix, position, jnp.iinfo(jnp.int32).max), axis=-1)
+    score = jnp.moveaxis(jnp.where(prefix[:, :, None], score, 0.0), 2, 3)
+    ordered = jnp.moveaxis(take_slots(score, order), 3, 2)
+    size, half = ordered.shape[-1], kernel // 2
+    padded = jnp.pad(ordered, ((0, 0), (0, 0), (0, 0), (half, half)))
+    shifted = [padded[..., i : i + size] for i in range(kernel)]
+    combine = jnp.maximum if pooling == "max" else jnp.add
+    pooled = shifted[0]
+    for neighbour in shifted[1:]:
+        pooled = combine(pooled, neighbour)
+    if pooling == "avg":
+        pooled = pooled / kernel
+    back = jnp.argsort(order, axis=-1)
+    pooled = jnp.moveaxis(take_slots(jnp.moveaxis(pooled, 2, 3), back), 3, 2)
+    return jnp.where(prefix[:, :, None], pooled, 0.0)

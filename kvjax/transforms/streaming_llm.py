@@ -1,0 +1,84 @@
+"""StreamingLLM: attention sinks and the newest tokens (arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.budgets import Budget, check_budget, check_count, most_slots, rows_budget
+from kvjax.cache import KVCache, evict
+from kvjax.selection import evictable, evict_worst, keep_best
+from kvjax.transform import Extent, KVTransform, Needs, State, Step, decoding_extent
+
+
+@dataclass(frozen=True)
+class StreamingLLM(KVTransform):
+    """Keeps the first `sinks` tokens and the newest `budget - sinks`.
+
+    While decoding, each new token pushes out the oldest one that is not a sink, so that the cache
+    never holds more than `budget` tokens after a step, generated ones included.
+
+    Args:
+      budget: live slots per KV head, sinks included; a float is a share of each row's prompt.
+      sinks: tokens at positions 0 … sinks − 1 that always stay; 4 as in the paper.
+      reposition: rotate keys at their rank in the cache instead of at their position, and the query
+        at the last rank, as the paper does; keys are then stored unrotated, and `attend` needs
+        `rope`. False by default: original positions.
+
+    Raises:
+      TypeError, ValueError: no number, `budget` below `sinks + 1` or a share outside (0, 1].
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.StreamingLLM(budget=256).extent(kvjax.Extent(4096, 1000))
+      Extent(prompt=256, new=1)
+
+    References:
+      Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453.
+
+    Deviations from the paper:
+      The prompt attends to itself in full and is evicted at its end; the paper streams it through
+      the window. Positions are the original ones unless `reposition=True`.
+    """
+
+    budget: Budget
+    sinks: int = 4
+    reposition: bool = False
+
+    paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    frees_while_decoding = property(lambda self: True)
+
+    def __post_init__(self):
+        check_count("sinks", self.sinks, 0)
+        check_budget(self.budget, self._minimum, "sinks + 1")
+
+    @property
+    def _minimum(self) -> int:
+        return self.sinks + 1
+
+    @property
+    def needs(self) -> Needs:
+        """Unrotated keys, rotated by rank, when repositioning."""
+        return Needs(unrotated_keys=self.reposition, reposition=self.reposition)
+
+    def extent(self, extent: Extent) -> Extent:
+        """The budget, and one slot for the token that is being added."""
+        return decoding_extent(extent, most_slots(self.budget, extent.prompt, self._minimum))
+
+    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+        """Each row's budget, known when its prompt ends."""
+        return cache, jnp.zeros(cache.shape[0], jnp.int32)
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Evicts the oldest tokens that are not sinks until the budget is met."""
+        sinks = cache.position < self.sinks
+        if step.phase == "decode":
+            recency = cache.position.astype(jnp.float32)
+            return evict_worst(cache, recency, evictable(cache) & ~sinks, state), state
+        if not step.last:
+            return cache, state
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self._minimum)
+        recency = jnp.where(sinks, jnp.inf, cache.position.astype(jnp.float32))
+        return evict(cache, keep_best(recency, evictable(cache), cache.position, budget)), budget

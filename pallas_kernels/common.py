@@ -1,0 +1,46 @@
+"""What all operations share: the masked logit, and the choice of an implementation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+NEG_INF = float("-inf")
+IMPLEMENTATIONS = ("xla",)
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises ValueError for a name that is not offered: a named one never falls back silently."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+        )
+
+
+def masked_logits(
+    q: Float[Array, "B H R D"],
+    k: Float[Array, "B H S D"],
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "B H R S"]:
+    """Float32 attention logits, `-inf` where a query does not see a slot.
+
+    The R query rows of a KV head are its G query heads times the T tokens, tokens fastest. Masking
+    uses `where`, so that nothing that stands in a free slot's key reaches the result.
+    """
+    rows, tokens = q.shape[2], query_position.shape[1]
+    logits = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    q_pos, k_pos = query_position[:, None, :, None], key_position[:, :, None, :]
+    visible = (k_pos <= q_pos) & ((bias > NEG_INF) & (key_position >= 0))[:, :, None, :]
+    if window is not None:
+        visible &= k_pos > q_pos - window
+    logits = logits + bias[:, :, None, :]
+    grouped = logits.reshape(*logits.shape[:2], rows // tokens, tokens, -1)
+    return jnp.where(visible[:, :, None], grouped, NEG_INF).reshape(logits.shape)
