@@ -6,8 +6,11 @@ Small pure transforms over an immutable cache, each one a paper, composable, ins
 from kvjax.attention import LayerCache, attend, init_cache
 from kvjax.cache import Column, KVCache, append, compact, evict, merge, nbytes, widen
 from kvjax.chain import Chain, bind, chain
+from kvjax.generate import Generation, generate
+from kvjax.model import FunctionalModel, LanguageModel
 from kvjax.registry import METHODS, parse
 from kvjax.rope import Rope
+from kvjax.sampling import Sampling
 from kvjax.transform import Extent, Full, KVTransform, Needs, Stage, Step, View
 from kvjax.transforms.h2o import H2O
 from kvjax.transforms.pyramidkv import PyramidKV

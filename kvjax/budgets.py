@@ -69,8 +69,9 @@ def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.nda
 
 
 def most_slots(budget: Budget, max_length: int, minimum: int) -> int:
-    """The largest budget of any prompt of up to `max_length` tokens: a cache's static capacity."""
-    return int(slots_for(budget, np.arange(max_length + 1), minimum).max())
+    """Most slots that any prompt of up to `max_length` tokens keeps: a cache's static capacity."""
+    lengths = np.arange(max_length + 1)
+    return int(np.minimum(lengths, slots_for(budget, lengths, minimum)).max())
 
 
 def rows_budget(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.budgets import Budget, rows_budget, slots_for
 from kvjax.cache import KVCache, evict
 from kvjax.payloads import take_slots
+from kvjax.transform import Extent
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -61,3 +64,19 @@ def evict_worst(
     place = jnp.where(worst, cache.position, -1).max(-1, keepdims=True)
     victim = worst & (cache.position == place) & over[..., None]
     return evict(cache, ~victim)
+
+
+def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, " B"]:
+    """What a method that compresses while decoding holds per row, known when its prompt ends.
+
+    A prompt shorter than the smallest workable budget may still grow to that budget.
+    """
+    return jnp.maximum(rows_budget(budget, cache.length, cache.max_prompt, minimum), minimum)
+
+
+def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
+    """Slots of a method that holds its budget while decoding: one more during a step."""
+    lengths = np.arange(extent.prompt + 1)
+    most = max(int(slots_for(budget, lengths, minimum).max()), minimum)
+    prompt = min(extent.prompt, most)
+    return Extent(prompt, min(extent.total, most + 1) - prompt)

@@ -202,12 +202,6 @@ def group_scores(
     return {"mean": jnp.mean, "max": jnp.max, "sum": jnp.sum}[reduce](grouped, axis=2)
 
 
-def decoding_extent(extent: Extent, budget: int) -> Extent:
-    """Extent of a method that holds `budget` slots while decoding, one more during a step."""
-    prompt = min(extent.prompt, budget)
-    return Extent(prompt, min(extent.total, budget + 1) - prompt)
-
-
 def check_group_reduce(reduce: str) -> None:
     """Raises ValueError for a reduction that is not offered."""
     if reduce not in ("mean", "max", "sum"):

@@ -8,9 +8,16 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.budgets import Budget, check_budget, most_slots, rows_budget
+from kvjax.budgets import Budget, check_budget
 from kvjax.cache import KVCache, evict
-from kvjax.selection import evict_worst, evictable, keep_best, newest
+from kvjax.selection import (
+    decoding_budget,
+    decoding_extent,
+    evict_worst,
+    evictable,
+    keep_best,
+    newest,
+)
 from kvjax.transform import (
     Extent,
     GroupReduce,
@@ -19,7 +26,6 @@ from kvjax.transform import (
     State,
     Step,
     check_group_reduce,
-    decoding_extent,
     group_scores,
 )
 
@@ -69,7 +75,7 @@ class H2O(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """The budget, and one slot for the token that is being added."""
-        return decoding_extent(extent, most_slots(self.budget, extent.prompt, 2))
+        return decoding_extent(extent, self.budget, 2)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Each row's budget, known when its prompt ends."""
@@ -83,7 +89,7 @@ class H2O(KVTransform):
         if step.phase == "decode":
             others = evictable(cache) & ~self._recent(cache, state)
             return evict_worst(cache, score, others, state), state
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, 2)
+        budget = decoding_budget(self.budget, cache, 2)
         score = jnp.where(self._recent(cache, budget), jnp.inf, score)
         return evict(cache, keep_best(score, evictable(cache), cache.position, budget)), budget
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -37,14 +38,15 @@ class PyramidKV(KVTransform):
       >>> import kvjax
       >>> layers = kvjax.bind(kvjax.PyramidKV(budget=128), num_layers=4)
       >>> [layer.extent(kvjax.Extent(4096, 0)).prompt for layer in layers]
-      [242, 166, 90, 14]
+      [242, 166, 128, 128]
 
     References:
       Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling,
       arXiv 2406.02069.
 
     Deviations from the paper:
-      Layer budgets add up exactly (the authors' code rounds down, overshoots, and is uniform for
+      A layer's static capacity is its largest budget over all prompts that fit: the last layers hold
+      `budget` slots, since a prompt of that length is kept whole. Layer budgets add up exactly (the authors' code rounds down, overshoots, and is uniform for
       prompts shorter than twice the budget). Grouped queries as in `SnapKV`.
     """
 
@@ -96,16 +98,19 @@ def pyramid(
 
     Each row adds up to `num_layers` times the average budget of its length.
     """
-    length = np.array(lengths)
-    base = np.maximum(slots_for(average, length, window + 1) - window, 0)
-    prefix = np.maximum(length - window, 0)
-    high = 2 * base - base / beta
-    whole = high > prefix
-    high = np.where(whole, prefix, high)
-    low = 2 * base - high
-    share = np.arange(num_layers) / max(num_layers - 1, 1)
-    exact = (high[:, None] + (low - high)[:, None] * share) if num_layers > 1 else base[:, None]
-    slots = np.floor(exact + 1e-9).astype(np.int64)
-    missing = num_layers * base - slots.sum(1)
-    rank = np.argsort(np.argsort(slots - exact, axis=1, kind="stable"), axis=1)
-    return slots + (rank < missing[:, None]) + window
+    length, layer = np.array(lengths), np.arange(num_layers)
+    base = np.maximum(slots_for(average, length, window + 1) - window, 0)[:, None]
+    prefix = np.maximum(length - window, 0)[:, None]
+    if num_layers == 1:
+        return base + window
+    # Fractions as integers: rounding noise must not decide which layer gets a slot.
+    p, q = Fraction(repr(float(beta))).as_integer_ratio()
+    steps = num_layers - 1
+    # high = base · (2p - q) / p and low = base · q / p, weighted by the distance from both ends.
+    slots, rest = np.divmod(base * ((2 * p - q) * (steps - layer) + q * layer), p * steps)
+    whole = base * (2 * p - q) > prefix * p
+    capped = np.divmod(prefix * (steps - layer) + (2 * base - prefix) * layer, steps)
+    slots, rest = np.where(whole, capped[0], slots), np.where(whole, capped[1], rest)
+    missing = num_layers * base - slots.sum(1, keepdims=True)
+    rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1)
+    return slots + (rank < missing) + window

@@ -84,8 +84,7 @@ class SnapKV(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """The budget of the prompt; new tokens come on top."""
-        most = most_slots(self.budget, extent.prompt, self._minimum)
-        return Extent(min(extent.prompt, most), extent.new)
+        return Extent(most_slots(self.budget, extent.prompt, self._minimum), extent.new)
 
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """Evicts the least observed prefix tokens at the prompt's end."""

@@ -7,10 +7,16 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.budgets import Budget, check_budget, check_count, most_slots, rows_budget
+from kvjax.budgets import Budget, check_budget, check_count
 from kvjax.cache import KVCache, evict
-from kvjax.selection import evictable, evict_worst, keep_best
-from kvjax.transform import Extent, KVTransform, Needs, State, Step, decoding_extent
+from kvjax.selection import (
+    decoding_budget,
+    decoding_extent,
+    evict_worst,
+    evictable,
+    keep_best,
+)
+from kvjax.transform import Extent, KVTransform, Needs, State, Step
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class StreamingLLM(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """The budget, and one slot for the token that is being added."""
-        return decoding_extent(extent, most_slots(self.budget, extent.prompt, self._minimum))
+        return decoding_extent(extent, self.budget, self._minimum)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Each row's budget, known when its prompt ends."""
@@ -79,6 +85,6 @@ class StreamingLLM(KVTransform):
             return evict_worst(cache, recency, evictable(cache) & ~sinks, state), state
         if not step.last:
             return cache, state
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self._minimum)
+        budget = decoding_budget(self.budget, cache, self._minimum)
         recency = jnp.where(sinks, jnp.inf, cache.position.astype(jnp.float32))
         return evict(cache, keep_best(recency, evictable(cache), cache.position, budget)), budget
