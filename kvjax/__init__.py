@@ -8,6 +8,7 @@ from kvjax.cache import Column, KVCache, append, compact, evict, merge, nbytes, 
 from kvjax.chain import Chain, bind, chain
 from kvjax.generate import Generation, generate
 from kvjax.model import FunctionalModel, LanguageModel
+from kvjax.payloads import Dense, Payload
 from kvjax.registry import METHODS, parse
 from kvjax.rope import Rope
 from kvjax.sampling import Sampling
@@ -17,3 +18,47 @@ from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.snapkv import SnapKV
 from kvjax.transforms.streaming_llm import StreamingLLM
 from kvjax.wrappers import Every, HeadGroups, PerLayer, WhenFull
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "H2O",
+    "METHODS",
+    "Chain",
+    "Column",
+    "Dense",
+    "Every",
+    "Extent",
+    "Full",
+    "FunctionalModel",
+    "Generation",
+    "HeadGroups",
+    "KVCache",
+    "KVTransform",
+    "LanguageModel",
+    "LayerCache",
+    "Needs",
+    "Payload",
+    "PerLayer",
+    "PyramidKV",
+    "Rope",
+    "Sampling",
+    "SnapKV",
+    "Stage",
+    "Step",
+    "StreamingLLM",
+    "View",
+    "WhenFull",
+    "append",
+    "attend",
+    "bind",
+    "chain",
+    "compact",
+    "evict",
+    "generate",
+    "init_cache",
+    "merge",
+    "nbytes",
+    "parse",
+    "widen",
+]

@@ -111,7 +111,8 @@ def init_cache(
     if isinstance(transform, HeadGroups):
         _check_groups(transform, kv_heads)
         return tuple(
-            _init_group(tx, kv_heads=len(heads), **shape, **limits) for heads, tx in transform.groups
+            _init_group(tx, kv_heads=len(heads), **shape, **limits)
+            for heads, tx in transform.groups
         )
     return _init_group(transform, kv_heads=kv_heads, **shape, **limits)
 
@@ -382,10 +383,12 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
     if k.shape[3] != kv.k.shape[3]:
         raise ValueError(f"the cache was made for head_dim {kv.k.shape[3]}, got {k.shape[3]}")
     if transform.needs.unrotated_keys and options.rope is None:
-        raise ValueError(f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k")
+        raise ValueError(
+            f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k"
+        )
     if options.phase == "decode" and transform.frees_while_decoding and q.shape[2] != 1:
         raise ValueError(
-            f"{transform!r} compresses while decoding: give it one token at a time, got {q.shape[2]}"
+            f"{transform!r} compresses while decoding: give it one token a step, got {q.shape[2]}"
         )
     if options.window is not None:
         check_count("window", options.window, 1)

@@ -56,8 +56,8 @@ def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.nda
 
     Example:
       >>> from kvjax.budgets import slots_for
-      >>> [int(slots_for(b, n, minimum=33)) for b, n in ((0.2, 1000), (0.2, 100), (0.2, 20), (64, 9))]
-      [200, 33, 20, 64]
+      >>> [int(slots_for(0.2, length, minimum=33)) for length in (1000, 100, 20)]
+      [200, 33, 20]
     """
     lengths = np.asarray(lengths)
     if callable(budget):

@@ -187,7 +187,7 @@ def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H
     free, valid, size = ~cache.live, positions >= 0, cache.slots
     if positions.shape[1] == 1:
         # The step of a decode loop: one pass over scalars instead of a prefix sum.
-        lowest = jnp.where(free, jnp.arange(size, dtype=jnp.int32), size).min(-1, keepdims=True)
+        lowest = jnp.where(free, _slot_numbers(free.shape), size).min(-1, keepdims=True)
         return jnp.where(valid[:, None, :], lowest, size)
     count = jnp.cumsum(free, axis=-1, dtype=jnp.int32)
     wanted = jnp.cumsum(valid, axis=-1, dtype=jnp.int32)
@@ -212,8 +212,11 @@ def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
 
 
 def _used(live: Bool[Array, "B H S"]) -> Int[Array, "B H"]:
-    slot = jnp.arange(1, live.shape[-1] + 1, dtype=jnp.int32)
-    return jnp.where(live, slot, 0).max(-1)
+    return jnp.where(live, _slot_numbers(live.shape) + 1, 0).max(-1)
+
+
+def _slot_numbers(shape: tuple[int, int, int]) -> Int[Array, "B H S"]:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 2)
 
 
 def merge(
@@ -232,7 +235,7 @@ def merge(
       weights: non-negative, one per slot; the masses by default, so that merging is associative.
     """
     size, live = cache.slots, cache.live
-    slot = jnp.arange(size, dtype=jnp.int32)
+    slot = _slot_numbers(cache.shape)
     into = jnp.where(live, into, size).astype(jnp.int32)  # size = ignored
     mass = jnp.where(live, jnp.exp(cache.log_mass), 0.0)
     weights = mass if weights is None else jnp.where(live, weights, 0.0).astype(jnp.float32)
@@ -288,8 +291,7 @@ def widen(cache: KVCache, slots: int) -> KVCache:
     """Adds free slots at the end, up to `slots`; slots that are there stay where they are."""
     if slots <= cache.slots:
         return cache
-    index = jnp.arange(cache.slots, dtype=jnp.int32)
-    return _move(cache, jnp.broadcast_to(index, cache.shape), slots)
+    return _move(cache, _slot_numbers(cache.shape), slots)
 
 
 def _move(cache: KVCache, index: Int[Array, "B H N"], slots: int) -> KVCache:
@@ -297,8 +299,7 @@ def _move(cache: KVCache, index: Int[Array, "B H N"], slots: int) -> KVCache:
     count = index.shape[-1]
     # A new slot copies some finite row: what a free slot holds is never read.
     index = jnp.pad(index, ((0, 0), (0, 0), (0, slots - count)))
-    there = jnp.arange(slots) < count
-    live = take_slots(cache.live, index) & there
+    live = take_slots(cache.live, index) & (_slot_numbers(index.shape) < count)
     lost = cache.live.sum(-1, dtype=jnp.int32) - live.sum(-1, dtype=jnp.int32)
     return cache.replace(
         k=cache.k.take(index),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from jaxtyping import Array
@@ -104,7 +105,8 @@ def chain(*transforms: KVTransform) -> KVTransform:
 
     Example:
       >>> import kvjax
-      >>> kvjax.chain(kvjax.SnapKV(budget=768), kvjax.H2O(budget=512)).extent(kvjax.Extent(4096, 64))
+      >>> tx = kvjax.chain(kvjax.SnapKV(budget=768), kvjax.H2O(budget=512))
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=64))
       Extent(prompt=512, new=1)
     """
     parts: list[KVTransform] = []
@@ -112,7 +114,7 @@ def chain(*transforms: KVTransform) -> KVTransform:
         check_transform(transform, "chain")
         parts.extend(transform.parts if isinstance(transform, Chain) else (transform,))
     parts = [part for part in parts if not isinstance(part, Full)]
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in itertools.pairwise(parts):
         if after.stage < before.stage:
             raise ValueError(
                 "a chain goes evict or merge → represent → recall → place: "
@@ -140,8 +142,8 @@ def bind(transform: KVTransform, num_layers: int) -> tuple[KVTransform, ...]:
 
     Example:
       >>> import kvjax
-      >>> kvjax.bind(kvjax.StreamingLLM(budget=64), num_layers=2)
-      (StreamingLLM(budget=64, sinks=4, reposition=False), StreamingLLM(budget=64, sinks=4, reposition=False))
+      >>> kvjax.bind(kvjax.H2O(budget=64), num_layers=2)
+      (H2O(budget=64, group_reduce='mean'), H2O(budget=64, group_reduce='mean'))
     """
     check_transform(transform, "bind")
     if num_layers < 1:

@@ -93,8 +93,10 @@ def generate(
 
     Example:
       >>> import kvjax
-      >>> from kvjax.models import random_decoder
-      >>> model = random_decoder(seed=0)
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
       >>> result = kvjax.generate(model, [[1, 2, 3]], transform=kvjax.SnapKV(64), max_new_tokens=4)
       >>> len(result.tokens[0])
       4
@@ -111,7 +113,14 @@ def generate(
         sampling, tuple(int(token) for token in end_tokens),
     )  # fmt: skip
     watched, key = on_layer is not None, jax.random.key(seed)
-    prompt_args = (plan, watched, functional.params, jnp.asarray(tokens), jnp.asarray(positions), key)
+    prompt_args = (
+        plan,
+        watched,
+        functional.params,
+        jnp.asarray(tokens),
+        jnp.asarray(positions),
+        key,
+    )
 
     start = time.perf_counter()
     shapes = jax.eval_shape(functools.partial(_read_prompt, plan, watched), *prompt_args[2:])
@@ -158,10 +167,15 @@ class _Plan:
     def caches(self, layers: tuple[KVTransform, ...], batch: int) -> tuple[Cache, ...]:
         return tuple(
             init_cache(
-                layer, batch=batch, kv_heads=self.kv_heads, query_heads=self.query_heads,
-                head_dim=self.head_dim, max_prompt=self.max_prompt, max_new=self.max_new,
+                layer,
+                batch=batch,
+                kv_heads=self.kv_heads,
+                query_heads=self.query_heads,
+                head_dim=self.head_dim,
+                max_prompt=self.max_prompt,
+                max_new=self.max_new,
                 dtype=self.dtype,
-            )  # fmt: skip
+            )
             for layer in layers
         )
 
@@ -286,8 +300,10 @@ def _check_prompts(model: FunctionalModel, prompts, layers, max_new: int) -> Non
         if isinstance(prompt, str):
             raise TypeError(f"prompts are token ids, got the text {prompt!r:.40} in row {row}")
         ids = np.asarray(prompt)
-        if ids.ndim != 1 or not ids.size:
-            raise ValueError(f"a prompt must be a sequence of at least one token, row {row} is empty")
+        if ids.ndim != 1:
+            raise TypeError(f"each prompt must be a sequence of token ids, got {prompt!r:.40}")
+        if not ids.size:
+            raise ValueError(f"a prompt must have at least one token, row {row} is empty")
         if not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"token ids must be integers, got {ids.dtype} in row {row}")
         if ids.min() < 0 or ids.max() >= model.vocab_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from jaxtyping import Array
 
 from kvjax.attention import Cache, LayerCache
 from kvjax.cache import KVCache
-from kvjax.transform import Extent, KVTransform, Needs, State, Step
+from kvjax.transform import Extent, KVTransform, State, Step
 from kvjax.wrappers import HeadGroups
 
 # The listener lives on the host and not in the compiled code, so that one compiled prompt pass
@@ -34,7 +35,7 @@ def listening(on_layer: Callable[[int], None] | None) -> Iterator[None]:
         _listeners.remove(on_layer)
 
 
-def _report(layer: int, _: Array) -> None:
+def _report(layer: int, *_: Array) -> None:
     for listener in tuple(_listeners):
         listener(layer)
 
@@ -60,8 +61,11 @@ class Watched(KVTransform):
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """The base's, and a report."""
         cache, state = self.base.update(cache, state, step)
-        # An operand of the layer itself keeps the report from running ahead of it.
-        jax.debug.callback(_report, self.layer, cache.used)
+        # Operands of the layer itself keep the report from running ahead of it: a key, since what
+        # the full cache does with its slots does not depend on the layers below.
+        jax.debug.callback(
+            functools.partial(_report, self.layer), cache.used, step.keys[:, :, 0, 0]
+        )
         return cache, state
 
 

@@ -36,8 +36,9 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
 
     Example:
       >>> import kvjax
-      >>> kvjax.parse("chain(snapkv(window=16), h2o(budget=64))", 256).extent(kvjax.Extent(4096, 10))
-      Extent(prompt=64, new=1)
+      >>> tx = kvjax.parse("every(snapkv(window=16), steps=64)", budget=256)
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=999))
+      Extent(prompt=256, new=64)
     """
     try:
         node = ast.parse(text.strip(), mode="eval").body

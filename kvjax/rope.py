@@ -57,7 +57,9 @@ class Rope:
         rotated, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
         if self.interleaved:
             a, b = rotated[..., 0::2], rotated[..., 1::2]
-            turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(rotated.shape)
+            turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(
+                rotated.shape
+            )
         else:
             a, b = rotated[..., :pairs], rotated[..., pairs:]
             turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
+
+from kvjax.budgets import check_count
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,7 @@ class Sampling:
     """Greedy, or a draw from the softmax of `logits / temperature` with the tail cut off.
 
     The cuts apply in this order, each on what the one before left: `top_k`, `top_p`, `min_p`.
+    Tokens that are exactly as likely as the last one that stays, stay too.
 
     Args:
       temperature: 0 (the default) takes the most likely token.
@@ -22,6 +26,7 @@ class Sampling:
       min_p: only tokens at least `min_p` times as likely as the most likely one.
 
     Raises:
+      TypeError: `top_k` is not an int.
       ValueError: a number out of its range, or a cut without a temperature.
 
     Example:
@@ -38,10 +43,10 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if self.top_k is not None:
+            check_count("top_k", self.top_k, 1)
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
@@ -64,7 +69,7 @@ class Sampling:
             k = min(self.top_k, logits.shape[-1])
             limit = jax.lax.top_k(logits, k)[0][:, -1:]
             logits = jnp.where(logits < limit, -jnp.inf, logits)
-        if self.top_p is not None:
+        if self.top_p is not None and self.top_p < 1:  # 1 cuts nothing, and rounding must not
             ordered = jnp.sort(logits, axis=-1, descending=True)
             share = jax.nn.softmax(ordered, axis=-1)
             before = jnp.cumsum(share, axis=-1) - share  # what is more likely than each token

@@ -134,9 +134,11 @@ class View:
         """What the view's entries received, at their slots; 0 for slots that were not read."""
         if self.index is None:
             return x
-        batch, kv_heads, slots = self.cache.shape
+        slots = self.cache.slots
         index = jnp.where(self.index >= 0, self.index, slots)
-        add = jax.vmap(jax.vmap(lambda i, x: jnp.zeros((slots, x.shape[-1])).at[i].add(x, mode="drop")))
+        add = jax.vmap(
+            jax.vmap(lambda i, x: jnp.zeros((slots, x.shape[-1])).at[i].add(x, mode="drop"))
+        )
         return jnp.moveaxis(add(index, jnp.moveaxis(x, 2, 3)), 3, 2)
 
 
@@ -179,9 +181,7 @@ class KVTransform:
         """Adds columns, chooses the payload, and makes the transform's own state."""
         return cache, ()
 
-    def read(
-        self, view: View, state: State, query: Float[Array, "B Q T D"]
-    ) -> tuple[View, State]:
+    def read(self, view: View, state: State, query: Float[Array, "B Q T D"]) -> tuple[View, State]:
         """Before attention while decoding: chooses a static number of slots to look at."""
         return view, state
 
@@ -190,7 +190,7 @@ class KVTransform:
         return cache, state
 
     def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"] | None:
-        """Importance of each slot before query heads are reduced, for wrappers; None if unscored."""
+        """Importance of each slot before query heads are reduced, for wrappers; None if none."""
         return None
 
 

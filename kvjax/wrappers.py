@@ -161,9 +161,7 @@ class Every(KVTransform):
         count = count + 1
         due = count >= self.steps
         as_prompt = dataclasses.replace(step, phase="prompt", last=True)
-        cache, inner = _update_if(
-            due, lambda c, s: self.base.update(c, s, as_prompt), cache, inner
-        )
+        cache, inner = _update_if(due, lambda c, s: self.base.update(c, s, as_prompt), cache, inner)
         return cache, (jnp.where(due, 0, count), inner)
 
     def score(self, cache: KVCache, state: State, step: Step) -> Array | None:
@@ -255,7 +253,7 @@ def _rewrap(wrapper: KVTransform, layer: int, num_layers: int) -> KVTransform:
 
 
 def _select_rows(keep_new: Bool[Array, "B H"], new: KVCache, old: KVCache) -> KVCache:
-    """Takes what an update decided for some (row, head) pairs only, and undoes it for the others."""
+    """Takes what an update decided for some (row, head) pairs, and undoes it for the others."""
 
     def pick(a: Array, b: Array) -> Array:
         if a is b:

@@ -37,9 +37,9 @@ def prompt_attention(
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]:
     """Softmax attention of many queries over the slots they see, and its row log-sum-exp.
 
-    `out[t] = Σ_s softmax_s(logit[t, s]) v[s]`, `logit[t, s] = scale · q[t]·k[s] + bias[s]`, over the
-    slots with `0 <= key_position[s] <= query_position[t]` (and `key_position[s] >
-    query_position[t] - window`). `soft_cap` bounds the logit before the bias: `c · tanh(logit / c)`.
+    `out[t] = Σ_s softmax_s(logit[t, s]) v[s]` with `logit[t, s] = scale · q[t]·k[s] + bias[s]`,
+    over the slots with `0 <= key_position[s] <= query_position[t]` (and `key_position[s] >
+    query_position[t] - window`). `soft_cap` bounds the logit before the bias, `c · tanh(logit/c)`.
 
     Args:
       q: queries, grouped under their KV head. k, v: keys and values of the slots.
@@ -49,15 +49,13 @@ def prompt_attention(
       implementation: `None` or `"xla"`.
 
     Returns:
-      The outputs in the dtype of `v`, and float32 log-sum-exps (`-inf` for a row that sees nothing).
+      Outputs in the dtype of `v`, and float32 log-sum-exps (`-inf` for a row that sees nothing).
     """
     check_implementation(implementation)
     batch, kv_heads, group, tokens, head_dim = q.shape
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
     k, v = _pad(k, blocks.slots, 2), _pad(v, blocks.slots, 2)
-    mask_and_scale = functools.partial(
-        masked_logits, scale=scale, window=window, soft_cap=soft_cap
-    )
+    mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
 
     def query_block(i):
         q_i, position_i = blocks.query(i)
@@ -117,9 +115,7 @@ def column_sums(
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
     k = _pad(k, blocks.slots, 2)
     lse = blocks.split_queries(_pad(lse, blocks.queries, 3, NEG_INF))
-    mask_and_scale = functools.partial(
-        masked_logits, scale=scale, window=window, soft_cap=soft_cap
-    )
+    mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
     group = q.shape[2]
 
     def key_block(j):

@@ -45,9 +45,10 @@ class PyramidKV(KVTransform):
       arXiv 2406.02069.
 
     Deviations from the paper:
-      A layer's static capacity is its largest budget over all prompts that fit: the last layers hold
-      `budget` slots, since a prompt of that length is kept whole. Layer budgets add up exactly (the authors' code rounds down, overshoots, and is uniform for
-      prompts shorter than twice the budget). Grouped queries as in `SnapKV`.
+      Layer budgets add up exactly (the authors' code rounds down, overshoots, and is uniform for
+      prompts shorter than twice the budget). A layer's static capacity is the most that any prompt
+      which fits keeps there, so the last layers hold `budget` slots: a prompt of that length is
+      kept whole. Grouped queries as in `SnapKV`.
     """
 
     budget: Budget

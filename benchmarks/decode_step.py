@@ -1,0 +1,110 @@
+"""A decode step through a compressed cache against the full cache, one attention layer.
+
+    python benchmarks/decode_step.py --out benchmarks/results/decode_step_cpu.json
+
+Each method reads the same prompt; then one step of each is timed in turn, round after round, and
+the medians are compared. `einsum` is the floor: plain attention, two `jnp.einsum` and a softmax,
+over arrays of the size of the full cache, with nothing stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from common import interleaved_medians, write
+
+import kvjax
+
+KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128  # Llama-3.1-8B
+MAX_NEW = 256
+
+
+def tokens(count: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Random q, k and v of `count` tokens."""
+    heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return tuple(
+        jax.random.normal(key, (1, n, count, HEAD_DIM)) for key, n in zip(keys, heads, strict=True)
+    )
+
+
+def decode_side(transform: kvjax.KVTransform, prompt: int) -> tuple[Callable[[], object], int]:
+    """A function that makes one more step after a prompt it has read, and its cache's bytes."""
+    cache = kvjax.init_cache(
+        transform, batch=1, kv_heads=KV_HEADS, query_heads=KV_HEADS * GROUP, head_dim=HEAD_DIM,
+        max_prompt=prompt, max_new=MAX_NEW, dtype=jnp.float32,
+    )  # fmt: skip
+    attend = functools.partial(kvjax.attend, transform)
+    read = jax.jit(functools.partial(attend, phase="prompt"), donate_argnums=0)
+    _, cache = jax.block_until_ready(read(cache, *tokens(prompt, 0), jnp.arange(prompt)[None]))
+    step = jax.jit(functools.partial(attend, phase="decode"), donate_argnums=0)
+    new = jax.block_until_ready(tokens(1, 1))
+    held = {"cache": cache, "position": prompt}
+
+    def one_step():
+        out, held["cache"] = step(held["cache"], *new, jnp.array([[held["position"]]]))
+        held["position"] += 1
+        return out, held["cache"]
+
+    return one_step, kvjax.nbytes(cache)
+
+
+def einsum_side(slots: int) -> Callable[[], object]:
+    """Plain attention over `slots` slots."""
+    q, _, _ = tokens(1, 1)
+    _, k, v = jax.block_until_ready(tokens(slots, 0))
+
+    @jax.jit
+    def attention(q, k, v):
+        q = q.reshape(1, KV_HEADS, GROUP, HEAD_DIM)
+        weights = jax.nn.softmax(jnp.einsum("bhgd,bhsd->bhgs", q, k) * HEAD_DIM**-0.5, axis=-1)
+        return jnp.einsum("bhgs,bhsd->bhgd", weights, v)
+
+    return lambda: attention(q, k, v)
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt-tokens", type=int, default=32_768)
+    parser.add_argument("--budget", type=float, default=0.2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    if args.rounds >= MAX_NEW:
+        parser.error(f"--rounds must be below {MAX_NEW}")
+    methods = {
+        "full": kvjax.Full(),
+        "streaming_llm": kvjax.StreamingLLM(args.budget),
+        "h2o": kvjax.H2O(args.budget),
+        "snapkv": kvjax.SnapKV(args.budget),
+    }
+    sides, cache_bytes = {"einsum": einsum_side(args.prompt_tokens + MAX_NEW)}, {}
+    for name, transform in methods.items():
+        sides[name], cache_bytes[name] = decode_side(transform, args.prompt_tokens)
+    seconds = interleaved_medians(sides, args.rounds)
+    write(
+        args.out,
+        {
+            "benchmark": "decode_step",
+            "shape": {
+                "prompt_tokens": args.prompt_tokens, "kv_heads": KV_HEADS, "group": GROUP,
+                "head_dim": HEAD_DIM, "dtype": "float32", "budget": args.budget,
+            },
+            "rounds": args.rounds,
+            "milliseconds": {name: round(1e3 * s, 3) for name, s in seconds.items()},
+            "full_over_einsum": round(seconds["full"] / seconds["einsum"], 3),
+            "times_as_fast_as_full": {
+                name: round(seconds["full"] / seconds[name], 2) for name in methods
+            },
+            "cache_bytes": cache_bytes,
+        },
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
