@@ -1,0 +1,15 @@
+"""Decoder language models in Flax NNX whose attention is kvjax, with Hugging Face loading."""
+
+from .config import DecoderConfig, RopeConfig
+from .decoder import Decoder
+from .families import read_config
+from .loading import from_pretrained, random_decoder
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "RopeConfig",
+    "from_pretrained",
+    "random_decoder",
+    "read_config",
+]

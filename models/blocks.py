@@ -1,0 +1,123 @@
+"""The parts of a decoder layer: RMSNorm, attention through kvjax, gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax.attention import Cache
+from kvjax.rope import Rope
+
+from .config import ACTIVATIONS, DecoderConfig
+
+
+class RMSNorm(nnx.Module):
+    """Scales `x [..., C]` to a root mean square of one, then by a learned weight per channel.
+
+    The mean square is float32; the result is rounded to the dtype of `x` before the weight, as in
+    the code that these models were trained with.
+    """
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike) -> None:
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
+        """The normalised `x`, in its dtype."""
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        return normed.astype(x.dtype) * scale
+
+
+class Attention(nnx.Module):
+    """Projections around `kvjax.attend`."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.config = config
+        queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            bias = config.attention_bias
+            return nnx.Linear(inputs, outputs, use_bias=bias, param_dtype=dtype, rngs=rngs)
+
+        self.q_proj = linear(config.hidden_size, queries)
+        self.k_proj = linear(config.hidden_size, keys)
+        self.v_proj = linear(config.hidden_size, keys)
+        self.o_proj = linear(queries, config.hidden_size)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T C"],
+        positions: Int[Array, "B T"],
+        cache: Cache,
+        *,
+        layer: kvjax.KVTransform,
+        rope: Rope,
+        phase: Literal["prompt", "decode"],
+        last: bool,
+    ) -> tuple[Float[Array, "B T C"], Cache]:
+        """What attention adds to the residual stream, and the cache with the new tokens."""
+        batch, tokens, _ = x.shape
+
+        def heads(projected: Float[Array, "B T N"]) -> Float[Array, "B N T D"]:
+            split = projected.reshape(batch, tokens, -1, self.config.head_dim)
+            return split.transpose(0, 2, 1, 3)
+
+        out, cache = kvjax.attend(
+            layer,
+            cache,
+            heads(self.q_proj(x)),
+            heads(self.k_proj(x)),
+            heads(self.v_proj(x)),
+            positions,
+            phase=phase,
+            last=last,
+            rope=rope,
+            window=self.config.sliding_window,
+        )
+        out = out.astype(x.dtype).transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
+        return self.o_proj(out), cache
+
+
+class MLP(nnx.Module):
+    """Gated MLP: `down(activation(gate(x)) * up(x))`."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            bias = config.mlp_bias
+            return nnx.Linear(inputs, outputs, use_bias=bias, param_dtype=dtype, rngs=rngs)
+
+        self.activation = config.activation
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+
+    def __call__(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
+        """What the MLP adds to the residual stream."""
+        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    """One pre-norm layer: attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: Cache, **how: Any
+    ) -> tuple[Float[Array, "B T C"], Cache]:
+        """The residual stream after the layer, and its cache; `how` goes to `Attention`."""
+        attended, cache = self.attention(self.attention_norm(x), positions, cache, **how)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), cache

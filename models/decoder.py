@@ -1,0 +1,148 @@
+"""The decoder: one Flax NNX module for every family, with kvjax as its attention."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax.attention import Cache
+
+from .blocks import DecoderLayer, RMSNorm
+from .config import DecoderConfig
+from .rope_scaling import make_rope
+
+
+class Decoder(nnx.Module):
+    """A causal language model that keeps its keys and values in kvjax caches.
+
+    The module holds weights only; caches go in and come out. For speed split it once and run
+    `jax.jit` over the pair (`graphdef, state = nnx.split(model)`): dispatch then costs a
+    fraction of `nnx.jit`'s.
+
+    Args:
+      config: what the decoder is made of.
+      dtype: of the weights and of the computation between them; norms, softmax and logits are
+        float32 in any case.
+      rngs: source of the random initial weights.
+
+    Attributes:
+      config: as given.
+      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: from `config`, what
+        `kvjax.generate` reads of any model.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> layers = kvjax.bind(kvjax.Full(), model.num_layers)
+      >>> caches = tuple(kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=8, max_prompt=3,
+      ...                max_new=2, dtype=jnp.float32, query_heads=4) for layer in layers)
+      >>> logits, caches = model(jnp.array([[5, 6, 7]]), jnp.array([[0, 1, 2]]), caches,
+      ...                        layers=layers, phase="prompt")
+      >>> logits.shape
+      (1, 3, 64)
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ) -> None:
+        dtype = jnp.dtype(dtype)  # one spelling: equal decoders share compiled code
+        self.config = config
+        self.num_layers = config.num_layers
+        self.query_heads, self.kv_heads = config.query_heads, config.kv_heads
+        self.head_dim = config.head_dim
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embed = nnx.Embed(vocab, hidden, param_dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(hidden, eps=config.norm_eps, dtype=dtype)
+        if not config.tie_embeddings:
+            self.lm_head = nnx.Linear(
+                hidden,
+                vocab,
+                use_bias=False,
+                param_dtype=dtype,
+                preferred_element_type=jnp.float32,
+                rngs=rngs,
+            )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        caches: tuple[Cache, ...],
+        *,
+        layers: tuple[kvjax.KVTransform, ...],
+        phase: Literal["prompt", "decode"],
+        last: bool = True,
+        logits_at: Int[Array, "B N"] | None = None,
+    ) -> tuple[Float[Array, "B N V"], tuple[Cache, ...]]:
+        """Runs new tokens through the model.
+
+        Args:
+          tokens: token ids `[B, T]`; whatever stands at padding is not looked at.
+          positions: token positions `[B, T]`, −1 for padding, which may stand anywhere in a row.
+          caches: one cache per layer, from `kvjax.init_cache` or an earlier call.
+          layers: one transform per layer, from `kvjax.bind`.
+          phase: `"prompt"` for a prompt or a chunk of it, `"decode"` for tokens after it.
+          last: this is the prompt's last chunk.
+          logits_at: token indices `[B, N]` (0 to T − 1) at which logits are wanted; by default at
+            all T. The output projection is taken there only, so that a prompt costs one row of
+            logits and not T.
+
+        Returns:
+          Logits `[B, T, V]` or `[B, N, V]` in float32 (at padding they mean nothing), and the
+          caches with the new tokens.
+
+        Raises:
+          ValueError: shapes do not fit, or there are not as many caches and transforms as layers.
+        """
+        self._check(tokens, positions, caches, layers, logits_at)
+        # A padding token may lie outside the table (a [PAD] added without resizing the model):
+        # looked up it would be NaN, and NaN survives a masked sum.
+        x = self.embed(jnp.where(positions >= 0, tokens, 0))
+        rope = make_rope(self.config.rope, positions)
+        written = []
+        for block, layer, cache in zip(self.layers, layers, caches, strict=True):
+            x, cache = block(x, positions, cache, layer=layer, rope=rope, phase=phase, last=last)
+            written.append(cache)
+        if logits_at is not None:
+            x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
+        return self._logits(self.norm(x)), tuple(written)
+
+    def _logits(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
+        if not self.config.tie_embeddings:
+            return self.lm_head(x)
+        table = self.embed.embedding[...]
+        return jnp.einsum("bnc,vc->bnv", x, table, preferred_element_type=jnp.float32)
+
+    def _check(
+        self,
+        tokens: Array,
+        positions: Array,
+        caches: tuple,
+        layers: tuple,
+        logits_at: Array | None,
+    ) -> None:
+        if tokens.ndim != 2 or tokens.shape != positions.shape:
+            raise ValueError(
+                "tokens and positions must have one shape [B, T], got "
+                f"{tokens.shape} and {positions.shape}"
+            )
+        for name, given in (("caches", caches), ("layers", layers)):
+            if len(given) != self.num_layers:
+                raise ValueError(f"{name} must have {self.num_layers} entries, got {len(given)}")
+        if logits_at is not None and (logits_at.ndim != 2 or len(logits_at) != len(tokens)):
+            raise ValueError(
+                f"logits_at must have the shape [{len(tokens)}, N], got {logits_at.shape}"
+            )

@@ -1,0 +1,93 @@
+"""The registry of model families, by the `model_type` of a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .config import DecoderConfig
+from .llama import llama_config, llama_weights, mistral_config
+from .reading import Weight, read_json
+
+
+class Family(NamedTuple):
+    """How the checkpoints of one `model_type` are read.
+
+    Attributes:
+      config: content of `config.json` → `DecoderConfig`.
+      weights: `DecoderConfig` → every tensor name that a checkpoint may have, and its place.
+    """
+
+    config: Callable[[Mapping[str, Any]], DecoderConfig]
+    weights: Callable[[DecoderConfig], dict[str, Weight]]
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(llama_config, llama_weights),
+    "mistral": Family(mistral_config, llama_weights),
+}
+"""Supported model types."""
+
+
+def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of `config.json`, with the token ids of `generation_config.json` where it exists.
+
+    Generation's end tokens win: chat models end at more tokens than their `config.json` says.
+
+    Raises:
+      ValueError: a file is unreadable, the model type is unknown, or the weights are quantised.
+    """
+    folder = Path(directory)
+    raw = read_json(folder / "config.json")
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(
+            f"{folder / 'config.json'}: model_type {kind!r} is not supported; "
+            f"supported: {', '.join(FAMILIES)}"
+        )
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ValueError(
+            f"{folder / 'config.json'}: quantization_config ({method or 'unnamed'}) is not "
+            "supported; supported are plain float32, float16 and bfloat16 weights"
+        )
+    if (folder / "generation_config.json").is_file():
+        generation = read_json(folder / "generation_config.json")
+        for name in ("bos_token_id", "eos_token_id"):
+            if generation.get(name) is not None:
+                raw[name] = generation[name]
+    return raw
+
+
+def read_config(directory: str | os.PathLike[str]) -> DecoderConfig:
+    """The configuration of the Hugging Face model in `directory`.
+
+    Args:
+      directory: a folder with `config.json`, and `generation_config.json` where it has one (its
+        end tokens are then used).
+
+    Returns:
+      The `DecoderConfig`.
+
+    Raises:
+      ValueError: the file is missing or unreadable; its model type, rope type, activation or
+        quantisation is not supported (the message says what is); a value is missing or wrong.
+
+    Example:
+      >>> from kvjax.models import read_config
+      >>> read_config("llama-3.2-1b").num_layers  # doctest: +SKIP
+      16
+    """
+    raw = read_raw_config(directory)
+    return parse_config(raw, Path(directory) / "config.json")
+
+
+def parse_config(raw: Mapping[str, Any], source: Path) -> DecoderConfig:
+    """The configuration in `raw`, as `read_raw_config` gives it; errors name the file `source`."""
+    try:
+        return FAMILIES[raw["model_type"]].config(raw)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{source}: {error}") from error

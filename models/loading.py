@@ -1,0 +1,236 @@
+"""From a Hugging Face checkpoint to a `Decoder`, one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from .config import DecoderConfig
+from .decoder import Decoder
+from .families import FAMILIES, parse_config, read_raw_config
+from .reading import Weight
+from .safetensors_files import STORED_DTYPES, StoredTensor, list_tensors, read_tensors
+
+ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
+"""Checkpoint name and shape in the decoder → placement, None for the default device."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# Buffers that old Llama checkpoints carry: they follow from the configuration.
+_NOT_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+def from_pretrained(
+    directory_or_hub_id: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
+    sharding: Sharding | ShardingRule | None = None,
+) -> Decoder:
+    """Loads a Hugging Face model, weights included.
+
+    Only safetensors are read, never pickle, and no code of the checkpoint is run. Names, shapes
+    and element types of all tensors are checked before the first one is read; then each is read,
+    cast and placed before the next, and nothing is ever initialised at random.
+
+    Args:
+      directory_or_hub_id: a folder with `config.json` and `model.safetensors` (or an index and its
+        shards), or else a Hugging Face id, which is downloaded.
+      dtype: of the weights: float32, bfloat16 or float16. None (default): float32 on a CPU, where
+        it is several times faster than bfloat16; elsewhere the checkpoint's own, as its
+        `config.json` states it.
+      sharding: where the weights go: one `jax.sharding.Sharding` for all, or a function from the
+        checkpoint's tensor name and the shape in the decoder (weights of projections are
+        `[in, out]`, the transpose of the file's) to a Sharding or None. None (default): the
+        default device.
+
+    Returns:
+      A `Decoder`.
+
+    Raises:
+      ValueError: the folder or the id cannot be read; the model is not supported; a tensor is
+        missing, unknown, misshapen, of a type that no weight has, stored twice, or cannot be
+        placed. The message names it.
+      TypeError: `sharding` is neither a Sharding nor callable.
+
+    Example:
+      >>> from kvjax.models import from_pretrained
+      >>> model = from_pretrained("llama-3.2-1b", dtype="bfloat16")  # doctest: +SKIP
+    """
+    if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
+        raise TypeError(f"sharding must be a Sharding, a function or None, got {sharding!r}")
+    if dtype is not None:
+        _check_dtype(dtype)
+    folder = local_directory(directory_or_hub_id)
+    raw = read_raw_config(folder)
+    config = parse_config(raw, folder / "config.json")
+    stored = list_tensors(folder)
+    if dtype is None:
+        dtype = _default_dtype(raw, stored, sharding)
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    )
+    parameters = dict(nnx.to_flat_state(state))
+    names = _match(stored, FAMILIES[raw["model_type"]].weights(config), parameters)
+    filled = {}
+    for name, tensor in read_tensors(stored, names):
+        weight = names[name]
+        value = _place(name, tensor.T if weight.transpose else tensor, dtype, sharding)
+        del tensor  # or it would be held while the next one is read
+        filled[weight.path] = parameters[weight.path].replace(value)
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def local_directory(directory_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The folder of a model: the given one, or the snapshot of a Hugging Face id.
+
+    Of a repository only its configuration, its safetensors and its tokenizer are downloaded.
+
+    Raises:
+      ValueError: it is neither a folder nor an id that can be downloaded; one line says why.
+    """
+    folder = Path(directory_or_hub_id)
+    if folder.is_dir():
+        return folder
+    given = os.fspath(directory_or_hub_id)
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", given):
+        raise ValueError(f"{given} is not a directory, nor the form of a Hugging Face id")
+    # Imported here: most callers have a folder, and the client takes a while to import.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                given,
+                allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja"],
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+        )
+    except Exception as error:  # the client's failures have no common base
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{given} is not a directory, and cannot be downloaded from Hugging Face: {reason}"
+        ) from error
+
+
+def _check_dtype(dtype: DTypeLike) -> None:
+    try:
+        known = jnp.dtype(dtype).name in _DTYPES
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+
+
+def _default_dtype(
+    raw: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    sharding: Sharding | ShardingRule | None,
+) -> str:
+    platform = jax.default_backend()
+    if isinstance(sharding, Sharding):
+        platform = next(iter(sharding.device_set)).platform
+    if platform == "cpu":
+        return "float32"
+    first = next(iter(stored.values())).dtype
+    stated = raw.get("dtype") or raw.get("torch_dtype") or STORED_DTYPES.get(first)
+    return stated if stated in _DTYPES else "float32"
+
+
+def _match(
+    stored: Mapping[str, StoredTensor],
+    weights: Mapping[str, Weight],
+    parameters: Mapping[tuple, nnx.Variable],
+) -> dict[str, Weight]:
+    """Tensor names to read, each with its place: every place once, every tensor accounted for."""
+    names: dict[str, Weight] = {}
+    taken: dict[tuple, str] = {}
+    for name, tensor in stored.items():
+        if _NOT_WEIGHTS.search(name):
+            continue
+        if name not in weights:
+            raise ValueError(f"tensor {name} of {tensor.file} is unknown to this model type")
+        weight = weights[name]
+        _check_tensor(name, tensor, weight, parameters[weight.path].get_value().shape)
+        if weight.path in taken:
+            _check_equal(taken[weight.path], name, stored)
+        else:
+            taken[weight.path] = name
+            names[name] = weight
+    missing = [
+        " or ".join(name for name, weight in weights.items() if weight.path == path)
+        for path in parameters
+        if path not in taken
+    ]
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing: {', '.join(missing[:8])}")
+    return names
+
+
+def _check_tensor(name: str, tensor: StoredTensor, weight: Weight, shape: tuple[int, ...]) -> None:
+    expected = shape[::-1] if weight.transpose else shape
+    if tensor.shape != expected:
+        raise ValueError(
+            f"tensor {name} of {tensor.file} has shape {list(tensor.shape)}, "
+            f"expected {list(expected)}"
+        )
+    if tensor.dtype not in STORED_DTYPES:
+        raise ValueError(
+            f"tensor {name} of {tensor.file} has type {tensor.dtype}, "
+            f"expected one of {', '.join(STORED_DTYPES)}"
+        )
+
+
+def _check_equal(first: str, second: str, stored: Mapping[str, StoredTensor]) -> None:
+    """A tied table may be stored under both names, but then it must be one table."""
+    (_, a), (_, b) = read_tensors(stored, (first, second))
+    if not np.array_equal(a, b):
+        raise ValueError(
+            f"tensors {first} and {second} differ, but config.json ties them (tie_word_embeddings)"
+        )
+
+
+def _place(
+    name: str,
+    tensor: np.ndarray,
+    dtype: DTypeLike,
+    sharding: Sharding | ShardingRule | None,
+) -> jax.Array:
+    if sharding is not None and not isinstance(sharding, Sharding):
+        sharding = sharding(name, tensor.shape)
+    try:
+        value = jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False), sharding)
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"tensor {name} of shape {list(tensor.shape)} cannot be placed as {sharding}: {reason}"
+        ) from error
+    # Waited for, or the host would hold all tensors whose transfer is still under way.
+    return value.block_until_ready()
+
+
+def random_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
+    """A decoder with random float32 weights, for tests and demonstrations.
+
+    Args:
+      config: what the decoder is made of.
+      seed: equal seeds give equal weights.
+
+    Returns:
+      A `Decoder`.
+
+    Example:
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128)).num_layers
+      2
+    """
+    return Decoder(config, rngs=nnx.Rngs(seed))

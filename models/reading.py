@@ -1,0 +1,138 @@
+"""Reading the values of a Hugging Face `config.json` that families have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .config import ROPE_TYPES, RopeConfig
+
+
+class Weight(NamedTuple):
+    """Where a checkpoint's tensor belongs.
+
+    Attributes:
+      path: the parameter in the decoder's NNX state, as `("layers", 0, "mlp", "up_proj", "bias")`.
+      transpose: the checkpoint holds `[out, in]`, the decoder `[in, out]`.
+    """
+
+    path: tuple[str | int, ...]
+    transpose: bool = False
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the JSON file `path`.
+
+    Raises:
+      ValueError: the file cannot be read, is not JSON or holds no object; names the file.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """The integer `raw[name]`, `default` where it is missing or null.
+
+    Raises:
+      ValueError: it is missing without a default, or not an integer of at least 1.
+    """
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"{name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def read_token_ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The token ids `raw[name]`: an integer, a list of integers, or nothing.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    value = raw.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"{name} must be an integer or a list of integers, got {value!r}")
+    return tuple(ids)
+
+
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def read_rope(
+    raw: Mapping[str, Any],
+    *,
+    rotary_dim: int,
+    max_positions: int,
+    default_theta: float = 10000.0,
+    interleaved: bool = False,
+) -> RopeConfig:
+    """The rotary embedding, from `rope_theta` and `rope_scaling` or from `rope_parameters`.
+
+    Args:
+      raw: the content of `config.json`, in the old format (`rope_theta` beside a `rope_scaling`
+        with `type` or `rope_type`) or in that of transformers 5 (`rope_parameters`).
+      rotary_dim: how many channels of a head are rotated.
+      max_positions: `max_position_embeddings`, the original context where none is given.
+      default_theta: the family's theta where the file gives none.
+      interleaved: the family rotates neighbouring channels.
+
+    Raises:
+      ValueError: the type is unknown, or a parameter of it is missing or out of its range.
+    """
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
+        raise ValueError(f"rope parameters must be one object for all layers, got {scaling!r}")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _NEEDED:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    missing = [name for name in _NEEDED[kind] if scaling.get(name) is None]
+    if missing:
+        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, got {scaling!r}")
+    return RopeConfig(
+        rotary_dim=rotary_dim,
+        theta=scaling.get("rope_theta") or raw.get("rope_theta") or default_theta,
+        type=kind,
+        original_max_positions=_original_positions(raw, scaling, kind, max_positions),
+        interleaved=interleaved,
+        **{name: scaling[name] for name in _NEEDED[kind]},
+    )
+
+
+def _original_positions(
+    raw: Mapping[str, Any], scaling: Mapping[str, Any], kind: str, max_positions: int
+) -> int | None:
+    name = "original_max_position_embeddings"
+    if kind == "dynamic":
+        return max_positions
+    if kind == "llama3":
+        return raw.get(name) or scaling.get(name) or max_positions
+    return None
+
+
+def usable_positions(rope: RopeConfig, max_positions: int) -> int:
+    """How many tokens a model is made for whose `max_position_embeddings` is given.
+
+    `"linear"` and `"dynamic"` configurations usually give the context before it was stretched:
+    theirs is multiplied by the factor. (Where a `"linear"` one already gives the stretched context
+    the result is too high; it only serves to refuse what cannot be meant.)
+    """
+    stretched = rope.type in ("linear", "dynamic")
+    return int(max_positions * rope.factor) if stretched else max_positions

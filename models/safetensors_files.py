@@ -1,0 +1,111 @@
+"""The tensors of a Hugging Face folder: which there are, and reading them one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .reading import read_json
+
+STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Element types of weights that are read: name in the file → NumPy name."""
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the header of its file describes it; nothing of it has been read.
+
+    Attributes:
+      file: the safetensors file.
+      shape: as stored.
+      dtype: safetensors' name of the element type, as `"BF16"`.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Name → description of every tensor in `model.safetensors`, or in the index's shards.
+
+    Only headers are read.
+
+    Raises:
+      ValueError: there is no safetensors checkpoint (pickle files are named and refused), a file
+        is missing or unreadable, or a tensor is stored twice.
+    """
+    found: dict[str, StoredTensor] = {}
+    index = _shards(folder)
+    for path in sorted(set(index.values())) or [folder / "model.safetensors"]:
+        with _open(path) as handle:
+            for name in sorted(handle.keys()):
+                if name in found:
+                    raise ValueError(f"tensor {name} is stored twice: {found[name].file}, {path}")
+                header = handle.get_slice(name)
+                found[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
+    for name, path in index.items():
+        if name not in found:
+            raise ValueError(f"tensor {name} is missing: {path} does not hold it")
+    return found
+
+
+def read_tensors(
+    stored: Mapping[str, StoredTensor], names: Iterable[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The named tensors, one after another, file by file.
+
+    Files are memory-mapped and each tensor is copied out when its turn comes, so that host memory
+    holds no more than the caller keeps.
+
+    Raises:
+      ValueError: a file has become unreadable; names it.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(stored[name].file, []).append(name)
+    for path, members in by_file.items():
+        with _open(path) as handle:
+            for name in members:
+                yield name, handle.get_tensor(name)
+
+
+def _shards(folder: Path) -> dict[str, Path]:
+    """Tensor name → shard; empty where the checkpoint is the single `model.safetensors`."""
+    if (folder / "model.safetensors").is_file():
+        return {}
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        raise ValueError(_no_checkpoint(folder))
+    files = read_json(path).get("weight_map")
+    # A shard is a plain file name: an index cannot point outside its folder.
+    if not isinstance(files, dict) or not files or not all(map(_is_shard, files.values())):
+        raise ValueError(f"{path} must hold a weight_map from tensor names to .safetensors files")
+    return {name: folder / file for name, file in files.items()}
+
+
+def _is_shard(file: object) -> bool:
+    return isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
+
+
+def _no_checkpoint(folder: Path) -> str:
+    wanted = "model.safetensors or model.safetensors.index.json"
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} holds {', '.join(pickles)}, but only safetensors are read (pickle files can "
+            f"run code): {wanted} is needed"
+        )
+    return f"{folder} has no {wanted}"
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error

@@ -1,0 +1,22 @@
+"""The one table of tolerances."""
+
+from __future__ import annotations
+
+import numpy as np
+
+TOLERANCES = {
+    "exact": {"rtol": 0.0, "atol": 0.0},
+    "float32": {"rtol": 2e-5, "atol": 2e-5},
+    "bfloat16": {"rtol": 2e-2, "atol": 2e-2},
+    # One float32 rounding or two: what merging equal keys may change.
+    "rounding": {"rtol": 1e-6, "atol": 1e-6},
+}
+
+
+def close(actual, expected, kind: str = "float32", what: str = "") -> None:
+    """Asserts that two arrays have one shape and agree within the tolerance of `kind`."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
+    np.testing.assert_allclose(
+        actual.astype(np.float64), expected.astype(np.float64), err_msg=what, **TOLERANCES[kind]
+    )
