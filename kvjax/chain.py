@@ -106,8 +106,8 @@ def chain(*transforms: KVTransform) -> KVTransform:
     Example:
       >>> import kvjax
       >>> tx = kvjax.chain(kvjax.SnapKV(budget=768), kvjax.H2O(budget=512))
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=64))
-      Extent(prompt=512, new=1)
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=64)).total
+      513
     """
     parts: list[KVTransform] = []
     for transform in transforms:

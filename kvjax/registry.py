@@ -37,8 +37,8 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
     Example:
       >>> import kvjax
       >>> tx = kvjax.parse("every(snapkv(window=16), steps=64)", budget=256)
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=999))
-      Extent(prompt=256, new=64)
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=999)).total
+      320
     """
     try:
         node = ast.parse(text.strip(), mode="eval").body

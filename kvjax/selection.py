@@ -67,16 +67,16 @@ def evict_worst(
 
 
 def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, " B"]:
-    """What a method that compresses while decoding holds per row, known when its prompt ends.
+    """What a method that compresses while decoding holds per row, from its tokens so far.
 
-    A prompt shorter than the smallest workable budget may still grow to that budget.
+    A prompt shorter than the smallest workable budget may still grow to that budget. No row gets
+    more than a prompt of `max_prompt` tokens would.
     """
     return jnp.maximum(rows_budget(budget, cache.length, cache.max_prompt, minimum), minimum)
 
 
 def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
     """Slots of a method that holds its budget while decoding: one more during a step."""
-    lengths = np.arange(extent.prompt + 1)
+    lengths = np.arange(extent.longest_prompt + 1)
     most = max(int(slots_for(budget, lengths, minimum).max()), minimum)
-    prompt = min(extent.prompt, most)
-    return Extent(prompt, min(extent.total, most + 1) - prompt)
+    return extent.keep(most).hold(most + 1)

@@ -8,6 +8,7 @@ that makes it, and is re-budgeted by `dataclasses.replace`.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -33,16 +34,48 @@ class Stage(IntEnum):
     PLACE = 3  # keeps them in another memory
 
 
-class Extent(NamedTuple):
-    """Static slot counts: slots after the prompt, and slots for new tokens on top."""
+@dataclass(frozen=True)
+class Extent:
+    """Static bounds on the live slots of a row and head; composes through a chain.
+
+    Args:
+      prompt: most live slots when a prompt is complete.
+      new: most new tokens of a row.
+      limit: most live slots at any time while decoding, the newest token included; None: whatever
+        `prompt + new` allows.
+      longest: most prompt tokens of a row; None: `prompt`, where nothing has compressed yet.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.H2O(budget=64).extent(kvjax.Extent(prompt=4096, new=100)).total
+      65
+    """
 
     prompt: int
     new: int
+    limit: int | None = None
+    longest: int | None = None
 
     @property
     def total(self) -> int:
-        """Capacity that a cache of this extent has."""
-        return self.prompt + self.new
+        """Capacity of a cache of this extent."""
+        total = self.prompt + self.new
+        return total if self.limit is None else min(total, self.limit)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most prompt tokens of a row, whatever has been compressed since."""
+        return self.prompt if self.longest is None else self.longest
+
+    def keep(self, slots: int) -> Extent:
+        """At most `slots` remain of a prompt."""
+        kept = min(self.prompt, slots)
+        return dataclasses.replace(self, prompt=kept, longest=self.longest_prompt)
+
+    def hold(self, slots: int) -> Extent:
+        """At most `slots` are live at any time while decoding."""
+        limit = slots if self.limit is None else min(self.limit, slots)
+        return dataclasses.replace(self, limit=limit)
 
 
 class Needs(NamedTuple):

@@ -111,7 +111,7 @@ class Every(KVTransform):
     """Lets a method that compresses prompts compress again every `steps` generated tokens.
 
     Each time, everything live is compressed as one prompt, so the cache never holds more than the
-    base's prompt budget + `steps`.
+    base's budget + `steps`.
 
     Args:
       base: an evicting or merging method that does nothing while decoding.
@@ -123,8 +123,9 @@ class Every(KVTransform):
 
     Example:
       >>> import kvjax
-      >>> kvjax.Every(kvjax.SnapKV(budget=512), steps=128).extent(kvjax.Extent(4096, 10_000))
-      Extent(prompt=512, new=128)
+      >>> tx = kvjax.Every(kvjax.SnapKV(budget=512), steps=128)
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=10_000)).total
+      640
     """
 
     base: KVTransform
@@ -143,9 +144,9 @@ class Every(KVTransform):
         return _rewrap(self, layer, num_layers)
 
     def extent(self, extent: Extent) -> Extent:
-        """The base's prompt slots, and at most `steps` new ones."""
-        inner = self.base.extent(extent)
-        return Extent(inner.prompt, min(inner.new, self.steps))
+        """What the base keeps of everything, and at most `steps` tokens more."""
+        kept = _kept_of(self.base, extent.longest_prompt + extent.new)
+        return self.base.extent(extent).hold(kept + self.steps)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """The base's state and a counter of generated tokens."""
@@ -173,12 +174,12 @@ class Every(KVTransform):
 class WhenFull(KVTransform):
     """Lets a method that compresses prompts compress again whenever a row runs out of slots.
 
-    A (row, KV head) that holds the base's prompt capacity + `room` live slots is compressed as one
+    A (row, KV head) that holds `room` live slots more than the base keeps is compressed as one
     prompt before the next token; the others are left as they are.
 
     Args:
       base: an evicting or merging method that does nothing while decoding.
-      room: slots for new tokens beyond the base's prompt capacity.
+      room: slots for new tokens beyond what the base keeps.
 
     Raises:
       TypeError: `base` is not a transform, `room` not an int.
@@ -186,8 +187,9 @@ class WhenFull(KVTransform):
 
     Example:
       >>> import kvjax
-      >>> kvjax.WhenFull(kvjax.SnapKV(budget=512), room=64).extent(kvjax.Extent(4096, 10_000))
-      Extent(prompt=512, new=64)
+      >>> tx = kvjax.WhenFull(kvjax.SnapKV(budget=512), room=64)
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=10_000)).total
+      576
     """
 
     base: KVTransform
@@ -206,9 +208,9 @@ class WhenFull(KVTransform):
         return _rewrap(self, layer, num_layers)
 
     def extent(self, extent: Extent) -> Extent:
-        """The base's prompt slots, and at most `room` new ones."""
-        inner = self.base.extent(extent)
-        return Extent(inner.prompt, min(inner.new, self.room))
+        """What the base keeps of everything, and at most `room` tokens more."""
+        kept = _kept_of(self.base, extent.longest_prompt + extent.new)
+        return self.base.extent(extent).hold(kept + self.room)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """The base's columns and state."""
@@ -218,8 +220,7 @@ class WhenFull(KVTransform):
         """Runs the base at the prompt's end, and on the rows and heads that are full."""
         if step.phase == "prompt":
             return self.base.update(cache, state, step)
-        size = self.extent(Extent(cache.max_prompt, cache.max_new)).total
-        full = cache.live.sum(-1) >= size
+        full = cache.live.sum(-1) >= _kept_of(self.base, cache.max_tokens) + self.room
         as_prompt = dataclasses.replace(step, phase="prompt", last=True)
 
         def compress(cache: KVCache, state: State) -> tuple[KVCache, State]:
@@ -241,6 +242,11 @@ def _check_prompt_method(base: object, name: str) -> None:
             f"{name} repeats a method that evicts or merges at the prompt's end and does nothing "
             f"while decoding, got {base!r}"
         )
+
+
+def _kept_of(base: KVTransform, tokens: int) -> int:
+    """Most slots that `base` keeps when everything live, up to `tokens`, is compressed at once."""
+    return base.extent(Extent(prompt=tokens, new=0)).prompt
 
 
 def _while_decoding(needs: Needs) -> Needs:

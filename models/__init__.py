@@ -3,13 +3,14 @@
 from .config import DecoderConfig, RopeConfig
 from .decoder import Decoder
 from .families import read_config
-from .loading import from_pretrained, random_decoder
+from .loading import from_pretrained, load_tokenizer, random_decoder
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "RopeConfig",
     "from_pretrained",
+    "load_tokenizer",
     "random_decoder",
     "read_config",
 ]

@@ -234,3 +234,36 @@ def random_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
       2
     """
     return Decoder(config, rngs=nnx.Rngs(seed))
+
+
+def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a Hugging Face model, from `transformers`.
+
+    A `tokenizer.json` is taken as it is: rebuilt from the class that `tokenizer_config.json` names,
+    as `AutoTokenizer` does, it may lose its normalizer and its unknown token. No code of the
+    checkpoint is run.
+
+    Args:
+      directory_or_hub_id: as in `from_pretrained`.
+
+    Returns:
+      A `transformers` tokenizer.
+
+    Raises:
+      ValueError: the folder or the id cannot be read, or there is no working tokenizer in it.
+
+    Example:
+      >>> from kvjax.models import load_tokenizer
+      >>> load_tokenizer("llama-3.2-1b")("Once upon a time").input_ids  # doctest: +SKIP
+    """
+    folder = local_directory(directory_or_hub_id)
+    # Imported here: models work without a tokenizer, and transformers takes a while to import.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    fast = (folder / "tokenizer.json").is_file()
+    kind = PreTrainedTokenizerFast if fast else AutoTokenizer
+    try:
+        return kind.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a broken file raises whatever its parser raises
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"cannot load the tokenizer of {folder}: {reason}") from error

@@ -50,8 +50,8 @@ class H2O(KVTransform):
 
     Example:
       >>> import kvjax
-      >>> kvjax.H2O(budget=512).extent(kvjax.Extent(4096, 1000))
-      Extent(prompt=512, new=1)
+      >>> kvjax.H2O(budget=512).extent(kvjax.Extent(prompt=4096, new=1000)).total
+      513
 
     References:
       Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
@@ -78,8 +78,8 @@ class H2O(KVTransform):
         return decoding_extent(extent, self.budget, 2)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Each row's budget, known when its prompt ends."""
-        return cache, jnp.zeros(cache.shape[0], jnp.int32)
+        """Each row's budget; a share is known when the prompt ends."""
+        return cache, decoding_budget(self.budget, cache, 2)
 
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """Evicts the least attended tokens outside the recent window until the budget is met."""

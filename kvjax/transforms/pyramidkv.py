@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -29,7 +30,8 @@ class PyramidKV(KVTransform):
         row's prompt.
       window: observation window W, 8 as in the authors' code.
       kernel, pooling, group_reduce: as in `SnapKV`.
-      beta: how steep the pyramid is, 20 as in the authors' code; 1 is uniform.
+      beta: how steep the pyramid is, 20 as in the authors' code; 1 is uniform. It is read as the
+        nearest fraction with a denominator up to 1,000.
 
     Raises:
       TypeError, ValueError: as `SnapKV`; `beta` below 1.
@@ -65,8 +67,8 @@ class PyramidKV(KVTransform):
         check_observation(self.window, self.kernel, self.pooling)
         check_group_reduce(self.group_reduce)
         check_budget(self.budget, self.window + 1, "window + 1")
-        if not self.beta >= 1:
-            raise ValueError(f"beta must be at least 1, got {self.beta}")
+        if not 1 <= self.beta < math.inf:
+            raise ValueError(f"beta must be a finite number of at least 1, got {self.beta}")
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """SnapKV with this layer's budget."""
@@ -97,7 +99,8 @@ def pyramid(
 ) -> np.ndarray:
     """Slots per prompt length and layer, `[len(lengths), num_layers]`.
 
-    Each row adds up to `num_layers` times the average budget of its length.
+    Each row adds up to `num_layers` times the average budget of its length; where that is no more
+    than the window, every layer has the window.
     """
     length, layer = np.array(lengths), np.arange(num_layers)
     base = np.maximum(slots_for(average, length, window + 1) - window, 0)[:, None]
@@ -105,7 +108,7 @@ def pyramid(
     if num_layers == 1:
         return base + window
     # Fractions as integers: rounding noise must not decide which layer gets a slot.
-    p, q = Fraction(repr(float(beta))).as_integer_ratio()
+    p, q = Fraction(beta).limit_denominator(1000).as_integer_ratio()
     steps = num_layers - 1
     # high = base · (2p - q) / p and low = base · q / p, weighted by the distance from both ends.
     slots, rest = np.divmod(base * ((2 * p - q) * (steps - layer) + q * layer), p * steps)

@@ -49,8 +49,8 @@ class SnapKV(KVTransform):
 
     Example:
       >>> import kvjax
-      >>> kvjax.SnapKV(budget=0.25).extent(kvjax.Extent(4096, 100))
-      Extent(prompt=1024, new=100)
+      >>> kvjax.SnapKV(budget=0.25).extent(kvjax.Extent(prompt=4096, new=100)).total
+      1124
 
     References:
       Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469.
@@ -84,13 +84,13 @@ class SnapKV(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """The budget of the prompt; new tokens come on top."""
-        return Extent(most_slots(self.budget, extent.prompt, self._minimum), extent.new)
+        return extent.keep(most_slots(self.budget, extent.longest_prompt, self._minimum))
 
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """Evicts the least observed prefix tokens at the prompt's end."""
         if not step.prompt_done:
             return cache, state
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self._minimum)
+        budget = rows_budget(self.budget, cache.length, cache.max_tokens, self._minimum)
         score = group_scores(self.score(cache, state, step), cache, self.group_reduce)
         score = jnp.where(newest(cache, self.window), jnp.inf, score)
         return evict(cache, keep_best(score, evictable(cache), cache.position, budget)), state

@@ -38,8 +38,8 @@ class StreamingLLM(KVTransform):
 
     Example:
       >>> import kvjax
-      >>> kvjax.StreamingLLM(budget=256).extent(kvjax.Extent(4096, 1000))
-      Extent(prompt=256, new=1)
+      >>> kvjax.StreamingLLM(budget=256).extent(kvjax.Extent(prompt=4096, new=1000)).total
+      257
 
     References:
       Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453.
@@ -74,8 +74,8 @@ class StreamingLLM(KVTransform):
         return decoding_extent(extent, self.budget, self._minimum)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Each row's budget, known when its prompt ends."""
-        return cache, jnp.zeros(cache.shape[0], jnp.int32)
+        """Each row's budget; a share is known when the prompt ends."""
+        return cache, decoding_budget(self.budget, cache, self._minimum)
 
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """Evicts the oldest tokens that are not sinks until the budget is met."""

@@ -23,7 +23,7 @@ class H2O:
         self, budget: int | float, group_reduce: str = "mean", **options: float | None
     ) -> None:
         self.budget, self.group_reduce = budget, group_reduce
-        self.limit = budget if isinstance(budget, int) else None
+        self.limit = budget if isinstance(budget, int) else 2
         self.slots = Slots(**options)
 
     @property
@@ -58,7 +58,7 @@ class H2O:
 
     def _evict(self) -> None:
         live = len(self.slots)
-        if self.limit is None or live <= self.limit:
+        if live <= self.limit:
             return
         heavy = self.limit // 2
         others = live - (self.limit - heavy)

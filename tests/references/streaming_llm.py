@@ -33,7 +33,7 @@ class StreamingLLM:
     ) -> None:
         self.budget, self.sinks, self.reposition = budget, sinks, reposition
         self.inv_freq, self.factor = inv_freq, factor
-        self.limit = budget if isinstance(budget, int) else None
+        self.limit = budget if isinstance(budget, int) else sinks + 1
         self.slots = Slots(**options)
 
     @property
@@ -62,7 +62,7 @@ class StreamingLLM:
 
     def _evict(self) -> None:
         live = len(self.slots)
-        if self.limit is None or live <= self.limit:
+        if live <= self.limit:
             return
         recent = self.limit - self.sinks
         self.slots.keep([*range(self.sinks), *range(live - recent, live)])

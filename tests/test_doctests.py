@@ -1,0 +1,46 @@
+"""Every example in a docstring runs, and everything public has a docstring."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import kvjax
+import kvjax.models
+import pallas_kernels
+
+PACKAGES = (kvjax, kvjax.models, pallas_kernels)
+
+
+def modules() -> list[str]:
+    names = {package.__name__ for package in PACKAGES}
+    for package in PACKAGES:
+        found = pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+        names.update(module.name for module in found)
+    return sorted(names)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_run(name):
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", kvjax.__all__)
+def test_public_names_are_documented(name):
+    thing = getattr(kvjax, name)
+    documented = inspect.getdoc(thing)
+    assert documented and not documented.startswith(f"{name}("), f"kvjax.{name} has no docstring"
+
+
+def test_examples_exist():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    examples = [
+        test
+        for name in modules()
+        for test in finder.find(importlib.import_module(name))
+        if test.examples
+    ]
+    assert len(examples) >= 20

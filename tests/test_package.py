@@ -1,0 +1,58 @@
+"""What is shipped: the wheel, and which way imports point."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str, **options) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_kvjax_imports_without_models_and_kernels_without_kvjax():
+    listing = "import sys; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    kernels = run(sys.executable, "-c", f"import pallas_kernels; {listing}").split()
+    assert "jax" in kernels and "kvjax" not in kernels
+    models = "import kvjax, sys; print('kvjax.models' in sys.modules)"
+    assert run(sys.executable, "-c", models).strip() == "False"
+
+
+def test_version_is_the_packages():
+    from importlib.metadata import version
+
+    import kvjax
+
+    assert version("kvjax") == kvjax.__version__
+
+
+@pytest.mark.slow
+def test_wheel(tmp_path):
+    source = tmp_path / "source"  # a copy: a build leaves its own folders behind
+    unwanted = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, ignore=unwanted)
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, source)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {"kvjax", "pallas_kernels"} < tops
+    assert not tops & {"models", "tests", "benchmarks"}, tops
+    assert {"kvjax/models/decoder.py", "kvjax/cli.py"} <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    target = tmp_path / "site"
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel)
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    where = "import kvjax, kvjax.models; print(kvjax.__file__, kvjax.models.__file__)"
+    files = run(sys.executable, "-c", where, cwd=tmp_path, env=environment).split()
+    assert all(Path(file).is_relative_to(target) for file in files)
+    command = (sys.executable, "-m", "kvjax.cli", "generate", "--max-new", "8")
+    assert "snapkv" in run(*command, cwd=tmp_path, env=environment)
