@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,13 @@ from kvjax.sampling import Sampling
 from kvjax.transform import Full, KVTransform
 
 _STREAM_SECONDS = 0.1  # how often a streaming loop comes back to the host, about
+
+
+class Sized(Protocol):
+    """What prompts are checked against: a model or the configuration of one."""
+
+    vocab_size: int
+    max_positions: int | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def generate(
       max_new_tokens: most new tokens per row.
       end_tokens: a row is finished when one of them comes; it is not part of the result.
       sampling: greedy by default.
-      seed: of the draws; each row draws with its own key.
+      seed: of the draws, below 2**32; each row draws with its own key.
       on_tokens: called with the new tokens per row as they come, about ten times a second.
       on_layer: called with the number of each layer whose prompt has been read.
       buckets: padded prompt lengths to choose from; by default four per power of two, from 64 on.
@@ -105,7 +112,10 @@ def generate(
     functional = as_functional(model)
     layers = bind(Full() if transform is None else transform, functional.num_layers)
     check_count("max_new_tokens", max_new_tokens, 1)
-    _check_prompts(functional, prompts, layers, max_new_tokens)
+    check_count("seed", seed, 0)
+    if seed >= 2**32:  # JAX would drop the upper bits
+        raise ValueError(f"seed must be below 2**32, got {seed}")
+    check_prompts(functional, prompts, layers, max_new_tokens)
     tokens, positions = _pad(prompts, functional.max_positions, buckets)
     plan = _Plan(
         functional.apply, layers, functional.kv_heads, functional.query_heads,
@@ -123,7 +133,7 @@ def generate(
     )
 
     start = time.perf_counter()
-    shapes = jax.eval_shape(functools.partial(_read_prompt, plan, watched), *prompt_args[2:])
+    shapes = _read_prompt.eval_shape(*prompt_args)
     _read_prompt.lower(*prompt_args).compile()
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     _decode.lower(plan, functional.params, shapes, steps, key).compile()
@@ -293,7 +303,19 @@ def _bucket(length: int, buckets: Sequence[int] | None) -> int:
     return -(-length // step) * step
 
 
-def _check_prompts(model: FunctionalModel, prompts, layers, max_new: int) -> None:
+def check_prompts(
+    model: Sized,
+    prompts: Sequence[Sequence[int]],
+    layers: tuple[KVTransform, ...],
+    max_new: int,
+) -> None:
+    """Raises what `generate` would raise for these prompts, before any weight has been loaded.
+
+    Args:
+      model: a model, or the configuration of one.
+      prompts, max_new: as given to `generate` (`max_new_tokens`).
+      layers: one transform per layer.
+    """
     if not len(prompts):
         raise ValueError("generate needs at least one prompt, got none")
     for row, prompt in enumerate(prompts):

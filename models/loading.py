@@ -263,7 +263,11 @@ def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
     fast = (folder / "tokenizer.json").is_file()
     kind = PreTrainedTokenizerFast if fast else AutoTokenizer
     try:
-        return kind.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken file raises whatever its parser raises
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"cannot load the tokenizer of {folder}: {reason}") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        # transformers makes an empty one where a folder describes a tokenizer and lacks it.
+        raise ValueError(f"{folder} has no vocabulary: the tokenizer's files are missing")
+    return tokenizer
