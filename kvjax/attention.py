@@ -29,21 +29,52 @@ from pallas_kernels import column_sums, decode_attention, prompt_attention
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class QueryWindow:
+    """The last W queries of each row, oldest first.
+
+    Args:
+      query: rotated, `[B, Q, W, D]`.
+      position: their positions, -1 where there were fewer, `[B, W]`.
+    """
+
+    query: Float[Array, "B Q W D"]
+    position: Int[Array, "B W"]
+
+    @classmethod
+    def empty(cls, batch: int, query_heads: int, size: int, head_dim: int, dtype) -> QueryWindow:
+        """A window without queries."""
+        query = jnp.zeros((batch, query_heads, size, head_dim), dtype)
+        return cls(query, jnp.full((batch, size), -1, jnp.int32))
+
+    def add(self, q: Float[Array, "B Q T D"], positions: Int[Array, "B T"]) -> QueryWindow:
+        """The last W valid queries after T more."""
+        size = self.position.shape[1]
+        position = jnp.concatenate((self.position, positions), axis=1)
+        last = jnp.argsort(position >= 0, axis=1, stable=True)[:, -size:]
+        index = last[:, None, :, None]
+        # Two small gathers: joining the windows first would copy all queries of a long prompt.
+        old = jnp.take_along_axis(self.query, jnp.minimum(index, size - 1), axis=2)
+        new = jnp.take_along_axis(q, jnp.maximum(index - size, 0), axis=2)
+        query = jnp.where(index < size, old, new.astype(old.dtype))
+        return QueryWindow(query, jnp.take_along_axis(position, last, axis=1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LayerCache:
     """Everything that one attention layer carries from call to call. A pytree; donate it.
 
     Args:
       kv: the slots.
       state: the transform's own arrays.
-      query: each row's last W prompt queries, rotated, `[B, Q, W, D]`; None unless needed.
-      query_position: their positions, -1 where there were fewer, `[B, W]`.
+      window: each row's last W queries, kept only between the chunks of a prompt (and while
+        decoding where a transform needs that); None otherwise.
       transform: what it was made for (static).
     """
 
     kv: KVCache
     state: State
-    query: Float[Array, "B Q W D"] | None
-    query_position: Int[Array, "B W"] | None
+    window: QueryWindow | None
     transform: KVTransform = field(metadata={"static": True})
 
 
@@ -129,11 +160,10 @@ def _init_group(
     if needs.accumulated_attention:
         kv = kv.with_column("attention", jnp.zeros((*kv.shape, group), jnp.float32))
     kv, state = transform.init(kv)
-    query = query_position = None
-    if needs.query_window:
-        query = jnp.zeros((batch, kv_heads * group, needs.query_window, head_dim), dtype)
-        query_position = jnp.full((batch, needs.query_window), -1, jnp.int32)
-    return LayerCache(kv, state, query, query_position, transform)
+    window = None
+    if needs.decode_queries:
+        window = QueryWindow.empty(batch, kv_heads * group, needs.query_window, head_dim, dtype)
+    return LayerCache(kv, state, window, transform)
 
 
 def attend(
@@ -232,16 +262,23 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
     out, mass = _attention(needs, view, q, keys, positions, options)
     if needs.accumulated_attention:
         kv = _accumulate(kv, mass)
-    query, query_position = _last_queries(needs, cache, q, positions, options)
+    window = _last_queries(needs, cache, q, positions, options)
     step = Step(
-        slots=slots, mass=mass, keys=keys if view.index is None else None,
-        query=query, query_position=query_position,
-        phase=options.phase, last=options.last, **options.logits,
-    )  # fmt: skip
+        slots=slots,
+        mass=mass,
+        keys=keys if view.index is None else None,
+        query=None if window is None else window.query,
+        query_position=None if window is None else window.position,
+        phase=options.phase,
+        last=options.last,
+        **options.logits,
+    )
     kv, state = transform.update(kv, state, step)
     if prompt and options.last and kv.slots != kv.capacity:
         kv = compact(kv, kv.capacity)
-    return out.astype(q.dtype), LayerCache(kv, state, query, query_position, transform)
+    if prompt and options.last and not needs.decode_queries:
+        window = None
+    return out.astype(q.dtype), LayerCache(kv, state, window, transform)
 
 
 def _working_slots(kv: KVCache, tokens: int, last: bool) -> int:
@@ -300,17 +337,17 @@ def _rotate_late(needs: Needs, view: View, q, slots, positions, rope: Rope):
     return rope.rotate(q, own), rope.rotate(keys, view.per_slot(rank, -1))
 
 
-def _last_queries(needs: Needs, cache: LayerCache, q, positions, options: _Options):
-    """Each row's last W valid queries, oldest first, after this call."""
-    old, old_position = cache.query, cache.query_position
-    if old is None or (options.phase == "decode" and not needs.decode_queries):
-        return old, old_position
-    size = old_position.shape[1]
-    position = jnp.concatenate((old_position, positions), axis=1)
-    newest = jnp.argsort(position >= 0, axis=1, stable=True)[:, -size:]
-    both = jnp.concatenate((old, q.astype(old.dtype)), axis=2)
-    query = jnp.take_along_axis(both, newest[:, None, :, None], axis=2)
-    return query, jnp.take_along_axis(position, newest, axis=1)
+def _last_queries(
+    needs: Needs, cache: LayerCache, q, positions, options: _Options
+) -> QueryWindow | None:
+    """Each row's last queries of the prompt (and of decoding, where needed) after this call."""
+    if not needs.query_window or (options.phase == "decode" and not needs.decode_queries):
+        return None
+    window = cache.window
+    if window is None:
+        batch, query_heads, _, head_dim = q.shape
+        window = QueryWindow.empty(batch, query_heads, needs.query_window, head_dim, q.dtype)
+    return window.add(q, positions)
 
 
 def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, options: _Options):

@@ -113,8 +113,8 @@ class Step:
         them, per query head, `[B, Q, S]` float32; None unless needed.
       keys: rotated keys of all slots as attention saw them, `[B, H, S, D]`; None where a selection
         was read.
-      query: each row's last W prompt queries, rotated, oldest first, `[B, Q, W, D]`; None unless
-        needed. They are carried across the chunks of a prompt.
+      query: each row's last W queries of this prompt, rotated, oldest first, `[B, Q, W, D]`; None
+        unless needed. They are carried across the chunks of a prompt.
       query_position: their positions, -1 where there were fewer, `[B, W]`.
       phase, last: as given to `attend` (static).
       scale, window, soft_cap: of the attention (static).

@@ -272,7 +272,7 @@ def test_a_call_changes_no_structure_shape_or_dtype(name):
     before, ragged = structure(new_cache(CASES[name])), standard(name)
     for cache in ragged.all_caches:
         assert structure(cache) == before
-    q, _, _, positions = tokens().at(right([0, 0, 0], LENGTHS, WIDTH))
+    q = tokens().at(right([0, 0, 0], LENGTHS, WIDTH))[0]
     assert ragged.prompt_out.shape == q.shape and ragged.prompt_out.dtype == q.dtype
     assert ragged.outs[0].shape == (3, QUERY_HEADS, 1, HEAD_DIM)
 
@@ -362,7 +362,7 @@ def test_a_donated_cache_is_reused(name):
     _, new = step(cache, *tokens().at(np.array(LENGTHS)[:, None]))
     for part in every_part(name, cache):
         kv = part.cache.kv
-        gone = jax.tree.leaves((kv.k, kv.v, kv.columns)) + [kv.position, kv.log_mass]
+        gone = jax.tree.leaves((kv.k, kv.v, kv.columns, kv.position, kv.log_mass))
         assert all(leaf.is_deleted() for leaf in gone)
     same_slots(name, new, range(3), standard(name).caches[0], range(3))
 
@@ -402,7 +402,7 @@ def test_a_padded_row_equals_the_row_alone(name):
 def test_an_empty_step_changes_nothing(name):
     """A row that is done gets padding; it keeps its slots and gives 0."""
     if name == "every":
-        pytest.skip("counts steps of the batch, so a row that is done is compressed with the others")
+        pytest.skip("counts steps of the batch: a row that is done is compressed with the others")
     ragged = standard(name)
     now = np.array(LENGTHS)[:, None] + STEPS
     now[1] = -1
@@ -625,5 +625,6 @@ def test_a_layers_share_of_ragged_rows():
 
 
 def test_a_numpy_budget_is_a_budget():
-    assert dataclasses.replace(snapkv(), budget=np.int64(16)).extent(kvjax.Extent(32, 1)).prompt == 16
+    numpy_budget = dataclasses.replace(snapkv(), budget=np.int64(16))
+    assert numpy_budget.extent(kvjax.Extent(32, 1)).prompt == 16
     assert kvjax.H2O(budget=np.float32(0.5)).extent(kvjax.Extent(32, 9)).total == 17

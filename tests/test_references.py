@@ -283,15 +283,15 @@ def test_snapkv_softmax_runs_over_prefix_and_window_together():
     np.testing.assert_allclose(method.prefix_scores(), [(1 / 6 + 0.1) / 2, (2 / 6 + 0.2) / 2])
 
 
-def test_snapkv_second_turn_takes_prompt_queries_and_protects_the_newest():
+def test_snapkv_second_turn_takes_its_own_queries_and_protects_the_newest():
     method = SnapKV(4, observation=2, kernel=1, scale=1.0)
     method.prompt(*weighted([1, 2, 4], queries=[0, 0, -1]))
     decode_one(method, 3, 1.0)
     decode_one(method, 4, 1.0)
     q, k, v, positions = weighted([1])
     method.prompt(q, k, v, positions + 5)
-    # query 2 gives (4, 2, 1, 0) / 7, query 5 gives (1, 2, 4, 1) / 10
-    assert method.kept == [0, 2, 4, 5]
+    # query 5 gives (1, 2, 4, 1) / 10
+    assert method.kept == [1, 2, 4, 5]
 
 
 def test_pyramidkv_is_snapkv_with_the_layers_budget():

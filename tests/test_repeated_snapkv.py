@@ -20,6 +20,8 @@ class Repeated(SnapKV):
     tokens so far, generated ones included.
     """
 
+    keeps_queries = True
+
     def decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
         out = super().decode(q, k, v, position)
         self.queries = [*self.queries, (q, position)][-self.observation :]

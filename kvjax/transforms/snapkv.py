@@ -93,6 +93,9 @@ class SnapKV(KVTransform):
         budget = rows_budget(self.budget, cache.length, cache.max_tokens, self._minimum)
         score = group_scores(self.score(cache, state, step), cache, self.group_reduce)
         score = jnp.where(newest(cache, self.window), jnp.inf, score)
+        # A row without a query had no prompt in this call, and nothing to judge its tokens by.
+        asked = (step.query_position >= 0).any(-1)
+        budget = jnp.where(asked, budget, cache.slots)
         return evict(cache, keep_best(score, evictable(cache), cache.position, budget)), state
 
     def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:

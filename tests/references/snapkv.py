@@ -24,14 +24,15 @@ def pool(scores: np.ndarray, kernel: int = 7, mode: str = "max") -> np.ndarray:
 class SnapKV:
     """Keeps the W newest tokens and the B - W best of the others (the prefix), at a prompt's end.
 
-        score[g, s] = 1/W * sum over the last W prompt queries t of p[g, t, s]
+        score[g, s] = 1/W * sum over the last W queries t of the prompt of p[g, t, s]
 
     where p is the causal softmax over prefix and window together.  The scores of the prefix are
     pooled along positions for each query head, then reduced over the group.  At most B live tokens
     are left alone.  Nothing happens while decoding.
 
-    In a second turn everything live is compressed as one prompt: the queries are the last W prompt
-    queries of all turns, the protected window is the W newest live tokens.
+    In a second turn everything live is compressed as one prompt: the queries are the last W of that
+    turn's prompt, the protected window is the W newest live tokens.  A row without a prompt query
+    is left alone.
     """
 
     def __init__(
@@ -46,7 +47,11 @@ class SnapKV:
         self.budget, self.observation = budget, observation
         self.kernel, self.pooling, self.group_reduce = kernel, pooling, group_reduce
         self.queries: list[tuple[np.ndarray, int]] = []
+        self.prompt_over = False
         self.slots = Slots(**options)
+
+    keeps_queries = False
+    """Whether the window goes on from prompt to prompt."""
 
     @property
     def kept(self) -> list[int]:
@@ -61,11 +66,14 @@ class SnapKV:
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, last: bool = True
     ) -> np.ndarray:
         """q [G, T, D], k and v [T, D], positions [T] -> out [G, T, D].  Evicts if `last`."""
+        if self.prompt_over and not self.keeps_queries:
+            self.queries = []
+        self.prompt_over = last
         self.slots.append(k, v, positions, len(q))
         out, _ = self.slots.attend(q, positions)
         self.queries += [(q[:, t], int(p)) for t, p in enumerate(positions) if p >= 0]
         self.queries = self.queries[-self.observation :]
-        if last and len(self.slots):
+        if last and self.queries:
             self._evict(self.row_budget(self.slots.length))
         return out
 
