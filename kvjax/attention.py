@@ -283,7 +283,9 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
 
 def _working_slots(kv: KVCache, tokens: int, last: bool) -> int:
     """Slots while a prompt is read: what is there and the new tokens, never more than can come."""
-    wanted = kv.slots + tokens if last else kv.capacity + kv.max_prompt
+    if kv.slots > kv.capacity:  # an earlier chunk has made room for the whole prompt
+        return kv.slots
+    wanted = kv.slots + (tokens if last else kv.max_prompt)
     return max(kv.slots, min(wanted, kv.max_tokens))
 
 
@@ -422,6 +424,11 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
     if transform.needs.unrotated_keys and options.rope is None:
         raise ValueError(
             f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k"
+        )
+    if options.phase == "decode" and kv.slots != kv.capacity:
+        raise ValueError(
+            f"the prompt is not complete: the cache still has {kv.slots} slots instead of "
+            f"{kv.capacity}; give the prompt's last chunk with last=True before decoding"
         )
     if options.phase == "decode" and transform.frees_while_decoding and q.shape[2] != 1:
         raise ValueError(
