@@ -14,7 +14,7 @@ from kvjax.rope import Rope
 from kvjax.sampling import Sampling
 from kvjax.transform import Extent, Full, KVTransform, Needs, Stage, Step, View
 from kvjax.transforms.h2o import H2O
-from kvjax.transforms.pyramidkv import PyramidKV
+from kvjax.transforms.pyramidkv import LayerBudget, PyramidKV
 from kvjax.transforms.snapkv import SnapKV
 from kvjax.transforms.streaming_llm import StreamingLLM
 from kvjax.wrappers import Every, HeadGroups, PerLayer, WhenFull
@@ -36,6 +36,7 @@ __all__ = [
     "KVCache",
     "KVTransform",
     "LanguageModel",
+    "LayerBudget",
     "LayerCache",
     "Needs",
     "Payload",

@@ -357,7 +357,11 @@ def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, options: _O
     _check_tokens(q, k, v, positions)
     _check_groups(transform, k.shape[1])
     if not isinstance(cache, tuple) or len(cache) != len(transform.groups):
-        raise ValueError(f"{transform!r} needs a cache of {len(transform.groups)} head groups")
+        given = f"{len(cache)} of them" if isinstance(cache, tuple) else type(cache).__name__
+        raise ValueError(
+            f"{transform!r} needs a tuple of {len(transform.groups)} caches, one per head group, "
+            f"got {given}"
+        )
     group = q.shape[1] // k.shape[1]
     outs, caches, order = [], [], []
     named = {**options._asdict()}
@@ -436,3 +440,10 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
         )
     if options.window is not None:
         check_count("window", options.window, 1)
+    if options.soft_cap is not None and not options.soft_cap > 0:
+        raise ValueError(f"soft_cap must be above 0, got {options.soft_cap}")
+    if options.rope is not None and 2 * options.rope.inv_freq.shape[-1] > q.shape[3]:
+        raise ValueError(
+            f"rope rotates {2 * options.rope.inv_freq.shape[-1]} channels, got head_dim "
+            f"{q.shape[3]}"
+        )

@@ -172,7 +172,7 @@ def append(
         k=cache.k.write(slots, k),
         v=cache.v.write(slots, v),
         position=write_slots(cache.position, slots, token),
-        log_mass=write_slots(cache.log_mass, slots, jnp.zeros(rows)),
+        log_mass=write_slots(cache.log_mass, slots, jnp.zeros(rows, jnp.float32)),
         columns={name: start(column) for name, column in cache.columns.items()},
         pinned=write_slots(cache.pinned, slots, jnp.zeros(rows, bool)),
         used=jnp.maximum(cache.used, jnp.where(stored, slots + 1, 0).max(-1)),

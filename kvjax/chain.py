@@ -59,9 +59,14 @@ class Chain(KVTransform):
         return needs
 
     @property
+    def stage(self) -> Stage:
+        """That of its last part."""
+        return self.parts[-1].stage
+
+    @property
     def bound(self) -> bool:
-        """Whether all parts are."""
-        return all(part.bound for part in self.parts)
+        """Whether all parts are, and none splits heads: `for_layer` splits the whole chain."""
+        return all(part.bound and not isinstance(part, HeadGroups) for part in self.parts)
 
     @property
     def frees_while_decoding(self) -> bool:

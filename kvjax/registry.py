@@ -32,7 +32,7 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
 
     Raises:
       ValueError: unknown name or parameter, a missing budget, or text that is no such expression.
-      TypeError: what the class itself refuses.
+      TypeError: no text, or what the class itself refuses.
 
     Example:
       >>> import kvjax
@@ -40,6 +40,8 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
       >>> tx.extent(kvjax.Extent(prompt=4096, new=999)).total
       320
     """
+    if not isinstance(text, str):
+        raise TypeError(f"parse takes the text of a method, got {text!r}")
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
@@ -72,6 +74,8 @@ def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform
         raise ValueError(f"unknown method {name!r}; there are {names}")
     kind = known[name]
     given = {word.arg: _literal(word, text) for word in call.keywords}
+    if len(given) < len(call.keywords):
+        raise ValueError(f"a parameter of {name} is given twice in {text!r}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     wrapped = 1 if "base" in fields else 0
     if len(inner) != wrapped:
@@ -93,5 +97,5 @@ def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform
 def _literal(word: ast.keyword, text: str) -> object:
     try:
         return ast.literal_eval(word.value)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ValueError(f"{word.arg}= must be a literal in {text!r}") from None

@@ -170,7 +170,9 @@ class View:
         slots = self.cache.slots
         index = jnp.where(self.index >= 0, self.index, slots)
         add = jax.vmap(
-            jax.vmap(lambda i, x: jnp.zeros((slots, x.shape[-1])).at[i].add(x, mode="drop"))
+            jax.vmap(
+                lambda i, x: jnp.zeros((slots, x.shape[-1]), x.dtype).at[i].add(x, mode="drop")
+            )
         )
         return jnp.moveaxis(add(index, jnp.moveaxis(x, 2, 3)), 3, 2)
 

@@ -60,6 +60,7 @@ class HeadGroups(KVTransform):
       groups: pairs of (KV heads, transform); together the heads are 0 … H − 1, each once.
 
     Raises:
+      TypeError: no tuples of (tuple of heads, transform).
       ValueError: a head is missing or stands twice, or a group has none.
 
     Example:
@@ -73,6 +74,13 @@ class HeadGroups(KVTransform):
     groups: tuple[tuple[tuple[int, ...], KVTransform], ...]
 
     def __post_init__(self):
+        if not isinstance(self.groups, tuple) or not all(
+            isinstance(part, tuple) and isinstance(part[0], tuple) for part in self.groups
+        ):
+            raise TypeError(
+                "HeadGroups takes a tuple of ((KV head, ...), transform) tuples, "
+                f"got {self.groups!r}"
+            )
         heads = [head for group, _ in self.groups for head in group]
         if sorted(heads) != list(range(len(heads))) or not all(g for g, _ in self.groups):
             raise ValueError(
@@ -236,6 +244,8 @@ class WhenFull(KVTransform):
 
 def _check_prompt_method(base: object, name: str) -> None:
     check_transform(base, name)
+    if isinstance(base, HeadGroups):
+        raise ValueError(f"{name} goes around the transforms of HeadGroups, one by one: {base!r}")
     compresses = base.stage == Stage.EVICT and not isinstance(base, Full)
     if not compresses or base.frees_while_decoding:
         raise ValueError(

@@ -81,7 +81,7 @@ def prompt_attention(
             return new_top, total * shrink + weights.sum(-1), acc
 
         start = (
-            jnp.full(rows, NEG_INF),
+            jnp.full(rows, NEG_INF, jnp.float32),
             jnp.zeros(rows, jnp.float32),
             jnp.zeros((*rows, head_dim), jnp.float32),
         )
@@ -134,7 +134,9 @@ def column_sums(
             return sums + per_head.sum(3)
 
         shape = (*q.shape[:3], blocks.key_size)
-        return jax.lax.fori_loop(*blocks.queries_of_key(j), query_block, jnp.zeros(shape))
+        return jax.lax.fori_loop(
+            *blocks.queries_of_key(j), query_block, jnp.zeros(shape, jnp.float32)
+        )
 
     sums = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
     sums = jnp.moveaxis(sums, 0, 3).reshape(*q.shape[:3], blocks.slots)

@@ -18,14 +18,15 @@ MAX_PROMPT, MAX_NEW = 32, 12
 INV_FREQ = 1.0 / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 GARBAGE = 1e4  # what stands in padding: it must not reach anything
 
-# Small functions run a few times: what makes code fast is not worth its compilation (8 times longer).
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-OPTIONS = QUICK if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11) else None
+# Small functions run a few times: what makes code fast is not worth its compilation, which takes
+# up to 8 times longer with it.
+QUICK = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False  # later versions have no such option
+OPTIONS = QUICK if jax.default_backend() == "cpu" else None
 
 STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
-attend = jax.jit(
-    kvjax.attend, static_argnums=0, static_argnames=STATIC, compiler_options=OPTIONS
-)
+attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC, compiler_options=OPTIONS)
 
 
 def the_rope() -> kvjax.Rope:
@@ -41,7 +42,13 @@ class Tokens(NamedTuple):
 
     @classmethod
     def random(
-        cls, rows=3, length=64, kv_heads=KV_HEADS, query_heads=QUERY_HEADS, head_dim=HEAD_DIM, seed=0
+        cls,
+        rows=3,
+        length=64,
+        kv_heads=KV_HEADS,
+        query_heads=QUERY_HEADS,
+        head_dim=HEAD_DIM,
+        seed=0,
     ) -> Tokens:
         rng = np.random.default_rng(seed)
         shapes = [(rows, heads, length, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
@@ -68,7 +75,8 @@ def right(starts, counts, width: int) -> np.ndarray:
 
 def left(counts, width: int) -> np.ndarray:
     """As `right`, from position 0, padded at the left."""
-    return np.stack([np.roll(row, width - n) for row, n in zip(right([0] * len(counts), counts, width), counts, strict=True)])
+    rows = right([0] * len(counts), counts, width)
+    return np.stack([np.roll(row, width - n) for row, n in zip(rows, counts, strict=True)])
 
 
 def middle(counts, width: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+MAPS = Path("/proc/self/maps")
+TESTS = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
@@ -30,6 +33,29 @@ def strict_promotion(request):
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_code():
+    """Frees what a module compiled, see `pytest_runtest_teardown`."""
+    yield
+    _forget()
+
+
+def pytest_runtest_teardown(item):
+    """Frees compiled code before there is too much of it.
+
+    Every compiled function keeps some memory maps. Linux allows a process 65,530 by default, and
+    LLVM crashes it when a few thousand functions have used them up.
+    """
+    item.session.stash[TESTS] = count = item.session.stash.get(TESTS, 0) + 1
+    if count % 20 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
+        _forget()
+
+
+def _forget():
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

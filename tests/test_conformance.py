@@ -279,14 +279,19 @@ def test_a_call_changes_no_structure_shape_or_dtype(name):
 
 @every_case
 def test_nothing_is_compiled_twice(name):
-    transform, ragged = CASES[name], standard(name)
+    transform = CASES[name]
     again = one_layer({**registered(), **compositions(BUDGET)}[name])
     assert again == transform and hash(again) == hash(transform)
+
+    def turn(transform, lengths, steps):
+        positions = right([0, 0, 0], lengths, WIDTH)
+        _, cache = prompt(transform, new_cache(transform), tokens(), positions)
+        for step in range(steps):
+            _, cache = decode(transform, cache, tokens(), np.array(lengths)[:, None] + step)
+
+    turn(transform, LENGTHS, 1)
     compiled = attend._cache_size()
-    prompt(again, new_cache(again), tokens(), right([0, 0, 0], (20, 3, 11), WIDTH))
-    cache = ragged.caches[0]
-    for step in range(1, 4):
-        _, cache = decode(again, cache, tokens(), np.array(LENGTHS)[:, None] + step)
+    turn(again, (20, 3, 11), 3)
     assert attend._cache_size() == compiled
 
 

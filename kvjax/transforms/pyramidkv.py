@@ -67,6 +67,8 @@ class PyramidKV(KVTransform):
         check_observation(self.window, self.kernel, self.pooling)
         check_group_reduce(self.group_reduce)
         check_budget(self.budget, self.window + 1, "window + 1")
+        if not isinstance(self.beta, int | float) or isinstance(self.beta, bool):
+            raise TypeError(f"beta must be a number, got {self.beta!r}")
         if not 1 <= self.beta < math.inf:
             raise ValueError(f"beta must be a finite number of at least 1, got {self.beta}")
 
