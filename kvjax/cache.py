@@ -232,7 +232,8 @@ def merge(
 
     Args:
       into: target slot per slot. A target must be live and its own target.
-      weights: non-negative, one per slot; the masses by default, so that merging is associative.
+      weights: non-negative, one per slot; the masses by default, so that merging is associative. A
+        target whose members all weigh nothing keeps its own key and value.
     """
     size, live = cache.slots, cache.live
     slot = _slot_numbers(cache.shape)
@@ -241,13 +242,15 @@ def merge(
     weights = mass if weights is None else jnp.where(live, weights, 0.0).astype(jnp.float32)
     members = _sum_into(into, live.astype(jnp.int32))
     merged, stays = members > 1, live & (into == slot)
-    total = jnp.where(merged, _sum_into(into, weights), 1.0)
+    total = _sum_into(into, weights)
+    weighted = merged & (total > 0)
+    total = jnp.where(weighted, total, 1.0)
 
     def mean(payload: Payload) -> Payload:
         rows = payload.read()
         summed = _sum_into(into, rows.astype(jnp.float32) * weights[..., None])
         new = (summed / total[..., None]).astype(rows.dtype)
-        return payload.fill(jnp.where(merged[..., None], new, rows))
+        return payload.fill(jnp.where(weighted[..., None], new, rows))
 
     def combine(column: Column) -> Column:
         if column.merge == "keep":

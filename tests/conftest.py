@@ -42,6 +42,7 @@ def forget_compiled_code():
     _forget()
 
 
+@pytest.hookimpl(trylast=True)  # once the test has put back whatever it replaced
 def pytest_runtest_teardown(item):
     """Frees compiled code before there is too much of it.
 

@@ -402,3 +402,14 @@ def test_bytes_of_a_cache():
     per_slot = 2 * DIM * 4 + 4 + 4 + 1 + 4 + 8  # k and v, position, mass, pinned, both columns
     expected = slots * per_slot + 2 * 4 * ROWS * HEADS + 4 * ROWS  # used, dropped, length
     assert kvjax.nbytes(start()) == expected == kvjax.nbytes(jax.eval_shape(start))
+
+
+def test_a_merge_without_weights_keeps_the_targets_own_rows():
+    cache = kvjax.init_cache(
+        kvjax.Full(), batch=1, kv_heads=1, head_dim=2, max_prompt=3, max_new=0
+    ).kv
+    rows = jnp.arange(6.0).reshape(1, 1, 3, 2)
+    cache, _ = append(cache, rows, -rows, jnp.arange(3)[None])
+    merged = merge(cache, jnp.array([[[1, 1, 2]]]), jnp.array([[[0.0, 0.0, 1.0]]]))
+    np.testing.assert_array_equal(merged.k.read(), rows)
+    np.testing.assert_array_equal(np.exp(merged.log_mass), [[[0, 2, 1]]])

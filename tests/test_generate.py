@@ -481,14 +481,13 @@ def test_repositioned_keys_go_beyond_the_models_positions():
     assert len(result.tokens[0]) == NEW
 
 
-def computed_bytes(rows: int, slots: int, window: int = 0, per_slot: int = 0, per_row: int = 0):
+def computed_bytes(rows: int, slots: int, per_slot: int = 0, per_row: int = 0):
     """Bytes of one layer's cache: 2 KV heads and 4 query heads of 8 channels, in float32."""
     keys_and_values = rows * 2 * slots * 8 * 4 * 2
     position_mass_pinned = rows * 2 * slots * (4 + 4 + 1)
     used_dropped_length = rows * 2 * (4 + 4) + rows * 4
-    queries = rows * window * (4 * 8 * 4 + 4)
     columns_state = rows * 2 * slots * per_slot + rows * per_row
-    return keys_and_values + position_mass_pinned + used_dropped_length + queries + columns_state
+    return keys_and_values + position_mass_pinned + used_dropped_length + columns_state
 
 
 def test_bytes():
@@ -497,8 +496,9 @@ def test_bytes():
     assert full.cache_bytes == full.full_cache_bytes
     assert full.cache_bytes == layers * computed_bytes(3, bucket + NEW)
 
+    # SnapKV: nothing beside the slots; the window of queries is gone with the prompt.
     snapkv = generate(transform=method("snapkv"))
-    assert snapkv.cache_bytes == layers * computed_bytes(3, 36 + NEW, window=32)
+    assert snapkv.cache_bytes == layers * computed_bytes(3, 36 + NEW)
     # H2O: one sum of attention per slot and query head, one budget per row.
     h2o = generate(transform=method("h2o"))
     assert h2o.cache_bytes == layers * computed_bytes(3, 36 + 1, per_slot=2 * 4, per_row=4)
