@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets import check_count
@@ -70,12 +71,14 @@ class LayerCache:
       window: each row's last W queries, kept only between the chunks of a prompt (and while
         decoding where a transform needs that); None otherwise.
       transform: what it was made for (static).
+      reading: between the chunks of a prompt (static).
     """
 
     kv: KVCache
     state: State
     window: QueryWindow | None
     transform: KVTransform = field(metadata={"static": True})
+    reading: bool = field(default=False, metadata={"static": True})
 
 
 Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
@@ -90,7 +93,7 @@ def init_cache(
     max_prompt: int,
     max_new: int,
     query_heads: int | None = None,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Cache:
     """An empty cache for one attention layer, of the capacity that the transform promises.
 
@@ -157,6 +160,12 @@ def _init_group(
         max_prompt=max_prompt, max_new=max_new, dtype=dtype, group=group,
     )  # fmt: skip
     needs = transform.needs
+    if needs.reposition and needs.decode_queries:
+        raise ValueError(
+            f"{transform!r} compares queries of earlier steps with keys whose ranks have changed "
+            "since: reposition=True cannot be combined with Every or WhenFull of a method that "
+            "observes queries"
+        )
     if needs.accumulated_attention:
         kv = kv.with_column("attention", jnp.zeros((*kv.shape, group), jnp.float32))
     kv, state = transform.init(kv)
@@ -225,6 +234,7 @@ def attend(
     if isinstance(transform, HeadGroups):
         return _attend_groups(transform, cache, q, k, v, positions, options)
     _check(transform, cache, q, k, v, positions, options)
+    positions = positions.astype(jnp.int32)
     if scale is None:
         options = options._replace(scale=q.shape[-1] ** -0.5)
     return _attend(transform, cache, q, k, v, positions, options)
@@ -271,6 +281,7 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
         query_position=None if window is None else window.position,
         phase=options.phase,
         last=options.last,
+        implementation=options.implementation,
         **options.logits,
     )
     kv, state = transform.update(kv, state, step)
@@ -278,7 +289,8 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
         kv = compact(kv, kv.capacity)
     if prompt and options.last and not needs.decode_queries:
         window = None
-    return out.astype(q.dtype), LayerCache(kv, state, window, transform)
+    reading = prompt and not options.last
+    return out.astype(q.dtype), LayerCache(kv, state, window, transform, reading)
 
 
 def _working_slots(kv: KVCache, tokens: int, last: bool) -> int:
@@ -348,7 +360,8 @@ def _last_queries(
     window = cache.window
     if window is None:
         batch, query_heads, _, head_dim = q.shape
-        window = QueryWindow.empty(batch, query_heads, needs.query_window, head_dim, q.dtype)
+        dtype = cache.kv.k.dtype
+        window = QueryWindow.empty(batch, query_heads, needs.query_window, head_dim, dtype)
     return window.add(q, positions)
 
 
@@ -429,10 +442,10 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
         raise ValueError(
             f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k"
         )
-    if options.phase == "decode" and kv.slots != kv.capacity:
+    if options.phase == "decode" and cache.reading:
         raise ValueError(
-            f"the prompt is not complete: the cache still has {kv.slots} slots instead of "
-            f"{kv.capacity}; give the prompt's last chunk with last=True before decoding"
+            "the prompt is not complete: give its last chunk with last=True before decoding, "
+            f"got phase={options.phase!r} after last=False"
         )
     if options.phase == "decode" and transform.frees_while_decoding and q.shape[2] != 1:
         raise ValueError(

@@ -54,6 +54,8 @@ def check_count(name: str, value: int, minimum: int) -> None:
 def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.ndarray:
     """Slots for prompts of these lengths: B, or `min(L, max(⌊f·L⌋, minimum))` for a share f.
 
+    `f·L` is the double-precision product.
+
     Example:
       >>> from kvjax.budgets import slots_for
       >>> [int(slots_for(0.2, length, minimum=33)) for length in (1000, 100, 20)]
@@ -69,9 +71,8 @@ def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.nda
 
 
 def most_slots(budget: Budget, max_length: int, minimum: int) -> int:
-    """Most slots that any prompt of up to `max_length` tokens keeps: a cache's static capacity."""
-    lengths = np.arange(max_length + 1)
-    return int(np.minimum(lengths, slots_for(budget, lengths, minimum)).max())
+    """The largest budget of any prompt of up to `max_length` tokens."""
+    return int(slots_for(budget, np.arange(max_length + 1), minimum).max())
 
 
 def rows_budget(

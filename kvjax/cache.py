@@ -13,6 +13,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.payloads import Dense, Payload, take_slots, write_slots
@@ -120,7 +121,7 @@ def empty_cache(
     *,
     max_prompt: int,
     max_new: int,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     group: int = 1,
 ) -> KVCache:
     """A cache of `capacity` free slots per row and KV head."""
@@ -158,6 +159,7 @@ def append(
       The cache, and the slot of every new token, `cache.slots` where it was not stored. A token
       that finds no free slot is counted in `dropped`.
     """
+    positions = positions.astype(jnp.int32)
     slots = _free_slots(cache, positions)
     valid = jnp.broadcast_to((positions >= 0)[:, None, :], slots.shape)
     stored = slots < cache.slots
@@ -201,6 +203,18 @@ def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
 
     It only marks: keys, values and columns stay where they are, so that a wrapper that holds the
     cache from before can compare and undo.
+
+    Args:
+      keep: which slots stay, `[B, H, S]`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=3,
+      ...                          max_new=0).kv
+      >>> rows = jnp.ones((1, 1, 3, 4))
+      >>> cache, slots = kvjax.append(cache, rows, rows, jnp.arange(3)[None])
+      >>> kvjax.evict(cache, keep=cache.position != 1).position.tolist()
+      [[[0, -1, 2]]]
     """
     live = cache.live & (keep | cache.pinned)
     return cache.replace(
@@ -234,6 +248,16 @@ def merge(
       into: target slot per slot. A target must be live and its own target.
       weights: non-negative, one per slot; the masses by default, so that merging is associative. A
         target whose members all weigh nothing keeps its own key and value.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=1, max_prompt=3,
+      ...                          max_new=0).kv
+      >>> rows = jnp.array([[[[1.0], [3.0], [8.0]]]])
+      >>> cache, _ = kvjax.append(cache, rows, rows, jnp.arange(3)[None])
+      >>> merged = kvjax.merge(cache, into=jnp.array([[[1, 1, 2]]]))
+      >>> merged.position.tolist(), merged.k.read()[0, 0, 1:, 0].tolist()
+      ([[[-1, 1, 2]]], [2.0, 8.0])
     """
     size, live = cache.slots, cache.live
     slot = _slot_numbers(cache.shape)

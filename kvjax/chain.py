@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array
 
+from kvjax.budgets import check_count
 from kvjax.cache import KVCache
 from kvjax.transform import (
     Extent,
@@ -142,7 +143,7 @@ def bind(transform: KVTransform, num_layers: int) -> tuple[KVTransform, ...]:
     """One transform per layer, `tuple(transform.for_layer(i, num_layers))`.
 
     Raises:
-      TypeError: not a transform.
+      TypeError: not a transform, or `num_layers` not an int.
       ValueError: fewer than one layer.
 
     Example:
@@ -151,6 +152,5 @@ def bind(transform: KVTransform, num_layers: int) -> tuple[KVTransform, ...]:
       (H2O(budget=64, group_reduce='mean'), H2O(budget=64, group_reduce='mean'))
     """
     check_transform(transform, "bind")
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+    check_count("num_layers", num_layers, 1)
     return tuple(transform.for_layer(layer, num_layers) for layer in range(num_layers))

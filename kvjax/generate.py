@@ -6,11 +6,12 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from kvjax.attention import Cache, init_cache
@@ -40,8 +41,9 @@ class Generation:
       tokens: new tokens per row, without the end token.
       ended: whether a row came to an end token.
       prompt_tokens: prompt length per row.
-      ttft_s: seconds from the call to the first token, without compilation.
-      tpot_s: seconds per further token (a step for all rows); None if there was none.
+      ttft_s: seconds of the prompt pass up to the first token, without compilation.
+      tpot_s: seconds per further token (a step for all rows); None if there was none. With
+        `on_tokens` it includes that callback.
       compile_s: seconds of tracing and compiling; next to nothing on a second call.
       cache_bytes: bytes of all cache arrays after the prompt, index structures included.
       full_cache_bytes: what `Full` would hold for the same padded prompt and new tokens.
@@ -69,7 +71,7 @@ def generate(
     on_tokens: Callable[[list[list[int]]], None] | None = None,
     on_layer: Callable[[int], None] | None = None,
     buckets: Sequence[int] | None = None,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Generation:
     """Continues prompts through a cache that `transform` compresses.
 
@@ -132,17 +134,19 @@ def generate(
         key,
     )
 
+    compile_prompt = _seconds(lambda: _read_prompt.lower(*prompt_args).compile())
     start = time.perf_counter()
-    shapes = _read_prompt.eval_shape(*prompt_args)
-    _read_prompt.lower(*prompt_args).compile()
-    steps = jax.ShapeDtypeStruct((), jnp.int32)
-    _decode.lower(plan, functional.params, shapes, steps, key).compile()
-    compiled = time.perf_counter()
     with listening(on_layer):
         loop = jax.block_until_ready(_read_prompt(*prompt_args))
-    first = time.perf_counter()
+    ttft = time.perf_counter() - start
+    # Only now: where the caches lie, and so which loop is compiled, follows from the parameters.
+    steps = jnp.int32(plan.max_new)
+    compile_loop = _seconds(
+        lambda: _decode.lower(plan, functional.params, loop, steps, key).compile()
+    )
+    start = time.perf_counter()
     loop = _run(plan, functional.params, loop, key, on_tokens)
-    decoded, done = int(loop.step) - 1, time.perf_counter()
+    decoded, seconds = int(loop.step) - 1, time.perf_counter() - start
 
     new = np.asarray(loop.tokens)
     rows = [[int(token) for token in row if token >= 0] for row in new]
@@ -151,12 +155,18 @@ def generate(
         tokens=[row[:-1] if end else row for row, end in zip(rows, ended, strict=True)],
         ended=ended,
         prompt_tokens=[len(prompt) for prompt in prompts],
-        ttft_s=first - compiled,
-        tpot_s=(done - first) / decoded if decoded else None,
-        compile_s=compiled - start,
+        ttft_s=ttft,
+        tpot_s=seconds / decoded if decoded else None,
+        compile_s=compile_prompt + compile_loop,
         cache_bytes=nbytes(loop.caches),
         full_cache_bytes=_full_bytes(plan, len(prompts)),
     )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,7 @@ class _Plan:
     head_dim: int
     max_prompt: int
     max_new: int
-    dtype: Any
+    dtype: DTypeLike | None
     sampling: Sampling
     end_tokens: tuple[int, ...]
 

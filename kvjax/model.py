@@ -18,6 +18,9 @@ _COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
 class LanguageModel(Protocol):
     """The signature of a model: an NNX module, or any callable with these attributes.
 
+    A callable that is no NNX module must be hashable and must not change: its arrays become
+    constants of the compiled code. `FunctionalModel` passes them as arguments.
+
     Each attention layer i calls `kvjax.attend(layers[i], caches[i], ...)` with `phase` and `last`
     as given, and the model returns the new caches.
 
@@ -106,6 +109,11 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
         raise TypeError(
             f"model needs int attributes {', '.join(_COUNTS)}; {type(model).__name__} lacks "
             f"{', '.join(missing)}"
+        )
+    if not isinstance(model, nnx.Module) and model.__hash__ is None:
+        raise TypeError(
+            f"a callable model must be hashable, {type(model).__name__} is not: "
+            "give a kvjax.FunctionalModel"
         )
     if isinstance(model, nnx.Module):
         graphdef, params = nnx.split(model)

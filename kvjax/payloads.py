@@ -12,6 +12,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 # Rows of every (row, KV head). Mapped over both leading axes and not indexed by iota: an indexed
@@ -71,7 +72,7 @@ class Dense:
     data: Float[Array, "B H S D"]
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> Dense:
+    def zeros(cls, shape: tuple[int, int, int, int], dtype: DTypeLike) -> Dense:
         """A payload of zeros (free slots must hold finite numbers)."""
         return cls(jnp.zeros(shape, dtype))
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets import Budget, rows_budget, slots_for
+from kvjax.budgets import Budget, most_slots, rows_budget
 from kvjax.cache import KVCache, evict
 from kvjax.payloads import take_slots
 from kvjax.transform import Extent
@@ -77,6 +76,5 @@ def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, 
 
 def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
     """Slots of a method that holds its budget while decoding: one more during a step."""
-    lengths = np.arange(extent.longest_prompt + 1)
-    most = max(int(slots_for(budget, lengths, minimum).max()), minimum)
+    most = max(most_slots(budget, extent.longest_prompt, minimum), minimum)
     return extent.keep(most).hold(most + 1)

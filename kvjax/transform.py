@@ -114,10 +114,11 @@ class Step:
       keys: rotated keys of all slots as attention saw them, `[B, H, S, D]`; None where a selection
         was read.
       query: each row's last W queries of this prompt, rotated, oldest first, `[B, Q, W, D]`; None
-        unless needed. They are carried across the chunks of a prompt.
+        unless needed. They are carried across the chunks of a prompt, and under `Every` and
+        `WhenFull` go on with the queries of decoding.
       query_position: their positions, -1 where there were fewer, `[B, W]`.
       phase, last: as given to `attend` (static).
-      scale, window, soft_cap: of the attention (static).
+      scale, window, soft_cap, implementation: of the attention (static).
     """
 
     slots: Int[Array, "B H T"]
@@ -130,6 +131,7 @@ class Step:
     scale: float = field(metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
+    implementation: str | None = field(default=None, metadata={"static": True})
 
     @property
     def prompt_done(self) -> bool:

@@ -74,9 +74,7 @@ class HeadGroups(KVTransform):
     groups: tuple[tuple[tuple[int, ...], KVTransform], ...]
 
     def __post_init__(self):
-        if not isinstance(self.groups, tuple) or not all(
-            isinstance(part, tuple) and isinstance(part[0], tuple) for part in self.groups
-        ):
+        if not isinstance(self.groups, tuple) or not all(map(_is_group, self.groups)):
             raise TypeError(
                 "HeadGroups takes a tuple of ((KV head, ...), transform) tuples, "
                 f"got {self.groups!r}"
@@ -153,7 +151,7 @@ class Every(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `steps` tokens more."""
-        kept = _kept_of(self.base, extent.longest_prompt + extent.new)
+        kept = _kept_of(self.base, extent.longest_prompt, extent.new)
         return self.base.extent(extent).hold(kept + self.steps)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
@@ -217,7 +215,7 @@ class WhenFull(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `room` tokens more."""
-        kept = _kept_of(self.base, extent.longest_prompt + extent.new)
+        kept = _kept_of(self.base, extent.longest_prompt, extent.new)
         return self.base.extent(extent).hold(kept + self.room)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
@@ -228,7 +226,9 @@ class WhenFull(KVTransform):
         """Runs the base at the prompt's end, and on the rows and heads that are full."""
         if step.phase == "prompt":
             return self.base.update(cache, state, step)
-        full = cache.live.sum(-1) >= _kept_of(self.base, cache.max_tokens) + self.room
+        full = cache.live.sum(-1) >= (
+            _kept_of(self.base, cache.max_prompt, cache.max_new) + self.room
+        )
         as_prompt = dataclasses.replace(step, phase="prompt", last=True)
 
         def compress(cache: KVCache, state: State) -> tuple[KVCache, State]:
@@ -240,6 +240,12 @@ class WhenFull(KVTransform):
     def score(self, cache: KVCache, state: State, step: Step) -> Array | None:
         """The base's score."""
         return self.base.score(cache, state, step)
+
+
+def _is_group(part: object) -> bool:
+    if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[0], tuple):
+        return False
+    return all(isinstance(head, int) for head in part[0])
 
 
 def _check_prompt_method(base: object, name: str) -> None:
@@ -254,9 +260,9 @@ def _check_prompt_method(base: object, name: str) -> None:
         )
 
 
-def _kept_of(base: KVTransform, tokens: int) -> int:
-    """Most slots that `base` keeps when everything live, up to `tokens`, is compressed at once."""
-    return base.extent(Extent(prompt=tokens, new=0)).prompt
+def _kept_of(base: KVTransform, longest: int, new: int) -> int:
+    """Most slots that `base` keeps when everything live, prompt and new, is compressed at once."""
+    return base.extent(Extent(prompt=longest + new, new=0, longest=longest)).prompt
 
 
 def _while_decoding(needs: Needs) -> Needs:

@@ -46,11 +46,12 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _config(raw: Mapping[str, Any], *, max_positions: int, **family: Any) -> DecoderConfig:
-    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ValueError(
-            "partial_rotary_factor must be 1 for this model type, "
-            f"got {raw['partial_rotary_factor']!r}"
-        )
+    for place in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError(
+                "partial_rotary_factor must be 1 for this model type, "
+                f"got {place['partial_rotary_factor']!r}"
+            )
     hidden, heads = read_size(raw, "hidden_size"), read_size(raw, "num_attention_heads")
     if raw.get("head_dim") is None and hidden % heads:
         raise ValueError(

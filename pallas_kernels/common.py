@@ -34,6 +34,8 @@ def masked_logits(
     uses `where`, so that nothing that stands in a free slot's key reaches the result.
     """
     rows, tokens = q.shape[2], query_position.shape[1]
+    # In the dtype of the keys: the other way round, a bfloat16 cache would be widened every step.
+    q = q.astype(k.dtype)
     logits = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)

@@ -1,8 +1,8 @@
 """Attention of a prompt over a cache, and the column sums of its softmax, in blocks.
 
 Both operations work on slots that stand in any order: what a query sees is decided by positions.
-Neither ever holds more than one block of logits, and blocks in which no query sees any slot are
-skipped at run time.
+Neither ever holds more than one block of logits, and the blocks before the first and after the last
+one that a query may see are skipped at run time.
 """
 
 from __future__ import annotations

@@ -473,8 +473,7 @@ def test_a_further_turn(name):
     close(out, attended(transform, before, tokens(), positions))
     assert structure(cache) == structure(before)
     for part in every_part(name, cache):
-        # A share counts the row's tokens so far: those generated between the turns as well.
-        generated = 0 if part.transform.frees_while_decoding else steps
+        generated = steps if part.transform == kvjax.Full() else 0
         assert (live_count(part.cache) <= part.extent.prompt + generated).all()
         assert (np.asarray(part.cache.kv.dropped) == 0).all()
         if name == "full":
@@ -633,3 +632,34 @@ def test_a_numpy_budget_is_a_budget():
     numpy_budget = dataclasses.replace(snapkv(), budget=np.int64(16))
     assert numpy_budget.extent(kvjax.Extent(32, 1)).prompt == 16
     assert kvjax.H2O(budget=np.float32(0.5)).extent(kvjax.Extent(32, 9)).total == 17
+
+
+# --- a prompt in pieces, and dtypes that must not leak into the cache -----------------------------
+
+
+@pytest.mark.parametrize("budget", [16, 32])
+def test_decoding_waits_for_the_last_chunk(budget):
+    """Also where the capacity alone would not tell that the prompt is unfinished."""
+    transform = snapkv(budget)
+    cache = new_cache(transform)
+    _, cache = prompt(transform, cache, tokens(), right([0, 0, 0], (8, 8, 8), 8), last=False)
+    with pytest.raises(ValueError, match="last=True"):
+        decode(transform, cache, tokens(), [8, 8, 8])
+    _, cache = prompt(transform, cache, tokens(), right([8, 8, 8], (8, 8, 8), 8))
+    decode(transform, cache, tokens(), [16, 16, 16])
+
+
+def test_positions_of_a_small_dtype_count_in_int32():
+    row = Tokens.random(rows=1, length=128)
+    q, k, v, positions = row.at(np.arange(128)[None])
+    cache = new_cache(kvjax.Full(), 1, max_prompt=128)
+    _, cache = attend(
+        kvjax.Full(), cache, q, k, v, positions.astype(jnp.int8), phase="prompt", rope=the_rope()
+    )
+    assert cache.kv.length.tolist() == [128] and cache.kv.length.dtype == jnp.int32
+
+
+def test_repositioned_keys_are_not_compared_with_older_queries():
+    transform = chain(kvjax.StreamingLLM(budget=16, reposition=True), Every(snapkv(8), steps=4))
+    with pytest.raises(ValueError, match="reposition"):
+        new_cache(transform)

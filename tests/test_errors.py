@@ -149,7 +149,7 @@ CONSTRUCTION = {
     ),
     "bind, class": (lambda: bind(H2O, 4), TypeError, "H2O", "instance"),
     "bind, layers": (lambda: bind(SNAP, 0), ValueError, "0", "at least 1"),
-    "bind, layers float": (lambda: bind(SNAP, 2.0), TypeError, "float", "int"),
+    "bind, layers float": (lambda: bind(SNAP, 2.0), TypeError, "2.0", "int"),
     "per layer, not a transform": (
         lambda: bind(PerLayer(lambda i, n: None), 2), TypeError, "None", "PerLayer",
     ),

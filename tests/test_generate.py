@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.generate import check_prompts
+from kvjax.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.progress import _listeners
 
@@ -531,3 +533,18 @@ def test_buckets():
     assert MODULE._bucket(30, (128, 32, 64)) == 32
     tokens, positions = MODULE._pad([[5] * 250], POSITIONS, None)
     assert tokens.shape == positions.shape == (1, POSITIONS)
+
+
+def test_committed_parameters_compile_the_loop_once(caplog):
+    """Where parameters lie decides where caches lie: nothing is compiled inside the clock."""
+    functional = as_functional(plain_model())
+    committed = dataclasses.replace(
+        functional, params=jax.device_put(functional.params, jax.devices()[0])
+    )
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        generate([[5, 6, 7]], kvjax.H2O(24), model=committed)
+    compiled = [
+        record for record in caplog.records
+        if "Finished XLA compilation" in record.getMessage() and "_decode" in record.getMessage()
+    ]  # fmt: skip
+    assert len(compiled) == 1

@@ -17,10 +17,13 @@ class Repeated(SnapKV):
     """SnapKV that treats everything live as one prompt whenever `due` says so.
 
     The observation window goes on with the queries of decoding.  A share is a share of the row's
-    tokens so far, generated ones included.
+    tokens so far, generated ones included, of which no more than max_prompt count.
     """
 
     keeps_queries = True
+
+    def row_budget(self, length: int) -> int:
+        return super().row_budget(min(length, MAX_PROMPT))
 
     def decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
         out = super().decode(q, k, v, position)
@@ -59,8 +62,7 @@ class SnapKVWhenFull(Repeated):
 
 def most_kept(budget: int | float, window: int) -> int:
     """Most slots that SnapKV keeps of a row, whatever its length becomes."""
-    lengths = range(1, MAX_PROMPT + MAX_NEW + 1)
-    return max(min(n, rows_budget(budget, n, window + 1)) for n in lengths)
+    return max(rows_budget(budget, n, window + 1) for n in range(1, MAX_PROMPT + 1))
 
 
 def pair(wrapper, reference, budget=20, window=8, *, seed=0, **wrapped) -> Pair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -119,3 +120,18 @@ def test_ties_at_the_edge_of_the_average():
     both.q[:], both.k[:] = 0.0, 1.0
     both.prompt(LENGTHS)
     assert both.kept(0, 0) == [*range(2, 14), *range(29, 37)]
+
+
+def test_a_longer_window_in_a_chain_is_not_looked_at():
+    """A neighbour that keeps everything changes nothing, whatever it asks of `attend`."""
+    alone, neighbour = kvjax.SnapKV(16, window=4), kvjax.SnapKV(64, window=32)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 64, 8)), jnp.float32) for n in (4, 2, 2))
+    kept = []
+    for transform in (alone, kvjax.chain(neighbour, alone)):
+        cache = kvjax.init_cache(
+            transform, batch=1, kv_heads=2, query_heads=4, head_dim=8, max_prompt=64, max_new=4
+        )
+        _, cache = kvjax.attend(transform, cache, q, k, v, jnp.arange(64)[None], phase="prompt")
+        kept.append(np.asarray(cache.kv.position[:, :, :16]))
+    np.testing.assert_array_equal(*kept)

@@ -80,7 +80,13 @@ class PyramidKV(KVTransform):
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """PyramidKV's budget of one layer, as a function of prompt lengths."""
+    """PyramidKV's budget of one layer, as a function of prompt lengths.
+
+    Args:
+      average: slots per layer on average, or a share of the prompt.
+      window, beta: as in `PyramidKV`.
+      layer, num_layers: which layer of how many.
+    """
 
     average: Budget
     window: int
@@ -90,21 +96,22 @@ class LayerBudget:
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
         """Slots of this layer for prompts of these lengths."""
-        return pyramid(
-            self.average, self.window, self.beta, self.num_layers, tuple(lengths.ravel())
-        )[:, self.layer].reshape(lengths.shape)
+        flat = np.ascontiguousarray(lengths, np.int64).tobytes()  # hashes quickly
+        slots = pyramid(self.average, self.window, self.beta, self.num_layers, flat)
+        return slots[:, self.layer].reshape(lengths.shape)
 
 
 @functools.lru_cache(maxsize=2)
 def pyramid(
-    average: Budget, window: int, beta: float, num_layers: int, lengths: tuple[int, ...]
+    average: Budget, window: int, beta: float, num_layers: int, lengths: bytes
 ) -> np.ndarray:
-    """Slots per prompt length and layer, `[len(lengths), num_layers]`.
+    """Slots per prompt length and layer, `[len(lengths), num_layers]`, for int64 `lengths`.
 
     Each row adds up to `num_layers` times the average budget of its length; where that is no more
-    than the window, every layer has the window.
+    than the window, every layer has the window. A prompt within the average budget is left alone
+    in every layer, each of which then has that budget.
     """
-    length, layer = np.array(lengths), np.arange(num_layers)
+    length, layer = np.frombuffer(lengths, np.int64), np.arange(num_layers)
     base = np.maximum(slots_for(average, length, window + 1) - window, 0)[:, None]
     prefix = np.maximum(length - window, 0)[:, None]
     if num_layers == 1:
@@ -119,4 +126,4 @@ def pyramid(
     slots, rest = np.where(whole, capped[0], slots), np.where(whole, capped[1], rest)
     missing = num_layers * base - slots.sum(1, keepdims=True)
     rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1)
-    return slots + (rank < missing) + window
+    return np.where(prefix <= base, base, slots + (rank < missing)) + window

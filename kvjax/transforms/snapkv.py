@@ -36,7 +36,7 @@ class SnapKV(KVTransform):
 
     Args:
       budget: slots kept of the prompt per KV head, window included; generated tokens come on top. A
-        float is a share of each row's prompt.
+        float is a share of each row's tokens so far, of which no more than `max_prompt` count.
       window: observation window W, 32 as in the paper.
       kernel: pooling width, odd; 7, the published LongBench setting.
       pooling: `"max"` (published LongBench setting) or `"avg"`, which counts the zeros beyond both
@@ -90,7 +90,7 @@ class SnapKV(KVTransform):
         """Evicts the least observed prefix tokens at the prompt's end."""
         if not step.prompt_done:
             return cache, state
-        budget = rows_budget(self.budget, cache.length, cache.max_tokens, self._minimum)
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self._minimum)
         score = group_scores(self.score(cache, state, step), cache, self.group_reduce)
         score = jnp.where(newest(cache, self.window), jnp.inf, score)
         # A row without a query had no prompt in this call, and nothing to judge its tokens by.
@@ -100,7 +100,7 @@ class SnapKV(KVTransform):
 
     def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
         """Pooled observation of each prefix token per query head; 0 inside the window."""
-        observed = window_attention(cache, step) / self.window
+        observed = window_attention(cache, step, self.window) / self.window
         prefix = cache.live & ~newest(cache, self.window)
         pooled = _pool(observed, cache.position, prefix, self.kernel, self.pooling)
         return pooled.reshape(pooled.shape[0], -1, pooled.shape[-1])
@@ -116,12 +116,17 @@ def check_observation(window: int, kernel: int, pooling: str) -> None:
         raise ValueError(f"pooling must be 'max' or 'avg', got {pooling!r}")
 
 
-def window_attention(cache: KVCache, step: Step) -> Float[Array, "B H G S"]:
-    """Attention probability that each slot receives from the queries of the observation window."""
+def window_attention(cache: KVCache, step: Step, window: int) -> Float[Array, "B H G S"]:
+    """Attention probability that each slot receives from the last `window` queries of the prompt.
+
+    `Step` may hold more of them, for a neighbour in a chain.
+    """
     batch, kv_heads, _ = cache.shape
-    q = step.query.reshape(batch, kv_heads, cache.group, *step.query.shape[2:])
+    q = step.query[:, :, -window:]
+    q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
     kind = {"scale": step.scale, "window": step.window, "soft_cap": step.soft_cap}
-    rows = (step.query_position, cache.position)
+    kind["implementation"] = step.implementation
+    rows = (step.query_position[:, -window:], cache.position)
     _, lse = prompt_attention(q, step.keys, step.keys, cache.log_mass, *rows, **kind)
     return column_sums(q, step.keys, cache.log_mass, lse, *rows, **kind)
 

@@ -18,12 +18,15 @@ def layer_budgets(budget: int, window: int, beta: float, length: int, num_layers
 
     Integers by largest remainder: every share is rounded down, and what is missing goes, one
     each, to the largest fractional parts, ties to the lower layer.  Budgets are W + share.
-    Exact rational arithmetic throughout; beta is the decimal number that it is written as.  A row
+    Exact rational arithmetic throughout; beta is the nearest fraction with a
+    denominator up to 1000.  A row
     of at most W tokens has no prefix (L - W counts as 0), and a budget below W counts as W: such
     rows are shorter than every layer's budget.
     """
+    if length <= budget:  # the prompt is left alone in every layer
+        return [max(budget, window)] * num_layers
     base, prefix = max(budget - window, 0), max(length - window, 0)
-    low = base / Fraction(repr(float(beta)))
+    low = base / Fraction(beta).limit_denominator(1000)
     high = 2 * base - low
     if high > prefix:
         high = Fraction(prefix)
