@@ -158,6 +158,15 @@ def append(
     Returns:
       The cache, and the slot of every new token, `cache.slots` where it was not stored. A token
       that finds no free slot is counted in `dropped`.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=4,
+      ...                          max_new=0).kv
+      >>> rows = jnp.ones((1, 1, 3, 4))
+      >>> cache, slots = kvjax.append(cache, rows, rows, jnp.array([[0, -1, 1]]))
+      >>> slots.tolist(), cache.position.tolist()
+      ([[[0, 4, 1]]], [[[0, 1, -1, -1]]])
     """
     positions = positions.astype(jnp.int32)
     slots = _free_slots(cache, positions)
@@ -309,6 +318,18 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     The only function that moves slots; every payload and column moves with them. If more slots are
     live than fit, the newest are lost and counted in `dropped`: a transform whose `extent` is right
     never lets that happen.
+
+    Args:
+      slots: how many the cache has afterwards.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=3,
+      ...                          max_new=0).kv
+      >>> rows = jnp.ones((1, 1, 3, 4))
+      >>> cache, _ = kvjax.append(cache, rows, rows, jnp.arange(3)[None])
+      >>> kvjax.compact(kvjax.evict(cache, keep=cache.position != 1), 2).position.tolist()
+      [[[0, 2]]]
     """
     order = jnp.argsort(jnp.where(cache.live, cache.position, jnp.iinfo(jnp.int32).max), axis=-1)
     return _move(cache, order[..., :slots], slots)
@@ -348,5 +369,15 @@ def nbytes(tree) -> int:
 
     Works on arrays and on shapes (`jax.eval_shape`), so that a cache can be priced before it is
     made.
+
+    Example:
+      >>> import jax, kvjax
+      >>> size = {"batch": 1, "kv_heads": 8, "head_dim": 128, "max_prompt": 32_768, "max_new": 256}
+      >>> full, snapkv = (
+      ...     kvjax.nbytes(jax.eval_shape(lambda: kvjax.init_cache(tx, **size, dtype="bfloat16")))
+      ...     for tx in (kvjax.Full(), kvjax.SnapKV(budget=1024))
+      ... )
+      >>> round(full / snapkv, 1)
+      25.8
     """
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -25,9 +25,12 @@ from kvjax.wrappers import HeadGroups
 
 @dataclass(frozen=True)
 class Chain(KVTransform):
-    """Transforms one after the other; made by `chain`."""
+    """Transforms one after the other; made by `chain`, which flattens and says what can't work."""
 
     parts: tuple[KVTransform, ...]
+
+    def __post_init__(self):
+        _check_parts(self.parts)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Each part for this layer. A part that turns dense turns the whole chain into `Full`."""
@@ -120,6 +123,12 @@ def chain(*transforms: KVTransform) -> KVTransform:
         check_transform(transform, "chain")
         parts.extend(transform.parts if isinstance(transform, Chain) else (transform,))
     parts = [part for part in parts if not isinstance(part, Full)]
+    if len(parts) == 1:
+        return parts[0]
+    return Chain(tuple(parts)) if parts else Full()
+
+
+def _check_parts(parts: tuple[KVTransform, ...]) -> None:
     for before, after in itertools.pairwise(parts):
         if after.stage < before.stage:
             raise ValueError(
@@ -134,9 +143,6 @@ def chain(*transforms: KVTransform) -> KVTransform:
             f"{readers[0]!r} indexes the slots of the prompt, and {freeing[0]!r} frees slots while "
             "decoding: the index would go stale. Put a method that compresses only the prompt first"
         )
-    if len(parts) == 1:
-        return parts[0]
-    return Chain(tuple(parts)) if parts else Full()
 
 
 def bind(transform: KVTransform, num_layers: int) -> tuple[KVTransform, ...]:
