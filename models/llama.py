@@ -46,12 +46,6 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _config(raw: Mapping[str, Any], *, max_positions: int, **family: Any) -> DecoderConfig:
-    for place in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
-        if place.get("partial_rotary_factor") not in (None, 1):
-            raise ValueError(
-                "partial_rotary_factor must be 1 for this model type, "
-                f"got {place['partial_rotary_factor']!r}"
-            )
     hidden, heads = read_size(raw, "hidden_size"), read_size(raw, "num_attention_heads")
     if raw.get("head_dim") is None and hidden % heads:
         raise ValueError(
@@ -59,6 +53,12 @@ def _config(raw: Mapping[str, Any], *, max_positions: int, **family: Any) -> Dec
         )
     head_dim = read_size(raw, "head_dim", max(hidden // heads, 1))
     rope = read_rope(raw, rotary_dim=head_dim, max_positions=max_positions)
+    for place in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError(
+                "partial_rotary_factor must be 1 for this model type, "
+                f"got {place['partial_rotary_factor']!r}"
+            )
     return DecoderConfig(
         vocab_size=read_size(raw, "vocab_size"),
         hidden_size=hidden,

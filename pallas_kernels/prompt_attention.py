@@ -56,7 +56,6 @@ def prompt_attention(
     check_implementation(implementation)
     batch, kv_heads, group, tokens, head_dim = q.shape
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    k, v = _pad(k, blocks.slots, 2), _pad(v, blocks.slots, 2)
     mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
 
     def query_block(i):
@@ -65,11 +64,8 @@ def prompt_attention(
 
         def key_block(j, carry):
             top, total, acc = carry
-            k_j, v_j = (
-                jax.lax.dynamic_slice_in_dim(x, j * blocks.key_size, blocks.key_size, 2)
-                for x in (k, v)
-            )
-            logits = mask_and_scale(q_i, k_j, *blocks.slot_data(j), position_i)
+            k_j, v_j, *slot_data = blocks.key(j, k, v)
+            logits = mask_and_scale(q_i, k_j, *slot_data, position_i)
             new_top = jnp.maximum(top, logits.max(-1))
             # A row that has seen nothing yet has top = -inf; exp(-inf - 0) is the 0 it needs.
             finite = jnp.where(new_top == NEG_INF, 0.0, new_top)
@@ -115,17 +111,16 @@ def column_sums(
     """
     check_implementation(implementation)
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    k = _pad(k, blocks.slots, 2)
     lse = blocks.split_queries(_pad(lse, blocks.queries, 3, NEG_INF))
     mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
     group = q.shape[2]
 
     def key_block(j):
-        k_j = jax.lax.dynamic_slice_in_dim(k, j * blocks.key_size, blocks.key_size, 2)
+        k_j, *slot_data = blocks.key(j, k)
 
         def query_block(i, sums):
             q_i, position_i = blocks.query(i)
-            logits = mask_and_scale(q_i, k_j, *blocks.slot_data(j), position_i)
+            logits = mask_and_scale(q_i, k_j, *slot_data, position_i)
             row_lse = lse[i]
             # Rows without any visible slot have lse = -inf: they must give 0, not exp(nan).
             row_lse = jnp.where(row_lse == NEG_INF, 0.0, row_lse).reshape(logits.shape[:-1])
@@ -139,8 +134,9 @@ def column_sums(
         )
 
     sums = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
-    sums = jnp.moveaxis(sums, 0, 3).reshape(*q.shape[:3], blocks.slots)
-    return sums[..., : bias.shape[-1]]
+    sums = jnp.moveaxis(sums, 0, 3).reshape(*q.shape[:3], -1)
+    tail = bias.shape[-1] - (blocks.num_key - 1) * blocks.key_size
+    return jnp.concatenate((sums[..., : -blocks.key_size], sums[..., -tail:]), axis=-1)
 
 
 class _Blocks(NamedTuple):
@@ -148,8 +144,8 @@ class _Blocks(NamedTuple):
 
     q: Array  # [I, B, H, G * query_size, D]
     query_position: Array  # [I, B, query_size]
-    bias: Array  # [B, H, slots]
-    key_position: Array  # [B, H, slots]
+    bias: Array  # [B, H, J * key_size]
+    key_position: Array  # [B, H, J * key_size]
     meets: Bool[Array, "I J"]
     query_size: int
     key_size: int
@@ -161,12 +157,12 @@ class _Blocks(NamedTuple):
         query_size, key_size = _block_sizes()
         query_size, key_size = min(query_size, tokens), min(key_size, bias.shape[-1])
         padded = math.ceil(tokens / query_size) * query_size
-        slots = math.ceil(bias.shape[-1] / key_size) * key_size
         q = _pad(q, padded, 3).reshape(batch, kv_heads, group, -1, query_size, head_dim)
         q = jnp.moveaxis(q, 3, 0).reshape(-1, batch, kv_heads, group * query_size, head_dim)
         query_position = _pad(query_position, padded, 1, -1).reshape(batch, -1, query_size)
         query_position = jnp.moveaxis(query_position, 1, 0)
-        bias, key_position = _pad(bias, slots, 2, NEG_INF), _pad(key_position, slots, 2, -1)
+        bias = _pad_tail(bias, key_size, NEG_INF)
+        key_position = _pad_tail(key_position, key_size, -1)
         meets = _meets(query_position, bias, key_position, key_size, window)
         return cls(q, query_position, bias, key_position, meets, query_size, key_size, group)
 
@@ -182,19 +178,18 @@ class _Blocks(NamedTuple):
     def queries(self) -> int:
         return self.num_query * self.query_size
 
-    @property
-    def slots(self) -> int:
-        return self.num_key * self.key_size
-
     def query(self, i):
         return self.q[i], self.query_position[i]
 
-    def slot_data(self, j):
-        start = j * self.key_size
-        return tuple(
-            jax.lax.dynamic_slice_in_dim(x, start, self.key_size, 2)
-            for x in (self.bias, self.key_position)
-        )
+    def key(self, j, *rows):
+        """Block j of `rows [B, H, S, D]`, of the bias and of the positions.
+
+        A slice that would reach beyond the last slot starts earlier instead: the last block is the
+        last `key_size` slots, of which `_pad_tail` hides those that the block before has had. Keys
+        and values need no padding, which would copy them.
+        """
+        start, arrays = j * self.key_size, (*rows, self.bias, self.key_position)
+        return tuple(jax.lax.dynamic_slice_in_dim(x, start, self.key_size, 2) for x in arrays)
 
     def keys_of_query(self, i):
         return _span(self.meets[i])
@@ -241,6 +236,15 @@ def _span(meets: Bool[Array, " N"]) -> tuple[Array, Array]:
     first = jnp.where(meets, index, meets.shape[0]).min()
     last = jnp.where(meets, index + 1, 0).max()
     return first, jnp.maximum(first, last)
+
+
+def _pad_tail(x: Array, block: int, value: float) -> Array:
+    """`x [B, H, S]` in whole blocks, what is missing from the last one filled in at its start."""
+    tail = x.shape[-1] % block
+    if tail == 0:
+        return x
+    fill = jnp.full((*x.shape[:-1], block - tail), value, x.dtype)
+    return jnp.concatenate((x[..., :-tail], fill, x[..., -tail:]), axis=-1)
 
 
 def _pad(x: Array, size: int, axis: int, value: float = 0) -> Array:

@@ -164,6 +164,10 @@ def test_end_tokens_of_generation_win(read, generation, expected):
         ({"rope_scaling": "linear"}, "one object for all layers"),
         ({"rope_theta": "10000"}, "theta must be a finite number above 0, got '10000'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be 1",
+        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "32"}, "hidden_size must be an integer of at least 1, got '32'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
