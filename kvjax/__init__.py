@@ -3,10 +3,11 @@
 Small pure transforms over an immutable cache, each one a paper, composable, inside one `jit`.
 """
 
-from kvjax.attention import LayerCache, attend, init_cache
+from kvjax.attention import attend
 from kvjax.cache import Column, KVCache, append, compact, evict, merge, nbytes, widen
 from kvjax.chain import Chain, bind, chain
 from kvjax.generate import Generation, generate
+from kvjax.layer_cache import LayerCache, init_cache
 from kvjax.model import FunctionalModel, LanguageModel
 from kvjax.payloads import Dense, Payload
 from kvjax.registry import METHODS, parse

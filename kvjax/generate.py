@@ -14,10 +14,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from kvjax.attention import Cache, init_cache
 from kvjax.budgets import check_count
 from kvjax.cache import nbytes
 from kvjax.chain import bind
+from kvjax.layer_cache import Cache, init_cache
 from kvjax.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.progress import listening, unwatch, watch
 from kvjax.sampling import Sampling

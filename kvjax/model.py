@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import Cache
+from kvjax.layer_cache import Cache
 from kvjax.transform import KVTransform, Phase
 
 _COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array
 
-from kvjax.attention import Cache, LayerCache
 from kvjax.cache import KVCache
+from kvjax.layer_cache import Cache, LayerCache
 from kvjax.transform import Extent, KVTransform, State, Step
 from kvjax.wrappers import HeadGroups
 

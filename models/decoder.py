@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.attention import Cache
+from kvjax.layer_cache import Cache
 
 from .blocks import DecoderLayer, RMSNorm
 from .config import DecoderConfig
