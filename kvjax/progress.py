@@ -85,10 +85,10 @@ def unwatch(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
     """Caches that `watch`ed layers made, as their own transforms would have made them."""
 
     def strip(cache: Cache) -> Cache:
-        if isinstance(cache, LayerCache):
-            base = getattr(cache.transform, "base", None)
-            watched = isinstance(cache.transform, Watched)
-            return dataclasses.replace(cache, transform=base) if watched else cache
-        return tuple(strip(group) for group in cache)
+        if not isinstance(cache, LayerCache):
+            return tuple(strip(group) for group in cache)
+        if not isinstance(cache.transform, Watched):
+            return cache
+        return dataclasses.replace(cache, transform=cache.transform.base)
 
     return tuple(strip(cache) for cache in caches)

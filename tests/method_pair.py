@@ -16,19 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from tests.attending import OPTIONS
 from tests.references import h2o, snapkv
 from tests.references.rope import rope as rotate
 from tests.tolerances import close
 
 STATIC = ("transform", "phase", "last", "scale", "window", "soft_cap")
-# Small functions run a few times: what makes code fast is not worth its compilation.
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # newer compilers have no such option
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 attend = jax.jit(  # equal transforms share compiled code
     kvjax.attend,
     static_argnames=STATIC,
-    compiler_options=QUICK if jax.default_backend() == "cpu" else None,
+    compiler_options=OPTIONS,
 )
 
 LENGTHS = (37, 5, 52)  # the second row is shorter than every budget used with them
