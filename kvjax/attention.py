@@ -128,6 +128,7 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
         keys=keys if view.index is None else None,
         query=None if window is None else window.query,
         query_position=None if window is None else window.position,
+        rope=rope,
         phase=options.phase,
         last=options.last,
         implementation=options.implementation,

@@ -1,4 +1,4 @@
-"""The command line: `kvjax generate`, `kvjax methods`."""
+"""The command line: `kvjax generate`, `kvjax compare`, `kvjax methods`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import NoReturn
 import jax
 
 import kvjax
-from kvjax import commands
+from kvjax import commands, compare_command, job
+from kvjax.evaluation import grid
 
 _CLOSED_PIPE, _INTERRUPTED = 1, 130
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: 0, 2 after an error of the user's (one line on standard error), 130 after
-      Ctrl-C, 1 when standard output was closed.
+      Ctrl-C, 1 when standard output was closed or a cell of a comparison failed.
 
     Example:
       >>> from kvjax.cli import main
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
                 sys.stdout.reconfigure(errors="replace")
             args = _parser().parse_args(argv)
-            args.run(args)
+            code = args.run(args)
             sys.stdout.flush()
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"kvjax: error: {message}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 @contextlib.contextmanager
@@ -94,6 +95,7 @@ def _parser() -> _Parser:
     parser.set_defaults(run=lambda args: parser.print_help())
     added = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_generate(added)
+    _add_compare(added)
     methods = added.add_parser(
         "methods", allow_abbrev=False, help="list the methods of compression",
         description="Lists the methods of compression with their parameters and papers.",
@@ -108,8 +110,9 @@ def _add_generate(added) -> None:
         "generate", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         help="continue a prompt through a compressed cache",
         description="Continues a prompt through a compressed cache. The text goes to standard\n"
-        "output, figures to standard error. Without --model, a small random model\n"
-        "shows what a method saves.",
+        "output, figures to standard error. Without --model, the bundled model continues\n"
+        "it. Without a prompt too, the bundled model answers a question about a long\n"
+        "document, with the method and with the full cache.",
         epilog="examples:\n"
         "  kvjax generate\n"
         "  kvjax generate --model DIR --prompt 'Once upon a time' --budget 256\n"
@@ -117,20 +120,22 @@ def _add_generate(added) -> None:
         "  kvjax generate --model DIR --prompt Hello --method 'every(snapkv, steps=64)'",
     )  # fmt: skip
     add = parser.add_argument
-    add("--model", metavar="DIR_OR_ID", help="folder of a Hugging Face model, or its hub id")
+    add("--model", metavar="DIR_OR_ID",
+        help="folder of a Hugging Face model, or its hub id (default: the bundled model)"
+    )  # fmt: skip
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 file with it, read as it is")
     add("--method", metavar="NAME", default="snapkv",
         help="a method of `kvjax methods` or a composition of them (default: snapkv)")  # fmt: skip
-    default = commands.DEFAULT_BUDGET
+    default = job.DEFAULT_BUDGET
     add("--budget", metavar="N_OR_FRACTION", type=_budget,
         help="what to keep: slots per head (256) or a share of the prompt (0.2); for every part "
         f"of --method that takes a budget and is not given its own (default: {default})"
     )  # fmt: skip
-    add("--max-new", metavar="N", type=int, default=128, help="most new tokens (default: 128)")
-    add("--temperature", metavar="T", type=float,
-        help="0 is greedy (default: 0, with the random model 1)")  # fmt: skip
+    add("--max-new", metavar="N", type=int,
+        help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
+    add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
     add("--top-k", metavar="K", type=int, help="draw from the K most likely tokens")
     add(
         "--top-p", metavar="P", type=float, help="draw from the most likely tokens that add up to P"
@@ -144,6 +149,47 @@ def _add_generate(added) -> None:
     add("--seed", metavar="N", type=_seed, default=0, help="of the draws (default: 0)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=commands.generate)
+
+
+def _add_compare(added) -> None:
+    parser = added.add_parser(
+        "compare", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="measure what methods keep: answers, perplexity, bytes, times",
+        description="Runs methods over budgets, prompt lengths and depths: which questions about\n"
+        "a long text are still answered, what held-out text costs, bytes and times.\n"
+        "Prints a table and writes results.json, results.csv, timings.json and pictures.\n"
+        "An interrupted run goes on when the same command is given again.",
+        epilog="examples:\n"
+        "  kvjax compare\n"
+        "  kvjax compare --methods snapkv,h2o --budgets 0.1,0.2 --cases 20\n"
+        "  kvjax compare --model DIR --text book.txt --lengths 4096 --depths 0,0.5,1",
+    )  # fmt: skip
+
+    def add(name: str, kind, default, about: str, metavar: str = "LIST") -> None:
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        help_text = f"{about} (default: {shown})"
+        parser.add_argument(name, metavar=metavar, type=kind, default=default, help=help_text)
+
+    parser.add_argument("--model", metavar="DIR_OR_ID",
+        help="folder of a Hugging Face model, or its hub id (default: the bundled model)"
+    )  # fmt: skip
+    parser.add_argument("--text", metavar="FILE",
+        help="UTF-8 text that the model does not know (default: a bundled one)"
+    )  # fmt: skip
+    add("--methods", compare_command.method_list, grid.METHODS,
+        "methods and compositions of them, see `kvjax methods`; full is always there")  # fmt: skip
+    add("--budgets", compare_command.number_list, grid.BUDGETS,
+        "shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
+    add("--lengths", compare_command.number_list, grid.LENGTHS, "tokens of a prompt")
+    add("--depths", compare_command.depth_list, grid.DEPTHS,
+        "where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
+    add("--tasks", compare_command.name_list, grid.DEFAULT_TASKS,
+        f"of {', '.join(grid.TASKS)}")  # fmt: skip
+    add("--cases", int, grid.CASES, "per task, method, budget, length and depth", "N")
+    add("--seed", _seed, 0, "of the cases", "N")
+    add("--out", str, compare_command.DEFAULT_OUT, "folder of the results", "DIR")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    parser.set_defaults(run=compare_command.compare)
 
 
 def _budget(text: str) -> int | float:

@@ -3,94 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 import kvjax
-from kvjax import demo
-from kvjax.budgets import check_count
-from kvjax.generate import Generation, check_prompts
+from kvjax.job import Job, Reader, model_folder
 from kvjax.registry import METHODS, WRAPPERS
-from kvjax.terminal import Display, comparison, listing, print_figures, summary
+from kvjax.terminal import Display, answers, comparison, listing, print_figures, summary
 from kvjax.text import Continuation
 
-DEFAULT_BUDGET = 0.2
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What one generation is to do, checked as far as that can be done without a model."""
-
-    method: str
-    transform: kvjax.KVTransform
-    budget: int | float | None  # None where the method takes none or names its own
-    options: dict[str, Any]
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace, method: str) -> Job:
-        """The job that these arguments describe, with this method."""
-        budget = DEFAULT_BUDGET if args.budget is None else args.budget
-        transform = kvjax.parse(method, budget)
-        with contextlib.suppress(ValueError):
-            if kvjax.parse(method) == transform:
-                budget = None
-        temperature = args.temperature
-        if temperature is None:  # greedy, a random model would mostly repeat itself
-            temperature = 1.0 if args.model is None else 0.0
-        check_count("--max-new", args.max_new, 1)
-        sampling = kvjax.Sampling(temperature, args.top_k, args.top_p, args.min_p)
-        options = {"max_new_tokens": args.max_new, "sampling": sampling, "seed": args.seed}
-        return cls(method, transform, budget, options)
-
-    def run(
-        self,
-        model,
-        prompt: list[int],
-        display: Display,
-        on_tokens: Callable[[list[list[int]]], None] | None = None,
-        end_tokens: Sequence[int] = (),
-    ) -> Generation:
-        """Generates, with the display up to the first token."""
-        display.stage(f"compiling for {self.method}")
-        return kvjax.generate(
-            model, [prompt], transform=self.transform, **self.options, end_tokens=end_tokens,
-            on_tokens=on_tokens,
-            on_layer=display.layers(model.num_layers, f"reading {len(prompt):,} tokens"),
-        )  # fmt: skip
-
-    def record(self, result: Generation, text: str) -> dict[str, Any]:
-        """What `--json` prints of it."""
-        return {
-            "text": text,
-            "method": self.method,
-            "budget": self.budget,
-            "prompt_tokens": result.prompt_tokens[0],
-            "new_tokens": len(result.tokens[0]),
-            "ttft_s": result.ttft_s,
-            "tpot_s": result.tpot_s,
-            "compile_s": result.compile_s,
-            "cache_bytes": result.cache_bytes,
-            "full_cache_bytes": result.full_cache_bytes,
-        }
+_TEXT_TOKENS, _ANSWER_TOKENS = 128, 16
 
 
 def generate(args: argparse.Namespace) -> None:
-    """`kvjax generate`: text from a model, or the full cache and a method on a random one."""
-    job, prompt = Job.from_args(args, args.method), _prompt(args)
-    if args.model is None:
-        _demonstrate(args, job, demo.bundled_prompt() if prompt is None else prompt)
-    elif prompt is None:
+    """`kvjax generate`: a prompt continued; without model and prompt, a question answered."""
+    text = _prompt(args)
+    if args.max_new is None:
+        args.max_new = _ANSWER_TOKENS if args.model is None and text is None else _TEXT_TOKENS
+    job = Job.from_args(args, args.method)
+    if args.model is not None and text is None:
         raise ValueError("--model needs a --prompt or a --prompt-file")
+    folder = model_folder(args.model)
+    if text is None:
+        _answer(args, job, folder)
     else:
-        _continue(args, job, prompt)
+        _continue(args, job, folder, text)
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
@@ -115,35 +57,26 @@ def _prompt(args: argparse.Namespace) -> str | None:
     return text
 
 
-def _continue(args: argparse.Namespace, job: Job, text: str) -> None:
-    """Continues a text with a model from a folder or the hub."""
-    # Imported here: kvjax does without kvjax.models, and help without what they import.
-    from kvjax.models import from_pretrained, load_tokenizer, read_config
-    from kvjax.models.loading import local_directory
+def _continue(args: argparse.Namespace, job: Job, folder: Path, text: str) -> None:
+    """Continues a text."""
+    from kvjax.models import from_pretrained
 
-    folder = local_directory(args.model)
-    config = read_config(folder)  # a model that is not supported shows before anything is loaded
     with Display(not args.json) as display:
         display.stage("loading the model")
-        tokenizer = load_tokenizer(folder)
-        prompt = tokenizer(text).input_ids
-        decode = functools.partial(
-            tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        continuation = Continuation(decode, prompt)
-        layers = kvjax.bind(job.transform, config.num_layers)
-        check_prompts(config, [prompt], layers, args.max_new)
+        reader = Reader.open(folder, text)
+        job.check(reader)
+        continuation = Continuation(reader.decode, reader.prompt)
 
         def on_tokens(rows: list[list[int]]) -> None:
             display.stop()
             _write(continuation.add(rows[0]))
 
         model = from_pretrained(folder)
-        streamed = None if args.json else on_tokens
-        result = job.run(model, prompt, display, streamed, config.eos_token_ids)
+        result = job.run(model, reader, display, None if args.json else on_tokens)
     if args.json:
-        continuation.add(result.tokens[0])
-        _write(json.dumps({"model": args.model, **job.record(result, continuation.text)}) + "\n")
+        model_name = "bundled" if args.model is None else args.model
+        record = job.record(result, reader.text(result))
+        _write(json.dumps({"model": model_name, **record}) + "\n")
     else:
         _write(continuation.finish() + "\n")
         print_figures(result)
@@ -155,31 +88,43 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _demonstrate(args: argparse.Namespace, job: Job, text: str) -> None:
-    """Full cache against a method on a random model."""
-    jobs = {name: Job.from_args(args, name) for name in dict.fromkeys(("full", args.method))}
-    prompt = demo.encode(text)
+def _answer(args: argparse.Namespace, job: Job, folder: Path) -> None:
+    """The bundled document and its question, through the full cache and through a method."""
+    from kvjax.evaluation import is_right
+    from kvjax.models import demo, from_pretrained
+
+    jobs = {name: Job.from_args(args, name) for name in dict.fromkeys(("full", job.method))}
+    document = demo.document()
     with Display(not args.json) as display:
-        display.stage("making a random model")
-        model = demo.random_model()
-        results = {name: own.run(model, prompt, display) for name, own in jobs.items()}
-    texts = {name: demo.decode(result.tokens[0]) for name, result in results.items()}
+        display.stage("loading the bundled model")
+        reader = Reader.open(folder, document.text + document.question)
+        for own in jobs.values():
+            own.check(reader)
+        model = from_pretrained(folder)
+        results = {name: own.run(model, reader, display) for name, own in jobs.items()}
+    texts = {name: reader.text(result) for name, result in results.items()}
+    right = {name: is_right(text, document.answer) for name, text in texts.items()}
+    question = document.question.strip()
     if args.json:
-        records = {name: own.record(results[name], texts[name]) for name, own in jobs.items()}
-        record = {"model": "random", **records[job.method], "full": records["full"]}
-        _write(json.dumps(record) + "\n")
+        records = {
+            name: {**own.record(results[name], texts[name]), "correct": right[name]}
+            for name, own in jobs.items()
+        }
+        asked = {"model": "bundled", "question": question, "expected": document.answer}
+        _write(json.dumps({**asked, **records[job.method], "full": records["full"]}) + "\n")
         return
     console = Console(highlight=False)
     console.print(
-        f"No model was given, so a small one with random weights read {len(prompt):,} characters. "
-        "Its text is therefore noise; bytes and times are real.\n"
+        f"The bundled model read a document and a question, {len(reader.prompt):,} tokens:\n"
     )
-    for name, own in texts.items():
-        console.print(name, style="bold", markup=False)
-        console.print(own, markup=False, soft_wrap=True)
+    console.print(f"{question} ...\n", style="bold", markup=False)
+    console.print(answers(document.answer, texts, right))
     console.print(comparison(results, {name: own.budget for name, own in jobs.items()}))
     console.print(
-        "Other methods: kvjax methods\nReal text: kvjax generate --model DIR_OR_ID --prompt TEXT",
+        f"Bytes are those of the whole cache, with room for {args.max_new:,} new tokens.\n"
+        "Other methods: kvjax methods\n"
+        "Many questions: kvjax compare\n"
+        "Your own text: kvjax generate --model DIR_OR_ID --prompt TEXT",
         style="dim",
     )
 

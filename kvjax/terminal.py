@@ -10,6 +10,7 @@ from typing import Self
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     Progress,
@@ -112,6 +113,19 @@ def print_figures(result: Generation) -> None:
         f"{decimal(result.full_cache_bytes)} ({share(result)})"
     )
     Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
+
+
+def answers(expected: str, texts: Mapping[str, str], right: Mapping[str, bool]) -> Padding:
+    """The expected answer, and one row per method: right or wrong, its answer."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("expected", "", expected, style="dim")
+    for method, text in texts.items():
+        verdict = Text("right", "green") if right[method] else Text("wrong", "red")
+        table.add_row(Text(method), verdict, Text(" ".join(text.split())))
+    return Padding(table, (0, 0, 0, 1))  # in line with the other table
 
 
 def comparison(results: Mapping[str, Generation], budgets: Mapping[str, object]) -> Table:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache
 from kvjax.payloads import take_slots
+from kvjax.rope import Rope
 
 State = Any  # a pytree of arrays that never index by slot
 Phase = Literal["prompt", "decode"]
@@ -117,6 +118,7 @@ class Step:
         unless needed. They are carried across the chunks of a prompt, and under `Every` and
         `WhenFull` go on with the queries of decoding.
       query_position: their positions, -1 where there were fewer, `[B, W]`.
+      rope: as given to `attend`; None where q and k came rotated.
       phase, last: as given to `attend` (static).
       scale, window, soft_cap, implementation: of the attention (static).
     """
@@ -126,6 +128,7 @@ class Step:
     keys: Float[Array, "B H S D"] | None
     query: Float[Array, "B Q W D"] | None
     query_position: Int[Array, "B W"] | None
+    rope: Rope | None
     phase: Phase = field(metadata={"static": True})
     last: bool = field(metadata={"static": True})
     scale: float = field(metadata={"static": True})

@@ -64,26 +64,36 @@ class Attention(nnx.Module):
         last: bool,
     ) -> tuple[Float[Array, "B T C"], Cache]:
         """What attention adds to the residual stream, and the cache with the new tokens."""
-        batch, tokens, _ = x.shape
-
-        def heads(projected: Float[Array, "B T N"]) -> Float[Array, "B N T D"]:
-            split = projected.reshape(batch, tokens, -1, self.config.head_dim)
-            return split.transpose(0, 2, 1, 3)
-
+        q, k, v = self.project(x)
         out, cache = kvjax.attend(
             layer,
             cache,
-            heads(self.q_proj(x)),
-            heads(self.k_proj(x)),
-            heads(self.v_proj(x)),
+            q,
+            k,
+            v,
             positions,
             phase=phase,
             last=last,
             rope=rope,
             window=self.config.sliding_window,
         )
-        out = out.astype(x.dtype).transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
-        return self.o_proj(out), cache
+        return self.merge(out.astype(x.dtype)), cache
+
+    def project(
+        self, x: Float[Array, "B T C"]
+    ) -> tuple[Float[Array, "B Q T D"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
+        """Queries, keys and values of `x`, not rotated."""
+
+        def heads(projected: Float[Array, "B T N"]) -> Float[Array, "B N T D"]:
+            split = projected.reshape(*x.shape[:2], -1, self.config.head_dim)
+            return split.transpose(0, 2, 1, 3)
+
+        return heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+
+    def merge(self, out: Float[Array, "B Q T D"]) -> Float[Array, "B T C"]:
+        """The heads' outputs, side by side and projected to the residual stream."""
+        batch, _, tokens, _ = out.shape
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, tokens, -1))
 
 
 class MLP(nnx.Module):

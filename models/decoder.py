@@ -118,9 +118,10 @@ class Decoder(nnx.Module):
             written.append(cache)
         if logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
-        return self._logits(self.norm(x)), tuple(written)
+        return self.logits(self.norm(x)), tuple(written)
 
-    def _logits(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
+    def logits(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
+        """The output projection of normalised states, in float32."""
         if not self.config.tie_embeddings:
             return self.lm_head(x)
         table = self.embed.embedding[...]

@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import cli, commands, demo
+from kvjax import cli, commands, job, models
 from kvjax.cli import main
+from kvjax.models import demo
 from kvjax.registry import METHODS, WRAPPERS
 from kvjax.text import Continuation
 
@@ -95,11 +96,9 @@ def test_known_continuation(capsys, tinystories):
 
 
 def test_text_is_the_tokenizers(capsys, tinystories):
-    from kvjax.models import from_pretrained, load_tokenizer
-
-    tokenizer = load_tokenizer(tinystories)
+    tokenizer = models.load_tokenizer(tinystories)
     prompt = tokenizer("Once upon a time").input_ids
-    result = kvjax.generate(from_pretrained(tinystories), [prompt], max_new_tokens=60)
+    result = kvjax.generate(models.from_pretrained(tinystories), [prompt], max_new_tokens=60)
     before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + result.tokens[0])
     assert whole.startswith(before)
     record = json.loads(
@@ -181,42 +180,102 @@ def test_the_space_before_the_first_word_stays():
     assert Continuation(Pieces.words, []).add([7]) == "w7"
 
 
-# The random model
+# The bundled model
+
+ASKED = {"question", "expected", "correct", "full"}
 
 
-def test_demonstration(capsys):
-    text = output(capsys, "generate", "--max-new", "24")
-    assert "random weights" in text and "noise" in text
-    rows = [line.split() for line in text.splitlines()]
-    (full,) = [row for row in rows if len(row) > 3 and row[0] == "full"]
-    (snapkv,) = [row for row in rows if len(row) > 3 and row[0] == "snapkv"]
-    assert full[1] == "-" and "100.0%" in full
-    assert snapkv[1] == "0.2" and "100.0%" not in snapkv
-    for own in (full, snapkv):
-        assert own.count("ms") + own.count("s") == 2, own
+@pytest.fixture
+def short_document(monkeypatch):
+    """A document that is read quickly, with an answer that it does not have."""
+    text = "The code of the amber falcon is 482130. The sky is blue. " * 4
+    short = demo.Document(text, "\n\nAnswer: The code of the amber falcon is", "999999")
+    monkeypatch.setattr(demo, "document", lambda: short)
 
-    record = json.loads(output(capsys, "generate", "--max-new", "24", "--json"))
-    assert set(record) == FIELDS | {"full"} and set(record["full"]) == FIELDS - {"model"}
-    assert record["model"] == "random" and record["method"] == "snapkv"
-    assert record["prompt_tokens"] == demo.PROMPT_TOKENS and record["new_tokens"] == 24
-    assert record["cache_bytes"] < 0.3 * record["full"]["cache_bytes"]
+
+def rows(text: str, first: str) -> list[list[str]]:
+    """The words of all lines that start with one word."""
+    return [line.split() for line in text.splitlines() if line.split()[:1] == [first]]
+
+
+def test_the_question_is_answered(capsys):
+    record = json.loads(output(capsys, "generate", "--json"))
+    document = demo.document()
+    assert set(record) == FIELDS | ASKED
+    assert set(record["full"]) == FIELDS - {"model"} | {"correct"}
+    assert record["model"] == "bundled" and record["method"] == "snapkv"
+    assert record["budget"] == 0.1 and record["full"]["budget"] is None
+    assert record["question"] == document.question.strip()
+    assert record["expected"] == document.answer
+    assert 3500 < record["prompt_tokens"] == record["full"]["prompt_tokens"] < 4500
+    assert record["cache_bytes"] < 0.15 * record["full"]["cache_bytes"]
     assert record["full"]["cache_bytes"] == record["full_cache_bytes"]
-    assert record["text"] in text and record["full"]["text"] in text, "seeded"
+    assert record["correct"] and record["full"]["correct"]
+    assert record["text"].strip().startswith(document.answer)
+
+    text = output(capsys, "generate")
+    assert f"{record['prompt_tokens']:,} tokens" in text and record["question"] in text
+    assert rows(text, "expected") == [["expected", document.answer]]
+    for name, own in (("full", record["full"]), ("snapkv", record)):
+        answer, figures = rows(text, name)
+        assert answer == [name, "right", *own["text"].split()]
+        assert figures[1] == ("-" if own["budget"] is None else "0.1")
+        assert ("100.0%" in figures) == (name == "full")
+        assert figures.count("ms") + figures.count("s") == 2, figures
 
 
-def test_demonstration_of_full_alone(capsys):
-    args = ["generate", "--prompt", "A café.\n", "--method", "full", "--max-new", "3"]
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_wrong_answer_is_called_wrong(capsys, monkeypatch, short_document, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    args = ["generate", "--method", "streaming_llm(sinks=2)", "--budget", "8", "--max-new", "40"]
     text = output(capsys, *args)
-    assert "read 8 characters" in text
-    assert sum(line.split()[:1] == ["full"] for line in text.splitlines()) == 2  # text and table
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    assert rows(text, "expected") == [["expected", "999999"]]
+    assert rows(text, "full")[0][1] == "wrong"
+    assert rows(text, "streaming_llm(sinks=2)")[0][1] == "wrong"
+    record = json.loads(output(capsys, *args, "--json"))
+    assert record["correct"] is record["full"]["correct"] is False
+    assert record["text"] != record["full"]["text"]
 
 
-def test_the_demonstrations_tokens():
-    prompt = demo.bundled_prompt()
-    assert len(prompt) == demo.PROMPT_TOKENS and prompt.isascii()
-    assert demo.encode(prompt) == [ord(c) for c in prompt]
-    assert demo.encode("é") == [ord("?")]
-    assert demo.decode([72, 105, 0, 10, 127, 126]) == "Hi···~"
+def test_full_beside_itself(capsys, short_document):
+    args = ["generate", "--method", "full", "--max-new", "3"]
+    assert len(rows(output(capsys, *args), "full")) == 2  # answer and figures
+    record = json.loads(output(capsys, *args, "--json"))
+    assert record["full"]["text"] == record["text"]
+
+
+def test_the_bundled_model_continues_a_text(capsys):
+    tokenizer = models.load_tokenizer(demo.directory())
+    prompt = tokenizer("A café.\nThe import statement").input_ids
+    model = models.from_pretrained(demo.directory())
+    (tokens,) = kvjax.generate(model, [prompt], max_new_tokens=6).tokens
+    whole = tokenizer.decode(prompt + tokens, skip_special_tokens=True)
+
+    args = ["generate", "--prompt", "A café.\nThe import statement", "--max-new", "6"]
+    record = json.loads(output(capsys, *args, "--method", "full", "--json"))
+    assert set(record) == FIELDS and record["model"] == "bundled"
+    assert "A café.\nThe import statement" + record["text"] == whole
+    assert main([*args, "--method", "full"]) == 0
+    out, err = capsys.readouterr()
+    assert out == record["text"] + "\n"
+    assert err.startswith(f"{len(prompt)} + {record['new_tokens']} tokens")
+
+
+def test_draws_from_the_bundled_model(capsys):
+    args = ["generate", "--prompt", "The", "--max-new", "12", "--temperature", "1", "--json"]
+    texts = [json.loads(output(capsys, *args, "--seed", seed))["text"] for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_an_incomplete_bundled_model(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "directory", lambda: tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    for args in ([], ["--prompt", "a"]):
+        said = error(capsys, "generate", *args)
+        assert f"the bundled model in {tmp_path} is incomplete: no model.safetensors, tok" in said
+        assert "config.json" not in said
 
 
 # Lists and help
@@ -278,14 +337,14 @@ def test_lists_import_nothing_heavy(args):
 @pytest.mark.parametrize(
     ("args", "budget", "transform"),
     [
-        ([], 0.2, kvjax.SnapKV(0.2)),
+        ([], 0.1, kvjax.SnapKV(0.1)),
         (["--budget", "256"], 256, kvjax.SnapKV(256)),
         (["--budget", "0.5"], 0.5, kvjax.SnapKV(0.5)),
         (["--budget", "1.0", "--method", "h2o"], 1.0, kvjax.H2O(1.0)),
         (["--method", "full"], None, kvjax.Full()),
         (["--method", "full", "--budget", "64"], None, kvjax.Full()),
         (["--method", "h2o(budget=64)"], None, kvjax.H2O(64)),
-        (["--method", "every(snapkv, steps=4)"], 0.2, kvjax.Every(kvjax.SnapKV(0.2), 4)),
+        (["--method", "every(snapkv, steps=4)"], 0.1, kvjax.Every(kvjax.SnapKV(0.1), 4)),
         (
             ["--method", "chain(snapkv(window=16), h2o(budget=64))", "--budget", "99"],
             99,
@@ -294,10 +353,10 @@ def test_lists_import_nothing_heavy(args):
     ],
 )
 def test_which_method_and_budget(args, budget, transform):
-    parsed = cli._parser().parse_args(["generate", *args])
-    job = commands.Job.from_args(parsed, parsed.method)
-    assert (job.budget, job.transform) == (budget, transform)
-    assert type(job.budget) is type(budget)
+    parsed = cli._parser().parse_args(["generate", "--max-new", "8", *args])
+    asked = job.Job.from_args(parsed, parsed.method)
+    assert (asked.budget, asked.transform) == (budget, transform)
+    assert type(asked.budget) is type(budget)
 
 
 # Errors
@@ -346,7 +405,7 @@ def test_which_method_and_budget(args, budget, transform):
     ],
 )
 def test_errors_before_anything_is_loaded(capsys, monkeypatch, args, said):
-    monkeypatch.setattr(demo, "random_model", lambda: pytest.fail("a model was made"))
+    monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
     assert said in error(capsys, "generate", *args)
 
 
@@ -378,9 +437,11 @@ def test_prompt_file_without_permission(capsys, monkeypatch):
     assert "cannot read secret.txt: Permission denied" in said
 
 
-def test_more_than_the_random_model_reads(capsys):
-    assert "8192 positions" in error(capsys, "generate", "--prompt", "a" * 9000)
-    assert "8192 positions" in error(capsys, "generate", "--max-new", "1000000000")
+def test_more_than_the_bundled_model_reads(capsys, monkeypatch):
+    monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
+    said = error(capsys, "generate", "--prompt", "one two " * 5000)
+    assert "8448 positions" in said
+    assert "8448 positions" in error(capsys, "generate", "--max-new", "5000")
 
 
 @pytest.mark.parametrize(
@@ -406,8 +467,6 @@ def test_models_that_do_not_load(capsys, broken_copy, changes, said):
 
 
 def test_more_than_the_model_reads(capsys, tinystories, monkeypatch):
-    from kvjax import models
-
     monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
     long = ["generate", "--model", tinystories, "--prompt", "one two three " * 400]
     assert "512 positions" in error(capsys, *long)
@@ -519,7 +578,8 @@ def test_progress_on_a_terminal(terminal):
     own = terminal("generate", "--max-new", "4", "--method", "streaming_llm")
     shown = own.read()
     assert own.process.wait(60) == 0
-    for part in ("compiling for full", "compiling for streaming_llm", "reading 2,048 tokens"):
+    parts = "loading the bundled model", "compiling for full", "compiling for streaming_llm"
+    for part in (*parts, "reading "):
         assert part in shown, shown
     assert "4/4" in shown
     assert b"\x1b" not in own.process.stdout.read(), "standard output is no terminal"
@@ -527,7 +587,7 @@ def test_progress_on_a_terminal(terminal):
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
 def test_json_shows_no_progress(terminal):
-    own = terminal("generate", "--max-new", "1", "--method", "full", "--json")
+    own = terminal("generate", "--prompt", "The", "--max-new", "1", "--json")
     assert own.read() == ""
     assert own.process.wait(60) == 0
     assert json.loads(own.process.stdout.read())["new_tokens"] == 1

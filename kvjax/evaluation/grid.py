@@ -1,0 +1,200 @@
+"""What a comparison covers: methods × budgets × lengths × depths as one value."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.budgets import check_count
+from kvjax.chain import bind
+from kvjax.registry import parse
+from kvjax.transform import KVTransform
+
+from .retrieval import TASKS
+
+METHODS = ("full", "streaming_llm", "h2o", "snapkv", "pyramidkv")
+BUDGETS = (0.05, 0.1, 0.2, 0.4)
+LENGTHS = (512, 1024, 2048)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+DEFAULT_TASKS = ("needle", "multi_needle")
+CASES = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with its budget.
+
+    Args:
+      method: as it was written, `"snapkv"`, `"every(snapkv, steps=64)"`.
+      budget: slots or share of the prompt; None where the method takes none or names its own.
+      transform: what the two make.
+    """
+
+    method: str
+    budget: int | float | None
+    transform: KVTransform
+
+
+class Cell(NamedTuple):
+    """One unit of work.
+
+    Args:
+      measure: "retrieval", "perplexity" or "fidelity".
+      method, budget: of the candidate.
+      length: tokens of each prompt.
+      task, depth: of retrieval; None for the others.
+    """
+
+    measure: str
+    method: str
+    budget: int | float | None
+    length: int
+    task: str | None = None
+    depth: float | None = None
+
+    def __str__(self) -> str:
+        """What a progress display says of it."""
+        what = self.measure if self.task is None else self.task.replace("_", " ")
+        budget = "" if self.budget is None else f" {self.budget}"
+        where = "" if self.depth is None else f" · depth {self.depth:g}"
+        return f"{self.method}{budget} · {what} · {self.length:,} tokens{where}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Everything that is compared; `Grid.of` checks it.
+
+    Args:
+      candidates: methods with budgets, the full cache first.
+      tasks: of `kvjax.evaluation.TASKS`.
+      lengths: prompt tokens, question included.
+      depths: shares of the text that stand before what is asked for.
+      cases: per task, length and depth; every candidate sees the same ones.
+      seed: of the cases.
+    """
+
+    candidates: tuple[Candidate, ...]
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    cases: int
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        methods: Sequence[str] = METHODS,
+        budgets: Sequence[int | float] = BUDGETS,
+        lengths: Sequence[int] = LENGTHS,
+        depths: Sequence[float] = DEPTHS,
+        tasks: Sequence[str] = DEFAULT_TASKS,
+        cases: int = CASES,
+        seed: int = 0,
+    ) -> Grid:
+        """A grid of these methods and budgets; what stands twice counts once.
+
+        Args:
+          methods: names and compositions as `kvjax.parse` reads them. `full` is always there.
+          budgets: each for every method that takes one.
+          lengths, depths, tasks, cases, seed: as the fields.
+
+        Raises:
+          TypeError, ValueError: what `kvjax.parse` raises, an empty list, an unknown task, a number
+            out of range.
+
+        Example:
+          >>> from kvjax.evaluation import Grid
+          >>> grid = Grid.of(methods=["h2o", "snapkv(budget=64)"], budgets=[0.1, 0.2])
+          >>> [(one.method, one.budget) for one in grid.candidates]
+          [('full', None), ('h2o', 0.1), ('h2o', 0.2), ('snapkv(budget=64)', None)]
+        """
+        given = {
+            "methods": methods, "budgets": budgets, "lengths": lengths,
+            "depths": depths, "tasks": tasks,
+        }  # fmt: skip
+        for name, values in given.items():
+            if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
+                raise TypeError(f"{name} must be a sequence, got {values!r}")
+            if not len(values):
+                raise ValueError(f"{name} must not be empty")
+        for task in tasks:
+            if task not in TASKS:
+                raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
+        for depth in depths:
+            if isinstance(depth, bool) or not isinstance(depth, int | float | np.number):
+                raise TypeError(f"depth must be a number, got {depth!r}")
+            if not 0 <= depth <= 1:
+                raise ValueError(f"depth must lie between 0 and 1, got {depth}")
+        if len(set(budgets)) < len(_once(budgets)):
+            raise ValueError("budgets 1 (slot) and 1.0 (the whole prompt) cannot be told apart")
+        for length in lengths:
+            check_count("length", length, 1)
+        check_count("cases", cases, 1)
+        check_count("seed", seed, 0)
+        candidates = itertools.chain.from_iterable(
+            _candidates(method, budgets) for method in _once(["full", *map(_stripped, methods)])
+        )
+        return cls(
+            candidates=tuple(candidates),
+            tasks=tuple(_once(tasks)),
+            lengths=tuple(sorted({int(length) for length in lengths})),
+            depths=tuple(sorted({float(depth) for depth in depths})),
+            cases=int(cases),
+            seed=int(seed),
+        )
+
+    def check_model(self, num_layers: int) -> None:
+        """Raises what `kvjax.bind` raises for a model of so many layers."""
+        for one in self.candidates:
+            bind(one.transform, num_layers)
+
+    def settings(self) -> dict[str, Any]:
+        """The grid in the form that is written to files."""
+        return {
+            "methods": [[one.method, one.budget] for one in self.candidates],
+            "tasks": list(self.tasks),
+            "lengths": list(self.lengths),
+            "depths": list(self.depths),
+            "cases": self.cases,
+            "seed": self.seed,
+        }
+
+    def groups(self) -> Iterator[tuple[Candidate, list[Cell]]]:
+        """Each candidate at each length with its cells, which share compiled code."""
+        for length, one in itertools.product(self.lengths, self.candidates):
+            key = one.method, one.budget, length
+            retrieval = [
+                Cell("retrieval", *key, task, depth)
+                for task, depth in itertools.product(self.tasks, self.depths)
+            ]
+            yield one, [*retrieval, Cell("perplexity", *key), Cell("fidelity", *key)]
+
+    def case_seed(self, number: int) -> int:
+        """The seed of case `number`: a function of the grid's seed and nothing else."""
+        return int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0])
+
+
+def _stripped(method: str) -> str:
+    if not isinstance(method, str):
+        raise TypeError(f"a method must be text such as 'snapkv', got {method!r}")
+    return method.strip()
+
+
+def _once(values: Sequence) -> list:
+    """The values in order, each once; 1 and 1.0 are two budgets."""
+    return list({repr(value): value for value in values}.values())
+
+
+def _candidates(method: str, budgets: Sequence[int | float]) -> list[Candidate]:
+    """A method with every budget, or alone where budgets change nothing."""
+    found = [Candidate(method, budget, parse(method, budget)) for budget in _once(budgets)]
+    with contextlib.suppress(ValueError):
+        if parse(method) == found[0].transform:
+            return [Candidate(method, None, found[0].transform)]
+    return found

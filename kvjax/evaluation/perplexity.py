@@ -1,0 +1,115 @@
+"""How well a model goes on with a text after its cache was compressed."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.budgets import check_count
+from kvjax.chain import bind
+from kvjax.layer_cache import init_cache
+from kvjax.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.transform import KVTransform
+
+
+def continuation_nll(
+    model: LanguageModel | FunctionalModel,
+    transform: KVTransform,
+    tokens: Int[np.ndarray, "B N"],
+    prompt: int,
+) -> Float[np.ndarray, "B M"]:
+    """Nats that the model pays for each token after a compressed prompt.
+
+    The first `prompt` tokens are read in one pass and compressed; the M = N − prompt others are fed
+    one at a time through decode steps, so that methods which compress while decoding do so. Entry
+    j is `-log p(tokens[:, prompt + j] | everything before)`. Perplexity is the exponential of the
+    mean.
+
+    Args:
+      model: as for `kvjax.generate`.
+      transform: how to compress; `kvjax.Full()` is what to compare with.
+      tokens: token ids `[B, N]`, without padding.
+      prompt: tokens of the prompt, 1 to N − 1.
+
+    Returns:
+      Negative log-likelihoods in nats, `[B, M]`.
+
+    Raises:
+      TypeError: `tokens` are no integers, or `prompt` is none.
+      ValueError: `tokens` is not `[B, N]` or one lies outside the vocabulary, `prompt` is outside
+        its range, or N is more than the model's positions.
+
+    Example:
+      >>> import numpy as np, kvjax
+      >>> from kvjax.evaluation import continuation_nll
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> tokens = np.arange(40).reshape(1, 40)
+      >>> continuation_nll(model, kvjax.SnapKV(16, window=8), tokens, prompt=32).shape
+      (1, 8)
+    """
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must have the shape [B, N], got {list(tokens.shape)}")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"tokens must be integers, got {tokens.dtype}")
+    check_count("prompt", prompt, 1)
+    length = tokens.shape[1]
+    if prompt >= length:
+        raise ValueError(f"prompt must be below the {length} tokens of a row, got {prompt}")
+    functional = as_functional(model)
+    if functional.max_positions is not None and length > functional.max_positions:
+        raise ValueError(f"the model has {functional.max_positions} positions, got {length} tokens")
+    outside = tokens[(tokens < 0) | (tokens >= functional.vocab_size)]
+    if outside.size:
+        raise ValueError(f"tokens must lie in [0, {functional.vocab_size}), got {outside[0]}")
+    layers = bind(transform, functional.num_layers)
+    sizes = functional.kv_heads, functional.query_heads, functional.head_dim
+    nll = _nll(
+        functional.apply, layers, sizes, int(prompt), functional.params,
+        jnp.asarray(tokens, jnp.int32),
+    )  # fmt: skip
+    return np.asarray(nll)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _nll(apply, layers, sizes, prompt: int, params, tokens) -> Float[Array, "B M"]:
+    (batch, length), (kv_heads, query_heads, head_dim) = tokens.shape, sizes
+    caches = tuple(
+        init_cache(
+            layer, batch=batch, kv_heads=kv_heads, query_heads=query_heads, head_dim=head_dim,
+            max_prompt=prompt, max_new=length - prompt,
+        )
+        for layer in layers
+    )  # fmt: skip
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    logits, caches = apply(
+        params, tokens[:, :prompt], positions[:, :prompt], caches,
+        layers=layers, phase="prompt", last=True, logits_at=jnp.full((batch, 1), prompt - 1),
+    )  # fmt: skip
+
+    def step(carry, new):
+        logits, caches = carry
+        token, position = new
+        paid = _paid(logits, token)
+        logits, caches = apply(
+            params, token[:, None], position[:, None], caches,
+            layers=layers, phase="decode", last=True, logits_at=None,
+        )  # fmt: skip
+        return (logits[:, -1], caches), paid
+
+    # The last token is paid for and not read: nothing comes after it.
+    fed = tokens[:, prompt:-1].T, positions[:, prompt:-1].T
+    (logits, _), paid = jax.lax.scan(step, (logits[:, -1], caches), fed)
+    return jnp.concatenate((paid, _paid(logits, tokens[:, -1])[None])).T
+
+
+def _paid(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
+    chances = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(chances, token[:, None], axis=-1)[:, 0]

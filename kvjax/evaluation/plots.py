@@ -1,0 +1,243 @@
+"""Pictures of a comparison, drawn with matplotlib and without a display."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .results import Average, Proportion, Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; each with a marker and a dash of
+# its own, for those who print in grey.
+_STYLES = (
+    ("#0072B2", "o", "-"), ("#D55E00", "s", (0, (5, 2))), ("#009E73", "^", (0, (5, 1, 1, 1))),
+    ("#CC79A7", "D", (0, (1, 1))), ("#E69F00", "v", (0, (9, 2))), ("#56B4E9", "P", (0, (3, 1))),
+    ("#7F7F7F", "X", (0, (7, 1, 1, 1, 1, 1))), ("#332288", "<", (0, (2, 2))),
+)  # fmt: skip
+_DPI = 150
+_GAP = (math.nan,) * 3
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Writes all pictures of a comparison to a folder.
+
+    `accuracy_vs_budget.png` and `bytes_vs_accuracy.png` with a line per method, and for each method
+    `heatmap_<method>.png`, depth × length for every task and budget. A failed cell is a gap.
+
+    Returns:
+      The files.
+    """
+    figures = {
+        "accuracy_vs_budget": accuracy_vs_budget(results),
+        "bytes_vs_accuracy": bytes_vs_accuracy(results),
+    }
+    for method in _methods(results):
+        name = re.sub(r"[^\w.=-]+", "_", method).strip("_")
+        figures[f"heatmap_{name}"] = heatmap(results, method)
+    paths = []
+    for name, figure in figures.items():
+        paths.append(folder / f"{name}.png")
+        beside = folder / f"{name}.png.part"
+        figure.savefig(beside, dpi=_DPI, format="png")
+        beside.replace(paths[-1])
+    return paths
+
+
+def accuracy_vs_budget(results: Results) -> Figure:
+    """A panel per task: accuracy over all lengths and depths against the budget."""
+    averages = results.averages()
+    budgets = sorted(
+        {row.budget for row in averages if row.budget is not None},
+        key=lambda budget: (isinstance(budget, int), budget),
+    )
+    figure, panels = _panels(results)
+    for task, axes in panels.items():
+        _full_line(axes, averages, task)
+        for number, method in enumerate(_methods(results)[1:]):
+            # Bars of methods that are equally good would hide each other.
+            aside = 0.05 * (number - (len(_methods(results)) - 2) / 2)
+            own = [row for row in averages if row.method == method]
+            if own[0].budget is None:
+                found, at = own * max(1, len(budgets)), list(range(max(1, len(budgets))))
+            else:
+                found, at = own, [budgets.index(row.budget) for row in own]
+            _line(axes, [x + aside for x in at], found, task, number)
+        axes.set_xticks(range(len(budgets)), map(str, budgets))
+        axes.set_xlabel(f"budget ({_unit(budgets)})")
+    _finish(figure, results, "What is still answered, by budget")
+    return figure
+
+
+def bytes_vs_accuracy(results: Results) -> Figure:
+    """A panel per task: accuracy against the cache's bytes, as a share of the full cache's."""
+    from matplotlib.ticker import NullFormatter, PercentFormatter
+
+    averages = results.averages()
+    # Where a cell failed, bytes may be missing too: then there is no place for the point.
+    share = {
+        row[:2]: row.cache_bytes / row.full_cache_bytes
+        for row in averages
+        if row.cache_bytes is not None
+    }
+    left = min(share.values(), default=0.1)
+    figure, panels = _panels(results)
+    for task, axes in panels.items():
+        _full_line(axes, averages, task)
+        for number, method in enumerate(_methods(results)[1:]):
+            own = [row for row in averages if row.method == method and row[:2] in share]
+            _line(axes, [share[row[:2]] for row in own], own, task, number)
+        if (full := averages[0].accuracy[task]) is not None:
+            axes.plot(1.0, full.share, marker="*", markersize=12, color="black", linestyle="")
+        axes.set_xscale("log")
+        axes.set_xticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
+        axes.set_xlim(left * 0.8, 1.15)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("bytes of the cache, share of the full cache's (log scale)")
+    _finish(figure, results, "What is still answered, by bytes")
+    return figure
+
+
+def heatmap(results: Results, method: str) -> Figure:
+    """A method's accuracy by depth and length: a row of panels per task, a column per budget."""
+    from matplotlib.figure import Figure
+
+    settings = results.settings
+    budgets = [budget for name, budget in settings["methods"] if name == method]
+    tasks, shape = settings["tasks"], (len(settings["depths"]), len(settings["lengths"]))
+    width, height = 1.0 + 0.72 * shape[1], 1.0 + 0.52 * shape[0]
+    figure = Figure(
+        figsize=(max(4.8, 1.6 + width * len(budgets)), 1.0 + height * len(tasks)),
+        layout="constrained",
+    )
+    panels = figure.subplots(len(tasks), len(budgets), squeeze=False, sharex=True, sharey=True)
+    rows = results.rows()
+    for line, task in zip(panels, tasks, strict=True):
+        for axes, budget in zip(line, budgets, strict=True):
+            found = {
+                (row.depth, row.length): row.accuracy
+                for row in rows
+                if row[:2] == (method, budget) and row.task == task
+            }
+            image = _fields(axes, settings["depths"], settings["lengths"], found)
+            axes.set_title(
+                _label(task) if budget is None else f"{_label(task)}, budget {budget}", fontsize=9
+            )
+        line[0].set_ylabel("depth (0 = start)")
+    for axes in panels[-1]:
+        axes.set_xlabel("prompt tokens")
+    bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02)
+    bar.set_label("accuracy")
+    figure.suptitle(f"{method}: answers by depth and length", fontsize=11)
+    return figure
+
+
+def _fields(
+    axes: Axes,
+    depths: Sequence[float],
+    lengths: Sequence[int],
+    found: dict[tuple[float, int], Proportion | None],
+):
+    """One heat map, accuracy and cases written into each field; hatched where a cell failed."""
+    from matplotlib.patches import Rectangle
+
+    grid = [[found[depth, length] for length in lengths] for depth in depths]
+    shares = [[float("nan") if one is None else one.share for one in line] for line in grid]
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    for y, line in enumerate(grid):
+        for x, one in enumerate(line):
+            if one is None:
+                box = Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="0.9", edgecolor="0.6")
+                axes.add_patch(box).set_hatch("///")
+                text, colour = "failed", "black"
+            else:
+                text = f"{one.share:.0%}\n{one.right}/{one.cases}"
+                colour = "black" if one.share >= 0.5 else "white"
+            axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
+    axes.set_xticks(np.arange(1, len(lengths)) - 0.5, minor=True)
+    axes.set_yticks(np.arange(1, len(depths)) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="minor", length=0)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=8)
+    return image
+
+
+def _panels(results: Results) -> tuple[Figure, dict[str, Axes]]:
+    """An empty panel per task."""
+    from matplotlib.figure import Figure
+
+    tasks = results.settings["tasks"]
+    figure = Figure(figsize=(1.2 + 4.6 * len(tasks), 4.8), layout="constrained")
+    line = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
+    for task, axes in zip(tasks, line, strict=True):
+        axes.set_title(_label(task))
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    line[0].set_ylabel("right answers, with 95 % interval")
+    return figure, dict(zip(tasks, line, strict=True))
+
+
+def _full_line(axes: Axes, averages: list[Average], task: str) -> None:
+    """The full cache as a line across, its interval as a band."""
+    full = averages[0].accuracy[task]
+    if full is not None:
+        axes.axhspan(*full.interval, color="0.88", zorder=0)
+        axes.axhline(full.share, color="black", linewidth=1.2, label="full cache")
+
+
+def _line(axes: Axes, x: Sequence[float], rows: list[Average], task: str, number: int) -> None:
+    """A method's points with their intervals; failed ones are left out and break the line."""
+    colour, marker, dash = _STYLES[number % len(_STYLES)]
+    found = [row.accuracy[task] for row in rows]
+    points = [_GAP if one is None else (one.share, *one.interval) for one in found]
+    y, low, high = zip(*points, strict=True) if points else ((), (), ())
+    # Of 0 and 1, rounding may put an end of the interval on the wrong side.
+    below = np.maximum(np.subtract(y, low), 0)
+    above = np.maximum(np.subtract(high, y), 0)
+    axes.errorbar(
+        x, y, yerr=(below, above), label=rows[0].method if rows else None, color=colour,
+        marker=marker, linestyle=dash, markersize=7, markeredgecolor="white", linewidth=1.8,
+        elinewidth=1, capsize=3,
+    )  # fmt: skip
+
+
+def _finish(figure: Figure, results: Results, title: str) -> None:
+    """Title, legend below the panels, and what was averaged."""
+    settings = results.settings
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False
+    )
+    lengths = ", ".join(f"{length:,}" for length in settings["lengths"])
+    per_point = settings["cases"] * len(settings["lengths"]) * len(settings["depths"])
+    figure.suptitle(
+        f"{title}\nprompts of {lengths} tokens, {len(settings['depths'])} depths, "
+        f"{per_point} cases a point; the question is inside the compressed prompt", fontsize=9,
+    )  # fmt: skip
+
+
+def _methods(results: Results) -> list[str]:
+    return list(dict.fromkeys(method for method, _ in results.settings["methods"]))
+
+
+def _label(task: str) -> str:
+    return task.replace("_", " ")
+
+
+def _unit(budgets: Sequence[int | float]) -> str:
+    kinds = {isinstance(budget, int): None for budget in budgets}
+    if len(kinds) == 2:
+        return "share of the prompt, or slots per KV head"
+    return "slots per KV head" if True in kinds else "share of the prompt"

@@ -1,0 +1,215 @@
+"""Decode steps on record: what each layer was given, and which tokens it looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import KVCache
+from kvjax.layer_cache import Cache, LayerCache, init_cache
+from kvjax.payloads import take_slots
+from kvjax.rope import Rope
+from kvjax.transform import Extent, Full, KVTransform, Needs, State, Step, View
+from kvjax.wrappers import HeadGroups
+from pallas_kernels import decode_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Record:
+    """A decode step of one layer, or of one group of its KV heads.
+
+    Args:
+      query, key, value: of the new tokens; rotated where `rope` is None.
+      seen: token positions of the slots that attention looked at, the new tokens' included; -1 =
+        none.
+      rope: what rotates query and key.
+      scale, window, soft_cap, implementation: of the attention (static).
+    """
+
+    query: Float[Array, "B Q T D"]
+    key: Float[Array, "B H T D"]
+    value: Float[Array, "B H T D"]
+    seen: Int[Array, "B H N"]
+    rope: Rope | None
+    scale: float = field(metadata={"static": True})
+    window: int | None = field(metadata={"static": True})
+    soft_cap: float | None = field(metadata={"static": True})
+    implementation: str | None = field(metadata={"static": True})
+
+    @property
+    def options(self) -> dict:
+        """The static fields, as the operations of `pallas_kernels` take them."""
+        names = ("scale", "window", "soft_cap", "implementation")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Recorded(KVTransform):
+    """A layer's transform that leaves a `Record` of a decode step beside its state."""
+
+    base: KVTransform
+
+    needs = property(lambda self: self.base.needs)
+    frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
+
+    def extent(self, extent: Extent) -> Extent:
+        """The base's."""
+        return self.base.extent(extent)
+
+    def read(self, view: View, state: State, query: Array) -> tuple[View, State]:
+        """The base's selection, kept together with the query."""
+        view, inner = self.base.read(view, state[0], query)
+        return view, (inner, (query, view.per_slot(view.cache.position, -1)))
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """The base's, after the new tokens have been looked up."""
+        inner, (query, seen) = state
+        key, value = (take_slots(x.read(), step.slots) for x in (cache.k, cache.v))
+        rope = step.rope if self.needs.unrotated_keys else None
+        own = Record(
+            query, key, value, seen, rope,
+            step.scale, step.window, step.soft_cap, step.implementation,
+        )  # fmt: skip
+        cache, inner = self.base.update(cache, inner, step)
+        return cache, (inner, own)
+
+
+@dataclass(frozen=True)
+class FullUnrotated(KVTransform):
+    """The full cache with keys as methods want them that rotate late."""
+
+    needs = property(lambda self: Needs(unrotated_keys=True))
+
+
+def recorded(layer: KVTransform) -> KVTransform:
+    """A bound transform that records, group by group."""
+    if isinstance(layer, HeadGroups):
+        return HeadGroups(tuple((heads, Recorded(tx)) for heads, tx in layer.groups))
+    return Recorded(layer)
+
+
+def record(cache: Cache) -> Cache:
+    """The cache of a transform, for the same transform `recorded` to decode with."""
+    if not isinstance(cache, LayerCache):
+        return tuple(map(record, cache))
+    return dataclasses.replace(
+        cache, transform=Recorded(cache.transform), state=(cache.state, None)
+    )
+
+
+def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
+    """After a decode step: the cache of the transform itself, and each head group's record."""
+    if not isinstance(cache, LayerCache):
+        caches, records = zip(*map(unrecord, cache), strict=True)
+        return caches, [own for group in records for own in group]
+    state, own = cache.state
+    return dataclasses.replace(cache, transform=cache.transform.base, state=state), [own]
+
+
+def seen_by_head(layer: KVTransform, records: list[Record]) -> Int[Array, "B H N"]:
+    """The positions that each KV head looked at, of all groups in the order of the heads."""
+    if not isinstance(layer, HeadGroups):
+        return records[0].seen
+    widest = max(own.seen.shape[-1] for own in records)
+    padded = [
+        jnp.pad(x.seen, ((0, 0), (0, 0), (0, widest - x.seen.shape[-1])), constant_values=-1)
+        for x in records
+    ]
+    order = np.argsort([head for heads, _ in layer.groups for head in heads])
+    return jnp.concatenate(padded, axis=1)[:, order]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model and the sizes of a run, all of it static.
+
+    Args:
+      apply, num_layers, kv_heads, query_heads, head_dim: as in `kvjax.FunctionalModel`.
+      max_prompt, new_tokens: tokens of a row that are read as a prompt, and decode steps after it.
+    """
+
+    apply: Callable
+    num_layers: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    max_prompt: int
+    new_tokens: int
+
+    def read_prompt(self, layers, params, tokens, positions) -> tuple[Array, tuple[Cache, ...]]:
+        """The last logits of each row, `[B, V]`, and the caches."""
+        caches = tuple(
+            init_cache(
+                layer, batch=len(tokens), kv_heads=self.kv_heads, query_heads=self.query_heads,
+                head_dim=self.head_dim, max_prompt=self.max_prompt, max_new=self.new_tokens,
+            )
+            for layer in layers
+        )  # fmt: skip
+        logits, caches = self.apply(
+            params, tokens, positions, caches,
+            layers=layers, phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),
+        )  # fmt: skip
+        return logits[:, -1], caches
+
+
+class Truth(NamedTuple):
+    """One layer of the full cache's run at a decode step.
+
+    Args:
+      record: what it was given.
+      output: of attention.
+      attention: probability of each token position, per query head.
+    """
+
+    record: Record
+    output: Float[Array, "B Q 1 D"]
+    attention: Float[Array, "B Q L"]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def full_run(run: Run, rotated: bool, params, tokens, positions) -> tuple[Truth, ...]:
+    """What every layer does with the full cache; a leading axis counts the new tokens."""
+    layers = (Full() if rotated else FullUnrotated(),) * run.num_layers
+    logits, caches = run.read_prompt(layers, params, tokens, positions)
+
+    def step(carry, _):
+        logits, position, caches = carry
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits, caches = run.apply(
+            params, token[:, None], position[:, None], tuple(map(record, caches)),
+            layers=tuple(map(recorded, layers)), phase="decode", last=True, logits_at=None,
+        )  # fmt: skip
+        caches, records = zip(*map(unrecord, caches), strict=True)
+        truth = tuple(
+            _attend_in_full(cache, own, position)
+            for cache, (own,) in zip(caches, records, strict=True)
+        )
+        return (logits[:, -1], position + 1, caches), truth
+
+    start = logits, positions.max(-1) + 1, caches
+    return jax.lax.scan(step, start, length=run.new_tokens)[1]
+
+
+def _attend_in_full(cache: Cache, own: Record, position: Int[Array, " B"]) -> Truth:
+    """Output and probabilities of a full cache that holds the new token already."""
+    kv, query, keys = cache.kv, own.query, cache.kv.k.read()
+    if own.rope is not None:
+        query = own.rope.rotate(query, position[:, None])
+        keys = own.rope.rotate(keys, kv.position)
+    batch, kv_heads, slots = kv.shape
+    out, _, attention = decode_attention(
+        query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
+        kv.log_mass, position[:, None], kv.position, **own.options,
+    )  # fmt: skip
+    # Rows are padded on the right and nothing is evicted: a token's slot is its position.
+    attention = attention.reshape(batch, -1, slots)
+    return Truth(own, out.reshape(query.shape).astype(query.dtype), attention)

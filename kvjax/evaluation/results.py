@@ -1,0 +1,240 @@
+"""What a comparison found: a row per cell, a row per cache, and averages."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .grid import Cell
+
+
+class Proportion(NamedTuple):
+    """`right` of `cases`, and what that says of the true share.
+
+    Example:
+      >>> from kvjax.evaluation import Proportion
+      >>> found = Proportion(right=19, cases=20)
+      >>> found.share, [round(end, 3) for end in found.interval]
+      (0.95, [0.764, 0.991])
+    """
+
+    right: int
+    cases: int
+
+    @property
+    def share(self) -> float:
+        """right / cases."""
+        return self.right / self.cases
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % Wilson score interval.
+
+        With p = right / cases, n = cases and z = 1.96:
+        `(p + z²/2n ± z·√(p(1 − p)/n + z²/4n²)) / (1 + z²/n)`.
+
+        References:
+          Wilson, Probable Inference, the Law of Succession, and Statistical Inference, 1927.
+        """
+        # Imported here: it takes a while, and only reports need it.
+        from scipy.stats import binomtest
+
+        low, high = binomtest(self.right, self.cases).proportion_ci(method="wilson")
+        return float(low), float(high)
+
+
+class Row(NamedTuple):
+    """A retrieval cell.
+
+    Args:
+      method, budget, length, task, depth: the cell.
+      accuracy: cases whose answer was right; None if the cell failed.
+      cache_bytes, full_cache_bytes: of one prompt's cache, and of the full cache.
+      failed: why there is no result, in one line; None if there is one.
+    """
+
+    method: str
+    budget: int | float | None
+    length: int
+    task: str
+    depth: float
+    accuracy: Proportion | None
+    cache_bytes: int | None
+    full_cache_bytes: int | None
+    failed: str | None
+
+
+class CacheRow(NamedTuple):
+    """What a candidate's cache does at one length. None: it failed, or the full cache did.
+
+    Args:
+      method, budget, length: the candidate and the prompt's tokens.
+      cache_bytes, full_cache_bytes: of one prompt's cache, and of the full cache.
+      nll: nats per token of held-out text.
+      nll_difference: nats per token more than with the full cache.
+      perplexity_ratio: perplexity over that of the full cache, `exp(nll_difference)`.
+      recall, attention_error: means over layers, prompts and heads.
+      layer_recall, layer_error: the same per layer.
+      ttft_s, tpot_s: medians over all cases of this length.
+      failed: what failed and why, in one line; None if nothing did.
+    """
+
+    method: str
+    budget: int | float | None
+    length: int
+    cache_bytes: int | None
+    full_cache_bytes: int | None
+    nll: float | None
+    nll_difference: float | None
+    perplexity_ratio: float | None
+    recall: float | None
+    attention_error: float | None
+    layer_recall: list[float] | None
+    layer_error: list[float] | None
+    ttft_s: float | None
+    tpot_s: float | None
+    failed: str | None
+
+
+class Average(NamedTuple):
+    """A candidate over all lengths and depths. None: a cell of it failed.
+
+    Args:
+      method, budget: the candidate.
+      accuracy: task → the cases of all lengths and depths together.
+      nll_difference, recall, attention_error: means over lengths.
+      perplexity_ratio: `exp(nll_difference)`.
+      cache_bytes, full_cache_bytes: sums over lengths.
+      ttft_s, tpot_s: means over lengths.
+    """
+
+    method: str
+    budget: int | float | None
+    accuracy: dict[str, Proportion | None]
+    nll_difference: float | None
+    perplexity_ratio: float | None
+    recall: float | None
+    attention_error: float | None
+    cache_bytes: int | None
+    full_cache_bytes: int | None
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What `kvjax.evaluation.compare` found.
+
+    Args:
+      settings: what the results are a function of.
+      records: every cell of the grid → what was measured, or `{"failed": reason}`.
+    """
+
+    settings: Mapping[str, Any]
+    records: Mapping[Cell, Mapping[str, Any]]
+
+    def failures(self) -> list[tuple[Cell, str]]:
+        """The cells that failed, each with its reason in one line."""
+        return [(cell, r["failed"]) for cell, r in self.records.items() if "failed" in r]
+
+    def rows(self) -> list[Row]:
+        """One row per retrieval cell."""
+        return [
+            Row(
+                *(cell.method, cell.budget, cell.length, cell.task, cell.depth),
+                accuracy=None if "failed" in found else Proportion(found["right"], found["cases"]),
+                cache_bytes=found.get("cache_bytes"),
+                full_cache_bytes=found.get("full_cache_bytes"),
+                failed=found.get("failed"),
+            )
+            for cell, found in self.records.items()
+            if cell.measure == "retrieval"
+        ]
+
+    def caches(self) -> list[CacheRow]:
+        """One row per candidate and length."""
+        return [
+            self._cache(method, budget, length)
+            for length in self.settings["lengths"]
+            for method, budget in self.settings["methods"]
+        ]
+
+    def averages(self) -> list[Average]:
+        """One row per candidate, over all lengths and depths."""
+        rows, caches = self.rows(), self.caches()
+        found = []
+        for method, budget in self.settings["methods"]:
+            own = [row for row in rows if row[:2] == (method, budget)]
+            accuracy = {
+                task: pool(row for row in own if row.task == task)
+                for task in self.settings["tasks"]
+            }
+            lengths = [row for row in caches if row[:2] == (method, budget)]
+            found.append(_average(method, budget, accuracy, lengths))
+        return found
+
+    def _cache(self, method: str, budget: int | float | None, length: int) -> CacheRow:
+        own = {
+            cell: found
+            for cell, found in self.records.items()
+            if cell[1:4] == (method, budget, length)
+        }
+        answered = [r for cell, r in own.items() if cell.measure == "retrieval" and "right" in r]
+        nll = self.records[Cell("perplexity", method, budget, length)].get("nll")
+        full = self.records[Cell("perplexity", "full", None, length)].get("nll")
+        difference = None if nll is None or full is None else nll - full
+        fidelity = self.records[Cell("fidelity", method, budget, length)]
+        recall, error = fidelity.get("recall"), fidelity.get("error")
+        reasons = [
+            f"{c.measure}: {found['failed']}" for c, found in own.items() if "failed" in found
+        ]
+        return CacheRow(
+            *(method, budget, length),
+            cache_bytes=answered[0]["cache_bytes"] if answered else None,
+            full_cache_bytes=answered[0]["full_cache_bytes"] if answered else None,
+            nll=nll,
+            nll_difference=difference,
+            perplexity_ratio=None if difference is None else math.exp(difference),
+            recall=None if recall is None else statistics.fmean(recall),
+            attention_error=None if error is None else statistics.fmean(error),
+            layer_recall=recall,
+            layer_error=error,
+            ttft_s=_median(seconds for r in answered for seconds in r["ttft_s"]),
+            tpot_s=_median(seconds for r in answered for seconds in r["tpot_s"]),
+            failed="; ".join(dict.fromkeys(reasons)) or None,
+        )
+
+
+def pool(rows: Iterable[Row]) -> Proportion | None:
+    """The cases of several cells together; None if one of them failed."""
+    found = [row.accuracy for row in rows]
+    if None in found:
+        return None
+    return Proportion(sum(one.right for one in found), sum(one.cases for one in found))
+
+
+def _average(method, budget, accuracy, lengths: list[CacheRow]) -> Average:
+    def over(name: str, combine) -> Any:
+        values = [getattr(row, name) for row in lengths]
+        return None if None in values else combine(values)
+
+    difference = over("nll_difference", statistics.fmean)
+    return Average(
+        *(method, budget, accuracy),
+        nll_difference=difference,
+        perplexity_ratio=None if difference is None else math.exp(difference),
+        recall=over("recall", statistics.fmean),
+        attention_error=over("attention_error", statistics.fmean),
+        cache_bytes=over("cache_bytes", sum),
+        full_cache_bytes=over("full_cache_bytes", sum),
+        ttft_s=over("ttft_s", statistics.fmean),
+        tpot_s=over("tpot_s", statistics.fmean),
+    )
+
+
+def _median(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return statistics.median(values) if values else None

@@ -1,0 +1,210 @@
+"""Retrieval tasks: a value is hidden in a long text, and the end of the prompt asks for it."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvjax.budgets import check_count
+
+from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
+
+TASKS = ("needle", "multi_needle", "key_value", "chain")
+"""`needle`: one sentence in the text. `multi_needle`: several, one is asked for. `key_value`: a
+list of keys and values, one is asked for. `chain`: a key has the code of another key, which is told
+elsewhere."""
+
+_LINE = Wording("{key}:", "Which value has the {key}?")
+_LINK = " The code of the {key} is the code of the {other}."
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt and its answer.
+
+    Args:
+      prompt: token ids, with the question at the end.
+      answer: the digits that must come first among the digits of the continuation.
+      position: index in `prompt` of the first token of what is asked for.
+      reply_tokens: tokens that an exact answer takes, one for its end included.
+    """
+
+    prompt: list[int]
+    answer: str
+    position: int
+    reply_tokens: int
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """What goes into the filler (share of it that stands before, text), and the question."""
+
+    asked: tuple[float, str]
+    others: list[tuple[float, str]]
+    question: str
+    reply: str
+    answer: str
+
+
+class Haystack:
+    """Makes retrieval cases in a text.
+
+    Prompts have an exact number of tokens: a window of the text, needles behind ends of sentences,
+    and the question. Keys and values are drawn anew for every case, keys from words that the
+    bundled model was never asked for.
+
+    Args:
+      tokenizer: of the model, from `transformers`; it must encode text without special tokens
+        (`add_special_tokens=False`). What it puts before a text stands at the start of a prompt.
+      text: the filler, longer than the longest prompt.
+
+    Raises:
+      ValueError: the text is empty.
+
+    Example:
+      >>> from kvjax.evaluation import Haystack
+      >>> from kvjax.models import demo, load_tokenizer
+      >>> haystack = Haystack(load_tokenizer(demo.directory()), demo.held_out_text())
+      >>> case = haystack.case("needle", length=512, depth=0.5, seed=0)
+      >>> len(case.prompt), len(case.answer)
+      (512, 6)
+    """
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self._tokenizer = tokenizer
+        self._start = list(tokenizer("").input_ids)
+        self._filler = np.array(self._encode(text), np.int32)
+        if not len(self._filler):
+            raise ValueError("the filler text is empty")
+        ends = {
+            token: tokenizer.decode([token]).rstrip(" ").endswith((".", "\n"))
+            for token in np.unique(self._filler).tolist()
+        }
+        self._ends_sentence = np.array([ends[token] for token in self._filler.tolist()])
+
+    def case(
+        self,
+        task: str,
+        *,
+        length: int,
+        depth: float,
+        seed: int,
+        needles: int = 8,
+        wording: Wording = WORDINGS[0],
+    ) -> Case:
+        """One case; the same arguments give the same case.
+
+        Args:
+          task: one of `TASKS`.
+          length: tokens of the prompt, question included.
+          depth: share of the filler that stands before what is asked for, 0 to 1.
+          seed: which case, from 0.
+          needles: sentences of `multi_needle`, the asked one included; lines of `key_value` are
+            four times as many. They are spread at random.
+          wording: of needles and questions; lists and links have their own.
+
+        Returns:
+          A `Case`.
+
+        Raises:
+          ValueError: an unknown task, a depth outside 0 to 1, or a length that the pieces and the
+            text cannot fill.
+        """
+        if task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth must lie between 0 and 1, got {depth}")
+        check_count("length", length, 1)
+        check_count("seed", seed, 0)
+        check_count("needles", needles, 1)
+        rng = np.random.default_rng(
+            (seed, zlib.crc32(task.encode()), length, round(depth * 10**6), needles)
+        )
+        return self._assemble(rng, _pieces(rng, task, depth, needles, wording), length)
+
+    def _assemble(self, rng: np.random.Generator, pieces: _Pieces, length: int) -> Case:
+        inserts = [(at, self._encode(text)) for at, text in [*pieces.others, pieces.asked]]
+        asked, question = inserts[-1][1], self._encode(pieces.question)
+        room = length - len(self._start) - len(question) - sum(len(ids) for _, ids in inserts)
+        if not 0 <= room <= len(self._filler):
+            raise ValueError(
+                f"a prompt of {length} tokens leaves {room} for filler, "
+                f"and the text has {len(self._filler)}"
+            )
+        start = int(rng.integers(len(self._filler) - room + 1))
+        text = self._filler[start : start + room].tolist()
+        ends = np.flatnonzero(self._ends_sentence[start : start + room]) + 1
+        places = np.concatenate(([0], ends, [room]))
+        prompt, done, position = list(self._start), 0, 0
+        for at, ids in sorted(inserts, key=lambda insert: insert[0]):
+            place = int(places[np.abs(places - at * room).argmin()])
+            prompt += text[done:place]
+            if ids is asked:
+                position = len(prompt)
+            prompt, done = prompt + ids, place
+        prompt += text[done:] + question
+        return Case(prompt, pieces.answer, position, len(self._encode(pieces.reply)) + 1)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether the first number in the continuation is the answer.
+
+    Example:
+      >>> from kvjax.evaluation import is_right
+      >>> is_right(" 482130. The code of", "482130"), is_right(" 4821309", "482130")
+      (True, False)
+    """
+    digits = re.search(r"\d+", text)
+    return digits is not None and digits.group() == answer
+
+
+def _pieces(
+    rng: np.random.Generator, task: str, depth: float, needles: int, wording: Wording
+) -> _Pieces:
+    count = {"needle": 1, "multi_needle": needles, "key_value": 4 * needles, "chain": 2}[task]
+    keys, values = _keys(rng, count), _values(rng, count)
+    others = list(zip(rng.random(count - 1).tolist(), keys[1:], values[1:], strict=True))
+    if task == "key_value":
+        which = int(rng.integers(count))
+        lines = "".join(
+            f"{_LINE.statement.format(key=key)} {value}\n"
+            for key, value in zip(keys, values, strict=True)
+        )
+        block = (depth, f"\n\n{lines}\n")
+        reply = f" {values[which]}."
+        return _Pieces(block, [], _LINE.ask(keys[which]), reply, values[which])
+    if task == "chain":
+        (at, key, value), *_ = others
+        link = (depth, _LINK.format(key=keys[0], other=key))
+        source = (at, WORDINGS[0].needle(key, value))
+        reply = f" the code of the {key} is {value}."
+        return _Pieces(link, [source], WORDINGS[0].ask(keys[0]), reply, value)
+    return _Pieces(
+        asked=(depth, wording.needle(keys[0], values[0])),
+        others=[(at, wording.needle(key, value)) for at, key, value in others],
+        question=wording.ask(keys[0]),
+        reply=f" {values[0]}.",
+        answer=values[0],
+    )
+
+
+def _keys(rng: np.random.Generator, count: int) -> list[str]:
+    """Different keys of held-out words."""
+    total = len(HELD_OUT_ADJECTIVES) * len(HELD_OUT_NOUNS)
+    if count > total:
+        raise ValueError(f"there are {total} different keys, got a task that needs {count}")
+    chosen = rng.choice(total, count, replace=False)
+    pairs = (divmod(int(index), len(HELD_OUT_NOUNS)) for index in chosen)
+    return [f"{HELD_OUT_ADJECTIVES[a]} {HELD_OUT_NOUNS[n]}" for a, n in pairs]
+
+
+def _values(rng: np.random.Generator, count: int) -> list[str]:
+    """Different numbers of six digits."""
+    return [str(value) for value in 100_000 + rng.choice(900_000, count, replace=False)]

@@ -1,0 +1,93 @@
+"""The text that the bundled model is trained on, and the tokenizer made from it.
+
+By default it is text that everybody who runs Python has: the language reference as `help()` shows
+it (`pydoc_data.topics`) and the docstrings of the standard library (PSF licence). Every tenth topic
+and module, chosen by a checksum of its name, is held out: training never sees it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+BOS, EOS = "<s>", "</s>"
+_HELD_OUT = 10  # one in so many
+# Words with the space before them, digits in pairs from the left, runs of signs, white space.
+_PIECES = r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def python_documents() -> Iterator[tuple[str, str]]:
+    """Name and text of every help topic and every documented module of this Python."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"topic {name}", topics[name]
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).parts
+        if "site-packages" in parts or any(part.startswith("test") for part in parts):
+            continue
+        text = _docstrings(path)
+        if text:
+            yield "module " + ".".join(parts)[: -len(".py")], text
+
+
+def _docstrings(path: Path) -> str:
+    """All docstrings of one file, in their order."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # templates and deliberately broken files
+        return ""
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
+    return "\n\n".join(text for text in found if text)
+
+
+def file_documents(path: Path) -> Iterator[tuple[str, str]]:
+    """The paragraphs of a UTF-8 file, a few thousand characters at a time."""
+    piece, number = "", 0
+    for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+        piece += paragraph + "\n\n"
+        if len(piece) > 4000:
+            yield f"{path.name} {number}", piece
+            piece, number = "", number + 1
+    if piece.strip():
+        yield f"{path.name} {number}", piece
+
+
+def split_documents(documents: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
+    """Texts to train on and texts held out, by a checksum of their names."""
+    training: list[str] = []
+    held_out: list[str] = []
+    for name, text in documents:
+        chosen = zlib.crc32(name.encode()) % _HELD_OUT == 0
+        (held_out if chosen else training).append(text.strip() + "\n\n")
+    return training, held_out
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer that starts every text with `BOS` and reads digits in pairs."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer

@@ -1,0 +1,277 @@
+"""Sequences that the bundled model learns from: text, returning segments, questions.
+
+What must be predicted is marked in a weight per token: text as in any language model, the answers
+of questions and the returning part of segments. What cannot be predicted, a needle that is told for
+the first time, has no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.evaluation.wording import (
+    TRAINING_ADJECTIVES,
+    TRAINING_NOUNS,
+    WORDINGS,
+    Wording,
+)
+
+IGNORED, TEXT, ANSWER = 0, 1, 2
+"""What a token counts for in the loss."""
+
+_LIST = "{key}:"  # a line of a key-value list, up to the value
+_CHAIN = " The code of the {key} is the code of the {other}."
+
+
+class Insert(NamedTuple):
+    """Tokens that go into the filler, and what each counts for."""
+
+    at: float  # share of the filler that stands before it
+    tokens: list[int]
+    marks: list[int]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How often a sequence is of each kind, and how much a sequence holds.
+
+    Args:
+      segments: share of sequences of returning segments.
+      lists: share of sequences with a key-value list.
+      chains: share of sequences with variable chains; the rest have needles in text.
+      questions: most questions per sequence.
+      positions: positions are spread over as many, in half of the sequences; 0 for never. A model
+        that was shown short texts only then knows the long distances too (arXiv 2309.10400).
+      free: share of sequences whose keys are any two words of the vocabulary; of those with needles
+        two thirds are worded by chance as well. Without it a model retrieves by the words and
+        sentences that it was trained with.
+    """
+
+    segments: float
+    lists: float
+    chains: float
+    questions: int
+    positions: int
+    free: float = 0.0
+
+
+class Tasks:
+    """Makes training sequences.
+
+    Args:
+      encode: text to token ids, without a start token.
+      stream: the training text as token ids.
+      words: what free keys and wordings are made of.
+      vocab: how many ids random segments are drawn from.
+      special: ids below it are special tokens, which are never drawn.
+      bos, eos: the ids that start a sequence and end an answer.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        stream: np.ndarray,
+        words: Sequence[str],
+        *,
+        vocab: int,
+        special: int,
+        bos: int,
+        eos: int,
+    ) -> None:
+        self.encode, self.stream, self.words = encode, stream, words
+        self.vocab, self.special, self.bos, self.eos = vocab, special, bos, eos
+
+    def batch(
+        self, rng: np.random.Generator, rows: int, length: int, mix: Mix
+    ) -> dict[str, np.ndarray]:
+        """`rows` sequences: `tokens` and `marks` `[rows, length + 1]`, `positions` one shorter."""
+        pairs = [self.sequence(rng, length + 1, mix) for _ in range(rows)]
+        return {
+            "tokens": np.array([tokens for tokens, _ in pairs], np.int32),
+            "marks": np.array([marks for _, marks in pairs], np.int32),
+            "positions": np.stack([_positions(rng, length, mix.positions) for _ in range(rows)]),
+        }
+
+    def sequence(
+        self, rng: np.random.Generator, length: int, mix: Mix
+    ) -> tuple[list[int], list[int]]:
+        """One sequence of `length` tokens and their marks."""
+        kind, room = rng.random(), length // 2
+        free = mix.free > 0 and rng.random() < mix.free
+        words = _Words(self.words) if free else None
+        if kind < mix.segments:
+            inserts = self._segments(rng, room)
+        elif kind < mix.segments + mix.lists:
+            inserts = self._list(rng, mix.questions, room, words)
+        elif kind < mix.segments + mix.lists + mix.chains:
+            inserts = self._chains(rng, mix.questions, room, words)
+        else:
+            inserts = self._needles(rng, mix.questions, room, words)
+        return self._weave(rng, inserts, length)
+
+    def _weave(
+        self, rng: np.random.Generator, inserts: list[Insert], length: int
+    ) -> tuple[list[int], list[int]]:
+        """Filler with the inserts in it, each where it belongs, after the start token."""
+        filler = length - 1 - sum(len(insert.tokens) for insert in inserts)
+        start = rng.integers(len(self.stream) - filler)
+        text = self.stream[start : start + filler].tolist()
+        tokens, marks, done = [self.bos], [IGNORED], 0
+        for insert in sorted(inserts, key=lambda insert: insert.at):  # stable
+            end = round(insert.at * filler)
+            tokens += text[done:end] + insert.tokens
+            marks += [TEXT] * (end - done) + insert.marks
+            done = end
+        return tokens + text[done:], marks + [TEXT] * (filler - done)
+
+    def _segments(self, rng: np.random.Generator, room: int) -> list[Insert]:
+        """Segments that return after a random gap, half of them of random tokens."""
+        inserts: list[Insert] = []
+        while room >= 16:
+            size = int(rng.integers(4, min(64, room // 2) + 1))
+            if rng.random() < 0.5:
+                segment = rng.integers(self.special, self.vocab, size).tolist()
+            else:
+                start = rng.integers(len(self.stream) - size)
+                segment = self.stream[start : start + size].tolist()
+            first, again = sorted(rng.random(2))
+            inserts.append(Insert(first, segment, [IGNORED] * size))
+            # Its first two tokens say which segment returns; they cannot be known.
+            inserts.append(Insert(again, segment, [IGNORED] * 2 + [ANSWER] * (size - 2)))
+            room -= 2 * size
+            if rng.random() < 0.1:
+                break
+        return inserts
+
+    def _needles(
+        self, rng: np.random.Generator, questions: int, room: int, words: _Words | None
+    ) -> list[Insert]:
+        """Needles all over the text, and questions for some of them."""
+        inserts: list[Insert] = []
+        count = 0
+        keys = _keys(rng, int(rng.integers(1, 2 * questions + 1)), words)
+        by_chance = words.wording(rng) if words and rng.random() < 2 / 3 else None
+        for key in keys:
+            value, at = _value(rng), rng.random()
+            wording = by_chance or WORDINGS[rng.integers(len(WORDINGS))]
+            needle = self._silent(at, wording.needle(key, value))
+            asked = self._asked(rng, at, wording.ask(key), f" {value}.")
+            room -= len(needle.tokens)
+            if room < 0:
+                break
+            inserts.append(needle)
+            if count < questions and room >= len(asked.tokens):
+                room -= len(asked.tokens)
+                count += 1
+                inserts.append(asked)
+        return inserts
+
+    def _list(
+        self, rng: np.random.Generator, questions: int, room: int, words: _Words | None
+    ) -> list[Insert]:
+        """One list of keys and values, and lines of it begun again."""
+        at = rng.random()
+        keys = _keys(rng, int(rng.integers(2, 6 * questions)), words)
+        pairs = [(key, _value(rng)) for key in keys]
+        pairs = pairs[: max(2, room // 2 // 10)]
+        text = "\n\n" + "".join(f"{_LIST.format(key=key)} {value}\n" for key, value in pairs)
+        inserts = [self._silent(at, text + "\n")]
+        room -= len(inserts[0].tokens)
+        for index in rng.permutation(len(pairs))[:questions]:
+            key, value = pairs[index]
+            begun = f"\n\nQuestion: Which value has the {key}?\nAnswer: {_LIST.format(key=key)}"
+            asked = self._asked(rng, at, begun, f" {value}.")
+            room -= len(asked.tokens)
+            if room < 0:
+                break
+            inserts.append(asked)
+        return inserts
+
+    def _chains(
+        self, rng: np.random.Generator, questions: int, room: int, words: _Words | None
+    ) -> list[Insert]:
+        """Keys that have the value of another key; the answer goes along the chain."""
+        inserts: list[Insert] = []
+        wording = WORDINGS[0]
+        for _ in range(int(rng.integers(1, questions + 1))):
+            keys, value = _keys(rng, int(rng.integers(2, 4)), words), _value(rng)
+            at = rng.random(len(keys))
+            own = [self._silent(at[0], wording.needle(keys[0], value))]
+            for where, key, other in zip(at[1:], keys[1:], keys, strict=False):
+                own.append(self._silent(where, _CHAIN.format(key=key, other=other)))
+            steps = "".join(f" the code of the {key} is" for key in keys[-2::-1])
+            own.append(self._asked(rng, at.max(), wording.ask(keys[-1]), f"{steps} {value}."))
+            room -= sum(len(insert.tokens) for insert in own)
+            if room < 0:
+                break
+            inserts += own
+        return inserts
+
+    def _silent(self, at: float, text: str) -> Insert:
+        tokens = self.encode(text)
+        return Insert(at, tokens, [IGNORED] * len(tokens))
+
+    def _asked(self, rng: np.random.Generator, after: float, text: str, answer: str) -> Insert:
+        """A question and its answer, at the end or anywhere behind what it asks for."""
+        at = 1.0 if rng.random() < 0.6 else after + (1.0 - after) * rng.random()
+        question, reply = self.encode(text), [*self.encode(answer), self.eos]
+        return Insert(at, question + reply, [IGNORED] * len(question) + [ANSWER] * len(reply))
+
+
+@dataclass(frozen=True)
+class _Words:
+    """Any words, for keys and wordings."""
+
+    words: Sequence[str]
+
+    def keys(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Different pairs of words."""
+        return _pairs(rng, self.words, self.words, count)
+
+    def wording(self, rng: np.random.Generator) -> Wording:
+        """A sentence and a question of words that have nothing to do with each other."""
+
+        def words(least: int, most: int) -> str:
+            chosen = rng.integers(len(self.words), size=int(rng.integers(least, most + 1)))
+            return "".join(f" {self.words[index]}" for index in chosen)
+
+        sign = ("", ":", " =")[rng.integers(3)]
+        statement = f"{words(1, 4)} {{key}}{words(0, 3)}{sign}".strip()
+        return Wording(statement, f"{words(1, 4)} {{key}}?".strip())
+
+
+def _keys(rng: np.random.Generator, count: int, words: _Words | None) -> list[str]:
+    """Different keys, of training words unless others are given."""
+    if words is not None:
+        return words.keys(rng, count)
+    return _pairs(rng, TRAINING_ADJECTIVES, TRAINING_NOUNS, count)
+
+
+def _pairs(
+    rng: np.random.Generator, first: Sequence[str], second: Sequence[str], count: int
+) -> list[str]:
+    chosen = rng.choice(len(first) * len(second), count, replace=False)
+    places = (divmod(int(index), len(second)) for index in chosen)
+    return [f"{first[a]} {second[b]}" for a, b in places]
+
+
+def _value(rng: np.random.Generator) -> str:
+    """Six digits in most cases, else four or eight."""
+    digits = int(rng.choice((4, 6, 6, 6, 8)))
+    return str(rng.integers(10 ** (digits - 1), 10**digits))
+
+
+def _positions(rng: np.random.Generator, length: int, spread: int) -> np.ndarray:
+    """Rising positions; in half of all cases with gaps, up to `spread`."""
+    positions = np.arange(length, dtype=np.int32)
+    if spread <= length or rng.random() < 0.5:
+        return positions
+    gaps = int(rng.integers(1, 9))
+    extra = np.sort(rng.integers(0, rng.integers(1, spread - length + 1), gaps))
+    cuts = np.sort(rng.integers(1, length, gaps))
+    shift = np.concatenate(([0], extra))[np.searchsorted(cuts, positions, "right")]
+    return positions + shift.astype(np.int32)

@@ -1,0 +1,113 @@
+"""How the bundled model learns: its forward pass with a gradient, the loss and one step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvjax.models import Decoder
+from kvjax.models.rope_scaling import make_rope
+
+from .tasks import ANSWER, TEXT
+
+_BLOCK = 128  # queries at a time: the fastest on CPUs, whose caches hold a block's logits
+_TEXT_WEIGHT = 0.5
+
+
+class Metrics(NamedTuple):
+    """Of one step: losses in nats per token, share of answer tokens that were the likeliest."""
+
+    answers: Float[Array, ""]
+    text: Float[Array, ""]
+    accuracy: Float[Array, ""]
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes."""
+
+    params: nnx.State
+    optimizer: optax.OptState
+
+
+def causal_attention(
+    q: Float[Array, "B Q T D"], k: Float[Array, "B H T D"], v: Float[Array, "B H T D"]
+) -> Float[Array, "B Q T D"]:
+    """Dense causal attention with a gradient, a block of queries at a time.
+
+    `prompt_attention` skips blocks in a loop of dynamic length, which has no gradient. Here the
+    loop is unrolled, and a block's probabilities are computed again for its gradient instead of
+    being kept.
+    """
+    batch, heads, tokens, dim = q.shape
+    grouped = q.reshape(batch, k.shape[1], -1, tokens, dim)
+    attend = jax.checkpoint(_attend_block, static_argnums=3)
+    blocks = [
+        attend(grouped[..., i : i + _BLOCK, :], k[:, :, : i + _BLOCK], v[:, :, : i + _BLOCK], i)
+        for i in range(0, tokens, _BLOCK)
+    ]
+    return jnp.concatenate(blocks, axis=-2).reshape(batch, heads, tokens, dim)
+
+
+def _attend_block(
+    q: Float[Array, "B H G T D"], k: Float[Array, "B H N D"], v: Float[Array, "B H N D"], start: int
+) -> Float[Array, "B H G T D"]:
+    batch, heads, group, tokens, dim = q.shape
+    flat = q.reshape(batch, heads, group * tokens, dim) * dim**-0.5
+    logits = jnp.einsum("bhtd,bhnd->bhtn", flat, k, preferred_element_type=jnp.float32)
+    seen = start + jnp.arange(tokens)[:, None] >= jnp.arange(k.shape[2])[None, :]
+    logits = logits.reshape(batch, heads, group, tokens, -1)
+    weights = jax.nn.softmax(jnp.where(seen[None, None, None], logits, -1e30), axis=-1)
+    weights = weights.reshape(batch, heads, group * tokens, -1).astype(v.dtype)
+    return jnp.einsum("bhtn,bhnd->bhtd", weights, v).reshape(q.shape)
+
+
+def forward(
+    decoder: Decoder, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+    """The decoder's logits without a cache, differentiable."""
+    x = decoder.embed(tokens)
+    rope = make_rope(decoder.config.rope, positions)
+    for block in decoder.layers:
+        q, k, v = block.attention.project(block.attention_norm(x))
+        out = causal_attention(rope.rotate(q, positions), rope.rotate(k, positions), v)
+        x = x + block.attention.merge(out)
+        x = x + block.mlp(block.mlp_norm(x))
+    return decoder.logits(decoder.norm(x))
+
+
+def loss(
+    params: nnx.State, graphdef: nnx.GraphDef, batch: dict[str, Array]
+) -> tuple[Float[Array, ""], Metrics]:
+    """Cross-entropy of answers plus half that of text, each a mean over its own tokens."""
+    decoder = nnx.merge(graphdef, params)
+    logits = forward(decoder, batch["tokens"][:, :-1], batch["positions"])
+    targets, marks = batch["tokens"][:, 1:], batch["marks"][:, 1:]
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+    def mean(values: Array, mark: int) -> Array:
+        chosen = marks == mark
+        return jnp.sum(jnp.where(chosen, values, 0.0)) / jnp.maximum(jnp.sum(chosen), 1)
+
+    right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+    metrics = Metrics(mean(nll, ANSWER), mean(nll, TEXT), mean(right, ANSWER))
+    return metrics.answers + _TEXT_WEIGHT * metrics.text, metrics
+
+
+@partial(jax.jit, static_argnames=("graphdef", "optimizer"), donate_argnames="state")
+def train_step(
+    state: TrainState,
+    batch: dict[str, Array],
+    *,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, Metrics]:
+    """One step of the optimizer on one batch (see `Tasks.batch`)."""
+    gradient, metrics = jax.grad(loss, has_aux=True)(state.params, graphdef, batch)
+    updates, inner = optimizer.update(gradient, state.optimizer, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), inner), metrics
