@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from rich import box
@@ -33,7 +34,7 @@ def print_report(console: Console, results: Results, folder: Path) -> None:
     cells = len(settings["lengths"]) * len(settings["depths"])
     lengths = ", ".join(f"{length:,}" for length in settings["lengths"])
     console.print(
-        f"Accuracy over {settings['cases'] * cells} cases ({settings['cases']} at each of "
+        f"Accuracy over {settings['cases'] * cells:,} cases ({settings['cases']} at each of "
         f"{len(settings['depths'])} depths in prompts of {lengths} tokens) with 95 % Wilson "
         "interval; green: the full cache's lies in it. The question is inside the compressed "
         "prompt.\n"
@@ -96,8 +97,9 @@ def _accuracy(found: Proportion | None, full: Proportion | None) -> Text:
         return _failed()
     low, high = found.interval
     as_full = full is not None and low <= full.share <= high
-    text = Text(f"{100 * found.share:.0f}", style="green" if as_full else "")
-    return text.append(f" {100 * low:.0f}-{100 * high:.0f}", style="dim")
+    text = Text(found.percent, style="green" if as_full else "")
+    # Rounded outwards: 100-100 would claim more than 200 of 200 can say.
+    return text.append(f" {math.floor(100 * low)}-{math.ceil(100 * high)}", style="dim")
 
 
 def _figures(row: Average, wide: bool) -> list[Text]:

@@ -222,6 +222,13 @@ def test_intervals_are_wilsons():
         assert Proportion(k, n).interval == pytest.approx(wilson(k, n), abs=1e-12)
 
 
+def test_percentages_do_not_round_to_all_or_nothing():
+    shown = {(0, 9): "0", (9, 9): "100", (1, 3): "33", (999, 1000): "99.9", (9999, 10000): "99.9"}
+    shown |= {(1, 300): "0.3", (1, 10_000): "0.1", (199, 200): "99.5"}
+    for found, percent in shown.items():
+        assert Proportion(*found).percent == percent
+
+
 # Grids
 
 
@@ -645,7 +652,7 @@ def test_the_table_fits_the_terminal(found, columns):
     for budget in ("0.25", "0.5", "0.75"):
         assert any(row[:2] == ["streaming_llm", budget] for row in rows)
     (first,) = [row for row in rows if row[:2] == ["h2o", "0.25"] and "failed" not in row][:1]
-    assert first[2:6] == ["25", "7-59", "25", "7-59"]
+    assert first[2:6] == ["25", "7-60", "25", "7-60"]
     assert [row for row in rows if row[:2] == ["h2o", "0.5"] and row[2] == "failed"]
     assert "over 8 cases (4 at each of 2 depths" in " ".join(text.split())
     assert "question is inside the compressed prompt" in " ".join(text.split())

@@ -72,6 +72,7 @@ def accuracy_vs_budget(results: Results) -> Figure:
                 found, at = own, [budgets.index(row.budget) for row in own]
             _line(axes, [x + aside for x in at], found, task, number)
         axes.set_xticks(range(len(budgets)), map(str, budgets))
+        axes.set_xlim(-0.5, max(1, len(budgets)) - 0.5)
         axes.set_xlabel(f"budget ({_unit(budgets)})")
     _finish(figure, results, "What is still answered, by budget")
     return figure
@@ -160,7 +161,7 @@ def _fields(
                 axes.add_patch(box).set_hatch("///")
                 text, colour = "failed", "black"
             else:
-                text = f"{one.share:.0%}\n{one.right}/{one.cases}"
+                text = f"{one.percent}%\n{one.right}/{one.cases}"
                 colour = "black" if one.share >= 0.5 else "white"
             axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
     axes.set_xticks(np.arange(1, len(lengths)) - 0.5, minor=True)
@@ -198,7 +199,10 @@ def _full_line(axes: Axes, averages: list[Average], task: str) -> None:
 
 
 def _line(axes: Axes, x: Sequence[float], rows: list[Average], task: str, number: int) -> None:
-    """A method's points with their intervals; failed ones are left out and break the line."""
+    """A method's points with their intervals; failed ones are left out and break the line.
+
+    Later methods have smaller markers, so that one in the same place is seen around them.
+    """
     colour, marker, dash = _STYLES[number % len(_STYLES)]
     found = [row.accuracy[task] for row in rows]
     points = [_GAP if one is None else (one.share, *one.interval) for one in found]
@@ -208,8 +212,8 @@ def _line(axes: Axes, x: Sequence[float], rows: list[Average], task: str, number
     above = np.maximum(np.subtract(high, y), 0)
     axes.errorbar(
         x, y, yerr=(below, above), label=rows[0].method if rows else None, color=colour,
-        marker=marker, linestyle=dash, markersize=7, markeredgecolor="white", linewidth=1.8,
-        elinewidth=1, capsize=3,
+        marker=marker, markersize=max(6, 11 - 1.5 * number), markeredgecolor="white",
+        linestyle=dash, linewidth=1.8, elinewidth=1, capsize=3,
     )  # fmt: skip
 
 
@@ -224,7 +228,7 @@ def _finish(figure: Figure, results: Results, title: str) -> None:
     per_point = settings["cases"] * len(settings["lengths"]) * len(settings["depths"])
     figure.suptitle(
         f"{title}\nprompts of {lengths} tokens, {len(settings['depths'])} depths, "
-        f"{per_point} cases a point; the question is inside the compressed prompt", fontsize=9,
+        f"{per_point:,} cases a point; the question is inside the compressed prompt", fontsize=9,
     )  # fmt: skip
 
 

@@ -30,6 +30,14 @@ class Proportion(NamedTuple):
         return self.right / self.cases
 
     @property
+    def percent(self) -> str:
+        """The share for people: 100 if all were right, 99.9 if one of a thousand was not."""
+        whole = f"{100 * self.share:.0f}"
+        if whole not in ("0", "100") or self.right in (0, self.cases):
+            return whole
+        return f"{min(max(100 * self.share, 0.1), 99.9):.1f}"
+
+    @property
     def interval(self) -> tuple[float, float]:
         """The 95 % Wilson score interval.
 
