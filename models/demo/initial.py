@@ -1,12 +1,12 @@
 """Initial weights near an induction head, so that a small model on two cores finds one at once.
 
 From the usual random weights the heads that retrieval needs form late: with a vocabulary of 2,048
-none had formed after 1,000 steps. A start that resembles the trained weights (mimetic initialisation,
-arXiv 2305.09828) takes that wait away. What it resembles here is the two-layer circuit of
-arXiv 2209.11895: a head of the first layer looks at the token before, and writes what it was
-through a rotation R of the residual stream; heads of later layers compare the current token with
-what R brought, and copy the token they find. Everything else starts random and small, and training
-is free to change it all.
+none had formed after 1,000 steps. A start that resembles the trained weights (mimetic
+initialisation, arXiv 2305.09828) takes that wait away. What it resembles here is the two-layer
+circuit of arXiv 2209.11895: a head of the first layer looks at the token before, and writes what it
+was through a rotation R of the residual stream; heads of later layers compare the current token
+with what R brought, and copy the token they find. Everything else starts random and small, and
+training is free to change it all.
 """
 
 from __future__ import annotations
