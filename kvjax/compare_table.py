@@ -124,7 +124,7 @@ def _milliseconds(seconds: float | None) -> Text:
     if seconds is None:
         return Text("-")
     value = 1000 * seconds
-    return Text(f"{value:,.0f}" if value >= 100 else f"{value:.2g}")
+    return Text(f"{value:,.0f}" if value >= 10 else f"{value:.2f}")
 
 
 def _failed() -> Text:

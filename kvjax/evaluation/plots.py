@@ -64,7 +64,7 @@ def accuracy_vs_budget(results: Results) -> Figure:
         _full_line(axes, averages, task)
         for number, method in enumerate(_methods(results)[1:]):
             # Bars of methods that are equally good would hide each other.
-            aside = 0.05 * (number - (len(_methods(results)) - 2) / 2)
+            aside = 0.08 * (number - (len(_methods(results)) - 2) / 2)
             own = [row for row in averages if row.method == method]
             if own[0].budget is None:
                 found, at = own * max(1, len(budgets)), list(range(max(1, len(budgets))))
