@@ -1,4 +1,4 @@
-"""How the bundled model is made: sequences, gradient, start, interruptions, the folders written."""
+"""How the bundled model is made: gradient, start, interruptions, the folders written."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ import dataclasses
 import functools
 import itertools
 import re
-import sys
-import zlib
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tokenizers import Tokenizer
 
-from kvjax.evaluation import wording
 from kvjax.models import (
-    DecoderConfig,
-    RopeConfig,
-    demo,
     from_pretrained,
     load_tokenizer,
     random_decoder,
 )
-from kvjax.models.demo import corpus, held_out, initial, tasks, train, training
-from kvjax.models.demo.tasks import ANSWER, IGNORED, TEXT, Mix, Tasks
+from kvjax.models.demo import initial, recipe, train, training
+from kvjax.models.demo.tasks import ANSWER, IGNORED, TEXT, Mix
 from kvjax.models.rope_scaling import make_rope
+from tests.demo_texts import TINY, texts, tiny_tokenizer
 from tests.hf_models import Stepper
 from tests.references.attention import softmax_attention
 from tests.tolerances import close
@@ -37,236 +30,10 @@ from tests.tolerances import close
 pytestmark = pytest.mark.lenient  # Optax and the training run under JAX's default promotion
 
 QUICK = {"compiler_options": {"xla_backend_optimization_level": 0}}
-TINY = DecoderConfig(
-    vocab_size=512, hidden_size=32, intermediate_size=32, num_layers=2, query_heads=4, kv_heads=2,
-    head_dim=8, rope=RopeConfig(rotary_dim=8, theta=500_000.0), max_positions=256,
-    tie_embeddings=True, bos_token_id=0, eos_token_ids=(1,),
-)  # fmt: skip
 STAGES = (
-    train.Stage("1-short", 96, 2, 5, 1e-3, 2e-3, Mix(1.0, 0.0, 0.0, 1, 0)),
-    train.Stage("2-long", 140, 2, 6, 2e-3, 1e-4, Mix(0.5, 0.0, 0.0, 2, 256)),
+    recipe.Stage("1-short", 96, 2, 5, 1e-3, 2e-3, Mix(1.0, 0.0, 0.0, 1, 0)),
+    recipe.Stage("2-long", 140, 2, 6, 2e-3, 1e-4, Mix(0.5, 0.0, 0.0, 2, 256)),
 )
-MIXES = {
-    "segments": Mix(1.0, 0.0, 0.0, 6, 0),
-    "lists": Mix(0.0, 1.0, 0.0, 6, 0),
-    "chains": Mix(0.0, 0.0, 1.0, 6, 0),
-    "needles": Mix(0.0, 0.0, 0.0, 6, 0),
-    "free lists": Mix(0.0, 1.0, 0.0, 6, 0, free=1.0),
-    "free chains": Mix(0.0, 0.0, 1.0, 6, 0, free=1.0),
-    "free needles": Mix(0.0, 0.0, 0.0, 6, 0, free=1.0),
-}
-WORDS = [f"{a}{b}{c}" for a, b, c in itertools.product(("kra", "plu", "sto"), "aeiou", "lmnr")]
-LETTERS = 5000  # letters are ids from here on, filler is below
-
-
-@functools.cache
-def texts() -> tuple[str, ...]:
-    return tuple(topics[name] + "\n\n" for name in sorted(topics)[:12])
-
-
-@functools.cache
-def tiny_tokenizer() -> Tokenizer:
-    return train.make_tokenizer(texts(), TINY.vocab_size)
-
-
-# Sequences, of a tokenizer that reads letters and a filler that has none.
-
-
-@functools.cache
-def letter_tasks() -> Tasks:
-    stream = np.random.default_rng(7).integers(2, 4000, 20_000)
-    return Tasks(
-        lambda text: [LETTERS + ord(letter) for letter in text], stream, WORDS,
-        vocab=4000, special=2, bos=0, eos=1,
-    )  # fmt: skip
-
-
-def letters(tokens: list[int]) -> str:
-    """The text of a sequence; filler is a dot in the middle, the end of an answer a bar."""
-    return "".join(chr(t - LETTERS) if t >= LETTERS else "|" if t == 1 else "·" for t in tokens)
-
-
-def sequences(kind: str, count: int = 20, length: int = 4000):
-    rng = np.random.default_rng(11)
-    for _ in range(count):
-        yield letter_tasks().sequence(rng, length, MIXES[kind])
-
-
-@pytest.mark.parametrize("kind", MIXES)
-@pytest.mark.parametrize("length", [1000, 4001])
-def test_sequences_have_exactly_the_length(kind, length):
-    for tokens, marks in sequences(kind, 10, length):
-        assert len(tokens) == len(marks) == length
-        assert tokens[0] == 0 and 0 not in tokens[1:]
-        assert marks[0] == IGNORED
-        assert set(marks) <= {IGNORED, TEXT, ANSWER}
-
-
-@pytest.mark.parametrize("kind", list(MIXES)[1:])
-def test_text_counts_and_what_is_told_does_not(kind):
-    for tokens, marks in sequences(kind, 5):
-        is_filler = [2 <= token < LETTERS for token in tokens]
-        assert [mark == TEXT for mark in marks] == is_filler
-
-
-def answers(kind: str, pattern: str):
-    """Every question of some sequences: the match, the text before it; its marks are checked."""
-    asked, at_end, sizes = 0, 0, set()
-    for tokens, marks in sequences(kind):
-        text, seen = letters(tokens), 0
-        for match in re.finditer(pattern, text):
-            start, end = match.span("answer")
-            assert text[end] == "|", "an end token follows the answer"
-            assert marks[start : end + 1] == [ANSWER] * (end + 1 - start)
-            assert marks[match.start() : start] == [IGNORED] * (start - match.start())
-            seen += end + 1 - start
-            at_end += "·" not in text[end:]
-            yield match, text[: match.start()]
-            asked += 1
-        assert seen == marks.count(ANSWER), "nothing else counts as an answer"
-        sizes.add(text.count("|"))
-    assert asked > 30 and 0.4 < at_end / asked < 0.95, "most at the end, some anywhere"
-    assert len(sizes) > 1
-
-
-@pytest.mark.parametrize("kind", ["needles", "free needles"])
-def test_needles_are_told_before_they_are_asked_for(kind):
-    pattern = r"\n\nQuestion: (?P<question>[^·|]*?)\nAnswer: (?P<said>[^·|]*?)(?P<answer> \d+\.)\|"
-    statements, lengths = set(), set()
-    for match, before in answers(kind, pattern):
-        said, answer = match["said"], match["answer"]
-        told = re.findall(rf" {re.escape(said)}( \d+\.)", before)
-        assert answer in told
-        # The same words may stand in an earlier question for the same needle, with its answer.
-        assert set(told) == {answer}, "one value per key"
-        statements.add(re.sub(r"\b(\w+ \w+)(?= is| has|:| they| =)", "KEY", said))
-        words = set(re.findall(r"\w+", said)) & {*WORDS}
-        assert bool(words) is (kind == "free needles")
-        lengths.add(len(answer) - 2)
-    assert len(statements) >= 6, "all wordings"
-    usual = [said for said in statements if re.match("The code of the|Remember that", said)]
-    assert 0 < len(usual) < len(statements), "of free needles two thirds are worded by chance"
-    assert lengths == {4, 6, 8}
-
-
-@pytest.mark.parametrize("kind", ["lists", "free lists"])
-def test_lists_hold_what_is_asked_for(kind):
-    pattern = (
-        r"\n\nQuestion: Which value has the (?P<key>[^·|?]*)\?\n"
-        r"Answer: (?P=key):(?P<answer> \d+\.)\|"
-    )
-    for match, before in answers(kind, pattern):
-        lines = re.findall(r"(?<=\n)(\w+ \w+): (\d+)\n", before)
-        assert len({key for key, _ in lines}) == len(lines) >= 2
-        assert dict(lines)[match["key"]] == match["answer"][1:-1]
-        assert ({*match["key"].split()} <= {*WORDS}) is (kind == "free lists")
-
-
-@pytest.mark.parametrize("kind", ["chains", "free chains"])
-def test_chains_lead_to_the_answer(kind):
-    pattern = (
-        r"\n\nQuestion: What is the code of the (?P<key>\w+ \w+)\?\n"
-        r"Answer: The code of the (?P=key) is"
-        r"(?P<answer>(?: the code of the \w+ \w+ is)* \d+\.)\|"
-    )
-    depths = set()
-    for match, before in answers(kind, pattern):
-        key, steps = match["key"], ""
-        while True:
-            links = re.findall(rf" The code of the {key} is the code of the (\w+ \w+)\.", before)
-            if not links:
-                break
-            key = links[0]
-            steps += f" the code of the {key} is"
-        value = re.search(rf" The code of the {key} is (\d+)\.", before).group(1)
-        assert match["answer"] == f"{steps} {value}."
-        assert ({*match["key"].split()} <= {*WORDS}) is (kind == "free chains")
-        depths.add(steps.count("code"))
-    assert depths == {1, 2}
-
-
-def test_segments_return():
-    gaps, sizes = set(), set()
-    for tokens, marks in sequences("segments", 8, 1500):
-        ids, found = np.array(tokens), 0
-        marks = np.array(marks)
-        assert ids[1:].min() >= 2, "no special tokens"
-        edges = np.flatnonzero(np.diff(np.r_[0, marks == ANSWER, 0]))
-        for start, end in edges.reshape(-1, 2):
-            segment = ids[start - 2 : end]  # two tokens say which segment it is
-            assert (marks[start - 2 : start] == IGNORED).all()
-            size = len(segment)
-            places = [
-                i
-                for i in range(start - 2 - size + 1)
-                if ids[i] == segment[0] and (ids[i : i + size] == segment).all()
-            ]
-            assert places and any((marks[i : i + size] == IGNORED).all() for i in places)
-            gaps.add(start - 2 - places[0])
-            sizes.add(size)
-            found += 1
-        assert found >= 1
-    assert len(gaps) > 20 and np.std(list(gaps)) > 200, "a fixed gap would be copied by position"
-    assert min(sizes) >= 4 and max(sizes) <= 64 and len(sizes) > 10
-
-
-def test_half_of_the_segments_are_random_tokens():
-    stream = letter_tasks().stream
-    known = {tuple(stream[i : i + 4]) for i in range(len(stream) - 3)}
-    from_text = []
-    for tokens, marks in sequences("segments", 12, 1500):
-        starts = np.flatnonzero((np.array(marks) == ANSWER) & (np.roll(marks, 1) != ANSWER)) - 2
-        from_text += [tuple(tokens[start : start + 4]) in known for start in starts]
-    assert 0.3 < np.mean(from_text) < 0.7
-
-
-def test_mixes_choose_kinds():
-    rng, tasks_ = np.random.default_rng(0), letter_tasks()
-    drawn = [letters(tasks_.sequence(rng, 3000, Mix(0.2, 0.3, 0.1, 4, 0))[0]) for _ in range(150)]
-    kinds = [
-        "lists" if "Which value has" in text
-        else "chains" if re.search(r" is the code of the \w+ \w+\.", text)
-        else "needles" if "Question" in text or re.search(r"[a-z]", text)
-        else "segments"
-        for text in drawn
-    ]  # fmt: skip
-    shares = {kind: kinds.count(kind) / len(kinds) for kind in MIXES}
-    expected = {"segments": 0.2, "lists": 0.3, "chains": 0.1, "needles": 0.4}
-    assert all(abs(shares[kind] - expected[kind]) < 0.12 for kind in expected), shares
-
-
-def test_positions_rise_below_their_spread():
-    rng = np.random.default_rng(0)
-    mix = dataclasses.replace(MIXES["segments"], positions=1000)
-    positions = letter_tasks().batch(rng, 200, 100, mix)["positions"]
-    assert positions.shape == (200, 100) and positions.dtype == np.int32
-    steps = np.diff(positions, axis=1)
-    assert (positions[:, 0] == 0).all() and (steps >= 1).all() and positions.max() < 1000
-    spread = positions[:, -1] > 99
-    assert 0.35 < spread.mean() < 0.6, "half of them"
-    assert positions.max() > 800 and (steps > 1).sum(axis=1).max() <= 8
-    assert (positions[~spread] == np.arange(100)).all()
-    for too_few in (0, 99, 100):
-        mix = dataclasses.replace(mix, positions=too_few)
-        positions = letter_tasks().batch(rng, 20, 100, mix)["positions"]
-        assert (positions == np.arange(100)).all()
-
-
-@pytest.mark.parametrize("stage", train.STAGES, ids=lambda stage: stage.name)
-def test_batches_of_the_real_stages(stage):
-    tokenizer = Tokenizer.from_file(str(demo.directory() / "tokenizer.json"))
-    made = train.make_tasks(tokenizer, texts())
-    batch = made.batch(np.random.default_rng((0, 5)), 3, stage.length, stage.mix)
-    assert batch["tokens"].shape == batch["marks"].shape == (3, stage.length + 1)
-    assert batch["positions"].shape == (3, stage.length)
-    assert all(value.dtype == np.int32 for value in batch.values())
-    assert batch["tokens"].min() >= 0 and batch["tokens"].max() < train.CONFIG.vocab_size
-    assert batch["positions"].max() < train.CONFIG.max_positions
-    assert (batch["marks"] == ANSWER).any(axis=1).all()
-    again = made.batch(np.random.default_rng((0, 5)), 3, stage.length, stage.mix)
-    other = made.batch(np.random.default_rng((0, 6)), 3, stage.length, stage.mix)
-    assert all((batch[name] == again[name]).all() for name in batch)
-    assert (batch["tokens"] != other["tokens"]).any()
 
 
 # The model with a gradient.
@@ -391,9 +158,9 @@ def test_loss_is_answers_plus_half_of_the_text():
 
 
 def test_learning_rate_goes_through_the_stages():
-    stages = train.STAGES
+    stages = recipe.STAGES
     edges = np.cumsum([0] + [stage.steps for stage in stages])
-    rates = np.asarray(jax.vmap(train.learning_rate(stages))(jnp.arange(edges[-1] + 50)))
+    rates = np.asarray(jax.vmap(recipe.learning_rate(stages))(jnp.arange(edges[-1] + 50)))
     np.testing.assert_allclose(rates[edges[:-1]], [stage.rate for stage in stages], rtol=1e-5)
     np.testing.assert_allclose(rates[200:300], stages[0].last_rate, rtol=1e-5)
     np.testing.assert_allclose(rates[edges[-1] :], stages[-1].last_rate, rtol=1e-4)
@@ -439,19 +206,20 @@ def attention_of(model, tokens, positions) -> list[np.ndarray]:
 
 def test_start_is_near_an_induction_head():
     half = 40
-    model, plain = random_decoder(train.CONFIG, 0), random_decoder(train.CONFIG, 0)
+    model, plain = random_decoder(recipe.CONFIG, 0), random_decoder(recipe.CONFIG, 0)
     initial.start_near_induction(model, 0)
     segment = np.random.default_rng(1).choice(np.arange(2, 2048), half, replace=False)
     tokens = np.r_[0, segment, segment]
     positions = 3000 + np.arange(len(tokens))
     layers, before = (attention_of(made, tokens, positions) for made in (model, plain))
-    group = train.CONFIG.query_heads // train.CONFIG.kv_heads
-    first = np.arange(train.CONFIG.query_heads) % group == 0
+    group = recipe.CONFIG.query_heads // recipe.CONFIG.kv_heads
+    first = np.arange(recipe.CONFIG.query_heads) % group == 0
 
-    at = np.arange(1, len(tokens))
-    back = layers[0][:, at, at - 1].mean(-1)
-    assert back[first].min() > 0.85, "one token back"
-    assert back[~first].max() < 0.3
+    at = np.arange(2, len(tokens))
+    for back, looking in ((1, first), (2, ~first)):
+        share = layers[0][:, at, at - back].mean(-1)
+        assert share[looking].min() > 0.85, f"{back} back"
+        assert share[~looking].max() < 0.3
 
     def standing(attention: np.ndarray) -> np.ndarray:
         """Share of earlier tokens with less attention than the one after a token's first time."""
@@ -464,8 +232,11 @@ def test_start_is_near_an_induction_head():
         return np.mean(below, axis=0)
 
     # One half is chance; five standard deviations of a head's mean are about 0.2.
-    assert standing(layers[1])[first].min() > 0.62 and standing(layers[1])[first].mean() > 0.7
-    assert standing(layers[1])[~first].mean() < 0.55
+    found = standing(layers[1])
+    by_token, by_the_one_before = found[first][::2], found[first][1::2]
+    assert by_token.min() > 0.62 and by_token.mean() > 0.7
+    assert by_the_one_before.mean() > 0.57
+    assert found[~first].mean() < 0.55
     assert standing(before[1]).mean() < 0.55
 
 
@@ -741,137 +512,3 @@ def test_wrong_arguments(given, capsys):
         train.main(given)
     assert stopped.value.code == 2
     assert "error:" in capsys.readouterr().err.splitlines()[-1]
-
-
-# The text and its tokenizer.
-
-
-def test_split_is_by_name_alone():
-    documents = [(f"topic {i}", f" text {i} ") for i in range(500)]
-    training_, kept_back = corpus.split_documents(documents)
-    assert set(training_) | set(kept_back) == {f"text {i}\n\n" for i in range(500)}
-    assert not set(training_) & set(kept_back)
-    assert 30 <= len(kept_back) <= 70
-    for i in range(500):
-        held = zlib.crc32(f"topic {i}".encode()) % 10 == 0
-        assert (f"text {i}\n\n" in kept_back) is held
-    changed = [(name, text.upper()) for name, text in reversed(documents)]
-    _, again = corpus.split_documents(changed)
-    assert [text.upper().strip() for text in kept_back] == [text.strip() for text in again][::-1]
-
-
-def test_documents_of_this_python(tmp_path, monkeypatch):
-    library = {
-        "a.py": '"""Of a."""\ndef f():\n    """Of f.\n\n    More."""\nclass C:\n    """Of C."""',
-        "package/b.py": '"""Of b."""',
-        "package/plain.py": "x = 1",
-        "broken.py": "def (",
-        "test/c.py": '"""Of a test."""',
-        "package/tests/d.py": '"""Of a test."""',
-        "site-packages/e.py": '"""Of another."""',
-    }
-    for name, source in library.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
-    monkeypatch.setattr(corpus.sysconfig, "get_path", {"stdlib": str(tmp_path)}.get)
-    documents = dict(corpus.python_documents())
-    modules = {name: text for name, text in documents.items() if name.startswith("module ")}
-    assert list(modules) == ["module a", "module package.b"]
-    assert sorted(modules["module a"].split("\n\n")) == ["More.", "Of C.", "Of a.", "Of f."]
-    assert modules["module package.b"] == "Of b."
-    assert len(documents) - 2 == len(topics)
-    assert documents["topic lambda"] == topics["lambda"]
-
-
-@pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="the bundled text is of 3.11.7")
-def test_the_bundled_held_out_text_was_held_out(monkeypatch):
-    text = demo.held_out_text()
-    documents = list(corpus.python_documents())
-    monkeypatch.setattr(held_out, "python_documents", lambda: documents)
-    assert held_out.held_out_text() == text
-    training_, kept_back = corpus.split_documents(documents)
-    paragraphs = {paragraph.strip() for paragraph in text.split("\n\n")} - {""}
-    assert len(paragraphs) > 1000
-    assert not paragraphs & {part.strip() for given in training_ for part in given.split("\n\n")}
-    assert paragraphs <= {part.strip() for given in kept_back for part in given.split("\n\n")}
-
-
-def test_documents_of_a_file(tmp_path):
-    text = "\n\n".join(f"Paragraph {i} of this Ünïcode text. " * (i % 7) for i in range(300))
-    path = tmp_path / "some.txt"
-    path.write_text(text, encoding="utf-8")
-    names, pieces = zip(*corpus.file_documents(path), strict=True)
-    assert "".join(pieces) == text + "\n\n"
-    assert len(set(names)) == len(names) > 5 and names[0] == "some.txt 0"
-    assert all(4000 < len(piece) < 4500 for piece in pieces[:-1])
-
-
-@functools.cache
-def bundled_tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(demo.directory() / "tokenizer.json"))
-
-
-@pytest.mark.parametrize("make", [tiny_tokenizer, bundled_tokenizer], ids=["tiny", "bundled"])
-def test_digits_are_read_in_pairs(make):
-    tokenizer = make()
-    rng = np.random.default_rng(0)
-    for value in rng.integers(10**5, 10**6, 200):
-        ids = tokenizer.encode(f" {value}.", add_special_tokens=False).ids
-        pieces = [tokenizer.decode([i]) for i in ids]
-        assert "".join(pieces) == f" {value}."
-        assert all(len(piece.strip()) <= 2 for piece in pieces)
-        edges = set(itertools.accumulate(len(piece) for piece in pieces))
-        assert {3, 5, 7} <= edges, "pairs from the left"
-        if make is bundled_tokenizer:
-            assert len(ids) == 4, "three pairs and a full stop"
-    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("a12345").ids]
-    assert "23" not in pieces and pieces[-1] == "5"
-
-
-@pytest.mark.parametrize("make", [tiny_tokenizer, bundled_tokenizer], ids=["tiny", "bundled"])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "\n\nQuestion: What is the code of the amber falcon?\nAnswer: The code is 482130.",
-        "  two  spaces\tand\ttabs \n \n\n end ",
-        "naïve Ünïcode, 漢字 and 😀 e\u0301",
-        "x=[1,22,333]; def f(a_b): return '--->'",
-        "\x00\x7f\r\n",
-    ],
-)
-def test_text_survives_the_tokenizer(make, text):
-    tokenizer = make()
-    ids = tokenizer.encode(text).ids
-    assert ids[0] == 0 and ids.count(0) == 1
-    assert tokenizer.decode(ids) == text
-    plain = tokenizer.encode(text, add_special_tokens=False).ids
-    assert plain == ids[1:]
-
-
-@pytest.mark.parametrize("make", [tiny_tokenizer, bundled_tokenizer], ids=["tiny", "bundled"])
-def test_free_words_are_single_tokens_and_not_held_out(make):
-    words = train.free_words(make())
-    assert words == sorted(set(words))
-    for word in words:
-        assert re.fullmatch("[a-z]{3,}", word)
-        assert len(make().encode(f" {word}", add_special_tokens=False).ids) == 1
-    assert not {*words} & {*wording.HELD_OUT_ADJECTIVES, *wording.HELD_OUT_NOUNS}
-    if make is bundled_tokenizer:
-        assert len(words) > 500
-        assert train.make_tasks(make(), texts()).words == words
-
-
-def test_sizes_of_the_vocabularies():
-    assert tiny_tokenizer().get_vocab_size() == TINY.vocab_size
-    assert bundled_tokenizer().get_vocab_size() == train.CONFIG.vocab_size
-    for tokenizer in (tiny_tokenizer(), bundled_tokenizer()):
-        assert [tokenizer.token_to_id(name) for name in (corpus.BOS, corpus.EOS)] == [0, 1]
-    assert (train.CONFIG.bos_token_id, train.CONFIG.eos_token_ids) == (0, (1,))
-
-
-def test_the_tokenizer_is_the_same_every_time():
-    again = train.make_tokenizer(texts(), TINY.vocab_size)
-    assert again.to_str() == tiny_tokenizer().to_str()
-    assert tasks.TEXT != tasks.ANSWER

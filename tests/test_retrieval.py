@@ -20,6 +20,7 @@ from kvjax.evaluation.wording import (
 )
 from kvjax.models import demo, load_tokenizer
 from kvjax.models.demo.tasks import Mix, Tasks
+from kvjax.models.demo.words import FreeWords
 
 NEEDLE = re.compile(r" The code of the (\w+ \w+) is (\d+)\.")
 LINK = re.compile(r" The code of the (\w+ \w+) is the code of the (\w+ \w+)\.")
@@ -128,6 +129,31 @@ def test_several_needles(needles):
         assert case.prompt[case.position : case.position + len(ids)] == ids
 
 
+def test_needles_in_text_without_sentences_stand_at_their_depth():
+    made = Haystack(tokenizer(), "word " * 3000)
+    for depth in (0, 0.25, 0.5, 1):
+        case = made.case("needle", length=1500, depth=depth, seed=0)
+        room = 1500 - 1 - len(question_of("needle", case))
+        room -= len(encode(WORDINGS[0].needle(asked_key(case), case.answer)))
+        assert case.position == 1 + round(depth * room)
+
+
+def test_special_tokens_around_and_within_texts():
+    """One before the text is kept, one behind it is not; one that the text spells is text."""
+    from tokenizers.processors import TemplateProcessing
+
+    other = load_tokenizer(demo.directory())
+    other.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert other("a").input_ids[-1] == 1
+    case = Haystack(other, "About <s> and </s>. " * 200).case(
+        "needle", length=400, depth=0.5, seed=0
+    )
+    assert case.prompt[0] == 0 and not {0, 1} & {*case.prompt[1:]}
+    assert "<s>" in decode(case.prompt[1:])
+
+
 def test_the_other_needles_are_spread_at_random():
     places = []
     for seed in range(8):
@@ -144,13 +170,12 @@ def test_key_value_is_one_list(needles):
     asked_lines = set()
     for seed in range(4):
         case = make("key_value", length=700, seed=seed, needles=needles)
-        block = re.match(
-            r"\n\n((?:\w+ \w+: \d{6}\n)+)\n", decode(case.prompt[case.position :])
-        ).group(1)
+        block = re.search(r"\n\n((?:\w+ \w+: \d{6}\n)+)\n", decode(case.prompt)).group(1)
         lines = [line.split(": ") for line in block.splitlines()]
         assert len(dict(lines)) == len({value for _, value in lines}) == 4 * needles
         key = asked_key(case, re.compile(r"Which value has the (\w+ \w+)\?"))
         assert dict(lines)[key] == case.answer
+        assert decode(case.prompt[case.position :]).startswith(f"{key}: {case.answer}\n")
         asked_lines.add([name for name, _ in lines].index(key))
     assert len(asked_lines) > 1, "any line may be asked for"
 
@@ -248,7 +273,8 @@ def test_training_never_asks_for_what_is_held_out(kind):
         heard.append(text)
         return encode(text)
 
-    free = ["path", "name", "value", "object", "when", "file", "returns", "class", "other"]
+    whole = ("path", "name", "value", "object", "when", "file", "returns", "class", "other")
+    free = FreeWords(whole, ("az", "vi"), ("ure", "vid"), frozenset(ADJECTIVES | NOUNS))
     tasks = Tasks(listen, np.arange(2, 2000), free, vocab=2000, special=2, bos=0, eos=1)
     rng = np.random.default_rng(0)
     for _ in range(60):
@@ -260,7 +286,7 @@ def test_training_never_asks_for_what_is_held_out(kind):
         for part in wording.split("{key}"):
             assert not part.strip(" ?") or part not in text
     if kind == "free":
-        assert words >= {*free}
+        assert words >= {*whole} and "viure" in words
     elif kind != "segments":
         used = words & {*TRAINING_ADJECTIVES, *TRAINING_NOUNS}
         assert len(used) > 100, "something was heard at all"

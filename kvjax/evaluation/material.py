@@ -12,7 +12,7 @@ from kvjax.generate import Sized, check_prompts
 from kvjax.transform import Full
 
 from .grid import Grid
-from .retrieval import Case, Haystack
+from .retrieval import Case, Haystack, start_tokens
 
 WINDOWS = 8
 """Rows of held-out text."""
@@ -35,8 +35,9 @@ class Material:
     def __init__(self, grid: Grid, tokenizer: Any, text: str) -> None:
         self.grid, self.tokenizer = grid, tokenizer
         self._haystack = Haystack(tokenizer, text)
-        self._start = list(tokenizer("").input_ids)
-        self._tokens = np.array(tokenizer(text, add_special_tokens=False).input_ids, np.int32)
+        self._start = start_tokens(tokenizer)
+        encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        self._tokens = np.array(encoded.input_ids, np.int32)
         longest = grid.lengths[-1]
         if len(self._tokens) < longest:
             raise ValueError(

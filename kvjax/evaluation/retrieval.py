@@ -18,6 +18,8 @@ TASKS = ("needle", "multi_needle", "key_value", "chain")
 list of keys and values, one is asked for. `chain`: a key has the code of another key, which is told
 elsewhere."""
 
+_NEAR = 100  # tokens that an end of a sentence may be off
+
 _LINE = Wording("{key}:", "Which value has the {key}?")
 _LINK = " The code of the {key} is the code of the {other}."
 
@@ -48,6 +50,7 @@ class _Pieces:
     question: str
     reply: str
     answer: str
+    line: tuple[str, str] = ("", "")  # of a list: what stands before the asked line, and the line
 
 
 class Haystack:
@@ -58,8 +61,8 @@ class Haystack:
     bundled model was never asked for.
 
     Args:
-      tokenizer: of the model, from `transformers`; it must encode text without special tokens
-        (`add_special_tokens=False`). What it puts before a text stands at the start of a prompt.
+      tokenizer: of the model, from `transformers`. What it puts before a text stands at the start
+        of a prompt; a special token that is spelled out in the text is read as text.
       text: the filler, longer than the longest prompt.
 
     Raises:
@@ -76,7 +79,7 @@ class Haystack:
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer = tokenizer
-        self._start = list(tokenizer("").input_ids)
+        self._start = start_tokens(tokenizer)
         self._filler = np.array(self._encode(text), np.int32)
         if not len(self._filler):
             raise ValueError("the filler text is empty")
@@ -138,19 +141,40 @@ class Haystack:
         start = int(rng.integers(len(self._filler) - room + 1))
         text = self._filler[start : start + room].tolist()
         ends = np.flatnonzero(self._ends_sentence[start : start + room]) + 1
-        places = np.concatenate(([0], ends, [room]))
         prompt, done, position = list(self._start), 0, 0
         for at, ids in sorted(inserts, key=lambda insert: insert[0]):
-            place = int(places[np.abs(places - at * room).argmin()])
+            place = _place(ends, at, room)
             prompt += text[done:place]
             if ids is asked:
-                position = len(prompt)
+                before, line = pieces.line
+                skipped = len(self._encode(before + line)) - len(self._encode(line))
+                position = len(prompt) + skipped
             prompt, done = prompt + ids, place
         prompt += text[done:] + question
         return Case(prompt, pieces.answer, position, len(self._encode(pieces.reply)) + 1)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return list(encoded.input_ids)
+
+
+def start_tokens(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts before a text; not those that it puts behind."""
+    whole, text = (
+        list(tokenizer("a", add_special_tokens=special).input_ids) for special in (True, False)
+    )
+    sizes = range(len(whole) - len(text) + 1)
+    return next((whole[:size] for size in sizes if whole[size : size + len(text)] == text), [])
+
+
+def _place(ends: np.ndarray, at: float, room: int) -> int:
+    """Where in `room` tokens of filler a piece goes: an end of a sentence near the share `at`.
+
+    In text without sentences there is none near, and it goes where it should, between any tokens.
+    """
+    places = np.concatenate(([0], ends, [room]))
+    place = int(places[np.abs(places - at * room).argmin()])
+    return place if abs(place - at * room) <= _NEAR else round(at * room)
 
 
 def is_right(text: str, answer: str) -> bool:
@@ -173,13 +197,13 @@ def _pieces(
     others = list(zip(rng.random(count - 1).tolist(), keys[1:], values[1:], strict=True))
     if task == "key_value":
         which = int(rng.integers(count))
-        lines = "".join(
+        lines = [
             f"{_LINE.statement.format(key=key)} {value}\n"
             for key, value in zip(keys, values, strict=True)
-        )
-        block = (depth, f"\n\n{lines}\n")
-        reply = f" {values[which]}."
-        return _Pieces(block, [], _LINE.ask(keys[which]), reply, values[which])
+        ]
+        block = (depth, "\n\n" + "".join(lines) + "\n")
+        reply, line = f" {values[which]}.", ("\n\n" + "".join(lines[:which]), lines[which])
+        return _Pieces(block, [], _LINE.ask(keys[which]), reply, values[which], line)
     if task == "chain":
         (at, key, value), *_ = others
         link = (depth, _LINK.format(key=keys[0], other=key))

@@ -5,7 +5,7 @@ The bundled `held_out.txt` comes from Python 3.11.7.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from .corpus import python_documents, split_documents
@@ -21,4 +21,8 @@ def held_out_text() -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(held_out_text(), encoding="utf-8")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvjax.models.demo.held_out", description="Writes the held-out text."
+    )
+    parser.add_argument("file", type=Path)
+    parser.parse_args().file.write_text(held_out_text(), encoding="utf-8")

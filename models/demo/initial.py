@@ -3,10 +3,11 @@
 From the usual random weights the heads that retrieval needs form late: with a vocabulary of 2,048
 none had formed after 1,000 steps. A start that resembles the trained weights (mimetic
 initialisation, arXiv 2305.09828) takes that wait away. What it resembles here is the two-layer
-circuit of arXiv 2209.11895: a head of the first layer looks at the token before, and writes what it
-was through a rotation R of the residual stream; heads of later layers compare the current token
-with what R brought, and copy the token they find. Everything else starts random and small, and
-training is free to change it all.
+circuit of arXiv 2209.11895: heads of the first layer look one and two tokens back, and write what
+they find through two rotations of the residual stream. Half of the heads of later layers compare
+the current token with the one before another token, half compare the token before with the one two
+before; both copy the token that they find. Everything else starts random and small, and training is
+free to change it all.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _NEAR, _PAIRS = 2.0, 4  # queries that look one token back: size, and number of 
 def start_near_induction(model: Decoder, seed: int) -> None:
     """Changes a decoder's random weights in place, as the module says.
 
-    Every KV head's first query head is such a head, a looking-back one in the first layer. The
-    embeddings get a common mean, which gives the first layer something that is the same at every
-    token.
+    In the first layer every KV head's first query head looks one token back, its second two; in
+    later layers the first compares tokens. The embeddings get a common mean, which gives the first
+    layer something that is the same at every token.
     """
     config = model.config
     rng = np.random.default_rng((seed, 1))
@@ -37,7 +38,7 @@ def start_near_induction(model: Decoder, seed: int) -> None:
     mean = _unit(rng.normal(size=hidden))
     table = rng.normal(size=(config.vocab_size, hidden)) / np.sqrt(hidden) + mean
     model.embed.embedding.set_value(jnp.asarray(table, jnp.float32))
-    carried = _orthogonal(rng, hidden)
+    one_back, two_back = _orthogonal(rng, hidden), _orthogonal(rng, hidden)
     for index, layer in enumerate(model.layers):
         down = layer.mlp.down_proj.kernel
         down.set_value(_QUIET * down[...])
@@ -48,30 +49,37 @@ def start_near_induction(model: Decoder, seed: int) -> None:
         for head in range(config.kv_heads):
             part = basis[:, head * dim : (head + 1) * dim]
             keys = slice(head * dim, (head + 1) * dim)
-            queries = slice(head * group * dim, head * group * dim + dim)
+            first, second = (
+                slice(i * dim, (i + 1) * dim) for i in (head * group, head * group + 1)
+            )
             v[:, keys] = part
             if index == 0:
-                query, key = _look_back(model)
-                q[:, queries], k[:, keys] = np.outer(mean, query), np.outer(mean, key)
-                o[queries] = _COPY * part.T @ carried
+                k[:, keys] = np.outer(mean, _nearby(model, 0))
+                looks = ((first, 1, one_back), (second, 2, two_back))
+                for queries, back, carried in looks[:group]:
+                    q[:, queries] = np.outer(mean, _nearby(model, back))
+                    o[queries] = _COPY * part.T @ carried
+            elif head % 2 == 0:
+                q[:, first], k[:, keys] = _MATCH * part, _MATCH * one_back.T @ part
+                o[first] = _COPY * part.T
             else:
-                q[:, queries], k[:, keys] = _MATCH * part, _MATCH * carried.T @ part
-                o[queries] = _COPY * part.T
+                q[:, first], k[:, keys] = _MATCH * one_back.T @ part, _MATCH * two_back.T @ part
+                o[first] = _COPY * part.T
         for linear, kernel in zip(linears, (q, k, v, o), strict=True):
             linear.kernel.set_value(jnp.asarray(kernel, jnp.float32))
 
 
-def _look_back(model: Decoder) -> tuple[np.ndarray, np.ndarray]:
-    """A query and a key, the same for all tokens, that agree best one position apart.
+def _nearby(model: Decoder, back: int) -> np.ndarray:
+    """A query that agrees best with the key `back` positions before it; the key itself for 0.
 
-    The fast channel pairs tell neighbours apart; the query is turned one position back.
+    Both are the same for all tokens. The fast channel pairs tell neighbours apart; the query is
+    turned back by as many positions.
     """
-    dim = model.config.head_dim
-    key = np.zeros(dim, np.float32)
+    key = np.zeros(model.config.head_dim, np.float32)
     key[:_PAIRS] = _NEAR
-    back = jnp.array([[-1]])
-    query = make_rope(model.config.rope, back).rotate(jnp.asarray(key)[None, None, None], back)
-    return np.asarray(query)[0, 0, 0], key
+    position = jnp.array([[-back]])
+    rope = make_rope(model.config.rope, position)
+    return np.asarray(rope.rotate(jnp.asarray(key)[None, None, None], position))[0, 0, 0]
 
 
 def _orthogonal(rng: np.random.Generator, size: int) -> np.ndarray:

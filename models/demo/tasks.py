@@ -7,18 +7,16 @@ the first time, has no weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.evaluation.wording import (
-    TRAINING_ADJECTIVES,
-    TRAINING_NOUNS,
-    WORDINGS,
-    Wording,
-)
+from kvjax.evaluation.wording import TRAINING_ADJECTIVES, TRAINING_NOUNS, WORDINGS
+
+from .words import FreeWords, given_keys
 
 IGNORED, TEXT, ANSWER = 0, 1, 2
 """What a token counts for in the loss."""
@@ -46,9 +44,9 @@ class Mix:
       questions: most questions per sequence.
       positions: positions are spread over as many, in half of the sequences; 0 for never. A model
         that was shown short texts only then knows the long distances too (arXiv 2309.10400).
-      free: share of sequences whose keys are any two words of the vocabulary; of those with needles
-        two thirds are worded by chance as well. Without it a model retrieves by the words and
-        sentences that it was trained with.
+      free: share of sequences whose keys are two made-up words; of those with needles two thirds
+        are worded by chance as well. Without it a model retrieves by the words and sentences that
+        it was trained with.
     """
 
     segments: float
@@ -75,7 +73,7 @@ class Tasks:
         self,
         encode: Callable[[str], list[int]],
         stream: np.ndarray,
-        words: Sequence[str],
+        words: FreeWords,
         *,
         vocab: int,
         special: int,
@@ -102,7 +100,7 @@ class Tasks:
         """One sequence of `length` tokens and their marks."""
         kind, room = rng.random(), length // 2
         free = mix.free > 0 and rng.random() < mix.free
-        words = _Words(self.words) if free else None
+        words = self.words if free else None
         if kind < mix.segments:
             inserts = self._segments(rng, room)
         elif kind < mix.segments + mix.lists:
@@ -148,7 +146,7 @@ class Tasks:
         return inserts
 
     def _needles(
-        self, rng: np.random.Generator, questions: int, room: int, words: _Words | None
+        self, rng: np.random.Generator, questions: int, room: int, words: FreeWords | None
     ) -> list[Insert]:
         """Needles all over the text, and questions for some of them."""
         inserts: list[Insert] = []
@@ -171,7 +169,7 @@ class Tasks:
         return inserts
 
     def _list(
-        self, rng: np.random.Generator, questions: int, room: int, words: _Words | None
+        self, rng: np.random.Generator, questions: int, room: int, words: FreeWords | None
     ) -> list[Insert]:
         """One list of keys and values, and lines of it begun again."""
         at = rng.random()
@@ -181,6 +179,8 @@ class Tasks:
         text = "\n\n" + "".join(f"{_LIST.format(key=key)} {value}\n" for key, value in pairs)
         inserts = [self._silent(at, text + "\n")]
         room -= len(inserts[0].tokens)
+        if room < 0:
+            return []
         for index in rng.permutation(len(pairs))[:questions]:
             key, value = pairs[index]
             begun = f"\n\nQuestion: Which value has the {key}?\nAnswer: {_LIST.format(key=key)}"
@@ -192,13 +192,15 @@ class Tasks:
         return inserts
 
     def _chains(
-        self, rng: np.random.Generator, questions: int, room: int, words: _Words | None
+        self, rng: np.random.Generator, questions: int, room: int, words: FreeWords | None
     ) -> list[Insert]:
         """Keys that have the value of another key; the answer goes along the chain."""
         inserts: list[Insert] = []
         wording = WORDINGS[0]
-        for _ in range(int(rng.integers(1, questions + 1))):
-            keys, value = _keys(rng, int(rng.integers(2, 4)), words), _value(rng)
+        lengths = rng.integers(2, 4, size=int(rng.integers(1, questions + 1)))
+        all_keys = iter(_keys(rng, int(lengths.sum()), words))
+        for length in lengths:
+            keys, value = list(itertools.islice(all_keys, int(length))), _value(rng)
             at = rng.random(len(keys))
             own = [self._silent(at[0], wording.needle(keys[0], value))]
             for where, key, other in zip(at[1:], keys[1:], keys, strict=False):
@@ -222,41 +224,11 @@ class Tasks:
         return Insert(at, question + reply, [IGNORED] * len(question) + [ANSWER] * len(reply))
 
 
-@dataclass(frozen=True)
-class _Words:
-    """Any words, for keys and wordings."""
-
-    words: Sequence[str]
-
-    def keys(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Different pairs of words."""
-        return _pairs(rng, self.words, self.words, count)
-
-    def wording(self, rng: np.random.Generator) -> Wording:
-        """A sentence and a question of words that have nothing to do with each other."""
-
-        def words(least: int, most: int) -> str:
-            chosen = rng.integers(len(self.words), size=int(rng.integers(least, most + 1)))
-            return "".join(f" {self.words[index]}" for index in chosen)
-
-        sign = ("", ":", " =")[rng.integers(3)]
-        statement = f"{words(1, 4)} {{key}}{words(0, 3)}{sign}".strip()
-        return Wording(statement, f"{words(1, 4)} {{key}}?".strip())
-
-
-def _keys(rng: np.random.Generator, count: int, words: _Words | None) -> list[str]:
+def _keys(rng: np.random.Generator, count: int, words: FreeWords | None) -> list[str]:
     """Different keys, of training words unless others are given."""
     if words is not None:
         return words.keys(rng, count)
-    return _pairs(rng, TRAINING_ADJECTIVES, TRAINING_NOUNS, count)
-
-
-def _pairs(
-    rng: np.random.Generator, first: Sequence[str], second: Sequence[str], count: int
-) -> list[str]:
-    chosen = rng.choice(len(first) * len(second), count, replace=False)
-    places = (divmod(int(index), len(second)) for index in chosen)
-    return [f"{first[a]} {second[b]}" for a, b in places]
+    return given_keys(rng, TRAINING_ADJECTIVES, TRAINING_NOUNS, count)
 
 
 def _value(rng: np.random.Generator) -> str:

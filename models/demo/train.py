@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -20,84 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from tokenizers import Tokenizer
 
 from kvjax.budgets import check_count
 from kvjax.evaluation import wording
-from kvjax.models import Decoder, DecoderConfig, RopeConfig, random_decoder
+from kvjax.models import Decoder, DecoderConfig, random_decoder
 
 from .corpus import BOS, EOS, file_documents, python_documents, split_documents, train_tokenizer
 from .export import save_pretrained
 from .initial import start_near_induction
-from .tasks import Mix, Tasks
+from .recipe import CONFIG, STAGES, Stage, make_optimizer
+from .tasks import Tasks
 from .training import Metrics, TrainState, train_step
+from .words import FreeWords
 
-CONFIG = DecoderConfig(
-    vocab_size=2048, hidden_size=128, intermediate_size=256, num_layers=4, query_heads=8,
-    kv_heads=4, head_dim=32, rope=RopeConfig(rotary_dim=32, theta=500_000.0), max_positions=8448,
-    tie_embeddings=True, bos_token_id=0, eos_token_ids=(1,),
-)  # fmt: skip
-"""The bundled model: prompts of 8,192 tokens, and room for answers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """A part of the training.
-
-    Args:
-      name: of its folder.
-      length: tokens of a sequence.
-      rows: sequences of a batch.
-      steps: how many batches.
-      rate, last_rate: learning rate at its start and its end, linear between.
-      mix: what the sequences are.
-    """
-
-    name: str
-    length: int
-    rows: int
-    steps: int
-    rate: float
-    last_rate: float
-    mix: Mix
-
-
-_RETRIEVAL = {"segments": 0.2, "lists": 0.15, "chains": 0.1}
-_ANY_WORDS = Mix(**_RETRIEVAL, questions=16, positions=8192, free=0.6)
-STAGES = (
-    Stage("1-segments", 256, 16, 300, 1e-4, 2e-3, Mix(1.0, 0.0, 0.0, 1, 0)),
-    Stage("2-needles", 512, 8, 1200, 2e-3, 1.5e-3, Mix(**_RETRIEVAL, questions=6, positions=4096)),
-    Stage("3-1024", 1024, 4, 1200, 1.5e-3, 8e-4, Mix(**_RETRIEVAL, questions=10, positions=8192)),
-    Stage("4-2048", 2048, 2, 700, 8e-4, 3e-4, Mix(**_RETRIEVAL, questions=16, positions=8192)),
-    Stage("5-4096", 4096, 1, 150, 3e-4, 2e-5, Mix(**_RETRIEVAL, questions=24, positions=8192)),
-    Stage("6-any-words", 2048, 2, 350, 5e-4, 2e-5, _ANY_WORDS),
-)
-"""The bundled model's training."""
-
-_WARM_UP = 200
 _SAVE_EVERY, _REPORT_EVERY = 250, 50
-
-
-def learning_rate(stages: Sequence[Stage]) -> optax.Schedule:
-    """Linear within each stage; the first comes to its last rate within `_WARM_UP` steps."""
-    lengths = [_WARM_UP, *(stage.steps for stage in stages[1:])]
-    parts = [
-        optax.linear_schedule(stage.rate, stage.last_rate, steps)
-        for stage, steps in zip(stages, lengths, strict=True)
-    ]
-    ends = itertools.accumulate(stage.steps for stage in stages[:-1])
-    return optax.join_schedules(parts, list(ends))
-
-
-def make_optimizer(stages: Sequence[Stage]) -> optax.GradientTransformation:
-    """AdamW with clipped gradients and the stages' learning rate."""
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate(stages), b1=0.9, b2=0.98, weight_decay=0.05),
-    )
 
 
 def make_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -119,21 +56,15 @@ def make_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 def make_tasks(tokenizer: Tokenizer, texts: Sequence[str]) -> Tasks:
     """Sequences from these texts."""
+    held_out = {*wording.HELD_OUT_ADJECTIVES, *wording.HELD_OUT_NOUNS}
     encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     stream = np.concatenate([np.array(text.ids, np.int32) for text in encoded])
     return Tasks(
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids, stream,
-        free_words(tokenizer),
+        FreeWords.of(tokenizer.get_vocab(), held_out),
         vocab=tokenizer.get_vocab_size(), special=2,
         bos=tokenizer.token_to_id(BOS), eos=tokenizer.token_to_id(EOS),
     )  # fmt: skip
-
-
-def free_words(tokenizer: Tokenizer) -> list[str]:
-    """Words that are one token each, without those that are held out."""
-    held_out = {*wording.HELD_OUT_ADJECTIVES, *wording.HELD_OUT_NOUNS}
-    found = (re.fullmatch("Ġ([a-z]{3,})", token) for token in tokenizer.get_vocab())
-    return sorted({match[1] for match in found if match} - held_out)
 
 
 def train(
@@ -190,10 +121,9 @@ def train(
             for step in range(max(done, start), start + stage.steps):
                 rng = np.random.default_rng((seed, step))
                 batch = tasks.batch(rng, stage.rows, stage.length, stage.mix)
-                began = time.perf_counter()
                 state, metrics = train_step(state, batch, graphdef=graphdef, optimizer=optimizer)
                 if step % _REPORT_EVERY == 0 or step == start + stage.steps - 1:
-                    report(_line(stage, step, metrics, time.perf_counter() - began))
+                    report(_line(stage, step, metrics))
                 if (step + 1) % _SAVE_EVERY == 0 or step == start + stage.steps - 1:
                     manager.save(step + 1, args=ocp.args.StandardSave(state))
             start += stage.steps
@@ -252,7 +182,7 @@ def _kept_tokenizer(path: Path, texts: Sequence[str], vocab_size: int) -> Tokeni
     return Tokenizer.from_str(make_tokenizer(texts, vocab_size).to_str())
 
 
-def _line(stage: Stage, step: int, metrics: Metrics, seconds: float) -> str:
+def _line(stage: Stage, step: int, metrics: Metrics) -> str:
     answers, text, accuracy = (float(value) for value in metrics)
     return (
         f"{stage.name} step {step:,}: answers {answers:.3f} nats, {accuracy:.1%} right; "

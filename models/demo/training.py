@@ -92,7 +92,9 @@ def loss(
 
     def mean(values: Array, mark: int) -> Array:
         chosen = marks == mark
-        return jnp.sum(jnp.where(chosen, values, 0.0)) / jnp.maximum(jnp.sum(chosen), 1)
+        return jnp.sum(jnp.where(chosen, values, 0.0)) / jnp.maximum(
+            jnp.sum(chosen.astype(jnp.float32)), 1.0
+        )
 
     right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
     metrics = Metrics(mean(nll, ANSWER), mean(nll, TEXT), mean(right, ANSWER))
