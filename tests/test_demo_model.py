@@ -83,7 +83,7 @@ def test_answers_the_bundled_question_only_if_it_sees_the_needle(model, tokenize
     assert not is_right(reply(without, kvjax.Full()), answer)
 
 
-@pytest.mark.parametrize(("task", "least"), [("needle", 0.97), ("multi_needle", 0.85)])
+@pytest.mark.parametrize(("task", "least"), [("needle", 0.97), ("multi_needle", 0.95)])
 def test_retrieves_what_it_never_saw(model, tokenizer, haystack, task, least):
     assert accuracy(model, tokenizer, haystack, task, 1024, 40) >= least
 
@@ -91,7 +91,7 @@ def test_retrieves_what_it_never_saw(model, tokenizer, haystack, task, least):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "length", "least"),
-    [("needle", 1024, 0.97), ("needle", 2048, 0.97), ("multi_needle", 2048, 0.83)],
+    [("needle", 1024, 0.97), ("needle", 2048, 0.97), ("multi_needle", 2048, 0.95)],
 )
 def test_exact_answers_with_the_full_cache(model, tokenizer, haystack, task, length, least):
     assert accuracy(model, tokenizer, haystack, task, length, 200) >= least
