@@ -5,16 +5,23 @@ Small pure transforms over an immutable cache, each one a paper, composable, ins
 
 from kvjax.attention import attend
 from kvjax.cache import Column, KVCache, append, compact, evict, merge, nbytes, widen
+from kvjax.calibration import calibrate_outlier_heads
 from kvjax.chain import Chain, bind, chain
 from kvjax.generate import Generation, generate
-from kvjax.layer_cache import LayerCache, init_cache
+from kvjax.layer_cache import LayerCache, init_cache, kept_tokens
 from kvjax.model import FunctionalModel, LanguageModel
+from kvjax.outlier_heads import OutlierHeads, RemainingBudget
 from kvjax.payloads import Dense, Payload
 from kvjax.registry import METHODS, parse
 from kvjax.rope import Rope
 from kvjax.sampling import Sampling
 from kvjax.transform import Extent, Full, KVTransform, Needs, Stage, Step, View
+from kvjax.transforms.cam import CaM
+from kvjax.transforms.chelsea import Chelsea
 from kvjax.transforms.h2o import H2O
+from kvjax.transforms.kvcrush import KVCrush
+from kvjax.transforms.kvmerger import KVMerger
+from kvjax.transforms.pyramidinfer import PyramidInfer, PyramidInferLayer
 from kvjax.transforms.pyramidkv import LayerBudget, PyramidKV
 from kvjax.transforms.snapkv import SnapKV
 from kvjax.transforms.streaming_llm import StreamingLLM
@@ -25,7 +32,9 @@ __version__ = "0.1.0"
 __all__ = [
     "H2O",
     "METHODS",
+    "CaM",
     "Chain",
+    "Chelsea",
     "Column",
     "Dense",
     "Every",
@@ -35,14 +44,20 @@ __all__ = [
     "Generation",
     "HeadGroups",
     "KVCache",
+    "KVCrush",
+    "KVMerger",
     "KVTransform",
     "LanguageModel",
     "LayerBudget",
     "LayerCache",
     "Needs",
+    "OutlierHeads",
     "Payload",
     "PerLayer",
+    "PyramidInfer",
+    "PyramidInferLayer",
     "PyramidKV",
+    "RemainingBudget",
     "Rope",
     "Sampling",
     "SnapKV",
@@ -54,11 +69,13 @@ __all__ = [
     "append",
     "attend",
     "bind",
+    "calibrate_outlier_heads",
     "chain",
     "compact",
     "evict",
     "generate",
     "init_cache",
+    "kept_tokens",
     "merge",
     "nbytes",
     "parse",

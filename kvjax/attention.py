@@ -119,6 +119,8 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
     else:
         keys = kv.k.read(_clip(view.index))
     out, mass = _attention(needs, view, q, keys, positions, options)
+    if not prompt and transform.merges and transform.frees_while_decoding:
+        kv = _after(kv, out)
     if needs.accumulated_attention:
         kv = _accumulate(kv, mass)
     window = _last_queries(needs, cache, q, positions, options)
@@ -161,6 +163,7 @@ def _attention(needs: Needs, view: View, q, keys, positions, options: _Options):
     key_position = view.per_slot(kv.position, -1)
     kind = {**options.logits, "implementation": options.implementation}
     wants_mass = needs.attention_mass or needs.accumulated_attention
+    wants_mass |= needs.decode_mass and options.phase == "decode"
     mass = None
     if options.phase == "prompt":
         out, lse = prompt_attention(grouped, keys, values, bias, positions, key_position, **kind)
@@ -175,6 +178,16 @@ def _attention(needs: Needs, view: View, q, keys, positions, options: _Options):
     if mass is not None:
         mass = mass.reshape(batch, -1, mass.shape[-1])
     return out.reshape(q.shape), mass
+
+
+def _after(kv: KVCache, out: Float[Array, "B H G T D"]) -> KVCache:
+    """The same cache, computed after `out`: a merge may then write keys and values in place.
+
+    XLA goes by data alone. What attention reads and a conditional may overwrite, in no order that
+    the data tells, it copies at every step: both stores, whether anything is merged or not.
+    """
+    never = out.max() > jnp.inf  # true of no number, and XLA does not know
+    return kv.replace(log_mass=jnp.where(never, -jnp.inf, kv.log_mass))
 
 
 def _clip(index: Int[Array, "B H N"] | None) -> Int[Array, "B H N"] | None:
@@ -205,13 +218,14 @@ def _last_queries(
     needs: Needs, cache: LayerCache, q, positions, options: _Options
 ) -> QueryWindow | None:
     """Each row's last queries of the prompt (and of decoding, where needed) after this call."""
-    if not needs.query_window or (options.phase == "decode" and not needs.decode_queries):
+    size = needs.queries(cache.kv.max_prompt)
+    if not size or (options.phase == "decode" and not needs.decode_queries):
         return None
     window = cache.window
     if window is None:
         batch, query_heads, _, head_dim = q.shape
         dtype = cache.kv.k.dtype
-        window = QueryWindow.empty(batch, query_heads, needs.query_window, head_dim, dtype)
+        window = QueryWindow.empty(batch, query_heads, size, head_dim, dtype)
     return window.add(q, positions)
 
 

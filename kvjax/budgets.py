@@ -8,8 +8,10 @@ row looks its own up.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,23 @@ def check_count(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
+def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
+    """Raises unless `value` is a finite number in (above, most]."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not above < value <= most or value == math.inf:
+        bounds = (
+            f"lie in ({above:g}, {most:g}]" if most < math.inf else f"be finite and above {above:g}"
+        )
+        raise ValueError(f"{name} must {bounds}, got {value}")
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises unless `value` is one of the known names."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
 def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.ndarray:
     """Slots for prompts of these lengths: B, or `min(L, max(⌊f·L⌋, minimum))` for a share f.
 
@@ -83,3 +102,33 @@ def rows_budget(
         return jnp.full(length.shape, budget, jnp.int32)
     table = slots_for(budget, np.arange(max_length + 1), minimum).astype(np.int32)
     return jnp.asarray(table)[jnp.minimum(length, max_length)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of a budget, `round(share · B)`, or what that leaves; a budget itself.
+
+    Args:
+      budget: B.
+      share: which part of it.
+      minimum: smallest workable number of slots, which is always left.
+      rest: give what is left.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.budgets import Share
+      >>> Share(0.5, 0.25, minimum=33)(np.array([400, 80, 20])).tolist()
+      [50, 7, 0]
+    """
+
+    budget: Budget
+    share: float
+    minimum: int
+    rest: bool = False
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """Slots for prompts of these lengths."""
+        whole = slots_for(self.budget, lengths, self.minimum)
+        taken = np.rint(self.share * whole).astype(np.int64)
+        taken = np.minimum(taken, np.maximum(whole - self.minimum, 0))
+        return whole - taken if self.rest else taken

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.payloads import Dense, Payload, take_slots, write_slots
+from pallas_kernels import segment_merge
 
 FREE = -1  # the position of a free slot, and of a padding token
 NEG_INF = float("-inf")
@@ -275,15 +276,9 @@ def merge(
     weights = mass if weights is None else jnp.where(live, weights, 0.0).astype(jnp.float32)
     members = _sum_into(into, live.astype(jnp.int32))
     merged, stays = members > 1, live & (into == slot)
-    total = _sum_into(into, weights)
-    weighted = merged & (total > 0)
-    total = jnp.where(weighted, total, 1.0)
 
     def mean(payload: Payload) -> Payload:
-        rows = payload.read()
-        summed = _sum_into(into, rows.astype(jnp.float32) * weights[..., None])
-        new = (summed / total[..., None]).astype(rows.dtype)
-        return payload.fill(jnp.where(weighted[..., None], new, rows))
+        return payload.fill(segment_merge(payload.read(), into, weights))
 
     def combine(column: Column) -> Column:
         if column.merge == "keep":

@@ -77,6 +77,11 @@ class Chain(KVTransform):
         """Whether any part does."""
         return any(part.frees_while_decoding for part in self.parts)
 
+    @property
+    def merges(self) -> bool:
+        """Whether any part does."""
+        return any(part.merges for part in self.parts)
+
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Every part's columns and state."""
         states = []
@@ -100,6 +105,16 @@ class Chain(KVTransform):
             cache, own = part.update(cache, own, step)
             states.append(own)
         return cache, tuple(states)
+
+    def passes(self, extent: Extent) -> int | None:
+        """The first part's, unless a later part evicts too: then hidden states all go on."""
+        first, *others = self.parts
+        evicts = any(part.stage == Stage.EVICT for part in others)
+        return None if evicts else first.passes(extent)
+
+    def recent(self, cache: KVCache, state: State) -> Array | None:
+        """The last part's window."""
+        return self.parts[-1].recent(cache, state[-1])
 
 
 def chain(*transforms: KVTransform) -> KVTransform:

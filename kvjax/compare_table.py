@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -80,8 +81,10 @@ def _table(results: Results, wide: bool, *, answers: bool, figures: bool) -> Tab
     for heading in (tasks if answers else []) + (numbers if figures else []):
         table.add_column(heading, justify="right", no_wrap=True)
     averages = results.averages()
+    pairs = [(row.method, after.method) for row, after in itertools.pairwise(averages)]
+    grouped = any(method == after for method, after in pairs)  # several budgets of a method
     for number, row in enumerate(averages):
-        if number and row.method != averages[number - 1].method:
+        if grouped and number and len(set(pairs[number - 1])) > 1:
             table.add_section()
         accuracy = [
             _accuracy(found, averages[0].accuracy[task]) for task, found in row.accuracy.items()

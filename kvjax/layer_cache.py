@@ -70,6 +70,47 @@ class LayerCache:
 
 Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
 
+PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer
+
+
+def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
+    """Positions of the tokens that survive in every KV head of a layer, in order, -1 padded.
+
+    For models that prune hidden states after a layer's prompt. Where a transform `passes` fewer
+    tokens to the next layer than its own layer caches (PyramidInfer at the paper's ratios), only
+    those. The newest token is always among them.
+
+    Args:
+      cache: of one layer, after its prompt.
+
+    Returns:
+      `[B, T]`; T is what the transform `passes` at most, or else the cache's slots.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> tx = kvjax.StreamingLLM(budget=3, sinks=1)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=4, max_prompt=5, max_new=1)
+      >>> rows = jnp.ones((1, 2, 5, 4))
+      >>> _, cache = kvjax.attend(tx, cache, rows, rows, rows, jnp.arange(5)[None], phase="prompt")
+      >>> kvjax.kept_tokens(cache).tolist()
+      [[0, 3, 4, -1]]
+    """
+    parts = cache if isinstance(cache, tuple) else (cache,)
+    none = jnp.iinfo(jnp.int32).max
+    held, sizes = [], []
+    for part in parts:
+        kv = part.kv
+        kept = kv.live & kv.column(PASSED) if PASSED in kv.columns else kv.live
+        held.append(jnp.where(kept, kv.position, none).reshape(kept.shape[0], -1))
+        passed = part.transform.passes(Extent(kv.max_prompt, kv.max_new))
+        sizes.append(kv.slots if passed is None else min(passed, kv.slots))
+    position = jnp.sort(jnp.concatenate(held, axis=1), axis=1)
+    # A position stands here once per head that holds it: as often as there are heads, if all do.
+    more = sum(part.kv.shape[1] for part in parts) - 1
+    first, last = position[:, : position.shape[1] - more], position[:, more:]
+    common = jnp.sort(jnp.where(first == last, first, none), axis=1)[:, : min(sizes)]
+    return jnp.where(common == none, -1, common)
+
 
 def init_cache(
     transform: KVTransform,
@@ -158,7 +199,8 @@ def _init_group(
     kv, state = transform.init(kv)
     window = None
     if needs.decode_queries:
-        window = QueryWindow.empty(batch, kv_heads * group, needs.query_window, head_dim, dtype)
+        size = needs.queries(max_prompt)
+        window = QueryWindow.empty(batch, kv_heads * group, size, head_dim, dtype)
     return LayerCache(kv, state, window, transform)
 
 

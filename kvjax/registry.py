@@ -7,7 +7,12 @@ import dataclasses
 
 from kvjax.chain import chain
 from kvjax.transform import Full, KVTransform
+from kvjax.transforms.cam import CaM
+from kvjax.transforms.chelsea import Chelsea
 from kvjax.transforms.h2o import H2O
+from kvjax.transforms.kvcrush import KVCrush
+from kvjax.transforms.kvmerger import KVMerger
+from kvjax.transforms.pyramidinfer import PyramidInfer
 from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.snapkv import SnapKV
 from kvjax.transforms.streaming_llm import StreamingLLM
@@ -19,8 +24,16 @@ METHODS: dict[str, type[KVTransform]] = {
     "h2o": H2O,
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
+    "pyramidinfer": PyramidInfer,
+    "kvmerger": KVMerger,
+    "chelsea": Chelsea,
 }
-WRAPPERS: dict[str, type[KVTransform]] = {"every": Every, "when_full": WhenFull}
+WRAPPERS: dict[str, type[KVTransform]] = {
+    "every": Every,
+    "when_full": WhenFull,
+    "cam": CaM,
+    "kvcrush": KVCrush,
+}
 
 
 def parse(text: str, budget: int | float | None = None) -> KVTransform:

@@ -45,6 +45,7 @@ class Extent:
       limit: most live slots at any time while decoding, the newest token included; None: whatever
         `prompt + new` allows.
       longest: most prompt tokens of a row; None: `prompt`, where nothing has compressed yet.
+      pinned: most pinned slots, which stand outside the budget of every evictor.
 
     Example:
       >>> import kvjax
@@ -56,6 +57,7 @@ class Extent:
     new: int
     limit: int | None = None
     longest: int | None = None
+    pinned: int = 0
 
     @property
     def total(self) -> int:
@@ -69,14 +71,20 @@ class Extent:
         return self.prompt if self.longest is None else self.longest
 
     def keep(self, slots: int) -> Extent:
-        """At most `slots` remain of a prompt."""
-        kept = min(self.prompt, slots)
+        """At most `slots` remain of a prompt, and the pinned ones."""
+        kept = min(self.prompt, slots + self.pinned)
         return dataclasses.replace(self, prompt=kept, longest=self.longest_prompt)
 
     def hold(self, slots: int) -> Extent:
-        """At most `slots` are live at any time while decoding."""
+        """At most `slots` and the pinned ones are live at any time while decoding."""
+        slots = slots + self.pinned
         limit = slots if self.limit is None else min(self.limit, slots)
         return dataclasses.replace(self, limit=limit)
+
+    def pin(self, slots: int) -> Extent:
+        """At most `slots` more are pinned, beside what earlier parts of a chain hold."""
+        limit = None if self.limit is None else self.limit + slots
+        return dataclasses.replace(self, limit=limit, pinned=self.pinned + slots)
 
 
 class Needs(NamedTuple):
@@ -86,7 +94,9 @@ class Needs(NamedTuple):
       attention_mass: `Step.mass`, the probability that each slot received.
       accumulated_attention: the column "attention", `[B, H, S, G]`, that sum over all calls.
       query_window: `Step.query` holds this many of each row's last prompt queries.
+      query_share: and at least this share of `max_prompt`, and one more.
       decode_queries: the window goes on with the queries of decoding.
+      decode_mass: `attention_mass`, of decode steps alone.
       unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
       reposition: keys are rotated at their rank among the live slots and not at their position.
     """
@@ -94,13 +104,20 @@ class Needs(NamedTuple):
     attention_mass: bool = False
     accumulated_attention: bool = False
     query_window: int = 0
+    query_share: float = 0.0
     decode_queries: bool = False
+    decode_mass: bool = False
     unrotated_keys: bool = False
     reposition: bool = False
 
     def union(self, other: Needs) -> Needs:
         """What serves both."""
         return Needs(*(max(a, b) for a, b in zip(self, other, strict=True)))
+
+    def queries(self, max_prompt: int) -> int:
+        """Size of the window of prompt queries."""
+        share = 1 + int(self.query_share * max_prompt) if self.query_share else 0
+        return max(self.query_window, share)
 
 
 @jax.tree_util.register_dataclass
@@ -217,6 +234,11 @@ class KVTransform:
         """Whether slots are evicted or merged between prompts (an index would go stale)."""
         return False
 
+    @property
+    def merges(self) -> bool:
+        """Whether what it frees goes into other slots, so that no wrapper can bring it back."""
+        return False
+
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Adds columns, chooses the payload, and makes the transform's own state."""
         return cache, ()
@@ -232,6 +254,21 @@ class KVTransform:
     def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"] | None:
         """Importance of each slot before query heads are reduced, for wrappers; None if none."""
         return None
+
+    def passes(self, extent: Extent) -> int | None:
+        """Most prompt tokens that a model must take to the next layer; None: it takes all."""
+        return None
+
+    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"] | None:
+        """How many newest tokens of each row it always keeps, for wrappers; None if none."""
+        return None
+
+
+def accumulated_attention(cache: KVCache) -> Float[Array, "B Q S"]:
+    """Attention that each slot has received so far, per query head (`Needs` has to ask for it)."""
+    batch, kv_heads, slots = cache.shape
+    attention = jnp.moveaxis(cache.column("attention"), -1, 2)
+    return attention.reshape(batch, kv_heads * cache.group, slots)
 
 
 def group_scores(

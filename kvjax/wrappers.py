@@ -105,6 +105,11 @@ class HeadGroups(KVTransform):
         """Whether any group's transform does."""
         return any(transform.frees_while_decoding for _, transform in self.groups)
 
+    @property
+    def merges(self) -> bool:
+        """Whether any group's transform does."""
+        return any(transform.merges for _, transform in self.groups)
+
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The same groups, each with its transform for this layer."""
         return HeadGroups(
@@ -143,6 +148,7 @@ class Every(KVTransform):
 
     bound = property(lambda self: self.base.bound)
     frees_while_decoding = property(lambda self: True)
+    merges = property(lambda self: self.base.merges)
     needs = property(lambda self: _while_decoding(self.base.needs))
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
@@ -151,8 +157,8 @@ class Every(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `steps` tokens more."""
-        kept = _kept_of(self.base, extent.longest_prompt, extent.new)
-        return self.base.extent(extent).hold(kept + self.steps)
+        most = _most_of(self.base, extent.longest_prompt, extent.new)
+        return self.base.extent(extent).hold(most.prompt - most.pinned + self.steps)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """The base's state and a counter of generated tokens."""
@@ -168,12 +174,16 @@ class Every(KVTransform):
         count = count + 1
         due = count >= self.steps
         as_prompt = dataclasses.replace(step, phase="prompt", last=True)
-        cache, inner = _update_if(due, lambda c, s: self.base.update(c, s, as_prompt), cache, inner)
+        cache, inner = update_if(due, lambda c, s: self.base.update(c, s, as_prompt), cache, inner)
         return cache, (jnp.where(due, 0, count), inner)
 
     def score(self, cache: KVCache, state: State, step: Step) -> Array | None:
         """The base's score."""
         return self.base.score(cache, state[1], step)
+
+    def recent(self, cache: KVCache, state: State) -> Array | None:
+        """The base's window."""
+        return self.base.recent(cache, state[1])
 
 
 @dataclass(frozen=True)
@@ -207,6 +217,7 @@ class WhenFull(KVTransform):
 
     bound = property(lambda self: self.base.bound)
     frees_while_decoding = property(lambda self: True)
+    merges = property(lambda self: self.base.merges)
     needs = property(lambda self: _while_decoding(self.base.needs))
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
@@ -215,8 +226,8 @@ class WhenFull(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `room` tokens more."""
-        kept = _kept_of(self.base, extent.longest_prompt, extent.new)
-        return self.base.extent(extent).hold(kept + self.room)
+        most = _most_of(self.base, extent.longest_prompt, extent.new)
+        return self.base.extent(extent).hold(most.prompt - most.pinned + self.room)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """The base's columns and state."""
@@ -226,20 +237,24 @@ class WhenFull(KVTransform):
         """Runs the base at the prompt's end, and on the rows and heads that are full."""
         if step.phase == "prompt":
             return self.base.update(cache, state, step)
-        full = cache.live.sum(-1) >= (
-            _kept_of(self.base, cache.max_prompt, cache.max_new) + self.room
-        )
+        most = _most_of(self.base, cache.max_prompt, cache.max_new)
+        others_pins = jnp.maximum(cache.pinned.sum(-1) - most.pinned, 0)
+        full = cache.live.sum(-1) - others_pins >= most.prompt + self.room
         as_prompt = dataclasses.replace(step, phase="prompt", last=True)
 
         def compress(cache: KVCache, state: State) -> tuple[KVCache, State]:
             new, new_state = self.base.update(cache, state, as_prompt)
             return _select_rows(full, new, cache), new_state
 
-        return _update_if(full.any(), compress, cache, state)
+        return update_if(full.any(), compress, cache, state)
 
     def score(self, cache: KVCache, state: State, step: Step) -> Array | None:
         """The base's score."""
         return self.base.score(cache, state, step)
+
+    def recent(self, cache: KVCache, state: State) -> Array | None:
+        """The base's window."""
+        return self.base.recent(cache, state)
 
 
 def _is_group(part: object) -> bool:
@@ -248,25 +263,39 @@ def _is_group(part: object) -> bool:
     return all(isinstance(head, int) for head in part[0])
 
 
+def check_evicts(base: object, name: str) -> None:
+    """Raises unless `base` evicts tokens, of which a wrapper can compare before and after.
+
+    Raises:
+      TypeError: no transform.
+      ValueError: it evicts nothing, merges what it frees into other slots, or splits heads.
+    """
+    if not _compresses(base, name) or base.merges:
+        raise ValueError(f"{name} goes around a method that evicts tokens, got {base!r}")
+
+
 def _check_prompt_method(base: object, name: str) -> None:
-    check_transform(base, name)
-    if isinstance(base, HeadGroups):
-        raise ValueError(f"{name} goes around the transforms of HeadGroups, one by one: {base!r}")
-    compresses = base.stage == Stage.EVICT and not isinstance(base, Full)
-    if not compresses or base.frees_while_decoding:
+    if not _compresses(base, name) or base.frees_while_decoding:
         raise ValueError(
             f"{name} repeats a method that evicts or merges at the prompt's end and does nothing "
             f"while decoding, got {base!r}"
         )
 
 
-def _kept_of(base: KVTransform, longest: int, new: int) -> int:
-    """Most slots that `base` keeps when everything live, prompt and new, is compressed at once."""
-    return base.extent(Extent(prompt=longest + new, new=0, longest=longest)).prompt
+def _compresses(base: object, name: str) -> bool:
+    check_transform(base, name)
+    if isinstance(base, HeadGroups):
+        raise ValueError(f"{name} goes around the transforms of HeadGroups, one by one: {base!r}")
+    return base.stage == Stage.EVICT and not isinstance(base, Full)
+
+
+def _most_of(base: KVTransform, longest: int, new: int) -> Extent:
+    """What `base` keeps and pins at most when everything live, prompt and new, is compressed."""
+    return base.extent(Extent(prompt=longest + new, new=0, longest=longest))
 
 
 def _while_decoding(needs: Needs) -> Needs:
-    return needs._replace(decode_queries=needs.query_window > 0)
+    return needs._replace(decode_queries=needs.query_window > 0 or needs.query_share > 0)
 
 
 def _rewrap(wrapper: KVTransform, layer: int, num_layers: int) -> KVTransform:
@@ -285,7 +314,7 @@ def _select_rows(keep_new: Bool[Array, "B H"], new: KVCache, old: KVCache) -> KV
     return jax.tree.map(pick, new, old)
 
 
-def _update_if(
+def update_if(
     due: Bool[Array, ""],
     update: Callable[[KVCache, State], tuple[KVCache, State]],
     cache: KVCache,

@@ -14,6 +14,7 @@ from kvjax.layer_cache import Cache
 
 from .blocks import DecoderLayer, RMSNorm
 from .config import DecoderConfig
+from .pruning import drops_tokens, pass_on, states_at, whole_prompt
 from .rope_scaling import make_rope
 
 
@@ -102,7 +103,8 @@ class Decoder(nnx.Module):
 
         Returns:
           Logits `[B, T, V]` or `[B, N, V]` in float32 (at padding they mean nothing), and the
-          caches with the new tokens.
+          caches with the new tokens. A transform may leave tokens of a prompt out of the next layer
+          (PyramidInfer, where the prompt is read in one piece): their logits are 0.
 
         Raises:
           ValueError: shapes do not fit, or there are not as many caches and transforms as layers.
@@ -112,11 +114,18 @@ class Decoder(nnx.Module):
         # looked up it would be NaN, and NaN survives a masked sum.
         x = self.embed(jnp.where(positions >= 0, tokens, 0))
         rope = make_rope(self.config.rope, positions)
+        whole, reaching = whole_prompt(caches, phase, last), positions
         written = []
         for block, layer, cache in zip(self.layers, layers, caches, strict=True):
-            x, cache = block(x, positions, cache, layer=layer, rope=rope, phase=phase, last=last)
+            x, cache = block(x, reaching, cache, layer=layer, rope=rope, phase=phase, last=last)
             written.append(cache)
-        if logits_at is not None:
+            if whole and len(written) < self.num_layers and drops_tokens(layer, cache):
+                x, reaching = pass_on(x, reaching, kvjax.kept_tokens(cache))
+        if reaching is not positions:  # some tokens have not come as far as here
+            if logits_at is not None:
+                positions = jnp.take_along_axis(positions, logits_at, axis=1)
+            x = states_at(x, reaching, positions)
+        elif logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
         return self.logits(self.norm(x)), tuple(written)
 

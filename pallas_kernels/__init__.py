@@ -5,6 +5,23 @@ kernel. `implementation=None` takes the best that can run; a named one never fal
 """
 
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.kmeans import kmeans
+from pallas_kernels.packed_bits import hamming_distance, pack_bits
 from pallas_kernels.prompt_attention import column_sums, prompt_attention
+from pallas_kernels.segment_merge import segment_merge
+from pallas_kernels.slot_pairs import join_anchors, pair_cosine, pair_distance
+from pallas_kernels.soft_matching import soft_matching
 
-__all__ = ["column_sums", "decode_attention", "prompt_attention"]
+__all__ = [
+    "column_sums",
+    "decode_attention",
+    "hamming_distance",
+    "join_anchors",
+    "kmeans",
+    "pack_bits",
+    "pair_cosine",
+    "pair_distance",
+    "prompt_attention",
+    "segment_merge",
+    "soft_matching",
+]

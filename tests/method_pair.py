@@ -17,7 +17,7 @@ import numpy as np
 
 import kvjax
 from tests.attending import OPTIONS
-from tests.references import h2o, snapkv
+from tests.references import h2o, kvcrush, kvmerger, pyramidinfer, snapkv
 from tests.references.rope import rope as rotate
 from tests.tolerances import close
 
@@ -187,6 +187,6 @@ def clear_choices():
 
     original = h2o.best
     with ExitStack() as stack:
-        for module in (h2o, snapkv):
+        for module in (h2o, kvcrush, kvmerger, pyramidinfer, snapkv):
             stack.enter_context(mock.patch.object(module, "best", watched))
         yield

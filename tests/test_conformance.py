@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Every, HeadGroups, PerLayer, WhenFull, chain
+from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, WhenFull, chain
 from kvjax.budgets import slots_for
 from kvjax.registry import METHODS
 from tests.attending import (
@@ -56,12 +56,24 @@ ARGUMENTS = {
     "h2o": {"budget": BUDGET},
     "snapkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
     "pyramidkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
+    "pyramidinfer": {"budget": BUDGET, "interval": 3},
+    "kvmerger": {"budget": BUDGET},
+    "chelsea": {"budget": BUDGET, "chunk": 8, "sinks": 2, "recent": WINDOW, "interval": 3},
 }
 ENOUGH = MAX_PROMPT + MAX_NEW
+OUTLIERS = kvjax.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
 
 
 def snapkv(budget=BUDGET):
     return kvjax.SnapKV(budget=budget, window=WINDOW, kernel=3)
+
+
+def chelsea(budget=BUDGET, **changes):
+    return kvjax.Chelsea(**{**ARGUMENTS["chelsea"], "budget": budget, **changes})
+
+
+def pyramidinfer_paper(context):
+    return kvjax.PyramidInfer(ratio=0.5, context=context, interval=None)
 
 
 def half_of_the_first_layer(layer: int, num_layers: int):
@@ -82,6 +94,15 @@ def compositions(budget: int) -> dict:
         "chain": chain(snapkv(budget + 4), kvjax.H2O(budget=budget)),
         "per_layer": PerLayer(choose),
         "head_groups": HeadGroups((((1,), snap), ((0,), kvjax.Full()))),
+        "pyramidinfer_paper": one_layer(pyramidinfer_paper(ENOUGH if enough else 5), layer=2),
+        "cam": CaM(kvjax.H2O(budget=budget), merge_tokens=3),
+        "cam_prompt": CaM(snap, prompt=True),
+        "kvcrush": KVCrush(snap),
+        "kvcrush_h2o": KVCrush(
+            kvjax.H2O(budget=budget), 4, anchor="mean", pick="random", granularity=2
+        ),
+        "every_kvcrush": Every(KVCrush(snap, anchor="alternate"), steps=3),
+        "outlier_heads": chelsea(budget, recent=2, outlier_heads=OUTLIERS),
         "reposition": kvjax.StreamingLLM(budget=budget, reposition=True),
         "float_h2o": kvjax.H2O(budget=share),
     }
@@ -101,9 +122,9 @@ COVERING = {
     if name != "float_h2o"  # a share of the prompt never covers what is generated
 }
 # Live slots after any call while decoding, where the method bounds all of them.
-DECODING_BUDGET = {"streaming_llm", "h2o", "chain", "reposition"}
-# Never loses a token of a row that stays within BUDGET.
-SHARES = {"per_layer", "float_h2o"}
+DECODING_BUDGET = {"streaming_llm", "h2o", "chain", "cam", "reposition"}
+# Not all of BUDGET for a row that stays within it.
+SHARES = {"per_layer", "float_h2o", "outlier_heads"}
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -243,14 +264,31 @@ def test_bookkeeping_of_slots(name):
 
 
 @every_case
-def test_evicting_conserves_the_mass_of_what_is_kept(name):
-    for cache in standard(name).all_caches:
+def test_evicting_conserves_the_mass_of_what_is_kept_and_merging_all_of_it(name):
+    for step, cache in enumerate(standard(name).all_caches):
         for part in every_part(name, cache):
             mass = np.exp(np.asarray(part.cache.kv.log_mass, np.float64)).sum(-1)
-            close(mass, live_count(part.cache), "exact")
+            if part.transform.merges and not isinstance(part.transform, CaM):
+                tokens_so_far = np.array(LENGTHS)[:, None] + step
+                close(mass, np.broadcast_to(tokens_so_far, mass.shape))
+            else:
+                close(mass, live_count(part.cache), "exact")
 
 
-@pytest.mark.parametrize("name", ["streaming_llm", "h2o", "snapkv", "every", "when_full", "chain"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "streaming_llm",
+        "h2o",
+        "snapkv",
+        "pyramidinfer",
+        "kvmerger",
+        "chelsea",
+        "every",
+        "when_full",
+        "chain",
+    ],
+)
 def test_pinned_slots_survive(name):
     transform, pinned = Pinning(CASES[name], (3, 9)), {3, 9}
     ragged = run(transform, tokens(), right([0, 0, 0], LENGTHS, WIDTH), STEPS)
@@ -316,7 +354,16 @@ def test_scan_equals_the_loop(name):
     same_slots(name, cache, range(3), ragged.caches[-1], range(3))
 
 
-@pytest.mark.parametrize("name", ["h2o", "every"])
+@every_case
+def test_a_fresh_cache_can_be_donated(name):
+    """No two of its arrays share a buffer."""
+    leaves = jax.tree.leaves(new_cache(CASES[name]))
+    keys = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    arrays = [jax.random.key_data(x) if key else x for x, key in zip(leaves, keys, strict=True)]
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
+
+
+@pytest.mark.parametrize("name", ["h2o", "chelsea", "every"])
 def test_jit_equals_eager(name):
     transform, ragged = CASES[name], standard(name)
     q, k, v, positions = tokens().at(np.array(LENGTHS)[:, None] + 3)
@@ -406,7 +453,7 @@ def test_a_padded_row_equals_the_row_alone(name):
 @every_case
 def test_an_empty_step_changes_nothing(name):
     """A row that is done gets padding; it keeps its slots and gives 0."""
-    if name == "every":
+    if name.startswith("every"):
         pytest.skip("counts steps of the batch: a row that is done is compressed with the others")
     ragged = standard(name)
     now = np.array(LENGTHS)[:, None] + STEPS
@@ -509,7 +556,9 @@ def test_bfloat16_and_as_many_query_heads_as_kv_heads(name):
     close(mine.prompt_out, exact, "bfloat16")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "head_groups"])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("head_groups", "outlier_heads")]
+)
 def test_one_head_one_token(name):
     """Q = H = 1, a prompt of one token (shorter than any window), room for few new ones."""
     transform = CASES[name]
@@ -554,6 +603,21 @@ TIGHT = {
     "when_full beyond the prompt": WhenFull(snapkv(20), room=3),
     "every of two": Every(chain(snapkv(10), snapkv(6)), steps=3),
     "every, then decoding": chain(Every(snapkv(10), steps=3), kvjax.H2O(budget=8)),
+    "chelsea, then fewer": chain(chelsea(10), snapkv(6)),
+    "fewer, then chelsea": chain(snapkv(6), chelsea(8)),
+    "crushed": KVCrush(snapkv(8), 2),
+    "crushed, then fewer": chain(KVCrush(snapkv(8), 3), snapkv(5)),
+    "crushed, then decoding": chain(KVCrush(snapkv(8), 3), kvjax.H2O(budget=6)),
+    "decoding, then crushed": chain(kvjax.H2O(budget=8), KVCrush(snapkv(5), 2)),
+    "crushed, then when_full": chain(KVCrush(snapkv(8), 3), WhenFull(snapkv(6), room=2)),
+    "crushed, then every": chain(KVCrush(snapkv(8), 3), Every(snapkv(6), steps=2)),
+    "crushed, then chelsea": chain(KVCrush(snapkv(9), 2), chelsea(8)),
+    "crushed twice": chain(KVCrush(snapkv(8), 3), KVCrush(kvjax.H2O(budget=6), 2)),
+    "a crushed when_full": KVCrush(WhenFull(snapkv(6), room=2), 3),
+    "when_full of crushed": WhenFull(KVCrush(snapkv(6), 3), room=2),
+    "every of crushed": Every(KVCrush(snapkv(6), 3), steps=2),
+    "every of crushed, decoding": chain(Every(KVCrush(snapkv(7), 2), steps=3), kvjax.H2O(budget=6)),
+    "crushed values": CaM(KVCrush(kvjax.H2O(budget=6), 2), prompt=True),
     "two that decode": chain(kvjax.H2O(budget=10), kvjax.StreamingLLM(budget=7)),
 }
 

@@ -58,7 +58,7 @@ def half_full(layer: int, num_layers: int):
 
 
 REGISTERED = {
-    name: kind(budget=64) if "budget" in dict(parameters(kind)) else kind()
+    name: kind(budget=128) if "budget" in dict(parameters(kind)) else kind()
     for name, kind in METHODS.items()
 }
 VALUES = {
@@ -91,7 +91,7 @@ def test_is_an_immutable_hashable_value(name):
 
 @pytest.mark.parametrize("name", [n for n, v in REGISTERED.items() if hasattr(v, "budget")])
 def test_replace_gives_another_budget(name):
-    small, large = (dataclasses.replace(REGISTERED[name], budget=b) for b in (64, 128))
+    small, large = (dataclasses.replace(REGISTERED[name], budget=b) for b in (128, 256))
     assert small == REGISTERED[name] != large
 
     def slots(tx):
@@ -108,7 +108,7 @@ def test_a_method_names_its_paper_and_its_deviations(name):
     assert kind.paper
     for section in ("Example:",) + (("Deviations from the paper:",) if name != "full" else ()):
         assert section in kind.__doc__
-    assert kvjax.parse(name, 64) == REGISTERED[name]
+    assert kvjax.parse(name, 128) == REGISTERED[name]
 
 
 def test_equal_transforms_share_compiled_code():
@@ -296,6 +296,18 @@ def test_views_compose_indices_only():
     mass = jnp.array([[[[1.0, 2.0, 4.0, 8.0]]]])
     np.testing.assert_array_equal(second.to_slots(mass), [[[[1.0, 0, 0, 0, 0, 4.0]]]])
     assert second.cache is cache
+
+
+def test_a_step_that_merges_copies_no_store():
+    """CaM writes into values that attention reads: in place, if it is told to come after."""
+    size = {"batch": 1, "kv_heads": 4, "head_dim": 32, "max_prompt": 512, "max_new": 8}
+    tx = kvjax.CaM(H2O(budget=256), merge_tokens=8)
+    cache = kvjax.init_cache(tx, **size, dtype=jnp.float32)
+    token, position = jnp.ones((1, 4, 1, 32)), jnp.zeros((1, 1), jnp.int32)
+    step = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase", donate_argnums=1)
+    args = (tx, cache, token, token, token, position)
+    memory = step.lower(*args, phase="decode").compile().memory_analysis()
+    assert memory.temp_size_in_bytes < kvjax.nbytes(cache.kv.v) / 2
 
 
 # --- head groups ----------------------------------------------------------------------------------

@@ -17,8 +17,11 @@ from kvjax.transform import KVTransform
 
 from .retrieval import TASKS
 
-METHODS = ("full", "streaming_llm", "h2o", "snapkv", "pyramidkv")
-BUDGETS = (0.05, 0.1, 0.2)
+METHODS = (
+    "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer",
+    "chelsea", "kvmerger", "kvcrush(snapkv)", "cam(streaming_llm)",
+)  # fmt: skip
+BUDGETS = (0.1, 0.2)
 LENGTHS = (512, 2048)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DEFAULT_TASKS = ("needle", "multi_needle")

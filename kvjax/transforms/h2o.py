@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.budgets import Budget, check_budget
 from kvjax.cache import KVCache, evict
@@ -25,6 +25,7 @@ from kvjax.transform import (
     Needs,
     State,
     Step,
+    accumulated_attention,
     check_group_reduce,
     group_scores,
 )
@@ -66,20 +67,21 @@ class H2O(KVTransform):
     group_reduce: GroupReduce = "mean"
 
     paper: ClassVar[str] = "H2O, arXiv 2306.14048"
+    minimum: ClassVar[int] = 2  # smallest workable budget
     frees_while_decoding = property(lambda self: True)
     needs = property(lambda self: Needs(accumulated_attention=True))
 
     def __post_init__(self):
-        check_budget(self.budget, 2, "one heavy hitter, one recent token")
+        check_budget(self.budget, self.minimum, "one heavy hitter, one recent token")
         check_group_reduce(self.group_reduce)
 
     def extent(self, extent: Extent) -> Extent:
         """The budget, and one slot for the token that is being added."""
-        return decoding_extent(extent, self.budget, 2)
+        return decoding_extent(extent, self.budget, self.minimum)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Each row's budget; a share is known when the prompt ends."""
-        return cache, decoding_budget(self.budget, cache, 2)
+        return cache, decoding_budget(self.budget, cache, self.minimum)
 
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """Evicts the least attended tokens outside the recent window until the budget is met."""
@@ -89,15 +91,17 @@ class H2O(KVTransform):
         if step.phase == "decode":
             others = evictable(cache) & ~self._recent(cache, state)
             return evict_worst(cache, score, others, state), state
-        budget = decoding_budget(self.budget, cache, 2)
+        budget = decoding_budget(self.budget, cache, self.minimum)
         score = jnp.where(self._recent(cache, budget), jnp.inf, score)
         return evict(cache, keep_best(score, evictable(cache), cache.position, budget)), budget
 
     def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
         """Accumulated attention per query head."""
-        batch, kv_heads, slots = cache.shape
-        attention = jnp.moveaxis(cache.column("attention"), -1, 2)
-        return attention.reshape(batch, kv_heads * cache.group, slots)
+        return accumulated_attention(cache)
+
+    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
+        """The half of the budget that heavy hitters leave."""
+        return state - state // 2
 
     def _recent(self, cache: KVCache, budget: Array) -> Array:
-        return newest(cache, budget - budget // 2)
+        return newest(cache, self.recent(cache, budget))

@@ -71,10 +71,11 @@ class SnapKV(KVTransform):
     def __post_init__(self):
         check_observation(self.window, self.kernel, self.pooling)
         check_group_reduce(self.group_reduce)
-        check_budget(self.budget, self._minimum, "window + 1")
+        check_budget(self.budget, self.minimum, "window + 1")
 
     @property
-    def _minimum(self) -> int:
+    def minimum(self) -> int:
+        """The smallest workable budget."""
         return self.window + 1
 
     @property
@@ -84,13 +85,13 @@ class SnapKV(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """The budget of the prompt; new tokens come on top."""
-        return extent.keep(most_slots(self.budget, extent.longest_prompt, self._minimum))
+        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
 
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """Evicts the least observed prefix tokens at the prompt's end."""
         if not step.prompt_done:
             return cache, state
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self._minimum)
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
         score = group_scores(self.score(cache, state, step), cache, self.group_reduce)
         score = jnp.where(newest(cache, self.window), jnp.inf, score)
         # A row without a query had no prompt in this call, and nothing to judge its tokens by.
@@ -105,6 +106,10 @@ class SnapKV(KVTransform):
         pooled = _pool(observed, cache.position, prefix, self.kernel, self.pooling)
         return pooled.reshape(pooled.shape[0], -1, pooled.shape[-1])
 
+    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
+        """The observation window."""
+        return jnp.full(cache.shape[0], self.window, jnp.int32)
+
 
 def check_observation(window: int, kernel: int, pooling: str) -> None:
     """Raises unless window and kernel are counts, the kernel odd and the pooling known."""
@@ -116,18 +121,26 @@ def check_observation(window: int, kernel: int, pooling: str) -> None:
         raise ValueError(f"pooling must be 'max' or 'avg', got {pooling!r}")
 
 
-def window_attention(cache: KVCache, step: Step, window: int) -> Float[Array, "B H G S"]:
+def window_attention(
+    cache: KVCache, step: Step, window: int, weight: Float[Array, "B W"] | None = None
+) -> Float[Array, "B H G S"]:
     """Attention probability that each slot receives from the last `window` queries of the prompt.
 
-    `Step` may hold more of them, for a neighbour in a chain.
+    `Step` may hold more of them, for a neighbour in a chain. With `weight`, each query's
+    probabilities count so many times; 0 leaves it out.
     """
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
     kind = {"scale": step.scale, "window": step.window, "soft_cap": step.soft_cap}
     kind["implementation"] = step.implementation
-    rows = (step.query_position[:, -window:], cache.position)
+    position = step.query_position[:, -window:]
+    if weight is not None:
+        position = jnp.where(weight > 0, position, -1)
+    rows = (position, cache.position)
     _, lse = prompt_attention(q, step.keys, step.keys, cache.log_mass, *rows, **kind)
+    if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
+        lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
     return column_sums(q, step.keys, cache.log_mass, lse, *rows, **kind)
 
 

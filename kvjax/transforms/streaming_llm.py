@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from kvjax.budgets import Budget, check_budget, check_count
 from kvjax.cache import KVCache, evict
@@ -58,10 +59,11 @@ class StreamingLLM(KVTransform):
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
-        check_budget(self.budget, self._minimum, "sinks + 1")
+        check_budget(self.budget, self.minimum, "sinks + 1")
 
     @property
-    def _minimum(self) -> int:
+    def minimum(self) -> int:
+        """The smallest workable budget."""
         return self.sinks + 1
 
     @property
@@ -71,11 +73,11 @@ class StreamingLLM(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """The budget, and one slot for the token that is being added."""
-        return decoding_extent(extent, self.budget, self._minimum)
+        return decoding_extent(extent, self.budget, self.minimum)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Each row's budget; a share is known when the prompt ends."""
-        return cache, decoding_budget(self.budget, cache, self._minimum)
+        return cache, decoding_budget(self.budget, cache, self.minimum)
 
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """Evicts the oldest tokens that are not sinks until the budget is met."""
@@ -85,6 +87,10 @@ class StreamingLLM(KVTransform):
             return evict_worst(cache, recency, evictable(cache) & ~sinks, state), state
         if not step.last:
             return cache, state
-        budget = decoding_budget(self.budget, cache, self._minimum)
+        budget = decoding_budget(self.budget, cache, self.minimum)
         recency = jnp.where(sinks, jnp.inf, cache.position.astype(jnp.float32))
         return evict(cache, keep_best(recency, evictable(cache), cache.position, budget)), budget
+
+    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
+        """What the sinks leave of the budget."""
+        return state - self.sinks

@@ -1,0 +1,70 @@
+"""Prompt tokens that go no further: their hidden states are dropped between layers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax.layer_cache import Cache
+
+
+def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
+    """Whether a call reads a prompt in one piece: what a layer passes on is known at its end."""
+    groups = (
+        group for cache in caches for group in (cache if isinstance(cache, tuple) else [cache])
+    )
+    return phase == "prompt" and last and not any(group.reading for group in groups)
+
+
+def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:
+    """Whether a layer's transform keeps prompt tokens from the next layer, as few do."""
+    if isinstance(cache, tuple):  # each head group would pass on others
+        return False
+    extent = kvjax.Extent(cache.kv.max_prompt, cache.kv.max_new)
+    return layer.passes(extent) is not None
+
+
+def pass_on(
+    x: Float[Array, "B T C"], positions: Int[Array, "B T"], kept: Int[Array, "B K"]
+) -> tuple[Float[Array, "B N C"], Int[Array, "B N"]]:
+    """States and positions of the tokens that go on to the next layer, N = min(T, K) at most.
+
+    Args:
+      x, positions: of the tokens that came to this layer; -1 for padding.
+      kept: positions that go on, from `kvjax.kept_tokens`; those of earlier prompts are ignored.
+
+    Returns:
+      In the order of positions, padded with -1 in front.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from kvjax.models.pruning import pass_on
+      >>> x, positions = jnp.array([[[0.0], [0.4], [0.5], [0.6]]]), jnp.array([[-1, 4, 5, 6]])
+      >>> x, positions = pass_on(x, positions, kept=jnp.array([[1, 4, 6]]))
+      >>> x[0, 1:, 0].tolist(), positions.tolist()
+      ([0.4000000059604645, 0.6000000238418579], [[-1, 4, 6]])
+    """
+    tokens = positions.shape[1]
+    going = jnp.where(_find(positions, kept) < tokens, kept, -1)
+    going = jnp.sort(going, axis=1)[:, -tokens:]
+    return states_at(x, positions, going), going
+
+
+def states_at(
+    x: Float[Array, "B T C"], positions: Int[Array, "B T"], wanted: Int[Array, "B N"]
+) -> Float[Array, "B N C"]:
+    """States of the tokens at the `wanted` positions; 0 where no token has that position."""
+    index = _find(positions, wanted)[:, :, None]
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+
+
+def _find(positions: Int[Array, "B T"], wanted: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """Where each wanted position stands in its row; T if nowhere, or if it is -1."""
+    tokens = positions.shape[1]
+    order = jnp.argsort(positions, axis=1)
+    ordered = jnp.take_along_axis(positions, order, axis=1)
+    place = jnp.minimum(jax.vmap(jnp.searchsorted)(ordered, wanted), tokens - 1)
+    found = (jnp.take_along_axis(ordered, place, axis=1) == wanted) & (wanted >= 0)
+    return jnp.where(found, jnp.take_along_axis(order, place, axis=1), tokens)
