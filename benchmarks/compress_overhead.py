@@ -2,10 +2,10 @@
 
     python benchmarks/compress_overhead.py --out benchmarks/results/compress_overhead_cpu.json
 
-One decoder layer of Llama-3.1-8B's shape reads a prompt: norms, projections, attention and MLP, with
-random weights. What each method then does with the layer's cache (choosing, merging, moving what is
-left together) is timed by itself, and so is a decode step through what it leaves. A plain matrix
-product of the same run says how fast the layer could have been.
+One decoder layer of Llama-3.1-8B's shape reads a prompt: norms, projections, attention and MLP,
+with random weights. What each method then does with the layer's cache (choosing, merging, moving
+what is left together) is timed by itself, and so is a decode step through what it leaves. A plain
+matrix product of the same run says how fast the layer could have been.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def methods(budget: float) -> dict[str, kvjax.KVTransform]:
 
 @dataclass(frozen=True)
 class Uncompressed(kvjax.KVTransform):
-    """Leaves what a method would have compressed, and what it would have been told, as its state."""
+    """Leaves what a method would have compressed, and what it would have been told."""
 
     base: kvjax.KVTransform
 
@@ -62,7 +62,7 @@ class Uncompressed(kvjax.KVTransform):
         return self.base.init(cache)
 
     def update(self, cache, state, step):
-        """Nothing is compressed."""
+        """Nothing is compressed; the state is the method's own and the step."""
         return cache, (state, step)
 
 

@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       kvjax 0.1.0
       0
     """
+    if argv is None:
+        sys.unraisablehook = _end_if_interrupted
     try:
         with _quiet():
             if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
@@ -65,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvjax: error: {message}", file=sys.stderr)
         return 2
     return code or 0
+
+
+def _end_if_interrupted(lost: sys.UnraisableHookArgs) -> None:
+    """Ends the process after a Ctrl-C that came while Python could not raise: in a finalizer."""
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+        os._exit(_INTERRUPTED)
+    sys.__unraisablehook__(lost)
 
 
 @contextlib.contextmanager

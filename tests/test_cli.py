@@ -593,6 +593,27 @@ def test_json_shows_no_progress(terminal):
     assert json.loads(own.process.stdout.read())["new_tokens"] == 1
 
 
+def test_an_interrupt_within_a_finalizer_is_not_lost():
+    code = """if True:
+        import sys
+        from kvjax import cli, commands
+
+        class Interrupted:
+            def __del__(self):
+                raise KeyboardInterrupt
+
+        def run(args):
+            Interrupted()
+            print("went on", flush=True)
+
+        commands.methods = run
+        sys.argv = ["kvjax", "methods"]
+        sys.exit(cli.main())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
 def test_interrupted_while_compiling(terminal):
     own = terminal("generate")

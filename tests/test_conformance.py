@@ -126,7 +126,15 @@ DECODING_BUDGET = {"streaming_llm", "h2o", "chain", "cam", "reposition"}
 # Not all of BUDGET for a row that stays within it.
 SHARES = {"per_layer", "float_h2o", "outlier_heads"}
 
-every_case = pytest.mark.parametrize("name", CASES)
+# What others in the table show nearly as well; they run with the slow tests.
+SLOW = {"cam_prompt", "every_kvcrush", "float_h2o", "kvcrush_h2o", "pyramidinfer_paper"}
+
+
+def names(chosen) -> list:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in chosen]
+
+
+every_case = pytest.mark.parametrize("name", names(CASES))
 
 
 @functools.cache
@@ -164,7 +172,7 @@ def test_every_registered_method_is_in_the_table():
 # --- what it computes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", COVERING)
+@pytest.mark.parametrize("name", names(COVERING))
 def test_lossless_when_the_budget_covers_everything(name):
     shape = {"max_prompt": 10, "max_new": 8}
     positions = right([0], [10], 10)
@@ -191,7 +199,7 @@ def test_output_is_attention_over_what_was_live(name):
         close(ragged.outs[step], expected, what=f"step {step}")
 
 
-@pytest.mark.parametrize("name", ["full", "streaming_llm", "snapkv", "h2o"])
+@pytest.mark.parametrize("name", names(["full", "streaming_llm", "snapkv", "h2o"]))
 def test_window_soft_cap_and_scale(name):
     options = {"window": 6, "soft_cap": 1.5, "scale": 0.7}
     positions = right([0, 0, 0], LENGTHS, WIDTH)
@@ -202,7 +210,7 @@ def test_window_soft_cap_and_scale(name):
     close(ragged.outs[1], attended(CASES[name], ragged.caches[0], tokens(), now, **options))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in SHARES])
+@pytest.mark.parametrize("name", names([name for name in CASES if name not in SHARES]))
 def test_a_row_within_its_budget_loses_nothing(name):
     full, mine = standard("full"), standard(name)
     for step in range(BUDGET - LENGTHS[2]):
@@ -214,7 +222,7 @@ def test_a_row_within_its_budget_loses_nothing(name):
             np.testing.assert_array_equal(kept, slots_of(same, 2, head)["position"])
 
 
-@pytest.mark.parametrize("name", COVERING)
+@pytest.mark.parametrize("name", names(COVERING))
 def test_decoding_may_start_from_an_empty_cache(name):
     cache, expected = new_cache(CASES[name]), new_cache(kvjax.Full())
     for step in range(BUDGET - 2):
@@ -363,7 +371,7 @@ def test_a_fresh_cache_can_be_donated(name):
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
 
 
-@pytest.mark.parametrize("name", ["h2o", "chelsea", "every"])
+@pytest.mark.parametrize("name", names(["h2o", "chelsea", "every"]))
 def test_jit_equals_eager(name):
     transform, ragged = CASES[name], standard(name)
     q, k, v, positions = tokens().at(np.array(LENGTHS)[:, None] + 3)
@@ -622,7 +630,7 @@ TIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", TIGHT)
+@pytest.mark.parametrize("name", names(TIGHT))
 def test_a_composition_has_room_for_what_it_keeps(name):
     transform, row = TIGHT[name], tokens().rows([0])
     tight = run(transform, row, right([0], [12], 12), 11, max_prompt=12, max_new=12)

@@ -60,7 +60,8 @@ def generate(prompts=RAGGED, transform=None, **options):
 
 def method(name: str) -> kvjax.KVTransform:
     """A method as the command line makes it, with a budget that compresses the longer rows."""
-    return kvjax.parse(name, 36)
+    text = "chelsea(sinks=4, recent=8, interval=8)" if name == "chelsea" else name
+    return kvjax.parse(text, 36)
 
 
 def by_hand(functional: kvjax.FunctionalModel, prompt: list[int], new: int = NEW) -> list[int]:
