@@ -5,7 +5,9 @@
 One decoder layer of Llama-3.1-8B's shape reads a prompt: norms, projections, attention and MLP,
 with random weights. What each method then does with the layer's cache (choosing, merging, moving
 what is left together) is timed by itself, and so is a decode step through what it leaves. A plain
-matrix product of the same run says how fast the layer could have been.
+matrix product of the same run says how fast the layer could have been. Column sums of the attention
+matrix, which H2O, KVMerger and CaM need, belong to the prompt pass and are given apart; the full
+cache's "compression" is a copy.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _add_compare(added) -> None:
         help="UTF-8 text that the model does not know (default: a bundled one)"
     )  # fmt: skip
     add("--methods", compare_command.method_list, grid.METHODS,
-        "methods and compositions of them, see `kvjax methods`; full is always there")  # fmt: skip
+        "methods of `kvjax methods` and compositions, or all; full is always there")  # fmt: skip
     add("--budgets", compare_command.number_list, grid.BUDGETS,
         "shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
     add("--lengths", compare_command.number_list, grid.LENGTHS, "tokens of a prompt")

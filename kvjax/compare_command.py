@@ -18,6 +18,7 @@ from kvjax.compare_table import print_report
 from kvjax.evaluation import Grid
 from kvjax.evaluation.compare import run
 from kvjax.evaluation.files import as_json, check_folder, timings
+from kvjax.evaluation.grid import ALL_METHODS
 from kvjax.evaluation.material import Material
 from kvjax.job import model_folder
 
@@ -62,13 +63,15 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def method_list(text: str) -> list[str]:
-    """Methods between commas, of which some may have commas of their own.
+    """Methods between commas, of which some may have commas of their own; `all` for every one.
 
     Example:
       >>> from kvjax.compare_command import method_list
       >>> method_list("h2o, every(snapkv, steps=64)")
       ['h2o', 'every(snapkv, steps=64)']
     """
+    if text.strip() == "all":
+        return list(ALL_METHODS)
     source = f"[{text}]"
     try:
         node = ast.parse(source, mode="eval").body

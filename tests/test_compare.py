@@ -681,3 +681,12 @@ def test_the_bar(capsys):
     shown = console.export_text()
     assert "25%" in shown and "left" in shown
     assert "snapkv 0.1 · needle · 1,024 tokens · depth 0.5" in shown
+
+
+def test_all_methods_are_every_one_there_is():
+    from kvjax.compare_command import method_list
+    from kvjax.registry import METHODS, WRAPPERS
+
+    names = {text.partition("(")[0] for text in method_list("all")}
+    assert names == {*METHODS, *WRAPPERS} - {"every", "when_full"}
+    assert len(Grid.of(methods=method_list(" all "), budgets=[0.1]).candidates) == len(names)

@@ -17,10 +17,8 @@ from kvjax.transform import KVTransform
 
 from .retrieval import TASKS
 
-METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer",
-    "chelsea", "kvmerger", "kvcrush(snapkv)", "cam(streaming_llm)",
-)  # fmt: skip
+METHODS = ("full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)")
+ALL_METHODS = (*METHODS, "pyramidkv", "pyramidinfer", "cam(streaming_llm)")
 BUDGETS = (0.1, 0.2)
 LENGTHS = (512, 2048)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
