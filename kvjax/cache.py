@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.payloads import Dense, Payload, take_slots, write_slots
+from kvjax.payloads import Dense, Payload, sum_into, take_slots, write_slots
 from pallas_kernels import segment_merge
 
 FREE = -1  # the position of a free slot, and of a padding token
@@ -274,7 +274,7 @@ def merge(
     into = jnp.where(live, into, size).astype(jnp.int32)  # size = ignored
     mass = jnp.where(live, jnp.exp(cache.log_mass), 0.0)
     weights = mass if weights is None else jnp.where(live, weights, 0.0).astype(jnp.float32)
-    members = _sum_into(into, live.astype(jnp.int32))
+    members = sum_into(into, live.astype(jnp.int32))
     merged, stays = members > 1, live & (into == slot)
 
     def mean(payload: Payload) -> Payload:
@@ -285,12 +285,12 @@ def merge(
             return column
         values = column.values
         keep = live.reshape(live.shape + (1,) * (values.ndim - 3))
-        summed = _sum_into(into, jnp.where(keep, values, 0))
+        summed = sum_into(into, jnp.where(keep, values, 0))
         changed = merged.reshape(keep.shape)
         return dataclasses.replace(column, values=jnp.where(changed, summed, values))
 
-    log_mass = jnp.where(merged, jnp.log(_sum_into(into, mass)), cache.log_mass)
-    pinned_members = _sum_into(into, (cache.pinned & live).astype(jnp.int32))
+    log_mass = jnp.where(merged, jnp.log(sum_into(into, mass)), cache.log_mass)
+    pinned_members = sum_into(into, (cache.pinned & live).astype(jnp.int32))
     return cache.replace(
         k=mean(cache.k),
         v=mean(cache.v),
@@ -300,11 +300,6 @@ def merge(
         pinned=stays & (pinned_members > 0),
         used=_used(stays),
     )
-
-
-_sum_into = jax.vmap(
-    jax.vmap(lambda into, x: jnp.zeros_like(x).at[into].add(x, mode="drop")),
-)
 
 
 def compact(cache: KVCache, slots: int) -> KVCache:

@@ -31,6 +31,12 @@ def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
     return _scatter(x, index, rows.astype(x.dtype))
 
 
+def sum_into(into: Int[Array, "B H N"], x: Array) -> Array:
+    """Sums of the rows of `x [B, H, N, ...]` that go `into` each of N places; N = none."""
+    add = jax.vmap(jax.vmap(lambda into, x: jnp.zeros_like(x).at[into].add(x, mode="drop")))
+    return add(into, x)
+
+
 class Payload(Protocol):
     """What stores the keys or the values of a cache: `[B, H, S, D]` in whatever form."""
 

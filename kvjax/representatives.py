@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.budgets import check_choice
 from kvjax.payloads import take_slots, write_slots
 from kvjax.selection import keep_best
 from pallas_kernels import kmeans
@@ -21,9 +22,8 @@ _LAST = jnp.iinfo(jnp.int32).max
 
 def check_choices(anchor: Anchor, pick: Pick) -> None:
     """Raises ValueError for an anchor, or a pick, that is not offered."""
-    for name, value, known in (("anchor", anchor, Anchor), ("pick", pick, Pick)):
-        if value not in get_args(known):
-            raise ValueError(f"{name} must be one of {get_args(known)}, got {value!r}")
+    check_choice("anchor", anchor, get_args(Anchor))
+    check_choice("pick", pick, get_args(Pick))
 
 
 def anchor_bits(

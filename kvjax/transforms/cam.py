@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.budgets import check_count
 from kvjax.cache import KVCache
 from kvjax.draws import Seed, check_seed, layer_key, seed_of_layer, uniform
-from kvjax.payloads import Payload, take_slots, write_slots
+from kvjax.payloads import Payload, sum_into, take_slots, write_slots
 from kvjax.selection import oldest
 from kvjax.transform import Extent, Full, KVTransform, Needs, State, Step
 from kvjax.wrappers import check_evicts
@@ -195,7 +195,7 @@ class CaM(KVTransform):
         number = write_slots(order, order, jnp.cumsum(in_order, axis=-1) - in_order)
         nowhere = cache.slots
         received = cache.column("attention").mean(-1)
-        of_kept = _sum_into(jnp.where(kept, number, nowhere), received)
+        of_kept = sum_into(jnp.where(kept, number, nowhere), received)
         total = take_slots(_sum_of_next(of_kept, tokens), number)
         count = jnp.clip(kept.sum(-1, keepdims=True, dtype=jnp.int32) - number, 1, tokens)
         mean = total / count.astype(jnp.float32)
@@ -203,7 +203,7 @@ class CaM(KVTransform):
         share = self._weigh(key, received, mean, position) / tokens.astype(jnp.float32)
         rows = after.v.read()
         moved = share[..., None] * rows.astype(jnp.float32)
-        moved = _sum_into(jnp.where(gone, number, nowhere), moved)
+        moved = sum_into(jnp.where(gone, number, nowhere), moved)
         sums = jnp.flip(_sum_of_next(jnp.flip(moved, 2), tokens[..., None]), 2)
         added = rows.astype(jnp.float32) + take_slots(sums, number)
         return after.v.fill(jnp.where(kept[..., None], added.astype(rows.dtype), rows))
@@ -221,8 +221,3 @@ def _sum_of_next(x: Float[Array, "B H N *D"], count: Int[Array, "B 1 1 *1"]) -> 
         total = jnp.where(count & (1 << bit) > 0, x + later(total, 1 << bit), total)
         x = x + later(x, 1 << bit)
     return total
-
-
-_sum_into = jax.vmap(
-    jax.vmap(lambda into, x: jnp.zeros_like(x).at[into].add(x, mode="drop")),
-)
