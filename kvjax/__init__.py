@@ -4,12 +4,23 @@ Small pure transforms over an immutable cache, each one a paper, composable, ins
 """
 
 from kvjax.attention import attend
-from kvjax.cache import Column, KVCache, append, compact, evict, merge, nbytes, widen
+from kvjax.cache import (
+    Column,
+    KVCache,
+    append,
+    compact,
+    evict,
+    memory_bytes,
+    merge,
+    nbytes,
+    widen,
+)
 from kvjax.calibration import calibrate_outlier_heads
 from kvjax.chain import Chain, bind, chain
 from kvjax.generate import Generation, generate
 from kvjax.layer_cache import LayerCache, init_cache, kept_tokens
 from kvjax.model import FunctionalModel, LanguageModel
+from kvjax.offload import Offload
 from kvjax.outlier_heads import OutlierHeads, RemainingBudget
 from kvjax.payloads import Dense, Payload
 from kvjax.registry import METHODS, parse
@@ -18,6 +29,7 @@ from kvjax.sampling import Sampling
 from kvjax.transform import Extent, Full, KVTransform, Needs, Stage, Step, View
 from kvjax.transforms.cam import CaM
 from kvjax.transforms.chelsea import Chelsea
+from kvjax.transforms.clusterkv import ClusterKV
 from kvjax.transforms.h2o import H2O
 from kvjax.transforms.kvcrush import KVCrush
 from kvjax.transforms.kvmerger import KVMerger
@@ -35,6 +47,7 @@ __all__ = [
     "CaM",
     "Chain",
     "Chelsea",
+    "ClusterKV",
     "Column",
     "Dense",
     "Every",
@@ -51,6 +64,7 @@ __all__ = [
     "LayerBudget",
     "LayerCache",
     "Needs",
+    "Offload",
     "OutlierHeads",
     "Payload",
     "PerLayer",
@@ -76,6 +90,7 @@ __all__ = [
     "generate",
     "init_cache",
     "kept_tokens",
+    "memory_bytes",
     "merge",
     "nbytes",
     "parse",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets import check_count
-from kvjax.cache import KVCache, append, compact, widen
+from kvjax.cache import KVCache, append, append_to_tail, compact, settle, widen
 from kvjax.layer_cache import Cache, LayerCache, QueryWindow, check_groups
 from kvjax.payloads import take_slots
 from kvjax.rope import Rope
@@ -38,6 +38,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    predicted_query: Float[Array, "B Q T D"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B Q T D"], Cache]:
     """Adds new tokens to a cache, attends over it, and lets the transform compress it.
@@ -60,6 +61,9 @@ def attend(
       scale: of the logits; `D ** -0.5` by default.
       window: sliding window: a query sees the newest `window` positions. None: all.
       soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
+      predicted_query: the layer's query weights times the input of the previous layer's attention,
+        rotated or not as `q` is, for transforms that choose slots before the layer's own query is
+        there (`transform.needs.predicted_query`). None: they use `q`. Ignored in a prompt.
       implementation: of the operations in `pallas_kernels`; None takes the best that can run.
 
     Returns:
@@ -79,7 +83,7 @@ def attend(
       ((1, 4, 32, 16), 8)
     """
     check_transform(transform, "attend")
-    options = _Options(phase, last, rope, scale, window, soft_cap, implementation)
+    options = _Options(phase, last, rope, scale, window, soft_cap, predicted_query, implementation)
     if isinstance(transform, HeadGroups):
         return _attend_groups(transform, cache, q, k, v, positions, options)
     _check(transform, cache, q, k, v, positions, options)
@@ -96,6 +100,7 @@ class _Options(NamedTuple):
     scale: float | None
     window: int | None
     soft_cap: float | None
+    predicted_query: Array | None
     implementation: str | None
 
     @property
@@ -106,19 +111,23 @@ class _Options(NamedTuple):
 def _attend(transform, cache, q, k, v, positions, options: _Options):
     needs, kv, rope = transform.needs, cache.kv, options.rope
     prompt = options.phase == "prompt"
+    predicted = options.predicted_query if needs.predicted_query and not prompt else None
     if rope is not None and not needs.unrotated_keys:
         q, k = rope.rotate(q, positions), rope.rotate(k, positions)
+        predicted = None if predicted is None else rope.rotate(predicted, positions)
     if prompt:
+        kv = _open(kv)
         kv = widen(kv, _working_slots(kv, k.shape[2], options.last))
-    kv, slots = append(kv, k, v, positions)
-    view, state = View(kv), cache.state
+    to_tail = kv.tail is not None and not prompt
+    kv, slots = (append_to_tail if to_tail else append)(kv, k, v, positions)
+    view, state = View(kv, predicted=predicted), cache.state
     if not prompt:
         view, state = transform.read(view, state, q)
+    kv = view.cache
+    keys, values = view.read()
     if needs.unrotated_keys:
-        q, keys = _rotate_late(needs, view, q, slots, positions, rope)
-    else:
-        keys = kv.k.read(_clip(view.index))
-    out, mass = _attention(needs, view, q, keys, positions, options)
+        q, keys = _rotate_late(needs, view, q, keys, slots, positions, rope)
+    out, mass = _attention(needs, view, q, keys, values, positions, options)
     if not prompt and transform.merges and transform.frees_while_decoding:
         kv = _after(kv, out)
     if needs.accumulated_attention:
@@ -137,8 +146,12 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
         **options.logits,
     )
     kv, state = transform.update(kv, state, step)
-    if prompt and options.last and kv.slots != kv.capacity:
+    if prompt and options.last and (kv.slots != kv.capacity or kv.tail is not None):
         kv = compact(kv, kv.capacity)
+    if prompt and options.last:
+        kv = _close(kv)
+    elif to_tail:
+        kv = settle(kv, after=_finite(out))
     if prompt and options.last and not needs.decode_queries:
         window = None
     reading = prompt and not options.last
@@ -153,12 +166,22 @@ def _working_slots(kv: KVCache, tokens: int, last: bool) -> int:
     return max(kv.slots, min(wanted, kv.max_tokens))
 
 
-def _attention(needs: Needs, view: View, q, keys, positions, options: _Options):
+def _open(kv: KVCache) -> KVCache:
+    """The cache for the time that a prompt is read: all keys and values at hand."""
+    return kv.replace(k=kv.k.open(), v=kv.v.open())
+
+
+def _close(kv: KVCache) -> KVCache:
+    """The cache as it is between prompts."""
+    tail = jnp.zeros((), jnp.int32) if kv.tail is None else kv.tail.start
+    return kv.replace(k=kv.k.close(tail), v=kv.v.close(tail))
+
+
+def _attention(needs: Needs, view: View, q, keys, values, positions, options: _Options):
     """Output and, where needed, the probability that each slot received per query head."""
     kv = view.cache
-    batch, kv_heads, _ = kv.shape
-    grouped = q.reshape(batch, kv_heads, kv.group, *q.shape[2:])
-    values = kv.v.read(_clip(view.index))
+    batch, lists = keys.shape[:2]
+    grouped = q.reshape(batch, lists, -1, *q.shape[2:])
     bias = view.per_slot(kv.log_mass, -jnp.inf)
     key_position = view.per_slot(kv.position, -1)
     kind = {**options.logits, "implementation": options.implementation}
@@ -180,19 +203,18 @@ def _attention(needs: Needs, view: View, q, keys, positions, options: _Options):
     return out.reshape(q.shape), mass
 
 
-def _after(kv: KVCache, out: Float[Array, "B H G T D"]) -> KVCache:
+def _after(kv: KVCache, out: Float[Array, "B Q T D"]) -> KVCache:
     """The same cache, computed after `out`: a merge may then write keys and values in place.
 
     XLA goes by data alone. What attention reads and a conditional may overwrite, in no order that
     the data tells, it copies at every step: both stores, whether anything is merged or not.
     """
-    never = out.max() > jnp.inf  # true of no number, and XLA does not know
-    return kv.replace(log_mass=jnp.where(never, -jnp.inf, kv.log_mass))
+    return kv.replace(log_mass=jnp.where(_finite(out), kv.log_mass, -jnp.inf))
 
 
-def _clip(index: Int[Array, "B H N"] | None) -> Int[Array, "B H N"] | None:
-    """Entries that are none (-1) read slot 0; their log_mass of -inf keeps it out of the result."""
-    return None if index is None else jnp.maximum(index, 0)
+def _finite(out: Float[Array, "B Q T D"]) -> Bool[Array, ""]:
+    """True, computed from `out`: no number is above infinity, and XLA does not know."""
+    return ~(out.max() > jnp.inf)
 
 
 def _accumulate(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
@@ -201,10 +223,9 @@ def _accumulate(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
     return kv.with_column("attention", kv.column("attention") + jnp.moveaxis(per_group, 2, -1))
 
 
-def _rotate_late(needs: Needs, view: View, q, slots, positions, rope: Rope):
+def _rotate_late(needs: Needs, view: View, q, keys, slots, positions, rope: Rope):
     """Rotates stored keys and new queries: at their positions, or at their rank in the cache."""
     kv = view.cache
-    keys = kv.k.read(_clip(view.index))
     if not needs.reposition:
         return rope.rotate(q, positions), rope.rotate(keys, view.per_slot(kv.position, -1))
     order = jnp.argsort(jnp.where(kv.live, kv.position, jnp.iinfo(jnp.int32).max), axis=-1)
@@ -241,12 +262,15 @@ def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, options: _O
         )
     group = q.shape[1] // k.shape[1]
     outs, caches, order = [], [], []
-    named = {**options._asdict()}
+    named, predicted = options._asdict(), options.predicted_query
     for (heads, tx), own in zip(transform.groups, cache, strict=True):
         kv_index = jnp.array(heads)
         q_heads = [head * group + g for head in heads for g in range(group)]
+        q_index = jnp.array(q_heads)
+        if predicted is not None:
+            named["predicted_query"] = predicted[:, q_index]
         out, own = attend(
-            tx, own, q[:, jnp.array(q_heads)], k[:, kv_index], v[:, kv_index], positions, **named
+            tx, own, q[:, q_index], k[:, kv_index], v[:, kv_index], positions, **named
         )
         outs.append(out)
         caches.append(own)
@@ -309,6 +333,16 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
     if options.phase == "decode" and transform.frees_while_decoding and q.shape[2] != 1:
         raise ValueError(
             f"{transform!r} compresses while decoding: give it one token a step, got {q.shape[2]}"
+        )
+    if options.phase == "decode" and kv.tail is not None and q.shape[2] != 1:
+        raise ValueError(
+            f"{transform!r} adds to its index while decoding: give it one token a step, "
+            f"got {q.shape[2]}"
+        )
+    if options.predicted_query is not None and options.predicted_query.shape != q.shape:
+        raise ValueError(
+            f"predicted_query must have the shape of q, {q.shape}, got "
+            f"{options.predicted_query.shape}"
         )
     if options.window is not None:
         check_count("window", options.window, 1)

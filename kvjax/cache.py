@@ -45,6 +45,30 @@ class Column:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Tail:
+    """Where new tokens go while decoding, in caches that a transform keeps an index of.
+
+    They go to the same slot in all rows and heads: a step writes one column of slots, and what is
+    done with the tail from time to time is done at one place, which matters in host memory. The
+    prompts of all rows therefore end at one slot (`compact`), and a step that adds no token to a
+    row leaves a free slot there.
+
+    Args:
+      start: its first slot.
+      count: its slots so far.
+      size: when it has so many, it is settled: its slots are sorted, go where the payloads keep
+        what is not new, and an empty tail begins behind them. None: never (static).
+      lists: how many lists of slots a reader of this cache makes, and how long they are (static).
+    """
+
+    start: Int[Array, ""]
+    count: Int[Array, ""]
+    size: int | None = _static(None)
+    lists: tuple[int, int] = _static((0, 0))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KVCache:
     """Keys and values of one attention layer (or of one group of its KV heads).
 
@@ -63,6 +87,9 @@ class KVCache:
       capacity: slots that the cache has between calls (static).
       max_prompt, max_new: prompt and new tokens that the cache was made for, all turns together.
       group: query heads per KV head.
+      tail: where new tokens go while decoding; None: to the lowest free slot of each row and head.
+      order: what slots are to be sorted by, before their positions, when they are next moved: all
+        of them by `compact`, or the tail's by `settle`. None between calls.
     """
 
     k: Payload
@@ -78,6 +105,8 @@ class KVCache:
     max_prompt: int = _static()
     max_new: int = _static()
     group: int = _static(1)
+    tail: Tail | None = None
+    order: Int[Array, "B H N"] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -98,6 +127,18 @@ class KVCache:
     def max_tokens(self) -> int:
         """Most tokens that a row may ever get."""
         return self.max_prompt + self.max_new
+
+    @property
+    def settles(self) -> bool:
+        """Whether new tokens can ever fill the tail."""
+        return (
+            self.tail is not None and self.tail.size is not None and self.tail.size <= self.max_new
+        )
+
+    @property
+    def tail_slots(self) -> int:
+        """Most slots of the tail."""
+        return self.tail.size if self.settles else max(self.max_new, 1)
 
     def column(self, name: str) -> Array:
         """Values of one column, `[B, H, S, ...]`."""
@@ -170,7 +211,26 @@ def append(
       ([[[0, 4, 1]]], [[[0, 1, -1, -1]]])
     """
     positions = positions.astype(jnp.int32)
-    slots = _free_slots(cache, positions)
+    return _put(cache, _free_slots(cache, positions), k, v, positions)
+
+
+def append_to_tail(
+    cache: KVCache,
+    k: Float[Array, "B H 1 D"],
+    v: Float[Array, "B H 1 D"],
+    positions: Int[Array, "B 1"],
+) -> tuple[KVCache, Int[Array, "B H 1"]]:
+    """As `append`, one token to the end of the tail."""
+    positions, tail = positions.astype(jnp.int32), cache.tail
+    slot = jnp.minimum(tail.start + tail.count, cache.slots)
+    slots = jnp.where(positions >= 0, slot, cache.slots)[:, None, :]
+    slots = jnp.broadcast_to(slots, (*cache.shape[:2], 1))
+    cache = cache.replace(tail=dataclasses.replace(tail, count=tail.count + 1))
+    return _put(cache, slots, k, v, positions)
+
+
+def _put(cache: KVCache, slots: Int[Array, "B H T"], k, v, positions: Int[Array, "B T"]):
+    """Writes new tokens into their slots, and counts those that found none."""
     valid = jnp.broadcast_to((positions >= 0)[:, None, :], slots.shape)
     stored = slots < cache.slots
     rows = slots.shape
@@ -303,11 +363,13 @@ def merge(
 
 
 def compact(cache: KVCache, slots: int) -> KVCache:
-    """Moves the live slots to the front, in position order, and cuts or widens to `slots`.
+    """Moves the live slots together, in position order, and cuts or widens to `slots`.
 
-    The only function that moves slots; every payload and column moves with them. If more slots are
-    live than fit, the newest are lost and counted in `dropped`: a transform whose `extent` is right
-    never lets that happen.
+    They go to the front; in a cache with a tail, the rows end together, where the tail then begins.
+    `cache.order`, where it is set, is sorted by before positions. Besides `settle` the only
+    function that moves slots; every payload and column moves with them. If more slots are live than
+    fit, the last are lost and counted in `dropped`: a transform whose `extent` is right never lets
+    that happen.
 
     Args:
       slots: how many the cache has afterwards.
@@ -321,23 +383,41 @@ def compact(cache: KVCache, slots: int) -> KVCache:
       >>> kvjax.compact(kvjax.evict(cache, keep=cache.position != 1), 2).position.tolist()
       [[[0, 2]]]
     """
-    order = jnp.argsort(jnp.where(cache.live, cache.position, jnp.iinfo(jnp.int32).max), axis=-1)
-    return _move(cache, order[..., :slots], slots)
+    index = _sorted_slots(cache.live, cache.position, cache.order)
+    count = jnp.minimum(cache.live.sum(-1, keepdims=True, dtype=jnp.int32), slots)
+    place = jax.lax.broadcasted_iota(jnp.int32, (*cache.shape[:2], slots), 2)
+    if cache.tail is not None:
+        end = count.max()
+        place = place - (end - count)
+        start = dataclasses.replace(cache.tail, start=end, count=jnp.zeros_like(end))
+        cache = cache.replace(tail=start)
+    source = take_slots(index, jnp.clip(place, 0, cache.slots - 1))
+    return _move(cache.replace(order=None), source, (place >= 0) & (place < count))
+
+
+def _sorted_slots(
+    live: Bool[Array, "B H N"], position: Int[Array, "B H N"], order: Int[Array, "B H N"] | None
+) -> Int[Array, "B H N"]:
+    """Slot numbers by `order`, then by position, free slots last."""
+    last = jnp.iinfo(jnp.int32).max
+    keys = (position,) if order is None else (order, position)
+    keys = tuple(jnp.where(live, key, last) for key in keys)
+    number = _slot_numbers(live.shape)
+    return jax.lax.sort((*keys, number), dimension=2, num_keys=len(keys))[-1]
 
 
 def widen(cache: KVCache, slots: int) -> KVCache:
     """Adds free slots at the end, up to `slots`; slots that are there stay where they are."""
     if slots <= cache.slots:
         return cache
-    return _move(cache, _slot_numbers(cache.shape), slots)
-
-
-def _move(cache: KVCache, index: Int[Array, "B H N"], slots: int) -> KVCache:
-    """Takes the slots of `index` to the front of a cache of `slots` slots, the rest free."""
-    count = index.shape[-1]
+    place = jax.lax.broadcasted_iota(jnp.int32, (*cache.shape[:2], slots), 2)
     # A new slot copies some finite row: what a free slot holds is never read.
-    index = jnp.pad(index, ((0, 0), (0, 0), (0, slots - count)))
-    live = take_slots(cache.live, index) & (_slot_numbers(index.shape) < count)
+    return _move(cache, jnp.where(place < cache.slots, place, 0), place < cache.slots)
+
+
+def _move(cache: KVCache, index: Int[Array, "B H N"], there: Bool[Array, "B H N"]) -> KVCache:
+    """A cache whose slot n is this one's slot `index[..., n]`, free where not `there`."""
+    live = take_slots(cache.live, index) & there
     lost = cache.live.sum(-1, dtype=jnp.int32) - live.sum(-1, dtype=jnp.int32)
     return cache.replace(
         k=cache.k.take(index),
@@ -352,6 +432,57 @@ def _move(cache: KVCache, index: Int[Array, "B H N"], slots: int) -> KVCache:
         used=_used(live),
         dropped=cache.dropped + lost,
     )
+
+
+def settle(cache: KVCache, after: Bool[Array, ""]) -> KVCache:
+    """Where the tail is full, sorts its slots (by `cache.order`, then by position) and ends it.
+
+    Payloads then move the tail's rows to where they keep what is not new, and an empty tail begins
+    behind them.
+
+    Args:
+      after: any scalar that is computed from the keys and values that were read before: XLA then
+        knows that they may be overwritten in place (see `kvjax.attend`). Where it is False nothing
+        is done.
+    """
+    if not cache.settles:
+        return cache.replace(order=None)
+    tail, order = cache.tail, cache.order
+    size = tail.size
+
+    def move(carry):
+        _, cache = carry
+        start = cache.tail.start
+
+        def span(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, size, 2)
+
+        live = span(cache.live)
+        index = _sorted_slots(live, span(cache.position), order)
+
+        def sort(x: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(x, take_slots(span(x), index), start, 2)
+
+        moved = cache.replace(
+            k=cache.k.settle(start, index),
+            v=cache.v.settle(start, index),
+            position=sort(cache.position),
+            log_mass=sort(cache.log_mass),
+            columns={
+                name: dataclasses.replace(column, values=sort(column.values))
+                for name, column in cache.columns.items()
+            },
+            pinned=sort(cache.pinned),
+            tail=dataclasses.replace(tail, start=start + size, count=jnp.zeros_like(start)),
+        )
+        return jnp.zeros((), bool), moved
+
+    # A loop of no round, where nothing is due, leaves keys and values where they are; the result
+    # of a conditional would be a copy of them.
+    fits = tail.start + size <= cache.slots
+    due = (tail.count == size) & fits & after
+    _, cache = jax.lax.while_loop(lambda c: c[0], move, (due, cache.replace(order=None)))
+    return cache
 
 
 def nbytes(tree) -> int:
@@ -371,3 +502,22 @@ def nbytes(tree) -> int:
       25.8
     """
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def memory_bytes(tree) -> dict[str, int]:
+    """Bytes of all arrays in a pytree by the kind of memory that they are in.
+
+    Args:
+      tree: of arrays, as they come out of a call.
+
+    Example:
+      >>> import kvjax
+      >>> size = {"batch": 1, "kv_heads": 2, "head_dim": 16, "max_prompt": 64, "max_new": 8}
+      >>> kvjax.memory_bytes(kvjax.init_cache(kvjax.Full(), **size))
+      {'device': 19612}
+    """
+    held: dict[str, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        kind = leaf.sharding.memory_kind
+        held[kind] = held.get(kind, 0) + leaf.size * leaf.dtype.itemsize
+    return held

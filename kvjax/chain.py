@@ -82,6 +82,11 @@ class Chain(KVTransform):
         """Whether any part does."""
         return any(part.merges for part in self.parts)
 
+    @property
+    def indexes(self) -> bool:
+        """Whether any part does."""
+        return any(part.indexes for part in self.parts)
+
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Every part's columns and state."""
         states = []
@@ -153,6 +158,23 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             )
     freeing = [part for part in parts if part.frees_while_decoding]
     readers = [part for part in parts if part.stage == Stage.RECALL]
+    indexes = [part for part in parts if part.indexes]
+    placing = [part for part in parts if part.stage == Stage.PLACE]
+    if len(indexes) > 1:
+        raise ValueError(
+            f"a chain has one method that indexes all slots, got {indexes[0]!r} and {indexes[1]!r}"
+        )
+    if placing and (len(placing) > 1 or not indexes):
+        raise ValueError(
+            f"{placing[0]!r} stands once in a chain, behind a method that indexes all slots "
+            f"(ClusterKV, Quest, InfiniGen), got {parts!r}"
+        )
+    late = [part for part in parts if part.needs.unrotated_keys]
+    if indexes and late:
+        raise ValueError(
+            f"{indexes[0]!r} selects by keys as they are stored, and {late[0]!r} stores them "
+            "unrotated"
+        )
     if freeing and readers:
         raise ValueError(
             f"{readers[0]!r} indexes the slots of the prompt, and {freeing[0]!r} frees slots while "

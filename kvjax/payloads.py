@@ -2,7 +2,9 @@
 
 A payload answers four calls: `read` (dense rows), `take` (the same payload with its slots moved),
 `write` (a few rows) and `fill` (all rows). A method of compression calls nothing else, so that a
-quantised or host-resident payload serves under every one of them.
+quantised or host-resident payload serves under every one of them. Three more are the cache's own:
+`open` and `close` around a prompt, which is read with all rows at hand, and `settle` for the tail
+of new tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +23,14 @@ _gather = jax.vmap(jax.vmap(lambda data, index: data[index]))
 _scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, mode="drop")))
 
 
-def take_slots(x: Array, index: Int[Array, "B H N"]) -> Array:
-    """Gathers slots of a per-slot array: `x [B, H, S, ...]` to `[B, H, N, ...]`."""
-    return _gather(x, index)
+def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
+    """Gathers slots of a per-slot array: `x [B, H, S, ...]` to `[B, K, N, ...]`.
+
+    K is H, or a multiple of it: list k then reads head `k // (K / H)`.
+    """
+    batch, kv_heads = x.shape[:2]
+    rows = _gather(x, index.reshape(batch, kv_heads, -1))
+    return rows.reshape(*index.shape, *x.shape[3:])
 
 
 def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
@@ -48,7 +55,7 @@ class Payload(Protocol):
     def dtype(self) -> jnp.dtype:
         """Dtype of the dense rows."""
 
-    def read(self, index: Int[Array, "B H N"] | None = None) -> Float[Array, "B H N D"]:
+    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Dense rows: all slots, or those of `index`."""
 
     def take(self, index: Int[Array, "B H N"]) -> Payload:
@@ -59,6 +66,18 @@ class Payload(Protocol):
 
     def fill(self, rows: Float[Array, "B H S D"]) -> Payload:
         """Replaces all slots."""
+
+    def open(self) -> Payload:
+        """The payload for the time that a prompt is read, all rows at hand on the device."""
+
+    def close(self, tail: Int[Array, ""]) -> Payload:
+        """As it was before `open`; the tail now begins at slot `tail`."""
+
+    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
+        """Dense rows of the tail's `size` slots from `start` on."""
+
+    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Payload:
+        """Sorts the tail's N slots from `start` on by `index`; the tail then begins behind them."""
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +111,7 @@ class Dense:
         """Dtype of the rows."""
         return self.data.dtype
 
-    def read(self, index: Int[Array, "B H N"] | None = None) -> Float[Array, "B H N D"]:
+    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Dense rows: all slots, or those of `index`."""
         return self.data if index is None else take_slots(self.data, index)
 
@@ -107,3 +126,20 @@ class Dense:
     def fill(self, rows: Float[Array, "B H S D"]) -> Dense:
         """Replaces all slots."""
         return Dense(rows.astype(self.data.dtype))
+
+    def open(self) -> Dense:
+        """Itself."""
+        return self
+
+    def close(self, tail: Int[Array, ""]) -> Dense:
+        """Itself."""
+        return self
+
+    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
+        """Rows of `size` slots from `start` on."""
+        return jax.lax.dynamic_slice_in_dim(self.data, start, size, 2)
+
+    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Dense:
+        """Sorts N slots from `start` on by `index`."""
+        rows = take_slots(self.span(start, index.shape[2]), index)
+        return Dense(jax.lax.dynamic_update_slice_in_dim(self.data, rows, start, 2))

@@ -123,7 +123,10 @@ def nearest_to_centroids(
     order = jnp.argsort(jnp.where(evicted, position, _LAST), axis=-1)
     start, length = cut(evicted.sum(-1, dtype=jnp.int32), count, most)
     middle = take_slots(order, jnp.maximum(start + (length - 1) // 2, 0))
-    label, apart = kmeans(keys, evicted, take_slots(keys, middle), length > 0)
+    initial = take_slots(keys, middle)
+    label, centroids = kmeans(keys, evicted, initial, length > 0, metric="l2")
+    own = take_slots(centroids, jnp.minimum(label, most - 1))
+    apart = jnp.square(keys.astype(jnp.float32) - own).sum(-1)
 
     def least(x: Array, fill: float | int) -> Array:
         """The smallest of each cluster, at its members."""

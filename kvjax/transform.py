@@ -99,6 +99,7 @@ class Needs(NamedTuple):
       decode_mass: `attention_mass`, of decode steps alone.
       unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
       reposition: keys are rotated at their rank among the live slots and not at their position.
+      predicted_query: `View.predicted`, where a model can give it.
     """
 
     attention_mass: bool = False
@@ -109,6 +110,7 @@ class Needs(NamedTuple):
     decode_mass: bool = False
     unrotated_keys: bool = False
     reposition: bool = False
+    predicted_query: bool = False
 
     def union(self, other: Needs) -> Needs:
         """What serves both."""
@@ -164,20 +166,41 @@ class Step:
 class View:
     """What attention will see of a cache: all slots, or a selection of N.
 
+    A selection has K lists: one per KV head, or one per query head (K = Q).
+
     Args:
       cache: the cache.
-      index: slots to see, `[B, H, N]`, -1 = none; None = all of them in place.
+      index: slots to see, `[B, K, N]`, -1 = none; None = all of them in place.
+      fixed: how many entries at the front every list of a cache has, such as sinks (static).
+      fresh: how many entries at the end of every list are those of the tail (static).
+      rows: keys and values of the selection, `[B, K, N, D]` each, where a transform has fetched
+        them already; None: attention reads them.
+      predicted: what the query was expected to be before this layer began, rotated,
+        `[B, Q, T, D]`: the layer's query weights times the input of the attention before it. None
+        where no transform needs it or the model does not give it.
     """
 
     cache: KVCache
-    index: Int[Array, "B H N"] | None = None
+    index: Int[Array, "B K N"] | None = None
+    fixed: int = field(default=0, metadata={"static": True})
+    fresh: int = field(default=0, metadata={"static": True})
+    rows: tuple[Array, Array] | None = None
+    predicted: Float[Array, "B Q T D"] | None = None
 
-    def take(self, index: Int[Array, "B H N"]) -> View:
+    def take(self, index: Int[Array, "B K N"], fixed: int = 0, fresh: int = 0) -> View:
         """A selection of this view's entries (-1 = none). Only indices are composed."""
-        if self.index is None:
-            return View(self.cache, index)
-        chosen = take_slots(self.index, jnp.maximum(index, 0))
-        return View(self.cache, jnp.where(index >= 0, chosen, -1))
+        if self.index is not None:
+            chosen = take_slots(self.index, jnp.maximum(index, 0))
+            index = jnp.where(index >= 0, chosen, -1)
+        return dataclasses.replace(self, index=index, fixed=fixed, fresh=fresh, rows=None)
+
+    def read(self) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
+        """Keys and values as they are stored, and anything where an entry is none."""
+        if self.rows is not None:
+            return self.rows
+        # Slot 0 is read instead; a log_mass of -inf keeps it out of the result.
+        index = None if self.index is None else jnp.maximum(self.index, 0)
+        return self.cache.k.read(index), self.cache.v.read(index)
 
     def per_slot(self, x: Array, fill: float) -> Array:
         """A per-slot array `[B, H, S]` as this view sees it, `fill` where an entry is none."""
@@ -185,7 +208,7 @@ class View:
             return x
         return jnp.where(self.index >= 0, take_slots(x, jnp.maximum(self.index, 0)), fill)
 
-    def to_slots(self, x: Float[Array, "B H G N"]) -> Float[Array, "B H G S"]:
+    def to_slots(self, x: Float[Array, "B K G N"]) -> Float[Array, "B K G S"]:
         """What the view's entries received, at their slots; 0 for slots that were not read."""
         if self.index is None:
             return x
@@ -237,6 +260,11 @@ class KVTransform:
     @property
     def merges(self) -> bool:
         """Whether what it frees goes into other slots, so that no wrapper can bring it back."""
+        return False
+
+    @property
+    def indexes(self) -> bool:
+        """Whether it keeps an index of all slots, in a cache with a tail."""
         return False
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:

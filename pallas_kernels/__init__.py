@@ -4,24 +4,31 @@ One file per operation: its documented function, its reference, and (where there
 kernel. `implementation=None` takes the best that can run; a named one never falls back.
 """
 
+from pallas_kernels.cluster_selection import build_indices, rank_clusters
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.host_rows import host_rows
 from pallas_kernels.kmeans import kmeans
 from pallas_kernels.packed_bits import hamming_distance, pack_bits
+from pallas_kernels.page_scores import page_scores
 from pallas_kernels.prompt_attention import column_sums, prompt_attention
 from pallas_kernels.segment_merge import segment_merge
 from pallas_kernels.slot_pairs import join_anchors, pair_cosine, pair_distance
 from pallas_kernels.soft_matching import soft_matching
 
 __all__ = [
+    "build_indices",
     "column_sums",
     "decode_attention",
     "hamming_distance",
+    "host_rows",
     "join_anchors",
     "kmeans",
     "pack_bits",
+    "page_scores",
     "pair_cosine",
     "pair_distance",
     "prompt_attention",
+    "rank_clusters",
     "segment_merge",
     "soft_matching",
 ]

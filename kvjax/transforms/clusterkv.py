@@ -1,0 +1,294 @@
+"""ClusterKV: clusters of similar keys, recalled as a query asks for them (arXiv 2412.03213)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.budgets import (
+    Budget,
+    check_budget,
+    check_choice,
+    check_count,
+    most_slots,
+    rows_budget,
+)
+from kvjax.cache import KVCache
+from kvjax.draws import Seed, check_seed, layer_key, seed_of_layer, uniform
+from kvjax.payloads import take_slots
+from kvjax.recall import begin_tail, by_group, check_dense_layers, check_flag, lists_per_row
+from kvjax.selection import keep_best, oldest
+from kvjax.transform import Full, KVTransform, Stage, State, Step, View
+from pallas_kernels import build_indices, kmeans, rank_clusters
+
+Metric = Literal["cosine", "l2", "inner_product"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Clusters:
+    """The index: every cluster is a range of slots, in the order of token positions.
+
+    Args:
+      centroids: means of the clusters' keys, those of the prompt first.
+      sizes: how many slots each has; 0 where there is no such cluster.
+      starts: its first slot.
+      first: slot of the first sink.
+      sinks: how many there are.
+      budget: slots to attend to, of each row.
+      blocks: how often tokens of decoding have been clustered.
+    """
+
+    centroids: Float[Array, "B H C D"]
+    sizes: Int[Array, "B H C"]
+    starts: Int[Array, "B H C"]
+    first: Int[Array, "B H"]
+    sinks: Int[Array, "B H"]
+    budget: Int[Array, " B"]
+    blocks: Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class ClusterKV(KVTransform):
+    """Keeps everything, and attends to the clusters of tokens that the query points at.
+
+    At the prompt's end the keys of each KV head, the first `sinks` tokens apart, are clustered by
+    k-means under cosine distance. A decode step ranks the clusters by the inner product of query
+    and centroid, `q · μ_c`, and attends to the sinks and to whole clusters in that order, up to
+    `budget` slots; the last cluster is trimmed to its earliest tokens. Every `interval` steps the
+    tokens generated since are clustered among themselves.
+
+    Slots are stored cluster by cluster, so that a cluster is a range of slots and the list of slots
+    follows from prefix sums over cluster sizes.
+
+    Args:
+      budget: slots to attend to per KV head, sinks included; generated tokens that are not yet
+        clustered come on top. A float is a share of each row's prompt.
+      tokens_per_cluster: a prompt of n tokens has `round(n / 80)` clusters, as in the paper.
+      sinks: first tokens, which stand outside the clusters and are always attended to; 16 as in the
+        paper.
+      interval: decode steps between clusterings; 320 as in the paper.
+      new_clusters: clusters made each time; 4 as in the paper.
+      iterations: most rounds of k-means.
+      clusters: number of clusters of a prompt outright, whatever its length.
+      metric: what assigns a key to a cluster: `"cosine"`, or `"l2"` and `"inner_product"` for the
+        paper's comparison.
+      per_query_head: every query head chooses its own clusters, as in the paper; else the mean of
+        `q · μ_c` over the group decides for a KV head.
+      dense_layers: layers that stay as they are; the first two as in the paper. Give `()` to a
+        model of two layers.
+      seed: of the keys that k-means starts from.
+
+    Raises:
+      TypeError, ValueError: a number out of range, `budget` below `sinks + 1`, an unknown metric.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.bind(kvjax.ClusterKV(budget=1024, dense_layers=(0,)), num_layers=2)[0]
+      Full()
+
+    References:
+      Liu et al., ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression,
+      arXiv 2412.03213.
+
+    Deviations from the paper:
+      The default is one choice per KV head; `per_query_head=True` is the paper's. Clustering is not
+      overlapped with the attention of its layer. On a further turn everything live is clustered
+      anew. Over a cache that was evicted or merged, the sinks are the first tokens that are left.
+    """
+
+    budget: Budget
+    tokens_per_cluster: int = 80
+    sinks: int = 16
+    interval: int = 320
+    new_clusters: int = 4
+    iterations: int = 20
+    clusters: int | None = None
+    metric: Metric = "cosine"
+    per_query_head: bool = False
+    dense_layers: tuple[int, ...] = (0, 1)
+    seed: Seed = 0
+
+    stage: ClassVar[Stage] = Stage.RECALL
+    paper: ClassVar[str] = "ClusterKV, arXiv 2412.03213"
+    bound = property(lambda self: not self.dense_layers)
+    indexes = property(lambda self: True)
+
+    def __post_init__(self):
+        for name in ("tokens_per_cluster", "interval", "new_clusters", "iterations"):
+            check_count(name, getattr(self, name), 1)
+        check_count("sinks", self.sinks, 0)
+        if self.clusters is not None:
+            check_count("clusters", self.clusters, 1)
+        check_choice("metric", self.metric, ("cosine", "l2", "inner_product"))
+        check_flag("per_query_head", self.per_query_head)
+        check_dense_layers(self.dense_layers)
+        check_seed(self.seed)
+        check_budget(self.budget, self.minimum, "sinks + 1, the smallest cluster")
+
+    @property
+    def minimum(self) -> int:
+        """The smallest workable budget."""
+        return self.sinks + 1
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """Itself with draws of its own, or `Full` for a dense layer."""
+        if layer in self.dense_layers:
+            return Full()
+        return dataclasses.replace(self, dense_layers=(), seed=seed_of_layer(self.seed, layer))
+
+    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+        """No clusters yet, and a tail for the tokens of decoding."""
+        batch, kv_heads, slots = cache.shape
+        listed = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
+        lists = (lists_per_row(cache, self.per_query_head), max(listed, self.minimum))
+        cache = begin_tail(cache, self.interval, lists)
+        blocks = cache.max_new // self.interval
+        count = self._most_clusters(slots) + self.new_clusters * blocks
+        shape, head_dim = (batch, kv_heads, count), cache.k.shape[3]
+        return cache, Clusters(
+            centroids=jnp.zeros((*shape, head_dim), jnp.float32),
+            sizes=jnp.zeros(shape, jnp.int32),
+            starts=jnp.zeros(shape, jnp.int32),
+            first=jnp.zeros(shape[:2], jnp.int32),
+            sinks=jnp.zeros(shape[:2], jnp.int32),
+            budget=rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum),
+            blocks=jnp.zeros((), jnp.int32),
+        )
+
+    def read(self, view: View, state: Clusters, query: Array) -> tuple[View, State]:
+        """The sinks, the clusters of the highest `q · μ` up to the budget, and the tail."""
+        cache, tail = view.cache, view.cache.tail
+        lists, length = tail.lists
+        order = rank_clusters(
+            by_group(query, cache), state.centroids, state.sizes,
+            per_query_head=self.per_query_head,
+        )  # fmt: skip
+        per_list = lists // cache.shape[1]
+        first, sinks = (jnp.repeat(x, per_list, axis=1) for x in (state.first, state.sinks))
+        count = jnp.maximum(state.budget[:, None] - sinks, 0)
+        chosen = build_indices(order, state.sizes, state.starts, count, length=length - self.sinks)
+        place = jnp.arange(self.sinks, dtype=jnp.int32)[None, None]
+        own = jnp.where(place < sinks[..., None], first[..., None] + place, -1)
+        new = jnp.arange(cache.tail_slots, dtype=jnp.int32)
+        new = jnp.where(new < tail.count, tail.start + new, -1)
+        new = jnp.broadcast_to(new, (*chosen.shape[:2], new.size))
+        index = jnp.concatenate((own, chosen, new), axis=-1)
+        return view.take(index, fixed=self.sinks, fresh=new.shape[-1]), state
+
+    def update(self, cache: KVCache, state: Clusters, step: Step) -> tuple[KVCache, State]:
+        """Clusters what is live at a prompt's end, and the tail whenever it is full."""
+        if step.phase == "decode":
+            return self._cluster_tail(cache, state)
+        return self._cluster_prompt(cache, state, step) if step.last else (cache, state)
+
+    def _cluster_prompt(self, cache: KVCache, state: Clusters, step: Step):
+        """Clusters of everything but the sinks; says how the slots are to be sorted."""
+        live, (_, _, slots) = cache.live, cache.shape
+        count = live.sum(-1, dtype=jnp.int32)
+        sinks = oldest(live, cache.position, jnp.full((*count.shape, 1), self.sinks, jnp.int32))
+        wanted = jnp.asarray(self._clusters_of(np.arange(slots + 1)), jnp.int32)[count]
+        label, centroids = self._kmeans(
+            step.keys, live & ~sinks, cache.position, wanted, self._most_clusters(slots)
+        )
+        new = state.centroids.shape[2] - centroids.shape[2]  # room for those of decoding
+        sizes = _sizes(label, centroids.shape[2])
+        sinks_there = jnp.minimum(count, self.sinks)
+        first = count.max() - count  # all rows end at one slot
+        starts = _starts(sizes, first + sinks_there)
+        padding = ((0, 0), (0, 0), (0, new))
+        state = Clusters(
+            centroids=jnp.pad(centroids, (*padding, (0, 0))),
+            sizes=jnp.pad(sizes, padding),
+            starts=jnp.pad(starts, padding),
+            first=first,
+            sinks=sinks_there,
+            budget=rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum),
+            blocks=jnp.zeros_like(state.blocks),
+        )
+        return cache.replace(order=jnp.where(sinks, -1, label)), state
+
+    def _cluster_tail(self, cache: KVCache, state: Clusters):
+        """Clusters of the tail where it is full, behind those that are there."""
+        if not cache.settles:
+            return cache, state
+        tail, size = cache.tail, cache.tail.size
+
+        def span(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, tail.start, size, 2)
+
+        def cluster(carry):
+            _, state, _ = carry
+            live, position = span(cache.live), span(cache.position)
+            count = live.sum(-1, dtype=jnp.int32)
+            label, centroids = self._kmeans(
+                cache.k.span(tail.start, size), live, position,
+                jnp.minimum(count, self.new_clusters), min(self.new_clusters, size),
+            )  # fmt: skip
+            sizes = _sizes(label, centroids.shape[2])
+            starts = _starts(sizes, jnp.broadcast_to(tail.start, count.shape))
+            at = state.centroids.shape[2] - self.new_clusters * (cache.max_new // size)
+            at = at + self.new_clusters * state.blocks
+
+            def put(old: Array, new: Array) -> Array:
+                return jax.lax.dynamic_update_slice_in_dim(old, new, at, 2)
+
+            state = dataclasses.replace(
+                state,
+                centroids=put(state.centroids, centroids),
+                sizes=put(state.sizes, sizes),
+                starts=put(state.starts, starts),
+                blocks=state.blocks + 1,
+            )
+            return jnp.zeros((), bool), state, label
+
+        due = (tail.count == size) & (state.blocks < cache.max_new // size)
+        order = jnp.zeros((*cache.shape[:2], size), jnp.int32)
+        # A loop of no round or of one: a conditional would copy the centroids at every step.
+        _, state, order = jax.lax.while_loop(lambda c: c[0], cluster, (due, state, order))
+        return cache.replace(order=order), state
+
+    def _kmeans(
+        self,
+        keys: Float[Array, "B H N D"],
+        members: Bool[Array, "B H N"],
+        position: Int[Array, "B H N"],
+        wanted: Int[Array, "B H"],
+        most: int,
+    ) -> tuple[Int[Array, "B H N"], Float[Array, "B H C D"]]:
+        """Labels and centroids, starting from the keys of `wanted` tokens that are drawn."""
+        drawn = keep_best(uniform(layer_key(self.seed), position), members, position, wanted)
+        later = jnp.where(drawn, position, jnp.iinfo(jnp.int32).max)
+        start = take_slots(keys, jnp.argsort(later, axis=-1)[..., :most])
+        there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
+        return kmeans(keys, members, start, there, metric=self.metric, rounds=self.iterations)
+
+    def _clusters_of(self, count: np.ndarray) -> np.ndarray:
+        """How many clusters a head with so many live tokens gets."""
+        wanted = (
+            np.rint(count / self.tokens_per_cluster) if self.clusters is None else self.clusters
+        )
+        clusterable = np.maximum(count - self.sinks, 0)
+        return np.minimum(np.maximum(wanted, 1), clusterable).astype(np.int64)
+
+    def _most_clusters(self, slots: int) -> int:
+        return max(int(self._clusters_of(np.arange(slots + 1)).max()), 1)
+
+
+def _sizes(label: Int[Array, "B H N"], clusters: int) -> Int[Array, "B H C"]:
+    """How many slots have each label."""
+    add = jax.vmap(
+        jax.vmap(lambda label: jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop"))
+    )
+    return add(label)
+
+
+def _starts(sizes: Int[Array, "B H C"], first: Int[Array, "B H"]) -> Int[Array, "B H C"]:
+    """First slot of every cluster, the first one's being `first`."""
+    return first[..., None] + jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes

@@ -1,0 +1,270 @@
+"""ClusterKV (arXiv 2412.03213): clusters of keys come back when a query asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .attention import softmax_attention
+from .budgets import rows_budget
+from .slots import Slots
+
+
+class Recalling:
+    """One row of H KV heads that keeps every token; decoding attends to a choice of them.
+
+    A subclass chooses (`select`), and makes its index when a prompt is complete (`index`) and after
+    every decode step (`update`).  The deciding heads are the KV heads, or with `per_query_head` the
+    query heads.  Options are those of `softmax_attention`.
+    """
+
+    def __init__(self, per_query_head: bool = False, **options: float | None) -> None:
+        self.per_query_head = per_query_head
+        self.options = options
+        self.heads: list[Slots] = []
+        self.prompt_length = 0  # 1 + the newest position when the last prompt was complete
+
+    def index(self) -> None:
+        """Called when a prompt is complete."""
+
+    def update(self) -> None:
+        """Called at the end of a decode step."""
+
+    def select(self, q: np.ndarray) -> list[list[int]]:
+        """q [Q, D] of the newest token -> the positions to attend to, for every deciding head."""
+        raise NotImplementedError
+
+    def prompt(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, last: bool = True
+    ) -> np.ndarray:
+        """q [Q, T, D], k and v [H, T, D], positions [T] (-1 = padding) -> out [Q, T, D]."""
+        self._append(k, v, positions)
+        groups = zip(self.heads, self.by_group(q), strict=True)
+        out = np.concatenate([slots.attend(group, positions)[0] for slots, group in groups])
+        if last:
+            self.prompt_length = max(slots.length for slots in self.heads)
+            self.index()
+        return out
+
+    def decode(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int
+    ) -> tuple[np.ndarray, list[list[int]]]:
+        """q [Q, D], k and v [H, D] of one token -> out [Q, D], the selected positions."""
+        self._append(k[:, None], v[:, None], [position])
+        selected = self.select(q)
+        out = self.attend_selected(q, position, selected)
+        self.update()
+        return out, selected
+
+    def by_group(self, x: np.ndarray) -> np.ndarray:
+        """[Q, ...] -> [H, G, ...]."""
+        return np.reshape(x, (len(self.heads), -1, *np.shape(x)[1:]))
+
+    def attend_selected(
+        self, q: np.ndarray, position: int, selected: list[list[int]]
+    ) -> np.ndarray:
+        """q [Q, D] over the selected tokens alone: the softmax is over the restriction."""
+        out = []
+        for i, query in enumerate(q):
+            head = i * len(self.heads) // len(q)
+            chosen = selected[i * len(selected) // len(q)]
+            out.append(self._restricted(query, head, position, chosen))
+        return np.stack(out)
+
+    def _restricted(
+        self, query: np.ndarray, head: int, position: int, chosen: list[int]
+    ) -> np.ndarray:
+        tokens = {token.position: token for token in self.heads[head].tokens}
+        tokens = [tokens[p] for p in chosen]
+        out, _ = softmax_attention(
+            query[None, None],
+            np.array([token.key for token in tokens]),
+            np.array([token.value for token in tokens]),
+            [position],
+            [token.position for token in tokens],
+            [token.log_mass for token in tokens],
+            **self.options,
+        )
+        return out[0, 0]
+
+    def _append(self, k: np.ndarray, v: np.ndarray, positions: np.ndarray) -> None:
+        if not self.heads:
+            self.heads = [Slots(**self.options) for _ in k]
+        for slots, keys, values in zip(self.heads, k, v, strict=True):
+            slots.append(keys, values, positions, 1)
+
+
+def similarity(keys: np.ndarray, centroids: np.ndarray, metric: str) -> np.ndarray:
+    """[N, C], the higher the nearer: cosine (0 where either is zero), -|k - c|^2, or k . c."""
+    if metric == "l2":
+        return -np.sum((keys[:, None] - centroids[None]) ** 2, axis=-1)
+    # not a matrix product, whose sums of equal columns need not be equal
+    products = np.sum(keys[:, None] * centroids[None], axis=-1)
+    if metric == "inner_product":
+        return products
+    if metric != "cosine":
+        raise ValueError(f"cosine, l2 or inner_product; given {metric}")
+    lengths = np.linalg.norm(keys, axis=-1)[:, None] * np.linalg.norm(centroids, axis=-1)
+    return np.where(lengths > 0, products / np.where(lengths > 0, lengths, 1.0), 0.0)
+
+
+def kmeans(
+    keys: np.ndarray, centroids: np.ndarray, metric: str = "cosine", iterations: int = 20
+) -> tuple[np.ndarray, np.ndarray]:
+    """keys [N, D] from initial centroids [C, D] -> labels [N], centroids [C, D].
+
+    A round assigns every key to its most similar centroid, ties to the lower one, and moves every
+    centroid to the mean of its keys; without keys it stays.  Ends when no label has changed, or
+    after `iterations` rounds.  The labels are of one more assignment, to the final centroids.
+    """
+    keys, centroids = np.array(keys, np.float64), np.array(centroids, np.float64)
+
+    def assign() -> np.ndarray:
+        return np.argmax(similarity(keys, centroids, metric), axis=1)
+
+    before = None
+    for _ in range(iterations):
+        labels = assign()
+        if before is not None and np.array_equal(labels, before):
+            break
+        for c in set(labels.tolist()):
+            centroids[c] = keys[labels == c].mean(axis=0)
+        before = labels
+    return assign(), centroids
+
+
+def cluster_count(
+    n: int, tokens_per_cluster: float = 80, sinks: int = 16, clusters: int | None = None
+) -> int:
+    """C0 of a prompt's n live tokens: rint(n / tokens_per_cluster), half to even, or `clusters`.
+
+    At least 1, at most the tokens that aren't sinks; 0 if there are none of those.
+    """
+    if n <= sinks:
+        return 0
+    wanted = round(n / tokens_per_cluster) if clusters is None else clusters
+    return min(max(wanted, 1), n - sinks)
+
+
+@dataclass
+class Cluster:
+    """A centroid [D], and the positions of its tokens, increasing (none: an empty cluster)."""
+
+    centroid: np.ndarray
+    members: list[int]
+
+
+def take_clusters(scores: np.ndarray, members: list[list[int]], room: int) -> list[int]:
+    """Whole clusters by descending score [C], ties to the lower one, until `room` tokens.
+
+    The last one is trimmed to its first members.
+    """
+    taken: list[int] = []
+    for c in np.argsort(-np.asarray(scores), kind="stable"):
+        taken += members[c][: room - len(taken)]
+    return taken
+
+
+@dataclass
+class HeadIndex:
+    """What one KV head knows: positions of sinks, clusters in the order of their numbers."""
+
+    sinks: list[int]
+    clusters: list[Cluster]
+    unclustered: list[int]
+
+
+class ClusterKV(Recalling):
+    """Sinks, the best clusters of the others within the budget, and what isn't clustered yet.
+
+        score[c] = 1/G sum_g q[g] . mu[c]          or of each query head for itself
+
+    Of a prompt's live tokens the first `sinks` are set aside, the others are clustered with
+    `cluster_count` clusters.  The tokens of `interval` decode steps are clustered among themselves
+    at the end of the last of them, into min(new_clusters, tokens), numbered after the others.  A
+    further prompt clusters everything anew.
+
+    draw(head, positions, count) returns the positions whose keys the clusters start from.
+    """
+
+    def __init__(
+        self,
+        budget: int | float,
+        draw: Callable[[int, list[int], int], list[int]],
+        tokens_per_cluster: float = 80,
+        sinks: int = 16,
+        interval: int = 320,
+        new_clusters: int = 4,
+        iterations: int = 20,
+        clusters: int | None = None,
+        metric: str = "cosine",
+        per_query_head: bool = False,
+        **options: float | None,
+    ) -> None:
+        super().__init__(per_query_head, **options)
+        self.budget, self.draw = budget, draw
+        self.tokens_per_cluster, self.sinks, self.clusters = tokens_per_cluster, sinks, clusters
+        self.interval, self.new_clusters = interval, new_clusters
+        self.iterations, self.metric = iterations, metric
+        self.indices: list[HeadIndex] = []
+
+    @property
+    def limit(self) -> int:
+        """B: sinks and selected clustered tokens together."""
+        return rows_budget(self.budget, self.prompt_length, self.sinks + 1)
+
+    def index(self) -> None:
+        """Clusters everything live."""
+        self.indices = []
+        for head, slots in enumerate(self.heads):
+            positions = slots.positions.tolist()
+            count = cluster_count(len(slots), self.tokens_per_cluster, self.sinks, self.clusters)
+            clusters = self._cluster(head, positions[self.sinks :], count)
+            self.indices.append(HeadIndex(positions[: self.sinks], clusters, []))
+
+    def decode(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int
+    ) -> tuple[np.ndarray, list[list[int]]]:
+        """As `Recalling.decode`; the token itself is not clustered yet."""
+        for index in self.indices:
+            index.unclustered.append(int(position))
+        return super().decode(q, k, v, position)
+
+    def update(self) -> None:
+        """Clusters the generated tokens when there are `interval` of them."""
+        for head, index in enumerate(self.indices):
+            if len(index.unclustered) == self.interval:
+                count = min(self.new_clusters, len(index.unclustered))
+                index.clusters += self._cluster(head, index.unclustered, count)
+                index.unclustered = []
+
+    def select(self, q: np.ndarray) -> list[list[int]]:
+        """The lists: sinks, ranked clusters, unclustered tokens."""
+        selected = []
+        for index, group in zip(self.indices, self.by_group(q), strict=True):
+            scores = np.array([group @ cluster.centroid for cluster in index.clusters])  # [C, G]
+            scores = scores.reshape(len(index.clusters), len(group)).T
+            if not self.per_query_head:
+                scores = scores.mean(axis=0, keepdims=True)
+            members = [cluster.members for cluster in index.clusters]
+            room = self.limit - len(index.sinks)
+            selected += [
+                [*index.sinks, *take_clusters(row, members, room), *index.unclustered]
+                for row in scores
+            ]
+        return selected
+
+    def _cluster(self, head: int, positions: list[int], count: int) -> list[Cluster]:
+        if count == 0:
+            return []
+        keys = {token.position: token.key for token in self.heads[head].tokens}
+        first = [keys[int(p)] for p in self.draw(head, list(positions), count)]
+        labels, centroids = kmeans(
+            [keys[p] for p in positions], first, self.metric, self.iterations
+        )
+        return [
+            Cluster(mu, [p for p, label in zip(positions, labels, strict=True) if label == c])
+            for c, mu in enumerate(centroids)
+        ]

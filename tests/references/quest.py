@@ -1,0 +1,66 @@
+"""Quest (arXiv 2406.10774): pages of tokens, judged by a bound on what their keys can score."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .clusterkv import Recalling
+from .slots import best, reduce_group
+
+
+def page_bounds(keys: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
+    """Smallest and largest key of every channel, [P, D], of pages of consecutive keys [N, D]."""
+    pages = [keys[start : start + page] for start in range(0, len(keys), page)]
+    return np.array([p.min(axis=0) for p in pages]), np.array([p.max(axis=0) for p in pages])
+
+
+def page_scores(q: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> np.ndarray:
+    """sum_c max(q_c lowest_c, q_c highest_c), [P], of q [D] and the pages' bounds [P, D]."""
+    return np.maximum(q * lowest, q * highest).sum(axis=-1)
+
+
+def page_budget(budget: int | float, length: int, page: int = 16) -> int:
+    """Pages that a row of `length` prompt tokens looks at.
+
+    An int is a number of tokens, a multiple of `page`.  A float f is a share of the prompt:
+    floor(min(L, max(floor(f L), 3 page)) / page), at least 3.
+    """
+    if isinstance(budget, int):
+        return budget // page
+    return max(min(length, max(math.floor(budget * length), 3 * page)) // page, 3)
+
+
+class Quest(Recalling):
+    """The newest page, and the best of the others up to the budget, as a list in ascending order.
+
+    Pages are `page` consecutive live tokens in the order of their positions; generated tokens go on
+    filling the last one.  A KV head goes by the maximum of the page's scores over its group.
+    """
+
+    def __init__(
+        self,
+        budget: int | float,
+        page: int = 16,
+        per_query_head: bool = False,
+        **options: float | None,
+    ) -> None:
+        super().__init__(per_query_head, **options)
+        self.budget, self.page = budget, page
+
+    def select(self, q: np.ndarray) -> list[list[int]]:
+        """The positions of the pages taken, ascending."""
+        taken = page_budget(self.budget, self.prompt_length, self.page)
+        selected = []
+        for slots, group in zip(self.heads, self.by_group(q), strict=True):
+            bounds = page_bounds(slots.keys, self.page)
+            scores = np.array([page_scores(query, *bounds) for query in group])
+            if not self.per_query_head:
+                scores = reduce_group(scores, "max")[None]
+            for row in scores:
+                pages = [*best(row[:-1], taken - 1), len(row) - 1]
+                positions = slots.positions.tolist()
+                chunks = [positions[p * self.page : (p + 1) * self.page] for p in pages]
+                selected.append([p for chunk in chunks for p in chunk])
+        return selected
