@@ -514,7 +514,7 @@ def memory_bytes(tree) -> dict[str, int]:
       >>> import kvjax
       >>> size = {"batch": 1, "kv_heads": 2, "head_dim": 16, "max_prompt": 64, "max_new": 8}
       >>> kvjax.memory_bytes(kvjax.init_cache(kvjax.Full(), **size))
-      {'device': 19612}
+      {'device': 19748}
     """
     held: dict[str, int] = {}
     for leaf in jax.tree.leaves(tree):

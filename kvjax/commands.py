@@ -13,7 +13,7 @@ from rich.console import Console
 
 import kvjax
 from kvjax.job import Job, Reader, model_folder
-from kvjax.registry import METHODS, WRAPPERS
+from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from kvjax.terminal import Display, answers, comparison, listing, print_figures, summary
 from kvjax.text import Continuation
 
@@ -132,16 +132,18 @@ def _answer(args: argparse.Namespace, job: Job, folder: Path) -> None:
 def methods(args: argparse.Namespace) -> None:
     """`kvjax methods`: a table, or one JSON object."""
     if args.json:
-        kinds = {"methods": METHODS, "wrappers": WRAPPERS}
+        kinds = {"methods": METHODS, "wrappers": WRAPPERS, "storage": STORAGE}
         _write(json.dumps({part: _describe(names) for part, names in kinds.items()}) + "\n")
         return
     console = Console(highlight=False)
-    width = console.width, max(map(len, METHODS | WRAPPERS))
+    width = console.width, max(map(len, METHODS | WRAPPERS | STORAGE))
     console.print(listing(METHODS, "method", *width))
     console.print(listing(WRAPPERS, "wrapper", *width))
+    console.print(listing(STORAGE, "storage", *width))
     console.print(
         "budget: slots per KV head (256), or a share of the prompt (0.2).\n"
-        "Compositions: chain(snapkv(window=16), h2o(budget=64)), every(snapkv, steps=64).",
+        "Compositions: chain(snapkv(window=16), h2o(budget=64)), every(snapkv, steps=64),\n"
+        "chain(clusterkv, offload).",
         markup=False,
     )
 

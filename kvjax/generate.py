@@ -15,10 +15,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from kvjax.budgets import check_count
-from kvjax.cache import nbytes
+from kvjax.cache import memory_bytes, nbytes
 from kvjax.chain import bind
 from kvjax.layer_cache import Cache, init_cache
 from kvjax.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.offload import RecallStatistics, recall_statistics
 from kvjax.progress import listening, unwatch, watch
 from kvjax.sampling import Sampling
 from kvjax.transform import Full, KVTransform
@@ -47,6 +48,10 @@ class Generation:
       compile_s: seconds of tracing and compiling; next to nothing on a second call.
       cache_bytes: bytes of all cache arrays after the prompt, index structures included.
       full_cache_bytes: what `Full` would hold for the same padded prompt and new tokens.
+      memory_bytes: `cache_bytes` by the kind of memory: `"device"`, and `"pinned_host"` for what
+        `Offload` keeps there.
+      recall: how often offloaded caches had what a step selected, and what crossed; None where
+        nothing is offloaded.
     """
 
     tokens: list[list[int]]
@@ -57,6 +62,8 @@ class Generation:
     compile_s: float
     cache_bytes: int
     full_cache_bytes: int
+    memory_bytes: dict[str, int]
+    recall: RecallStatistics | None
 
 
 def generate(
@@ -160,6 +167,8 @@ def generate(
         compile_s=compile_prompt + compile_loop,
         cache_bytes=nbytes(loop.caches),
         full_cache_bytes=_full_bytes(plan, len(prompts)),
+        memory_bytes=memory_bytes(loop.caches),
+        recall=recall_statistics(loop.caches),
     )
 
 

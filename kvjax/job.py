@@ -128,4 +128,6 @@ class Job:
             "compile_s": result.compile_s,
             "cache_bytes": result.cache_bytes,
             "full_cache_bytes": result.full_cache_bytes,
+            "memory_bytes": result.memory_bytes,
+            "recall": None if result.recall is None else result.recall._asdict(),
         }

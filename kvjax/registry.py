@@ -6,9 +6,11 @@ import ast
 import dataclasses
 
 from kvjax.chain import chain
+from kvjax.offload import Offload
 from kvjax.transform import Full, KVTransform
 from kvjax.transforms.cam import CaM
 from kvjax.transforms.chelsea import Chelsea
+from kvjax.transforms.clusterkv import ClusterKV
 from kvjax.transforms.h2o import H2O
 from kvjax.transforms.kvcrush import KVCrush
 from kvjax.transforms.kvmerger import KVMerger
@@ -27,12 +29,16 @@ METHODS: dict[str, type[KVTransform]] = {
     "pyramidinfer": PyramidInfer,
     "kvmerger": KVMerger,
     "chelsea": Chelsea,
+    "clusterkv": ClusterKV,
 }
 WRAPPERS: dict[str, type[KVTransform]] = {
     "every": Every,
     "when_full": WhenFull,
     "cam": CaM,
     "kvcrush": KVCrush,
+}
+STORAGE: dict[str, type[KVTransform]] = {
+    "offload": Offload,
 }
 
 
@@ -81,7 +87,7 @@ def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform
         if call.keywords:
             raise ValueError(f"chain takes methods only, got {call.keywords[0].arg}= in {text!r}")
         return chain(*inner)
-    known = METHODS | WRAPPERS
+    known = METHODS | WRAPPERS | STORAGE
     if name not in known:
         names = ", ".join((*known, "chain"))
         raise ValueError(f"unknown method {name!r}; there are {names}")

@@ -112,6 +112,12 @@ def print_figures(result: Generation) -> None:
         f"{seconds(result.tpot_s)} per token · cache {decimal(result.cache_bytes)} of "
         f"{decimal(result.full_cache_bytes)} ({share(result)})"
     )
+    host = sum(size for kind, size in result.memory_bytes.items() if kind != "device")
+    if host:
+        line += f", {decimal(host)} of it in host memory"
+    if result.recall is not None and result.recall.hit_rate is not None:
+        fetched = decimal(round(result.recall.fetched_bytes_per_step))
+        line += f" · {100 * result.recall.hit_rate:.0f}% hits, {fetched} fetched per token"
     Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.common import check_implementation
 
-RUN = 16  # slots of a long piece: a page of Quest, a fifth of an average cluster
+PIECE = 16  # slots of a long piece: a page of Quest, a fifth of an average cluster
 
 
 def host_rows(
@@ -41,9 +41,10 @@ def host_rows(
     first = _run_start(index, missing)
     place = jnp.arange(index.shape[2], dtype=jnp.int32)[None, None]
     offset = place - jax.lax.cummax(jnp.where(first, place, 0), axis=2)
-    whole = (offset + length) // RUN * RUN  # slots of the run that long pieces cover
-    long = missing & (offset < whole) & (offset % RUN == 0)
-    rows = _fetch(stores, rows, index, long, RUN)
+    piece = min(PIECE, index.shape[2], stores[0].shape[2])
+    whole = (offset + length) // piece * piece  # slots of the run that long pieces cover
+    long = missing & (offset < whole) & (offset % piece == 0)
+    rows = _fetch(stores, rows, index, long, piece)
     return _fetch(stores, rows, index, missing & (offset >= whole), 1)
 
 

@@ -147,7 +147,9 @@ def test_a_whole_run(command, tmp_path, capsys):
 
 
 def generation(tokens: list[int]) -> kvjax.Generation:
-    return kvjax.Generation([tokens], [False], [192], 0.1, 0.01, 0.0, 100, 200)
+    return kvjax.Generation(
+        [tokens], [False], [192], 0.1, 0.01, 0.0, 100, 200, {"device": 100}, None
+    )
 
 
 def test_right_answers_are_counted_and_every_method_sees_the_same_cases(

@@ -190,12 +190,12 @@ class ClusterKV(KVTransform):
 
     def _cluster_prompt(self, cache: KVCache, state: Clusters, step: Step):
         """Clusters of everything but the sinks; says how the slots are to be sorted."""
-        live, (_, _, slots) = cache.live, cache.shape
+        live, capacity = cache.live, cache.capacity
         count = live.sum(-1, dtype=jnp.int32)
         sinks = oldest(live, cache.position, jnp.full((*count.shape, 1), self.sinks, jnp.int32))
-        wanted = jnp.asarray(self._clusters_of(np.arange(slots + 1)), jnp.int32)[count]
+        wanted = jnp.asarray(self._clusters_of(np.arange(capacity + 1)), jnp.int32)[count]
         label, centroids = self._kmeans(
-            step.keys, live & ~sinks, cache.position, wanted, self._most_clusters(slots)
+            step.keys, live & ~sinks, cache.position, wanted, self._most_clusters(capacity)
         )
         new = state.centroids.shape[2] - centroids.shape[2]  # room for those of decoding
         sizes = _sizes(label, centroids.shape[2])
