@@ -35,6 +35,7 @@ from kvjax.transforms.kvcrush import KVCrush
 from kvjax.transforms.kvmerger import KVMerger
 from kvjax.transforms.pyramidinfer import PyramidInfer, PyramidInferLayer
 from kvjax.transforms.pyramidkv import LayerBudget, PyramidKV
+from kvjax.transforms.quest import Quest
 from kvjax.transforms.snapkv import SnapKV
 from kvjax.transforms.streaming_llm import StreamingLLM
 from kvjax.wrappers import Every, HeadGroups, PerLayer, WhenFull
@@ -71,6 +72,7 @@ __all__ = [
     "PyramidInfer",
     "PyramidInferLayer",
     "PyramidKV",
+    "Quest",
     "RemainingBudget",
     "Rope",
     "Sampling",

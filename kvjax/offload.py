@@ -119,8 +119,8 @@ class Offloaded:
         return self
 
     def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
-        """Rows of the tail's slots from `start`, its first, on."""
-        return self.tail[:, :, :size]
+        """Rows of `size` slots of the tail from slot `start` on."""
+        return jax.lax.dynamic_slice_in_dim(self.tail, start - self.start, size, 2)
 
     def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Offloaded:
         """Moves the tail, sorted by `index`, to its place in host memory."""

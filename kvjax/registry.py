@@ -16,6 +16,7 @@ from kvjax.transforms.kvcrush import KVCrush
 from kvjax.transforms.kvmerger import KVMerger
 from kvjax.transforms.pyramidinfer import PyramidInfer
 from kvjax.transforms.pyramidkv import PyramidKV
+from kvjax.transforms.quest import Quest
 from kvjax.transforms.snapkv import SnapKV
 from kvjax.transforms.streaming_llm import StreamingLLM
 from kvjax.wrappers import Every, WhenFull
@@ -30,6 +31,7 @@ METHODS: dict[str, type[KVTransform]] = {
     "kvmerger": KVMerger,
     "chelsea": Chelsea,
     "clusterkv": ClusterKV,
+    "quest": Quest,
 }
 WRAPPERS: dict[str, type[KVTransform]] = {
     "every": Every,

@@ -9,6 +9,7 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.host_rows import host_rows
 from pallas_kernels.kmeans import kmeans
 from pallas_kernels.packed_bits import hamming_distance, pack_bits
+from pallas_kernels.page_bounds import page_bounds
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.prompt_attention import column_sums, prompt_attention
 from pallas_kernels.segment_merge import segment_merge
@@ -24,6 +25,7 @@ __all__ = [
     "join_anchors",
     "kmeans",
     "pack_bits",
+    "page_bounds",
     "page_scores",
     "pair_cosine",
     "pair_distance",

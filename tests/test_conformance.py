@@ -63,6 +63,7 @@ ARGUMENTS = {
         "budget": BUDGET, "tokens_per_cluster": 4, "sinks": 2, "interval": 3, "new_clusters": 2,
         "dense_layers": (),
     },
+    "quest": {"budget": BUDGET, "page": 4, "dense_layers": ()},
 }  # fmt: skip
 ENOUGH = MAX_PROMPT + MAX_NEW
 OUTLIERS = kvjax.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
@@ -78,6 +79,10 @@ def chelsea(budget=BUDGET, **changes):
 
 def clusterkv(budget=BUDGET, **changes):
     return kvjax.ClusterKV(**{**ARGUMENTS["clusterkv"], "budget": budget, **changes})
+
+
+def quest(budget=BUDGET):
+    return kvjax.Quest(**{**ARGUMENTS["quest"], "budget": budget})
 
 
 def pyramidinfer_paper(context):
@@ -117,6 +122,7 @@ def compositions(budget: int) -> dict:
         "clusterkv_per_query_head": chain(
             clusterkv(budget, per_query_head=True), kvjax.Offload(recent_steps=2)
         ),
+        "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
         "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
     }
 

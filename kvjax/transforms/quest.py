@@ -1,0 +1,223 @@
+"""Quest: pages of tokens, recalled by a bound on what their keys can score (arXiv 2406.10774)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.budgets import Budget, check_budget, check_count, most_slots, rows_budget
+from kvjax.cache import NEG_INF, KVCache
+from kvjax.payloads import take_slots, write_slots
+from kvjax.recall import begin_tail, by_group, check_dense_layers, check_flag, lists_per_row
+from kvjax.transform import Full, KVTransform, Stage, State, Step, View
+from pallas_kernels import page_bounds, page_scores
+
+PAGES = 3  # fewest that a budget must hold
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pages:
+    """The index: page p of a head has its tokens `p · page` to `(p + 1) · page`, by position.
+
+    Args:
+      low, high: least and greatest value of each channel among a page's keys; 0 for no page.
+      prompt: tokens of each head when the last prompt was complete.
+      end: first slot behind them, in all rows and heads.
+      budget: pages to attend to, of each row.
+    """
+
+    low: Float[Array, "B H P D"]
+    high: Float[Array, "B H P D"]
+    prompt: Int[Array, "B H"]
+    end: Int[Array, ""]
+    budget: Int[Array, " B"]
+
+
+@dataclass(frozen=True)
+class Quest(KVTransform):
+    """Keeps everything, and attends to the pages whose keys may score highest.
+
+    Tokens stand in pages of `page`, in the order of their positions. Of each page P the index has
+    the least and the greatest key, channel by channel, so that no token of it has a higher `q · k`
+    than `u_P = Σ_c max(q_c · low_c, q_c · high_c)`. A decode step attends to the newest page and to
+    those with the highest u, ties to the lower page, `budget / page` of them in all, listed in
+    ascending order. The new token's key widens the bounds of its page, the newest, in place.
+
+    The index is `[B, H, P, D]` twice, in the dtype of the keys: 1 / `page` of keys and values.
+
+    Args:
+      budget: slots to attend to per KV head, a multiple of `page` and at least three pages. A float
+        is a share of each row's tokens at the prompt's end, of which no more than `max_prompt`
+        count, rounded down to whole pages, at least three.
+      page: tokens of a page; 16 as in the paper.
+      per_query_head: every query head chooses its own pages, as in the paper; else the greatest u
+        over the group decides for a KV head.
+      dense_layers: layers that stay as they are; the first two as in the paper. Give `()` to a
+        model of two layers.
+
+    Raises:
+      TypeError, ValueError: a number out of range, `budget` below three pages or no multiple of
+        `page`.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.bind(kvjax.Quest(budget=1024), num_layers=3)[1:]
+      (Full(), Quest(budget=1024, page=16, per_query_head=False, dense_layers=()))
+
+    References:
+      Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv
+      2406.10774.
+
+    Deviations from the paper:
+      The default is one choice per KV head; `per_query_head=True` is the paper's. The newest page
+      is always taken, however full it is. Over a cache that was evicted or merged at the prompt's
+      end, pages are of the tokens that are left; on a further turn everything live is paged anew.
+    """
+
+    budget: Budget
+    page: int = 16
+    per_query_head: bool = False
+    dense_layers: tuple[int, ...] = (0, 1)
+
+    stage: ClassVar[Stage] = Stage.RECALL
+    paper: ClassVar[str] = "Quest, arXiv 2406.10774"
+    bound = property(lambda self: not self.dense_layers)
+    indexes = property(lambda self: True)
+
+    def __post_init__(self):
+        check_count("page", self.page, 1)
+        check_flag("per_query_head", self.per_query_head)
+        check_dense_layers(self.dense_layers)
+        check_budget(self.budget, self.minimum, f"{PAGES} pages of {self.page}")
+        if isinstance(self.budget, int | np.integer) and self.budget % self.page:
+            raise ValueError(f"budget must be a multiple of page={self.page}, got {self.budget}")
+
+    @property
+    def minimum(self) -> int:
+        """The smallest workable budget."""
+        return PAGES * self.page
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """Itself, or `Full` for a dense layer."""
+        return Full() if layer in self.dense_layers else dataclasses.replace(self, dense_layers=())
+
+    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+        """No pages yet, and a tail for the tokens of decoding."""
+        batch, kv_heads, slots = cache.shape
+        pages = -(-slots // self.page)
+        most = max(most_slots(self.budget, cache.max_prompt, self.minimum) // self.page, PAGES)
+        lists = (lists_per_row(cache, self.per_query_head), min(most, pages) * self.page)
+        shape = (batch, kv_heads, pages, cache.k.shape[3])
+        return begin_tail(cache, None, lists), Pages(
+            low=jnp.zeros(shape, cache.k.dtype),
+            high=jnp.zeros(shape, cache.k.dtype),
+            prompt=jnp.zeros(shape[:2], jnp.int32),
+            end=jnp.zeros((), jnp.int32),
+            budget=self._row_pages(cache),
+        )
+
+    def read(self, view: View, state: Pages, query: Array) -> tuple[View, State]:
+        """Adds the new token to its page, and takes the newest page and those of the highest u."""
+        cache = view.cache
+        slots, new = _generated(cache, state.end)
+        count = state.prompt + new
+        state = self._add_newest(cache, state, count)
+        lists, length = cache.tail.lists
+        score = page_scores(by_group(query, cache), state.low, state.high)
+        if not self.per_query_head:
+            score = score.max(2)
+        score = score.reshape(len(score), lists, -1)
+        per_list = lists // cache.shape[1]
+        prompt, count = (jnp.repeat(x, per_list, axis=1) for x in (state.prompt, count))
+        pages = self._choose(score, -(-count // self.page), state.budget, length // self.page)
+        token = pages[..., None] * self.page + _numbers(self.page)[None]
+        token = token.reshape(*pages.shape[:2], length)
+        there, prompt = token < count[..., None], prompt[..., None]
+        later = take_slots(slots, jnp.clip(token - prompt, 0, slots.shape[2] - 1))
+        slot = jnp.where(token < prompt, state.end - prompt + token, later)
+        return view.take(jnp.where(there, slot, -1)), state
+
+    def update(self, cache: KVCache, state: Pages, step: Step) -> tuple[KVCache, State]:
+        """Makes the pages of everything live at a prompt's end."""
+        if not step.prompt_done:
+            return cache, state
+        count = cache.live.sum(-1, dtype=jnp.int32)
+        order = jnp.argsort(
+            jnp.where(cache.live, cache.position, jnp.iinfo(jnp.int32).max), axis=-1
+        )
+        # Keys as they are now, not as attention saw them: a part before may have merged them.
+        low, high = page_bounds(cache.k.read(), order, count, self.page, state.low.shape[2])
+        return cache, Pages(low, high, count, count.max(), self._row_pages(cache))
+
+    def _row_pages(self, cache: KVCache) -> Int[Array, " B"]:
+        """Pages that each row attends to."""
+        slots = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
+        return jnp.maximum(slots // self.page, PAGES)
+
+    def _add_newest(self, cache: KVCache, state: Pages, count: Int[Array, "B H"]) -> Pages:
+        """Bounds with the new token's key in them, unless the row has none in this step.
+
+        It is done before attention, where the scores are then computed from the new bounds. XLA
+        would copy bounds that are to be overwritten after they have been read.
+        """
+        slot = cache.tail.start + cache.tail.count - 1
+        key = cache.k.span(slot, 1)
+        there = jax.lax.dynamic_slice_in_dim(cache.live, slot, 1, 2) & (slot < cache.slots)
+        first = ((count - 1) % self.page == 0)[..., None, None]
+        at = jnp.where(there, ((count - 1) // self.page)[..., None], state.low.shape[2])
+
+        def widen(bound: Array, extremum) -> Array:
+            old = take_slots(bound, jnp.minimum(at, bound.shape[2] - 1))
+            return write_slots(bound, at, jnp.where(first, key, extremum(old, key)))
+
+        low, high = widen(state.low, jnp.minimum), widen(state.high, jnp.maximum)
+        return dataclasses.replace(state, low=low, high=high)
+
+    def _choose(
+        self,
+        score: Float[Array, "B K P"],
+        there: Int[Array, "B K"],
+        budget: Int[Array, " B"],
+        most: int,
+    ) -> Int[Array, "B K N"]:
+        """The newest of the pages there and the best others, ascending; P where there is none."""
+        pages = score.shape[2]
+        number, there = _numbers(pages), there[..., None]
+        score = jnp.where(number < there, score, NEG_INF)
+        score = jnp.where(number == there - 1, jnp.inf, score)
+        # One more entry: XLA on CPU takes the top P of P by a sort.
+        score = jnp.pad(score, ((0, 0), (0, 0), (0, 1)), constant_values=NEG_INF)
+        _, best = jax.lax.top_k(score, most)
+        taken = _numbers(most) < jnp.minimum(there, budget[:, None, None])
+        return jnp.sort(jnp.where(taken, best, pages), axis=-1)
+
+
+def _numbers(count: int) -> Int[Array, "1 1 N"]:
+    return jnp.arange(count, dtype=jnp.int32)[None, None]
+
+
+def _generated(
+    cache: KVCache, end: Int[Array, ""]
+) -> tuple[Int[Array, "B H M"], Int[Array, "B H"]]:
+    """Slots of the tokens since the prompt, which ends at slot `end`, and how many there are.
+
+    They are in order, but a step that adds no token to a row leaves a free slot between them, and
+    when the tail is settled those that were behind it move up.
+    """
+    size = min(max(cache.max_new, 1), cache.slots)
+    start = jnp.minimum(end, cache.slots - size)
+    slot = start + _numbers(size)
+    live = jax.lax.dynamic_slice_in_dim(cache.log_mass, start, size, 2) > NEG_INF
+    new = live & (slot >= end)
+    number = jnp.cumsum(new, axis=-1, dtype=jnp.int32)
+    put = jax.vmap(
+        jax.vmap(lambda place: jnp.zeros(size, jnp.int32).at[place].set(slot[0, 0], mode="drop"))
+    )
+    return put(jnp.where(new, number - 1, size)), number[..., -1]
