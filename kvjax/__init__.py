@@ -15,9 +15,10 @@ from kvjax.cache import (
     nbytes,
     widen,
 )
-from kvjax.calibration import calibrate_outlier_heads
+from kvjax.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from kvjax.chain import Chain, bind, chain
 from kvjax.generate import Generation, generate
+from kvjax.infinigen_calibration import InfiniGenCalibration
 from kvjax.layer_cache import LayerCache, init_cache, kept_tokens
 from kvjax.model import FunctionalModel, LanguageModel
 from kvjax.offload import Offload
@@ -31,6 +32,7 @@ from kvjax.transforms.cam import CaM
 from kvjax.transforms.chelsea import Chelsea
 from kvjax.transforms.clusterkv import ClusterKV
 from kvjax.transforms.h2o import H2O
+from kvjax.transforms.infinigen import InfiniGen
 from kvjax.transforms.kvcrush import KVCrush
 from kvjax.transforms.kvmerger import KVMerger
 from kvjax.transforms.pyramidinfer import PyramidInfer, PyramidInferLayer
@@ -57,6 +59,8 @@ __all__ = [
     "FunctionalModel",
     "Generation",
     "HeadGroups",
+    "InfiniGen",
+    "InfiniGenCalibration",
     "KVCache",
     "KVCrush",
     "KVMerger",
@@ -85,7 +89,9 @@ __all__ = [
     "append",
     "attend",
     "bind",
+    "calibrate_infinigen",
     "calibrate_outlier_heads",
+    "calibrated",
     "chain",
     "compact",
     "evict",

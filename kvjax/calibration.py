@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets import check_count, check_number
+from kvjax.cache import KVCache
+from kvjax.chain import Chain, chain
 from kvjax.generate import check_prompts
+from kvjax.infinigen_calibration import InfiniGenCalibration, partial_projection
 from kvjax.layer_cache import Cache, init_cache
 from kvjax.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.outlier_heads import OutlierHeads
-from kvjax.transform import Full
+from kvjax.transform import Full, KVTransform, Needs, State, Step
+from kvjax.transforms.infinigen import InfiniGen
 from pallas_kernels import soft_matching
 
 
@@ -78,13 +84,8 @@ def calibrate_outlier_heads(
             f"every row of the sample must have at least sinks + recent + 2 = "
             f"{sinks + recent + 2} tokens, got {lengths.min()}"
         )
-    place = np.arange(lengths.max(), dtype=np.int32)
-    positions = np.where(place < lengths[:, None], place, -1)
-    tokens = np.zeros_like(positions)
-    tokens[positions >= 0] = np.concatenate(sample)
-    sizes = {"kv_heads": functional.kv_heads, "query_heads": functional.query_heads}
-    sizes |= {"head_dim": functional.head_dim, "max_prompt": len(place), "max_new": 0}
-    empty = init_cache(Full(), batch=len(sample), **sizes)
+    tokens, positions = _padded(sample)
+    empty = _empty_cache(functional, Full(), positions)
     scores = _scores(
         functional.apply, (chunk, sinks, recent),
         functional.params, (empty,) * functional.num_layers, tokens, positions, threshold,
@@ -93,6 +94,26 @@ def calibrate_outlier_heads(
     ranked = np.argsort(-np.asarray(scores), axis=None, kind="stable")[:count]
     heads = tuple(divmod(int(head), functional.kv_heads) for head in ranked)
     return OutlierHeads(heads, functional.num_layers, functional.kv_heads)
+
+
+def _padded(sample: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and positions `[B, T]`, padded on the right."""
+    lengths = np.array([len(row) for row in sample])
+    place = np.arange(lengths.max(), dtype=np.int32)
+    positions = np.where(place < lengths[:, None], place, -1)
+    tokens = np.zeros_like(positions)
+    tokens[positions >= 0] = np.concatenate(sample)
+    return tokens, positions
+
+
+def _empty_cache(
+    model: FunctionalModel, transform: KVTransform, positions: np.ndarray, **options
+) -> Cache:
+    """A cache for one layer that reads the sample."""
+    return init_cache(
+        transform, batch=len(positions), kv_heads=model.kv_heads, query_heads=model.query_heads,
+        head_dim=model.head_dim, max_prompt=positions.shape[1], max_new=0, **options,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -134,3 +155,120 @@ def unmatched_share(
     edges = similarity > -jnp.inf
     unmatched = edges & (similarity <= threshold)
     return (unmatched.sum(-1) / edges.sum(-1)).mean(0)
+
+
+def calibrate_infinigen(
+    model: LanguageModel | FunctionalModel, sample: Sequence[Sequence[int]], share: float = 0.2
+) -> InfiniGenCalibration:
+    """The few channels of skewed queries and keys by which `InfiniGen` predicts attention.
+
+    The model reads the sample with the full cache. In each KV head, with the rotated queries of
+    its group and its rotated keys as the rows of one matrix, A is the matrix of right singular
+    vectors; an orthogonal matrix changes no product of query and key, `qA · kA = q · k`, but
+    gathers what matters in few channels. The `n = max(1, int(share · D))` channels of the largest
+    `Σ |q A|` and the n of the largest `Σ |k A|` stay: P, the columns of A for these.
+
+    Args:
+      model: as for `kvjax.generate`.
+      sample: token ids of each row; rows may differ in length. It should have several times as many
+        tokens as a head has channels.
+      share: of the channels, for queries and for keys; 0.2 as in the authors' code.
+
+    Returns:
+      What `InfiniGen` takes as `calibration`: at most 2n channels, padded with zeros to the most of
+      any head. The model and the sample determine it but for the signs of channels.
+
+    Raises:
+      TypeError, ValueError: what `kvjax.generate` raises for prompts, a share outside (0, 1].
+
+    Example:
+      >>> from kvjax.calibration import calibrate_infinigen
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> found = calibrate_infinigen(model, [list(range(64))])
+      >>> found.num_layers, found.kv_heads, found.head_dim, found.channels in (1, 2)
+      (3, 2, 8, True)
+
+    References:
+      Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV
+      Cache Management, OSDI 2024, arXiv 2406.19707.
+    """
+    functional = as_functional(model)
+    check_number("share", share, above=0, most=1)
+    check_prompts(functional, sample, (Full(),), 0)
+    tokens, positions = _padded(sample)
+    # float32: what is measured once should not depend on how a platform stores keys.
+    empty = _empty_cache(functional, _AllQueries(positions.shape[1]), positions, dtype=jnp.float32)
+    caches = (empty,) * functional.num_layers
+    layers = _queries_and_keys(functional.apply, functional.params, caches, tokens, positions)
+    found = [[partial_projection(q, k, share) for q, k in _per_head(layer)] for layer in layers]
+    most = max(p.shape[1] for heads in found for p in heads)
+    padded = [[np.pad(p, ((0, 0), (0, most - p.shape[1]))) for p in heads] for heads in found]
+    return InfiniGenCalibration(np.array(padded, np.float32))
+
+
+def calibrated(
+    transform: KVTransform,
+    model: LanguageModel | FunctionalModel,
+    sample: Sequence[Sequence[int]],
+) -> KVTransform:
+    """The transform, or chain, with every `InfiniGen` in it calibrated that was not yet.
+
+    Args:
+      transform: any.
+      model, sample: as for `calibrate_infinigen`, which is called only where it is needed.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.calibrated(kvjax.H2O(budget=64), model=None, sample=[])
+      H2O(budget=64, group_reduce='mean')
+    """
+    if isinstance(transform, Chain):
+        return chain(*(calibrated(part, model, sample) for part in transform.parts))
+    if isinstance(transform, InfiniGen) and transform.calibration is None:
+        found = calibrate_infinigen(model, sample)
+        return dataclasses.replace(transform, calibration=found)
+    return transform
+
+
+@dataclass(frozen=True)
+class _AllQueries(KVTransform):
+    """The full cache, and all queries of a prompt of up to `tokens` as its state."""
+
+    tokens: int
+
+    needs = property(lambda self: Needs(query_window=self.tokens))
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Leaves the rotated queries and their positions as the state."""
+        return cache, (step.query, step.query_position)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _queries_and_keys(
+    apply: Callable,
+    params,
+    caches: tuple[Cache, ...],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+) -> tuple[tuple[Array, ...], ...]:
+    """Of each layer: rotated queries, their positions, rotated keys and their positions."""
+    _, caches = apply(
+        params, tokens, positions, caches, layers=tuple(cache.transform for cache in caches),
+        phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),
+    )  # fmt: skip
+    return tuple((*cache.state, cache.kv.k.read(), cache.kv.position) for cache in caches)
+
+
+def _per_head(layer: tuple[Array, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Queries `[M, D]` and keys `[N, D]` of every KV head, all tokens of all rows."""
+    queries, query_position, keys, position = map(np.asarray, layer)
+    batch, kv_heads, _, head_dim = keys.shape
+    queries = queries.reshape(batch, kv_heads, -1, *queries.shape[2:])  # [B, H, G, T, D]
+    there = np.broadcast_to((query_position >= 0)[:, None], (batch, *queries.shape[2:4]))
+    return [
+        (queries[:, head][there].reshape(-1, head_dim), keys[:, head][position[:, head] >= 0])
+        for head in range(kv_heads)
+    ]

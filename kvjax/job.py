@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvjax.models import DecoderConfig
 
 DEFAULT_BUDGET = 0.1
+SAMPLE_TOKENS = 1024  # of the prompt, for a method that is calibrated
 _BUNDLED = (
     "config.json", "model.safetensors", "tokenizer.json", "document.txt", "document.json",
     "held_out.txt",
@@ -108,9 +109,10 @@ class Job:
         on_tokens: Callable[[list[list[int]]], None] | None = None,
     ) -> Generation:
         """Generates, with the display up to the first token."""
+        transform = kvjax.calibrated(self.transform, model, [reader.prompt[:SAMPLE_TOKENS]])
         display.stage(f"compiling for {self.method}")
         return kvjax.generate(
-            model, [reader.prompt], transform=self.transform, **self.options,
+            model, [reader.prompt], transform=transform, **self.options,
             end_tokens=reader.config.eos_token_ids, on_tokens=on_tokens,
             on_layer=display.layers(model.num_layers, f"reading {len(reader.prompt):,} tokens"),
         )  # fmt: skip

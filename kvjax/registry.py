@@ -12,6 +12,7 @@ from kvjax.transforms.cam import CaM
 from kvjax.transforms.chelsea import Chelsea
 from kvjax.transforms.clusterkv import ClusterKV
 from kvjax.transforms.h2o import H2O
+from kvjax.transforms.infinigen import InfiniGen
 from kvjax.transforms.kvcrush import KVCrush
 from kvjax.transforms.kvmerger import KVMerger
 from kvjax.transforms.pyramidinfer import PyramidInfer
@@ -32,6 +33,7 @@ METHODS: dict[str, type[KVTransform]] = {
     "chelsea": Chelsea,
     "clusterkv": ClusterKV,
     "quest": Quest,
+    "infinigen": InfiniGen,
 }
 WRAPPERS: dict[str, type[KVTransform]] = {
     "every": Every,

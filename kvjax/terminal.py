@@ -104,6 +104,11 @@ def share(result: Generation) -> str:
     return f"{100 * result.cache_bytes / result.full_cache_bytes:.1f}%"
 
 
+def host_bytes(result: Generation) -> int:
+    """Bytes of the cache that are not in the device's memory."""
+    return result.cache_bytes - result.memory_bytes["device"]
+
+
 def print_figures(result: Generation) -> None:
     """One line on standard error: tokens, times, bytes."""
     new = len(result.tokens[0])
@@ -112,9 +117,8 @@ def print_figures(result: Generation) -> None:
         f"{seconds(result.tpot_s)} per token · cache {decimal(result.cache_bytes)} of "
         f"{decimal(result.full_cache_bytes)} ({share(result)})"
     )
-    host = sum(size for kind, size in result.memory_bytes.items() if kind != "device")
-    if host:
-        line += f", {decimal(host)} of it in host memory"
+    if host_bytes(result):
+        line += f", {decimal(host_bytes(result))} of it in host memory"
     if result.recall is not None and result.recall.hit_rate is not None:
         fetched = decimal(round(result.recall.fetched_bytes_per_step))
         line += f" · {100 * result.recall.hit_rate:.0f}% hits, {fetched} fetched per token"
@@ -144,6 +148,8 @@ def comparison(results: Mapping[str, Generation], budgets: Mapping[str, object])
         budget = "-" if budgets[method] is None else str(budgets[method])
         times = seconds(result.ttft_s), seconds(result.tpot_s)
         table.add_row(Text(method), budget, decimal(result.cache_bytes), share(result), *times)
+        if host_bytes(result):
+            table.caption = f"{decimal(host_bytes(result))} of {method} are in host memory."
     return table
 
 

@@ -62,6 +62,7 @@ class Attention(nnx.Module):
         rope: Rope,
         phase: Literal["prompt", "decode"],
         last: bool,
+        predicted_query: Float[Array, "B Q T D"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Cache]:
         """What attention adds to the residual stream, and the cache with the new tokens."""
         q, k, v = self.project(x)
@@ -76,6 +77,7 @@ class Attention(nnx.Module):
             last=last,
             rope=rope,
             window=self.config.sliding_window,
+            predicted_query=predicted_query,
         )
         return self.merge(out.astype(x.dtype)), cache
 
@@ -83,12 +85,15 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T C"]
     ) -> tuple[Float[Array, "B Q T D"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
         """Queries, keys and values of `x`, not rotated."""
+        return self.queries(x), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
 
-        def heads(projected: Float[Array, "B T N"]) -> Float[Array, "B N T D"]:
-            split = projected.reshape(*x.shape[:2], -1, self.config.head_dim)
-            return split.transpose(0, 2, 1, 3)
+    def queries(self, x: Float[Array, "B T C"]) -> Float[Array, "B Q T D"]:
+        """Queries of `x` alone, not rotated."""
+        return self._heads(self.q_proj(x))
 
-        return heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+    def _heads(self, projected: Float[Array, "B T N"]) -> Float[Array, "B N T D"]:
+        split = projected.reshape(*projected.shape[:2], -1, self.config.head_dim)
+        return split.transpose(0, 2, 1, 3)
 
     def merge(self, out: Float[Array, "B Q T D"]) -> Float[Array, "B T C"]:
         """The heads' outputs, side by side and projected to the residual stream."""
@@ -131,3 +136,22 @@ class DecoderLayer(nnx.Module):
         attended, cache = self.attention(self.attention_norm(x), positions, cache, **how)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
+
+    def predict_queries(
+        self, below: DecoderLayer, x: Float[Array, "B T C"]
+    ) -> Float[Array, "B Q T D"]:
+        """Queries of what the attention of the layer `below` was given, not rotated.
+
+        Args:
+          below: the layer before this one.
+          x: the residual stream as it entered that layer. It changes little from layer to layer, so
+            that these are close to the layer's own queries, and known earlier.
+        """
+        return self.attention.queries(below.attention_norm(x))
+
+
+def wants_prediction(layer: kvjax.KVTransform) -> bool:
+    """Whether a layer's transform, or that of any of its head groups, uses predicted queries."""
+    grouped = isinstance(layer, kvjax.HeadGroups)
+    transforms = [tx for _, tx in layer.groups] if grouped else [layer]
+    return any(transform.needs.predicted_query for transform in transforms)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax.layer_cache import Cache
 
-from .blocks import DecoderLayer, RMSNorm
+from .blocks import DecoderLayer, RMSNorm, wants_prediction
 from .config import DecoderConfig
 from .pruning import drops_tokens, pass_on, states_at, whole_prompt
 from .rope_scaling import make_rope
@@ -115,9 +115,16 @@ class Decoder(nnx.Module):
         x = self.embed(jnp.where(positions >= 0, tokens, 0))
         rope = make_rope(self.config.rope, positions)
         whole, reaching = whole_prompt(caches, phase, last), positions
-        written = []
+        written, below = [], None
         for block, layer, cache in zip(self.layers, layers, caches, strict=True):
-            x, cache = block(x, reaching, cache, layer=layer, rope=rope, phase=phase, last=last)
+            predicted = None
+            if phase == "decode" and below is not None and wants_prediction(layer):
+                predicted = block.predict_queries(*below)
+            below = block, x
+            x, cache = block(
+                x, reaching, cache, layer=layer, rope=rope, phase=phase, last=last,
+                predicted_query=predicted,
+            )  # fmt: skip
             written.append(cache)
             if whole and len(written) < self.num_layers and drops_tokens(layer, cache):
                 x, reaching = pass_on(x, reaching, kvjax.kept_tokens(cache))

@@ -21,7 +21,7 @@ import kvjax
 from kvjax import cli, commands, job, models
 from kvjax.cli import main
 from kvjax.models import demo
-from kvjax.registry import METHODS, WRAPPERS
+from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from kvjax.text import Continuation
 
 LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
@@ -287,7 +287,7 @@ def test_methods_fit_the_terminal(capsys, monkeypatch, columns):
     lines = output(capsys, "methods").splitlines()
     assert max(map(len, lines)) <= columns
     text = "\n".join(lines)
-    for name, kind in (METHODS | WRAPPERS).items():
+    for name, kind in (METHODS | WRAPPERS | STORAGE).items():
         assert any(line.split()[:1] == [name] for line in lines), name
         assert kind.paper.split(", arXiv ")[-1] in text
     assert "…" not in text
@@ -296,9 +296,10 @@ def test_methods_fit_the_terminal(capsys, monkeypatch, columns):
 
 def test_methods_as_json(capsys):
     listed = json.loads(output(capsys, "methods", "--json"))
-    assert set(listed) == {"methods", "wrappers"}
-    assert set(listed["methods"]) == set(METHODS) and set(listed["wrappers"]) == set(WRAPPERS)
-    snapkv = listed["methods"]["snapkv"]
+    for kinds, names in (("methods", METHODS), ("wrappers", WRAPPERS), ("storage", STORAGE)):
+        assert set(listed.pop(kinds)) == set(names)
+    assert not listed
+    snapkv = json.loads(output(capsys, "methods", "--json"))["methods"]["snapkv"]
     assert snapkv["paper"] == kvjax.SnapKV.paper and snapkv["summary"].startswith(
         "Keeps the prompt"
     )

@@ -48,6 +48,9 @@ from tests.tolerances import close
 BUDGET, WINDOW = 12, 4
 LENGTHS, WIDTH, STEPS = (24, 17, 5), 24, 8
 
+CALIBRATION = kvjax.InfiniGenCalibration(
+    np.random.default_rng(0).normal(size=(3, KV_HEADS, HEAD_DIM, 3))
+)
 # Constructor arguments of every registered method, at a budget that bites and at one that covers
 # everything that is ever put into a cache here.
 ARGUMENTS = {
@@ -64,6 +67,9 @@ ARGUMENTS = {
         "dense_layers": (),
     },
     "quest": {"budget": BUDGET, "page": 4, "dense_layers": ()},
+    "infinigen": {
+        "budget": BUDGET, "alpha": None, "calibration": CALIBRATION, "dense_layers": ()
+    },
 }  # fmt: skip
 ENOUGH = MAX_PROMPT + MAX_NEW
 OUTLIERS = kvjax.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)

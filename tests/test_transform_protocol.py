@@ -93,13 +93,15 @@ def test_is_an_immutable_hashable_value(name):
 def test_replace_gives_another_budget(name):
     small, large = (dataclasses.replace(REGISTERED[name], budget=b) for b in (128, 256))
     assert small == REGISTERED[name] != large
+    with pytest.raises(ValueError, match="got 0"):
+        dataclasses.replace(large, budget=0)
+    if small.indexes:  # keeps everything: its budget is that of what it looks at
+        return
 
     def slots(tx):
         return bind(tx, 2)[0].extent(Extent(1000, 10)).prompt
 
     assert slots(small) < slots(large)
-    with pytest.raises(ValueError, match="got 0"):
-        dataclasses.replace(large, budget=0)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.calibration import calibrated
 from kvjax.generate import generate
 from kvjax.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.text import Continuation
@@ -57,6 +58,8 @@ def compare(
     tokens, of which the last 128, or a quarter, go through the compressed cache), bytes, times, and
     recall and attention error while the answer is given (`measure_fidelity`). Cases run one at a
     time, so times are those of one row. Every method sees the same cases and windows.
+
+    A method that is calibrated (InfiniGen) is so on the first tokens of the text.
 
     A cell that raises is recorded as failed and the others go on. Compiled code is dropped
     (`jax.clear_caches`) now and then, so that large grids do not run out of memory maps.
@@ -181,7 +184,7 @@ def _try(measure: _Measure, transform: KVTransform, cell: Cell) -> dict[str, Any
     """What was measured, or why not, and how long it took."""
     start = time.perf_counter()
     try:
-        found = getattr(measure, cell.measure)(transform, cell)
+        found = getattr(measure, cell.measure)(measure.calibrated(transform), cell)
     except Exception as error:  # a method may fail in any way, and the other cells go on
         reason = " ".join(str(error).split())
         found = {"failed": f"{type(error).__name__}: {reason}"[:300]}
@@ -198,6 +201,11 @@ class _Measure:
         self._decode = functools.partial(
             material.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    @functools.cache  # noqa: B019  (one instance, as long as its grid)
+    def calibrated(self, transform: KVTransform) -> KVTransform:
+        """The transform, calibrated on the first tokens of the text."""
+        return calibrated(transform, self.model, [self.material.sample()])
 
     def retrieval(self, transform: KVTransform, cell: Cell) -> dict[str, Any]:
         """Right answers, bytes and times."""

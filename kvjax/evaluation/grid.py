@@ -18,7 +18,9 @@ from kvjax.transform import KVTransform
 from .retrieval import TASKS
 
 METHODS = ("full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)")
-ALL_METHODS = (*METHODS, "pyramidkv", "pyramidinfer", "cam(streaming_llm)")
+ALL_METHODS = (
+    *METHODS, "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest", "infinigen",
+)  # fmt: skip
 BUDGETS = (0.1, 0.2)
 LENGTHS = (512, 2048)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -83,6 +83,10 @@ class Material:
         rows = [[*self._start, *self._tokens[start : start + room]] for start in starts]
         return np.array(rows, np.int32), length - min(_CONTINUATION, length // 4)
 
+    def sample(self) -> list[int]:
+        """The first tokens of the text, no more than the shortest prompts have."""
+        return self._tokens[: self.grid.lengths[0]].tolist()
+
     def fingerprint(self) -> str:
         """What identifies the text as the tokenizer reads it."""
         return hashlib.sha256(self._tokens.tobytes()).hexdigest()[:16]

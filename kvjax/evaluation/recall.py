@@ -168,7 +168,8 @@ def measure_fidelity(
 
     The model reads the prompts once with the full cache and once with `transform`, and goes on
     greedily with the full cache. In each layer of that run the new token's query, key and value go
-    to the full cache and to the method's cache of the same layer. So every layer is judged alone:
+    to the full cache and to the method's cache of the same layer, and with them the query that the
+    layer below predicts, for methods that select by it. So every layer is judged alone:
     what a lower layer gets wrong does not reach the queries of a higher one and is not counted
     again. (A method that changed the prompt pass itself would carry that into its higher layers'
     caches.)
@@ -270,10 +271,12 @@ def _judge(layer: KVTransform, cache: Cache, truth: Truth, position, budget: int
     own = truth.record
     out, cache = attend(
         recorded(layer), record(cache), own.query, own.key, own.value, position[:, None],
-        phase="decode", rope=own.rope, **own.options,
+        phase="decode", rope=own.rope, predicted_query=own.predicted, **own.options,
     )  # fmt: skip
     cache, records = unrecord(cache)
     seen = seen_by_head(layer, records)
-    looked_at = (seen >= 0).sum(-1, dtype=jnp.int32) if budget is None else budget
+    looked_at = budget
+    if budget is None:
+        looked_at = _holds(seen, truth.attention.shape[-1]).sum(-1, dtype=jnp.int32)
     recall = recall_rate(truth.attention, seen, looked_at)
     return cache, recall, attention_error(out, truth.output)

@@ -29,8 +29,10 @@ class Record:
 
     Args:
       query, key, value: of the new tokens; rotated where `rope` is None.
+      predicted: what the query was expected to be, rotated as it is; None where the model does not
+        say.
       seen: token positions of the slots that attention looked at, the new tokens' included; -1 =
-        none.
+        none. K lists, one per KV head or one per query head.
       rope: what rotates query and key.
       scale, window, soft_cap, implementation: of the attention (static).
     """
@@ -38,7 +40,8 @@ class Record:
     query: Float[Array, "B Q T D"]
     key: Float[Array, "B H T D"]
     value: Float[Array, "B H T D"]
-    seen: Int[Array, "B H N"]
+    predicted: Float[Array, "B Q T D"] | None
+    seen: Int[Array, "B K N"]
     rope: Rope | None
     scale: float = field(metadata={"static": True})
     window: int | None = field(metadata={"static": True})
@@ -58,7 +61,7 @@ class Recorded(KVTransform):
 
     base: KVTransform
 
-    needs = property(lambda self: self.base.needs)
+    needs = property(lambda self: self.base.needs._replace(predicted_query=True))
     frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
 
     def extent(self, extent: Extent) -> Extent:
@@ -66,17 +69,18 @@ class Recorded(KVTransform):
         return self.base.extent(extent)
 
     def read(self, view: View, state: State, query: Array) -> tuple[View, State]:
-        """The base's selection, kept together with the query."""
+        """The base's selection, kept together with the query and the predicted one."""
         view, inner = self.base.read(view, state[0], query)
-        return view, (inner, (query, view.per_slot(view.cache.position, -1)))
+        seen = view.per_slot(view.cache.position, -1)
+        return view, (inner, (query, view.predicted, seen))
 
     def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
         """The base's, after the new tokens have been looked up."""
-        inner, (query, seen) = state
+        inner, (query, predicted, seen) = state
         key, value = (take_slots(x.read(), step.slots) for x in (cache.k, cache.v))
         rope = step.rope if self.needs.unrotated_keys else None
         own = Record(
-            query, key, value, seen, rope,
+            query, key, value, predicted, seen, rope,
             step.scale, step.window, step.soft_cap, step.implementation,
         )  # fmt: skip
         cache, inner = self.base.update(cache, inner, step)
@@ -116,13 +120,17 @@ def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
 
 
 def seen_by_head(layer: KVTransform, records: list[Record]) -> Int[Array, "B H N"]:
-    """The positions that each KV head looked at, of all groups in the order of the heads."""
+    """The positions that each KV head looked at, of all groups in the order of the heads.
+
+    What a KV head's query heads looked at by lists of their own stands there one after the other,
+    so that a position may stand there more than once.
+    """
+    seen = [own.seen.reshape(*own.key.shape[:2], -1) for own in records]
     if not isinstance(layer, HeadGroups):
-        return records[0].seen
-    widest = max(own.seen.shape[-1] for own in records)
+        return seen[0]
+    widest = max(x.shape[-1] for x in seen)
     padded = [
-        jnp.pad(x.seen, ((0, 0), (0, 0), (0, widest - x.seen.shape[-1])), constant_values=-1)
-        for x in records
+        jnp.pad(x, ((0, 0), (0, 0), (0, widest - x.shape[-1])), constant_values=-1) for x in seen
     ]
     order = np.argsort([head for heads, _ in layer.groups for head in heads])
     return jnp.concatenate(padded, axis=1)[:, order]
