@@ -463,16 +463,18 @@ def settle(cache: KVCache, after: Bool[Array, ""]) -> KVCache:
         def sort(x: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(x, take_slots(span(x), index), start, 2)
 
+        log_mass = sort(cache.log_mass)
         moved = cache.replace(
             k=cache.k.settle(start, index),
             v=cache.v.settle(start, index),
             position=sort(cache.position),
-            log_mass=sort(cache.log_mass),
+            log_mass=log_mass,
             columns={
                 name: dataclasses.replace(column, values=sort(column.values))
                 for name, column in cache.columns.items()
             },
             pinned=sort(cache.pinned),
+            used=_used(log_mass > NEG_INF),
             tail=dataclasses.replace(tail, start=start + size, count=jnp.zeros_like(start)),
         )
         return jnp.zeros((), bool), moved

@@ -259,7 +259,8 @@ class Offload(KVTransform):
 
     Raises:
       TypeError, ValueError: a number out of range; in a chain, no method before that selects slots;
-        from `init_cache`, a platform without such memory, or an interval that is not the method's.
+        from `init_cache`, no chain, a platform without such memory, or an interval that is not the
+        method's.
 
     Example:
       >>> import kvjax
@@ -291,6 +292,11 @@ class Offload(KVTransform):
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Host-resident payloads, and nothing resident yet."""
         check_host_memory()
+        if cache.tail is None:
+            raise ValueError(
+                f"{self!r} stands behind a method that indexes all slots (ClusterKV, Quest, "
+                "InfiniGen) in a chain, got it alone"
+            )
         cache = cache.replace(tail=dataclasses.replace(cache.tail, size=self._size(cache.tail)))
         shape, dtype = cache.k.shape, cache.k.dtype
         lists, length = cache.tail.lists

@@ -60,8 +60,13 @@ def generate(prompts=RAGGED, transform=None, **options):
 
 def method(name: str) -> kvjax.KVTransform:
     """A method as the command line makes it, with a budget that compresses the longer rows."""
-    text = "chelsea(sinks=4, recent=8, interval=8)" if name == "chelsea" else name
-    return kvjax.parse(text, 36)
+    own = {
+        "chelsea": "chelsea(sinks=4, recent=8, interval=8)",
+        "clusterkv": "clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=())",
+        "quest": "quest(page=4, dense_layers=())",
+        "infinigen": "infinigen(alpha=None, dense_layers=(0,))",
+    }
+    return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model(), [RAGGED[0]])
 
 
 def by_hand(functional: kvjax.FunctionalModel, prompt: list[int], new: int = NEW) -> list[int]:

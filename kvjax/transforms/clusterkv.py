@@ -165,38 +165,38 @@ class ClusterKV(KVTransform):
     def read(self, view: View, state: Clusters, query: Array) -> tuple[View, State]:
         """The sinks, the clusters of the highest `q · μ` up to the budget, and the tail."""
         cache, tail = view.cache, view.cache.tail
-        lists, length = tail.lists
+        _, length = tail.lists
         order = rank_clusters(
             by_group(query, cache), state.centroids, state.sizes,
             per_query_head=self.per_query_head,
         )  # fmt: skip
-        per_list = lists // cache.shape[1]
-        first, sinks = (jnp.repeat(x, per_list, axis=1) for x in (state.first, state.sinks))
-        count = jnp.maximum(state.budget[:, None] - sinks, 0)
-        chosen = build_indices(order, state.sizes, state.starts, count, length=length - self.sinks)
-        place = jnp.arange(self.sinks, dtype=jnp.int32)[None, None]
-        own = jnp.where(place < sinks[..., None], first[..., None] + place, -1)
+        # The sinks are a cluster that comes first in every list.
+        sizes = jnp.concatenate((state.sinks[..., None], state.sizes), axis=-1)
+        starts = jnp.concatenate((state.first[..., None], state.starts), axis=-1)
+        order = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
+        chosen = build_indices(order, sizes, starts, state.budget[:, None], length=length)
         new = jnp.arange(cache.tail_slots, dtype=jnp.int32)
         new = jnp.where(new < tail.count, tail.start + new, -1)
         new = jnp.broadcast_to(new, (*chosen.shape[:2], new.size))
-        index = jnp.concatenate((own, chosen, new), axis=-1)
+        index = jnp.concatenate((chosen, new), axis=-1)
         return view.take(index, fixed=self.sinks, fresh=new.shape[-1]), state
 
     def update(self, cache: KVCache, state: Clusters, step: Step) -> tuple[KVCache, State]:
         """Clusters what is live at a prompt's end, and the tail whenever it is full."""
         if step.phase == "decode":
             return self._cluster_tail(cache, state)
-        return self._cluster_prompt(cache, state, step) if step.last else (cache, state)
+        return self._cluster_prompt(cache, state) if step.last else (cache, state)
 
-    def _cluster_prompt(self, cache: KVCache, state: Clusters, step: Step):
+    def _cluster_prompt(self, cache: KVCache, state: Clusters):
         """Clusters of everything but the sinks; says how the slots are to be sorted."""
-        live, capacity = cache.live, cache.capacity
+        live, (_, _, slots) = cache.live, cache.shape
         count = live.sum(-1, dtype=jnp.int32)
         sinks = oldest(live, cache.position, jnp.full((*count.shape, 1), self.sinks, jnp.int32))
-        wanted = jnp.asarray(self._clusters_of(np.arange(capacity + 1)), jnp.int32)[count]
-        label, centroids = self._kmeans(
-            step.keys, live & ~sinks, cache.position, wanted, self._most_clusters(capacity)
-        )
+        wanted = jnp.asarray(self._clusters_of(np.arange(slots + 1)), jnp.int32)[count]
+        # Keys as they are now, not as attention saw them: a part before may have merged them. And
+        # no more clusters than there is room for, which the slots of a prompt being read exceed.
+        most = self._most_clusters(cache.capacity)
+        label, centroids = self._kmeans(cache.k.read(), live & ~sinks, cache.position, wanted, most)
         new = state.centroids.shape[2] - centroids.shape[2]  # room for those of decoding
         sizes = _sizes(label, centroids.shape[2])
         sinks_there = jnp.minimum(count, self.sinks)
