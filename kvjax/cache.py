@@ -56,6 +56,7 @@ class Tail:
     Args:
       start: its first slot.
       count: its slots so far.
+      settled: how many tails were settled since the last prompt.
       size: when it has so many, it is settled: its slots are sorted, go where the payloads keep
         what is not new, and an empty tail begins behind them. None: never (static).
       lists: how many lists of slots a reader of this cache makes, and how long they are (static).
@@ -63,6 +64,7 @@ class Tail:
 
     start: Int[Array, ""]
     count: Int[Array, ""]
+    settled: Int[Array, ""]
     size: int | None = _static(None)
     lists: tuple[int, int] = _static((0, 0))
 
@@ -220,12 +222,17 @@ def append_to_tail(
     v: Float[Array, "B H 1 D"],
     positions: Int[Array, "B 1"],
 ) -> tuple[KVCache, Int[Array, "B H 1"]]:
-    """As `append`, one token to the end of the tail."""
+    """As `append`, one token to the end of the tail.
+
+    After `max_new` steps since the last prompt no token finds a slot, whatever rows they were for.
+    """
     positions, tail = positions.astype(jnp.int32), cache.tail
-    slot = jnp.minimum(tail.start + tail.count, cache.slots)
+    made = tail.count + tail.settled * (tail.size or 0)
+    fits = (made < cache.max_new) & (tail.count < cache.tail_slots)
+    slot = jnp.where(fits, jnp.minimum(tail.start + tail.count, cache.slots), cache.slots)
     slots = jnp.where(positions >= 0, slot, cache.slots)[:, None, :]
     slots = jnp.broadcast_to(slots, (*cache.shape[:2], 1))
-    cache = cache.replace(tail=dataclasses.replace(tail, count=tail.count + 1))
+    cache = cache.replace(tail=dataclasses.replace(tail, count=tail.count + fits.astype(jnp.int32)))
     return _put(cache, slots, k, v, positions)
 
 
@@ -389,8 +396,9 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     if cache.tail is not None:
         end = count.max()
         place = place - (end - count)
-        start = dataclasses.replace(cache.tail, start=end, count=jnp.zeros_like(end))
-        cache = cache.replace(tail=start)
+        zero = jnp.zeros_like(end)
+        begun = dataclasses.replace(cache.tail, start=end, count=zero, settled=zero)
+        cache = cache.replace(tail=begun)
     source = take_slots(index, jnp.clip(place, 0, cache.slots - 1))
     return _move(cache.replace(order=None), source, (place >= 0) & (place < count))
 
@@ -475,7 +483,9 @@ def settle(cache: KVCache, after: Bool[Array, ""]) -> KVCache:
             },
             pinned=sort(cache.pinned),
             used=_used(log_mass > NEG_INF),
-            tail=dataclasses.replace(tail, start=start + size, count=jnp.zeros_like(start)),
+            tail=dataclasses.replace(
+                tail, start=start + size, count=jnp.zeros_like(start), settled=tail.settled + 1
+            ),
         )
         return jnp.zeros((), bool), moved
 

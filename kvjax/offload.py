@@ -196,7 +196,7 @@ class Resident:
       slots: of each entry, -1 = none.
       k, v: their rows.
       selected: entries of all steps so far that lay in host memory, but for those that every list
-        has; per row.
+        has and those of rows without a new token; per row.
       found: how many of them were resident.
       fetched: entries whose rows have crossed.
       steps: decode steps so far.
@@ -343,16 +343,22 @@ class Offload(KVTransform):
         def count(entries: Bool[Array, "B K N"]) -> Int[Array, " B"]:
             return entries.sum((1, 2), dtype=jnp.int32)
 
+        chosen = stored & self._stepping(view.cache)[:, None, None]
         state = dataclasses.replace(
             state,
-            selected=state.selected + count(stored[..., view.fixed :]),
-            found=state.found + count(held[..., view.fixed :]),
+            selected=state.selected + count(chosen[..., view.fixed :]),
+            found=state.found + count((chosen & held)[..., view.fixed :]),
             fetched=state.fetched + count(missing),
         )
         if view.fresh:
             new = (payload.read_tail(fresh) for payload in (k, v))
             rows = tuple(jnp.concatenate(both, axis=2) for both in zip(rows, new, strict=True))
         return dataclasses.replace(view, rows=rows), state
+
+    def _stepping(self, cache: KVCache) -> Bool[Array, " B"]:
+        """Rows that have a new token in this step: others have come to their end."""
+        newest = cache.tail.start + cache.tail.count - 1
+        return jax.lax.dynamic_slice_in_dim(cache.live, newest, 1, 2).any((1, 2))
 
     def update(self, cache: KVCache, state: Resident, step: Step) -> tuple[KVCache, State]:
         """Forgets what is resident when a prompt has moved the slots."""

@@ -30,7 +30,8 @@ def lists_per_row(cache: KVCache, per_query_head: bool) -> int:
 
 def begin_tail(cache: KVCache, size: int | None, lists: tuple[int, int]) -> KVCache:
     """Gives an empty cache its tail: see `kvjax.cache.Tail`."""
-    tail = Tail(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), size, lists)
+    start, count, settled = (jnp.zeros((), jnp.int32) for _ in range(3))
+    tail = Tail(start, count, settled, size, lists)
     return cache.replace(tail=tail)
 
 

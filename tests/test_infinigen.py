@@ -513,12 +513,22 @@ def test_bad_fields(fields, error, message):
 
 
 def test_without_a_calibration_it_says_how_to_get_one():
-    with pytest.raises(ValueError, match=r"kvjax\.calibrate_infinigen\(model, sample\)"):
-        kvjax.bind(InfiniGen(), 3)
+    size = {"batch": 1, "kv_heads": 1, "head_dim": 8, "max_prompt": 4, "max_new": 1}
     assert kvjax.bind(InfiniGen(), 2) == (kvjax.Full(), kvjax.Full())
+    with pytest.raises(ValueError, match=r"kvjax\.calibrate_infinigen\(model, sample\)"):
+        kvjax.init_cache(kvjax.bind(InfiniGen(), 3)[2], **size)
     with pytest.raises(ValueError, match=r"kvjax\.bind"):
-        kvjax.init_cache(InfiniGen(dense_layers=()), batch=1, kv_heads=1, head_dim=8,
-                         max_prompt=4, max_new=1)  # fmt: skip
+        kvjax.init_cache(InfiniGen(), **size)
+
+
+def test_what_is_not_calibrated_becomes_so():
+    tokens = [list(range(32))]
+    model, given = decoder(), InfiniGen(budget=0.5)
+    found = kvjax.calibrated(kvjax.chain(given, kvjax.Offload()), model, tokens)
+    calibration = kvjax.calibrate_infinigen(model, tokens)
+    own = dataclasses.replace(given, calibration=calibration)
+    assert found == kvjax.chain(own, kvjax.Offload())
+    assert kvjax.calibrated(own, None, []) == own
 
 
 @pytest.mark.parametrize(

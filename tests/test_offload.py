@@ -15,6 +15,7 @@ import kvjax
 from kvjax import ClusterKV, Offload, chain
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.offload import HOST_MEMORY, Offloaded, memory_kinds, recall_statistics
+from tests import attending
 from tests.attending import OPTIONS, attend, new_cache, right, structure
 from tests.decode_loops import Watched, decode_loop, read_prompt
 from tests.tolerances import close
@@ -554,3 +555,17 @@ def test_payload_reads_and_writes():
     moved = np.take_along_axis(data, np.asarray(turned)[..., None], 2)
     close(payload.take(turned).read(), moved, "exact")
     assert payload.take(turned).store.sharding.memory_kind == HOST_MEMORY
+
+
+@pytest.mark.parametrize("interval", [4, 100])
+@pytest.mark.parametrize("offload", [(), (kvjax.Offload(),)], ids=["alone", "offloaded"])
+def test_what_comes_after_the_last_step_is_counted(interval, offload):
+    """A short prompt leaves slots free, but the index has room for `max_new` steps alone."""
+    own = kvjax.ClusterKV(32, tokens_per_cluster=4, sinks=2, interval=interval, dense_layers=())
+    tx, row = kvjax.chain(own, *offload), attending.Tokens.random(rows=1)
+    steps = attending.run(tx, row, right([0], [5], 5), attending.MAX_NEW + 3)
+    full = attending.run(kvjax.Full(), row, right([0], [5], 5), attending.MAX_NEW)
+    for out, expected in zip(steps.outs, full.outs, strict=False):
+        close(out, expected)
+    dropped = [int(cache.kv.dropped.max()) for cache in steps.caches]
+    assert dropped == [0] * attending.MAX_NEW + [1, 2, 3]

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from kvjax.budgets import (
     Budget,
@@ -20,38 +20,14 @@ from kvjax.budgets import (
     rows_budget,
 )
 from kvjax.cache import KVCache
-from kvjax.draws import Seed, check_seed, layer_key, seed_of_layer, uniform
-from kvjax.payloads import take_slots
+from kvjax.clusters import Clusters, Found, find_clusters
+from kvjax.draws import Seed, check_seed, layer_key, seed_of_layer
 from kvjax.recall import begin_tail, by_group, check_dense_layers, check_flag, lists_per_row
-from kvjax.selection import keep_best, oldest
+from kvjax.selection import oldest
 from kvjax.transform import Full, KVTransform, Stage, State, Step, View
-from pallas_kernels import build_indices, kmeans, rank_clusters
+from pallas_kernels import build_indices, rank_clusters
 
 Metric = Literal["cosine", "l2", "inner_product"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Clusters:
-    """The index: every cluster is a range of slots, in the order of token positions.
-
-    Args:
-      centroids: means of the clusters' keys, those of the prompt first.
-      sizes: how many slots each has; 0 where there is no such cluster.
-      starts: its first slot.
-      first: slot of the first sink.
-      sinks: how many there are.
-      budget: slots to attend to, of each row.
-      blocks: how often tokens of decoding have been clustered.
-    """
-
-    centroids: Float[Array, "B H C D"]
-    sizes: Int[Array, "B H C"]
-    starts: Int[Array, "B H C"]
-    first: Int[Array, "B H"]
-    sinks: Int[Array, "B H"]
-    budget: Int[Array, " B"]
-    blocks: Int[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -148,33 +124,22 @@ class ClusterKV(KVTransform):
         batch, kv_heads, slots = cache.shape
         listed = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
         lists = (lists_per_row(cache, self.per_query_head), max(listed, self.minimum))
-        cache = begin_tail(cache, self.interval, lists)
-        blocks = cache.max_new // self.interval
-        count = self._most_clusters(slots) + self.new_clusters * blocks
-        shape, head_dim = (batch, kv_heads, count), cache.k.shape[3]
-        return cache, Clusters(
-            centroids=jnp.zeros((*shape, head_dim), jnp.float32),
-            sizes=jnp.zeros(shape, jnp.int32),
-            starts=jnp.zeros(shape, jnp.int32),
-            first=jnp.zeros(shape[:2], jnp.int32),
-            sinks=jnp.zeros(shape[:2], jnp.int32),
-            budget=rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum),
-            blocks=jnp.zeros((), jnp.int32),
-        )
+        count = self._most_clusters(cache) + self.new_clusters * self._blocks(cache)
+        state = Clusters.none(batch, kv_heads, count, cache.k.shape[3], self._rows_budget(cache))
+        return begin_tail(cache, self.interval, lists), state
 
     def read(self, view: View, state: Clusters, query: Array) -> tuple[View, State]:
         """The sinks, the clusters of the highest `q · μ` up to the budget, and the tail."""
         cache, tail = view.cache, view.cache.tail
-        _, length = tail.lists
         order = rank_clusters(
             by_group(query, cache), state.centroids, state.sizes,
             per_query_head=self.per_query_head,
         )  # fmt: skip
-        # The sinks are a cluster that comes first in every list.
-        sizes = jnp.concatenate((state.sinks[..., None], state.sizes), axis=-1)
-        starts = jnp.concatenate((state.first[..., None], state.starts), axis=-1)
-        order = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
-        chosen = build_indices(order, sizes, starts, state.budget[:, None], length=length)
+        sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
+        _, length = tail.lists
+        chosen = build_indices(
+            sinks_first, *state.with_sinks(), state.budget[:, None], length=length
+        )
         new = jnp.arange(cache.tail_slots, dtype=jnp.int32)
         new = jnp.where(new < tail.count, tail.start + new, -1)
         new = jnp.broadcast_to(new, (*chosen.shape[:2], new.size))
@@ -183,91 +148,67 @@ class ClusterKV(KVTransform):
 
     def update(self, cache: KVCache, state: Clusters, step: Step) -> tuple[KVCache, State]:
         """Clusters what is live at a prompt's end, and the tail whenever it is full."""
-        if step.phase == "decode":
+        if step.prompt_done:
+            return self._cluster_prompt(cache)
+        if step.phase == "decode" and cache.settles:
             return self._cluster_tail(cache, state)
-        return self._cluster_prompt(cache, state) if step.last else (cache, state)
+        return cache, state
 
-    def _cluster_prompt(self, cache: KVCache, state: Clusters):
+    def _cluster_prompt(self, cache: KVCache) -> tuple[KVCache, State]:
         """Clusters of everything but the sinks; says how the slots are to be sorted."""
-        live, (_, _, slots) = cache.live, cache.shape
+        (batch, kv_heads, slots), live = cache.shape, cache.live
         count = live.sum(-1, dtype=jnp.int32)
         sinks = oldest(live, cache.position, jnp.full((*count.shape, 1), self.sinks, jnp.int32))
         wanted = jnp.asarray(self._clusters_of(np.arange(slots + 1)), jnp.int32)[count]
         # Keys as they are now, not as attention saw them: a part before may have merged them. And
         # no more clusters than there is room for, which the slots of a prompt being read exceed.
-        most = self._most_clusters(cache.capacity)
-        label, centroids = self._kmeans(cache.k.read(), live & ~sinks, cache.position, wanted, most)
-        new = state.centroids.shape[2] - centroids.shape[2]  # room for those of decoding
-        sizes = _sizes(label, centroids.shape[2])
-        sinks_there = jnp.minimum(count, self.sinks)
-        first = count.max() - count  # all rows end at one slot
-        starts = _starts(sizes, first + sinks_there)
-        padding = ((0, 0), (0, 0), (0, new))
-        state = Clusters(
-            centroids=jnp.pad(centroids, (*padding, (0, 0))),
-            sizes=jnp.pad(sizes, padding),
-            starts=jnp.pad(starts, padding),
-            first=first,
-            sinks=sinks_there,
-            budget=rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum),
-            blocks=jnp.zeros_like(state.blocks),
+        found = self._find(
+            cache.k.read(), live & ~sinks, cache.position, wanted, self._most_clusters(cache)
         )
-        return cache.replace(order=jnp.where(sinks, -1, label)), state
+        room = found.sizes.shape[2] + self.new_clusters * self._blocks(cache)
+        state = Clusters.none(batch, kv_heads, room, cache.k.shape[3], self._rows_budget(cache))
+        there, first = jnp.minimum(count, self.sinks), count.max() - count  # rows end at one slot
+        state = dataclasses.replace(state, first=first, sinks=there).put(0, found, first + there)
+        return cache.replace(order=jnp.where(sinks, -1, found.label)), state
 
-    def _cluster_tail(self, cache: KVCache, state: Clusters):
+    def _cluster_tail(self, cache: KVCache, state: Clusters) -> tuple[KVCache, State]:
         """Clusters of the tail where it is full, behind those that are there."""
-        if not cache.settles:
-            return cache, state
-        tail, size = cache.tail, cache.tail.size
+        tail, size, new = cache.tail, cache.tail.size, self.new_clusters
+        before = state.sizes.shape[2] - new * self._blocks(cache)
 
         def span(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, tail.start, size, 2)
 
         def cluster(carry):
             _, state, _ = carry
-            live, position = span(cache.live), span(cache.position)
+            live = span(cache.live)
             count = live.sum(-1, dtype=jnp.int32)
-            label, centroids = self._kmeans(
-                cache.k.span(tail.start, size), live, position,
-                jnp.minimum(count, self.new_clusters), min(self.new_clusters, size),
+            found = self._find(
+                cache.k.span(tail.start, size), live, span(cache.position),
+                jnp.minimum(count, new), min(new, size),
             )  # fmt: skip
-            sizes = _sizes(label, centroids.shape[2])
-            starts = _starts(sizes, jnp.broadcast_to(tail.start, count.shape))
-            at = state.centroids.shape[2] - self.new_clusters * (cache.max_new // size)
-            at = at + self.new_clusters * state.blocks
+            start = jnp.broadcast_to(tail.start, count.shape)
+            state = state.put(before + new * tail.settled, found, start)
+            return jnp.zeros((), bool), state, found.label
 
-            def put(old: Array, new: Array) -> Array:
-                return jax.lax.dynamic_update_slice_in_dim(old, new, at, 2)
-
-            state = dataclasses.replace(
-                state,
-                centroids=put(state.centroids, centroids),
-                sizes=put(state.sizes, sizes),
-                starts=put(state.starts, starts),
-                blocks=state.blocks + 1,
-            )
-            return jnp.zeros((), bool), state, label
-
-        due = (tail.count == size) & (state.blocks < cache.max_new // size)
+        due = tail.count == size
         order = jnp.zeros((*cache.shape[:2], size), jnp.int32)
         # A loop of no round or of one: a conditional would copy the centroids at every step.
         _, state, order = jax.lax.while_loop(lambda c: c[0], cluster, (due, state, order))
         return cache.replace(order=order), state
 
-    def _kmeans(
-        self,
-        keys: Float[Array, "B H N D"],
-        members: Bool[Array, "B H N"],
-        position: Int[Array, "B H N"],
-        wanted: Int[Array, "B H"],
-        most: int,
-    ) -> tuple[Int[Array, "B H N"], Float[Array, "B H C D"]]:
-        """Labels and centroids, starting from the keys of `wanted` tokens that are drawn."""
-        drawn = keep_best(uniform(layer_key(self.seed), position), members, position, wanted)
-        later = jnp.where(drawn, position, jnp.iinfo(jnp.int32).max)
-        start = take_slots(keys, jnp.argsort(later, axis=-1)[..., :most])
-        there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
-        return kmeans(keys, members, start, there, metric=self.metric, rounds=self.iterations)
+    def _find(self, keys, members, position, wanted, most: int) -> Found:
+        return find_clusters(
+            keys, members, position, wanted, most,
+            key=layer_key(self.seed), metric=self.metric, rounds=self.iterations,
+        )  # fmt: skip
+
+    def _rows_budget(self, cache: KVCache) -> Int[Array, " B"]:
+        return rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
+
+    def _blocks(self, cache: KVCache) -> int:
+        """How often the tail can be full."""
+        return cache.max_new // self.interval
 
     def _clusters_of(self, count: np.ndarray) -> np.ndarray:
         """How many clusters a head with so many live tokens gets."""
@@ -277,18 +218,6 @@ class ClusterKV(KVTransform):
         clusterable = np.maximum(count - self.sinks, 0)
         return np.minimum(np.maximum(wanted, 1), clusterable).astype(np.int64)
 
-    def _most_clusters(self, slots: int) -> int:
-        return max(int(self._clusters_of(np.arange(slots + 1)).max()), 1)
-
-
-def _sizes(label: Int[Array, "B H N"], clusters: int) -> Int[Array, "B H C"]:
-    """How many slots have each label."""
-    add = jax.vmap(
-        jax.vmap(lambda label: jnp.zeros(clusters, jnp.int32).at[label].add(1, mode="drop"))
-    )
-    return add(label)
-
-
-def _starts(sizes: Int[Array, "B H C"], first: Int[Array, "B H"]) -> Int[Array, "B H C"]:
-    """First slot of every cluster, the first one's being `first`."""
-    return first[..., None] + jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
+    def _most_clusters(self, cache: KVCache) -> int:
+        """Most clusters of a head when a prompt is complete."""
+        return max(int(self._clusters_of(np.arange(cache.capacity + 1)).max()), 1)

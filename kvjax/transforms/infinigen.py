@@ -19,6 +19,7 @@ from kvjax.selection import keep_best
 from kvjax.transform import Full, KVTransform, Needs, Stage, State, Step, View
 
 PARTIAL_KEYS = "partial_keys"  # the column k P
+EXACT = {"precision": jax.lax.Precision.HIGHEST}  # of products with partial keys
 
 
 @dataclass(frozen=True)
@@ -201,9 +202,6 @@ class InfiniGen(KVTransform):
         # Not `step.keys`: an earlier part of a chain may have merged slots since.
         partial = _project(cache.k.read(), state).astype(cache.k.dtype)
         return cache.with_column(PARTIAL_KEYS, partial), state
-
-
-EXACT = {"precision": jax.lax.Precision.HIGHEST}
 
 
 def _project(x: Float[Array, "B H N D"], projections: Float[Array, "H D r"]) -> Array:
