@@ -21,13 +21,14 @@ import kvjax
 from kvjax import cli, commands, job, models
 from kvjax.cli import main
 from kvjax.models import demo
+from kvjax.offload import HOST_MEMORY, memory_kinds
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from kvjax.text import Continuation
 
 LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
 FIELDS = {
     "model", "text", "method", "budget", "prompt_tokens", "new_tokens", "ttft_s", "tpot_s",
-    "compile_s", "cache_bytes", "full_cache_bytes",
+    "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "recall",
 }  # fmt: skip
 
 
@@ -86,6 +87,7 @@ def test_known_continuation(capsys, tinystories):
     assert record["new_tokens"] == 134 and record["prompt_tokens"] == 6
     assert record["method"] == "full" and record["budget"] is None
     assert record["cache_bytes"] == record["full_cache_bytes"] > 0
+    assert record["memory_bytes"] == {"device": record["cache_bytes"]} and record["recall"] is None
     assert min(record["tpot_s"], record["ttft_s"], record["compile_s"]) > 0
 
     assert main(args) == 0
@@ -93,6 +95,25 @@ def test_known_continuation(capsys, tinystories):
     assert out == record["text"] + "\n", "streamed, it is the same text"
     assert err.count("\n") == 1
     assert err.startswith("6 + 134 tokens") and "(100.0%)" in err
+
+
+@pytest.mark.skipif(HOST_MEMORY not in memory_kinds(), reason="no such memory")
+def test_offloaded_figures(capsys):
+    args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "12", "--budget", "64"]
+    method = "chain(clusterkv(tokens_per_cluster=8), offload)"
+    record = json.loads(output(capsys, *args, "--method", method, "--json"))
+    assert set(record["memory_bytes"]) == {"device", HOST_MEMORY}
+    assert sum(record["memory_bytes"].values()) == record["cache_bytes"]
+    assert 0 < record["recall"]["hit_rate"] < 1 and record["recall"]["steps"] == 11
+    assert main([*args, "--method", method]) == 0
+    err = capsys.readouterr().err
+    assert "in host memory" in err and "% hits" in err and "fetched per token" in err
+
+
+def test_infinigen_is_calibrated_on_the_prompt(capsys):
+    args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "4"]
+    record = json.loads(output(capsys, *args, "--method", "infinigen", "--json"))
+    assert record["new_tokens"] == 4
 
 
 def test_text_is_the_tokenizers(capsys, tinystories):
