@@ -19,7 +19,7 @@ from kvjax.cache import memory_bytes, nbytes
 from kvjax.chain import bind
 from kvjax.layer_cache import Cache, init_cache
 from kvjax.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.offload import RecallStatistics, recall_statistics
+from kvjax.offload import RecallStatistics, opened, recall_statistics
 from kvjax.progress import listening, unwatch, watch
 from kvjax.sampling import Sampling
 from kvjax.transform import Full, KVTransform
@@ -231,7 +231,7 @@ def _read_prompt(plan: _Plan, watched: bool, params, tokens, positions, key) -> 
     layers = watch(plan.layers) if watched else plan.layers
     batch, length = tokens.shape[0], positions.max(-1) + 1
     logits, caches = plan.apply(
-        params, tokens, positions, plan.caches(layers, batch),
+        params, tokens, positions, opened(plan.caches(layers, batch)),
         layers=layers, phase="prompt", last=True, logits_at=length[:, None] - 1,
     )  # fmt: skip
     token = plan.sampling.choose(logits[:, -1], _row_keys(key, length))

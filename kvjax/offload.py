@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -185,6 +185,17 @@ class Opened:
     def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Opened:
         """Sorts N slots from `start` on by `index`."""
         return self._with(self.rows.settle(start, index))
+
+
+def opened(caches: Any) -> Any:
+    """Empty caches that are about to read a prompt: an empty store need not come to the device."""
+
+    def open_empty(x: Any) -> Any:
+        if not isinstance(x, Offloaded):
+            return x
+        return Opened(Dense.zeros(x.shape, x.dtype), x.tail.shape[2])
+
+    return jax.tree.map(open_empty, caches, is_leaf=lambda x: isinstance(x, Offloaded))
 
 
 @jax.tree_util.register_dataclass

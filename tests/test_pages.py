@@ -1,4 +1,4 @@
-"""Page scores against the reference, and what they are for: no key of a page is above its score."""
+"""Bounds and scores of pages against the reference; no key of a page is above its page's score."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import page_scores
-from tests.references.page_scores import page_scores as reference
+from pallas_kernels import page_bounds, page_scores
+from tests.references import quest as reference
 from tests.tolerances import close
 
 
@@ -16,7 +16,7 @@ def check(q, low, high):
     assert score.dtype == np.float32 and score.shape == (*q.shape[:3], low.shape[2])
     q, low, high = (np.asarray(x, np.float64) for x in (q, low, high))
     for row, head, g in np.ndindex(q.shape[:3]):
-        expected = reference(q[row, head, g], low[row, head], high[row, head])
+        expected = reference.page_scores(q[row, head, g], low[row, head], high[row, head])
         close(score[row, head, g], expected, "reference")
     return score
 
@@ -58,3 +58,23 @@ def test_an_implementation_that_is_not_offered():
     x = np.ones((1, 1, 1, 2), np.float32)
     with pytest.raises(ValueError, match="'cuda'"):
         page_scores(x, x, x, implementation="cuda")
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("slots", [1, 37, 2100])  # the last takes more than one block
+def test_bounds(slots, page):
+    """Heads with more and fewer tokens, which stand anywhere; no token reaches a page twice."""
+    rng = np.random.default_rng(slots)
+    keys = rng.normal(size=(2, 2, slots, 3)).astype(np.float32)
+    order = np.argsort(rng.random((2, 2, slots)), axis=-1).astype(np.int32)
+    count = rng.integers(0, slots + 1, (2, 2)).astype(np.int32)
+    count[0, 0] = slots
+    pages = -(-slots // page) + 1  # the last is of nobody
+    low, high = page_bounds(jnp.asarray(keys), jnp.asarray(order), jnp.asarray(count), page, pages)
+    for row, head in np.ndindex(2, 2):
+        own = keys[row, head][order[row, head][: count[row, head]]]
+        expected = np.zeros((2, pages, 3))
+        if len(own):
+            expected[:, : -(-len(own) // page)] = reference.page_bounds(own, page)
+        np.testing.assert_array_equal(low[row, head], expected[0])
+        np.testing.assert_array_equal(high[row, head], expected[1])
