@@ -285,8 +285,9 @@ class Offload(KVTransform):
       arXiv 2412.03213, section IV-D.
 
     Deviations from the paper:
-      Residency is by token and not by cluster, so a trimmed cluster may be held in part. Without a
-      kernel that reads host memory, missing rows are copied one run of slots after the other.
+      Residency is by token and not by cluster, so a trimmed cluster may be held in part. Sinks
+      cross with the first step and stay, since every list has them. Without a kernel that reads
+      host memory, missing rows are copied one run of slots after the other.
     """
 
     recent_steps: int = 1

@@ -155,7 +155,10 @@ KEEPING = SELECTING - {"snapkv_clusterkv"}
 SHARES = {"per_layer", "float_h2o", "outlier_heads"}
 
 # What others in the table show nearly as well; they run with the slow tests.
-SLOW = {"cam_prompt", "every_kvcrush", "float_h2o", "kvcrush_h2o", "pyramidinfer_paper"}
+SLOW = {
+    "cam_prompt", "clusterkv_per_query_head", "every_kvcrush", "float_h2o", "kvcrush_h2o",
+    "pyramidinfer_paper", "snapkv_clusterkv",
+}  # fmt: skip
 
 
 def names(chosen) -> list:
