@@ -157,7 +157,7 @@ SHARES = {"per_layer", "float_h2o", "outlier_heads"}
 # What others in the table show nearly as well; they run with the slow tests.
 SLOW = {
     "cam_prompt", "clusterkv_per_query_head", "every_kvcrush", "float_h2o", "kvcrush_h2o",
-    "pyramidinfer_paper", "snapkv_clusterkv",
+    "pyramidinfer_paper", "quest_offload", "snapkv_clusterkv",
 }  # fmt: skip
 
 
