@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from kvjax import commands, compare_command, job
 from kvjax.evaluation import grid
 
 _CLOSED_PIPE, _INTERRUPTED = 1, 130
+_GRACE_SECONDS = 1  # to clean up after a Ctrl-C
 
 # Everything that a user can get wrong: the library raises the first two, files and hub the third,
 # the others say that there is not enough memory for what was asked.
@@ -42,12 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         sys.unraisablehook = _end_if_interrupted
+        _end_after_interrupt()
     try:
         with _quiet():
             if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
                 sys.stdout.reconfigure(errors="replace")
             args = _parser().parse_args(argv)
             code = args.run(args)
+            if argv is None and _interrupted():
+                os._exit(_INTERRUPTED)
             sys.stdout.flush()
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
@@ -74,6 +79,27 @@ def _end_if_interrupted(lost: sys.UnraisableHookArgs) -> None:
     if isinstance(lost.exc_value, KeyboardInterrupt):
         os._exit(_INTERRUPTED)
     sys.__unraisablehook__(lost)
+
+
+def _end_after_interrupt() -> None:
+    """Ends the process a second after a Ctrl-C, should nobody have seen the exception.
+
+    It is raised wherever Python happens to be: in a callback of compiled code it would be lost.
+    """
+    if not hasattr(signal, "setitimer"):  # not POSIX
+        return
+
+    def interrupt(*_: object) -> NoReturn:
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(_INTERRUPTED))
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def _interrupted() -> bool:
+    """Whether a Ctrl-C has come that was lost."""
+    return hasattr(signal, "setitimer") and signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
 
 @contextlib.contextmanager

@@ -636,6 +636,31 @@ def test_an_interrupt_within_a_finalizer_is_not_lost():
     assert (done.returncode, done.stdout) == (130, "")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
+    code = f"""if True:
+        import os, signal, sys, time
+        from kvjax import cli, commands
+
+        def run(args):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                pass
+            time.sleep({seconds})
+            print("went on", flush=True)
+
+        commands.methods = run
+        sys.argv = ["kvjax", "methods"]
+        sys.exit(cli.main())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 130
+    assert done.stdout == ("" if seconds else "went on\n"), "what takes longer is cut short"
+
+
 @pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
 def test_interrupted_while_compiling(terminal):
     own = terminal("generate")
