@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import NEG_INF, check_implementation
-
-_take = jax.vmap(jax.vmap(lambda x, index: x[index]))
+from pallas_kernels.common import NEG_INF, check_implementation, take_rows
 
 
 def rank_clusters(
@@ -100,7 +98,9 @@ def build_indices(
         )
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
-    size, start = (_take(jnp.repeat(x, choices // heads, axis=1), order) for x in (sizes, starts))
+    size, start = (
+        take_rows(jnp.repeat(x, choices // heads, axis=1), order) for x in (sizes, starts)
+    )
     end = jnp.cumsum(size, axis=-1)
     # What separates a slot from its place in the list changes where a cluster begins. The changes
     # of clusters that begin at one place, all but the last of them empty, add up.

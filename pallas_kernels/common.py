@@ -1,12 +1,17 @@
-"""What all operations share: the masked logit, and the choice of an implementation."""
+"""What all operations share: gathers, the masked logit, the choice of an implementation."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 NEG_INF = float("-inf")
 IMPLEMENTATIONS = ("xla",)
+
+# Rows of every (row, head): `x [B, H, S, ...]` and `index [B, H, N]` to `[B, H, N, ...]`. Mapped,
+# and not indexed by iota, which brings collectives when a cache is sharded over rows or heads.
+take_rows = jax.vmap(jax.vmap(lambda x, index: x[index]))
 
 
 def check_implementation(implementation: str | None) -> None:

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import check_implementation
+from pallas_kernels.common import check_implementation, take_rows
 
 AT_ONCE = 1024  # slots of a head whose keys are gathered at a time
-
-_take = jax.vmap(jax.vmap(lambda keys, index: keys[index]))
 
 
 def page_bounds(
@@ -54,7 +52,7 @@ def page_bounds(
 
     def block(start: Int[Array, ""]) -> tuple[Array, Array]:
         index = jax.lax.dynamic_slice_in_dim(order, start, each * page, 2)
-        rows = _take(keys, index).reshape(batch, kv_heads, each, page, -1)
+        rows = take_rows(keys, index).reshape(batch, kv_heads, each, page, -1)
         token = start + jnp.arange(each * page, dtype=jnp.int32)[None, None]
         there = (token < count[..., None]).reshape(batch, kv_heads, each, page, 1)
         low = jnp.where(there, rows, jnp.inf).min(3)

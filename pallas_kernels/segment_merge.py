@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import check_implementation
+from pallas_kernels.common import check_implementation, take_rows
 
 BLOCK = 512  # rows that are added at a time: on CPU, what stays in its caches
 
@@ -50,7 +50,7 @@ def segment_merge(
     # A target is scaled where it stands and the others are added to it: fewer passes over the rows
     # than summing all of them and choosing between sums and rows.
     own = jnp.where(received & (total < jnp.inf), weights / total, 1.0)
-    share = jnp.where(moves, weights / _take(total, jnp.minimum(into, size - 1)), 0.0)
+    share = jnp.where(moves, weights / take_rows(total, jnp.minimum(into, size - 1)), 0.0)
 
     def add(start: Array | int, count: int, out: Array) -> Array:
         """Adds the rows from `start` on to their targets'."""
@@ -70,4 +70,3 @@ def segment_merge(
 
 
 _add_into = jax.vmap(jax.vmap(lambda x, into, more: x.at[into].add(more, mode="drop")))
-_take = jax.vmap(jax.vmap(lambda x, index: x[index]))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.common import check_implementation
+from pallas_kernels.common import check_implementation, take_rows
 
 BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
 
@@ -85,7 +85,7 @@ def join_anchors(
 
     def step(anchor: Array, entry: tuple[Array, Array]) -> tuple[Array, Array]:
         slot, pair = entry
-        key = _take(keys, slot[..., None]).astype(jnp.float32)
+        key = take_rows(keys, slot[..., None]).astype(jnp.float32)
         joins = pair & (_cosine(key, anchor)[..., 0] > threshold)
         return jnp.where(joins[..., None, None], anchor, key), joins
 
@@ -105,7 +105,7 @@ def _in_blocks(
     blocks = jnp.moveaxis(pairs.reshape(*pairs.shape[:3], -1, block), 3, 0)
 
     def measure_block(pair: Int[Array, "2 B H N"]) -> Float[Array, "B H N"]:
-        return measure(*(_take(keys, index).astype(jnp.float32) for index in pair))
+        return measure(*(take_rows(keys, index).astype(jnp.float32) for index in pair))
 
     measured = jnp.moveaxis(jax.lax.map(measure_block, blocks), 0, 2)
     return measured.reshape(*first.shape[:2], -1)[..., :count]
@@ -123,6 +123,3 @@ def _length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
 
 def _quotient(x: Array, by: Array) -> Array:
     return jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), 0.0)
-
-
-_take = jax.vmap(jax.vmap(lambda x, index: x[index]))
