@@ -68,6 +68,11 @@ class Tail:
     size: int | None = _static(None)
     lists: tuple[int, int] = _static((0, 0))
 
+    @property
+    def newest(self) -> Int[Array, ""]:
+        """The slot of the step that is being made."""
+        return self.start + self.count - 1
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -390,7 +395,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
       >>> kvjax.compact(kvjax.evict(cache, keep=cache.position != 1), 2).position.tolist()
       [[[0, 2]]]
     """
-    index = _sorted_slots(cache.live, cache.position, cache.order)
+    index = sorted_slots(cache.live, cache.position, cache.order)
     count = jnp.minimum(cache.live.sum(-1, keepdims=True, dtype=jnp.int32), slots)
     place = jax.lax.broadcasted_iota(jnp.int32, (*cache.shape[:2], slots), 2)
     if cache.tail is not None:
@@ -403,8 +408,10 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     return _move(cache.replace(order=None), source, (place >= 0) & (place < count))
 
 
-def _sorted_slots(
-    live: Bool[Array, "B H N"], position: Int[Array, "B H N"], order: Int[Array, "B H N"] | None
+def sorted_slots(
+    live: Bool[Array, "B H N"],
+    position: Int[Array, "B H N"],
+    order: Int[Array, "B H N"] | None = None,
 ) -> Int[Array, "B H N"]:
     """Slot numbers by `order`, then by position, free slots last."""
     last = jnp.iinfo(jnp.int32).max
@@ -466,7 +473,7 @@ def settle(cache: KVCache, after: Bool[Array, ""]) -> KVCache:
             return jax.lax.dynamic_slice_in_dim(x, start, size, 2)
 
         live = span(cache.live)
-        index = _sorted_slots(live, span(cache.position), order)
+        index = sorted_slots(live, span(cache.position), order)
 
         def sort(x: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(x, take_slots(span(x), index), start, 2)

@@ -369,8 +369,7 @@ class Offload(KVTransform):
 
     def _stepping(self, cache: KVCache) -> Bool[Array, " B"]:
         """Rows that have a new token in this step: others have come to their end."""
-        newest = cache.tail.start + cache.tail.count - 1
-        return jax.lax.dynamic_slice_in_dim(cache.live, newest, 1, 2).any((1, 2))
+        return jax.lax.dynamic_slice_in_dim(cache.live, cache.tail.newest, 1, 2).any((1, 2))
 
     def update(self, cache: KVCache, state: Resident, step: Step) -> tuple[KVCache, State]:
         """Forgets what is resident when a prompt has moved the slots."""

@@ -148,8 +148,7 @@ class InfiniGen(KVTransform):
 
     def read(self, view: View, state: Array, query: Array) -> tuple[View, State]:
         """The tokens of the highest predicted scores, and the step's own."""
-        tail, (lists, length) = view.cache.tail, view.cache.tail.lists
-        newest = tail.start + tail.count - 1
+        newest, (lists, length) = view.cache.tail.newest, view.cache.tail.lists
         cache = self._add(view.cache, state, newest)
         own = jnp.arange(cache.slots, dtype=jnp.int32)[None, None] == newest
         earlier = cache.live & ~own

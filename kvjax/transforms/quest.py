@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets import Budget, check_budget, check_count, most_slots, rows_budget
-from kvjax.cache import NEG_INF, KVCache
+from kvjax.cache import NEG_INF, KVCache, sorted_slots
 from kvjax.payloads import take_slots, write_slots
 from kvjax.recall import begin_tail, by_group, check_dense_layers, check_flag, lists_per_row
 from kvjax.transform import Full, KVTransform, Stage, State, Step, View
@@ -149,9 +149,7 @@ class Quest(KVTransform):
         if not step.prompt_done:
             return cache, state
         count = cache.live.sum(-1, dtype=jnp.int32)
-        order = jnp.argsort(
-            jnp.where(cache.live, cache.position, jnp.iinfo(jnp.int32).max), axis=-1
-        )
+        order = sorted_slots(cache.live, cache.position)
         # Keys as they are now, not as attention saw them: a part before may have merged them.
         low, high = page_bounds(cache.k.read(), order, count, self.page, state.low.shape[2])
         return cache, Pages(low, high, count, count.max(), self._row_pages(cache))
@@ -167,7 +165,7 @@ class Quest(KVTransform):
         It is done before attention, where the scores are then computed from the new bounds. XLA
         would copy bounds that are to be overwritten after they have been read.
         """
-        slot = cache.tail.start + cache.tail.count - 1
+        slot = cache.tail.newest
         key = cache.k.span(slot, 1)
         there = jax.lax.dynamic_slice_in_dim(cache.live, slot, 1, 2) & (slot < cache.slots)
         first = ((count - 1) % self.page == 0)[..., None, None]
