@@ -24,6 +24,7 @@ from kvjax.model import FunctionalModel, LanguageModel
 from kvjax.offload import Offload
 from kvjax.outlier_heads import OutlierHeads, RemainingBudget
 from kvjax.payloads import Dense, Payload
+from kvjax.quantize import Quantize
 from kvjax.registry import METHODS, parse
 from kvjax.rope import Rope
 from kvjax.sampling import Sampling
@@ -76,6 +77,7 @@ __all__ = [
     "PyramidInfer",
     "PyramidInferLayer",
     "PyramidKV",
+    "Quantize",
     "Quest",
     "RemainingBudget",
     "Rope",

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.budgets import check_count
 from kvjax.cache import KVCache, append, append_to_tail, compact, settle, widen
 from kvjax.layer_cache import Cache, LayerCache, QueryWindow, check_groups
-from kvjax.payloads import take_slots
+from kvjax.payloads import Payload, take_slots
 from kvjax.rope import Rope
 from kvjax.transform import (
     KVTransform,
@@ -21,7 +21,12 @@ from kvjax.transform import (
     check_transform,
 )
 from kvjax.wrappers import HeadGroups
-from pallas_kernels import column_sums, decode_attention, prompt_attention
+from pallas_kernels import (
+    column_sums,
+    decode_attention,
+    decode_probabilities,
+    prompt_attention,
+)
 
 
 def attend(
@@ -125,9 +130,15 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
         view, state = transform.read(view, state, q)
     kv = view.cache
     keys, values = view.read()
+    rotate = None
     if needs.unrotated_keys:
-        q, keys = _rotate_late(needs, view, q, keys, slots, positions, rope)
-    out, mass = _attention(needs, view, q, keys, values, positions, options)
+        own, others = _late_positions(needs, view, slots, positions)
+        q, keys, rotate = rope.rotate(q, own), rope.rotate(keys, others), (rope, others)
+    # An encoded payload is multiplied with as it is; XLA then drops the decoded rows unless an
+    # update uses the keys.
+    encoded = not prompt and view.index is None and hasattr(kv.k, "logits")
+    stored = (kv.k, kv.v, rotate) if encoded else None
+    out, mass = _attention(needs, view, q, keys, values, stored, positions, options)
     if not prompt and transform.merges and transform.frees_while_decoding:
         kv = _after(kv, out)
     if needs.accumulated_attention:
@@ -177,8 +188,11 @@ def _close(kv: KVCache) -> KVCache:
     return kv.replace(k=kv.k.close(tail), v=kv.v.close(tail))
 
 
-def _attention(needs: Needs, view: View, q, keys, values, positions, options: _Options):
-    """Output and, where needed, the probability that each slot received per query head."""
+def _attention(needs: Needs, view: View, q, keys, values, stored, positions, options: _Options):
+    """Output and, where needed, the probability that each slot received per query head.
+
+    Over dense keys and values, or, where they are `stored` in another form, over that.
+    """
     kv = view.cache
     batch, lists = keys.shape[:2]
     grouped = q.reshape(batch, lists, -1, *q.shape[2:])
@@ -193,14 +207,28 @@ def _attention(needs: Needs, view: View, q, keys, values, positions, options: _O
         if wants_mass:
             mass = column_sums(grouped, keys, bias, lse, positions, key_position, **kind)
     else:
-        out, _, probabilities = decode_attention(
-            grouped, keys, values, bias, positions, key_position, **kind
-        )
+        if stored is None:
+            out, _, probabilities = decode_attention(
+                grouped, keys, values, bias, positions, key_position, **kind
+            )
+        else:
+            out, probabilities = _encoded_attention(
+                grouped, *stored, bias, positions, key_position, **options.logits
+            )
         if wants_mass:
             mass = view.to_slots(probabilities.sum(3))
     if mass is not None:
         mass = mass.reshape(batch, -1, mass.shape[-1])
     return out.reshape(q.shape), mass
+
+
+def _encoded_attention(q, k: Payload, v: Payload, rotate, bias, positions, key_position, **kind):
+    """Output and probabilities `[B, H, G, T, S]` of a decode step over encoded payloads."""
+    batch, kv_heads, group, tokens, head_dim = q.shape
+    products = k.logits(q.reshape(batch, kv_heads, group * tokens, head_dim), rotate)
+    probabilities = decode_probabilities(products, bias, positions, key_position, **kind)
+    out = v.mix(probabilities).astype(v.dtype).reshape(q.shape)
+    return out, probabilities.reshape(*q.shape[:4], -1)
 
 
 def _after(kv: KVCache, out: Float[Array, "B Q T D"]) -> KVCache:
@@ -223,16 +251,16 @@ def _accumulate(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
     return kv.with_column("attention", kv.column("attention") + jnp.moveaxis(per_group, 2, -1))
 
 
-def _rotate_late(needs: Needs, view: View, q, keys, slots, positions, rope: Rope):
-    """Rotates stored keys and new queries: at their positions, or at their rank in the cache."""
+def _late_positions(needs: Needs, view: View, slots, positions):
+    """What new queries and stored keys are rotated at: their position, or their rank there."""
     kv = view.cache
     if not needs.reposition:
-        return rope.rotate(q, positions), rope.rotate(keys, view.per_slot(kv.position, -1))
+        return positions, view.per_slot(kv.position, -1)
     order = jnp.argsort(jnp.where(kv.live, kv.position, jnp.iinfo(jnp.int32).max), axis=-1)
     rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
     own = take_slots(rank, jnp.minimum(slots, kv.slots - 1))
     own = jnp.repeat(own, kv.group, axis=1)
-    return rope.rotate(q, own), rope.rotate(keys, view.per_slot(rank, -1))
+    return own, view.per_slot(rank, -1)
 
 
 def _last_queries(
@@ -336,7 +364,7 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
         )
     if options.phase == "decode" and kv.tail is not None and q.shape[2] != 1:
         raise ValueError(
-            f"{transform!r} adds to its index while decoding: give it one token a step, "
+            f"{transform!r} adds to its tail while decoding: give it one token a step, "
             f"got {q.shape[2]}"
         )
     if options.predicted_query is not None and options.predicted_query.shape != q.shape:

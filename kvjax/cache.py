@@ -404,6 +404,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         zero = jnp.zeros_like(end)
         begun = dataclasses.replace(cache.tail, start=end, count=zero, settled=zero)
         cache = cache.replace(tail=begun)
+    # A free slot in front repeats the first token: see `ResidualQuantized`.
     source = take_slots(index, jnp.clip(place, 0, cache.slots - 1))
     return _move(cache.replace(order=None), source, (place >= 0) & (place < count))
 
@@ -479,9 +480,12 @@ def settle(cache: KVCache, after: Bool[Array, ""]) -> KVCache:
             return jax.lax.dynamic_update_slice_in_dim(x, take_slots(span(x), index), start, 2)
 
         log_mass = sort(cache.log_mass)
+        # Free slots get the rows of the first: in a payload that encodes slots together, whatever
+        # stands in them changes nothing.
+        rows = jnp.where(take_slots(live, index), index, index[..., :1])
         moved = cache.replace(
-            k=cache.k.settle(start, index),
-            v=cache.v.settle(start, index),
+            k=cache.k.settle(start, rows),
+            v=cache.v.settle(start, rows),
             position=sort(cache.position),
             log_mass=log_mass,
             columns={

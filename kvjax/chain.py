@@ -83,16 +83,20 @@ class Chain(KVTransform):
         return any(part.merges for part in self.parts)
 
     @property
+    def spans_slots(self) -> bool:
+        """Whether any part does."""
+        return any(part.spans_slots for part in self.parts)
+
+    @property
     def indexes(self) -> bool:
         """Whether any part does."""
         return any(part.indexes for part in self.parts)
 
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Every part's columns and state."""
-        states = []
-        for part in self.parts:
-            cache, state = part.init(cache)
-            states.append(state)
+        """Every part's columns and state. An index first: payloads go by its tail."""
+        states: list[State] = [()] * len(self.parts)
+        for number in sorted(range(len(self.parts)), key=lambda i: not self.parts[i].indexes):
+            cache, states[number] = self.parts[number].init(cache)
         return cache, tuple(states)
 
     def read(self, view: View, state: State, query: Array) -> tuple[View, State]:
@@ -168,6 +172,23 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
         raise ValueError(
             f"{placing[0]!r} stands once in a chain, behind a method that indexes all slots "
             f"(ClusterKV, Quest, InfiniGen), got {parts!r}"
+        )
+    representing = [part for part in parts if part.stage == Stage.REPRESENT]
+    if len(representing) > 1:
+        raise ValueError(
+            "a chain stores keys and values in one other form, got "
+            f"{representing[0]!r} and {representing[1]!r}"
+        )
+    if representing and placing:
+        raise ValueError(
+            f"{placing[0]!r} keeps rows as they are in host memory, and {representing[0]!r} stores "
+            "them in another form on the device: take one of them"
+        )
+    spanning = [part for part in parts if part.spans_slots]
+    if freeing and spanning:
+        raise ValueError(
+            f"{spanning[0]!r} encodes groups of slots together, and {freeing[0]!r} frees slots "
+            "while decoding: take key_axis='token'"
         )
     late = [part for part in parts if part.needs.unrotated_keys]
     if indexes and late:

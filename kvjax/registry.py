@@ -7,6 +7,7 @@ import dataclasses
 
 from kvjax.chain import chain
 from kvjax.offload import Offload
+from kvjax.quantize import Quantize
 from kvjax.transform import Full, KVTransform
 from kvjax.transforms.cam import CaM
 from kvjax.transforms.chelsea import Chelsea
@@ -42,6 +43,7 @@ WRAPPERS: dict[str, type[KVTransform]] = {
     "kvcrush": KVCrush,
 }
 STORAGE: dict[str, type[KVTransform]] = {
+    "quantize": Quantize,
     "offload": Offload,
 }
 

@@ -267,6 +267,11 @@ class KVTransform:
         """Whether it keeps an index of all slots, in a cache with a tail."""
         return False
 
+    @property
+    def spans_slots(self) -> bool:
+        """Whether it encodes groups of slots together, so that none may go between prompts."""
+        return False
+
     def init(self, cache: KVCache) -> tuple[KVCache, State]:
         """Adds columns, chooses the payload, and makes the transform's own state."""
         return cache, ()

@@ -5,13 +5,23 @@ kernel. `implementation=None` takes the best that can run; a named one never fal
 """
 
 from pallas_kernels.cluster_selection import build_indices, rank_clusters
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import decode_attention, decode_probabilities
 from pallas_kernels.host_rows import host_rows
 from pallas_kernels.kmeans import kmeans
 from pallas_kernels.packed_bits import hamming_distance, pack_bits
 from pallas_kernels.page_bounds import page_bounds
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.prompt_attention import column_sums, prompt_attention
+from pallas_kernels.quantized import (
+    dequantise_groups,
+    dequantise_slots,
+    pack_int4,
+    quantise_groups,
+    quantise_slots,
+    quantized_logits,
+    quantized_mix,
+    unpack_int4,
+)
 from pallas_kernels.segment_merge import segment_merge
 from pallas_kernels.slot_pairs import join_anchors, pair_cosine, pair_distance
 from pallas_kernels.soft_matching import soft_matching
@@ -20,17 +30,26 @@ __all__ = [
     "build_indices",
     "column_sums",
     "decode_attention",
+    "decode_probabilities",
+    "dequantise_groups",
+    "dequantise_slots",
     "hamming_distance",
     "host_rows",
     "join_anchors",
     "kmeans",
     "pack_bits",
+    "pack_int4",
     "page_bounds",
     "page_scores",
     "pair_cosine",
     "pair_distance",
     "prompt_attention",
+    "quantise_groups",
+    "quantise_slots",
+    "quantized_logits",
+    "quantized_mix",
     "rank_clusters",
     "segment_merge",
     "soft_matching",
+    "unpack_int4",
 ]

@@ -38,10 +38,26 @@ def masked_logits(
     The R query rows of a KV head are its G query heads times the T tokens, tokens fastest. Masking
     uses `where`, so that nothing that stands in a free slot's key reaches the result.
     """
-    rows, tokens = q.shape[2], query_position.shape[1]
     # In the dtype of the keys: the other way round, a bfloat16 cache would be widened every step.
     q = q.astype(k.dtype)
-    logits = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
+    products = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32)
+    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    return mask_products(products, bias, key_position, query_position, **kind)
+
+
+def mask_products(
+    products: Float[Array, "B H R S"],
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "B H R S"]:
+    """`masked_logits` of products `q·k` that are there already."""
+    rows, tokens = products.shape[2], query_position.shape[1]
+    logits = products * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     q_pos, k_pos = query_position[:, None, :, None], key_position[:, :, None, :]

@@ -1,0 +1,260 @@
+"""Keys and values in 8 and 4 bits: how they are encoded, and attention's products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int8, UInt8
+
+from pallas_kernels.common import check_implementation
+
+BLOCK = 1024  # slots that are decoded at a time: on CPU, what stays in its caches
+LEVELS = 15  # steps of a 4-bit number
+
+Axis = Literal["token", "channel"]
+Rotate = Callable[[Array, Array | int], Array]
+
+
+# --- one scale per slot ---------------------------------------------------------------------------
+
+
+def quantise_slots(
+    x: Float[Array, "... S D"], dtype: DTypeLike = jnp.int8
+) -> tuple[Array, Float[Array, "... S"]]:
+    """Symmetric numbers of 8 bits, and the scale of each slot: `scale = max |x| / most`.
+
+    `q = x / scale`, rounded half to even; 0 where all of a slot is 0.
+
+    Args:
+      dtype: `int8` (most = 127) or `float8_e4m3fn` (most = 448).
+
+    Returns:
+      q as int8, or as bytes (uint8) that are the bits of float8: XLA on CPU would keep a loop's
+      array of float8 in a wider dtype. Float32 scales.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantise_slots
+      >>> q, scale = quantise_slots(jnp.array([[-254.0, 2.0, 0.0], [0.0, 0.0, 0.0]]))
+      >>> q.tolist(), scale.tolist()
+      ([[-127, 1, 0], [0, 0, 0]], [2.0, 0.0])
+    """
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1) / most
+    q = jnp.clip(_over(x, scale[..., None]), -most, most)
+    if whole:
+        return jnp.round(q).astype(dtype), scale
+    return jax.lax.bitcast_convert_type(q.astype(dtype), jnp.uint8), scale
+
+
+def dequantise_slots(q: Array, scale: Float[Array, "... S"]) -> Float[Array, "... S D"]:
+    """`q · scale` in float32."""
+    return _numbers(q) * scale[..., None]
+
+
+def _numbers(q: Array) -> Float[Array, "... D"]:
+    """Float32 numbers of 8 bits."""
+    if q.dtype == jnp.uint8:
+        q = jax.lax.bitcast_convert_type(q, jnp.float8_e4m3fn)
+    return q.astype(jnp.float32)
+
+
+def _over(x: Array, scale: Array) -> Array:
+    """x / scale, 0 where the scale is."""
+    return jnp.where(scale > 0, x / jnp.where(scale > 0, scale, 1.0), 0.0)
+
+
+# --- groups of values -----------------------------------------------------------------------------
+
+
+def quantise_groups(
+    x: Float[Array, "... S D"], group: int, axis: Axis = "token"
+) -> tuple[UInt8[Array, "... S D/2"], Array, Array]:
+    """Numbers of 4 bits, two in a byte, and scale and least value of each group.
+
+    `low = min`, `scale = (max - min) / 15`, both rounded to the dtype of x;
+    `q = (x - low) / scale`, rounded half to even; 0 where the scale is.
+
+    Args:
+      group: values of a group; it divides D (axis "token") or S ("channel").
+      axis: `"token"`: groups are consecutive channels of a slot. `"channel"`: consecutive slots of
+        a channel.
+
+    Returns:
+      q packed (see `pack_int4`); scale and low, `[..., S, D / group]` or `[..., S / group, D]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import dequantise_groups, quantise_groups
+      >>> packed, scale, low = quantise_groups(jnp.array([[1.0, 31.0, 5.0, 4.0]]), group=4)
+      >>> dequantise_groups(packed, scale, low).tolist()
+      [[1.0, 31.0, 5.0, 5.0]]
+    """
+    dtype, wide = x.dtype, _grouped(x.astype(jnp.float32), group, axis)
+    along = _along(axis)
+    low, high = wide.min(along), wide.max(along)
+    scale = ((high - low) / LEVELS).astype(dtype)
+    by, least = (jnp.expand_dims(part.astype(jnp.float32), along) for part in (scale, low))
+    q = jnp.clip(jnp.round(_over(wide - least, by)), 0, LEVELS).astype(jnp.uint8)
+    return pack_int4(q.reshape(x.shape)), scale, low.astype(dtype)
+
+
+def dequantise_groups(
+    packed: UInt8[Array, "... S D/2"], scale: Array, low: Array, axis: Axis = "token"
+) -> Float[Array, "... S D"]:
+    """`low + q · scale` in float32."""
+    q = unpack_int4(packed).astype(jnp.float32)
+    size = q.shape[_along(axis)] // scale.shape[_along(axis)]
+    by, least = (jnp.expand_dims(part.astype(jnp.float32), _along(axis)) for part in (scale, low))
+    return (least + _grouped(q, size, axis) * by).reshape(q.shape)
+
+
+def pack_int4(q: UInt8[Array, "... D"]) -> UInt8[Array, "... D/2"]:
+    """Two numbers of 0 to 15 in a byte: the even channel in the low half.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import pack_int4, unpack_int4
+      >>> packed = pack_int4(jnp.array([3, 15, 0, 1], jnp.uint8))
+      >>> packed.tolist(), unpack_int4(packed).tolist()
+      ([243, 16], [3, 15, 0, 1])
+    """
+    return q[..., ::2] | (q[..., 1::2] << jnp.uint8(4))
+
+
+def unpack_int4(packed: UInt8[Array, "... D/2"]) -> UInt8[Array, "... D"]:
+    """The numbers that `pack_int4` has packed."""
+    halves = jnp.stack((packed & jnp.uint8(15), packed >> jnp.uint8(4)), axis=-1)
+    return halves.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def _along(axis: Axis) -> int:
+    """The dimension that groups run along: of `[..., S, D]`, and of what `_grouped` makes of it."""
+    return {"token": -1, "channel": -2}[axis]
+
+
+def _grouped(x: Array, size: int, axis: Axis) -> Array:
+    """`[..., S, D]` to `[..., S, D / size, size]` or `[..., S / size, size, D]`."""
+    *rest, slots, channels = x.shape
+    shape = (slots, channels // size, size) if axis == "token" else (slots // size, size, channels)
+    return x.reshape(*rest, *shape)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def quantized_logits(
+    q: Float[Array, "B H R D"],
+    values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D/2"],
+    scale: Array,
+    low: Array | None = None,
+    *,
+    axis: Axis = "token",
+    rotate: Rotate | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B H R S"]:
+    """`q · k` of encoded keys in float32, without a decoded copy of all of them.
+
+    Args:
+      values, scale, low: from `quantise_slots` (low = None) or `quantise_groups`.
+      axis: of the groups.
+      rotate: what is done to a block of decoded keys `[B, H, N, D]`, whose first slot it is also
+        given, before the product; a linear map of each key. None: nothing.
+      implementation: `None` or `"xla"`.
+
+    Raises:
+      ValueError: an unknown implementation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantise_slots, quantized_logits
+      >>> keys = jnp.array([[[[127.0, 1.0], [0.0, 254.0]]]])
+      >>> quantized_logits(jnp.ones((1, 1, 1, 2)), *quantise_slots(keys)).tolist()
+      [[[[128.0, 254.0]]]]
+    """
+    check_implementation(implementation)
+    q = q.astype(jnp.float32)
+
+    def add(start: Array | int, count: int, out: Array) -> Array:
+        keys, by = _decoded(values, scale, low, axis, start, count)
+        keys = keys if rotate is None else rotate(keys, start)
+        logits = _einsum("bhrd,bhsd->bhrs", q, keys)
+        logits = logits if by is None else logits * by[:, :, None]
+        return jax.lax.dynamic_update_slice_in_dim(out, logits, start, 3)
+
+    out = jnp.zeros((*q.shape[:3], values.shape[2]), jnp.float32)
+    return _over_blocks(values, scale, axis, add, out)
+
+
+def quantized_mix(
+    weights: Float[Array, "B H R S"],
+    values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D/2"],
+    scale: Array,
+    low: Array | None = None,
+    *,
+    axis: Axis = "token",
+    implementation: str | None = None,
+) -> Float[Array, "B H R D"]:
+    """`Σ_s w_s v_s` of encoded values in float32, without a decoded copy of all of them.
+
+    Args:
+      values, scale, low, axis: as in `quantized_logits`.
+      implementation: `None` or `"xla"`.
+
+    Raises:
+      ValueError: an unknown implementation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantise_slots, quantized_mix
+      >>> values = jnp.array([[[[127.0, 1.0], [0.0, 254.0]]]])
+      >>> quantized_mix(jnp.array([[[[1.0, 0.5]]]]), *quantise_slots(values)).tolist()
+      [[[[127.0, 128.0]]]]
+    """
+    check_implementation(implementation)
+    weights = weights.astype(jnp.float32)
+
+    def add(start: Array | int, count: int, total: Array) -> Array:
+        part = jax.lax.dynamic_slice_in_dim(weights, start, count, 3)
+        rows, by = _decoded(values, scale, low, axis, start, count)
+        part = part if by is None else part * by[:, :, None]
+        return total + _einsum("bhrs,bhsd->bhrd", part, rows)
+
+    channels = values.shape[3] * (1 if low is None else 2)
+    total = jnp.zeros((*weights.shape[:3], channels), jnp.float32)
+    return _over_blocks(values, scale, axis, add, total)
+
+
+def _einsum(what: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(what, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _over_blocks(values: Array, scale: Array, axis: Axis, add: Callable, carry: Array) -> Array:
+    """`add(start, count, carry)` for one block of slots after the other."""
+    size, block = values.shape[2], BLOCK
+    if axis == "channel":  # whole groups
+        group = size // scale.shape[2]
+        block = max(BLOCK // group, 1) * group
+    blocks, rest = divmod(size, block)
+    if blocks:
+        carry = jax.lax.fori_loop(0, blocks, lambda i, c: add(i * block, block, c), carry)
+    return add(blocks * block, rest, carry) if rest else carry
+
+
+def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int):
+    """Float32 rows of a block, and what is still to be multiplied with, per slot (or None)."""
+    slots = values.shape[2]
+
+    def part(x: Array) -> Array:
+        group = slots // x.shape[2]  # slots that share an entry of x
+        return jax.lax.dynamic_slice_in_dim(x, start // group, count // group, 2)
+
+    if low is None:
+        return _numbers(part(values)), part(scale)
+    return dequantise_groups(part(values), part(scale), part(low), axis), None
