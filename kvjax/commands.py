@@ -143,7 +143,7 @@ def methods(args: argparse.Namespace) -> None:
     console.print(
         "budget: slots per KV head (256), or a share of the prompt (0.2).\n"
         "Compositions: chain(snapkv(window=16), h2o(budget=64)), every(snapkv, steps=64),\n"
-        "chain(clusterkv, offload).",
+        "chain(snapkv, quantize(bits=4)), chain(clusterkv, offload).",
         markup=False,
     )
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.quantized_payload import Quantized
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 
@@ -180,12 +181,22 @@ def slots_of(cache, row: int, head: int, columns: bool = True) -> dict[str, np.n
     return {name: x[order] for name, x in found.items()}
 
 
+def stored(payload, rows: np.ndarray) -> np.ndarray:
+    """New rows [T, D] as a decode step finds them in a payload, whose tail is dense."""
+    if not isinstance(payload, Quantized):
+        return rows
+    encoded = payload.form.encode(jnp.asarray(rows, jnp.float32)[None, None])
+    return np.asarray(payload.form.decode(encoded))[0, 0]
+
+
 def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndarray:
     """What a call must give, [B, Q, T, D]: dense attention over what is live and the new tokens.
 
-    Written over the cache from before the call, slot by slot, in float64.
+    Written over the cache from before the call, slot by slot, in float64. One token a row is a
+    decode step, which reads what it has stored; a prompt is read as it is.
     """
     q, k, v, positions = (np.asarray(x) for x in tokens.at(positions))
+    own_rows = stored if positions.shape[1] == 1 else lambda payload, rows: rows
     out = np.zeros(q.shape)
     group = q.shape[1] // k.shape[1]
     for part in parts(transform, before):
@@ -195,20 +206,21 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
                 heads = slice(head * group, (head + 1) * group)
                 new = positions[row] >= 0
                 old = slots_of(part.cache, row, own, columns=False)
+                kv = part.cache.kv
                 where = positions[row]
                 place = np.concatenate([old["position"], where[new]])
                 log_mass = np.concatenate([old["log_mass"], np.zeros(new.sum())])
-                values = np.concatenate([old["v"], v[row, head][new]])
+                values = np.concatenate([old["v"], own_rows(kv.v, v[row, head][new])])
                 if late:
                     ranks = np.argsort(np.argsort(place))
                     rank_of = dict(zip(place.tolist(), ranks.tolist(), strict=True))
-                    keys = np.concatenate([old["k"], k[row, head][new]])
+                    keys = np.concatenate([old["k"], own_rows(kv.k, k[row, head][new])])
                     keys = rotate(keys, ranks, INV_FREQ)
                     own_rank = [rank_of.get(int(p), 0) for p in where]
                     queries = rotate(q[row, heads], own_rank, INV_FREQ)
                 else:
                     turned = rotate(k[row, head][new], where[new], INV_FREQ)
-                    keys = np.concatenate([old["k"], turned])
+                    keys = np.concatenate([old["k"], own_rows(kv.k, turned)])
                     queries = rotate(q[row, heads], where, INV_FREQ)
                 out[row, heads], _ = softmax_attention(
                     queries, keys, values, where, place, log_mass, **options

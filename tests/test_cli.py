@@ -110,6 +110,16 @@ def test_offloaded_figures(capsys):
     assert "in host memory" in err and "% hits" in err and "fetched per token" in err
 
 
+def test_fewer_bits_in_a_chain(capsys):
+    args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "4", "--budget", "64"]
+    method = "chain(snapkv, quantize)"
+    record = json.loads(output(capsys, *args, "--method", method, "--json"))
+    assert record["method"] == method and record["budget"] == 64 and record["new_tokens"] == 4
+    # Four layers of four KV heads of 32 channels, each key and value with a scale.
+    slots, of_slot, of_head, of_layer = 64 + 4, 2 * (32 + 4) + 4 + 4 + 1, 4 + 4, 4
+    assert record["cache_bytes"] == 4 * (4 * (slots * of_slot + of_head) + of_layer)
+
+
 def test_infinigen_is_calibrated_on_the_prompt(capsys):
     args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "4"]
     record = json.loads(output(capsys, *args, "--method", "infinigen", "--json"))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, WhenFull, chain
+from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
 from kvjax.budgets import slots_for
 from kvjax.registry import METHODS
 from tests.attending import (
@@ -46,6 +46,7 @@ from tests.references.pyramidkv import layer_budgets
 from tests.tolerances import close
 
 BUDGET, WINDOW = 12, 4
+GROUP = 4  # of numbers of 4 bits
 LENGTHS, WIDTH, STEPS = (24, 17, 5), 24, 8
 
 CALIBRATION = kvjax.InfiniGenCalibration(
@@ -91,6 +92,10 @@ def quest(budget=BUDGET):
     return kvjax.Quest(**{**ARGUMENTS["quest"], "budget": budget})
 
 
+def infinigen(budget=BUDGET):
+    return kvjax.InfiniGen(**{**ARGUMENTS["infinigen"], "budget": budget})
+
+
 def pyramidinfer_paper(context):
     return kvjax.PyramidInfer(ratio=0.5, context=context, interval=None)
 
@@ -130,6 +135,24 @@ def compositions(budget: int) -> dict:
         ),
         "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
         "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
+        **quantised(budget),
+    }
+
+
+def quantised(budget: int) -> dict:
+    snap, h2o, eight = snapkv(budget), kvjax.H2O(budget=budget), Quantize(8)
+    token, channel = Quantize(4, GROUP, "token"), Quantize(4, GROUP, residual=GROUP)
+    return {
+        "quantize": eight,
+        "snapkv_quantize": chain(snap, eight),
+        "h2o_quantize": chain(h2o, eight),
+        "chelsea_quantize": chain(chelsea(budget), eight),
+        "kvmerger_quantize": chain(kvjax.KVMerger(budget), eight),
+        "quantize_clusterkv": chain(eight, clusterkv(budget)),
+        "quantize_quest": chain(eight, quest(budget)),
+        "h2o_quantize_token": chain(h2o, token),
+        "snapkv_quantize_channel": chain(snap, channel),
+        "quantize_channel_infinigen": chain(channel, infinigen(budget)),
     }
 
 
@@ -147,17 +170,23 @@ COVERING = {
     if name != "float_h2o"  # a share of the prompt never covers what is generated
 }
 # Live slots after any call while decoding, where the method bounds all of them.
-DECODING_BUDGET = {"streaming_llm", "h2o", "chain", "cam", "reposition"}
+DECODING_BUDGET = {
+    "streaming_llm", "h2o", "chain", "cam", "reposition", "h2o_quantize", "h2o_quantize_token"
+}  # fmt: skip
 # Attention over a selection: of what was live in `test_<method>.py`.
 SELECTING = {name for name, tx in CASES.items() if tx.indexes}
-KEEPING = SELECTING - {"snapkv_clusterkv"}
+KEEPING = SELECTING - {"snapkv_clusterkv"} | {"quantize"}
 # Not all of BUDGET for a row that stays within it.
 SHARES = {"per_layer", "float_h2o", "outlier_heads"}
+
+# They name KV heads.
+TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infinigen"}
 
 # What others in the table show nearly as well; they run with the slow tests.
 SLOW = {
     "cam_prompt", "clusterkv_per_query_head", "every_kvcrush", "float_h2o", "kvcrush_h2o",
     "pyramidinfer_paper", "quest_offload", "snapkv_clusterkv",
+    *set(quantised(BUDGET)) - {"quantize", "snapkv_quantize_channel"},
 }  # fmt: skip
 
 
@@ -166,6 +195,29 @@ def names(chosen) -> list:
 
 
 every_case = pytest.mark.parametrize("name", names(CASES))
+
+
+def encoding(name: str) -> Quantize | None:
+    """What a case stores keys and values with; None: as they are."""
+    transform = CASES[name]
+    chained = getattr(transform, "parts", (transform,))
+    return next((part for part in chained if isinstance(part, Quantize)), None)
+
+
+def loss(name: str) -> str:
+    """The tolerance of what storing alone may change."""
+    encoded = encoding(name)
+    return "float32" if encoded is None else f"{encoded.bits} bits"
+
+
+def slot_bytes(name: str) -> int:
+    """Bytes of a slot's key and value."""
+    encoded = encoding(name)
+    if encoded is None:
+        return 2 * HEAD_DIM * 4
+    if encoded.bits == 8:
+        return 2 * (HEAD_DIM + 4)
+    return 2 * (HEAD_DIM // 2 + 2 * HEAD_DIM // GROUP * 4)  # scale and least value of each group
 
 
 @functools.cache
@@ -212,7 +264,7 @@ def test_lossless_when_the_budget_covers_everything(name):
     mine = run(COVERING[name], row, positions, 8, **shape)
     close(mine.prompt_out, full.prompt_out, what="prompt")
     for step, (out, expected) in enumerate(zip(mine.outs, full.outs, strict=True)):
-        close(out, expected, what=f"step {step}")
+        close(out, expected, loss(name), f"step {step}")
     for part in parts(COVERING[name], mine.caches[-1]):
         assert (live_count(part.cache) == 18).all()
         assert (np.asarray(part.cache.kv.dropped) == 0).all()
@@ -245,7 +297,7 @@ def test_window_soft_cap_and_scale(name):
 def test_a_row_within_its_budget_loses_nothing(name):
     full, mine = standard("full"), standard(name)
     for step in range(BUDGET - LENGTHS[2]):
-        close(mine.outs[step][2], full.outs[step][2], what=f"step {step}")
+        close(mine.outs[step][2], full.outs[step][2], loss(name), f"step {step}")
     same = every_part("full", full.caches[BUDGET - LENGTHS[2] - 1])[0].cache
     for part in every_part(name, mine.caches[BUDGET - LENGTHS[2] - 1]):
         for own, head in enumerate(part.heads):
@@ -261,7 +313,7 @@ def test_decoding_may_start_from_an_empty_cache(name):
         out, cache = decode(CASES[name], cache, tokens(), now)
         full, expected = decode(kvjax.Full(), expected, tokens(), now)
         if name not in SHARES:
-            close(out, full, what=f"step {step}")
+            close(out, full, loss(name), f"step {step}")
         for part in every_part(name, cache):
             assert (np.asarray(part.cache.kv.position).max(-1) == step).all(), "newest is lost"
 
@@ -434,7 +486,7 @@ def test_bytes_are_those_of_the_arrays(name):
     least = 0
     for part in every_part(name, ragged.prompt_cache):
         slots = 3 * len(part.heads) * part.extent.total
-        least += slots * (2 * HEAD_DIM * 4 + 4 + 4 + 1)  # keys, values, position, mass, pinned
+        least += slots * (slot_bytes(name) + 4 + 4 + 1)  # position, mass, pinned
     assert kvjax.nbytes(priced) >= least
     if name == "full":
         assert kvjax.nbytes(priced) == least + 2 * 4 * 3 * KV_HEADS + 4 * 3  # used, dropped, length
@@ -596,9 +648,7 @@ def test_bfloat16_and_as_many_query_heads_as_kv_heads(name):
     close(mine.prompt_out, exact, "bfloat16")
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if name not in ("head_groups", "outlier_heads", "infinigen")]
-)
+@pytest.mark.parametrize("name", names(name for name in CASES if name not in TWO_HEADS))
 def test_one_head_one_token(name):
     """Q = H = 1, a prompt of one token (shorter than any window), room for few new ones."""
     transform = CASES[name]
@@ -611,7 +661,7 @@ def test_one_head_one_token(name):
         assert (np.asarray(mine.caches[step].kv.dropped) == 0).all()
         assert int(mine.caches[step].kv.position.max()) == step + 1
         if name != "float_h2o":  # its smallest budget is 2
-            close(mine.outs[step], full.outs[step])
+            close(mine.outs[step], full.outs[step], loss(name))
 
 
 @every_case

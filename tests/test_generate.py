@@ -102,7 +102,16 @@ def test_greedy_equals_a_plain_loop():
     assert result.ttft_s > 0 and result.tpot_s > 0 and result.compile_s >= 0
 
 
-@pytest.mark.parametrize("name", kvjax.METHODS)
+# head_dim is 8 here.
+STORED = (
+    "chain(h2o, quantize)",
+    "chain(snapkv, quantize(bits=4, group=8, residual=8))",
+    "chain(quantize, quest(page=4, dense_layers=()))",
+)
+slowly = [pytest.param(name, marks=pytest.mark.slow) for name in STORED]
+
+
+@pytest.mark.parametrize("name", [*kvjax.METHODS, *slowly])
 def test_a_ragged_batch_equals_its_rows(name):
     together = generate(transform=method(name), buckets=[64])
     alone = [generate([row], transform=method(name), buckets=[64]).tokens[0] for row in RAGGED]

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import Quantize, chain
-from kvjax.quantize import Form, Quantized, ResidualQuantized
+from kvjax.quantized_payload import Form, Quantized, ResidualQuantized
 from pallas_kernels import (
     dequantise_groups,
     dequantise_slots,
@@ -204,6 +204,17 @@ def test_reading(form, dtype):
 
 
 @every_payload
+def test_an_empty_payload_is_encoded_zeros_that_nobody_encodes(form):
+    """Encoding constants is done when code is compiled, and takes seconds per thousand slots."""
+    own = payload(form).form
+    empty, encoded = own.empty(SHAPE, "float32"), own.close(jnp.zeros(SHAPE), jnp.int32(0))
+    assert structure(empty) == structure(encoded)
+    jax.tree.map(np.testing.assert_array_equal, empty, encoded)
+    made = jax.make_jaxpr(lambda: own.empty(SHAPE, "float32"))()
+    assert {str(equation.primitive) for equation in made.eqns} == {"broadcast_in_dim"}
+
+
+@every_payload
 def test_opening_and_closing_again_changes_hardly_anything(form):
     own = payload(form)
     again = own.open().close(jnp.int32(10))
@@ -240,6 +251,16 @@ def test_writing_a_few_slots(form):
         if slot < 18:
             error = np.abs(after[row, head, slot] - np.asarray(new)[row, head, 0]).max()
             assert error < 0.4 and (error == 0) == (form in ("channel", "residual"))
+
+
+@pytest.mark.parametrize("form", ["channel", "residual"])
+def test_padding_is_not_written_where_a_tail_reaches_beyond_the_slots(form):
+    own = payload(form, start=13)  # 5 slots of 8 are there
+    slots, new = jnp.array([[[18], [14]]] * 2), jnp.full((2, 2, 1, 8), jnp.nan)
+    written = own.write(slots, new)
+    np.testing.assert_array_equal(written.tail[:, 0], own.tail[:, 0])
+    mixed = np.asarray(written.mix(jnp.ones((2, 2, 1, 18))))
+    assert np.isfinite(mixed[:, 0]).all() and np.isnan(mixed[:, 1]).all()
 
 
 @every_payload
@@ -479,15 +500,28 @@ def test_reading_a_selection_of_encoded_rows(name):
             close(out, other, "accumulated")
 
 
-@pytest.mark.parametrize("name", ["clusterkv", "quest"])
+@pytest.mark.parametrize("name", READING)
 def test_reading_over_groups_of_slots(name):
-    """Slots in the order of the index; new tokens are encoded when they are indexed, or never."""
+    """Slots in the order of the index; new tokens are encoded when they are settled, or never."""
     done, full = standard(composed(name, "channel")), standard(kvjax.Full())
     for out, other in zip(done.outs, full.outs, strict=True):
         assert 1e-4 < np.abs(out - other).max() < 0.35
     kv = done.caches[-1].kv
     assert isinstance(kv.k, ResidualQuantized) and kv.k.tail.shape[2] == kv.tail_slots
     assert int(kv.tail.settled) == (STEPS // GROUP if name == "clusterkv" else 0)
+
+
+@pytest.mark.parametrize("name", ["quest", "infinigen"])
+def test_an_index_is_of_keys_as_they_came(name):
+    """Of the prompt and of new tokens, which a tail that is never settled keeps as they are."""
+    done, exact = standard(composed(name, "channel")), standard(one_layer(READING[name]))
+    for cache, other in zip(done.all_caches, exact.all_caches, strict=True):
+        live = np.asarray(cache.kv.live)
+        for column, values in cache.kv.columns.items():
+            close(values.values[live], other.kv.column(column)[live], "rounding", column)
+        own, others = map(jax.tree.leaves, (cache.state, other.state))
+        for x, y in zip(own, others, strict=True):
+            close(x, y, "rounding")
 
 
 LOOPS = [("full", "channel"), ("h2o", "int8"), ("snapkv", "channel"), ("chelsea", "token")]

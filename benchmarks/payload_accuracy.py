@@ -1,0 +1,173 @@
+"""What keys and values in fewer bits change under every method, on the bundled model.
+
+    python benchmarks/payload_accuracy.py --out benchmarks/results/payload_accuracy.json
+
+Every evictor, merger and recall method, and the full cache, by itself and with `Quantize` in each
+form: 8 bits, float8, 4 bits with groups of keys along a channel (KIVI's) and within a token. A row
+has the right answers to the needles that `kvjax compare` asks for, over all depths, with the
+Wilson interval; nats per token of held-out text beyond those of the same method without `Quantize`
+(the same windows as `kvjax compare`'s, their ends read through the cache step by step); and the
+bytes of one prompt's cache over those of the full cache. A chain that cannot work is a row too,
+with the reason. `kvjax compare --methods` takes the text of any row.
+
+A dense layer of a recall method would keep its keys and values as they are: here no layer is dense.
+
+The model has four layers of four KV heads of 32 channels, so that a group of 4-bit values within a
+token is all of its channels: the figures say how the forms compare here, not what they do to a
+large model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+
+import jax
+import numpy as np
+from common import write
+
+import kvjax
+from kvjax.evaluation import Grid, Proportion, continuation_nll, is_right
+from kvjax.evaluation.material import Material
+from kvjax.models import demo, from_pretrained, load_tokenizer
+from kvjax.text import Continuation
+
+TASK = "needle"
+METHODS = {
+    "none": ("full",),
+    "evicts": (
+        "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer", "kvcrush(snapkv)",
+        "cam(streaming_llm)",
+    ),
+    "merges": ("chelsea", "kvmerger"),
+    "recalls": (
+        "clusterkv(dense_layers=())", "quest(dense_layers=())", "infinigen(dense_layers=())",
+    ),
+}  # fmt: skip
+FORMS = {
+    "8 bits": "quantize",
+    "float8": "quantize(bits='float8')",
+    "4 bits, channel": "quantize(bits=4)",
+    "4 bits, token": "quantize(bits=4, key_axis='token')",
+}
+
+
+def composed(method: str, form: str, kind: str) -> str:
+    """The chain's text: a recall method comes behind what stores."""
+    parts = (form, method) if kind == "recalls" else (method, form)
+    return f"chain({', '.join(parts)})"
+
+
+class Measure:
+    """Measures transforms on the cases and windows of one grid."""
+
+    def __init__(self, model, material: Material):
+        self.model, self.material = model, material
+        self.length, self.depths = material.grid.lengths[0], material.grid.depths
+        self.end_tokens = (material.tokenizer.eos_token_id,)
+        self.decode = functools.partial(
+            material.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        # Once, for all forms alike.
+        self.calibrated = functools.cache(
+            lambda tx: kvjax.calibrated(tx, model, [material.sample()])
+        )
+
+    def __call__(self, text: str, exact: dict[str, object] | None = None) -> dict[str, object]:
+        """A row, or why there is none; `exact`: the row of the method without `Quantize`."""
+        try:
+            transform = kvjax.parse(text, self.budget)
+            kvjax.bind(transform, self.model.num_layers)
+        except ValueError as error:
+            return {"refused": str(error)}
+        start = time.perf_counter()
+        found = self.answers(self.calibrated(transform)) | self.nll(self.calibrated(transform))
+        jax.clear_caches()
+        if exact is not None:
+            found["nll_over_exact"] = round(found["nll"] - exact["nll"], 5)
+            found["right_over_exact"] = found["right"] - exact["right"]
+        return {**found, "seconds": round(time.perf_counter() - start, 1)}
+
+    @property
+    def budget(self) -> int | float:
+        """That of every method."""
+        return self.material.grid.candidates[-1].budget
+
+    def answers(self, transform) -> dict[str, object]:
+        """Right answers and bytes; the cases of a depth are one batch."""
+        found = [self._depth(transform, depth) for depth in self.depths]
+        right = Proportion(sum(right for right, _ in found), len(found) * self.material.grid.cases)
+        result = found[0][1]
+        return {
+            "right": right.right,
+            "cases": right.cases,
+            "interval": [round(end, 4) for end in right.interval],
+            "bytes_over_full": round(result.cache_bytes / result.full_cache_bytes, 4),
+        }
+
+    def _depth(self, transform, depth: float) -> tuple[int, kvjax.Generation]:
+        cases = self.material.cases(TASK, self.length, depth)
+        result = kvjax.generate(
+            self.model, [case.prompt for case in cases], transform=transform,
+            max_new_tokens=self.material.new_tokens, end_tokens=self.end_tokens,
+        )  # fmt: skip
+        texts = [self._text(*row) for row in zip(cases, result.tokens, strict=True)]
+        right = [is_right(text, case.answer) for text, case in zip(texts, cases, strict=True)]
+        return sum(right), result
+
+    def _text(self, case, tokens: list[int]) -> str:
+        continuation = Continuation(self.decode, case.prompt)
+        continuation.add(tokens)
+        return continuation.text
+
+    def nll(self, transform) -> dict[str, float]:
+        """Nats per token of held-out text."""
+        nll = continuation_nll(self.model, transform, *self.material.windows(self.length))
+        return {"nll": round(float(nll.astype(np.float64).mean()), 5)}
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=15, help="per depth")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--budget", type=float, default=0.2)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    grid = Grid.of(
+        methods=["h2o"], budgets=[args.budget], lengths=[args.length], tasks=[TASK],
+        cases=args.cases,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(demo.directory())
+    measure = Measure(
+        from_pretrained(demo.directory()), Material(grid, tokenizer, demo.held_out_text())
+    )
+    rows = []
+    for kind, methods in METHODS.items():
+        for method in methods:
+            exact = measure(method)
+            rows.append({"method": method, "kind": kind, "form": "exact", **exact})
+            print(rows[-1], flush=True)
+            for form, text in FORMS.items():
+                chain = composed(method, text, kind)
+                rows.append({"method": chain, "kind": kind, "form": form, **measure(chain, exact)})
+                print(rows[-1], flush=True)
+    write(
+        args.out,
+        {
+            "benchmark": "payload_accuracy",
+            "model": "bundled",
+            "task": TASK,
+            "budget": args.budget,
+            "length": args.length,
+            "depths": list(grid.depths),
+            "cases_per_depth": args.cases,
+            "new_tokens": measure.material.new_tokens,
+            "rows": rows,
+        },
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
