@@ -17,6 +17,8 @@ from kvjax.cache import (
 )
 from kvjax.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from kvjax.chain import Chain, bind, chain
+from kvjax.codebook import Codebook
+from kvjax.codebook_payload import Book, CodebookPayload
 from kvjax.generate import Generation, generate
 from kvjax.infinigen_calibration import InfiniGenCalibration
 from kvjax.layer_cache import LayerCache, init_cache, kept_tokens
@@ -26,6 +28,7 @@ from kvjax.outlier_heads import OutlierHeads, RemainingBudget
 from kvjax.payloads import Dense, Payload
 from kvjax.quantize import Quantize
 from kvjax.registry import METHODS, parse
+from kvjax.reserve import Reserve, reserve_ratio
 from kvjax.rope import Rope
 from kvjax.sampling import Sampling
 from kvjax.transform import Extent, Full, KVTransform, Needs, Stage, Step, View
@@ -36,10 +39,12 @@ from kvjax.transforms.h2o import H2O
 from kvjax.transforms.infinigen import InfiniGen
 from kvjax.transforms.kvcrush import KVCrush
 from kvjax.transforms.kvmerger import KVMerger
+from kvjax.transforms.layer_budget_eviction import LayerBudgetEviction, LayerEviction
 from kvjax.transforms.pyramidinfer import PyramidInfer, PyramidInferLayer
 from kvjax.transforms.pyramidkv import LayerBudget, PyramidKV
 from kvjax.transforms.quest import Quest
 from kvjax.transforms.snapkv import SnapKV
+from kvjax.transforms.spindlekv import SpindleKV
 from kvjax.transforms.streaming_llm import StreamingLLM
 from kvjax.wrappers import Every, HeadGroups, PerLayer, WhenFull
 
@@ -48,10 +53,13 @@ __version__ = "0.1.0"
 __all__ = [
     "H2O",
     "METHODS",
+    "Book",
     "CaM",
     "Chain",
     "Chelsea",
     "ClusterKV",
+    "Codebook",
+    "CodebookPayload",
     "Column",
     "Dense",
     "Every",
@@ -68,7 +76,9 @@ __all__ = [
     "KVTransform",
     "LanguageModel",
     "LayerBudget",
+    "LayerBudgetEviction",
     "LayerCache",
+    "LayerEviction",
     "Needs",
     "Offload",
     "OutlierHeads",
@@ -80,9 +90,11 @@ __all__ = [
     "Quantize",
     "Quest",
     "RemainingBudget",
+    "Reserve",
     "Rope",
     "Sampling",
     "SnapKV",
+    "SpindleKV",
     "Stage",
     "Step",
     "StreamingLLM",
@@ -104,5 +116,6 @@ __all__ = [
     "merge",
     "nbytes",
     "parse",
+    "reserve_ratio",
     "widen",
 ]

@@ -11,7 +11,7 @@ from kvjax.budgets import check_count
 from kvjax.cache import KVCache, append, append_to_tail, compact, settle, widen
 from kvjax.layer_cache import Cache, LayerCache, QueryWindow, check_groups
 from kvjax.payloads import Payload, take_slots
-from kvjax.rope import Rope
+from kvjax.rope import Rope, Rotation
 from kvjax.transform import (
     KVTransform,
     Needs,
@@ -120,6 +120,8 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
     if rope is not None and not needs.unrotated_keys:
         q, k = rope.rotate(q, positions), rope.rotate(k, positions)
         predicted = None if predicted is None else rope.rotate(predicted, positions)
+    if kv.unfolded > 1:
+        k, v = (jnp.repeat(x, kv.unfolded, axis=1) for x in (k, v))
     if prompt:
         kv = _open(kv)
         kv = widen(kv, _working_slots(kv, k.shape[2], options.last))
@@ -133,7 +135,8 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
     rotate = None
     if needs.unrotated_keys:
         own, others = _late_positions(needs, view, slots, positions)
-        q, keys, rotate = rope.rotate(q, own), rope.rotate(keys, others), (rope, others)
+        q, keys = rope.rotate(q, own), rope.rotate(keys, others)
+        rotate = Rotation(rope, others, kv.max_tokens)
     # An encoded payload is multiplied with as it is; XLA then drops the decoded rows unless an
     # update uses the keys.
     encoded = not prompt and view.index is None and hasattr(kv.k, "logits")
@@ -341,11 +344,12 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
     if cache.transform != transform:
         raise ValueError(f"the cache was made for {cache.transform!r}, got {transform!r}")
     kv = cache.kv
-    batch, kv_heads, _ = kv.shape
-    if k.shape[:2] != (batch, kv_heads) or q.shape[1] != kv_heads * kv.group:
+    batch, lists, _ = kv.shape
+    kv_heads, query_heads = lists // kv.unfolded, lists * kv.group
+    if k.shape[:2] != (batch, kv_heads) or q.shape[1] != query_heads:
         raise ValueError(
-            f"the cache holds {batch} rows, {kv_heads} KV heads and {kv_heads * kv.group} query "
-            f"heads, got q {q.shape} and k {k.shape}"
+            f"the cache holds {batch} rows, {kv_heads} KV heads and {query_heads} query heads, "
+            f"got q {q.shape} and k {k.shape}"
         )
     if k.shape[3] != kv.k.shape[3]:
         raise ValueError(f"the cache was made for head_dim {kv.k.shape[3]}, got {k.shape[3]}")

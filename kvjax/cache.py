@@ -93,7 +93,9 @@ class KVCache:
         than `max_prompt + max_new`.
       capacity: slots that the cache has between calls (static).
       max_prompt, max_new: prompt and new tokens that the cache was made for, all turns together.
-      group: query heads per KV head.
+      group: query heads per list of slots.
+      unfolded: lists of slots per KV head, which are then what H counts: 1, or where every query
+        head keeps tokens of its own all query heads of a KV head.
       tail: where new tokens go while decoding; None: to the lowest free slot of each row and head.
       order: what slots are to be sorted by, before their positions, when they are next moved: all
         of them by `compact`, or the tail's by `settle`. None between calls.
@@ -112,6 +114,7 @@ class KVCache:
     max_prompt: int = _static()
     max_new: int = _static()
     group: int = _static(1)
+    unfolded: int = _static(1)
     tail: Tail | None = None
     order: Int[Array, "B H N"] | None = None
 
@@ -172,6 +175,7 @@ def empty_cache(
     max_new: int,
     dtype: DTypeLike,
     group: int = 1,
+    unfolded: int = 1,
 ) -> KVCache:
     """A cache of `capacity` free slots per row and KV head."""
     shape = (batch, kv_heads, capacity)
@@ -189,6 +193,7 @@ def empty_cache(
         max_prompt=max_prompt,
         max_new=max_new,
         group=group,
+        unfolded=unfolded,
     )
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from kvjax.budgets import check_count
 from kvjax.cache import KVCache
+from kvjax.codebook import Codebook
 from kvjax.transform import (
     Extent,
     Full,
@@ -33,10 +34,12 @@ class Chain(KVTransform):
         _check_parts(self.parts)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Each part for this layer. A part that turns dense turns the whole chain into `Full`."""
+        """Each part for this layer. Where one turns dense, only the form of storage remains."""
         parts = tuple(part.for_layer(layer, num_layers) for part in self.parts)
+        flat = [one for part in parts for one in getattr(part, "parts", (part,))]
+        dense = chain(*(part for part in flat if part.stage == Stage.REPRESENT))
         if any(isinstance(part, Full) for part in parts):
-            return Full()
+            return dense
         split = [part for part in parts if isinstance(part, HeadGroups)]
         if not split:
             return chain(*parts)
@@ -45,7 +48,7 @@ class Chain(KVTransform):
         groups = []
         for group, inner in split[0].groups:
             whole = [inner if part is split[0] else part for part in parts]
-            groups.append((group, Full() if isinstance(inner, Full) else chain(*whole)))
+            groups.append((group, dense if isinstance(inner, Full) else chain(*whole)))
         return HeadGroups(tuple(groups))
 
     def extent(self, extent: Extent) -> Extent:
@@ -189,6 +192,13 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
         raise ValueError(
             f"{spanning[0]!r} encodes groups of slots together, and {freeing[0]!r} frees slots "
             "while decoding: take key_axis='token'"
+        )
+    books = [part for part in parts if isinstance(part, Codebook)]
+    merging = [part for part in freeing if part.merges]
+    if books and merging:
+        raise ValueError(
+            f"{books[0]!r} stores references, and {merging[0]!r} merges slots while decoding, "
+            "which would make a new book at every step: merge at the prompt's end only"
         )
     late = [part for part in parts if part.needs.unrotated_keys]
     if indexes and late:

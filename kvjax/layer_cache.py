@@ -183,11 +183,13 @@ def _init_group(
     transform: KVTransform, batch, kv_heads, group, head_dim, max_prompt, max_new, dtype
 ) -> LayerCache:
     capacity = transform.extent(Extent(max_prompt, max_new)).total
+    needs, query_heads = transform.needs, kv_heads * group
+    unfolded = group if needs.unfold else 1
+    lists, group = kv_heads * unfolded, group // unfolded
     kv = empty_cache(
-        batch, kv_heads, head_dim, capacity,
-        max_prompt=max_prompt, max_new=max_new, dtype=dtype, group=group,
+        batch, lists, head_dim, capacity,
+        max_prompt=max_prompt, max_new=max_new, dtype=dtype, group=group, unfolded=unfolded,
     )  # fmt: skip
-    needs = transform.needs
     if needs.reposition and needs.decode_queries:
         raise ValueError(
             f"{transform!r} compares queries of earlier steps with keys whose ranks have changed "
@@ -200,7 +202,7 @@ def _init_group(
     window = None
     if needs.decode_queries:
         size = needs.queries(max_prompt)
-        window = QueryWindow.empty(batch, kv_heads * group, size, head_dim, dtype)
+        window = QueryWindow.empty(batch, query_heads, size, head_dim, dtype)
     return LayerCache(kv, state, window, transform)
 
 

@@ -31,7 +31,7 @@ class Quantize(KVTransform):
     with the numbers as they are stored, block by block of slots, and decodes of a selection only
     the rows that were selected. At head_dim D, K or V of a token takes D + 4 bytes with 8 bits, and
     `D / 2 + 2 · D / group · itemsize` with 4. In a chain, layers and heads that another part leaves
-    dense (`dense_layers`, `outlier_heads`) are stored as they are.
+    dense (`dense_layers`, `outlier_heads`) are stored in fewer bits all the same.
 
     Args:
       bits: 8, 4, or "float8" (float8_e4m3fn with a scale per slot, where the platform has it).

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.payloads import Dense, take_slots, write_slots
-from kvjax.rope import Rope
+from kvjax.rope import Rotation
 from pallas_kernels import (
     dequantise_groups,
     dequantise_slots,
@@ -22,10 +22,10 @@ from pallas_kernels import (
     quantized_logits,
     quantized_mix,
 )
+from pallas_kernels.common import Product
 
 Bits = Literal[8, 4, "float8"]
 Axis = Literal["token", "channel"]
-Rotation = tuple[Rope, Int[Array, "B H S"]] | None
 EIGHT_BITS = {8: "int8", "float8": "float8_e4m3fn"}  # dtypes of numbers with a scale per slot
 
 
@@ -154,27 +154,18 @@ class Quantized:
         return self._each(sort)
 
     def logits(
-        self, q: Float[Array, "B H R D"], rotate: Rotation = None
+        self, q: Float[Array, "B H R D"], rotate: Rotation | None = None
     ) -> Float[Array, "B H R S"]:
-        """Products of all keys with q in float32; `rotate` = (rope, a position for each slot)."""
-        return quantized_logits(q, *self.encoded, rotate=_rotation(rotate))
+        """Products of all keys, rotated or not, with q in float32."""
+
+        def compute(product: Product | None) -> Array:
+            return quantized_logits(q, *self.encoded, product=product)
+
+        return compute(None) if rotate is None else rotate.logits(compute)
 
     def mix(self, weights: Float[Array, "B H R S"]) -> Float[Array, "B H R D"]:
         """Weighted sums of all values in float32."""
         return quantized_mix(weights, *self.encoded)
-
-
-def _rotation(rotate: Rotation) -> Callable[[Array, Array | int], Array] | None:
-    """Rotates a block of keys, given its first slot."""
-    if rotate is None:
-        return None
-    rope, position = rotate
-
-    def turn(keys: Array, start: Array | int) -> Array:
-        own = jax.lax.dynamic_slice_in_dim(position, start, keys.shape[2], 2)
-        return rope.rotate(keys, own)
-
-    return turn
 
 
 @jax.tree_util.register_dataclass
@@ -342,15 +333,20 @@ class ResidualQuantized:
         return dataclasses.replace(self, encoded=encoded, start=start + index.shape[2])
 
     def logits(
-        self, q: Float[Array, "B H R D"], rotate: Rotation = None
+        self, q: Float[Array, "B H R D"], rotate: Rotation | None = None
     ) -> Float[Array, "B H R S"]:
-        """Products of all keys with q in float32; `rotate` = (rope, a position for each slot)."""
-        keys, of_body = self.tail.astype(jnp.float32), None
-        if rotate is not None:
-            rope, position = rotate
-            body, fresh = self._to_rows(position, 2)
-            keys, of_body = rope.rotate(keys, fresh), (rope, body)
-        body = quantized_logits(q, *self.encoded, axis=self.form.axis, rotate=_rotation(of_body))
+        """Products of all keys, rotated or not, with q in float32."""
+        keys = self.tail.astype(jnp.float32)
+
+        def compute(product: Product | None) -> Array:
+            return quantized_logits(q, *self.encoded, axis=self.form.axis, product=product)
+
+        if rotate is None:
+            body = compute(None)
+        else:
+            places, fresh = self._to_rows(rotate.position, 2)
+            keys = rotate.rope.rotate(keys, fresh)
+            body = dataclasses.replace(rotate, position=places).logits(compute)
         fresh = jnp.einsum(
             "bhrd,bhsd->bhrs", q.astype(jnp.float32), keys, precision=jax.lax.Precision.HIGHEST
         )

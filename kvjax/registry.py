@@ -6,6 +6,7 @@ import ast
 import dataclasses
 
 from kvjax.chain import chain
+from kvjax.codebook import Codebook
 from kvjax.offload import Offload
 from kvjax.quantize import Quantize
 from kvjax.transform import Full, KVTransform
@@ -16,10 +17,12 @@ from kvjax.transforms.h2o import H2O
 from kvjax.transforms.infinigen import InfiniGen
 from kvjax.transforms.kvcrush import KVCrush
 from kvjax.transforms.kvmerger import KVMerger
+from kvjax.transforms.layer_budget_eviction import LayerBudgetEviction
 from kvjax.transforms.pyramidinfer import PyramidInfer
 from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.quest import Quest
 from kvjax.transforms.snapkv import SnapKV
+from kvjax.transforms.spindlekv import SpindleKV
 from kvjax.transforms.streaming_llm import StreamingLLM
 from kvjax.wrappers import Every, WhenFull
 
@@ -35,6 +38,8 @@ METHODS: dict[str, type[KVTransform]] = {
     "clusterkv": ClusterKV,
     "quest": Quest,
     "infinigen": InfiniGen,
+    "layer_budget": LayerBudgetEviction,
+    "spindlekv": SpindleKV,
 }
 WRAPPERS: dict[str, type[KVTransform]] = {
     "every": Every,
@@ -44,6 +49,7 @@ WRAPPERS: dict[str, type[KVTransform]] = {
 }
 STORAGE: dict[str, type[KVTransform]] = {
     "quantize": Quantize,
+    "codebook": Codebook,
     "offload": Offload,
 }
 
@@ -53,7 +59,7 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
 
     A name stands for its class, `chain(...)` for `kvjax.chain`; positional arguments of wrappers
     are methods, keywords are literals. `budget` goes to every method that takes one and is not
-    given its own.
+    given its own; it is the `reserve` of SpindleKV.
 
     Raises:
       ValueError: unknown name or parameter, a missing budget, or text that is no such expression.
@@ -110,8 +116,9 @@ def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform
     if unknown:
         takes = ", ".join(field for field in fields if field != "base") or "nothing"
         raise ValueError(f"{name} has no parameter {unknown[0]!r}; it takes {takes}")
-    if "budget" in fields and budget is not None:
-        given.setdefault("budget", budget)
+    for field in ("budget", "reserve"):
+        if field in fields and budget is not None:
+            given.setdefault(field, budget)
     required = [f.name for f in fields.values() if f.default is dataclasses.MISSING]
     missing = [field for field in required if field != "base" and field not in given]
     if missing:

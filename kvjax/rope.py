@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common import Product, take_shared
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +57,16 @@ class Rope:
         frequencies = self.inv_freq.astype(jnp.float32)
         frequencies = frequencies.reshape((-1, 1, 1, pairs))
         angle = positions[..., None].astype(jnp.float32) * frequencies
-        cos, sin = jnp.cos(angle) * self.factor, jnp.sin(angle) * self.factor
+        return self.turn(x, jnp.cos(angle) * self.factor, jnp.sin(angle) * self.factor)
+
+    def turn(
+        self,
+        x: Float[Array, "B H T D"],
+        cos: Float[Array, "B H T R"],
+        sin: Float[Array, "B H T R"],
+    ) -> Float[Array, "B H T D"]:
+        """Turns vectors by angles whose cosines and sines, times `factor`, are given."""
+        pairs = self.inv_freq.shape[-1]
         rotated, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
         if self.interleaved:
             a, b = rotated[..., 0::2], rotated[..., 1::2]
@@ -64,3 +77,115 @@ class Rope:
             a, b = rotated[..., :pairs], rotated[..., pairs:]
             turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
         return jnp.concatenate((turned.astype(x.dtype), rest), axis=-1)
+
+    def product(
+        self,
+        q: Float[Array, "B H R D"],
+        x: Float[Array, "B H T D"],
+        cos: Float[Array, "B H T R"],
+        sin: Float[Array, "B H T R"],
+    ) -> Float[Array, "B H R T"]:
+        """Float32 `q · turn(x)`; halves of turned vectors are not put together where that costs."""
+        if self.interleaved:
+            return _dot(q, self.turn(x, cos, sin))
+        pairs = self.inv_freq.shape[-1]
+        a, b, rest = jnp.split(x, (pairs, 2 * pairs), axis=-1)
+        q_a, q_b, q_rest = jnp.split(q, (pairs, 2 * pairs), axis=-1)
+        first, second = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
+        out = _dot(q_a, first) + _dot(q_b, second)
+        return out + _dot(q_rest, rest) if rest.shape[-1] else out
+
+
+def _dot(q: Float[Array, "B H R D"], x: Float[Array, "B H T D"]) -> Float[Array, "B H R T"]:
+    return jnp.einsum("bhrd,bhtd->bhrt", q.astype(x.dtype), x, preferred_element_type=jnp.float32)
+
+
+STRIDE = 256  # positions between those whose angles are added to nearer ones
+DEAR = 32  # on CPU, about how many rows of a `TurnTable` cost as much as one cosine per pair
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TurnTable:
+    """The cosines and sines of `Rope`, for many vectors on CPU, where XLA computes them one by one.
+
+    Those of all positions come from sums of two angles: of a multiple of 256 positions and of
+    the rest. They are nearer to the truth at large positions than those of `Rope.rotate`, whose
+    products of position and frequency are rounded to float32.
+
+    Args:
+      rope: what is computed.
+      rows: cosines, then sines, of every position.
+    """
+
+    rope: Rope
+    rows: Float[Array, "#B N 2*R"]
+
+    @classmethod
+    def below(cls, rope: Rope, tokens: int) -> TurnTable:
+        """For all positions below `tokens`."""
+        frequencies = rope.inv_freq.astype(jnp.float32)
+        frequencies = frequencies.reshape((-1, 1, frequencies.shape[-1]))
+
+        def cos_sin(count: int, stride: int) -> tuple[Array, Array]:
+            angle = (jnp.arange(count, dtype=jnp.float32) * stride)[None, :, None] * frequencies
+            return jnp.cos(angle), jnp.sin(angle)
+
+        def beside(*parts: Array) -> Array:
+            return jnp.concatenate(parts, axis=-1)
+
+        # Cosines and sines in one product over whole rows: XLA does not vectorise halves of them.
+        (cos, sin), (c, s) = cos_sin(-(-tokens // STRIDE), STRIDE), cos_sin(STRIDE, 1)
+        far, turned = beside(cos, sin)[:, :, None], beside(-sin, cos)[:, :, None]
+        rows = far * beside(c, c)[:, None] + turned * beside(s, s)[:, None]
+        rows = rows * rope.factor
+        return cls(rope, rows.reshape(rows.shape[0], -1, rows.shape[-1]))
+
+    def of(self, positions: Int[Array, "B H T"]) -> tuple[Array, Array]:
+        """Cosines and sines `[B, H, T, R]` of positions, -1 like 0; all within the table."""
+        return jnp.split(take_shared(self.rows, jnp.maximum(positions, 0)), 2, axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rotation:
+    """How the stored keys of a decode step are rotated.
+
+    Args:
+      rope: of the model.
+      position: of each slot.
+      tokens: what positions are below, as a rule (static).
+    """
+
+    rope: Rope
+    position: Int[Array, "B H S"]
+    tokens: int = field(metadata={"static": True})
+
+    @property
+    def channels(self) -> int:
+        """Leading channels that are rotated."""
+        return 2 * self.rope.inv_freq.shape[-1]
+
+    def logits(self, compute: Callable[[Product], Array]) -> Array:
+        """`compute(product)`, where `product` multiplies q with blocks of keys that it rotates.
+
+        From a table, where there are enough keys and no position is beyond it; two forms of the
+        same are then compiled.
+        """
+
+        def one_by_one(q: Array, keys: Array, start: Array | int) -> Array:
+            return _dot(q, self.rope.rotate(keys, self._of_block(keys, start)))
+
+        many = self.tokens <= DEAR * math.prod(self.position.shape)
+        if jax.default_backend() != "cpu" or not many:
+            return compute(one_by_one)
+        table = TurnTable.below(self.rope, self.tokens)
+
+        def by_table(q: Array, keys: Array, start: Array | int) -> Array:
+            return self.rope.product(q, keys, *table.of(self._of_block(keys, start)))
+
+        within = (self.position < table.rows.shape[1]).all()
+        return jax.lax.cond(within, lambda: compute(by_table), lambda: compute(one_by_one))
+
+    def _of_block(self, keys: Array, start: Array | int) -> Int[Array, "B H N"]:
+        return jax.lax.dynamic_slice_in_dim(self.position, start, keys.shape[2], 2)

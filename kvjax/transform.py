@@ -100,6 +100,8 @@ class Needs(NamedTuple):
       unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
       reposition: keys are rotated at their rank among the live slots and not at their position.
       predicted_query: `View.predicted`, where a model can give it.
+      unfold: every query head has slots of its own: H is then Q, and a token's key and value are
+        stored once for each query head of their KV head.
     """
 
     attention_mass: bool = False
@@ -111,6 +113,7 @@ class Needs(NamedTuple):
     unrotated_keys: bool = False
     reposition: bool = False
     predicted_query: bool = False
+    unfold: bool = False
 
     def union(self, other: Needs) -> Needs:
         """What serves both."""

@@ -5,9 +5,12 @@ kernel. `implementation=None` takes the best that can run; a named one never fal
 """
 
 from pallas_kernels.cluster_selection import build_indices, rank_clusters
+from pallas_kernels.codebook import codebook_logits, codebook_mix
 from pallas_kernels.decode_attention import decode_attention, decode_probabilities
+from pallas_kernels.greedy_cover import greedy_cover
 from pallas_kernels.host_rows import host_rows
 from pallas_kernels.kmeans import kmeans
+from pallas_kernels.nearest_entries import nearest_entries
 from pallas_kernels.packed_bits import hamming_distance, pack_bits
 from pallas_kernels.page_bounds import page_bounds
 from pallas_kernels.page_scores import page_scores
@@ -28,15 +31,19 @@ from pallas_kernels.soft_matching import soft_matching
 
 __all__ = [
     "build_indices",
+    "codebook_logits",
+    "codebook_mix",
     "column_sums",
     "decode_attention",
     "decode_probabilities",
     "dequantise_groups",
     "dequantise_slots",
+    "greedy_cover",
     "hamming_distance",
     "host_rows",
     "join_anchors",
     "kmeans",
+    "nearest_entries",
     "pack_bits",
     "pack_int4",
     "page_bounds",

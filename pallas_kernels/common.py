@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 NEG_INF = float("-inf")
 IMPLEMENTATIONS = ("xla",)
+BLOCK = 1024  # slots that are decoded at a time: on CPU, what stays in its caches
+
+# `product(q, keys, start)`: what takes the place of `q · k` for a block of decoded keys
+# `[B, H, N, D]`, whose first slot it is given; linear in the keys. None: the product as it is.
+Product = Callable[[Array, Array, Array | int], Array]
+T = TypeVar("T")
 
 # Rows of every (row, head): `x [B, H, S, ...]` and `index [B, H, N]` to `[B, H, N, ...]`. Mapped,
 # and not indexed by iota, which brings collectives when a cache is sharded over rows or heads.
 take_rows = jax.vmap(jax.vmap(lambda x, index: x[index]))
+
+
+def take_shared(x: Float[Array, "#B N D"], index: Int[Array, "B *I"]) -> Float[Array, "B *I D"]:  # noqa: UP037
+    """Rows of each row's own array, or of one that all share; every index is below N."""
+
+    def take(x: Array, index: Array) -> Array:
+        return x.at[index].get(mode="promise_in_bounds")
+
+    if len(x) == 1:  # on CPU a gather with a batch axis takes longer
+        return take(x[0], index)
+    return jax.vmap(take)(x, index)
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -20,6 +40,14 @@ def check_implementation(implementation: str | None) -> None:
         raise ValueError(
             f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
         )
+
+
+def over_blocks(slots: int, block: int, add: Callable[[Array | int, int, T], T], carry: T) -> T:
+    """`add(start, count, carry)` for one block of slots after the other; the last has the rest."""
+    blocks, rest = divmod(slots, block)
+    if blocks:
+        carry = jax.lax.fori_loop(0, blocks, lambda i, c: add(i * block, block, c), carry)
+    return add(blocks * block, rest, carry) if rest else carry
 
 
 def masked_logits(

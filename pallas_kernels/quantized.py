@@ -10,13 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, UInt8
 
-from pallas_kernels.common import check_implementation
+from pallas_kernels.common import BLOCK, Product, check_implementation, over_blocks
 
-BLOCK = 1024  # slots that are decoded at a time: on CPU, what stays in its caches
 LEVELS = 15  # steps of a 4-bit number
 
 Axis = Literal["token", "channel"]
-Rotate = Callable[[Array, Array | int], Array]
 
 
 # --- one scale per slot ---------------------------------------------------------------------------
@@ -109,29 +107,38 @@ def dequantise_groups(
     packed: UInt8[Array, "... S D/2"], scale: Array, low: Array, axis: Axis = "token"
 ) -> Float[Array, "... S D"]:
     """`low + q · scale` in float32."""
-    q = unpack_int4(packed).astype(jnp.float32)
+    return _scaled(unpack_int4(packed), scale, low, axis)
+
+
+def _scaled(q: Array, scale: Array, low: Array, axis: Axis) -> Float[Array, "... S D"]:
     size = q.shape[_along(axis)] // scale.shape[_along(axis)]
     by, least = (jnp.expand_dims(part.astype(jnp.float32), _along(axis)) for part in (scale, low))
-    return (least + _grouped(q, size, axis) * by).reshape(q.shape)
+    return (least + _grouped(q.astype(jnp.float32), size, axis) * by).reshape(q.shape)
 
 
 def pack_int4(q: UInt8[Array, "... D"]) -> UInt8[Array, "... D/2"]:
-    """Two numbers of 0 to 15 in a byte: the even channel in the low half.
+    """Two numbers of 0 to 15 in a byte: channel i in the low bits, i + D / 2 in the high ones.
+
+    So each half of the channels comes out of the bytes as it is, and nothing is interleaved.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import pack_int4, unpack_int4
       >>> packed = pack_int4(jnp.array([3, 15, 0, 1], jnp.uint8))
       >>> packed.tolist(), unpack_int4(packed).tolist()
-      ([243, 16], [3, 15, 0, 1])
+      ([3, 31], [3, 15, 0, 1])
     """
-    return q[..., ::2] | (q[..., 1::2] << jnp.uint8(4))
+    low, high = jnp.split(q, 2, axis=-1)
+    return low | (high << jnp.uint8(4))
 
 
 def unpack_int4(packed: UInt8[Array, "... D/2"]) -> UInt8[Array, "... D"]:
     """The numbers that `pack_int4` has packed."""
-    halves = jnp.stack((packed & jnp.uint8(15), packed >> jnp.uint8(4)), axis=-1)
-    return halves.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return jnp.concatenate(_halves(packed), axis=-1)
+
+
+def _halves(packed: UInt8[Array, "... D/2"]) -> tuple[Array, Array]:
+    return packed & jnp.uint8(15), packed >> jnp.uint8(4)
 
 
 def _along(axis: Axis) -> int:
@@ -156,7 +163,7 @@ def quantized_logits(
     low: Array | None = None,
     *,
     axis: Axis = "token",
-    rotate: Rotate | None = None,
+    product: Product | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B H R S"]:
     """`q · k` of encoded keys in float32, without a decoded copy of all of them.
@@ -164,8 +171,8 @@ def quantized_logits(
     Args:
       values, scale, low: from `quantise_slots` (low = None) or `quantise_groups`.
       axis: of the groups.
-      rotate: what is done to a block of decoded keys `[B, H, N, D]`, whose first slot it is also
-        given, before the product; a linear map of each key. None: nothing.
+      product: what takes the place of `q · k`, for keys that are rotated on the way: see
+        `common.Product`.
       implementation: `None` or `"xla"`.
 
     Raises:
@@ -182,9 +189,13 @@ def quantized_logits(
     q = q.astype(jnp.float32)
 
     def add(start: Array | int, count: int, out: Array) -> Array:
-        keys, by = _decoded(values, scale, low, axis, start, count)
-        keys = keys if rotate is None else rotate(keys, start)
-        logits = _einsum("bhrd,bhsd->bhrs", q, keys)
+        parts, by = _decoded(values, scale, low, axis, start, count)
+        if product is not None:
+            logits = product(q, _whole(parts), start)
+        else:
+            own = jnp.split(q, len(parts), axis=-1)
+            pairs = zip(own, parts, strict=True)
+            logits = sum(_einsum("bhrd,bhsd->bhrs", *pair) for pair in pairs)
         logits = logits if by is None else logits * by[:, :, None]
         return jax.lax.dynamic_update_slice_in_dim(out, logits, start, 3)
 
@@ -222,9 +233,9 @@ def quantized_mix(
 
     def add(start: Array | int, count: int, total: Array) -> Array:
         part = jax.lax.dynamic_slice_in_dim(weights, start, count, 3)
-        rows, by = _decoded(values, scale, low, axis, start, count)
+        parts, by = _decoded(values, scale, low, axis, start, count)
         part = part if by is None else part * by[:, :, None]
-        return total + _einsum("bhrs,bhsd->bhrd", part, rows)
+        return total + _whole([_einsum("bhrs,bhsd->bhrd", part, rows) for rows in parts])
 
     channels = values.shape[3] * (1 if low is None else 2)
     total = jnp.zeros((*weights.shape[:3], channels), jnp.float32)
@@ -236,19 +247,19 @@ def _einsum(what: str, a: Array, b: Array) -> Array:
 
 
 def _over_blocks(values: Array, scale: Array, axis: Axis, add: Callable, carry: Array) -> Array:
-    """`add(start, count, carry)` for one block of slots after the other."""
+    """`over_blocks` of whole groups."""
     size, block = values.shape[2], BLOCK
-    if axis == "channel":  # whole groups
+    if axis == "channel":
         group = size // scale.shape[2]
         block = max(BLOCK // group, 1) * group
-    blocks, rest = divmod(size, block)
-    if blocks:
-        carry = jax.lax.fori_loop(0, blocks, lambda i, c: add(i * block, block, c), carry)
-    return add(blocks * block, rest, carry) if rest else carry
+    return over_blocks(size, block, add, carry)
 
 
 def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int):
-    """Float32 rows of a block, and what is still to be multiplied with, per slot (or None)."""
+    """Float32 rows of a block, as one array or as one of each half of the channels.
+
+    And what is still to be multiplied with, per slot (or None).
+    """
     slots = values.shape[2]
 
     def part(x: Array) -> Array:
@@ -256,5 +267,13 @@ def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int):
         return jax.lax.dynamic_slice_in_dim(x, start // group, count // group, 2)
 
     if low is None:
-        return _numbers(part(values)), part(scale)
-    return dequantise_groups(part(values), part(scale), part(low), axis), None
+        return [_numbers(part(values))], part(scale)
+    values, scale, low = part(values), part(scale), part(low)
+    if scale.shape[3] % 2:  # a group has channels of both halves
+        return [dequantise_groups(values, scale, low, axis)], None
+    halves = _halves(values), jnp.split(scale, 2, axis=-1), jnp.split(low, 2, axis=-1)
+    return [_scaled(*half, axis) for half in zip(*halves, strict=True)], None
+
+
+def _whole(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

@@ -198,19 +198,19 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
     q, k, v, positions = (np.asarray(x) for x in tokens.at(positions))
     own_rows = stored if positions.shape[1] == 1 else lambda payload, rows: rows
     out = np.zeros(q.shape)
-    group = q.shape[1] // k.shape[1]
     for part in parts(transform, before):
-        late = part.transform.needs.reposition
+        late, kv = part.transform.needs.reposition, part.cache.kv
         for row in range(len(q)):
             for own, head in enumerate(part.heads):
-                heads = slice(head * group, (head + 1) * group)
+                heads = slice(head * kv.group, (head + 1) * kv.group)
                 new = positions[row] >= 0
                 old = slots_of(part.cache, row, own, columns=False)
-                kv = part.cache.kv
                 where = positions[row]
                 place = np.concatenate([old["position"], where[new]])
                 log_mass = np.concatenate([old["log_mass"], np.zeros(new.sum())])
-                values = np.concatenate([old["v"], own_rows(kv.v, v[row, head][new])])
+                values = np.concatenate(
+                    [old["v"], own_rows(kv.v, v[row, head // kv.unfolded][new])]
+                )
                 if late:
                     ranks = np.argsort(np.argsort(place))
                     rank_of = dict(zip(place.tolist(), ranks.tolist(), strict=True))
@@ -218,6 +218,10 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
                     keys = rotate(keys, ranks, INV_FREQ)
                     own_rank = [rank_of.get(int(p), 0) for p in where]
                     queries = rotate(q[row, heads], own_rank, INV_FREQ)
+                elif part.transform.needs.unrotated_keys:
+                    keys = np.concatenate([old["k"], k[row, head // kv.unfolded][new]])
+                    keys = rotate(keys, place, INV_FREQ)
+                    queries = rotate(q[row, heads], where, INV_FREQ)
                 else:
                     turned = rotate(k[row, head][new], where[new], INV_FREQ)
                     keys = np.concatenate([old["k"], own_rows(kv.k, turned)])

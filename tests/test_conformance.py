@@ -71,6 +71,8 @@ ARGUMENTS = {
     "infinigen": {
         "budget": BUDGET, "alpha": None, "calibration": CALIBRATION, "dense_layers": ()
     },
+    "layer_budget": {"reserve": 0.5, "window": WINDOW},
+    "spindlekv": {"reserve": 0.5, "window": WINDOW, "capacity": 1.0, "interval": 16},
 }  # fmt: skip
 ENOUGH = MAX_PROMPT + MAX_NEW
 OUTLIERS = kvjax.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
@@ -90,6 +92,10 @@ def clusterkv(budget=BUDGET, **changes):
 
 def quest(budget=BUDGET):
     return kvjax.Quest(**{**ARGUMENTS["quest"], "budget": budget})
+
+
+def spindlekv(reserve, **changes):
+    return kvjax.SpindleKV(**{**ARGUMENTS["spindlekv"], "reserve": reserve, **changes})
 
 
 def infinigen(budget=BUDGET):
@@ -136,6 +142,8 @@ def compositions(budget: int) -> dict:
         "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
         "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
         **quantised(budget),
+        "h2o_codebook": chain(kvjax.H2O(budget=budget), kvjax.Codebook(capacity=1.0)),
+        "spindlekv_unfold": one_layer(spindlekv(1.0 if enough else 0.5, unfold=True)),
     }
 
 
@@ -158,6 +166,8 @@ def quantised(budget: int) -> dict:
 
 def registered(**changes) -> dict:
     def change(arguments):
+        if changes and "reserve" in arguments:
+            return {**arguments, "reserve": 1.0}
         return {**arguments, **changes} if "budget" in arguments else arguments
 
     return {name: METHODS[name](**change(ARGUMENTS[name])) for name in METHODS if name in ARGUMENTS}
@@ -171,13 +181,19 @@ COVERING = {
 }
 # Live slots after any call while decoding, where the method bounds all of them.
 DECODING_BUDGET = {
-    "streaming_llm", "h2o", "chain", "cam", "reposition", "h2o_quantize", "h2o_quantize_token"
+    "streaming_llm", "h2o", "chain", "cam", "reposition", "h2o_codebook", "h2o_quantize",
+    "h2o_quantize_token",
 }  # fmt: skip
 # Attention over a selection: of what was live in `test_<method>.py`.
 SELECTING = {name for name, tx in CASES.items() if tx.indexes}
 KEEPING = SELECTING - {"snapkv_clusterkv"} | {"quantize"}
+# With a codebook that has room for every vector.
+BOOKED = {"spindlekv", "h2o_codebook", "spindlekv_unfold"}
 # Not all of BUDGET for a row that stays within it.
-SHARES = {"per_layer", "float_h2o", "outlier_heads"}
+SHARES = {
+    "per_layer", "float_h2o", "outlier_heads", "layer_budget", "spindlekv",
+    "spindlekv_unfold",
+}  # fmt: skip
 
 # They name KV heads.
 TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infinigen"}
@@ -185,7 +201,7 @@ TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infi
 # What others in the table show nearly as well; they run with the slow tests.
 SLOW = {
     "cam_prompt", "clusterkv_per_query_head", "every_kvcrush", "float_h2o", "kvcrush_h2o",
-    "pyramidinfer_paper", "quest_offload", "snapkv_clusterkv",
+    "h2o_codebook", "pyramidinfer_paper", "quest_offload", "snapkv_clusterkv", "spindlekv_unfold",
     *set(quantised(BUDGET)) - {"quantize", "snapkv_quantize_channel"},
 }  # fmt: skip
 
@@ -213,6 +229,8 @@ def loss(name: str) -> str:
 def slot_bytes(name: str) -> int:
     """Bytes of a slot's key and value."""
     encoded = encoding(name)
+    if name in BOOKED:
+        return 2 * (2 + 4)  # an index, a magnitude
     if encoded is None:
         return 2 * HEAD_DIM * 4
     if encoded.bits == 8:
@@ -490,7 +508,7 @@ def test_bytes_are_those_of_the_arrays(name):
     assert kvjax.nbytes(priced) >= least
     if name == "full":
         assert kvjax.nbytes(priced) == least + 2 * 4 * 3 * KV_HEADS + 4 * 3  # used, dropped, length
-    elif name not in SELECTING:
+    elif name not in SELECTING | BOOKED:
         assert kvjax.nbytes(priced) < kvjax.nbytes(jax.eval_shape(lambda: new_cache(kvjax.Full())))
 
 

@@ -65,6 +65,8 @@ def method(name: str) -> kvjax.KVTransform:
         "clusterkv": "clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=())",
         "quest": "quest(page=4, dense_layers=())",
         "infinigen": "infinigen(alpha=None, dense_layers=(0,))",
+        "layer_budget": "layer_budget(reserve=0.6, window=8)",
+        "spindlekv": "spindlekv(reserve=0.6, window=8, interval=4)",
     }
     return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model(), [RAGGED[0]])
 

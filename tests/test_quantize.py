@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from kvjax import Quantize, chain
 from kvjax.quantized_payload import Form, Quantized, ResidualQuantized
+from kvjax.rope import Rotation
 from pallas_kernels import (
     dequantise_groups,
     dequantise_slots,
@@ -150,11 +151,11 @@ def test_products_with_what_is_encoded(form, slots, monkeypatch):
     mixed = jax.jit(functools.partial(quantized_mix, axis=axis))(weights, *encoded)
     close(mixed, np.einsum("bhrs,bhsd->bhrd", wide(weights), rows), "accumulated")
 
-    def flip(keys, start):
+    def flip(q, keys, start):
         odd = (start + jnp.arange(keys.shape[2])) % 2 == 1
-        return jnp.where(odd[:, None], -keys, keys)
+        return jnp.einsum("bhrd,bhsd->bhrs", q, jnp.where(odd[:, None], -keys, keys))
 
-    turned = quantized_logits(q, *encoded, axis=axis, rotate=flip)
+    turned = quantized_logits(q, *encoded, axis=axis, product=flip)
     close(turned, np.where(np.arange(slots) % 2, -1, 1) * np.asarray(logits), "float32")
 
 
@@ -324,7 +325,7 @@ def test_logits_and_mixes_are_those_of_the_rows_that_are_read(form, start):
     turned = np.array(
         [[rotate(rows[b, h], np.asarray(position)[b, h], INV_FREQ) for h in (0, 1)] for b in (0, 1)]
     )
-    logits = jax.jit(lambda p: p.logits(q, (the_rope(), position)))(own)
+    logits = jax.jit(lambda p: p.logits(q, Rotation(the_rope(), position, 18)))(own)
     close(logits, np.einsum("bhrd,bhsd->bhrs", wide(q), turned))
 
 

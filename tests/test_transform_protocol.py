@@ -57,10 +57,12 @@ def half_full(layer: int, num_layers: int):
     return Full() if layer < num_layers // 2 else SNAP
 
 
-REGISTERED = {
-    name: kind(budget=128) if "budget" in dict(parameters(kind)) else kind()
-    for name, kind in METHODS.items()
-}
+def budget_of(kind) -> int | float:
+    """What `parse` is given for a method."""
+    return 0.5 if "reserve" in dict(parameters(kind)) else 128
+
+
+REGISTERED = {name: kvjax.parse(name, budget_of(kind)) for name, kind in METHODS.items()}
 VALUES = {
     **REGISTERED,
     "share": SnapKV(budget=0.25, window=16, pooling="avg", group_reduce="max"),
@@ -110,7 +112,7 @@ def test_a_method_names_its_paper_and_its_deviations(name):
     assert kind.paper
     for section in ("Example:",) + (("Deviations from the paper:",) if name != "full" else ()):
         assert section in kind.__doc__
-    assert kvjax.parse(name, 128) == REGISTERED[name]
+    assert kvjax.parse(name, budget_of(kind)) == REGISTERED[name]
 
 
 def test_equal_transforms_share_compiled_code():
@@ -140,6 +142,17 @@ def test_layers_that_turn_dense():
     assert bind(WhenFull(per_layer, room=4), 2) == (Full(), WhenFull(SNAP, room=4))
     groups = HeadGroups((((0,), per_layer), ((1,), SNAP)))
     assert bind(groups, 2)[0] == HeadGroups((((0,), Full()), ((1,), SNAP)))
+
+
+@pytest.mark.parametrize("stores", [kvjax.Quantize(8), kvjax.Codebook()], ids=repr)
+def test_what_turns_dense_is_stored_as_the_chain_says(stores):
+    per_layer = PerLayer(half_full)
+    assert bind(chain(per_layer, stores), 4)[1:3] == (stores, chain(SNAP, stores))
+    reading = chain(kvjax.Quantize(8), kvjax.ClusterKV(64))
+    assert bind(reading, 3)[:2] == (kvjax.Quantize(8), kvjax.Quantize(8))
+    assert bind(reading, 3)[2].parts[1] == bind(kvjax.ClusterKV(64), 3)[2]
+    groups = chain(HeadGroups((((0,), SNAP), ((1,), Full()))), stores)
+    assert bind(groups, 1)[0] == HeadGroups((((0,), chain(SNAP, stores)), ((1,), stores)))
 
 
 def test_chains_are_flat_and_without_the_identity():

@@ -20,6 +20,7 @@ from .retrieval import TASKS
 METHODS = ("full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)")
 ALL_METHODS = (
     *METHODS, "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest", "infinigen",
+    "layer_budget", "spindlekv",
 )  # fmt: skip
 BUDGETS = (0.1, 0.2)
 LENGTHS = (512, 2048)

@@ -93,11 +93,7 @@ class SnapKV(KVTransform):
             return cache, state
         budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
         score = group_scores(self.score(cache, state, step), cache, self.group_reduce)
-        score = jnp.where(newest(cache, self.window), jnp.inf, score)
-        # A row without a query had no prompt in this call, and nothing to judge its tokens by.
-        asked = (step.query_position >= 0).any(-1)
-        budget = jnp.where(asked, budget, cache.slots)
-        return evict(cache, keep_best(score, evictable(cache), cache.position, budget)), state
+        return keep_observed(cache, step, score, self.window, budget), state
 
     def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
         """Pooled observation of each prefix token per query head; 0 inside the window."""
@@ -109,6 +105,20 @@ class SnapKV(KVTransform):
     def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
         """The observation window."""
         return jnp.full(cache.shape[0], self.window, jnp.int32)
+
+
+def keep_observed(
+    cache: KVCache, step: Step, score: Float[Array, "B H S"], window: int, budget: Int[Array, " B"]
+) -> KVCache:
+    """Keeps the newest `window` tokens and the best of the others, `budget` together.
+
+    A row without a query is left alone: it had no prompt in this call, and there is nothing to
+    judge its tokens by.
+    """
+    score = jnp.where(newest(cache, window), jnp.inf, score)
+    asked = (step.query_position >= 0).any(-1)
+    budget = jnp.where(asked, budget, cache.slots)
+    return evict(cache, keep_best(score, evictable(cache), cache.position, budget))
 
 
 def check_observation(window: int, kernel: int, pooling: str) -> None:

@@ -89,15 +89,16 @@ def dequantise_4bit(
 
 
 def pack(q: np.ndarray) -> np.ndarray:
-    """[..., D] of 0 .. 15 -> bytes [..., D / 2]: q[2 i] + 16 * q[2 i + 1]."""
+    """[..., D] of 0 .. 15 -> bytes [..., D / 2]: q[i] + 16 * q[i + D / 2]."""
     if q.shape[-1] % 2:
         raise ValueError(f"an even number of channels; given {q.shape[-1]}")
-    return (q[..., ::2].astype(int) + 16 * q[..., 1::2].astype(int)).astype(np.uint8)
+    half = q.shape[-1] // 2
+    return (q[..., :half].astype(int) + 16 * q[..., half:].astype(int)).astype(np.uint8)
 
 
 def unpack(packed: np.ndarray) -> np.ndarray:
     """[..., D / 2] -> [..., D]."""
-    return np.stack([packed % 16, packed // 16], axis=-1).reshape(*packed.shape[:-1], -1)
+    return np.concatenate([packed % 16, packed // 16], axis=-1)
 
 
 def quantised_keys(tokens: int, residual: int = 128) -> int:
