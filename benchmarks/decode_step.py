@@ -33,15 +33,32 @@ def tokens(count: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     )
 
 
-def decode_side(transform: kvjax.KVTransform, prompt: int) -> tuple[Callable[[], object], int]:
-    """A function that makes some more steps after a prompt it has read, and its cache's bytes."""
+def decode_side(
+    transform: kvjax.KVTransform,
+    prompt: int,
+    *,
+    steps_per_call: int = STEPS,
+    tokens: Callable[[int, int], tuple[jax.Array, ...]] = tokens,
+    rope: kvjax.Rope | None = None,
+    describe: Callable[[kvjax.LayerCache], object] = kvjax.nbytes,
+) -> tuple[Callable[[], object], object]:
+    """A function that makes some more steps after a prompt it has read, and its cache's bytes.
+
+    Args:
+      transform, prompt: the method, and how many tokens its prompt has.
+      steps_per_call: how many more.
+      tokens: makes q, k and v of a number of tokens, from a seed.
+      rope: rotates them, where given.
+      describe: what is said about the cache after the prompt.
+    """
     cache = kvjax.init_cache(
         transform, batch=1, kv_heads=KV_HEADS, query_heads=KV_HEADS * GROUP, head_dim=HEAD_DIM,
         max_prompt=prompt, max_new=MAX_NEW, dtype=jnp.float32,
     )  # fmt: skip
-    attend = functools.partial(kvjax.attend, transform)
+    attend = functools.partial(kvjax.attend, transform, rope=rope)
     read = jax.jit(functools.partial(attend, phase="prompt"), donate_argnums=0)
     _, cache = jax.block_until_ready(read(cache, *tokens(prompt, 0), jnp.arange(prompt)[None]))
+    said = describe(cache)
     q, k, v = jax.block_until_ready(tokens(1, 1))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -51,7 +68,7 @@ def decode_side(transform: kvjax.KVTransform, prompt: int) -> tuple[Callable[[],
             out, cache = attend(cache, q + out, k, v, position, phase="decode")
             return cache, out, position + 1
 
-        return jax.lax.fori_loop(0, STEPS, step, (cache, jnp.zeros_like(q), position))
+        return jax.lax.fori_loop(0, steps_per_call, step, (cache, jnp.zeros_like(q), position))
 
     held = {"cache": cache, "position": jnp.array([[prompt]])}
 
@@ -59,7 +76,7 @@ def decode_side(transform: kvjax.KVTransform, prompt: int) -> tuple[Callable[[],
         held["cache"], out, held["position"] = steps(held["cache"], held["position"])
         return out
 
-    return side, kvjax.nbytes(cache)
+    return side, said
 
 
 def einsum_side(slots: int) -> Callable[[], object]:
