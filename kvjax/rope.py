@@ -90,6 +90,7 @@ class Rope:
             return _dot(q, self.turn(x, cos, sin))
         pairs = self.inv_freq.shape[-1]
         a, b, rest = jnp.split(x, (pairs, 2 * pairs), axis=-1)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         q_a, q_b, q_rest = jnp.split(q, (pairs, 2 * pairs), axis=-1)
         first, second = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
         out = _dot(q_a, first) + _dot(q_b, second)

@@ -110,10 +110,14 @@ STORED = (
     "chain(snapkv, quantize(bits=4, group=8, residual=8))",
     "chain(quantize, quest(page=4, dense_layers=()))",
 )
-slowly = [pytest.param(name, marks=pytest.mark.slow) for name in STORED]
+SLOW = {"layer_budget", "spindlekv", *STORED}
 
 
-@pytest.mark.parametrize("name", [*kvjax.METHODS, *slowly])
+def names(chosen) -> list:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in chosen]
+
+
+@pytest.mark.parametrize("name", names([*kvjax.METHODS, *STORED]))
 def test_a_ragged_batch_equals_its_rows(name):
     together = generate(transform=method(name), buckets=[64])
     alone = [generate([row], transform=method(name), buckets=[64]).tokens[0] for row in RAGGED]
@@ -126,7 +130,7 @@ def test_compression_changes_the_text():
     assert generate(transform=method("streaming_llm")).tokens[0] != full.tokens[0]
 
 
-@pytest.mark.parametrize("name", kvjax.METHODS)
+@pytest.mark.parametrize("name", names(kvjax.METHODS))
 def test_streamed_pieces_join_to_the_result(name):
     pieces = []
     result = generate(transform=method(name), on_tokens=pieces.append, buckets=[64])

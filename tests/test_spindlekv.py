@@ -187,6 +187,11 @@ BOOKED = [
     {"unfold": True, "capacity": 12, "interval": 3, "magnitude": False},
 ]
 
+SOME_SLOWLY = [
+    pytest.param(chosen, id=str(chosen), marks=[pytest.mark.slow] * (chosen != BOOKED[1]))
+    for chosen in BOOKED
+]
+
 
 def alike(tokens: Tokens) -> Tokens:
     """Keys and values of any length around few directions."""
@@ -200,7 +205,7 @@ def alike(tokens: Tokens) -> Tokens:
     return Tokens(tokens.q, around(tokens.k, 1), around(tokens.v, 2))
 
 
-@pytest.mark.parametrize("chosen", BOOKED, ids=str)
+@pytest.mark.parametrize("chosen", SOME_SLOWLY)
 def test_spindlekv(chosen):
     """Outputs, kept tokens, every code and every entry, at each call; a book that overflows too."""
     shared = {"theta_key": 0.97, "theta_value": 0.95, **chosen}
