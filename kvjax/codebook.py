@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from kvjax.budgets import check_count, check_number
 from kvjax.cache import KVCache
-from kvjax.codebook_payload import Book, CodebookPayload, OpenCodebook
+from kvjax.codebook_payload import Book, CodebookPayload
 from kvjax.recall import check_flag
 from kvjax.transform import KVTransform, Needs, Stage, State, Step
 
@@ -99,13 +99,14 @@ class Codebook(KVTransform):
         if not step.prompt_done:
             return cache, state
 
-        def encode(payload: CodebookPayload | OpenCodebook, live: Array) -> CodebookPayload:
-            rows = payload.read()
-            return CodebookPayload.encode(rows, cache.position, live, payload.book, _vectors(cache))
-
-        k = encode(cache.k, cache.live)
-        # One after the other, as XLA sees it: two graphs at a time would take twice the memory.
-        v = encode(cache.v, cache.live & (k.count >= 0)[:, None, None])
+        payloads = cache.k, cache.v
+        k, v = CodebookPayload.encode(
+            jnp.stack([payload.read() for payload in payloads]),
+            cache.position,
+            cache.live,
+            [payload.book for payload in payloads],
+            _vectors(cache),
+        )
         return cache.replace(k=k, v=v), state
 
 

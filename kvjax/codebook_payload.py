@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -114,25 +115,27 @@ class CodebookPayload:
     @classmethod
     def encode(
         cls,
-        rows: Float[Array, "B H S D"],
+        rows: Float[Array, "P B H S D"],
         position: Int[Array, "B H S"],
         live: Bool[Array, "B H S"],
-        book: Book,
+        books: Sequence[Book],
         vertices: int | None = None,
-    ) -> CodebookPayload:
-        """A new book for the live rows: see `pallas_kernels.greedy_cover`.
+    ) -> tuple[CodebookPayload, ...]:
+        """New books for the live rows of P payloads: see `pallas_kernels.greedy_cover`.
 
         Copies of a token's vector under several lists of a KV head are one vertex, which weighs as
-        many. Of equals, the lowest position comes first, then the lowest head.
+        many. Of equals, the lowest position comes first, then the lowest head. All covers are rows
+        of one, made one after the other.
 
         Args:
-          rows, position, live: of all slots.
-          book: how it is made.
+          rows: keys and values.
+          position, live: of all slots.
+          books: how they are made; of one size.
           vertices: how many there are at most; as many as slots by default. What the cover takes
             grows with their square.
         """
-        batch, lists, slots, head_dim = rows.shape
-        size = lists * slots
+        _, batch, lists, slots, head_dim = rows.shape
+        size, book = lists * slots, books[0]
         room = size if vertices is None else min(size, vertices)
         head = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) // book.copies
         position = jnp.where(live, position, jnp.iinfo(jnp.int32).max)
@@ -151,28 +154,36 @@ class CodebookPayload:
             add = jax.vmap(lambda zeros, at, x: zeros.at[at].add(x, mode="drop"))
             return add(zeros, jnp.where(chosen, vertex, room), x)
 
-        source = of_vertices(order, first & alive)
-        weights = of_vertices(alive.astype(jnp.int32), alive)
-        vectors = take_slots(rows.reshape(batch, 1, size, head_dim), source[:, None])[:, 0]
-        cover = greedy_cover(vectors, weights > 0, weights, theta=book.theta, capacity=book.entries)
-        index = jnp.take_along_axis(cover.index, jnp.clip(vertex, 0, room - 1), axis=1)
+        def of_all(x: Array) -> Array:
+            return jnp.concatenate([x] * len(books))
+
+        source = of_all(of_vertices(order, first & alive))
+        weights = of_all(of_vertices(alive.astype(jnp.int32), alive))
+        theta = jnp.repeat(jnp.array([book.theta for book in books], jnp.float32), batch)
+        vectors = take_slots(rows.reshape(-1, 1, size, head_dim), source[:, None])[:, 0]
+        cover = greedy_cover(vectors, weights > 0, weights, theta=theta, capacity=book.entries)
+        index = jnp.take_along_axis(cover.index, of_all(jnp.clip(vertex, 0, room - 1)), axis=1)
         put = jax.vmap(lambda at, x: jnp.zeros_like(x).at[at].set(x))
-        index = put(order, jnp.where(alive, index, 0)).reshape(batch, lists, slots)
+        index = put(of_all(order), jnp.where(of_all(alive), index, 0))
         made = jnp.arange(book.entries, dtype=jnp.int32)[None] < cover.count[:, None]
         entries = take_slots(vectors[:, None], jnp.minimum(cover.centers, room - 1)[:, None])
         entries = jnp.where(made[:, None, :, None], _stored(entries, book), 0)
-        magnitude = None
-        if book.magnitude:
-            magnitude = jnp.where(live, directions(rows)[1], 0.0).astype(rows.dtype)
-        return cls(
-            entries.astype(rows.dtype),
-            index.astype(_index_dtype(book.entries)),
-            magnitude,
-            cover.count,
-            cover.overflow,
-            Fresh.empty(rows.shape, rows.dtype, book.interval),
-            book,
-        )
+
+        def payload(n: int) -> CodebookPayload:
+            own, magnitude = slice(n * batch, (n + 1) * batch), None
+            if book.magnitude:
+                magnitude = jnp.where(live, directions(rows[n])[1], 0.0).astype(rows.dtype)
+            return cls(
+                entries[own].astype(rows.dtype),
+                index[own].reshape(batch, lists, slots).astype(_index_dtype(book.entries)),
+                magnitude,
+                cover.count[own],
+                cover.overflow[own],
+                Fresh.empty((batch, lists, slots, head_dim), rows.dtype, book.interval),
+                books[n],
+            )
+
+        return tuple(payload(n) for n in range(len(books)))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -266,7 +277,8 @@ class CodebookPayload:
         """A new book for all slots, in the order of the slots."""
         slot = jax.lax.broadcasted_iota(jnp.int32, self.index.shape, 2)
         book = dataclasses.replace(self.book, copies=1)  # any two slots may differ
-        filled = self.encode(rows.astype(self.dtype), slot, jnp.ones_like(slot, bool), book)
+        rows = rows.astype(self.dtype)[None]
+        (filled,) = self.encode(rows, slot, jnp.ones_like(slot, bool), (book,))
         return dataclasses.replace(filled, book=self.book)
 
     def open(self) -> OpenCodebook:

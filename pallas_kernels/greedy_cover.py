@@ -46,7 +46,7 @@ def greedy_cover(
     members: Bool[Array, "B N"],
     weights: Int[Array, "B N"],
     *,
-    theta: float,
+    theta: float | Float[Array, " B"],
     capacity: int,
     implementation: str | None = None,
 ) -> Cover:
@@ -68,7 +68,7 @@ def greedy_cover(
       vectors: what to cover.
       members: which of them; nothing that stands in the others is looked at.
       weights: how often each of them counts, at least 1.
-      theta: threshold of cosines. None is above 1.
+      theta: threshold of cosines, of each row or of all. No cosine is above 1.
       capacity: E, the most entries.
       implementation: `None` or `"xla"`.
 
@@ -89,9 +89,10 @@ def greedy_cover(
         raise ValueError(f"capacity must be at least 1, got {capacity}")
 
     def one_row(row: tuple[Array, ...]) -> Cover:
-        return _cover(*row, theta, capacity)
+        return _cover(*row, capacity)
 
-    return jax.lax.map(one_row, (vectors, members, weights))
+    theta = jnp.broadcast_to(jnp.asarray(theta, jnp.float32), vectors.shape[:1])
+    return jax.lax.map(one_row, (vectors, members, weights, theta))
 
 
 def _most() -> int:
@@ -201,7 +202,7 @@ def _sketch(units: Float[Array, "N D"]) -> Float[Array, "N C"]:
 
 
 def _graph(
-    units: Float[Array, "N D"], weights: Int[Array, " N"], theta: float, tiles: _Tiles
+    units: Float[Array, "N D"], weights: Int[Array, " N"], theta: Array, tiles: _Tiles
 ) -> _Graph:
     """Makes the graph of unit vectors; zero vectors have no neighbours.
 
@@ -242,7 +243,7 @@ def _graph(
 def _tile(
     units: Float[Array, "N D"],
     weights: Int[Array, " N"],
-    theta: float,
+    theta: Array,
     tiles: _Tiles,
     at: tuple[Array, Array],
     left: Bool[Array, " P"],
@@ -441,7 +442,7 @@ def _search(
     return jnp.where(alone, own, greed.center), jnp.where(alone, weights, greed.value)
 
 
-def _cover(vectors, members, weights, theta: float, capacity: int) -> Cover:
+def _cover(vectors, members, weights, theta: Array, capacity: int) -> Cover:
     size = vectors.shape[0]
     tiles = _Tiles.of(size)
     units, norms = directions(vectors)

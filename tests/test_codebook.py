@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,14 @@ from tests.test_greedy_cover import around
 from tests.tolerances import close
 
 BATCH, LISTS, SLOTS, DIM = 2, 4, 13, 8
-encode = functools.partial(jax.jit, static_argnums=3)(CodebookPayload.encode)
+encode_all = functools.partial(jax.jit, static_argnums=3)(CodebookPayload.encode)
+
+
+def encode(x, position, live, book):
+    """One payload; a second one beside it has a book of its own."""
+    payload, other = encode_all(np.stack([x, x]), position, live, (book, replace(book, theta=1.0)))
+    assert other.book.theta == 1.0 and (np.asarray(other.count) >= np.asarray(payload.count)).all()
+    return payload
 
 
 def rows(seed=0, slots=SLOTS, lists=LISTS):
