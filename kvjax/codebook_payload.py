@@ -224,7 +224,7 @@ class CodebookPayload:
         """
 
         def one(token: Array | int, payload: CodebookPayload) -> CodebookPayload:
-            payload = payload._encode_full()
+            payload = payload.encode_fresh(payload.fresh.count == self.book.interval)
             own = (jax.lax.dynamic_index_in_dim(x, token, 2, False) for x in (slots, rows))
             fresh = payload.fresh.add(*own, self.index.shape[2])
             return dataclasses.replace(payload, fresh=fresh)
@@ -243,10 +243,6 @@ class CodebookPayload:
             lambda carry: carry[0], lambda carry: (~carry[0], carry[1]._encoded()), (due, self)
         )
         return payload
-
-    def _encode_full(self) -> CodebookPayload:
-        """With the new rows encoded if there are M of them: what is done before anything else."""
-        return self.encode_fresh(self.fresh.count == self.book.interval)
 
     def _encoded(self) -> CodebookPayload:
         batch, lists, tokens, head_dim = self.fresh.rows.shape
@@ -283,8 +279,7 @@ class CodebookPayload:
 
     def open(self) -> OpenCodebook:
         """Decoded rows, for the time that a prompt is read."""
-        done = self._encode_full()
-        return OpenCodebook(Dense(done.read()), self.book)
+        return OpenCodebook(Dense(self.read()), self.book)
 
     def close(self, tail: Int[Array, ""]) -> CodebookPayload:
         """Itself: it is not open."""

@@ -201,8 +201,8 @@ class SpindleKV(LayerBudgetEviction):
     live is encoded anew at the end of each prompt, what was encoded before as it is read.
 
     Decoding: interval 0 encodes a token's vectors before it attends, head after head.  Else tokens
-    stay as they are until there are `interval` of them, and those are encoded at the end of that
-    step.  reserve 1 is the codebook alone.
+    stay as they are until there are `interval` of them, which are encoded when the next one comes.
+    reserve 1 is the codebook alone.
     """
 
     def __init__(
@@ -230,10 +230,9 @@ class SpindleKV(LayerBudgetEviction):
 
     def decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
         """As in `LayerBudgetEviction`."""
-        out = super().decode(q, k, v, position)
         if self.interval and len(self._plain()) == self.interval * self.kv_heads:
             self._encode_plain()
-        return out
+        return super().decode(q, k, v, position)
 
     def _arrived(self) -> None:
         if self.interval == 0:
