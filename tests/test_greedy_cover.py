@@ -166,7 +166,8 @@ def test_no_square_of_floats():
     size = 4096
     shapes = [(1, size, 8), (1, size), (1, size)]
     args = [
-        jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, (float, bool, jnp.int32), strict=True)
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in zip(shapes, (jnp.float32, bool, jnp.int32), strict=True)
     ]
     jaxpr = jax.make_jaxpr(functools.partial(greedy_cover, theta=0.9, capacity=64))(*args)
 
