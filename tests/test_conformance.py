@@ -200,9 +200,9 @@ TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infi
 
 # What others in the table show nearly as well; they run with the slow tests.
 SLOW = {
-    "cam_prompt", "clusterkv_per_query_head", "every_kvcrush", "float_h2o", "kvcrush_h2o",
-    "h2o_codebook", "layer_budget", "pyramidinfer_paper", "quest_offload", "snapkv_clusterkv",
-    "spindlekv", "spindlekv_unfold",
+    "cam_prompt", "clusterkv_offload", "clusterkv_per_query_head", "every_kvcrush", "float_h2o",
+    "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "pyramidinfer_paper",
+    "quest_offload", "snapkv_clusterkv", "spindlekv", "spindlekv_unfold",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip
 

@@ -351,6 +351,7 @@ def test_offloaded_lists_are_those_of_the_reference(case):
     assert recall_statistics(both.cache).hit_rate > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("pinned_host" not in memory_kinds(), reason="no host memory of its own")
 def test_offloaded_tokens_are_those_without_offload():
     model, calibration = decoder(), calibrated()
