@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from kvjax.payloads import Dense, take_slots, write_slots
+from kvjax.payloads import Dense, OpenRows, take_slots, write_slots
 from kvjax.rope import Rotation
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
-from pallas_kernels.common import Product
+from pallas_kernels.common import Product, products
 from pallas_kernels.nearest_entries import directions
 
 
@@ -312,11 +312,8 @@ class CodebookPayload:
             slots = jnp.minimum(self.fresh.slots, self.index.shape[2] - 1)
             keys = rotate.rope.rotate(keys, take_slots(rotate.position, slots))
             old = rotate.logits(compute)
-        new = jnp.einsum(
-            "bhrd,bhmd->bhrm", q.astype(keys.dtype), keys, preferred_element_type=jnp.float32
-        )
         put = jax.vmap(jax.vmap(lambda x, at, new: x.at[:, at].set(new, mode="drop")))
-        return put(old, self.fresh.slots, new)
+        return put(old, self.fresh.slots, products(q, keys))
 
     def mix(self, weights: Float[Array, "B H R S"]) -> Float[Array, "B H R D"]:
         """Weighted sums of all values in float32."""
@@ -375,7 +372,7 @@ class CodebookPayload:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class OpenCodebook:
+class OpenCodebook(OpenRows):
     """The rows of a codebook while a prompt is read, decoded; `Codebook` encodes them at its end.
 
     Args:
@@ -383,47 +380,12 @@ class OpenCodebook:
       book: how the book is made (static).
     """
 
-    rows: Dense
     book: Book = field(metadata={"static": True})
-
-    shape = property(lambda self: self.rows.shape)
-    dtype = property(lambda self: self.rows.dtype)
-
-    def _with(self, rows: Dense) -> OpenCodebook:
-        return dataclasses.replace(self, rows=rows)
-
-    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows: all slots, or those of `index`."""
-        return self.rows.read(index)
-
-    def take(self, index: Int[Array, "B H N"]) -> OpenCodebook:
-        """The payload whose slot n is this one's slot `index[..., n]`."""
-        return self._with(self.rows.take(index))
-
-    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> OpenCodebook:
-        """Replaces a few slots; slot number S writes nothing."""
-        return self._with(self.rows.write(slots, rows))
-
-    def fill(self, rows: Float[Array, "B H S D"]) -> OpenCodebook:
-        """Replaces all slots."""
-        return self._with(self.rows.fill(rows))
-
-    def open(self) -> OpenCodebook:
-        """Itself."""
-        return self
 
     def close(self, tail: Int[Array, ""]) -> CodebookPayload:
         """A new book for all slots, in the order of the slots."""
         empty = CodebookPayload.zeros(self.shape, self.dtype, self.book)
         return empty.fill(self.rows.read())
-
-    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
-        """Rows of `size` slots from `start` on."""
-        return self.rows.span(start, size)
-
-    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> OpenCodebook:
-        """Sorts N slots from `start` on by `index`."""
-        return self._with(self.rows.settle(start, index))
 
 
 def _index_dtype(entries: int) -> type:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets import check_count
 from kvjax.cache import KVCache, Tail
-from kvjax.payloads import Dense, take_slots, write_slots
+from kvjax.payloads import Dense, OpenRows, take_slots, write_slots
 from kvjax.transform import KVTransform, Stage, State, Step, View
 from pallas_kernels import host_rows
 
@@ -132,7 +132,7 @@ class Offloaded:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Opened:
+class Opened(OpenRows):
     """An offloaded payload while a prompt is read: all rows on the device.
 
     Args:
@@ -140,34 +140,7 @@ class Opened:
       tail: slots that its tail has when it is closed (static).
     """
 
-    rows: Dense
     tail: int = field(metadata={"static": True})
-
-    shape = property(lambda self: self.rows.shape)
-    dtype = property(lambda self: self.rows.dtype)
-
-    def _with(self, rows: Dense) -> Opened:
-        return dataclasses.replace(self, rows=rows)
-
-    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows: all slots, or those of `index`."""
-        return self.rows.read(index)
-
-    def take(self, index: Int[Array, "B H N"]) -> Opened:
-        """The payload whose slot n is this one's slot `index[..., n]`."""
-        return self._with(self.rows.take(index))
-
-    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Opened:
-        """Replaces a few slots; slot number S writes nothing."""
-        return self._with(self.rows.write(slots, rows))
-
-    def fill(self, rows: Float[Array, "B H S D"]) -> Opened:
-        """Replaces all slots."""
-        return self._with(self.rows.fill(rows))
-
-    def open(self) -> Opened:
-        """Itself."""
-        return self
 
     def close(self, tail: Int[Array, ""]) -> Offloaded:
         """All rows in host memory; the tail's, from slot `tail` on, on the device too."""
@@ -177,14 +150,6 @@ class Opened:
         )
         data = self.rows.read()
         return Offloaded(to_host(data), take_slots(data, slots), tail + 0)
-
-    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
-        """Rows of `size` slots from `start` on."""
-        return self.rows.span(start, size)
-
-    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Opened:
-        """Sorts N slots from `start` on by `index`."""
-        return self._with(self.rows.settle(start, index))
 
 
 def opened(caches: Any) -> Any:

@@ -9,8 +9,9 @@ of new tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -143,3 +144,48 @@ class Dense:
         """Sorts N slots from `start` on by `index`."""
         rows = take_slots(self.span(start, index.shape[2]), index)
         return Dense(jax.lax.dynamic_update_slice_in_dim(self.data, rows, start, 2))
+
+
+@dataclass(frozen=True)
+class OpenRows:
+    """Dense rows for the time that a prompt is read; what they are closed to is the subclass's.
+
+    Args:
+      rows: of all slots.
+    """
+
+    rows: Dense
+
+    shape = property(lambda self: self.rows.shape)
+    dtype = property(lambda self: self.rows.dtype)
+
+    def _with(self, rows: Dense) -> Self:
+        return dataclasses.replace(self, rows=rows)
+
+    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
+        """Dense rows: all slots, or those of `index`."""
+        return self.rows.read(index)
+
+    def take(self, index: Int[Array, "B H N"]) -> Self:
+        """The payload whose slot n is this one's slot `index[..., n]`; N may differ from S."""
+        return self._with(self.rows.take(index))
+
+    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Self:
+        """Replaces a few slots; slot number S writes nothing."""
+        return self._with(self.rows.write(slots, rows))
+
+    def fill(self, rows: Float[Array, "B H S D"]) -> Self:
+        """Replaces all slots."""
+        return self._with(self.rows.fill(rows))
+
+    def open(self) -> Self:
+        """Itself."""
+        return self
+
+    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
+        """Rows of `size` slots from `start` on."""
+        return self.rows.span(start, size)
+
+    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Self:
+        """Sorts N slots from `start` on by `index`."""
+        return self._with(self.rows.settle(start, index))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.payloads import Dense, take_slots, write_slots
+from kvjax.payloads import Dense, OpenRows, take_slots, write_slots
 from kvjax.rope import Rotation
 from pallas_kernels import (
     dequantise_groups,
@@ -170,7 +170,7 @@ class Quantized:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class OpenedQuantized:
+class OpenedQuantized(OpenRows):
     """A quantised payload while a prompt is read: dense rows.
 
     Args:
@@ -178,46 +178,11 @@ class OpenedQuantized:
       form: in which they are closed (static).
     """
 
-    rows: Dense
     form: Form = field(metadata={"static": True})
-
-    shape = property(lambda self: self.rows.shape)
-    dtype = property(lambda self: self.rows.dtype)
-
-    def _with(self, rows: Dense) -> OpenedQuantized:
-        return dataclasses.replace(self, rows=rows)
-
-    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows: all slots, or those of `index`."""
-        return self.rows.read(index)
-
-    def take(self, index: Int[Array, "B H N"]) -> OpenedQuantized:
-        """The payload whose slot n is this one's slot `index[..., n]`."""
-        return self._with(self.rows.take(index))
-
-    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> OpenedQuantized:
-        """Replaces a few slots; slot number S writes nothing."""
-        return self._with(self.rows.write(slots, rows))
-
-    def fill(self, rows: Float[Array, "B H S D"]) -> OpenedQuantized:
-        """Replaces all slots."""
-        return self._with(self.rows.fill(rows))
-
-    def open(self) -> OpenedQuantized:
-        """Itself."""
-        return self
 
     def close(self, tail: Int[Array, ""]) -> Quantized | ResidualQuantized:
         """All rows encoded; the tail then begins at slot `tail`."""
         return self.form.close(self.rows.read(), tail)
-
-    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
-        """Rows of `size` slots from `start` on."""
-        return self.rows.span(start, size)
-
-    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> OpenedQuantized:
-        """Sorts N slots from `start` on by `index`."""
-        return self._with(self.rows.settle(start, index))
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import Product, take_shared
+from pallas_kernels.common import Product, products, take_shared
 
 
 @jax.tree_util.register_dataclass
@@ -87,25 +87,20 @@ class Rope:
     ) -> Float[Array, "B H R T"]:
         """Float32 `q · turn(x)`; halves of turned vectors are not put together where that costs."""
         if self.interleaved:
-            return _dot(q, self.turn(x, cos, sin))
+            return products(q, self.turn(x, cos, sin))
         pairs = self.inv_freq.shape[-1]
         a, b, rest = jnp.split(x, (pairs, 2 * pairs), axis=-1)
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         q_a, q_b, q_rest = jnp.split(q, (pairs, 2 * pairs), axis=-1)
         first, second = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
-        out = _dot(q_a, first) + _dot(q_b, second)
-        return out + _dot(q_rest, rest) if rest.shape[-1] else out
-
-
-def _dot(q: Float[Array, "B H R D"], x: Float[Array, "B H T D"]) -> Float[Array, "B H R T"]:
-    return jnp.einsum("bhrd,bhtd->bhrt", q.astype(x.dtype), x, preferred_element_type=jnp.float32)
+        out = products(q_a, first) + products(q_b, second)
+        return out + products(q_rest, rest) if rest.shape[-1] else out
 
 
 STRIDE = 256  # positions between those whose angles are added to nearer ones
 DEAR = 32  # on CPU, about how many rows of a `TurnTable` cost as much as one cosine per pair
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TurnTable:
     """The cosines and sines of `Rope`, for many vectors on CPU, where XLA computes them one by one.
@@ -115,11 +110,9 @@ class TurnTable:
     products of position and frequency are rounded to float32.
 
     Args:
-      rope: what is computed.
       rows: cosines, then sines, of every position.
     """
 
-    rope: Rope
     rows: Float[Array, "#B N 2*R"]
 
     @classmethod
@@ -140,7 +133,7 @@ class TurnTable:
         far, turned = beside(cos, sin)[:, :, None], beside(-sin, cos)[:, :, None]
         rows = far * beside(c, c)[:, None] + turned * beside(s, s)[:, None]
         rows = rows * rope.factor
-        return cls(rope, rows.reshape(rows.shape[0], -1, rows.shape[-1]))
+        return cls(rows.reshape(rows.shape[0], -1, rows.shape[-1]))
 
     def of(self, positions: Int[Array, "B H T"]) -> tuple[Array, Array]:
         """Cosines and sines `[B, H, T, R]` of positions, -1 like 0; all within the table."""
@@ -175,7 +168,7 @@ class Rotation:
         """
 
         def one_by_one(q: Array, keys: Array, start: Array | int) -> Array:
-            return _dot(q, self.rope.rotate(keys, self._of_block(keys, start)))
+            return products(q, self.rope.rotate(keys, self._of_block(keys, start)))
 
         many = self.tokens <= DEAR * math.prod(self.position.shape)
         if jax.default_backend() != "cpu" or not many:

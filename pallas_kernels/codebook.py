@@ -11,6 +11,7 @@ from pallas_kernels.common import (
     Product,
     check_implementation,
     over_blocks,
+    products,
     take_shared,
 )
 
@@ -65,8 +66,8 @@ def codebook_logits(
     q = q.astype(entries.dtype)
     out = jnp.zeros((*q.shape[:3], slots), jnp.float32)
     if apart:
-        products = _einsum("bhrd,bed->bher", q[..., width:], entries[:, 0, :, width:])
-        out = jnp.moveaxis(_take_own(products, index), 3, 2)
+        per_entry = _einsum("bhrd,bed->bher", q[..., width:], entries[:, 0, :, width:])
+        out = jnp.moveaxis(_take_own(per_entry, index), 3, 2)
 
     def add(start: Array | int, count: int, out: Array) -> Array:
         part = jax.lax.dynamic_slice_in_dim(index, start, count, 2)
@@ -139,7 +140,7 @@ def _rotated_block(q: Array) -> int:
 
 
 def _product(q: Array, keys: Array, start: Array | int) -> Array:
-    return _einsum("bhrd,bhsd->bhrs", q, keys)
+    return products(q, keys)
 
 
 def _take(entries: Float[Array, "B 1 E D"], index: UInt[Array, "B H N"]) -> Array:

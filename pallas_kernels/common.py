@@ -50,6 +50,12 @@ def over_blocks(slots: int, block: int, add: Callable[[Array | int, int, T], T],
     return add(blocks * block, rest, carry) if rest else carry
 
 
+def products(q: Float[Array, "B H R D"], k: Float[Array, "B H S D"]) -> Float[Array, "B H R S"]:
+    """Float32 `q · k`."""
+    # In the dtype of the keys: the other way round, a bfloat16 cache would be widened every step.
+    return jnp.einsum("bhrd,bhsd->bhrs", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
+
+
 def masked_logits(
     q: Float[Array, "B H R D"],
     k: Float[Array, "B H S D"],
@@ -66,11 +72,8 @@ def masked_logits(
     The R query rows of a KV head are its G query heads times the T tokens, tokens fastest. Masking
     uses `where`, so that nothing that stands in a free slot's key reaches the result.
     """
-    # In the dtype of the keys: the other way round, a bfloat16 cache would be widened every step.
-    q = q.astype(k.dtype)
-    products = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32)
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return mask_products(products, bias, key_position, query_position, **kind)
+    return mask_products(products(q, k), bias, key_position, query_position, **kind)
 
 
 def mask_products(
