@@ -212,8 +212,9 @@ def _attention(needs: Needs, view: View, q, keys, values, stored, positions, opt
     else:
         if stored is None:
             out, _, probabilities = decode_attention(
-                grouped, keys, values, bias, positions, key_position, **kind
-            )
+                grouped, keys, values, bias, positions, key_position,
+                used=kv.used if view.index is None else None, probabilities=wants_mass, **kind,
+            )  # fmt: skip
         else:
             out, probabilities = _encoded_attention(
                 grouped, *stored, bias, positions, key_position, **options.logits

@@ -7,6 +7,7 @@ kernel. `implementation=None` takes the best that can run; a named one never fal
 from pallas_kernels.cluster_selection import build_indices, rank_clusters
 from pallas_kernels.codebook import codebook_logits, codebook_mix
 from pallas_kernels.decode_attention import decode_attention, decode_probabilities
+from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.greedy_cover import greedy_cover
 from pallas_kernels.host_rows import host_rows
 from pallas_kernels.kmeans import kmeans
@@ -38,6 +39,7 @@ __all__ = [
     "decode_probabilities",
     "dequantise_groups",
     "dequantise_slots",
+    "gather_attention",
     "greedy_cover",
     "hamming_distance",
     "host_rows",

@@ -7,10 +7,13 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 NEG_INF = float("-inf")
 IMPLEMENTATIONS = ("xla",)
+# Of operations that have a kernel: compiled for a GPU, or run by the interpreter on any device.
+WITH_KERNEL = ("xla", "pallas", "interpret")
+OLDEST_GPU = (8, 0)  # the compute capability that kernels need
 BLOCK = 1024  # slots that are decoded at a time: on CPU, what stays in its caches
 
 # `product(q, keys, start)`: what takes the place of `q · k` for a block of decoded keys
@@ -34,12 +37,51 @@ def take_shared(x: Float[Array, "#B N D"], index: Int[Array, "B *I"]) -> Float[A
     return jax.vmap(take)(x, index)
 
 
-def check_implementation(implementation: str | None) -> None:
+def check_implementation(
+    implementation: str | None, offered: tuple[str, ...] = IMPLEMENTATIONS
+) -> None:
     """Raises ValueError for a name that is not offered: a named one never falls back silently."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    if implementation is not None and implementation not in offered:
+        raise ValueError(f"implementation must be None or one of {offered}, got {implementation!r}")
+
+
+def choose_implementation(implementation: str | None) -> str:
+    """What runs of an operation with a kernel: what is named, else the best that can run here.
+
+    Naming `"pallas"` on a machine without a GPU is no error by itself, since code can be lowered
+    for another machine; Pallas refuses it when it comes to compiling for a CPU.
+
+    Raises:
+      ValueError: an unknown name, or `"pallas"` on a GPU that is too old for it.
+    """
+    check_implementation(implementation, WITH_KERNEL)
+    capability = gpu_capability()
+    able = capability is not None and capability >= OLDEST_GPU
+    if implementation == "pallas" and capability is not None and not able:
         raise ValueError(
-            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+            f"implementation='pallas' needs a CUDA GPU of compute capability "
+            f"{OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer, got {capability[0]}.{capability[1]}"
         )
+    return implementation or ("pallas" if able else "xla")
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the default device; None unless it is a CUDA GPU."""
+    device = default_device()
+    if device is None or not device.client.platform_version.startswith("cuda"):
+        return None
+    major, _, minor = str(device.compute_capability).partition(".")
+    return int(major), int(minor or 0)
+
+
+def default_device() -> jax.Device | None:
+    """The GPU that computation goes to by default; None where that is no GPU."""
+    device = jax.config.jax_default_device  # None, a device, or the name of a platform
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    if device is None:
+        device = jax.devices()[0]
+    return device if device.platform == "gpu" else None
 
 
 def over_blocks(slots: int, block: int, add: Callable[[Array | int, int, T], T], carry: T) -> T:
@@ -91,10 +133,26 @@ def mask_products(
     logits = products * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    q_pos, k_pos = query_position[:, None, :, None], key_position[:, :, None, :]
-    visible = (k_pos <= q_pos) & ((bias > NEG_INF) & (key_position >= 0))[:, :, None, :]
-    if window is not None:
-        visible &= k_pos > q_pos - window
+    visible = visible_slots(bias, key_position, query_position, window)
     logits = logits + bias[:, :, None, :]
     grouped = logits.reshape(*logits.shape[:2], rows // tokens, tokens, -1)
     return jnp.where(visible[:, :, None], grouped, NEG_INF).reshape(logits.shape)
+
+
+def visible_slots(
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    window: int | None,
+) -> Bool[Array, "B H T S"]:
+    """Whether a query sees a slot: a live one, not newer than the query, and in its window."""
+    q_pos, k_pos = query_position[:, None, :, None], key_position[:, :, None, :]
+    visible = (k_pos <= q_pos) & live_slots(bias, key_position)[:, :, None, :]
+    return visible if window is None else visible & (k_pos > q_pos - window)
+
+
+def live_slots(
+    bias: Float[Array, "B H S"], key_position: Int[Array, "B H S"]
+) -> Bool[Array, "B H S"]:
+    """Slots that hold a token."""
+    return (bias > NEG_INF) & (key_position >= 0)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import NEG_INF, check_implementation, mask_products, masked_logits
+from pallas_kernels.common import (
+    NEG_INF,
+    choose_implementation,
+    live_slots,
+    mask_products,
+    masked_logits,
+    visible_slots,
+)
+from pallas_kernels.split_attention import Slots, split_attention
+from pallas_kernels.tiles import tile_of
 
 
 def decode_attention(
@@ -19,18 +28,122 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    used: Int[Array, "B H"] | None = None,
+    probabilities: bool = True,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"]]:
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
     """Softmax attention of a few queries over the slots they see, with its probabilities.
 
-    The same function of the same arguments as `prompt_attention`, for a number of queries so small
-    that their logits over all slots may exist at once.
+    `out[t] = Σ_s p[t, s] v[s]` with `p[t] = softmax_s(scale · q[t]·k[s] + bias[s])`: the same
+    function of the same arguments as `prompt_attention`, for a number of queries so small that
+    their logits over all slots may exist at once.
+
+    The kernel reads the keys and values of live slots once, shares the slots of a head among as
+    many programs as fill the device, and joins their parts in float32. Parts without a live slot
+    cost nothing. Any number of query heads and any head_dim will do.
+
+    Args:
+      q: queries, grouped under their KV head. k, v: keys and values of the slots.
+      bias: added to the logit, `-inf` where a slot is free (a cache's `log_mass`).
+      query_position: token position per query, -1 = padding (such a row gives 0).
+      key_position: token position per slot, -1 = free.
+      scale: of the logits.
+      window: a query sees the newest `window` positions. None: all.
+      soft_cap: bounds logits before the bias, `c · tanh(logit / c)`. None: no.
+      used: a number of slots from which on none is live, as a cache knows it. It saves the kernel
+        a look at the bias and the positions beforehand; the result is the same without it.
+      probabilities: whether to return them (static). The kernel writes them only if so.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
     Returns:
       Outputs in the dtype of `v` (0 for a row that sees nothing), float32 log-sum-exps (`-inf` for
-      such a row), float32 probabilities that each slot received from each query.
+      such a row), float32 probabilities that each slot received from each query, or None.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import decode_attention
+      >>> q, k = jnp.zeros((1, 1, 1, 1, 2)), jnp.zeros((1, 1, 3, 2))
+      >>> v = jnp.array([[[[1.0, 2.0], [3.0, 6.0], [9.0, 9.0]]]])
+      >>> position = jnp.array([[[0, 1, 2]]])
+      >>> out, _, p = decode_attention(q, k, v, jnp.zeros((1, 1, 3)), position[0, :, 1:2],
+      ...                              position, scale=1.0)
+      >>> out.tolist(), p.tolist()
+      ([[[[[2.0, 4.0]]]]], [[[[[0.5, 0.5, 0.0]]]]])
     """
-    check_implementation(implementation)
+    chosen = choose_implementation(implementation)
+    check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
+    if used is not None and used.shape != q.shape[:2]:
+        raise ValueError(f"used must be [B, H] = {q.shape[:2]}, got {used.shape}")
+    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if chosen == "xla":
+        out, lse, p = _reference(q, k, v, bias, query_position, key_position, **kind)
+        return out, lse, p if probabilities else None
+    first, end = None, used
+    if used is None or window is not None:
+        first, end = _range(bias, query_position, key_position, window)
+    out, lse, logits = split_attention(
+        q, k, v, Slots(bias, key_position, end, first), query_position,
+        tile=tile_of("decode_attention"), with_logits=probabilities,
+        interpret=chosen == "interpret", **kind,
+    )  # fmt: skip
+    if not probabilities:
+        return out, lse, None
+    visible = visible_slots(bias, key_position, query_position, window)
+    return out, lse, probabilities_of(logits, lse, visible)
+
+
+def check_rows(q, k, v, bias, query_position, key_position, lists: int) -> None:
+    """Raises ValueError unless the shapes of the arguments fit those of `q` and `k`."""
+    if q.ndim != 5 or k.ndim != 4:
+        raise ValueError(
+            f"q must be [B, H, G, T, D] and k [B, H, S, D], got {q.shape} and {k.shape}"
+        )
+    batch, tokens, head_dim = q.shape[0], q.shape[3], q.shape[4]
+    heads, slots = k.shape[1:3]
+    if heads < 1 or lists % heads:
+        raise ValueError(f"q must be for a multiple of the {heads} heads of k, got {lists}")
+    expected = {
+        "k": (k, (batch, heads, slots, head_dim)),
+        "v": (v, (batch, heads, slots, head_dim)),
+        "bias": (bias, (batch, heads, slots)),
+        "key_position": (key_position, (batch, heads, slots)),
+        "query_position": (query_position, (batch, tokens)),
+    }
+    for name, (x, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+
+
+def probabilities_of(
+    logits: Float[Array, "B H G T S"],
+    lse: Float[Array, "B H G T"],
+    visible: Array,  # Bool[B, H, T, S]
+) -> Float[Array, "B H G T S"]:
+    """The softmax of logits that mean nothing where a query does not see a slot."""
+    return jnp.where(visible[:, :, None], jnp.exp(logits - lse[..., None]), 0.0)
+
+
+def _range(bias, query_position, key_position, window: int | None):
+    """The first slot and the one after the last that any query of the row sees, `[B, H]` each."""
+    newest = query_position.max(1)[:, None, None]
+    seen = live_slots(bias, key_position) & (key_position <= newest)
+    if window is not None:
+        none = jnp.iinfo(query_position.dtype).max
+        oldest = jnp.where(query_position >= 0, query_position, none).min(1)[:, None, None]
+        seen &= key_position > oldest - window
+    slots = bias.shape[2]
+    place = jnp.arange(slots, dtype=jnp.int32)[None, None]
+    first = jnp.where(seen, place, slots).min(2, initial=slots)
+    return first, jnp.where(seen, place + 1, 0).max(2, initial=0)
+
+
+def _reference(q, k, v, bias, query_position, key_position, *, scale, window, soft_cap):
+    """Everything at once, by XLA."""
     batch, kv_heads, group, tokens, head_dim = q.shape
     rows = q.reshape(batch, kv_heads, group * tokens, head_dim)
     logits = masked_logits(

@@ -1,0 +1,26 @@
+"""Lowering for CUDA where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+
+KERNEL = "__gpu$xla.gpu.triton"
+
+
+def lower_for_cuda(function, *args) -> str:
+    """The StableHLO of a jitted function for a CUDA device, which need not be there."""
+    with _gpu():
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    return lowered.as_text()
+
+
+def _gpu():
+    """Since 0.11, Pallas wants to know for which device; 0.10 takes one without asking."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))

@@ -1,0 +1,331 @@
+"""The kernels of decode and gather attention: interpreted, lowered for CUDA, and run on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from pallas_kernels import common, decode_attention, gather_attention, tiles
+from tests.attending import OPTIONS, attend
+from tests.lowering import KERNEL, lower_for_cuda
+from tests.references.attention import softmax_attention
+from tests.tolerances import close
+
+SLOTS = 45
+decode_module = importlib.import_module("pallas_kernels.decode_attention")
+LENGTHS = (0, 1, 23, SLOTS)  # of the four heads of two rows: nothing, one slot, odd, full
+KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 16 slots and as many parts as there are tiles, so that few slots need several."""
+    sizes = {"tile_bytes": 1, "warps": 4, "stages": 3, "programs": 99, "cores": 99}
+    row = dict.fromkeys(("decode_attention", "gather_attention"), sizes)
+    small = dict.fromkeys(tiles.table(), row)
+    monkeypatch.setattr(tiles, "table", lambda: small)
+    monkeypatch.setattr(tiles, "BLOCKS_PER_SPLIT", 1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: four heads of different lengths, free slots in between, NaN in what is free."""
+
+    group: int = 4
+    dim: int = 64
+    tokens: int = 1
+    dtype: str = "float32"
+    options: dict = field(default_factory=dict, hash=False)
+
+    def __str__(self):
+        parts = [f"G{self.group}", f"D{self.dim}", f"T{self.tokens}", self.dtype, *self.options]
+        return " ".join(parts)
+
+
+SHAPES = [
+    Shape(group=1),
+    Shape(group=2, dim=80, dtype="bfloat16"),
+    Shape(group=3, dim=96, tokens=5, options={"window": 6}),
+    Shape(group=4, dim=128, dtype="bfloat16", options={"window": 9, "soft_cap": 1.7}),
+    Shape(group=7, dim=96, dtype="float16", options={"soft_cap": 0.9}),
+    Shape(group=16, dim=128),
+    Shape(group=16, dim=8, tokens=5, dtype="bfloat16"),  # more query rows than one program takes
+]
+
+
+class Case:
+    """Arguments of a call, and what must come out of it in float64."""
+
+    def __init__(self, shape: Shape, seed: int = 3):
+        rng = np.random.default_rng(seed)
+        self.kind, dtype = ("bfloat16" if "16" in shape.dtype else "float32"), shape.dtype
+        heads = (2, 2)
+        q = rng.normal(size=(*heads, shape.group, shape.tokens, shape.dim))
+        k, v = rng.normal(size=(2, *heads, SLOTS, shape.dim))
+        position = rng.permuted(np.tile(np.arange(SLOTS), (*heads, 1)), axis=-1)
+        free = np.arange(SLOTS) >= np.reshape(LENGTHS, (*heads, 1))
+        free |= (rng.random(free.shape) < 0.2) & (np.reshape(LENGTHS, (*heads, 1)) > 1)
+        free[-1, -1, [0, -1]] = False  # what an entry of -1 could be taken for
+        self.free, self.used = free, jnp.asarray(np.reshape(LENGTHS, heads), jnp.int32)
+        query = np.tile(np.arange(SLOTS - shape.tokens, SLOTS), (2, 1))
+        if shape.tokens > 1:
+            query[0, 0] = -1  # padding
+        bias = np.where(free, -np.inf, np.log(rng.integers(1, 5, size=free.shape)))
+        # A free slot may be told by either; what else stands there means nothing.
+        position = np.where(free & (rng.random(free.shape) < 0.5), -1, position)
+        k, v = (np.where(free[..., None], np.nan, x) for x in (k, v))
+        self.q, self.k, self.v = (jnp.asarray(x, dtype) for x in (q, k, v))
+        self.bias = jnp.asarray(bias, jnp.float32)
+        self.query, self.position = (jnp.asarray(x, jnp.int32) for x in (query, position))
+        self.options = {"scale": 0.3, **shape.options}
+
+    @property
+    def args(self):
+        return self.q, self.k, self.v, self.bias, self.query, self.position
+
+    def expected(self, index=None):
+        """Output, log-sum-exp and probabilities, of all slots or of lists `[B, K, N]` of them."""
+        outs = []
+        q = np.asarray(self.q, np.float64)
+        lists = q.shape[1] if index is None else index.shape[1]
+        q = q.reshape(len(q), lists, -1, *q.shape[3:])
+        for b, h in np.ndindex(q.shape[:2]):
+            head = h * self.k.shape[1] // lists
+            own = [np.asarray(x, np.float64)[b, head] for x in (self.k, self.v)]
+            own = [np.where(self.free[b, head, :, None], 0, x) for x in own]
+            position, bias = np.asarray(self.position)[b, head], np.asarray(self.bias)[b, head]
+            if index is not None:
+                at = index[b, h]
+                own = [x[at] for x in own]
+                position, bias = position[at], np.where(at < 0, -np.inf, bias[at])
+            outs.append(self.one(q[b, h], *own, np.asarray(self.query)[b], position, bias))
+        return [np.reshape(x, (*q.shape[:2], *x[0].shape)) for x in zip(*outs, strict=True)]
+
+    def one(self, q, k, v, query, position, bias):
+        out, p = softmax_attention(q, k, v, query, position, bias, **self.options)
+        logits = self.options["scale"] * np.einsum("gtd,sd->gts", q, k)
+        if cap := self.options.get("soft_cap"):
+            logits = cap * np.tanh(logits / cap)
+        best = p.argmax(-1)[..., None]
+        top = np.take_along_axis(p, best, -1)[..., 0]
+        logit = np.take_along_axis(logits + np.where(bias > -np.inf, bias, 0), best, -1)[..., 0]
+        return out, np.where(top > 0, logit - np.log(np.where(top > 0, top, 1)), -np.inf), p
+
+
+def run(operation, args, **options):
+    names = tuple(options)
+    call = jax.jit(operation, static_argnames=names, compiler_options=OPTIONS)
+    return call(*args, **options)
+
+
+def check(case, actual, expected):
+    out, lse, p = actual
+    assert out.dtype == case.v.dtype and lse.dtype == p.dtype == jnp.float32
+    close(out, expected[0], case.kind, "output")
+    close(lse, expected[1], case.kind, "log-sum-exp")
+    close(p, expected[2], case.kind, "probabilities")
+    assert (np.asarray(p)[expected[2] == 0] == 0).all(), "what is not seen gets exactly nothing"
+    blind = expected[2].sum(-1) == 0
+    assert (np.asarray(out, np.float32)[blind] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode(shape, implementation, small_tiles):
+    case = Case(shape)
+    actual = run(decode_attention, case.args, **case.options, implementation=implementation)
+    check(case, actual, case.expected())
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_decode_with_lengths_and_without_probabilities(implementation, small_tiles):
+    case = Case(Shape(group=2))
+    call = functools.partial(decode_attention, used=case.used)
+    options = {**case.options, "implementation": implementation, "probabilities": False}
+    out, lse, p = run(call, case.args, **options)
+    assert p is None
+    expected = case.expected()
+    close(out, expected[0])
+    close(lse, expected[1])
+
+
+def test_lengths_are_where_reading_ends(small_tiles):
+    """Two slots more in every head would be seen by anybody who looked there."""
+    case = Case(Shape(group=1))
+    fewer = jnp.maximum(case.used - 2, 0)
+    call = functools.partial(decode_attention, used=fewer)
+    options = {**case.options, "implementation": "interpret", "probabilities": False}
+    out, _, _ = run(call, case.args, **options)
+    case.bias = jnp.where(jnp.arange(SLOTS)[None, None] < fewer[..., None], case.bias, -jnp.inf)
+    close(out, case.expected()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "expected"),
+    [({}, 0, [2, 8]), ({"window": 3}, 0, [3, 5]), ({}, 1, [8, 0]), ({"window": 3}, 1, [8, 0])],
+    ids=str,
+)
+def test_reading_begins_and_ends_with_what_is_seen(options, row, expected):
+    """Row 0 has a query at 7 and padding, which must not widen the window; row 1 padding alone."""
+    position = jnp.array([[[-1, 8, 4, 7, 5, 2, 3, 0]]] * 2)
+    query = jnp.array([[7, -1], [-1, -1]])
+    found = decode_module._range(jnp.zeros((2, 1, 8)), query, position, options.get("window"))
+    assert [int(x[row, 0]) for x in found] == expected
+
+
+@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+@pytest.mark.parametrize(
+    ("shape", "per_query_head"),
+    [
+        (Shape(group=2, dim=80), False),
+        (Shape(group=3, dim=96, dtype="bfloat16", options={"window": 20}), True),
+    ],
+    ids=str,
+)
+def test_gather(shape, per_query_head, implementation, small_tiles):
+    case, rng = Case(shape), np.random.default_rng(5)
+    case.k, case.v = (clean(x) if implementation == "xla" else x for x in (case.k, case.v))
+    lists = 2 * (shape.group if per_query_head else 1)
+    index = rng.integers(-1, SLOTS, size=(2, lists, 37))
+    index[0, 0, 20:], index[0, -1] = -1, -1
+    check(case, gather(case, index, implementation), case.expected(index))
+
+
+def clean(x):
+    return jnp.nan_to_num(x)
+
+
+def gather(case, index, implementation):
+    q = case.q.reshape(2, index.shape[1], -1, *case.q.shape[3:])
+    args = (q, case.k, case.v, jnp.asarray(index, jnp.int32), *case.args[3:])
+    return run(gather_attention, args, **case.options, implementation=implementation)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(-1, SLOTS - 1), min_size=18, max_size=18))
+def test_gather_of_any_list(entries):
+    case = Case(Shape(group=1, dim=8))
+    index = np.reshape([*entries, *entries[::-1]], (2, 2, 9))
+    q = case.q.reshape(2, 2, 1, 1, 8)
+    args = (q, case.k, case.v, jnp.asarray(index, jnp.int32), *case.args[3:])
+    check(case, _any_list(*args), case.expected(index))
+
+
+@jax.jit
+def _any_list(*args):
+    return gather_attention(*args, scale=0.3, implementation="interpret")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("group", "dim", "tokens"), [(1, 64, 1), (4, 128, 1), (7, 80, 3), (16, 96, 5)]
+)
+def test_kernels_lower_for_cuda_and_take_the_store_as_it_is(group, dim, tokens, dtype):
+    heads, slots = 8, 4099
+    struct = jax.ShapeDtypeStruct
+    store = struct((2, heads, slots, dim), dtype)
+    bias, position = (struct((2, heads, slots), x) for x in (jnp.float32, jnp.int32))
+    query, index = struct((2, tokens), jnp.int32), struct((2, heads * group, 1000), jnp.int32)
+    kind = {"scale": 0.1, "window": 100, "soft_cap": 3.0, "implementation": "pallas"}
+    grouped = struct((2, heads, group, tokens, dim), dtype)
+    decode = (decode_attention, (grouped, store, store, bias, query, position))
+    q = struct((2, heads * group, 1, tokens, dim), dtype)
+    listed = (gather_attention, (q, store, store, index, bias, query, position))
+    for operation, args in (decode, listed):
+        text = lower_for_cuda(functools.partial(operation, **kind), *args)
+        assert text.count(KERNEL) == 2, "the kernel and the one that joins its parts"
+        taken = re.findall(rf".*tensor<2x{heads}x{slots}x{dim}x.*", text)
+        others = [line for line in taken if KERNEL not in line and "func.func" not in line]
+        assert len(taken) > len(others) == 0, others
+
+
+@pytest.mark.parametrize("transform", [kvjax.Full(), kvjax.H2O(budget=16)], ids=repr)
+def test_attend_decodes_with_the_kernel(transform, small_tiles):
+    rng = np.random.default_rng(0)
+
+    def draw(heads, tokens):
+        return jnp.asarray(rng.normal(size=(2, heads, tokens, 16)), jnp.float32)
+
+    cache = kvjax.init_cache(
+        transform, batch=2, kv_heads=2, query_heads=4, head_dim=16, max_prompt=20, max_new=2
+    )
+    place = np.arange(20)
+    positions = jnp.asarray(np.stack((place, np.where(place < 7, place, -1))), jnp.int32)
+    prompt = (draw(4, 20), *[draw(2, 20)] * 2, positions)
+    _, cache = attend(transform, cache, *prompt, phase="prompt")
+    token = (draw(4, 1), *[draw(2, 1)] * 2, jnp.array([[20], [7]]))
+    out, after = attend(transform, cache, *token, phase="decode")
+    again, after_again = attend(
+        transform, cache, *token, phase="decode", implementation="interpret"
+    )
+    close(again, out)
+    leaves = [jax.tree.leaves(x.kv.columns) for x in (after, after_again)]
+    for one, other in zip(*leaves, strict=True):
+        close(other, one, what="attention that slots received")
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"),
+    [(None, "xla"), ((7, 5), "xla"), ((8, 0), "pallas"), ((9, 0), "pallas")],
+)
+def test_none_takes_the_kernel_where_it_can_run(monkeypatch, capability, chosen):
+    monkeypatch.setattr(common, "gpu_capability", lambda: capability)
+    assert common.choose_implementation(None) == chosen
+    assert common.choose_implementation("xla") == "xla"
+    assert common.choose_implementation("interpret") == "interpret"
+    if capability == (7, 5):
+        with pytest.raises(ValueError, match=r"8\.0 or newer, got 7\.5"):
+            common.choose_implementation("pallas")
+    else:
+        assert common.choose_implementation("pallas") == "pallas"
+
+
+@pytest.mark.parametrize("version", ["cuda 13000", "rocm 60000"])
+def test_only_a_cuda_gpu_has_a_capability(monkeypatch, version):
+    client = SimpleNamespace(platform_version=version)
+    device = SimpleNamespace(platform="gpu", client=client, compute_capability="8.9", core_count=58)
+    monkeypatch.setattr(common, "default_device", lambda: device)
+    assert common.gpu_capability() == ((8, 9) if version.startswith("cuda") else None)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel runs there")
+def test_a_named_kernel_does_not_fall_back():
+    case = Case(Shape())
+    with pytest.raises(ValueError, match="interpret"):
+        jax.block_until_ready(decode_attention(*case.args, scale=1.0, implementation="pallas"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": (2, 2, 45, 32)}, r"k must have shape \(2, 2, 45, 64\), got \(2, 2, 45, 32\)"),
+        ({"k": (2, 3, 45, 64)}, "multiple of the 3 heads of k, got 2"),
+        ({"query_position": (2, 3)}, r"\(2, 1\), got \(2, 3\)"),
+        ({"index": (2, 4, 3)}, r"\(2, 2\), got \(2, 4, 3\)"),
+        ({"implementation": "cuda"}, r"\('xla', 'pallas', 'interpret'\), got 'cuda'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_arguments_are_refused(changes, message):
+    case = Case(Shape())
+    names = ("q", "k", "v", "bias", "query_position", "key_position")
+    given = dict(zip(names, case.args, strict=True)) | {"index": jnp.zeros((2, 2, 3), jnp.int32)}
+    shaped = {n: jnp.zeros(s, given[n].dtype) for n, s in changes.items() if n in given}
+    with pytest.raises(ValueError, match=message):
+        gather_attention(**{**given, **changes, **shaped}, scale=1.0)
+
+
+def test_a_used_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"used must be \[B, H\] = \(2, 2\), got \(2,\)"):
+        decode_attention(*Case(Shape()).args, scale=1.0, used=jnp.zeros(2, jnp.int32))
