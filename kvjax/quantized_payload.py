@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,11 @@ from pallas_kernels import (
     quantized_mix,
 )
 from pallas_kernels.common import Product
+from pallas_kernels.quantized import Encoded
 
 Bits = Literal[8, 4, "float8"]
 Axis = Literal["token", "channel"]
 EIGHT_BITS = {8: "int8", "float8": "float8_e4m3fn"}  # dtypes of numbers with a scale per slot
-
-
-class Encoded(NamedTuple):
-    """Numbers of 8 bits with a scale per slot, or packed ones of 4 with scale and low per group."""
-
-    values: Array
-    scale: Array
-    low: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import Product, products, take_shared
+from pallas_kernels.rotation import Turn, turn
 
 
 @jax.tree_util.register_dataclass
@@ -66,17 +67,7 @@ class Rope:
         sin: Float[Array, "B H T R"],
     ) -> Float[Array, "B H T D"]:
         """Turns vectors by angles whose cosines and sines, times `factor`, are given."""
-        pairs = self.inv_freq.shape[-1]
-        rotated, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
-        if self.interleaved:
-            a, b = rotated[..., 0::2], rotated[..., 1::2]
-            turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(
-                rotated.shape
-            )
-        else:
-            a, b = rotated[..., :pairs], rotated[..., pairs:]
-            turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-        return jnp.concatenate((turned.astype(x.dtype), rest), axis=-1)
+        return turn(x, cos, sin, self.interleaved)
 
     def product(
         self,
@@ -159,6 +150,13 @@ class Rotation:
     def channels(self) -> int:
         """Leading channels that are rotated."""
         return 2 * self.rope.inv_freq.shape[-1]
+
+    @property
+    def turn(self) -> Turn:
+        """The same for a kernel."""
+        frequencies = self.rope.inv_freq
+        frequencies = frequencies.reshape(-1, frequencies.shape[-1])
+        return Turn(frequencies, self.position, self.rope.interleaved, self.rope.factor)
 
     def logits(self, compute: Callable[[Product], Array]) -> Array:
         """`compute(product)`, where `product` multiplies q with blocks of keys that it rotates.

@@ -5,7 +5,8 @@ kernel. `implementation=None` takes the best that can run; a named one never fal
 """
 
 from pallas_kernels.cluster_selection import build_indices, rank_clusters
-from pallas_kernels.codebook import codebook_logits, codebook_mix
+from pallas_kernels.codebook import References, codebook_logits, codebook_mix
+from pallas_kernels.codebook_attention import codebook_attention
 from pallas_kernels.decode_attention import decode_attention, decode_probabilities
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.greedy_cover import greedy_cover
@@ -17,6 +18,7 @@ from pallas_kernels.page_bounds import page_bounds
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.prompt_attention import column_sums, prompt_attention
 from pallas_kernels.quantized import (
+    Encoded,
     dequantise_groups,
     dequantise_slots,
     pack_int4,
@@ -26,12 +28,18 @@ from pallas_kernels.quantized import (
     quantized_mix,
     unpack_int4,
 )
+from pallas_kernels.quantized_attention import quantized_attention
+from pallas_kernels.rotation import Turn
 from pallas_kernels.segment_merge import segment_merge
 from pallas_kernels.slot_pairs import join_anchors, pair_cosine, pair_distance
 from pallas_kernels.soft_matching import soft_matching
 
 __all__ = [
+    "Encoded",
+    "References",
+    "Turn",
     "build_indices",
+    "codebook_attention",
     "codebook_logits",
     "codebook_mix",
     "column_sums",
@@ -55,6 +63,7 @@ __all__ = [
     "prompt_attention",
     "quantise_groups",
     "quantise_slots",
+    "quantized_attention",
     "quantized_logits",
     "quantized_mix",
     "rank_clusters",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
@@ -19,6 +21,20 @@ from pallas_kernels.common import (
 # over per slot; on a GPU gathering is cheap, and its kernel decides for itself.
 PER_ENTRY = 16
 ROTATED = 1024  # rows, of all heads, that are rotated at a time
+
+
+class References(NamedTuple):
+    """Vectors as `entries[index] · magnitude`.
+
+    Args:
+      entries: that all heads of a row share.
+      index: the entry of each slot.
+      magnitude: what a slot's entry is multiplied with; None: 1.
+    """
+
+    entries: Float[Array, "B 1 E D"]
+    index: UInt[Array, "B H S"]
+    magnitude: Float[Array, "B H S"] | None = None
 
 
 def codebook_logits(

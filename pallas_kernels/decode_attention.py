@@ -8,13 +8,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.common import (
     NEG_INF,
     choose_implementation,
-    live_slots,
     mask_products,
     masked_logits,
-    visible_slots,
 )
-from pallas_kernels.split_attention import Slots, split_attention
-from pallas_kernels.tiles import tile_of
+from pallas_kernels.stored_attention import stored_attention
+from pallas_kernels.stored_rows import dense_rows
 
 
 def decode_attention(
@@ -77,24 +75,16 @@ def decode_attention(
     """
     chosen = choose_implementation(implementation)
     check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
-    if used is not None and used.shape != q.shape[:2]:
-        raise ValueError(f"used must be [B, H] = {q.shape[:2]}, got {used.shape}")
+    check_used(used, q)
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if chosen == "xla":
         out, lse, p = _reference(q, k, v, bias, query_position, key_position, **kind)
         return out, lse, p if probabilities else None
-    first, end = None, used
-    if used is None or window is not None:
-        first, end = _range(bias, query_position, key_position, window)
-    out, lse, logits = split_attention(
-        q, k, v, Slots(bias, key_position, end, first), query_position,
-        tile=tile_of("decode_attention"), with_logits=probabilities,
-        interpret=chosen == "interpret", **kind,
+    return stored_attention(
+        "decode_attention", q, dense_rows(k), dense_rows(v), bias, query_position, key_position,
+        end=used, probabilities=probabilities, interpret=chosen == "interpret", dtype=v.dtype,
+        **kind,
     )  # fmt: skip
-    if not probabilities:
-        return out, lse, None
-    visible = visible_slots(bias, key_position, query_position, window)
-    return out, lse, probabilities_of(logits, lse, visible)
 
 
 def check_rows(q, k, v, bias, query_position, key_position, lists: int) -> None:
@@ -103,43 +93,31 @@ def check_rows(q, k, v, bias, query_position, key_position, lists: int) -> None:
         raise ValueError(
             f"q must be [B, H, G, T, D] and k [B, H, S, D], got {q.shape} and {k.shape}"
         )
-    batch, tokens, head_dim = q.shape[0], q.shape[3], q.shape[4]
-    heads, slots = k.shape[1:3]
+    check_slots(q, k.shape[1:3], bias, query_position, key_position, lists)
+    expected = (q.shape[0], *k.shape[1:3], q.shape[4])
+    for name, x in (("k", k), ("v", v)):
+        _check_shape(name, x, expected)
+
+
+def check_slots(q, store: tuple[int, int], bias, query_position, key_position, lists: int) -> None:
+    """Raises ValueError unless bias and positions fit `q` and a store of H heads and S slots."""
+    batch, tokens, heads = q.shape[0], q.shape[3], store[0]
     if heads < 1 or lists % heads:
         raise ValueError(f"q must be for a multiple of the {heads} heads of k, got {lists}")
-    expected = {
-        "k": (k, (batch, heads, slots, head_dim)),
-        "v": (v, (batch, heads, slots, head_dim)),
-        "bias": (bias, (batch, heads, slots)),
-        "key_position": (key_position, (batch, heads, slots)),
-        "query_position": (query_position, (batch, tokens)),
-    }
-    for name, (x, shape) in expected.items():
-        if x.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+    for name, x in (("bias", bias), ("key_position", key_position)):
+        _check_shape(name, x, (batch, *store))
+    _check_shape("query_position", query_position, (batch, tokens))
 
 
-def probabilities_of(
-    logits: Float[Array, "B H G T S"],
-    lse: Float[Array, "B H G T"],
-    visible: Array,  # Bool[B, H, T, S]
-) -> Float[Array, "B H G T S"]:
-    """The softmax of logits that mean nothing where a query does not see a slot."""
-    return jnp.where(visible[:, :, None], jnp.exp(logits - lse[..., None]), 0.0)
+def check_used(used: Array | None, q: Array) -> None:
+    """Raises ValueError unless `used` is None or `[B, H]`."""
+    if used is not None and used.shape != q.shape[:2]:
+        raise ValueError(f"used must be [B, H] = {q.shape[:2]}, got {used.shape}")
 
 
-def _range(bias, query_position, key_position, window: int | None):
-    """The first slot and the one after the last that any query of the row sees, `[B, H]` each."""
-    newest = query_position.max(1)[:, None, None]
-    seen = live_slots(bias, key_position) & (key_position <= newest)
-    if window is not None:
-        none = jnp.iinfo(query_position.dtype).max
-        oldest = jnp.where(query_position >= 0, query_position, none).min(1)[:, None, None]
-        seen &= key_position > oldest - window
-    slots = bias.shape[2]
-    place = jnp.arange(slots, dtype=jnp.int32)[None, None]
-    first = jnp.where(seen, place, slots).min(2, initial=slots)
-    return first, jnp.where(seen, place + 1, 0).max(2, initial=0)
+def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
 
 
 def _reference(q, k, v, bias, query_position, key_position, *, scale, window, soft_cap):
@@ -184,7 +162,18 @@ def decode_probabilities(
       [[[[0.5, 0.5, 0.0, 0.0]]]]
     """
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return _softmax(mask_products(products, bias, key_position, query_position, **kind))[0]
+    return softmax_of_products(products, bias, query_position, key_position, **kind)[0]
+
+
+def softmax_of_products(
+    products: Float[Array, "B H R S"],
+    bias: Float[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    **kind,
+) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"]]:
+    """Probabilities, all 0 for a row that sees nothing, and log-sum-exps."""
+    return _softmax(mask_products(products, bias, key_position, query_position, **kind))
 
 
 def _softmax(

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import NEG_INF, choose_implementation, take_rows, visible_slots
-from pallas_kernels.decode_attention import check_rows, decode_attention, probabilities_of
+from pallas_kernels.decode_attention import check_rows, decode_attention
 from pallas_kernels.split_attention import Slots, split_attention
+from pallas_kernels.stored_attention import probabilities_of
+from pallas_kernels.stored_rows import dense_rows
 from pallas_kernels.tiles import tile_of
 
 
@@ -74,9 +76,10 @@ def gather_attention(
             probabilities=probabilities, implementation="xla", **kind,
         )  # fmt: skip
     out, lse, logits = split_attention(
-        q, k, v, Slots(bias, key_position, _end(index), index=index), query_position,
+        q, dense_rows(k), dense_rows(v),
+        Slots(bias, key_position, _end(index), index=index), query_position,
         tile=tile_of("gather_attention"), with_logits=probabilities,
-        interpret=chosen == "interpret", **kind,
+        interpret=chosen == "interpret", dtype=v.dtype, **kind,
     )  # fmt: skip
     if not probabilities:
         return out, lse, None

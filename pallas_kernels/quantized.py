@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,14 @@ from pallas_kernels.common import BLOCK, Product, check_implementation, over_blo
 LEVELS = 15  # steps of a 4-bit number
 
 Axis = Literal["token", "channel"]
+
+
+class Encoded(NamedTuple):
+    """Numbers of 8 bits with a scale per slot, or packed ones of 4 with scale and low per group."""
+
+    values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D"] | UInt8[Array, "B H S D/2"]
+    scale: Array
+    low: Array | None = None
 
 
 # --- one scale per slot ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The kernels of `decode_attention` and `gather_attention`: softmax over parts of the slots.
+"""The kernels of all attention of few queries: softmax over parts of the slots.
 
 A program takes the query rows of one KV head and one part of its slots, goes through them tile by
 tile with a running softmax, and leaves its part's normalised output and log-sum-exp in float32. A
@@ -9,6 +9,7 @@ takes to read. What is read of keys and values is the live slots, once.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -16,9 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import NEG_INF
+from pallas_kernels.rotation import Turn, cos_sin_of_turns, in_turns
+from pallas_kernels.stored_rows import Part, Reader, Rows, cut
 from pallas_kernels.tiles import SMALLEST, Tile, power_of_two
 
 ROWS = 64  # query rows of a program at most: more would not leave room for its output
@@ -45,26 +49,38 @@ class Slots(NamedTuple):
         return (self.bias if self.index is None else self.index).shape[2]
 
 
-class _Sizes(NamedTuple):
+class _Pair(NamedTuple):
+    """Two parts of keys whose channels are turned together."""
+
+    a: Part
+    b: Part
+    first: int  # which of the frequencies is that of the first channels
+
+
+class _Plan(NamedTuple):
     """What is static in a kernel."""
 
     rows: int  # query rows of a program
     total_rows: int
     tokens: int
-    channels: int
-    padded_channels: int
     block: int
     splits: int
     scale: float
     window: int | None
     soft_cap: float | None
+    factor: float  # of turned channels
+    keys: Reader
+    values: Reader
+    pairs: list[_Pair]
+    key_parts: list[Part]  # that are not turned
+    value_parts: list[Part]
     names: tuple[str, ...]  # of the refs
 
 
 def split_attention(
     q: Float[Array, "B K G T D"],
-    k: Float[Array, "B H S D"],
-    v: Float[Array, "B H S D"],
+    k: Rows,
+    v: Rows,
     slots: Slots,
     query_position: Int[Array, "B T"],
     *,
@@ -74,8 +90,10 @@ def split_attention(
     tile: Tile,
     with_logits: bool,
     interpret: bool,
+    dtype: DTypeLike,
+    turn: Turn | None = None,
 ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"], Float[Array, "B K G T N"] | None]:
-    """Output, log-sum-exp and, if wanted, the logits that led there.
+    """Output in a dtype, log-sum-exp and, if wanted, the logits that led there.
 
     K is H or a multiple of it: list k reads head `k // (K / H)`. Logits stand where a tile was
     looked at and are anything elsewhere: mask them.
@@ -83,20 +101,24 @@ def split_attention(
     batch, lists, group, tokens, channels = q.shape
     rows, places = group * tokens, slots.places
     if not batch * lists * rows * places:
-        return _nothing(q, v, places, with_logits)
-    padded = max(SMALLEST, power_of_two(channels))
+        return _nothing(q, dtype, places, with_logits)
     row_tile = min(ROWS, max(SMALLEST, power_of_two(rows)))
     row_tiles = pl.cdiv(rows, row_tile)
-    block = tile.block(padded * k.dtype.itemsize, places)
+    block = tile.block(max(k.reader.row_bytes, v.reader.row_bytes), places)
     splits = tile.splits(batch * lists * row_tiles, places, block)
-    per_head = np.int32(lists // k.shape[1])
     row, own, part = (0,), (0, 1), (0, 1, 3)  # axes of the grid that choose
-    queries = q.astype(k.dtype).reshape(batch, lists, rows, channels)
+    queries = q.astype(k.reader.dtype).reshape(batch, lists, rows, channels)
     inputs = {
-        "query_position": (query_position, row), "q": (queries, own), "k": (k, None),
-        "v": (v, None), "bias": (slots.bias, None), "position": (slots.position, None),
-        "end": (slots.end, own), "first": (slots.first, own), "index": (slots.index, own),
+        "query_position": (query_position, row), "q": (queries, own), "end": (slots.end, own),
+        "first": (slots.first, own), "index": (slots.index, own),
+        "bias": (slots.bias, None), "position": (slots.position, None),
+        **{f"k.{name}": (x, None) for name, x in k.arrays.items()},
+        **{f"v.{name}": (x, None) for name, x in v.arrays.items()},
     }  # fmt: skip
+    if turn is not None:
+        inputs["frequency"] = (in_turns(turn.inv_freq)[:, None], None)
+        if turn.position is not slots.position:
+            inputs["turn_position"] = (turn.position, None)
     inputs = {name: (x, axes) for name, (x, axes) in inputs.items() if x is not None}
     outputs = {
         "out": (_float32(batch, lists, splits, rows, channels), part),
@@ -104,16 +126,18 @@ def split_attention(
     }
     if with_logits:
         outputs["logits"] = (_float32(batch, lists, rows, places), own)
-    sizes = _Sizes(
-        row_tile, rows, tokens, channels, padded, block, splits,
-        scale, window, soft_cap, (*inputs, *outputs),
+    pairs, key_parts = _key_parts(k.reader, turn)
+    plan = _Plan(
+        row_tile, rows, tokens, block, splits, scale, window, soft_cap,
+        1.0 if turn is None else turn.factor, k.reader, v.reader, pairs, key_parts,
+        cut(0, channels, v.reader.grain), (*inputs, *outputs),
     )  # fmt: skip
 
     def spec(x: Array, axes: tuple[int, ...] | None) -> pl.BlockSpec:
-        return _rows_of(x, axes) if axes else _head_of(x, per_head)
+        return _rows_of(x, axes) if axes else _head_of(x, lists)
 
     parts = pl.pallas_call(
-        functools.partial(_kernel, sizes=sizes),
+        functools.partial(_kernel, plan=plan),
         grid=(batch, lists, row_tiles, splits),
         in_specs=[spec(*x) for x in inputs.values()],
         out_specs=[spec(*x) for x in outputs.values()],
@@ -122,13 +146,29 @@ def split_attention(
         interpret=interpret,
         name="split_attention",
     )(*(x for x, _ in inputs.values()))
-    out, lse = _join(*parts[:2], v.dtype, interpret)
+    out, lse = _join(*parts[:2], dtype, interpret)
     per_query = (batch, lists, group, tokens)
     return (
         out.reshape(*per_query, channels),
         lse.reshape(per_query),
         parts[2].reshape(*per_query, places) if with_logits else None,
     )
+
+
+def _key_parts(reader: Reader, turn: Turn | None) -> tuple[list[_Pair], list[Part]]:
+    """Parts of keys: those that are turned, and the others."""
+    pairs = 0 if turn is None else turn.inv_freq.shape[-1]
+    turned, rest = [], reader.channels - 2 * pairs
+    if pairs and turn.interleaved:
+        grain = math.gcd(2 * pairs, reader.grain) // 2
+        for at in range(0, pairs, grain):
+            first, second = (Part(2 * at + n, grain, stride=2) for n in (0, 1))
+            turned.append(_Pair(first, second, at))
+    elif pairs:
+        grain = math.gcd(pairs, reader.grain)
+        for at in range(0, pairs, grain):
+            turned.append(_Pair(Part(at, grain), Part(pairs + at, grain), at))
+    return turned, cut(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
 
 
 def _rows_of(x: Array, axes: tuple[int, ...]) -> pl.BlockSpec:
@@ -138,12 +178,13 @@ def _rows_of(x: Array, axes: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda *ids: (*(ids[axis] for axis in axes), *(0,) * rest))
 
 
-def _head_of(x: Array, per_head: np.int32) -> pl.BlockSpec:
-    """The head that a program's list reads, of what the store has."""
+def _head_of(x: Array, lists: int) -> pl.BlockSpec:
+    """What the store has for a program's row and list; what all rows or heads share has size 1."""
+    rows, per_head = x.shape[0], lists // x.shape[1]
 
     def pick(*ids):
-        head = ids[1] if per_head == 1 else jax.lax.div(ids[1], per_head)
-        return (ids[0], head, *(0,) * (x.ndim - 2))
+        head = ids[1] if per_head == 1 else jax.lax.div(ids[1], np.int32(per_head))
+        return (ids[0] if rows > 1 else 0, head, *(0,) * (x.ndim - 2))
 
     return pl.BlockSpec((None, None, *x.shape[2:]), pick)
 
@@ -152,87 +193,132 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _kernel(*refs, sizes: _Sizes):
+def _kernel(*refs, plan: _Plan):
     """One program: refs are of one (row, list), and those of the store of the list's head."""
-    at = dict(zip(sizes.names, refs, strict=True))
-    k, v, logits = at["k"], at["v"], at.get("logits")
-    row = pl.program_id(2) * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
-    channel = jnp.arange(sizes.padded_channels, dtype=jnp.int32)
-    is_row, is_channel = row < sizes.total_rows, channel < sizes.channels
-    cell, there = (row[:, None], channel[None, :]), is_row[:, None] & is_channel[None, :]
-    queries = plt.load(at["q"].at[cell], mask=there, other=_zero(k))
+    at = dict(zip(plan.names, refs, strict=True))
+    k, v = ({n[2:]: ref for n, ref in at.items() if n.startswith(side)} for side in ("k.", "v."))
+    row = pl.program_id(2) * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
+    is_row = row < plan.total_rows
+
+    def cells(part: Part):
+        return (row[:, None], part.numbers[None, :]), is_row[:, None] & part.there[None, :]
+
+    def queries(part: Part) -> Array:
+        cell, there = cells(part)
+        return plt.load(at["q"].at[cell], mask=there, other=_zero(at["q"]))
+
+    paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.pairs]
+    plain = [(part, queries(part)) for part in plan.key_parts]
     # Rows that only fill the tile stand at -1, where a query sees nothing.
-    token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
+    token = jax.lax.rem(row, jnp.full_like(row, plan.tokens))
     own = plt.load(at["query_position"].at[token], mask=is_row, other=NOWHERE)
-    start, stop, end = _part(at, sizes)
-    look = functools.partial(_look, at, end, sizes)
+    start, stop, first, end = _part(at, plan)
+    look = functools.partial(_look, at, k, v, first, end, plan)
 
     def add(i, carry):
-        (slot, mass, position), top, total, acc = carry
+        (slot, mass, position, turned, k_row, v_row), top, total, acc = carry
         # One tile ahead: an address or a mask that is loaded in the same round as the keys it is
         # for keeps the compiler from having several tiles of keys under way.
         ahead = look(i + 1)
         # Of a free slot nothing is read: what stands there costs nothing and cannot reach a sum.
         live = (mass > NEG_INF) & (position >= 0)
-        wanted = live[:, None] & is_channel[None, :]
-        cell = (slot[:, None], channel[None, :])
-        keys = plt.load(k.at[cell], mask=wanted, other=_zero(k))
-        seen = _logits(_dot(queries, keys.T), mass, position, live, own, sizes)
-        if logits is not None:
-            place = _places(i, sizes)
+        k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
+        products = _products(at, k, plan, paired, plain, k_row, live, turned)
+        products = _times(products, plan.keys.factor(k, slot, k_row, live))
+        seen = _logits(products, mass, position, live, own, plan)
+        if "logits" in at:
+            place = _places(i, plan)
             inside = is_row[:, None] & (place < end)[None, :]
-            plt.store(logits.at[row[:, None], place[None, :]], seen, mask=inside)
+            plt.store(at["logits"].at[row[:, None], place[None, :]], seen, mask=inside)
         new_top = jnp.maximum(top, seen.max(1))
         finite = _finite(new_top)
         weights, shrink = jnp.exp(seen - finite[:, None]), jnp.exp(top - finite)
-        values = plt.load(v.at[cell], mask=wanted, other=_zero(v))
-        acc = acc * shrink[:, None] + _dot(weights.astype(v.dtype), values)
-        return ahead, new_top, total * shrink + weights.sum(1), acc
+        total = total * shrink + weights.sum(1)
+        weights = _times(weights, plan.values.factor(v, slot, v_row, live))
+        weights = weights.astype(plan.values.dtype)
+        acc = tuple(
+            old * shrink[:, None] + _dot(weights, plan.values.load(v, part, v_row, live))
+            for old, part in zip(acc, plan.value_parts, strict=True)
+        )
+        return ahead, new_top, total, acc
 
     begin = (
         look(start),
-        jnp.full((sizes.rows,), NEG_INF, jnp.float32),
-        jnp.zeros((sizes.rows,), jnp.float32),
-        jnp.zeros((sizes.rows, sizes.padded_channels), jnp.float32),
+        jnp.full((plan.rows,), NEG_INF, jnp.float32),
+        jnp.zeros((plan.rows,), jnp.float32),
+        tuple(jnp.zeros((plan.rows, part.width), jnp.float32) for part in plan.value_parts),
     )
     _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
-    plt.store(at["out"].at[cell], acc / _or_one(total)[:, None], mask=there)
+    for part, rows in zip(plan.value_parts, acc, strict=True):
+        cell, there = cells(part)
+        plt.store(at["out"].at[cell], rows / _or_one(total)[:, None], mask=there)
     plt.store(at["lse"].at[row], top + jnp.log(total), mask=is_row)
 
 
-def _part(at, sizes: _Sizes):
-    """The tiles of this program, an equal share of those that hold what is to be seen."""
-    block, end = jnp.int32(sizes.block), at["end"][...]
-    first = jax.lax.div(at["first"][...], block) if "first" in at else jnp.int32(0)
+def _products(at, k, plan: _Plan, paired, plain, row, live, position) -> Array:
+    """Queries times the keys of a tile, those that are to be turned as turned."""
+    out = jnp.zeros((plan.rows, plan.block), jnp.float32)
+    for pair, q_a, q_b in paired:
+        a, b = (plan.keys.load(k, part, row, live).astype(jnp.float32) for part in (pair.a, pair.b))
+        frequency = plt.load(
+            at["frequency"].at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
+            mask=pair.a.there, other=np.float32(0),
+        )  # fmt: skip
+        turns = position.astype(jnp.float32)[:, None] * frequency[None, :]
+        cos, sin = cos_sin_of_turns(turns, plan.factor)
+        for q, turned in ((q_a, a * cos - b * sin), (q_b, b * cos + a * sin)):
+            out += _dot(q, turned.astype(plan.keys.dtype).T)
+    for part, q in plain:
+        out += _dot(q, plan.keys.load(k, part, row, live).T)
+    return out
+
+
+def _times(x: Float[Array, "R N"], factor: Float[Array, " N"] | None) -> Float[Array, "R N"]:
+    return x if factor is None else x * factor[None, :]
+
+
+def _part(at, plan: _Plan):
+    """The tiles of this program, an equal share of those that hold what is to be seen.
+
+    And the places at which what is to be seen begins and ends.
+    """
+    block, end = jnp.int32(plan.block), at["end"][...]
+    first = at["first"][...] if "first" in at else jnp.int32(0)
+    lowest = jax.lax.div(first, block)
     last = jax.lax.div(end + (block - 1), block)
-    share = jax.lax.div(jnp.maximum(last - first, 0) + (sizes.splits - 1), jnp.int32(sizes.splits))
-    start = first + pl.program_id(3) * share
-    return start, jnp.minimum(start + share, last), end
+    share = jax.lax.div(jnp.maximum(last - lowest, 0) + (plan.splits - 1), jnp.int32(plan.splits))
+    start = lowest + pl.program_id(3) * share
+    return start, jnp.minimum(start + share, last), first, end
 
 
-def _places(i, sizes: _Sizes):
-    return i * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
+def _places(i, plan: _Plan):
+    return i * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
 
 
-def _look(at, end, sizes: _Sizes, i):
-    """The slots of tile i, their bias and position; free where there is none."""
-    slot = _places(i, sizes)
-    there = slot < end
+def _look(at, k, v, first, end, plan: _Plan, i):
+    """Tile i: its slots, their bias and position, free where there is none, and their addresses."""
+    slot = _places(i, plan)
+    there = (slot >= first) & (slot < end)
     if "index" in at:
         slot = plt.load(at["index"].at[slot], mask=there, other=NOWHERE)
         there &= slot >= 0
     mass = plt.load(at["bias"].at[slot], mask=there, other=NOTHING)
-    return slot, mass, plt.load(at["position"].at[slot], mask=there, other=NOWHERE)
+    position = plt.load(at["position"].at[slot], mask=there, other=NOWHERE)
+    turned = position
+    if "turn_position" in at:
+        turned = plt.load(at["turn_position"].at[slot], mask=there, other=np.int32(0))
+    rows = (side.address(refs, slot, there) for side, refs in ((plan.keys, k), (plan.values, v)))
+    return slot, mass, position, turned if "frequency" in at else None, *rows
 
 
-def _logits(products, mass, position, live, own, sizes: _Sizes):
+def _logits(products, mass, position, live, own, plan: _Plan):
     """The masked logits of a tile, as `common.mask_products` has them."""
-    logits = products * sizes.scale
-    if sizes.soft_cap is not None:
-        logits = sizes.soft_cap * jnp.tanh(logits / sizes.soft_cap)
+    logits = products * plan.scale
+    if plan.soft_cap is not None:
+        logits = plan.soft_cap * jnp.tanh(logits / plan.soft_cap)
     visible = live[None, :] & (position[None, :] <= own[:, None])
-    if sizes.window is not None:
-        visible &= position[None, :] > own[:, None] - sizes.window
+    if plan.window is not None:
+        visible &= position[None, :] > own[:, None] - plan.window
     return jnp.where(visible, logits + mass[None, :], NEG_INF)
 
 
@@ -309,7 +395,7 @@ def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
     lse[...] = top + jnp.log(total)
 
 
-def _nothing(q: Array, v: Array, places: int, with_logits: bool):
+def _nothing(q: Array, dtype: DTypeLike, places: int, with_logits: bool):
     """The answer where there is nothing to look at: no program could be started."""
     logits = jnp.zeros((*q.shape[:-1], places), jnp.float32) if with_logits else None
-    return jnp.zeros(q.shape, v.dtype), jnp.full(q.shape[:-1], NEG_INF, jnp.float32), logits
+    return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], NEG_INF, jnp.float32), logits

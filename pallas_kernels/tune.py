@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import OLDEST_GPU, default_device, gpu_capability
 from pallas_kernels.split_attention import Slots, split_attention
+from pallas_kernels.stored_rows import dense_rows
 from pallas_kernels.tiles import PATH, Tile, generation, table
 
 TILE_BYTES, WARPS, STAGES, PROGRAMS = (8192, 16384, 32768), (4, 8), (2, 3, 4), (1, 2, 4)
@@ -143,8 +144,9 @@ def operands(work: Work) -> tuple:
 def attention(q, k, v, slots: Slots, query, tile: Tile, interpret: bool = False) -> jax.Array:
     """The call that is measured."""
     return split_attention(
-        q, k, v, slots, query, scale=q.shape[-1] ** -0.5, window=None, soft_cap=None,
-        tile=tile, with_logits=False, interpret=interpret,
+        q, dense_rows(k), dense_rows(v), slots, query,
+        scale=q.shape[-1] ** -0.5, window=None, soft_cap=None, tile=tile,
+        with_logits=False, interpret=interpret, dtype=v.dtype,
     )[0]  # fmt: skip
 
 
