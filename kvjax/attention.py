@@ -9,8 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets import check_count
 from kvjax.cache import KVCache, append, append_to_tail, compact, settle, widen
+from kvjax.encoded_attention import Seen, encoded_attention
 from kvjax.layer_cache import Cache, LayerCache, QueryWindow, check_groups
-from kvjax.payloads import Payload, take_slots
+from kvjax.payloads import Dense, take_slots
 from kvjax.rope import Rope, Rotation
 from kvjax.transform import (
     KVTransform,
@@ -24,7 +25,7 @@ from kvjax.wrappers import HeadGroups
 from pallas_kernels import (
     column_sums,
     decode_attention,
-    decode_probabilities,
+    gather_attention,
     prompt_attention,
 )
 
@@ -127,21 +128,19 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
         kv = widen(kv, _working_slots(kv, k.shape[2], options.last))
     to_tail = kv.tail is not None and not prompt
     kv, slots = (append_to_tail if to_tail else append)(kv, k, v, positions)
-    view, state = View(kv, predicted=predicted), cache.state
+    view = View(kv, predicted=predicted, implementation=options.implementation)
+    state = cache.state
     if not prompt:
         view, state = transform.read(view, state, q)
     kv = view.cache
-    keys, values = view.read()
-    rotate = None
+    keys = values = rotate = None
+    if not _listed(view):
+        keys, values = view.read()
     if needs.unrotated_keys:
         own, others = _late_positions(needs, view, slots, positions)
         q, keys = rope.rotate(q, own), rope.rotate(keys, others)
         rotate = Rotation(rope, others, kv.max_tokens)
-    # An encoded payload is multiplied with as it is; XLA then drops the decoded rows unless an
-    # update uses the keys.
-    encoded = not prompt and view.index is None and hasattr(kv.k, "logits")
-    stored = (kv.k, kv.v, rotate) if encoded else None
-    out, mass = _attention(needs, view, q, keys, values, stored, positions, options)
+    out, mass = _attention(needs, view, q, keys, values, rotate, positions, options)
     if not prompt and transform.merges and transform.frees_while_decoding:
         kv = _after(kv, out)
     if needs.accumulated_attention:
@@ -191,48 +190,49 @@ def _close(kv: KVCache) -> KVCache:
     return kv.replace(k=kv.k.close(tail), v=kv.v.close(tail))
 
 
-def _attention(needs: Needs, view: View, q, keys, values, stored, positions, options: _Options):
-    """Output and, where needed, the probability that each slot received per query head.
+def _listed(view: View) -> bool:
+    """Whether attention takes the rows of a selection from the store itself."""
+    dense = isinstance(view.cache.k, Dense) and isinstance(view.cache.v, Dense)
+    return view.index is not None and view.rows is None and dense
 
-    Over dense keys and values, or, where they are `stored` in another form, over that.
-    """
+
+def _attention(needs: Needs, view: View, q, keys, values, rotate, positions, options: _Options):
+    """Output and, where needed, the probability that each slot received per query head."""
     kv = view.cache
-    batch, lists = keys.shape[:2]
+    batch, lists = len(q), kv.shape[1] if view.index is None else view.index.shape[1]
     grouped = q.reshape(batch, lists, -1, *q.shape[2:])
-    bias = view.per_slot(kv.log_mass, -jnp.inf)
-    key_position = view.per_slot(kv.position, -1)
     kind = {**options.logits, "implementation": options.implementation}
     wants_mass = needs.attention_mass or needs.accumulated_attention
     wants_mass |= needs.decode_mass and options.phase == "decode"
-    mass = None
+    bias = view.per_slot(kv.log_mass, -jnp.inf)
+    key_position = view.per_slot(kv.position, -1)
+    mass = probabilities = None
     if options.phase == "prompt":
         out, lse = prompt_attention(grouped, keys, values, bias, positions, key_position, **kind)
         if wants_mass:
             mass = column_sums(grouped, keys, bias, lse, positions, key_position, **kind)
+    elif _listed(view):
+        out, _, probabilities = gather_attention(
+            grouped, kv.k.data, kv.v.data, view.index, kv.log_mass, positions, kv.position,
+            probabilities=wants_mass, **kind,
+        )  # fmt: skip
+    elif view.index is None and hasattr(kv.k, "logits"):
+        # An encoded payload is attended to as it is; XLA then drops the decoded rows unless an
+        # update uses the keys.
+        seen = Seen(bias, key_position, kv.used, rotate)
+        out, probabilities = encoded_attention(
+            grouped, kv.k, kv.v, seen, positions, wants_mass=wants_mass, **kind
+        )
     else:
-        if stored is None:
-            out, _, probabilities = decode_attention(
-                grouped, keys, values, bias, positions, key_position,
-                used=kv.used if view.index is None else None, probabilities=wants_mass, **kind,
-            )  # fmt: skip
-        else:
-            out, probabilities = _encoded_attention(
-                grouped, *stored, bias, positions, key_position, **options.logits
-            )
-        if wants_mass:
-            mass = view.to_slots(probabilities.sum(3))
+        out, _, probabilities = decode_attention(
+            grouped, keys, values, bias, positions, key_position,
+            used=kv.used if view.index is None else None, probabilities=wants_mass, **kind,
+        )  # fmt: skip
+    if wants_mass and mass is None:
+        mass = view.to_slots(probabilities.sum(3))
     if mass is not None:
         mass = mass.reshape(batch, -1, mass.shape[-1])
     return out.reshape(q.shape), mass
-
-
-def _encoded_attention(q, k: Payload, v: Payload, rotate, bias, positions, key_position, **kind):
-    """Output and probabilities `[B, H, G, T, S]` of a decode step over encoded payloads."""
-    batch, kv_heads, group, tokens, head_dim = q.shape
-    products = k.logits(q.reshape(batch, kv_heads, group * tokens, head_dim), rotate)
-    probabilities = decode_probabilities(products, bias, positions, key_position, **kind)
-    out = v.mix(probabilities).astype(v.dtype).reshape(q.shape)
-    return out, probabilities.reshape(*q.shape[:4], -1)
 
 
 def _after(kv: KVCache, out: Float[Array, "B Q T D"]) -> KVCache:

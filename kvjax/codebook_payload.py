@@ -11,11 +11,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from kvjax.encoded_attention import Piece, Seen
 from kvjax.payloads import Dense, OpenRows, take_slots, write_slots
 from kvjax.rope import Rotation
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
+from pallas_kernels.codebook import References
 from pallas_kernels.common import Product, products
 from pallas_kernels.nearest_entries import directions
+from pallas_kernels.stored_rows import codebook_rows, dense_rows
+
+OPERATION = "codebook_attention"
 
 
 @dataclass(frozen=True)
@@ -325,6 +330,23 @@ class CodebookPayload:
         )
         old = put(weights, self.fresh.slots)
         return new + codebook_mix(old, self.entries, self.index, self.magnitude)
+
+    def pieces(self, values: CodebookPayload, seen: Seen) -> list[Piece]:
+        """What a kernel attends to: what is encoded, and the new rows, these being the keys."""
+        new = self.fresh.slots
+        hide = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(-jnp.inf, mode="drop")))
+        k, v = (codebook_rows(References(x.entries, x.index, x.magnitude)) for x in (self, values))
+        old = Piece(
+            OPERATION, k, v, hide(seen.bias, new), seen.position, seen.turn, end=seen.used
+        )  # fmt: skip
+        there, at = new < self.index.shape[2], jnp.minimum(new, self.index.shape[2] - 1)
+        bias, position = (take_slots(x, at) for x in (seen.bias, seen.position))
+        turn = seen.turn
+        if turn is not None:
+            turn = turn._replace(position=take_slots(turn.position, at))
+        k, v = (dense_rows(x.fresh.rows) for x in (self, values))
+        bias = jnp.where(there, bias, -jnp.inf)
+        return [old, Piece(OPERATION, k, v, bias, position, turn, slots=new)]
 
     def _with(self, change) -> CodebookPayload:
         """The payload with its per-slot arrays changed."""

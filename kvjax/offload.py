@@ -314,7 +314,9 @@ class Offload(KVTransform):
             jnp.where(in_tail[..., None], payload.read_tail(index), rows)
             for payload, rows in zip((k, v), state.rows(place), strict=True)
         )
-        rows = host_rows((k.store, v.store), near, index, missing)
+        rows = host_rows(
+            (k.store, v.store), near, index, missing, implementation=view.implementation
+        )
         state = state.put(jnp.where(stored, index, -1), *rows)
 
         def count(entries: Bool[Array, "B K N"]) -> Int[Array, " B"]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.encoded_attention import Piece, Seen
 from kvjax.payloads import Dense, OpenRows, take_slots, write_slots
 from kvjax.rope import Rotation
 from pallas_kernels import (
@@ -24,9 +25,11 @@ from pallas_kernels import (
 )
 from pallas_kernels.common import Product
 from pallas_kernels.quantized import Encoded
+from pallas_kernels.stored_rows import dense_rows, quantized_rows
 
 Bits = Literal[8, 4, "float8"]
 Axis = Literal["token", "channel"]
+OPERATION = "quantized_attention"
 EIGHT_BITS = {8: "int8", "float8": "float8_e4m3fn"}  # dtypes of numbers with a scale per slot
 
 
@@ -159,6 +162,11 @@ class Quantized:
     def mix(self, weights: Float[Array, "B H R S"]) -> Float[Array, "B H R D"]:
         """Weighted sums of all values in float32."""
         return quantized_mix(weights, *self.encoded)
+
+    def pieces(self, values: Quantized, seen: Seen) -> list[Piece]:
+        """What a kernel attends to: all slots, these being the keys."""
+        k, v = (quantized_rows(x.encoded, x.dtype) for x in (self, values))
+        return [Piece(OPERATION, k, v, seen.bias, seen.position, seen.turn, end=seen.used)]
 
 
 @jax.tree_util.register_dataclass
@@ -318,6 +326,17 @@ class ResidualQuantized:
             precision=jax.lax.Precision.HIGHEST,
         )  # fmt: skip
         return new + quantized_mix(body, *self.encoded, axis=self.form.axis)
+
+    def pieces(self, values: ResidualQuantized, seen: Seen) -> list[Piece]:
+        """What a kernel attends to: the slots before the tail, and those of the tail."""
+        slots = seen.bias, seen.position, seen.turn
+        start = jnp.broadcast_to(self.start, seen.used.shape)
+        k, v = (
+            quantized_rows(x.encoded, x.dtype, x.form.axis, offset=x.lead) for x in (self, values)
+        )
+        old = Piece(OPERATION, k, v, *slots, end=jnp.minimum(seen.used, start))
+        k, v = (dense_rows(x.tail, offset=-x.start) for x in (self, values))
+        return [old, Piece(OPERATION, k, v, *slots, first=start, end=seen.used)]
 
     def _from_rows(self, body: Array, tail: Array, axis: int) -> Array:
         """What encoded rows have and what the tail has, per slot."""

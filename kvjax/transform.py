@@ -181,6 +181,7 @@ class View:
       predicted: what the query was expected to be before this layer began, rotated,
         `[B, Q, T, D]`: the layer's query weights times the input of the attention before it. None
         where no transform needs it or the model does not give it.
+      implementation: of the operations in `pallas_kernels`, as given to `attend` (static).
     """
 
     cache: KVCache
@@ -189,6 +190,7 @@ class View:
     fresh: int = field(default=0, metadata={"static": True})
     rows: tuple[Array, Array] | None = None
     predicted: Float[Array, "B Q T D"] | None = None
+    implementation: str | None = field(default=None, metadata={"static": True})
 
     def take(self, index: Int[Array, "B K N"], fixed: int = 0, fresh: int = 0) -> View:
         """A selection of this view's entries (-1 = none). Only indices are composed."""

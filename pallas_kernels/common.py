@@ -45,14 +45,19 @@ def check_implementation(
         raise ValueError(f"implementation must be None or one of {offered}, got {implementation!r}")
 
 
-def choose_implementation(implementation: str | None) -> str:
+def choose_implementation(implementation: str | None, *stores: Array | None) -> str:
     """What runs of an operation with a kernel: what is named, else the best that can run here.
 
     Naming `"pallas"` on a machine without a GPU is no error by itself, since code can be lowered
     for another machine; Pallas refuses it when it comes to compiling for a CPU.
 
+    Args:
+      implementation: as given by the caller.
+      stores: arrays that the kernel reads where they are.
+
     Raises:
-      ValueError: an unknown name, or `"pallas"` on a GPU that is too old for it.
+      ValueError: an unknown name; `"pallas"` on a GPU that is too old for it, or for a store that
+        it cannot address.
     """
     check_implementation(implementation, WITH_KERNEL)
     capability = gpu_capability()
@@ -62,7 +67,18 @@ def choose_implementation(implementation: str | None) -> str:
             f"implementation='pallas' needs a CUDA GPU of compute capability "
             f"{OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer, got {capability[0]}.{capability[1]}"
         )
-    return implementation or ("pallas" if able else "xla")
+    too_large = [x.shape for x in stores if x is not None and _is_unaddressable(x)]
+    if implementation == "pallas" and too_large:
+        raise ValueError(
+            "implementation='pallas' takes no arrays of 2 to 4 GiB whose elements are bytes, got "
+            f"shape {too_large[0]}"
+        )
+    return implementation or ("pallas" if able and not too_large else "xla")
+
+
+def _is_unaddressable(x: Array) -> bool:
+    """Pallas counts elements in 32 bits, with a sign, wherever 32 bits can count the bytes."""
+    return x.dtype.itemsize == 1 and 2**31 <= x.size <= 2**32
 
 
 def gpu_capability() -> tuple[int, int] | None:

@@ -49,8 +49,8 @@ def quantized_attention(
       probabilities or None.
 
     Raises:
-      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
-        GPU is too old for.
+      ValueError: shapes that do not fit each other; an unknown implementation, one that the GPU is
+        too old for, or `"pallas"` for `values` of 2 to 4 GiB (None then takes XLA).
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,7 +63,7 @@ def quantized_attention(
       >>> out.tolist()
       [[[[[127.0, 4.0]]]]]
     """
-    chosen = choose_implementation(implementation)
+    chosen = choose_implementation(implementation, k.values, v.values)
     _check(q, k, v, bias, query_position, key_position)
     check_used(used, q)
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -82,7 +83,7 @@ def join_attention(
       >>> out.item(), [w.item() for w in weights]
       (2.0, [0.5, 0.5])
     """
-    total = jnp.logaddexp(*(lse for _, lse in parts)) if len(parts) == 2 else parts[0][1]
+    total = jax.nn.logsumexp(jnp.stack([lse for _, lse in parts]), axis=0)
     weights = [jnp.where(lse > -jnp.inf, jnp.exp(lse - total), 0.0) for _, lse in parts]
     out = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
     return out, total, weights

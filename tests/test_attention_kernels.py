@@ -14,9 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvjax
 from pallas_kernels import common, decode_attention, gather_attention
-from tests.attending import attend
 from tests.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
 from tests.lowering import KERNEL, lower_for_cuda
 from tests.tolerances import close
@@ -132,7 +130,8 @@ def _any_list(*args):
     ("group", "dim", "tokens"), [(1, 64, 1), (4, 128, 1), (7, 80, 3), (16, 96, 5)]
 )
 def test_kernels_lower_for_cuda_and_take_the_store_as_it_is(group, dim, tokens, dtype):
-    heads, slots = 8, 4099
+    heads = 8
+    slots = 4_200_001 if dtype == "bfloat16" else 4099  # where offsets need 64 bits, and where not
     struct = jax.ShapeDtypeStruct
     store = struct((2, heads, slots, dim), dtype)
     bias, position = (struct((2, heads, slots), x) for x in (jnp.float32, jnp.int32))
@@ -150,31 +149,6 @@ def test_kernels_lower_for_cuda_and_take_the_store_as_it_is(group, dim, tokens, 
         assert len(taken) > len(others) == 0, others
 
 
-@pytest.mark.parametrize("transform", [kvjax.Full(), kvjax.H2O(budget=16)], ids=repr)
-def test_attend_decodes_with_the_kernel(transform, small_tiles):
-    rng = np.random.default_rng(0)
-
-    def draw(heads, tokens):
-        return jnp.asarray(rng.normal(size=(2, heads, tokens, 16)), jnp.float32)
-
-    cache = kvjax.init_cache(
-        transform, batch=2, kv_heads=2, query_heads=4, head_dim=16, max_prompt=20, max_new=2
-    )
-    place = np.arange(20)
-    positions = jnp.asarray(np.stack((place, np.where(place < 7, place, -1))), jnp.int32)
-    prompt = (draw(4, 20), *[draw(2, 20)] * 2, positions)
-    _, cache = attend(transform, cache, *prompt, phase="prompt")
-    token = (draw(4, 1), *[draw(2, 1)] * 2, jnp.array([[20], [7]]))
-    out, after = attend(transform, cache, *token, phase="decode")
-    again, after_again = attend(
-        transform, cache, *token, phase="decode", implementation="interpret"
-    )
-    close(again, out)
-    leaves = [jax.tree.leaves(x.kv.columns) for x in (after, after_again)]
-    for one, other in zip(*leaves, strict=True):
-        close(other, one, what="attention that slots received")
-
-
 @pytest.mark.parametrize(
     ("capability", "chosen"),
     [(None, "xla"), ((7, 5), "xla"), ((8, 0), "pallas"), ((9, 0), "pallas")],
@@ -189,6 +163,23 @@ def test_none_takes_the_kernel_where_it_can_run(monkeypatch, capability, chosen)
             common.choose_implementation("pallas")
     else:
         assert common.choose_implementation("pallas") == "pallas"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slots", "fits"),
+    [("int8", 2**21, False), ("int8", 2**21 - 1, True), ("int8", 2**22 + 1, True),
+     ("uint8", 2**22, False), ("bfloat16", 2**21, True), ("bfloat16", 2**24, True)],
+)  # fmt: skip
+def test_bytes_that_32_bits_with_a_sign_cannot_count(monkeypatch, dtype, slots, fits):
+    monkeypatch.setattr(common, "gpu_capability", lambda: (9, 0))
+    store = jax.ShapeDtypeStruct((1, 8, slots, 128), dtype)
+    assert common.choose_implementation(None, store) == ("pallas" if fits else "xla")
+    assert common.choose_implementation("interpret", None, store) == "interpret"
+    if fits:
+        assert common.choose_implementation("pallas", store) == "pallas"
+    else:
+        with pytest.raises(ValueError, match=r"2 to 4 GiB .* got shape \(1, 8, 20971"):
+            common.choose_implementation("pallas", jax.ShapeDtypeStruct((1, 8, 2**21, 128), dtype))
 
 
 @pytest.mark.parametrize("version", ["cuda 13000", "rocm 60000"])

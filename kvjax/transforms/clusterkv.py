@@ -133,13 +133,14 @@ class ClusterKV(KVTransform):
         cache, tail = view.cache, view.cache.tail
         order = rank_clusters(
             by_group(query, cache), state.centroids, state.sizes,
-            per_query_head=self.per_query_head,
+            per_query_head=self.per_query_head, implementation=view.implementation,
         )  # fmt: skip
         sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
         _, length = tail.lists
         chosen = build_indices(
-            sinks_first, *state.with_sinks(), state.budget[:, None], length=length
-        )
+            sinks_first, *state.with_sinks(), state.budget[:, None], length=length,
+            implementation=view.implementation,
+        )  # fmt: skip
         new = jnp.arange(cache.tail_slots, dtype=jnp.int32)
         new = jnp.where(new < tail.count, tail.start + new, -1)
         new = jnp.broadcast_to(new, (*chosen.shape[:2], new.size))

@@ -130,7 +130,9 @@ class Quest(KVTransform):
         count = state.prompt + new
         state = self._add_newest(cache, state, count)
         lists, length = cache.tail.lists
-        score = page_scores(by_group(query, cache), state.low, state.high)
+        score = page_scores(
+            by_group(query, cache), state.low, state.high, implementation=view.implementation
+        )
         if not self.per_query_head:
             score = score.max(2)
         score = score.reshape(len(score), lists, -1)
