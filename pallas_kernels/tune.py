@@ -18,12 +18,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.codebook import References
 from pallas_kernels.common import OLDEST_GPU, default_device, gpu_capability
+from pallas_kernels.quantized import Encoded
+from pallas_kernels.rotation import Turn
 from pallas_kernels.split_attention import Slots, split_attention
-from pallas_kernels.stored_rows import dense_rows
+from pallas_kernels.stored_rows import Rows, codebook_rows, dense_rows, quantized_rows
 from pallas_kernels.tiles import PATH, Tile, generation, table
 
-TILE_BYTES, WARPS, STAGES, PROGRAMS = (8192, 16384, 32768), (4, 8), (2, 3, 4), (1, 2, 4)
+GROUP = 32  # values of a group of 4 bits
+TILE_BYTES, WARPS, STAGES, PROGRAMS = (4096, 8192, 16384, 32768), (4, 8), (2, 3, 4), (1, 2, 4)
 
 
 class Work(NamedTuple):
@@ -31,6 +35,7 @@ class Work(NamedTuple):
 
     rows: int
     slots: int
+    form: str = "dense"  # or "int8", "4 bits", "codebook"
     listed: int | None = None  # how many slots are gathered; None: all are read
     heads: int = 8
     group: int = 4
@@ -40,16 +45,22 @@ class Work(NamedTuple):
     @property
     def bytes(self) -> int:
         """What must be read: keys, values, and of each place its bias, position and entry."""
-        per_slot = 2 * self.channels * jnp.dtype(self.dtype).itemsize + 8
-        if self.listed is None:
-            return self.rows * self.heads * self.slots * per_slot
-        return self.rows * self.heads * self.listed * (per_slot + 4)
+        places = self.rows * self.heads * (self.listed or self.slots)
+        per_place = 8 if self.listed is None else 12
+        stored = jax.eval_shape(lambda: operands(self)[1])
+        # A list reads its share of the store, a codebook's entries are read once.
+        share = 1 if self.listed is None else self.listed / self.slots
+        return places * per_place + int(
+            2 * share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
+        )
 
 
 # Larger than any L2, so that what is measured is memory.
 WORKS = {
     "decode_attention": (Work(1, 65_536), Work(16, 16_384)),
-    "gather_attention": (Work(1, 131_072, 4096), Work(16, 32_768, 2048)),
+    "gather_attention": (Work(1, 131_072, listed=4096), Work(16, 32_768, listed=2048)),
+    "quantized_attention": (Work(1, 131_072, "int8"), Work(16, 32_768, "4 bits")),
+    "codebook_attention": (Work(1, 65_536, "codebook"), Work(16, 16_384, "codebook")),
 }
 
 
@@ -129,7 +140,7 @@ def operands(work: Work) -> tuple:
     keys = jax.random.split(jax.random.key(0), 4)
     store = (work.rows, work.heads, work.slots, work.channels)
     q = jax.random.normal(keys[0], (work.rows, work.heads, work.group, 1, work.channels))
-    k, v = (jax.random.normal(key, store, work.dtype) for key in keys[1:3])
+    k, v = (_stored(key, store, work) for key in keys[1:3])
     bias = jnp.zeros(store[:3], jnp.float32)
     position = jnp.broadcast_to(jnp.arange(work.slots, dtype=jnp.int32)[None, None], store[:3])
     places, index = work.slots, None
@@ -138,16 +149,46 @@ def operands(work: Work) -> tuple:
         index = jax.random.randint(keys[3], (*store[:2], places), 0, work.slots, jnp.int32)
     end = jnp.full(store[:2], places, jnp.int32)
     query = jnp.full((work.rows, 1), work.slots - 1, jnp.int32)
-    return q.astype(work.dtype), k, v, Slots(bias, position, end, index=index), query
+    slots = Slots(bias, position, end, index=index)
+    turn = None
+    if work.form == "codebook":  # whose keys are stored unrotated
+        turn = 1 / 500_000.0 ** (jnp.arange(0, work.channels, 2) / work.channels)[None]
+    return q.astype(work.dtype), k, v, slots, query, turn
 
 
-def attention(q, k, v, slots: Slots, query, tile: Tile, interpret: bool = False) -> jax.Array:
+def _stored(key: jax.Array, store: tuple[int, ...], work: Work) -> jax.Array | Encoded | References:
+    """Random keys or values in the form of a work."""
+    if work.form == "dense":
+        return jax.random.normal(key, store, work.dtype)
+    if work.form == "int8":
+        values = jax.random.randint(key, store, -127, 128, jnp.int8)
+        return Encoded(values, jnp.full(store[:3], 0.01, jnp.float32))
+    if work.form == "4 bits":
+        half, groups = ((*store[:3], store[3] // n) for n in (2, GROUP))
+        values = jax.random.randint(key, half, 0, 256, jnp.uint8)
+        return Encoded(values, *(jnp.full(groups, x, work.dtype) for x in (0.1, -0.7)))
+    entries = min(work.heads * work.slots // 4, 2**16)
+    book = jax.random.normal(key, (work.rows, 1, entries, work.channels), work.dtype)
+    index = jax.random.randint(key, store[:3], 0, entries, jnp.int32).astype(jnp.uint16)
+    return References(book, index, jnp.ones(store[:3], work.dtype))
+
+
+def attention(
+    q: jax.Array, k, v, slots: Slots, query, frequencies, tile: Tile, interpret: bool = False
+) -> jax.Array:
     """The call that is measured."""
+    turn = None if frequencies is None else Turn(frequencies, slots.position)
     return split_attention(
-        q, dense_rows(k), dense_rows(v), slots, query,
-        scale=q.shape[-1] ** -0.5, window=None, soft_cap=None, tile=tile,
-        with_logits=False, interpret=interpret, dtype=v.dtype,
+        q, _rows(k, q.dtype), _rows(v, q.dtype), slots, query, scale=q.shape[-1] ** -0.5,
+        window=None, soft_cap=None, tile=tile, with_logits=False, interpret=interpret,
+        dtype=q.dtype, turn=turn,
     )[0]  # fmt: skip
+
+
+def _rows(x: jax.Array | Encoded | References, dtype: jnp.dtype) -> Rows:
+    if isinstance(x, Encoded):
+        return quantized_rows(x, dtype)
+    return codebook_rows(x) if isinstance(x, References) else dense_rows(x)
 
 
 def timed(tile: Tile, arguments: tuple, repeat: int = 50) -> Callable[[], float]:

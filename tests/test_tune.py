@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import common, tiles, tune
+from pallas_kernels import common, dequantise_slots, tiles, tune
 from pallas_kernels.tiles import Tile
 from tests.attending import OPTIONS
 from tests.references.attention import softmax_attention
@@ -83,17 +83,42 @@ def test_what_was_found_replaces_its_row_alone(tmp_path):
     assert new == old, "and the table in memory is not touched"
 
 
-@pytest.mark.parametrize("work", [tune.Work(1, 40), tune.Work(2, 40, listed=24)], ids=str)
+@pytest.mark.parametrize(
+    "work", [tune.Work(1, 40), tune.Work(2, 40, listed=24), tune.Work(1, 40, "int8")], ids=str
+)
 def test_what_is_measured_is_attention(work):
     work = work._replace(heads=2, channels=16, dtype="float32")
     made = jax.jit(tune.operands, static_argnums=0, compiler_options=OPTIONS)
-    q, k, v, slots, query = made(work)
+    q, k, v, slots, query, _ = operands = made(work)
     call = functools.partial(tune.attention, tile=SIZES, interpret=True)
-    out = jax.jit(call, compiler_options=OPTIONS)(q, k, v, slots, query)
+    out = jax.jit(call, compiler_options=OPTIONS)(*operands)
+    k, v = (dequantise_slots(*x[:2]) if work.form == "int8" else x for x in (k, v))
     for b, h in np.ndindex(out.shape[:2]):
         at = slice(None) if slots.index is None else np.asarray(slots.index)[b, h]
         one = (q[b, h], k[b, h][at], v[b, h][at], query[b], slots.position[b, h][at])
         close(out[b, h], softmax_attention(*one)[0])
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (tune.Work(2, 100), 2 * 8 * 100 * (4 * 128 + 8)),
+        (tune.Work(2, 100, listed=10), 2 * 8 * 10 * (4 * 128 + 12)),
+        (tune.Work(1, 100, "int8"), 8 * 100 * (2 * (128 + 4) + 8)),
+        (tune.Work(1, 100, "4 bits"), 8 * 100 * (2 * (64 + 2 * 4 * 2) + 8)),
+        (tune.Work(1, 100, "codebook"), 2 * 200 * 128 * 2 + 8 * 100 * (2 * (2 + 2) + 8)),
+    ],
+    ids=str,
+)
+def test_bytes_are_those_that_must_be_read(work, expected):
+    assert work.bytes == expected
+
+
+@pytest.mark.parametrize("form", ["4 bits", "codebook"])
+def test_other_forms_can_be_measured(form):
+    work = tune.Work(1, 40, form, heads=2, channels=32, dtype="float32")
+    out = tune.attention(*tune.operands(work), tile=SIZES, interpret=True)
+    assert out.shape == (1, 2, 4, 1, 32) and np.isfinite(out).all() and float(out.std()) > 0
 
 
 @pytest.mark.gpu
