@@ -8,7 +8,7 @@ from pallas_kernels.cluster_selection import build_indices, rank_clusters
 from pallas_kernels.codebook import References, codebook_logits, codebook_mix
 from pallas_kernels.codebook_attention import codebook_attention
 from pallas_kernels.decode_attention import decode_attention, decode_probabilities
-from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.gather_attention import ResidentRows, gather_attention
 from pallas_kernels.greedy_cover import greedy_cover
 from pallas_kernels.host_rows import host_rows
 from pallas_kernels.kmeans import kmeans
@@ -37,6 +37,7 @@ from pallas_kernels.soft_matching import soft_matching
 __all__ = [
     "Encoded",
     "References",
+    "ResidentRows",
     "Turn",
     "build_indices",
     "codebook_attention",

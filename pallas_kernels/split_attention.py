@@ -297,8 +297,8 @@ def _places(i, plan: _Plan):
 
 def _look(at, k, v, first, end, plan: _Plan, i):
     """Tile i: its slots, their bias and position, free where there is none, and their addresses."""
-    slot = _places(i, plan)
-    there = (slot >= first) & (slot < end)
+    slot = place = _places(i, plan)
+    there = (place >= first) & (place < end)
     if "index" in at:
         slot = plt.load(at["index"].at[slot], mask=there, other=NOWHERE)
         there &= slot >= 0
@@ -307,7 +307,9 @@ def _look(at, k, v, first, end, plan: _Plan, i):
     turned = position
     if "turn_position" in at:
         turned = plt.load(at["turn_position"].at[slot], mask=there, other=np.int32(0))
-    rows = (side.address(refs, slot, there) for side, refs in ((plan.keys, k), (plan.values, v)))
+    rows = (
+        side.address(refs, place, slot, there) for side, refs in ((plan.keys, k), (plan.values, v))
+    )
     return slot, mass, position, turned if "frequency" in at else None, *rows
 
 
