@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import NEG_INF
+from pallas_kernels.kernel_parts import dot, head_part, own_part, zero
 from pallas_kernels.rotation import Turn, cos_sin_of_turns, in_turns
 from pallas_kernels.stored_rows import Part, Reader, Rows, cut
 from pallas_kernels.tiles import SMALLEST, Tile, power_of_two
@@ -134,7 +135,7 @@ def split_attention(
     )  # fmt: skip
 
     def spec(x: Array, axes: tuple[int, ...] | None) -> pl.BlockSpec:
-        return _rows_of(x, axes) if axes else _head_of(x, lists)
+        return own_part(x, axes) if axes else head_part(x, lists)
 
     parts = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
@@ -171,24 +172,6 @@ def _key_parts(reader: Reader, turn: Turn | None) -> tuple[list[_Pair], list[Par
     return turned, cut(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
 
 
-def _rows_of(x: Array, axes: tuple[int, ...]) -> pl.BlockSpec:
-    """What the ids of a program on these axes of the grid pick, all of the other axes of `x`."""
-    rest = x.ndim - len(axes)
-    shape = (None,) * len(axes) + x.shape[len(axes) :]
-    return pl.BlockSpec(shape, lambda *ids: (*(ids[axis] for axis in axes), *(0,) * rest))
-
-
-def _head_of(x: Array, lists: int) -> pl.BlockSpec:
-    """What the store has for a program's row and list; what all rows or heads share has size 1."""
-    rows, per_head = x.shape[0], lists // x.shape[1]
-
-    def pick(*ids):
-        head = ids[1] if per_head == 1 else jax.lax.div(ids[1], np.int32(per_head))
-        return (ids[0] if rows > 1 else 0, head, *(0,) * (x.ndim - 2))
-
-    return pl.BlockSpec((None, None, *x.shape[2:]), pick)
-
-
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -205,7 +188,7 @@ def _kernel(*refs, plan: _Plan):
 
     def queries(part: Part) -> Array:
         cell, there = cells(part)
-        return plt.load(at["q"].at[cell], mask=there, other=_zero(at["q"]))
+        return plt.load(at["q"].at[cell], mask=there, other=zero(at["q"].dtype))
 
     paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.pairs]
     plain = [(part, queries(part)) for part in plan.key_parts]
@@ -237,7 +220,7 @@ def _kernel(*refs, plan: _Plan):
         weights = _times(weights, plan.values.factor(v, slot, v_row, live))
         weights = weights.astype(plan.values.dtype)
         acc = tuple(
-            old * shrink[:, None] + _dot(weights, plan.values.load(v, part, v_row, live))
+            old * shrink[:, None] + dot(weights, plan.values.load(v, part, v_row, live))
             for old, part in zip(acc, plan.value_parts, strict=True)
         )
         return ahead, new_top, total, acc
@@ -267,9 +250,9 @@ def _products(at, k, plan: _Plan, paired, plain, row, live, position) -> Array:
         turns = position.astype(jnp.float32)[:, None] * frequency[None, :]
         cos, sin = cos_sin_of_turns(turns, plan.factor)
         for q, turned in ((q_a, a * cos - b * sin), (q_b, b * cos + a * sin)):
-            out += _dot(q, turned.astype(plan.keys.dtype).T)
+            out += dot(q, turned.astype(plan.keys.dtype).T)
     for part, q in plain:
-        out += _dot(q, plan.keys.load(k, part, row, live).T)
+        out += dot(q, plan.keys.load(k, part, row, live).T)
     return out
 
 
@@ -322,16 +305,6 @@ def _logits(products, mass, position, live, own, plan: _Plan):
     if plan.window is not None:
         visible &= position[None, :] > own[:, None] - plan.window
     return jnp.where(visible, logits + mass[None, :], NEG_INF)
-
-
-def _dot(a: Array, b: Array) -> Array:
-    # What is stored as float32 is not rounded to TF32's 10 bits on the way.
-    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _zero(ref) -> np.generic:
-    return np.zeros((), ref.dtype)[()]
 
 
 def _finite(top: Array) -> Array:
@@ -388,7 +361,9 @@ def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
     def add(i, acc):
         part, weight = weigh(i * PARTS, PARTS, finite)
         there = (part < parts)[:, None] & is_channel[None, :]
-        rows = plt.load(part_out.at[part[:, None], channel[None, :]], mask=there, other=_zero(lse))
+        rows = plt.load(
+            part_out.at[part[:, None], channel[None, :]], mask=there, other=zero(lse.dtype)
+        )
         return acc + (rows * weight[:, None]).sum(0)
 
     acc = jnp.zeros(channel.shape, jnp.float32)

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.codebook import References
+from pallas_kernels.kernel_parts import zero
 from pallas_kernels.quantized import Axis, Encoded
 from pallas_kernels.tiles import SMALLEST, power_of_two
 
@@ -188,7 +189,7 @@ class FourBitReader(Reader):
         """The scale or low of each number, `[N, 1]` or `[N, W]`."""
         if self.axis == "token":  # parts do not straddle groups
             own = ref.at[row, part.first // self.group]
-            return plt.load(own, mask=wanted, other=_zero(ref)).astype(jnp.float32)[:, None]
+            return plt.load(own, mask=wanted, other=zero(ref.dtype)).astype(jnp.float32)[:, None]
         row = jax.lax.div(row, jnp.full_like(row, self.group))
         mask = wanted[:, None] & part.there[None, :]
         return _load(ref, row, part.numbers, mask).astype(jnp.float32)
@@ -224,7 +225,7 @@ class CodebookReader(Reader):
 
     def address(self, at, place, slot, there):
         """The entries of slots."""
-        entry = plt.load(at["index"].at[slot], mask=there, other=_zero(at["index"]))
+        entry = plt.load(at["index"].at[slot], mask=there, other=zero(at["index"].dtype))
         return entry.astype(jnp.int32)
 
     def load(self, at, part, row, wanted):
@@ -235,7 +236,7 @@ class CodebookReader(Reader):
         """The slots' magnitudes."""
         if "magnitude" not in at:
             return None
-        own = plt.load(at["magnitude"].at[slot], mask=wanted, other=_zero(at["magnitude"]))
+        own = plt.load(at["magnitude"].at[slot], mask=wanted, other=zero(at["magnitude"].dtype))
         return own.astype(jnp.float32)
 
 
@@ -256,8 +257,4 @@ def _offset(offset: Int[Array, ""] | None, like: Array) -> dict[str, Array]:
 
 
 def _load(ref, row: Array, column: Array, mask: Array) -> Array:
-    return plt.load(ref.at[row[:, None], column[None, :]], mask=mask, other=_zero(ref))
-
-
-def _zero(ref) -> np.generic:
-    return np.zeros((), ref.dtype)[()]
+    return plt.load(ref.at[row[:, None], column[None, :]], mask=mask, other=zero(ref.dtype))

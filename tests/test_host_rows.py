@@ -132,9 +132,9 @@ def test_only_pieces_cross():
     store = to_host(jnp.zeros((ROWS, HEADS, SLOTS, DIM)))
     rows = jnp.zeros((ROWS, HEADS, 40, DIM))
     index = jnp.zeros((ROWS, HEADS, 40), jnp.int32)
-    traced = jax.make_jaxpr(lambda s, r, i: host_rows((s, s), (r, r), i, i >= 0))(
-        store, rows, index
-    )
+    traced = jax.make_jaxpr(
+        lambda s, r, i: host_rows((s, s), (r, r), i, i >= 0, implementation="xla")
+    )(store, rows, index)
     assert sorted(moved(traced.jaxpr)) == [DIM, DIM, 16 * DIM, 16 * DIM]
 
 
@@ -152,7 +152,8 @@ def test_pieces_are_as_few_as_can_be(monkeypatch):
     index = np.concatenate((np.array([90, 3]), np.arange(7, 47), np.array([60, 61])))[None, None]
     store = to_host(jnp.zeros((1, 1, SLOTS, DIM)))
     rows = jnp.zeros((1, 1, index.size, DIM))
-    host_rows((store,), (rows,), jnp.asarray(index, jnp.int32), jnp.ones(index.shape, bool))
+    index, missing = jnp.asarray(index, jnp.int32), jnp.ones(index.shape, bool)
+    host_rows((store,), (rows,), index, missing, implementation="xla")
     assert counted == [(16, 2), (1, 2 + 8 + 2)]
 
 
