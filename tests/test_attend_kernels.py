@@ -18,6 +18,8 @@ FOUR_BITS = {"bits": 4, "group": 8}
 TRANSFORMS = [
     kvjax.Full(),
     kvjax.H2O(budget=16),
+    kvjax.Every(kvjax.SnapKV(8, window=4), steps=2),
+    kvjax.CaM(kvjax.StreamingLLM(12, sinks=2)),
     kvjax.Quantize(),
     kvjax.Quantize(bits="float8"),
     kvjax.Quantize(**FOUR_BITS, key_axis="token"),

@@ -143,7 +143,6 @@ def window_attention(
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
     kind = {"scale": step.scale, "window": step.window, "soft_cap": step.soft_cap}
-    kind["implementation"] = step.implementation
     position = step.query_position[:, -window:]
     if weight is not None:
         position = jnp.where(weight > 0, position, -1)
