@@ -71,8 +71,8 @@ def attend(
         rotated or not as `q` is, for transforms that choose slots before the layer's own query is
         there (`transform.needs.predicted_query`). None: they use `q`. Ignored in a prompt.
       implementation: of the operations in `pallas_kernels` that a decode step makes: "pallas",
-        "interpret" (their kernels, interpreted), "xla", or None, the best that can run. A prompt has
-        XLA alone. Kernels see the arrays of one device: under automatic sharding name "xla", or
+        "interpret" (their kernels, interpreted), "xla", or None, the best that can run. A prompt
+        has XLA alone. Kernels see the arrays of one device: under automatic sharding name "xla", or
         call `attend` inside `shard_map`.
 
     Returns:

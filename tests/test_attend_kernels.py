@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 import kvjax
 from tests.attending import Tokens, attend, right
 from tests.attention_cases import KERNELS, use_small_tiles
+from tests.lowering import KERNEL, lower_for_cuda
 from tests.tolerances import close
+
+PLACEMENT = {"annotate_device_placement", "Sharding", "mhlo.topk"}  # of a device's own
 
 PROMPTS, STEPS, DIM = (20, 7), 4, 16
 ROPE = kvjax.Rope(jnp.asarray(1.0 / 50.0 ** (np.arange(0, DIM, 2) / DIM), jnp.float32))
@@ -67,6 +72,32 @@ def test_steps_are_those_of_xla(transform, implementation):
     leaves = [jax.tree.leaves((x.kv.columns, x.kv.position)) for x in (after, cache)]
     for one, other in zip(*leaves, strict=True):
         close(other, one, what="attention that slots received, and what is left")
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+def test_a_loop_of_steps_lowers_for_cuda_and_never_waits_for_the_host(transform):
+    tokens = Tokens.random(rows=2, head_dim=DIM)
+
+    def loop(cache, q, k, v):
+        def step(i, carry):
+            cache, out = carry
+            position = jnp.full((2, 1), i, jnp.int32)
+            out, cache = kvjax.attend(
+                transform, cache, q + out, k, v, position, phase="decode", rope=ROPE,
+                implementation="pallas",
+            )  # fmt: skip
+            return cache, out
+
+        return jax.lax.fori_loop(0, STEPS, step, (cache, jnp.zeros_like(q)))
+
+    cache = kvjax.init_cache(
+        transform, batch=2, kv_heads=2, query_heads=4, head_dim=DIM, max_prompt=20, max_new=STEPS
+    )
+    text = lower_for_cuda(loop, cache, *tokens.at(np.zeros((2, 1), int))[:3])
+    assert KERNEL in text
+    calls = set(re.findall(r"custom_call @(\S+?)\(", text)) - {KERNEL, *PLACEMENT}
+    assert not calls, f"{calls} may wait for the host"
+    assert not re.findall(r"stablehlo\.(infeed|outfeed|send|recv)", text)
 
 
 def test_a_prompt_has_no_kernel():
