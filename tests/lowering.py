@@ -20,7 +20,9 @@ def _gpu():
     """Since 0.11, Pallas wants to know for which device; 0.10 takes one without asking."""
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+    # Automatic, since nothing here is about how arrays are divided.
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    return use_abstract_mesh(mesh)
