@@ -61,7 +61,7 @@ class Reader:
     Args:
       channels: D.
       grain: channels of a part at most; it divides what may not be parted.
-      row_bytes: of a stored row.
+      row_bytes: of a row as a tile holds it.
       dtype: of rows as they are read.
     """
 
@@ -208,12 +208,13 @@ def quantized_rows(
     if low is None:
         reader = EightBitReader(bytes_of_row, bytes_of_row, bytes_of_row, jnp.dtype(dtype))
         return Rows(reader, arrays)
-    channels = 2 * bytes_of_row
+    channels, in_hand = 2 * bytes_of_row, bytes_of_row
     if axis == "token":
         group = grain = channels // scale.shape[3]
     else:
         group, grain = values.shape[2] // scale.shape[2], bytes_of_row
-    reader = FourBitReader(channels, grain, bytes_of_row, jnp.dtype(dtype), group, axis)
+        in_hand *= scale.dtype.itemsize  # scale and low of every number are loaded beside it
+    reader = FourBitReader(channels, grain, in_hand, jnp.dtype(dtype), group, axis)
     return Rows(reader, {**arrays, "low": low})
 
 

@@ -1,0 +1,7 @@
+# See README.md. PYTHON=... takes another interpreter; make aot wants one with jax[cuda13].
+PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
+
+.PHONY: test aot bench-kernels
+test: ; $(PYTHON) -m pytest
+aot: ; $(PYTHON) -m tests.compile_for_gpus
+bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out benchmarks/results/kernels.json
