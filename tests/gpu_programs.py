@@ -210,36 +210,13 @@ def _selecting(heads: Heads) -> Iterator[GPUProgram]:
                              implementation=implementation)  # fmt: skip
 
     each = functools.partial(ops.rank_clusters, per_query_head=True)
+    chosen_by = grouped, centroids, sizes
     for name, call, args, stores in (
-        (
-            "rank_clusters",
-            "rank_clusters",
-            ops.rank_clusters,
-            (grouped, centroids, sizes),
-            (centroids,),
-        ),
-        (
-            "rank_clusters per query head",
-            "rank_clusters",
-            each,
-            (grouped, centroids, sizes),
-            (centroids,),
-        ),
+        ("rank_clusters", ops.rank_clusters, chosen_by, (centroids,)),
+        ("rank_clusters per query head", each, chosen_by, (centroids,)),
         ("build_indices", build, (order, sizes, sizes, count), (store,)),
-        (
-            "page_scores",
-            "page_scores",
-            ops.page_scores,
-            (grouped, bounds, bounds),
-            (bounds, bounds),
-        ),
-        (
-            "host_rows",
-            "host_rows",
-            fetch,
-            (store, store, rows, rows, index, missing),
-            (store, store),
-        ),
+        ("page_scores", ops.page_scores, (grouped, bounds, bounds), (bounds, bounds)),
+        ("host_rows", fetch, (store, store, rows, rows, index, missing), (store, store)),
     ):
         function = functools.partial(call, implementation="pallas")
         size, kernel = bytes_of(*stores), name.split()[0]
