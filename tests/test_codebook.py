@@ -111,6 +111,7 @@ def payload_of(book: Book, slots=SLOTS):
     return encode(x, position, np.ones(x.shape[:3], bool), book)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("book", [Book(0.9, 60, True)], ids=str)
 def test_moving(book):
     payload = payload_of(book)

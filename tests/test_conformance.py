@@ -200,9 +200,10 @@ TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infi
 
 # What others in the table show nearly as well; they run with the slow tests.
 SLOW = {
-    "cam_prompt", "clusterkv_offload", "clusterkv_per_query_head", "every_kvcrush", "float_h2o",
-    "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "pyramidinfer_paper",
-    "quest_offload", "snapkv_clusterkv", "spindlekv", "spindlekv_unfold",
+    "cam", "cam_prompt", "clusterkv_offload", "clusterkv_per_query_head", "every_kvcrush",
+    "float_h2o", "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "per_layer",
+    "pyramidinfer_paper", "quest_offload", "reposition", "snapkv_clusterkv", "spindlekv",
+    "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip
 

@@ -22,7 +22,12 @@ def modules() -> list[str]:
     return sorted(names)
 
 
-@pytest.mark.parametrize("name", modules())
+SLOW = {"kvjax.evaluation.compare"}  # asks the bundled model
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in modules()]
+)
 def test_examples_run(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0

@@ -110,7 +110,11 @@ STORED = (
     "chain(snapkv, quantize(bits=4, group=8, residual=8))",
     "chain(quantize, quest(page=4, dense_layers=()))",
 )
-SLOW = {"layer_budget", "spindlekv", *STORED}
+# What others show nearly as well; they run with the slow tests.
+SLOW = {
+    "chelsea", "infinigen", "kvmerger", "layer_budget", "pyramidinfer", "pyramidkv", "quest",
+    "spindlekv", *STORED,
+}  # fmt: skip
 
 
 def names(chosen) -> list:

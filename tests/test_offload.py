@@ -105,7 +105,10 @@ CASES = {
 }
 
 
-SLOW = {"a share", "every step", "a list of one", "everything", "after SnapKV"}
+SLOW = {
+    "a share", "every step", "a list of one", "everything", "after SnapKV", "after KVMerger",
+    "query heads", "one step",
+}  # fmt: skip
 every_case = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 )

@@ -48,7 +48,10 @@ PAYLOADS = {
         1e-6,
     ),
 }  # fmt: skip
-every_payload = pytest.mark.parametrize("name", PAYLOADS)
+SLOW = {"codebook"}  # to be compiled
+every_payload = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PAYLOADS]
+)
 # They begin a tail for new tokens, and write nowhere else.
 WITH_TAIL = ("offloaded", "4 bits, channel")
 
