@@ -40,6 +40,7 @@ from pallas_kernels import (
 )
 
 STEPS = 16  # of a cache in one call
+SPARE = 16  # slots
 HOST_ROWS = 1024  # per head, that come from host memory
 Run = Callable[[], Any]  # makes all calls of a measurement, waits, and gives what the last one gave
 
@@ -166,6 +167,8 @@ def dense_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Sid
         rows = min(rows, shape.tokens // 4)
 
         def call(q, index, k, v, *slots, implementation):
+            # The list depends on what came before, as that of a step does.
+            index = index + (0 * q.max()).astype(index.dtype)
             return attend(q, k, v, index, *slots, implementation=implementation)
 
         args = (x.q, lists(shape, rows), x.k, x.v, x.bias, x.query, x.position)
@@ -187,7 +190,24 @@ def eight_bit_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator
         encode = functools.partial(quantise_slots, dtype=dtype)
         k, v = (encoded(rows, encode) for rows in (x.k, x.v))
         size = shape.quantized_bytes(8)
-        yield from both(names, "quantized_attention", size, call, x.q, k, v, *x[3:], form=form)
+        slots = (spare(x.bias, -jnp.inf), x.query, spare(x.position, -1), x.used)
+        args = (x.q, spare(k), spare(v), *slots)
+        yield from both(names, "quantized_attention", size, call, *args, form=form)
+
+
+@jax.jit
+def spare(tree, fill: float = 0):
+    """Arrays with room for some new tokens, as a cache has it.
+
+    It also takes the largest shape past what the kernels cannot address: see
+    `pallas_kernels.common`.
+    """
+
+    def widen(x: jax.Array) -> jax.Array:
+        pad = [(0, SPARE if axis == 2 else 0) for axis in range(x.ndim)]
+        return jnp.pad(x, pad, constant_values=jnp.asarray(fill, x.dtype))
+
+    return jax.tree.map(widen, tree)
 
 
 def four_bit_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:

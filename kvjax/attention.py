@@ -72,8 +72,8 @@ def attend(
         there (`transform.needs.predicted_query`). None: they use `q`. Ignored in a prompt.
       implementation: of the operations in `pallas_kernels` that a decode step makes: "pallas",
         "interpret" (their kernels, interpreted), "xla", or None, the best that can run. A prompt
-        has XLA alone. Kernels see the arrays of one device: under automatic sharding name "xla", or
-        call `attend` inside `shard_map`.
+        has XLA alone. Kernels see the arrays of one device: of arrays divided among several, None
+        takes XLA unless inside `shard_map`. They round queries to the dtype of what is stored.
 
     Returns:
       Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.

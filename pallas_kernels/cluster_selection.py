@@ -69,7 +69,7 @@ def rank_clusters(
       >>> rank_clusters(q, centroids, sizes).tolist()
       [[[1, 0, 2]]]
     """
-    chosen = choose_implementation(implementation)
+    chosen = choose_implementation(implementation, centroids)
     if q.ndim != 4:
         raise ValueError(f"q must be [B, H, G, D], got {q.shape}")
     clusters = sizes.shape[-1]
@@ -132,7 +132,7 @@ def build_indices(
       >>> build_indices(jnp.array([[[1, 0, 2]]]), sizes, starts, jnp.array([[4]]), 6).tolist()
       [[[3, 4, 0, 1, -1, -1]]]
     """
-    chosen = choose_implementation(implementation)
+    chosen = choose_implementation(implementation, order)
     rows, choices, _ = order.shape
     heads = sizes.shape[1]
     if choices % heads:

@@ -59,7 +59,7 @@ def codebook_attention(
       >>> out.tolist()
       [[[[[0.5, 0.5]]]]]
     """
-    chosen = choose_implementation(implementation)
+    chosen = choose_implementation(implementation, *k, *v)
     _check(q, k, v, bias, query_position, key_position)
     check_used(used, q)
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}

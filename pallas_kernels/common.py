@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int
 
 NEG_INF = float("-inf")
@@ -51,6 +52,9 @@ def choose_implementation(implementation: str | None, *stores: Array | None) -> 
     Naming `"pallas"` on a machine without a GPU is no error by itself, since code can be lowered
     for another machine; Pallas refuses it when it comes to compiling for a CPU.
 
+    A kernel sees the arrays of one device. Where arrays are divided among several automatically,
+    the best is XLA, which divides its own operations; inside `shard_map` it is the kernel.
+
     Args:
       implementation: as given by the caller.
       stores: arrays that the kernel reads where they are.
@@ -67,13 +71,15 @@ def choose_implementation(implementation: str | None, *stores: Array | None) -> 
             f"implementation='pallas' needs a CUDA GPU of compute capability "
             f"{OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer, got {capability[0]}.{capability[1]}"
         )
-    too_large = [x.shape for x in stores if x is not None and _is_unaddressable(x)]
+    stores = [x for x in stores if x is not None]
+    too_large = [x.shape for x in stores if _is_unaddressable(x)]
     if implementation == "pallas" and too_large:
         raise ValueError(
             "implementation='pallas' takes no arrays of 2 to 4 GiB whose elements are bytes, got "
             f"shape {too_large[0]}"
         )
-    return implementation or ("pallas" if able and not too_large else "xla")
+    able &= not too_large and not any(map(_is_divided, stores))
+    return implementation or ("pallas" if able else "xla")
 
 
 def _is_unaddressable(x: Array) -> bool:
@@ -81,10 +87,20 @@ def _is_unaddressable(x: Array) -> bool:
     return x.dtype.itemsize == 1 and 2**31 <= x.size <= 2**32
 
 
+def _is_divided(x: Array) -> bool:
+    """Whether it may lie on several devices, by a mesh whose axes XLA or JAX looks after."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(size > 1 and kind != AxisType.Manual for size, kind in kinds)
+
+
 def gpu_capability() -> tuple[int, int] | None:
     """Compute capability of the default device; None unless it is a CUDA GPU."""
     device = default_device()
-    if device is None or not device.client.platform_version.startswith("cuda"):
+    # A plugin's version begins with "PJRT C API", the built-in client's with "cuda".
+    if device is None or "cuda" not in device.client.platform_version:
         return None
     major, _, minor = str(device.compute_capability).partition(".")
     return int(major), int(minor or 0)

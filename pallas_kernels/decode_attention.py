@@ -73,7 +73,7 @@ def decode_attention(
       >>> out.tolist(), p.tolist()
       ([[[[[2.0, 4.0]]]]], [[[[[0.5, 0.5, 0.0]]]]])
     """
-    chosen = choose_implementation(implementation)
+    chosen = choose_implementation(implementation, k, v)
     check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
     check_used(used, q)
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}

@@ -88,7 +88,7 @@ def gather_attention(
       >>> out.tolist(), p.tolist()
       ([[[[[5.0, 5.5]]]]], [[[[[0.5, 0.5, 0.0]]]]])
     """
-    chosen = choose_implementation(implementation)
+    chosen = choose_implementation(implementation, k, v)
     check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
     if index.ndim != 3 or index.shape[:2] != q.shape[:2]:
         raise ValueError(f"index must be [B, K, N] with B, K = {q.shape[:2]}, got {index.shape}")

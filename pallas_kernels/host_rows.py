@@ -68,7 +68,7 @@ def host_rows(
       >>> jax.jit(host_rows)((store,), (jnp.zeros((1, 1, 2, 2)),), index, missing)[0].tolist()
       [[[[6.0, 7.0], [0.0, 0.0]]]]
     """
-    chosen = choose_implementation(implementation)
+    chosen = choose_implementation(implementation, *rows)
     _check(stores, rows, index, missing)
     if chosen != "xla":
         return _read(stores, rows, index, missing, chosen == "interpret")

@@ -52,7 +52,7 @@ def page_scores(
       >>> page_scores(jnp.array([[[[1.0, 1.0], [-1.0, -1.0]]]]), low, high).tolist()
       [[[[5.0], [1.0]]]]
     """
-    chosen = choose_implementation(implementation)
+    chosen = choose_implementation(implementation, low, high)
     if q.ndim != 4 or low.ndim != 4:
         raise ValueError(f"q must be [B, H, G, D] and low [B, H, P, D], got {q.shape}, {low.shape}")
     expected = (*q.shape[:2], low.shape[2], q.shape[3])

@@ -63,7 +63,7 @@ def quantized_attention(
       >>> out.tolist()
       [[[[[127.0, 4.0]]]]]
     """
-    chosen = choose_implementation(implementation, k.values, v.values)
+    chosen = choose_implementation(implementation, *k, *v)
     _check(q, k, v, bias, query_position, key_position)
     check_used(used, q)
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}

@@ -20,6 +20,19 @@ _COS = (1.0, -19.739208221435547, 64.93934631347656, -85.45356750488281, 60.1439
         -24.981836318969727)  # fmt: skip
 
 
+def _in_parts(number: float) -> list[float]:
+    """A number as a sum of four of 12 bits each."""
+    parts = []
+    for _ in range(4):
+        unit = 2.0 ** (math.frexp(number)[1] - 12)
+        parts.append(math.floor(number / unit) * unit)
+        number -= parts[-1]
+    return parts
+
+
+_UNITS = _in_parts(2**32 / (2 * math.pi))  # per radian
+
+
 class Turn(NamedTuple):
     """How stored keys are rotated when they are read (RoPE, arXiv 2104.09864).
 
@@ -27,7 +40,7 @@ class Turn(NamedTuple):
     pass through.
 
     Args:
-      inv_freq: inverse frequencies of the R pairs, of each row or of all.
+      inv_freq: inverse frequencies of the R pairs, of each row or of all; below 2π.
       position: of each slot.
       interleaved: pairs are neighbours (0,1), (2,3), ... instead of halves (0,R), (1,R+1), ...
       factor: that rotated channels are multiplied with.
@@ -79,9 +92,38 @@ def turn(
     return jnp.concatenate((turned.astype(x.dtype), rest), axis=-1)
 
 
-def in_turns(inv_freq: Float[Array, "#B R"]) -> Float[Array, "#B R"]:
-    """Frequencies in turns per position, as `cos_sin_of_turns` wants them."""
-    return inv_freq.astype(jnp.float32) * np.float32(1 / (2 * math.pi))
+def fixed_point(inv_freq: Float[Array, "#B R"]) -> Int[Array, "#B R"]:
+    """Frequencies below 2π as whole numbers of 2^-32 turns per position, modulo 2^32.
+
+    Products with positions wrap around where turns do, so nothing is lost at large positions: a
+    product in float32 is off by up to 0.004 radians at 131,072.
+
+    Example:
+      >>> import math
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.rotation import fixed_point
+      >>> fixed_point(jnp.array([[2 * math.pi / 2**20]])).tolist()  # not exactly so in float32
+      [[4096]]
+    """
+    # Halves of 12 bits, whose products with those of 2^32 / 2π are exact in float32.
+    inv_freq = inv_freq.astype(jnp.float32)
+    mask = np.uint32(0xFFFFF000)
+    bits = jax.lax.bitcast_convert_type(inv_freq, jnp.uint32) & mask
+    high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    whole, rest = jnp.zeros(inv_freq.shape, jnp.uint32), jnp.zeros(inv_freq.shape, jnp.float32)
+    for half in (high, inv_freq - high):
+        for part in _UNITS:
+            product = half * np.float32(part)
+            below = jnp.floor(product)
+            whole += below.astype(jnp.uint32)
+            rest += product - below
+    whole += jnp.floor(rest + 0.5).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(whole, jnp.int32)
+
+
+def turns_of(phase: Int[Array, "N W"]) -> Float[Array, "N W"]:
+    """What products of positions and `fixed_point` frequencies mean: -1/2 to 1/2 turns."""
+    return phase.astype(jnp.float32) * np.float32(2.0**-32)
 
 
 def cos_sin_of_turns(

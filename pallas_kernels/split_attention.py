@@ -22,11 +22,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import NEG_INF
 from pallas_kernels.kernel_parts import dot, head_part, own_part, zero
-from pallas_kernels.rotation import Turn, cos_sin_of_turns, in_turns
+from pallas_kernels.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
 from pallas_kernels.stored_rows import Part, Reader, Rows, cut
 from pallas_kernels.tiles import SMALLEST, Tile, power_of_two
 
-ROWS = 64  # query rows of a program at most: more would not leave room for its output
+# Of a program's queries: more would not leave room for its output. 64 rows of 128 channels in
+# bfloat16, as many as a matrix unit takes at a time.
+QUERY_BYTES = 16_384
+WIDE = 1024  # bytes of a row from which on only one tile at a time fits into shared memory
 PARTS = 32  # that are joined at a time
 NOTHING = np.float32(NEG_INF)
 NOWHERE = np.int32(-1)
@@ -64,6 +67,7 @@ class _Plan(NamedTuple):
     rows: int  # query rows of a program
     total_rows: int
     tokens: int
+    places: int
     block: int
     splits: int
     scale: float
@@ -103,7 +107,8 @@ def split_attention(
     rows, places = group * tokens, slots.places
     if not batch * lists * rows * places:
         return _nothing(q, dtype, places, with_logits)
-    row_tile = min(ROWS, max(SMALLEST, power_of_two(rows)))
+    in_hand = power_of_two(channels) * k.reader.dtype.itemsize
+    row_tile = min(max(SMALLEST, QUERY_BYTES // in_hand), max(SMALLEST, power_of_two(rows)))
     row_tiles = pl.cdiv(rows, row_tile)
     block = tile.block(max(k.reader.row_bytes, v.reader.row_bytes), places)
     splits = tile.splits(batch * lists * row_tiles, places, block)
@@ -117,7 +122,7 @@ def split_attention(
         **{f"v.{name}": (x, None) for name, x in v.arrays.items()},
     }  # fmt: skip
     if turn is not None:
-        inputs["frequency"] = (in_turns(turn.inv_freq)[:, None], None)
+        inputs["frequency"] = (fixed_point(turn.inv_freq)[:, None], None)
         if turn.position is not slots.position:
             inputs["turn_position"] = (turn.position, None)
     inputs = {name: (x, axes) for name, (x, axes) in inputs.items() if x is not None}
@@ -129,7 +134,7 @@ def split_attention(
         outputs["logits"] = (_float32(batch, lists, rows, places), own)
     pairs, key_parts = _key_parts(k.reader, turn)
     plan = _Plan(
-        row_tile, rows, tokens, block, splits, scale, window, soft_cap,
+        row_tile, rows, tokens, places, block, splits, scale, window, soft_cap,
         1.0 if turn is None else turn.factor, k.reader, v.reader, pairs, key_parts,
         cut(0, channels, v.reader.grain), (*inputs, *outputs),
     )  # fmt: skip
@@ -143,7 +148,9 @@ def split_attention(
         in_specs=[spec(*x) for x in inputs.values()],
         out_specs=[spec(*x) for x in outputs.values()],
         out_shape=[x for x, _ in outputs.values()],
-        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=plt.CompilerParams(
+            num_warps=tile.warps, num_stages=tile.stages if in_hand <= WIDE else 1
+        ),
         interpret=interpret,
         name="split_attention",
     )(*(x for x, _ in inputs.values()))
@@ -217,10 +224,10 @@ def _kernel(*refs, plan: _Plan):
         finite = _finite(new_top)
         weights, shrink = jnp.exp(seen - finite[:, None]), jnp.exp(top - finite)
         total = total * shrink + weights.sum(1)
-        weights = _times(weights, plan.values.factor(v, slot, v_row, live))
-        weights = weights.astype(plan.values.dtype)
+        factor, unit = _in_reach(plan.values.factor(v, slot, v_row, live), plan)
+        weights = _times(weights, factor).astype(plan.values.dtype)
         acc = tuple(
-            old * shrink[:, None] + dot(weights, plan.values.load(v, part, v_row, live))
+            old * shrink[:, None] + unit * dot(weights, plan.values.load(v, part, v_row, live))
             for old, part in zip(acc, plan.value_parts, strict=True)
         )
         return ahead, new_top, total, acc
@@ -245,15 +252,24 @@ def _products(at, k, plan: _Plan, paired, plain, row, live, position) -> Array:
         a, b = (plan.keys.load(k, part, row, live).astype(jnp.float32) for part in (pair.a, pair.b))
         frequency = plt.load(
             at["frequency"].at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
-            mask=pair.a.there, other=np.float32(0),
+            mask=pair.a.there, other=np.int32(0),
         )  # fmt: skip
-        turns = position.astype(jnp.float32)[:, None] * frequency[None, :]
+        turns = turns_of(position[:, None] * frequency[None, :])
         cos, sin = cos_sin_of_turns(turns, plan.factor)
         for q, turned in ((q_a, a * cos - b * sin), (q_b, b * cos + a * sin)):
             out += dot(q, turned.astype(plan.keys.dtype).T)
     for part, q in plain:
         out += dot(q, plan.keys.load(k, part, row, live).T)
     return out
+
+
+def _in_reach(factor: Float[Array, " N"] | None, plan: _Plan):
+    """Factors of values, and what float16 does not reach of them: a scale may be very small."""
+    if factor is None or plan.values.dtype != jnp.float16:
+        return factor, 1.0
+    unit = factor.max(0)
+    unit = jnp.where(unit > 0, unit, 1.0)
+    return factor / unit, unit
 
 
 def _times(x: Float[Array, "R N"], factor: Float[Array, " N"] | None) -> Float[Array, "R N"]:
@@ -265,7 +281,7 @@ def _part(at, plan: _Plan):
 
     And the places at which what is to be seen begins and ends.
     """
-    block, end = jnp.int32(plan.block), at["end"][...]
+    block, end = jnp.int32(plan.block), jnp.minimum(at["end"][...], plan.places)
     first = at["first"][...] if "first" in at else jnp.int32(0)
     lowest = jax.lax.div(first, block)
     last = jax.lax.div(end + (block - 1), block)

@@ -36,6 +36,16 @@ def strict_promotion(request):
 
 
 @pytest.fixture(scope="module", autouse=True)
+def whole_products():
+    """On a GPU, float32 products by XLA are TF32 ones by default, with 10 bits."""
+    if jax.default_backend() != "gpu":
+        yield
+        return
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def forget_compiled_code():
     """Frees what a module compiled, see `pytest_runtest_teardown`."""
     yield

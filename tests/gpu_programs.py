@@ -81,8 +81,7 @@ class Heads:
 HEADS = [
     Heads(kv, group, dim, dtype)
     for dtype in ("bfloat16", "float32")
-    for kv, group in ((8, 4), (2, 16))
-    for dim in (128, 96)
+    for kv, group, dim in ((8, 4, 128), (8, 4, 96), (2, 16, 128), (2, 16, 96), (1, 64, 256))
 ]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from pallas_kernels import ResidentRows, common, decode_attention, gather_attention
 from tests.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
@@ -53,6 +54,10 @@ def test_decode_with_lengths_and_without_probabilities(implementation, small_til
     options = {**case.options, "implementation": implementation, "probabilities": False}
     out, lse, p = run(call, case.args, **options)
     assert p is None
+    # More than there are slots: none of those is live either.
+    beyond = functools.partial(decode_attention, used=jnp.full((2, 2), SLOTS + 20, jnp.int32))
+    again, _, _ = run(beyond, case.args, **options)
+    close(again, out, "exact")
     expected = case.expected()
     close(out, expected[0])
     close(lse, expected[1])
@@ -198,22 +203,52 @@ def test_none_takes_the_kernel_where_it_can_run(monkeypatch, capability, chosen)
 )  # fmt: skip
 def test_bytes_that_32_bits_with_a_sign_cannot_count(monkeypatch, dtype, slots, fits):
     monkeypatch.setattr(common, "gpu_capability", lambda: (9, 0))
-    store = jax.ShapeDtypeStruct((1, 8, slots, 128), dtype)
-    assert common.choose_implementation(None, store) == ("pallas" if fits else "xla")
-    assert common.choose_implementation("interpret", None, store) == "interpret"
+    shape = 1, 8, slots, 128
+    assert chosen_for(None, shape, dtype) == ("pallas" if fits else "xla")
+    assert chosen_for("interpret", shape, dtype) == "interpret"
     if fits:
-        assert common.choose_implementation("pallas", store) == "pallas"
+        assert chosen_for("pallas", shape, dtype) == "pallas"
     else:
-        with pytest.raises(ValueError, match=r"2 to 4 GiB .* got shape \(1, 8, 20971"):
-            common.choose_implementation("pallas", jax.ShapeDtypeStruct((1, 8, 2**21, 128), dtype))
+        with pytest.raises(ValueError, match=r"2 to 4 GiB .* got shape \(1, 8, \d+, 128\)"):
+            chosen_for("pallas", shape, dtype)
 
 
-@pytest.mark.parametrize("version", ["cuda 13000", "rocm 60000"])
+def chosen_for(implementation, shape, dtype="float32"):
+    """What is chosen where an operation is traced with an array that need not be there."""
+    found = []
+
+    def operation(x):
+        found.append(common.choose_implementation(implementation, None, x))
+
+    jax.jit(operation).trace(jax.ShapeDtypeStruct(shape, dtype))
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "version", ["PJRT C API\ncuda 13000", "cuda 12090", "PJRT C API\nrocm 60000"]
+)
 def test_only_a_cuda_gpu_has_a_capability(monkeypatch, version):
     client = SimpleNamespace(platform_version=version)
     device = SimpleNamespace(platform="gpu", client=client, compute_capability="8.9", core_count=58)
     monkeypatch.setattr(common, "default_device", lambda: device)
-    assert common.gpu_capability() == ((8, 9) if version.startswith("cuda") else None)
+    assert common.gpu_capability() == ((8, 9) if "cuda" in version else None)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_found_and_its_kernels_are_taken():
+    assert common.gpu_capability() >= common.OLDEST_GPU
+    assert common.choose_implementation(None, jnp.zeros(3)) == "pallas"
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "chosen"),
+    [(1, "Auto", "pallas"), (2, "Auto", "xla"), (2, "Explicit", "xla"), (2, "Manual", "pallas")],
+)
+def test_arrays_of_several_devices_are_left_to_xla(monkeypatch, size, kind, chosen):
+    monkeypatch.setattr(common, "gpu_capability", lambda: (9, 0))
+    mesh = AbstractMesh((size,), ("x",), axis_types=(getattr(AxisType, kind),))
+    with use_abstract_mesh(mesh):
+        assert chosen_for(None, (2,)) == chosen
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel runs there")

@@ -19,7 +19,7 @@ from pallas_kernels import (
     quantise_slots,
     quantized_attention,
 )
-from pallas_kernels.rotation import cos_sin_of_turns, in_turns
+from pallas_kernels.rotation import cos_sin_of_turns, fixed_point, turns_of
 from pallas_kernels.stored_attention import join_attention, stored_attention
 from pallas_kernels.stored_rows import dense_rows, quantized_rows
 from tests.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
@@ -229,13 +229,29 @@ def test_rows_may_stand_elsewhere_than_their_slots():
 
 
 def test_cosines_and_sines_of_turns():
-    position = np.array([0, 1, 2, 3, 1000, 4097, 131_071], np.float32)
-    frequency = np.asarray(in_turns(jnp.asarray(inverse_frequencies(16), jnp.float32)[None]))[0]
-    turns = position[:, None] * frequency[None]
-    cos, sin = cos_sin_of_turns(jnp.asarray(turns), 1.5)
-    angle = 2 * np.pi * turns.astype(np.float64)
+    """As exact as 32 bits of a turn allow: those of each position count as often as it says."""
+    position = np.array([0, 1, 2, 3, 1000, 4097, 131_071], np.int32)
+    frequency = jnp.asarray([*inverse_frequencies(16), *inverse_frequencies(128, 5e5), 6.28])
+    fixed = fixed_point(frequency[None].astype(jnp.float32))[0]
+    turns = turns_of(jnp.asarray(position)[:, None] * fixed[None])
+    cos, sin = cos_sin_of_turns(turns, 1.5)
+    angle = position[:, None].astype(np.float64) * np.asarray(frequency, np.float64)
+    bound = 1.5 * (2 * np.pi * position[:, None] * 2.0**-33 + 5e-7)
     for actual, expected in ((cos, np.cos(angle)), (sin, np.sin(angle))):
-        np.testing.assert_allclose(actual, 1.5 * expected, rtol=0, atol=5e-7)
+        assert (np.abs(np.asarray(actual, np.float64) - 1.5 * expected) <= bound).all()
+
+
+def test_small_values_survive_float16():
+    """A scale of 1e-6 times a probability is less than float16 knows."""
+    case = Case(Shape(dtype="float16", group=2))
+    case.v = (case.v.astype(jnp.float32) * 1e-4).astype(jnp.float16)
+    form = Form("int8")
+    (k, k_rows), (v, v_rows) = (form.encode(x, case.free) for x in (case.k, case.v))
+    args = case.q, k, v, *case.args[3:]
+    out, _, _ = run(quantized_attention, args, **case.options, implementation="interpret")
+    expected = case.expected(rows=(k_rows, v_rows))[0]
+    error = np.abs(np.asarray(out, np.float64) - expected).max()
+    assert error < 0.01 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

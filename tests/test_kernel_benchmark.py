@@ -96,21 +96,48 @@ def row(operation, share, microseconds=1.0, group="dense", large=True, **options
     }  # fmt: skip
 
 
+def test_a_shape_that_breaks_does_not_take_the_others_with_it(kernels, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "implementations", lambda: ("xla",))
+    monkeypatch.setattr(kernels, "GROUPS", {"dense": kernels.GROUPS["dense"]})
+    saved, inputs = tmp_path / "kernels.json", kernels.inputs
+    (small,), _ = kernels.table(small=True)
+    monkeypatch.setattr(kernels, "table", lambda _: ([small, small._replace(tokens=128)], []))
+
+    def breaks(shape):
+        if shape.tokens == 128:
+            assert json.loads(saved.read_text())["results"], "saved after the shape before"
+            raise RuntimeError("lost")
+        return inputs(shape)
+
+    monkeypatch.setattr(kernels, "inputs", breaks)
+    result = run(kernels, saved)
+    assert {row["tokens"] for row in result["results"]} == {256}
+    assert [(x["shape"], x["why"]) for x in result["left_out"]] == [
+        ("small, 128 tokens x 2", "RuntimeError: lost")
+    ]
+
+
 def test_targets_are_those_of_the_worst_shape(kernels):
+    lost = kernels.Failure("a shape", "gather_attention", "pallas", {"rows": 1024}, "why")
+    other = kernels.Failure("a shape", "quantized_attention", "xla", {"form": "int8"}, "why")
     found = kernels.targets(
         [
             row("decode_attention", 0.9),
             row("decode_attention", 0.86),
+            row("decode_attention", None),
             row("decode_attention", 0.2, large=False),
-            row("quantized_attention", 0.7, form="int8"),
+            row("quantized_attention", 0.75, form="int8"),
             row("quantized_attention", 0.1, form="4 bits per token"),
             row("gather_attention", 0.7, rows=2048),
             row("codebook_attention", 0.5, 3.0, "codebook", kept=0.5),
+            row("codebook_attention", 0.5, 5.0, "codebook", kept=0.8),
             row("decode_attention", 0.9, 4.0, "codebook"),
             row("choosing", 0.1, 1.0, "step"),
             row("clusterkv step", 0.1, 5.0, "step"),
-        ]
+        ],
+        [lost, other],
     )
-    assert [(t["measured"], t["met"], t["shapes"]) for t in found] == [
-        (0.86, True, 3), (0.7, False, 1), (0.7, True, 1), (0.75, True, 1), (0.2, False, 1)
+    assert [(t["measured"], t["met"], t["shapes"], t["failed"]) for t in found] == [
+        (0.86, True, 3, 0), (0.75, True, 1, 0), (0.7, False, 1, 1), (1.25, False, 2, 0),
+        (0.2, False, 1, 0),
     ]  # fmt: skip
