@@ -67,6 +67,7 @@ def test_transformers_gives_the_same_logits(model, tokenizer):
     np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_answers_the_bundled_question_only_if_it_sees_the_needle(model, tokenizer):
     text, question, answer = demo.document()
     assert answer in text and answer not in question

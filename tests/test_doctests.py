@@ -22,7 +22,8 @@ def modules() -> list[str]:
     return sorted(names)
 
 
-SLOW = {"kvjax.evaluation.compare"}  # asks the bundled model
+# They ask the bundled model, or compile much.
+SLOW = {"kvjax.evaluation.compare", "kvjax.evaluation.recall", "kvjax.reserve"}
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_many_tiles(cover_with, few, capacity):
     np.testing.assert_array_equal(got.centers, expected.centers)
 
 
-@pytest.mark.parametrize("theta", [0.3, 0.99])
+@pytest.mark.parametrize("theta", [0.3, pytest.param(0.99, marks=pytest.mark.slow)])
 def test_strips_that_are_left_out_hold_no_edge(cover_with, theta):
     vectors = around(400, dim=16, seed=1, centers=20)[None]
     ones = np.ones((1, 400), np.int32)

@@ -226,6 +226,7 @@ def test_the_cache_only_form_leaves_hidden_states_alone():
     close(run(PyramidInfer(20), new=0).logits[tokens], full_cache().logits[tokens])
 
 
+@pytest.mark.slow
 def test_generate():
     prompts = [TOKENS[row, :length].tolist() for row, length in enumerate(LENGTHS)]
     layers = []

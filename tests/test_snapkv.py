@@ -122,6 +122,7 @@ def test_ties_at_the_edge_of_the_average():
     assert both.kept(0, 0) == [*range(2, 14), *range(29, 37)]
 
 
+@pytest.mark.slow
 def test_a_longer_window_in_a_chain_is_not_looked_at():
     """A neighbour that keeps everything changes nothing, whatever it asks of `attend`."""
     alone, neighbour = kvjax.SnapKV(16, window=4), kvjax.SnapKV(64, window=32)
