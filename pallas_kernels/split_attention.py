@@ -168,7 +168,8 @@ def _key_parts(reader: Reader, turn: Turn | None) -> tuple[list[_Pair], list[Par
     pairs = 0 if turn is None else turn.inv_freq.shape[-1]
     turned, rest = [], reader.channels - 2 * pairs
     if pairs and turn.interleaved:
-        grain = math.gcd(2 * pairs, reader.grain) // 2
+        grain = math.gcd(2 * pairs, reader.grain)
+        grain = pairs if grain % 2 else grain // 2  # no half of a pair
         for at in range(0, pairs, grain):
             first, second = (Part(2 * at + n, grain, stride=2) for n in (0, 1))
             turned.append(_Pair(first, second, at))

@@ -37,6 +37,11 @@ class Part(NamedTuple):
         return max(SMALLEST, power_of_two(self.count))
 
     @property
+    def last(self) -> int:
+        """The last channel."""
+        return self.first + self.stride * (self.count - 1)
+
+    @property
     def numbers(self) -> Int[Array, " W"]:
         """The channels."""
         return self.first + self.stride * jnp.arange(self.width, dtype=jnp.int32)
@@ -174,8 +179,9 @@ class FourBitReader(Reader):
         """Channels of a part, decoded."""
         mask = wanted[:, None] & part.there[None, :]
         half = self.channels // 2
-        last = part.first + part.stride * (part.count - 1)
-        if part.first // half == last // half:  # one shift for all, and columns without a division
+        if (
+            part.first // half == part.last // half
+        ):  # one shift for all, and columns without a division
             column = part._replace(first=part.first % half).numbers
             shift = np.uint8(4 * (part.first // half))
         else:
@@ -187,12 +193,17 @@ class FourBitReader(Reader):
 
     def _of_group(self, ref, part: Part, row: Array, wanted: Array) -> Array:
         """The scale or low of each number, `[N, 1]` or `[N, W]`."""
-        if self.axis == "token":  # parts do not straddle groups
-            own = ref.at[row, part.first // self.group]
+        first, last = (x // self.group for x in (part.first, part.last))
+        if self.axis == "token" and first == last:
+            own = ref.at[row, first]
             return plt.load(own, mask=wanted, other=zero(ref.dtype)).astype(jnp.float32)[:, None]
-        row = jax.lax.div(row, jnp.full_like(row, self.group))
+        column = part.numbers
+        if self.axis == "token":
+            column = jax.lax.div(column, jnp.full_like(column, self.group))
+        else:
+            row = jax.lax.div(row, jnp.full_like(row, self.group))
         mask = wanted[:, None] & part.there[None, :]
-        return _load(ref, row, part.numbers, mask).astype(jnp.float32)
+        return _load(ref, row, column, mask).astype(jnp.float32)
 
 
 def quantized_rows(

@@ -97,6 +97,7 @@ def test_known_continuation(capsys, tinystories):
     assert err.startswith("6 + 134 tokens") and "(100.0%)" in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HOST_MEMORY not in memory_kinds(), reason="no such memory")
 def test_offloaded_figures(capsys):
     args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "12", "--budget", "64"]
@@ -110,6 +111,7 @@ def test_offloaded_figures(capsys):
     assert "in host memory" in err and "% hits" in err and "fetched per token" in err
 
 
+@pytest.mark.slow
 def test_fewer_bits_in_a_chain(capsys):
     args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "4", "--budget", "64"]
     method = "chain(snapkv, quantize)"
@@ -120,6 +122,7 @@ def test_fewer_bits_in_a_chain(capsys):
     assert record["cache_bytes"] == 4 * (4 * (slots * of_slot + of_head) + of_layer)
 
 
+@pytest.mark.slow
 def test_infinigen_is_calibrated_on_the_prompt(capsys):
     args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "4"]
     record = json.loads(output(capsys, *args, "--method", "infinigen", "--json"))
@@ -255,7 +258,10 @@ def test_the_question_is_answered(capsys):
         assert figures.count("ms") + figures.count("s") == 2, figures
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize(
+    "columns",
+    [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)],
+)
 def test_a_wrong_answer_is_called_wrong(capsys, monkeypatch, short_document, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     args = ["generate", "--method", "streaming_llm(sinks=2)", "--budget", "8", "--max-new", "40"]
@@ -277,6 +283,7 @@ def test_full_beside_itself(capsys, short_document):
     assert record["full"]["text"] == record["text"]
 
 
+@pytest.mark.slow
 def test_the_bundled_model_continues_a_text(capsys):
     tokenizer = models.load_tokenizer(demo.directory())
     prompt = tokenizer("A café.\nThe import statement").input_ids
@@ -294,6 +301,7 @@ def test_the_bundled_model_continues_a_text(capsys):
     assert err.startswith(f"{len(prompt)} + {record['new_tokens']} tokens")
 
 
+@pytest.mark.slow
 def test_draws_from_the_bundled_model(capsys):
     args = ["generate", "--prompt", "The", "--max-new", "12", "--temperature", "1", "--json"]
     texts = [json.loads(output(capsys, *args, "--seed", seed))["text"] for seed in (3, 3, 4)]

@@ -183,6 +183,7 @@ def test_bytes():
     ).index.dtype == (jnp.uint16)
 
 
+@pytest.mark.slow
 def test_thresholds_of_one_are_the_dense_cache():
     """Prompt in chunks, decoding, a second turn: as the method before alone."""
     base = kvjax.SnapKV(budget=20, window=4)

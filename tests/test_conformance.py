@@ -200,9 +200,9 @@ TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infi
 
 # What others in the table show nearly as well; they run with the slow tests.
 SLOW = {
-    "cam", "cam_prompt", "clusterkv_offload", "clusterkv_per_query_head", "every_kvcrush",
-    "float_h2o", "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "per_layer",
-    "pyramidinfer_paper", "quest_offload", "reposition", "snapkv_clusterkv", "spindlekv",
+    "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head",
+    "every_kvcrush", "float_h2o", "head_groups", "kvcrush_h2o", "h2o_codebook", "layer_budget",
+    "outlier_heads", "per_layer", "pyramidinfer_paper", "quest_offload", "reposition", "snapkv_clusterkv", "spindlekv",
     "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip
@@ -486,6 +486,7 @@ def test_jit_equals_eager(name):
     same_slots(name, cache, range(3), ragged.caches[3], range(3))
 
 
+@pytest.mark.slow
 def test_jit_equals_eager_on_a_prompt():
     name = "h2o"  # what is not jitted is compiled primitive by primitive: one method is enough
     transform, ragged = CASES[name], standard(name)

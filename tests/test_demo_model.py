@@ -44,6 +44,7 @@ def test_folder_is_an_ordinary_hugging_face_one_of_at_most_8_mb():
     assert read.max_positions >= 8192 + 16, "no room for an answer after 8,192 tokens"
 
 
+@pytest.mark.slow
 def test_transformers_gives_the_same_logits(model, tokenizer):
     torch = pytest.importorskip("torch")
     from transformers import AutoTokenizer, LlamaForCausalLM

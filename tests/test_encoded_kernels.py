@@ -164,6 +164,7 @@ CASES = [
     (Form("4 bits", 32), Shape(group=4, dim=128, dtype="bfloat16"), None),
     (Form("4 bits", 32), Shape(group=3, dim=96, tokens=5, options={"window": 6}), None),
     (Form("4 bits", 16), Shape(group=2, dim=80), Rope(20, interleaved=True)),
+    (Form("4 bits", 5), Shape(group=2, dim=80), Rope(20, interleaved=True)),
     (Form("4 bits", 15, "channel"), Shape(group=2, dim=80, dtype="float16"), None),
     (Form("4 bits", 9, "channel"), Shape(group=4, dim=64), Rope(32, ranks=True)),
     (Form("codebook"), Shape(group=1), None),
@@ -180,7 +181,7 @@ def test_attention_over_what_is_stored(form, shape, rotation, implementation):
     check(case, case.attention(implementation), case.expected(rows=case.rows))
 
 
-@pytest.mark.parametrize("number", [1, 3, 6, 9, 12, 13])
+@pytest.mark.parametrize("number", [1, 3, 6, 10, 13, 14])
 def test_the_reference_is_the_same_function(number):
     form, shape, rotation = CASES[number]
     case = EncodedCase(shape, form, rotation)

@@ -178,7 +178,7 @@ def small_config(**changes) -> DecoderConfig:
     return DecoderConfig(**{**given, **changes})
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_only_where_they_are_wanted(tied):
     model = random_decoder(small_config(tie_embeddings=tied))
     tokens = np.random.default_rng(3).integers(0, 97, (2, 10))

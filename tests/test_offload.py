@@ -259,7 +259,7 @@ def quick_compilation(monkeypatch):
     monkeypatch.setattr(module, "_decode", loop)
 
 
-@pytest.mark.parametrize("recent", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recent", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)])
 def test_generate_token_for_token(recent, quick_compilation):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(64, size=size).tolist() for size in (120, 3, 77)]

@@ -194,6 +194,7 @@ def test_logits_at():
     close(some.logits, np.take_along_axis(every.logits, last[:, :, None], axis=1), "float32")
 
 
+@pytest.mark.slow
 def test_padded_rows_equal_rows_alone():
     together = run(new=3)
     for row in range(3):

@@ -512,7 +512,7 @@ def test_reading_over_groups_of_slots(name):
     assert int(kv.tail.settled) == (STEPS // GROUP if name == "clusterkv" else 0)
 
 
-@pytest.mark.parametrize("name", ["quest", "infinigen"])
+@pytest.mark.parametrize("name", ["quest", pytest.param("infinigen", marks=pytest.mark.slow)])
 def test_an_index_is_of_keys_as_they_came(name):
     """Of the prompt and of new tokens, which a tail that is never settled keeps as they are."""
     done, exact = standard(composed(name, "channel")), standard(one_layer(READING[name]))

@@ -441,6 +441,7 @@ def decoder():
     return random_decoder(config, seed=1)
 
 
+@pytest.mark.slow
 def test_a_module_with_a_sliding_window():
     """Beyond the window no token is attended to, so that the newest 16 are all that counts."""
     full = measure_fidelity(decoder(), kvjax.Full(), PROMPTS, budget=32)
