@@ -202,8 +202,8 @@ TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infi
 SLOW = {
     "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head",
     "every_kvcrush", "float_h2o", "head_groups", "kvcrush_h2o", "h2o_codebook", "layer_budget",
-    "outlier_heads", "per_layer", "pyramidinfer_paper", "quest_offload", "reposition", "snapkv_clusterkv", "spindlekv",
-    "spindlekv_unfold", "when_full",
+    "outlier_heads", "per_layer", "pyramidinfer_paper", "quest_offload", "reposition",
+    "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip
 
