@@ -37,6 +37,7 @@ TRANSFORMS = [
     kvjax.ClusterKV(8, sinks=2, clusters=3, per_query_head=True, dense_layers=()),
     kvjax.Quest(12, page=4, dense_layers=()),
     kvjax.chain(kvjax.ClusterKV(8, sinks=2, clusters=3, dense_layers=()), kvjax.Offload()),
+    kvjax.chain(kvjax.Quest(12, page=4, per_query_head=True, dense_layers=()), kvjax.Offload()),
 ]
 
 
@@ -65,7 +66,7 @@ def decode(transform, implementation):
 
 
 # What others show nearly as well.
-SLOW = {2, 5, 6, 9, 11, 13}
+SLOW = {2, 5, 6, 9, 11, 13, 16}
 SOME_SLOW = [
     pytest.param(tx, marks=[pytest.mark.slow] * (n in SLOW)) for n, tx in enumerate(TRANSFORMS)
 ]

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvjax
 from kvjax.offload import HOST_MEMORY, memory_kinds, to_host
 from pallas_kernels import build_indices, host_rows, page_scores, rank_clusters
-from tests.attending import OPTIONS, attend
+from tests.attending import OPTIONS
 from tests.lowering import KERNEL, lower_for_cuda
 from tests.references import cluster_selection as clusters_reference
 from tests.references import quest as quest_reference
@@ -350,49 +349,6 @@ def test_a_large_store_is_read_where_it_is():
     assert device.memory_stats()["peak_bytes_in_use"] - before < store.nbytes // 8
     expected = np.where(missing[..., None], np.take_along_axis(data, index[..., None], 2), -1.0)
     np.testing.assert_array_equal(found, expected)
-
-
-# Methods
-
-
-@needs_host
-@pytest.mark.parametrize(
-    "transform",
-    [
-        kvjax.ClusterKV(budget=12, sinks=2, tokens_per_cluster=3, interval=4, dense_layers=()),
-        kvjax.ClusterKV(budget=12, sinks=2, clusters=5, per_query_head=True, dense_layers=()),
-        kvjax.Quest(budget=12, page=4, dense_layers=()),
-    ],
-    ids=repr,
-)
-def test_methods_decode_with_the_kernels(transform, small_tiles, monkeypatch):
-    """With the store on the host, so that the last step fetches what the ones before did not."""
-    rng = np.random.default_rng(0)
-
-    def draw(heads, tokens):
-        return jnp.asarray(rng.normal(size=(2, heads, tokens, 16)), jnp.float32)
-
-    transform = kvjax.chain(transform, kvjax.Offload())
-    cache = kvjax.init_cache(
-        transform, batch=2, kv_heads=2, query_heads=4, head_dim=16, max_prompt=30, max_new=5
-    )
-    place = np.arange(30)
-    positions = jnp.asarray(np.stack((place, np.where(place < 19, place, -1))), jnp.int32)
-    _, cache = attend(transform, cache, draw(4, 30), *[draw(2, 30)] * 2, positions, phase="prompt")
-    tokens = [(draw(4, 1), *[draw(2, 1)] * 2, jnp.array([[30 + i], [19 + i]])) for i in range(5)]
-
-    def decode(cache, **options):
-        outs = []
-        for token in tokens:
-            out, cache = attend(transform, cache, *token, phase="decode", **options)
-            outs.append(out)
-        return outs
-
-    expected = decode(cache, implementation="xla")
-    for module in (selection_module, pages_module, rows_module):
-        monkeypatch.setattr(module, "choose_implementation", lambda _: "interpret")
-    for mine, other in zip(decode(cache, implementation="interpret"), expected, strict=True):
-        close(mine, other)
 
 
 # Lowering
