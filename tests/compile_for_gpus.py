@@ -14,7 +14,8 @@ What is asked of each program:
 - Its kernel is in it.
 - Nothing beside the kernel makes an array as large as a store of keys or values, in any dtype: no
   copy, no conversion, no decoded rows. Rows may be written into it in place.
-- Its temporary memory is below a quarter of what keys and values take when they are decoded.
+- Its temporary memory is below a third of what keys and values take when they are decoded; the
+  outputs of parts of the slots are in it.
 - A donated store comes out in its own memory.
 - The host has no part in it: no callbacks, no feeds, nothing that goes to host memory but the rows
   that an offloaded cache moves there.
@@ -50,7 +51,7 @@ from tests.hlo_text import Program
 
 GPUS = Path(__file__).parent / "gpus"
 OLDEST_JAX = (0, 11)
-TEMPORARY = 0.25  # of the bytes of decoded keys and values: half of them are the keys
+TEMPORARY = 0.33  # of the bytes of decoded keys and values: half of them are the keys
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 SHOWN = 200  # signs of a line of HLO
 
@@ -188,7 +189,7 @@ def faults_of(program: GPUProgram, hlo: Program) -> Iterator[str]:
     """What is not as asked in the text of a program."""
     if not hlo.kernels(program.kernel):
         yield f"no kernel {program.kernel} in it"
-    for line in hlo.copies(program.store_elements):
+    for line in hlo.copies(program.store_elements, program.kernel):
         yield f"as large as a store: {line[:SHOWN]}"
     copied, updated = hlo.to_host()
     for line in copied if program.to_host else copied + updated:

@@ -79,16 +79,17 @@ class Program:
                 if one.opcode in ("while", "conditional", "call"):
                     waiting += one.called
 
-    def copies(self, elements: int) -> list[str]:
+    def copies(self, elements: int, kernel: str) -> list[str]:
         """Lines of operations that make an array of so many elements or more, in any dtype.
 
         Those that change a few of its rows in place are none: an update or a scatter of an array
-        that comes in from outside.
+        that comes in from outside. Neither is the kernel, whose output may be as large.
         """
         return [
             one.line
             for one in self.executed()
             if self._computes(one)
+            and not self._is_kernel(one, kernel)
             and any(
                 size >= elements and not self._in_place(one, at)
                 for at, (size, _) in enumerate(one.arrays)
@@ -124,7 +125,10 @@ class Program:
 
     def kernels(self, name: str) -> int:
         """How many calls of custom kernels there are."""
-        return sum(one.opcode == "custom-call" and name in one.line for one in self.executed())
+        return sum(self._is_kernel(one, name) for one in self.executed())
+
+    def _is_kernel(self, one: Instruction, name: str) -> bool:
+        return one.opcode == "custom-call" and name in one.line
 
     def _computes(self, one: Instruction) -> bool:
         return one.opcode not in _STRUCTURE and not one.opcode.endswith("-done")

@@ -73,7 +73,7 @@ def program(line: str = "") -> Program:
 
 def test_what_is_written_in_place_is_no_copy():
     one = program()
-    assert not one.copies(32) and not one.talks() and not one.waits()
+    assert not one.copies(32, "the_kernel") and not one.talks() and not one.waits()
     assert one.to_host() == ([], [])
     assert one.kernels("split_attention") == 1 and not one.kernels("join_parts")
 
@@ -88,7 +88,7 @@ def test_what_is_written_in_place_is_no_copy():
     ],
 )
 def test_copies_of_a_store_are_found(line):
-    assert program(line).copies(32) == [line.strip()]
+    assert program(line).copies(32, "the_kernel") == [line.strip()]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_copies_of_a_store_are_found(line):
     ],
 )
 def test_what_is_small_or_in_place_is_none(line):
-    assert not program(line).copies(32)
+    assert not program(line).copies(32, "the_kernel")
 
 
 def test_what_goes_to_host_memory_is_found():
@@ -146,3 +146,9 @@ def test_devices_are_described():
     assert {path.stem for path in compile_for_gpus.GPUS.iterdir()} == {"a100", "h200", "l4"}
     with pytest.raises(SystemExit):
         compile_for_gpus.main(["--devices", "t4"])
+
+
+def test_the_kernels_own_output_is_no_copy():
+    line = '  %out = f32[4,8]{1,0} custom-call(%k), custom_call_target="the_kernel"'
+    assert not program(line).copies(32, "the_kernel")
+    assert program(line).copies(32, "another") == [line.strip()]
