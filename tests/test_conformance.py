@@ -200,10 +200,11 @@ TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infi
 
 # What others in the table show nearly as well; they run with the slow tests.
 SLOW = {
-    "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head",
-    "every_kvcrush", "float_h2o", "head_groups", "kvcrush_h2o", "h2o_codebook", "layer_budget",
-    "outlier_heads", "per_layer", "pyramidinfer_paper", "quest_offload", "reposition",
-    "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
+    "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head", "every",
+    "every_kvcrush", "float_h2o", "head_groups", "infinigen", "kvcrush", "kvcrush_h2o",
+    "h2o_codebook", "layer_budget", "outlier_heads", "per_layer", "pyramidinfer_paper",
+    "pyramidkv", "quest", "quest_offload", "reposition", "snapkv_clusterkv", "spindlekv",
+    "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip
 
