@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.rope import Rotation
-from pallas_kernels import decode_probabilities
 from pallas_kernels.common import choose_implementation
+from pallas_kernels.decode_attention import attention_by_products
 from pallas_kernels.rotation import Turn
 from pallas_kernels.stored_attention import join_attention, stored_attention
 from pallas_kernels.stored_rows import Rows
@@ -78,7 +78,11 @@ def encoded_attention(
     """
     chosen = choose_implementation(implementation, *jax.tree.leaves((k, v)))
     if chosen == "xla":
-        return _by_products(q, k, v, seen, positions, **kind)
+        out, _, p = attention_by_products(
+            q, lambda rows: k.logits(rows, seen.rotate), v.mix, seen.bias, positions,
+            seen.position, dtype=v.dtype, **kind,
+        )  # fmt: skip
+        return out, p
     pieces = k.pieces(v, seen)
     found = [
         stored_attention(
@@ -103,12 +107,3 @@ def _add(total: Array, slots: Array | None, p: Array) -> Array:
     if slots is None:
         return total + p
     return jax.vmap(jax.vmap(lambda x, at, p: x.at[..., at].add(p, mode="drop")))(total, slots, p)
-
-
-def _by_products(q, k, v, seen: Seen, positions, **kind):
-    """By XLA: products with all keys, softmax, weighted sums of all values."""
-    batch, kv_heads, group, tokens, head_dim = q.shape
-    products = k.logits(q.reshape(batch, kv_heads, group * tokens, head_dim), seen.rotate)
-    probabilities = decode_probabilities(products, seen.bias, positions, seen.position, **kind)
-    out = v.mix(probabilities).astype(v.dtype).reshape(q.shape)
-    return out, probabilities.reshape(*q.shape[:4], -1)

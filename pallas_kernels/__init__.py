@@ -7,7 +7,7 @@ kernel. `implementation=None` takes the best that can run; a named one never fal
 from pallas_kernels.cluster_selection import build_indices, rank_clusters
 from pallas_kernels.codebook import References, codebook_logits, codebook_mix
 from pallas_kernels.codebook_attention import codebook_attention
-from pallas_kernels.decode_attention import decode_attention, decode_probabilities
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gather_attention import ResidentRows, gather_attention
 from pallas_kernels.greedy_cover import greedy_cover
 from pallas_kernels.host_rows import host_rows
@@ -45,7 +45,6 @@ __all__ = [
     "codebook_mix",
     "column_sums",
     "decode_attention",
-    "decode_probabilities",
     "dequantise_groups",
     "dequantise_slots",
     "gather_attention",

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.codebook import References, codebook_logits, codebook_mix
 from pallas_kernels.common import choose_implementation
-from pallas_kernels.decode_attention import check_slots, check_used, softmax_of_products
+from pallas_kernels.decode_attention import attention_by_products, check_slots, check_used
 from pallas_kernels.rotation import Turn
 from pallas_kernels.stored_attention import stored_attention
 from pallas_kernels.stored_rows import codebook_rows
@@ -70,13 +70,12 @@ def codebook_attention(
             key_position, end=used, turn=turn, probabilities=probabilities,
             interpret=chosen == "interpret", dtype=dtype, **kind,
         )  # fmt: skip
-    rows = q.reshape(*q.shape[:2], -1, q.shape[4])
     rotated = {} if turn is None else {"product": turn.product, "channels": turn.channels}
-    products = codebook_logits(rows, *k, **rotated)
-    p, lse = softmax_of_products(products, bias, query_position, key_position, **kind)
-    out = codebook_mix(p, *v).astype(dtype).reshape(q.shape)
-    p = p.reshape(*q.shape[:4], -1) if probabilities else None
-    return out, lse.reshape(q.shape[:4]), p
+    out, lse, p = attention_by_products(
+        q, lambda rows: codebook_logits(rows, *k, **rotated), lambda p: codebook_mix(p, *v),
+        bias, query_position, key_position, dtype=dtype, **kind,
+    )  # fmt: skip
+    return out, lse, p if probabilities else None
 
 
 def _check(q, k: References, v: References, bias, query_position, key_position) -> None:

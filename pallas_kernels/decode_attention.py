@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import (
@@ -140,40 +143,28 @@ def _reference(q, k, v, bias, query_position, key_position, *, scale, window, so
     )
 
 
-def decode_probabilities(
-    products: Float[Array, "B H R S"],
+def attention_by_products(
+    q: Float[Array, "B H G T D"],
+    multiply: Callable[[Array], Array],
+    mix: Callable[[Array], Array],
     bias: Float[Array, "B H S"],
     query_position: Int[Array, "B T"],
     key_position: Int[Array, "B H S"],
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Float[Array, "B H R S"]:
-    """The probabilities of `decode_attention`, from the products `q·k` of stored keys.
-
-    The R rows of a KV head are its G query heads times the T tokens, tokens fastest.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from pallas_kernels import decode_probabilities
-      >>> products, at = jnp.zeros((1, 1, 1, 4)), jnp.array([[[0, 1, 2, 3]]])
-      >>> decode_probabilities(products, products[:, :, 0], at[0, :, 1:2], at, scale=1.0).tolist()
-      [[[[0.5, 0.5, 0.0, 0.0]]]]
-    """
-    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return softmax_of_products(products, bias, query_position, key_position, **kind)[0]
-
-
-def softmax_of_products(
-    products: Float[Array, "B H R S"],
-    bias: Float[Array, "B H S"],
-    query_position: Int[Array, "B T"],
-    key_position: Int[Array, "B H S"],
+    dtype: DTypeLike,
     **kind,
-) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"]]:
-    """Probabilities, all 0 for a row that sees nothing, and log-sum-exps."""
-    return _softmax(mask_products(products, bias, key_position, query_position, **kind))
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"]]:
+    """`decode_attention` by XLA over rows in any form.
+
+    Args:
+      multiply: products of query rows `[B, H, R, D]` with all keys, `[B, H, R, S]`.
+      mix: sums of all values with weights `[B, H, R, S]`, `[B, H, R, D]`.
+      dtype: of the output.
+    """
+    products = multiply(q.reshape(*q.shape[:2], -1, q.shape[4]))
+    p, lse = _softmax(mask_products(products, bias, key_position, query_position, **kind))
+    per_query = q.shape[:4]
+    return mix(p).astype(dtype).reshape(q.shape), lse.reshape(per_query), p.reshape(*per_query, -1)
 
 
 def _softmax(

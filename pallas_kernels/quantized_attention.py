@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import choose_implementation
-from pallas_kernels.decode_attention import check_slots, check_used, softmax_of_products
+from pallas_kernels.decode_attention import attention_by_products, check_slots, check_used
 from pallas_kernels.quantized import Axis, Encoded, quantized_logits, quantized_mix
 from pallas_kernels.rotation import Turn
 from pallas_kernels.stored_attention import stored_attention
@@ -73,13 +73,12 @@ def quantized_attention(
             quantized_rows(v, q.dtype), bias, query_position, key_position, end=used, turn=turn,
             probabilities=probabilities, interpret=chosen == "interpret", dtype=q.dtype, **kind,
         )  # fmt: skip
-    rows = q.reshape(*q.shape[:2], -1, q.shape[4])
     product = None if turn is None else turn.product
-    products = quantized_logits(rows, *k, axis=key_axis, product=product)
-    p, lse = softmax_of_products(products, bias, query_position, key_position, **kind)
-    out = quantized_mix(p, *v).astype(q.dtype).reshape(q.shape)
-    p = p.reshape(*q.shape[:4], -1) if probabilities else None
-    return out, lse.reshape(q.shape[:4]), p
+    out, lse, p = attention_by_products(
+        q, lambda rows: quantized_logits(rows, *k, axis=key_axis, product=product),
+        lambda p: quantized_mix(p, *v), bias, query_position, key_position, dtype=q.dtype, **kind,
+    )  # fmt: skip
+    return out, lse, p if probabilities else None
 
 
 def _check(q, k: Encoded, v: Encoded, bias, query_position, key_position) -> None:
