@@ -3,5 +3,5 @@ PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 
 .PHONY: test aot bench-kernels
 test: ; $(PYTHON) -m pytest
-aot: ; $(PYTHON) -m tests.compile_for_gpus
+aot: ; $(PYTHON) -m tests.gpu.compile_for_gpus
 bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out benchmarks/results/kernels.json

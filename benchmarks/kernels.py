@@ -36,7 +36,7 @@ from kernel_shapes import FORMULAS, LARGE, MODELS, SIZES, SMALL, Inputs, Shape, 
 from kernel_sides import GROUPS, ROOM, Run, Side, copy
 from other_attention import other_sides
 
-from pallas_kernels.common import OLDEST_GPU, gpu_capability
+from pallas_kernels.base.dispatch import OLDEST_GPU, gpu_capability
 
 ROUNDS, FEWEST = 10, 3
 SECONDS = 480  # of all; compiling what was begun comes on top

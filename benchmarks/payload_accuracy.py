@@ -30,8 +30,8 @@ from common import write
 import kvjax
 from kvjax.evaluation import Grid, Proportion, continuation_nll, is_right
 from kvjax.evaluation.material import Material
+from kvjax.generation.continuation import Continuation
 from kvjax.models import demo, from_pretrained, load_tokenizer
-from kvjax.text import Continuation
 
 TASK = "needle"
 METHODS = {

@@ -27,7 +27,7 @@ import kvjax
 from kvjax.evaluation import Grid
 from kvjax.evaluation.material import Material
 from kvjax.evaluation.recording import Run
-from kvjax.model import as_functional
+from kvjax.generation.model import as_functional
 from kvjax.models import demo, from_pretrained, load_tokenizer
 
 # No book is full: what a capacity does is another question.

@@ -3,8 +3,10 @@
 Small pure transforms over an immutable cache, each one a paper, composable, inside one `jit`.
 """
 
-from kvjax.attention import attend
-from kvjax.cache import (
+from kvjax.attention.attend import attend
+from kvjax.attention.layer import LayerCache, init_cache, kept_tokens
+from kvjax.cache.payload import Dense, Payload
+from kvjax.cache.slots import (
     Column,
     KVCache,
     append,
@@ -15,38 +17,36 @@ from kvjax.cache import (
     nbytes,
     widen,
 )
-from kvjax.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
-from kvjax.chain import Chain, bind, chain
-from kvjax.codebook import Codebook
-from kvjax.codebook_payload import Book, CodebookPayload
-from kvjax.generate import Generation, generate
-from kvjax.infinigen_calibration import InfiniGenCalibration
-from kvjax.layer_cache import LayerCache, init_cache, kept_tokens
-from kvjax.model import FunctionalModel, LanguageModel
-from kvjax.offload import Offload
-from kvjax.outlier_heads import OutlierHeads, RemainingBudget
-from kvjax.payloads import Dense, Payload
-from kvjax.quantize import Quantize
+from kvjax.compose.chain import Chain, bind, chain
+from kvjax.compose.wrappers import Every, HeadGroups, PerLayer, WhenFull
+from kvjax.generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
+from kvjax.generation.generate import Generation, generate
+from kvjax.generation.model import FunctionalModel, LanguageModel
+from kvjax.generation.sampling import Sampling
+from kvjax.protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
 from kvjax.registry import METHODS, parse
-from kvjax.reserve import Reserve, reserve_ratio
 from kvjax.rope import Rope
-from kvjax.sampling import Sampling
-from kvjax.transform import Extent, Full, KVTransform, Needs, Stage, Step, View
+from kvjax.storage.codebook import Codebook
+from kvjax.storage.offload import Offload
+from kvjax.storage.quantize import Quantize
+from kvjax.storage.references import Book, CodebookPayload
 from kvjax.transforms.cam import CaM
-from kvjax.transforms.chelsea import Chelsea
-from kvjax.transforms.clusterkv import ClusterKV
+from kvjax.transforms.chelsea.chelsea import Chelsea
+from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
+from kvjax.transforms.clusterkv.clusterkv import ClusterKV
 from kvjax.transforms.h2o import H2O
-from kvjax.transforms.infinigen import InfiniGen
-from kvjax.transforms.kvcrush import KVCrush
-from kvjax.transforms.kvmerger import KVMerger
-from kvjax.transforms.layer_budget_eviction import LayerBudgetEviction, LayerEviction
+from kvjax.transforms.infinigen.infinigen import InfiniGen
+from kvjax.transforms.infinigen.projections import InfiniGenCalibration
+from kvjax.transforms.kvcrush.kvcrush import KVCrush
+from kvjax.transforms.kvmerger.kvmerger import KVMerger
 from kvjax.transforms.pyramidinfer import PyramidInfer, PyramidInferLayer
 from kvjax.transforms.pyramidkv import LayerBudget, PyramidKV
 from kvjax.transforms.quest import Quest
 from kvjax.transforms.snapkv import SnapKV
-from kvjax.transforms.spindlekv import SpindleKV
+from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction, LayerEviction
+from kvjax.transforms.spindlekv.reserve import Reserve, reserve_ratio
+from kvjax.transforms.spindlekv.spindlekv import SpindleKV
 from kvjax.transforms.streaming_llm import StreamingLLM
-from kvjax.wrappers import Every, HeadGroups, PerLayer, WhenFull
 
 __version__ = "0.1.0"
 

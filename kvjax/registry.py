@@ -5,26 +5,26 @@ from __future__ import annotations
 import ast
 import dataclasses
 
-from kvjax.chain import chain
-from kvjax.codebook import Codebook
-from kvjax.offload import Offload
-from kvjax.quantize import Quantize
-from kvjax.transform import Full, KVTransform
+from kvjax.compose.chain import chain
+from kvjax.compose.wrappers import Every, WhenFull
+from kvjax.protocol import Full, KVTransform
+from kvjax.storage.codebook import Codebook
+from kvjax.storage.offload import Offload
+from kvjax.storage.quantize import Quantize
 from kvjax.transforms.cam import CaM
-from kvjax.transforms.chelsea import Chelsea
-from kvjax.transforms.clusterkv import ClusterKV
+from kvjax.transforms.chelsea.chelsea import Chelsea
+from kvjax.transforms.clusterkv.clusterkv import ClusterKV
 from kvjax.transforms.h2o import H2O
-from kvjax.transforms.infinigen import InfiniGen
-from kvjax.transforms.kvcrush import KVCrush
-from kvjax.transforms.kvmerger import KVMerger
-from kvjax.transforms.layer_budget_eviction import LayerBudgetEviction
+from kvjax.transforms.infinigen.infinigen import InfiniGen
+from kvjax.transforms.kvcrush.kvcrush import KVCrush
+from kvjax.transforms.kvmerger.kvmerger import KVMerger
 from kvjax.transforms.pyramidinfer import PyramidInfer
 from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.quest import Quest
 from kvjax.transforms.snapkv import SnapKV
-from kvjax.transforms.spindlekv import SpindleKV
+from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
+from kvjax.transforms.spindlekv.spindlekv import SpindleKV
 from kvjax.transforms.streaming_llm import StreamingLLM
-from kvjax.wrappers import Every, WhenFull
 
 METHODS: dict[str, type[KVTransform]] = {
     "full": Full,

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import Product, products, take_shared
-from pallas_kernels.rotation import Turn, turn
+from pallas_kernels.attention.rotation import Turn, turn
+from pallas_kernels.base.dispatch import Product, products, take_shared
 
 
 @jax.tree_util.register_dataclass

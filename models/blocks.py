@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.layer_cache import Cache
+from kvjax.attention.layer import Cache
 from kvjax.rope import Rope
 
 from .config import ACTIVATIONS, DecoderConfig

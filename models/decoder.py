@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.layer_cache import Cache
+from kvjax.attention.layer import Cache
 
 from .blocks import DecoderLayer, RMSNorm, wants_prediction
 from .config import DecoderConfig

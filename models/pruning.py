@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.layer_cache import Cache
+from kvjax.attention.layer import Cache
 
 
 def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:

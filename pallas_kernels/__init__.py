@@ -4,20 +4,13 @@ One file per operation: its documented function, its reference, and (where there
 kernel. `implementation=None` takes the best that can run; a named one never falls back.
 """
 
-from pallas_kernels.cluster_selection import build_indices, rank_clusters
-from pallas_kernels.codebook import References, codebook_logits, codebook_mix
-from pallas_kernels.codebook_attention import codebook_attention
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.gather_attention import ResidentRows, gather_attention
-from pallas_kernels.greedy_cover import greedy_cover
-from pallas_kernels.host_rows import host_rows
-from pallas_kernels.kmeans import kmeans
-from pallas_kernels.nearest_entries import nearest_entries
-from pallas_kernels.packed_bits import hamming_distance, pack_bits
-from pallas_kernels.page_bounds import page_bounds
-from pallas_kernels.page_scores import page_scores
-from pallas_kernels.prompt_attention import column_sums, prompt_attention
-from pallas_kernels.quantized import (
+from pallas_kernels.attention.codebook import codebook_attention
+from pallas_kernels.attention.decode import decode_attention
+from pallas_kernels.attention.gather import ResidentRows, gather_attention
+from pallas_kernels.attention.prompt import column_sums, prompt_attention
+from pallas_kernels.attention.quantized import quantized_attention
+from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.formats.bits import (
     Encoded,
     dequantise_groups,
     dequantise_slots,
@@ -28,11 +21,18 @@ from pallas_kernels.quantized import (
     quantized_mix,
     unpack_int4,
 )
-from pallas_kernels.quantized_attention import quantized_attention
-from pallas_kernels.rotation import Turn
-from pallas_kernels.segment_merge import segment_merge
-from pallas_kernels.slot_pairs import join_anchors, pair_cosine, pair_distance
-from pallas_kernels.soft_matching import soft_matching
+from pallas_kernels.formats.codebook import References, codebook_logits, codebook_mix
+from pallas_kernels.formats.packed_bits import hamming_distance, pack_bits
+from pallas_kernels.grouping.greedy_cover import greedy_cover
+from pallas_kernels.grouping.kmeans import kmeans
+from pallas_kernels.grouping.nearest_entries import nearest_entries
+from pallas_kernels.grouping.segment_merge import segment_merge
+from pallas_kernels.grouping.slot_pairs import join_anchors, pair_cosine, pair_distance
+from pallas_kernels.grouping.soft_matching import soft_matching
+from pallas_kernels.recall.cluster_selection import build_indices, rank_clusters
+from pallas_kernels.recall.host_rows import host_rows
+from pallas_kernels.recall.page_bounds import page_bounds
+from pallas_kernels.recall.page_scores import page_scores
 
 __all__ = [
     "Encoded",

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.codebook import References
-from pallas_kernels.common import OLDEST_GPU, default_device, gpu_capability
-from pallas_kernels.quantized import Encoded
-from pallas_kernels.rotation import Turn
-from pallas_kernels.split_attention import Slots, split_attention
-from pallas_kernels.stored_rows import Rows, codebook_rows, dense_rows, quantized_rows
-from pallas_kernels.tiles import PATH, Tile, generation, table
+from pallas_kernels.attention.forms import Rows, codebook_rows, dense_rows, quantized_rows
+from pallas_kernels.attention.kernel import Slots, split_attention
+from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.base.dispatch import OLDEST_GPU, default_device, gpu_capability
+from pallas_kernels.base.tiles import PATH, Tile, generation, table
+from pallas_kernels.formats.bits import Encoded
+from pallas_kernels.formats.codebook import References
 
 GROUP = 32  # values of a group of 4 bits
 TILE_BYTES, WARPS, STAGES, PROGRAMS = (4096, 8192, 16384, 32768), (4, 8), (2, 3, 4), (1, 2, 4)

@@ -23,7 +23,7 @@ def modules() -> list[str]:
 
 
 # They ask the bundled model, or compile much.
-SLOW = {"kvjax.evaluation.compare", "kvjax.evaluation.recall", "kvjax.reserve"}
+SLOW = {"kvjax.evaluation.compare", "kvjax.evaluation.recall", "kvjax.transforms.spindlekv.reserve"}
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.calibration import calibrated
-from kvjax.generate import generate
-from kvjax.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.text import Continuation
-from kvjax.transform import KVTransform
+from kvjax.generation.calibration import calibrated
+from kvjax.generation.continuation import Continuation
+from kvjax.generation.generate import generate
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.protocol import KVTransform
 
 from . import files, plots
 from .grid import BUDGETS, CASES, DEFAULT_TASKS, DEPTHS, LENGTHS, METHODS, Cell, Grid

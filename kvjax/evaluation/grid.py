@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.budgets import check_count
-from kvjax.chain import bind
+from kvjax.budgets.budgets import check_count
+from kvjax.compose.chain import bind
+from kvjax.protocol import KVTransform
 from kvjax.registry import parse
-from kvjax.transform import KVTransform
 
 from .retrieval import TASKS
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.generate import Sized, check_prompts
-from kvjax.transform import Full
+from kvjax.generation.generate import Sized, check_prompts
+from kvjax.protocol import Full
 
 from .grid import Grid
 from .retrieval import Case, Haystack, start_tokens

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets import check_count
-from kvjax.chain import bind
-from kvjax.layer_cache import init_cache
-from kvjax.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.transform import KVTransform
+from kvjax.attention.layer import init_cache
+from kvjax.budgets.budgets import check_count
+from kvjax.compose.chain import bind
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.protocol import KVTransform
 
 
 def continuation_nll(

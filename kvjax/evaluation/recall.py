@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import attend
-from kvjax.budgets import check_count
-from kvjax.chain import bind
+from kvjax.attention.attend import attend
+from kvjax.attention.layer import Cache
+from kvjax.budgets.budgets import check_count
+from kvjax.compose.chain import bind
+from kvjax.compose.wrappers import HeadGroups
 from kvjax.evaluation.recording import (
     Run,
     Truth,
@@ -23,11 +25,9 @@ from kvjax.evaluation.recording import (
     seen_by_head,
     unrecord,
 )
-from kvjax.generate import check_prompts
-from kvjax.layer_cache import Cache
-from kvjax.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.transform import Full, KVTransform
-from kvjax.wrappers import HeadGroups
+from kvjax.generation.generate import check_prompts
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.protocol import Full, KVTransform
 
 
 def recall_rate(

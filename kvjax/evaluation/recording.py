@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import KVCache
-from kvjax.layer_cache import Cache, LayerCache, init_cache
-from kvjax.payloads import take_slots
+from kvjax.attention.layer import Cache, LayerCache, init_cache
+from kvjax.cache.payload import take_slots
+from kvjax.cache.slots import KVCache
+from kvjax.compose.wrappers import HeadGroups
+from kvjax.protocol import Extent, Full, KVTransform, Needs, State, Step, View
 from kvjax.rope import Rope
-from kvjax.transform import Extent, Full, KVTransform, Needs, State, Step, View
-from kvjax.wrappers import HeadGroups
 from pallas_kernels import decode_attention
 
 

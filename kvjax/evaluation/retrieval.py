@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.budgets import check_count
+from kvjax.budgets.budgets import check_count
 
 from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
 

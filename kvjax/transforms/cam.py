@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets import check_count
-from kvjax.cache import KVCache
-from kvjax.draws import Seed, check_seed, layer_key, seed_of_layer, uniform
-from kvjax.payloads import Payload, sum_into, take_slots, write_slots
-from kvjax.selection import oldest
-from kvjax.transform import Extent, Full, KVTransform, Needs, State, Step
-from kvjax.wrappers import check_evicts
+from kvjax.budgets.budgets import check_count
+from kvjax.cache.payload import Payload, sum_into, take_slots, write_slots
+from kvjax.cache.slots import KVCache
+from kvjax.compose.wrappers import check_evicts
+from kvjax.protocol import Extent, Full, KVTransform, Needs, State, Step
+from kvjax.transforms.random import Seed, check_seed, layer_key, seed_of_layer, uniform
+from kvjax.transforms.selection import oldest
 
 _LAST = jnp.iinfo(jnp.int32).max
 

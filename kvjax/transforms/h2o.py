@@ -8,17 +8,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets import Budget, check_budget
-from kvjax.cache import KVCache, evict
-from kvjax.selection import (
-    decoding_budget,
-    decoding_extent,
-    evict_worst,
-    evictable,
-    keep_best,
-    newest,
-)
-from kvjax.transform import (
+from kvjax.budgets.budgets import Budget, check_budget
+from kvjax.cache.slots import KVCache, evict
+from kvjax.protocol import (
     Extent,
     GroupReduce,
     KVTransform,
@@ -28,6 +20,14 @@ from kvjax.transform import (
     accumulated_attention,
     check_group_reduce,
     group_scores,
+)
+from kvjax.transforms.selection import (
+    decoding_budget,
+    decoding_extent,
+    evict_worst,
+    evictable,
+    keep_best,
+    newest,
 )
 
 

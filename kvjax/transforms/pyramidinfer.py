@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets import (
+from kvjax.attention.layer import PASSED
+from kvjax.budgets.budgets import (
     Budget,
     check_budget,
     check_count,
@@ -18,13 +19,12 @@ from kvjax.budgets import (
     rows_budget,
     slots_for,
 )
-from kvjax.cache import KVCache, evict
-from kvjax.layer_cache import PASSED
-from kvjax.layer_schedules import CosineBudget, TokensEntering, generated_kept
-from kvjax.selection import evictable, keep_best, newest
-from kvjax.transform import Extent, KVTransform, Needs, State, Step, group_scores
+from kvjax.budgets.layers import CosineBudget, TokensEntering, generated_kept
+from kvjax.cache.slots import KVCache, evict
+from kvjax.compose.wrappers import update_if
+from kvjax.protocol import Extent, KVTransform, Needs, State, Step, group_scores
+from kvjax.transforms.selection import evictable, keep_best, newest
 from kvjax.transforms.snapkv import window_attention
-from kvjax.wrappers import update_if
 
 OBSERVED = "observed"  # the column of attention that generated tokens have received so far
 

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from kvjax.budgets import Budget, check_budget, slots_for
-from kvjax.transform import GroupReduce, KVTransform, check_group_reduce
+from kvjax.budgets.budgets import Budget, check_budget, slots_for
+from kvjax.protocol import GroupReduce, KVTransform, check_group_reduce
 from kvjax.transforms.snapkv import SnapKV, check_observation
 
 

@@ -11,11 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets import Budget, check_budget, check_count, most_slots, rows_budget
-from kvjax.cache import NEG_INF, KVCache, sorted_slots
-from kvjax.payloads import take_slots, write_slots
-from kvjax.recall import begin_tail, by_group, check_dense_layers, check_flag, lists_per_row
-from kvjax.transform import Full, KVTransform, Stage, State, Step, View
+from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots, rows_budget
+from kvjax.cache.payload import take_slots, write_slots
+from kvjax.cache.slots import NEG_INF, KVCache, sorted_slots
+from kvjax.protocol import Full, KVTransform, Stage, State, Step, View
+from kvjax.transforms.recall import (
+    begin_tail,
+    by_group,
+    check_dense_layers,
+    check_flag,
+    lists_per_row,
+)
 from pallas_kernels import page_bounds, page_scores
 
 PAGES = 3  # fewest that a budget must hold

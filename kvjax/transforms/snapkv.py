@@ -8,11 +8,10 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets import Budget, check_budget, check_count, most_slots, rows_budget
-from kvjax.cache import KVCache, evict
-from kvjax.payloads import take_slots
-from kvjax.selection import evictable, keep_best, newest
-from kvjax.transform import (
+from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots, rows_budget
+from kvjax.cache.payload import take_slots
+from kvjax.cache.slots import KVCache, evict
+from kvjax.protocol import (
     Extent,
     GroupReduce,
     KVTransform,
@@ -22,6 +21,7 @@ from kvjax.transform import (
     check_group_reduce,
     group_scores,
 )
+from kvjax.transforms.selection import evictable, keep_best, newest
 from pallas_kernels import column_sums, prompt_attention
 
 

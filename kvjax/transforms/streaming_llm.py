@@ -8,16 +8,16 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.budgets import Budget, check_budget, check_count
-from kvjax.cache import KVCache, evict
-from kvjax.selection import (
+from kvjax.budgets.budgets import Budget, check_budget, check_count
+from kvjax.cache.slots import KVCache, evict
+from kvjax.protocol import Extent, KVTransform, Needs, State, Step
+from kvjax.transforms.selection import (
     decoding_budget,
     decoding_extent,
     evict_worst,
     evictable,
     keep_best,
 )
-from kvjax.transform import Extent, KVTransform, Needs, State, Step
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from tokenizers import Tokenizer
 
-from kvjax.budgets import check_count
+from kvjax.budgets.budgets import check_count
 from kvjax.evaluation import wording
 from kvjax.models import Decoder, DecoderConfig, random_decoder
 

@@ -1,0 +1,1 @@
+"""The call that an attention layer makes, and what it carries from call to call."""

@@ -1,0 +1,212 @@
+"""What one attention layer carries from call to call, and how it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.budgets.budgets import check_count
+from kvjax.cache.slots import KVCache, empty_cache
+from kvjax.compose.wrappers import HeadGroups
+from kvjax.protocol import Extent, KVTransform, State, check_transform
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QueryWindow:
+    """The last W queries of each row, oldest first.
+
+    Args:
+      query: rotated, `[B, Q, W, D]`.
+      position: their positions, -1 where there were fewer, `[B, W]`.
+    """
+
+    query: Float[Array, "B Q W D"]
+    position: Int[Array, "B W"]
+
+    @classmethod
+    def empty(cls, batch: int, query_heads: int, size: int, head_dim: int, dtype) -> QueryWindow:
+        """A window without queries."""
+        query = jnp.zeros((batch, query_heads, size, head_dim), dtype)
+        return cls(query, jnp.full((batch, size), -1, jnp.int32))
+
+    def add(self, q: Float[Array, "B Q T D"], positions: Int[Array, "B T"]) -> QueryWindow:
+        """The last W valid queries after T more."""
+        size = self.position.shape[1]
+        position = jnp.concatenate((self.position, positions), axis=1)
+        last = jnp.argsort(position >= 0, axis=1, stable=True)[:, -size:]
+        index = last[:, None, :, None]
+        # Two small gathers: joining the windows first would copy all queries of a long prompt.
+        old = jnp.take_along_axis(self.query, jnp.minimum(index, size - 1), axis=2)
+        new = jnp.take_along_axis(q, jnp.maximum(index - size, 0), axis=2)
+        query = jnp.where(index < size, old, new.astype(old.dtype))
+        return QueryWindow(query, jnp.take_along_axis(position, last, axis=1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """Everything that one attention layer carries from call to call. A pytree; donate it.
+
+    Args:
+      kv: the slots.
+      state: the transform's own arrays.
+      window: each row's last W queries, kept only between the chunks of a prompt (and while
+        decoding where a transform needs that); None otherwise.
+      transform: what it was made for (static).
+      reading: between the chunks of a prompt (static).
+    """
+
+    kv: KVCache
+    state: State
+    window: QueryWindow | None
+    transform: KVTransform = field(metadata={"static": True})
+    reading: bool = field(default=False, metadata={"static": True})
+
+
+Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
+
+PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer
+
+
+def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
+    """Positions of the tokens that survive in every KV head of a layer, in order, -1 padded.
+
+    For models that prune hidden states after a layer's prompt. Where a transform `passes` fewer
+    tokens to the next layer than its own layer caches (PyramidInfer at the paper's ratios), only
+    those. The newest token is always among them.
+
+    Args:
+      cache: of one layer, after its prompt.
+
+    Returns:
+      `[B, T]`; T is what the transform `passes` at most, or else the cache's slots.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> tx = kvjax.StreamingLLM(budget=3, sinks=1)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=4, max_prompt=5, max_new=1)
+      >>> rows = jnp.ones((1, 2, 5, 4))
+      >>> _, cache = kvjax.attend(tx, cache, rows, rows, rows, jnp.arange(5)[None], phase="prompt")
+      >>> kvjax.kept_tokens(cache).tolist()
+      [[0, 3, 4, -1]]
+    """
+    parts = cache if isinstance(cache, tuple) else (cache,)
+    none = jnp.iinfo(jnp.int32).max
+    held, sizes = [], []
+    for part in parts:
+        kv = part.kv
+        kept = kv.live & kv.column(PASSED) if PASSED in kv.columns else kv.live
+        held.append(jnp.where(kept, kv.position, none).reshape(kept.shape[0], -1))
+        passed = part.transform.passes(Extent(kv.max_prompt, kv.max_new))
+        sizes.append(kv.slots if passed is None else min(passed, kv.slots))
+    position = jnp.sort(jnp.concatenate(held, axis=1), axis=1)
+    # A position stands here once per head that holds it: as often as there are heads, if all do.
+    more = sum(part.kv.shape[1] for part in parts) - 1
+    first, last = position[:, : position.shape[1] - more], position[:, more:]
+    common = jnp.sort(jnp.where(first == last, first, none), axis=1)[:, : min(sizes)]
+    return jnp.where(common == none, -1, common)
+
+
+def init_cache(
+    transform: KVTransform,
+    *,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    max_prompt: int,
+    max_new: int,
+    query_heads: int | None = None,
+    dtype: DTypeLike | None = None,
+) -> Cache:
+    """An empty cache for one attention layer, of the capacity that the transform promises.
+
+    Args:
+      transform: the layer's transform (one element of `bind`'s result).
+      batch: rows. kv_heads, head_dim: as in the model.
+      max_prompt, max_new: most prompt tokens and most new tokens of a row, all turns together.
+      query_heads: as in the model; `kv_heads` by default.
+      dtype: of keys and values; by default float32 on CPU, where bfloat16 is several times slower,
+        and bfloat16 elsewhere.
+
+    Returns:
+      A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
+
+    Raises:
+      TypeError, ValueError: a count that is no positive int, heads that don't divide, a dtype that
+        is not floating, a transform that must be bound to a layer first.
+
+    Example:
+      >>> import kvjax
+      >>> cache = kvjax.init_cache(kvjax.SnapKV(budget=64), batch=2, kv_heads=4, query_heads=8,
+      ...                          head_dim=16, max_prompt=512, max_new=32)
+      >>> cache.kv.shape
+      (2, 4, 96)
+    """
+    check_transform(transform, "init_cache")
+    counts = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "max_prompt": max_prompt}
+    for name, value in counts.items():
+        check_count(name, value, 1)
+    check_count("max_new", max_new, 0)
+    query_heads = kv_heads if query_heads is None else query_heads
+    check_count("query_heads", query_heads, 1)
+    if query_heads % kv_heads:
+        raise ValueError(
+            f"query_heads must be a multiple of kv_heads, got {query_heads} and {kv_heads}"
+        )
+    if dtype is None:
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be floating, got {jnp.dtype(dtype).name}")
+    if not transform.bound:
+        raise ValueError(
+            f"{transform!r} decides per layer: give init_cache and attend one element of "
+            "kvjax.bind(transform, num_layers)"
+        )
+    group = query_heads // kv_heads
+    shape = {"batch": batch, "group": group, "head_dim": head_dim}
+    limits = {"max_prompt": max_prompt, "max_new": max_new, "dtype": dtype}
+    if isinstance(transform, HeadGroups):
+        check_groups(transform, kv_heads)
+        return tuple(
+            _init_group(tx, kv_heads=len(heads), **shape, **limits)
+            for heads, tx in transform.groups
+        )
+    return _init_group(transform, kv_heads=kv_heads, **shape, **limits)
+
+
+def _init_group(
+    transform: KVTransform, batch, kv_heads, group, head_dim, max_prompt, max_new, dtype
+) -> LayerCache:
+    capacity = transform.extent(Extent(max_prompt, max_new)).total
+    needs, query_heads = transform.needs, kv_heads * group
+    unfolded = group if needs.unfold else 1
+    lists, group = kv_heads * unfolded, group // unfolded
+    kv = empty_cache(
+        batch, lists, head_dim, capacity,
+        max_prompt=max_prompt, max_new=max_new, dtype=dtype, group=group, unfolded=unfolded,
+    )  # fmt: skip
+    if needs.reposition and needs.decode_queries:
+        raise ValueError(
+            f"{transform!r} compares queries of earlier steps with keys whose ranks have changed "
+            "since: reposition=True cannot be combined with Every or WhenFull of a method that "
+            "observes queries"
+        )
+    if needs.accumulated_attention:
+        kv = kv.with_column("attention", jnp.zeros((*kv.shape, group), jnp.float32))
+    kv, state = transform.init(kv)
+    window = None
+    if needs.decode_queries:
+        size = needs.queries(max_prompt)
+        window = QueryWindow.empty(batch, query_heads, size, head_dim, dtype)
+    return LayerCache(kv, state, window, transform)
+
+
+def check_groups(transform: HeadGroups, kv_heads: int) -> None:
+    """Raises ValueError unless the groups name as many KV heads as there are."""
+    if transform.kv_heads != kv_heads:
+        raise ValueError(f"{transform!r} names {transform.kv_heads} KV heads, got {kv_heads}")

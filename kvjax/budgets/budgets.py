@@ -1,0 +1,134 @@
+"""Budgets: how many slots a method may keep, for a prompt of each length.
+
+A budget is an `int` (slots), a `float` (share of each row's own prompt), or a function from prompt
+lengths to slots, such as PyramidKV's layer budgets.
+Rows differ in length, so a budget becomes a table over lengths when a function is traced, and each
+row looks its own up.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+Budget = int | float | Callable[[np.ndarray], np.ndarray]
+
+
+def check_budget(budget: Budget, minimum: int, why: str) -> None:
+    """Raises unless the budget is a workable number of slots or a share of a prompt.
+
+    Args:
+      budget: what was given.
+      minimum: smallest workable number of slots.
+      why: what the minimum is made of, for the message.
+
+    Raises:
+      TypeError: not a number.
+      ValueError: an int below `minimum`, or a float outside (0, 1].
+    """
+    if callable(budget):
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int | float | np.integer | np.floating):
+        raise TypeError(
+            f"budget must be an int (slots) or a float (share of the prompt), got {budget!r}"
+        )
+    if isinstance(budget, float | np.floating):
+        if not 0.0 < budget <= 1.0:
+            raise ValueError(f"a float budget must lie in (0, 1], got {budget}")
+    elif budget < minimum:
+        raise ValueError(f"budget must be at least {minimum} ({why}), got {budget}")
+
+
+def check_count(name: str, value: int, minimum: int) -> None:
+    """Raises unless `value` is an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
+    """Raises unless `value` is a finite number in (above, most]."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not above < value <= most or value == math.inf:
+        bounds = (
+            f"lie in ({above:g}, {most:g}]" if most < math.inf else f"be finite and above {above:g}"
+        )
+        raise ValueError(f"{name} must {bounds}, got {value}")
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises unless `value` is one of the known names."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
+def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.ndarray:
+    """Slots for prompts of these lengths: B, or `min(L, max(⌊f·L⌋, minimum))` for a share f.
+
+    `f·L` is the double-precision product.
+
+    Example:
+      >>> from kvjax.budgets.budgets import slots_for
+      >>> [int(slots_for(0.2, length, minimum=33)) for length in (1000, 100, 20)]
+      [200, 33, 20]
+    """
+    lengths = np.asarray(lengths)
+    if callable(budget):
+        return budget(lengths)
+    if isinstance(budget, float | np.floating):
+        share = np.floor(float(budget) * lengths).astype(np.int64)
+        return np.minimum(lengths, np.maximum(share, minimum))
+    return np.full(lengths.shape, operator.index(budget))
+
+
+def most_slots(budget: Budget, max_length: int, minimum: int) -> int:
+    """The largest budget of any prompt of up to `max_length` tokens."""
+    return int(slots_for(budget, np.arange(max_length + 1), minimum).max())
+
+
+def rows_budget(
+    budget: Budget, length: Int[Array, " B"], max_length: int, minimum: int
+) -> Int[Array, " B"]:
+    """Each row's budget, from its own length (at most `max_length`)."""
+    if isinstance(budget, int | np.integer):
+        return jnp.full(length.shape, budget, jnp.int32)
+    table = slots_for(budget, np.arange(max_length + 1), minimum).astype(np.int32)
+    return jnp.asarray(table)[jnp.minimum(length, max_length)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of a budget, `round(share · B)`, or what that leaves; a budget itself.
+
+    Args:
+      budget: B.
+      share: which part of it.
+      minimum: smallest workable number of slots, which is always left.
+      rest: give what is left.
+
+    Example:
+      >>> import numpy as np
+      >>> from kvjax.budgets.budgets import Share
+      >>> Share(0.5, 0.25, minimum=33)(np.array([400, 80, 20])).tolist()
+      [50, 7, 0]
+    """
+
+    budget: Budget
+    share: float
+    minimum: int
+    rest: bool = False
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """Slots for prompts of these lengths."""
+        whole = slots_for(self.budget, lengths, self.minimum)
+        taken = np.rint(self.share * whole).astype(np.int64)
+        taken = np.minimum(taken, np.maximum(whole - self.minimum, 0))
+        return whole - taken if self.rest else taken

@@ -1,0 +1,1 @@
+"""Transforms made of transforms: chains, and where and when another one works."""

@@ -1,0 +1,230 @@
+"""Transforms one after the other, and one per layer."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from jaxtyping import Array
+
+from kvjax.budgets.budgets import check_count
+from kvjax.cache.slots import KVCache
+from kvjax.compose.wrappers import HeadGroups
+from kvjax.protocol import (
+    Extent,
+    Full,
+    KVTransform,
+    Needs,
+    Stage,
+    State,
+    Step,
+    View,
+    check_transform,
+)
+from kvjax.storage.codebook import Codebook
+
+
+@dataclass(frozen=True)
+class Chain(KVTransform):
+    """Transforms one after the other; made by `chain`, which flattens and says what can't work."""
+
+    parts: tuple[KVTransform, ...]
+
+    def __post_init__(self):
+        _check_parts(self.parts)
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """Each part for this layer. Where one turns dense, only the form of storage remains."""
+        parts = tuple(part.for_layer(layer, num_layers) for part in self.parts)
+        flat = [one for part in parts for one in getattr(part, "parts", (part,))]
+        dense = chain(*(part for part in flat if part.stage == Stage.REPRESENT))
+        if any(isinstance(part, Full) for part in parts):
+            return dense
+        split = [part for part in parts if isinstance(part, HeadGroups)]
+        if not split:
+            return chain(*parts)
+        if len(split) > 1:
+            raise ValueError(f"a chain can split heads once, got {split[0]!r} and {split[1]!r}")
+        groups = []
+        for group, inner in split[0].groups:
+            whole = [inner if part is split[0] else part for part in parts]
+            groups.append((group, dense if isinstance(inner, Full) else chain(*whole)))
+        return HeadGroups(tuple(groups))
+
+    def extent(self, extent: Extent) -> Extent:
+        """The parts' bounds, composed."""
+        for part in self.parts:
+            extent = part.extent(extent)
+        return extent
+
+    @property
+    def needs(self) -> Needs:
+        """The union over the parts."""
+        needs = Needs()
+        for part in self.parts:
+            needs = needs.union(part.needs)
+        return needs
+
+    @property
+    def stage(self) -> Stage:
+        """That of its last part."""
+        return self.parts[-1].stage
+
+    @property
+    def bound(self) -> bool:
+        """Whether all parts are, and none splits heads: `for_layer` splits the whole chain."""
+        return all(part.bound and not isinstance(part, HeadGroups) for part in self.parts)
+
+    @property
+    def frees_while_decoding(self) -> bool:
+        """Whether any part does."""
+        return any(part.frees_while_decoding for part in self.parts)
+
+    @property
+    def merges(self) -> bool:
+        """Whether any part does."""
+        return any(part.merges for part in self.parts)
+
+    @property
+    def spans_slots(self) -> bool:
+        """Whether any part does."""
+        return any(part.spans_slots for part in self.parts)
+
+    @property
+    def indexes(self) -> bool:
+        """Whether any part does."""
+        return any(part.indexes for part in self.parts)
+
+    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+        """Every part's columns and state. An index first: payloads go by its tail."""
+        states: list[State] = [()] * len(self.parts)
+        for number in sorted(range(len(self.parts)), key=lambda i: not self.parts[i].indexes):
+            cache, states[number] = self.parts[number].init(cache)
+        return cache, tuple(states)
+
+    def read(self, view: View, state: State, query: Array) -> tuple[View, State]:
+        """Every part's selection, each within the one before."""
+        states = []
+        for part, own in zip(self.parts, state, strict=True):
+            view, own = part.read(view, own, query)
+            states.append(own)
+        return view, tuple(states)
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Every part's update, in order."""
+        states = []
+        for part, own in zip(self.parts, state, strict=True):
+            cache, own = part.update(cache, own, step)
+            states.append(own)
+        return cache, tuple(states)
+
+    def passes(self, extent: Extent) -> int | None:
+        """The first part's, unless a later part evicts too: then hidden states all go on."""
+        first, *others = self.parts
+        evicts = any(part.stage == Stage.EVICT for part in others)
+        return None if evicts else first.passes(extent)
+
+    def recent(self, cache: KVCache, state: State) -> Array | None:
+        """The last part's window."""
+        return self.parts[-1].recent(cache, state[-1])
+
+
+def chain(*transforms: KVTransform) -> KVTransform:
+    """Applies transforms one after the other: evict or merge → represent → recall → place.
+
+    Nested chains are flattened and `Full` parts drop out, so that equal chains are equal values.
+
+    Raises:
+      TypeError: something is not a transform.
+      ValueError: the order cannot work, or a recall method would index slots that an earlier part
+        frees while decoding.
+
+    Example:
+      >>> import kvjax
+      >>> tx = kvjax.chain(kvjax.SnapKV(budget=768), kvjax.H2O(budget=512))
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=64)).total
+      513
+    """
+    parts: list[KVTransform] = []
+    for transform in transforms:
+        check_transform(transform, "chain")
+        parts.extend(transform.parts if isinstance(transform, Chain) else (transform,))
+    parts = [part for part in parts if not isinstance(part, Full)]
+    if len(parts) == 1:
+        return parts[0]
+    return Chain(tuple(parts)) if parts else Full()
+
+
+def _check_parts(parts: tuple[KVTransform, ...]) -> None:
+    for before, after in itertools.pairwise(parts):
+        if after.stage < before.stage:
+            raise ValueError(
+                "a chain goes evict or merge → represent → recall → place: "
+                f"{after!r} ({after.stage.name.lower()}) cannot follow "
+                f"{before!r} ({before.stage.name.lower()})"
+            )
+    freeing = [part for part in parts if part.frees_while_decoding]
+    readers = [part for part in parts if part.stage == Stage.RECALL]
+    indexes = [part for part in parts if part.indexes]
+    placing = [part for part in parts if part.stage == Stage.PLACE]
+    if len(indexes) > 1:
+        raise ValueError(
+            f"a chain has one method that indexes all slots, got {indexes[0]!r} and {indexes[1]!r}"
+        )
+    if placing and (len(placing) > 1 or not indexes):
+        raise ValueError(
+            f"{placing[0]!r} stands once in a chain, behind a method that indexes all slots "
+            f"(ClusterKV, Quest, InfiniGen), got {parts!r}"
+        )
+    representing = [part for part in parts if part.stage == Stage.REPRESENT]
+    if len(representing) > 1:
+        raise ValueError(
+            "a chain stores keys and values in one other form, got "
+            f"{representing[0]!r} and {representing[1]!r}"
+        )
+    if representing and placing:
+        raise ValueError(
+            f"{placing[0]!r} keeps rows as they are in host memory, and {representing[0]!r} stores "
+            "them in another form on the device: take one of them"
+        )
+    spanning = [part for part in parts if part.spans_slots]
+    if freeing and spanning:
+        raise ValueError(
+            f"{spanning[0]!r} encodes groups of slots together, and {freeing[0]!r} frees slots "
+            "while decoding: take key_axis='token'"
+        )
+    books = [part for part in parts if isinstance(part, Codebook)]
+    merging = [part for part in freeing if part.merges]
+    if books and merging:
+        raise ValueError(
+            f"{books[0]!r} stores references, and {merging[0]!r} merges slots while decoding, "
+            "which would make a new book at every step: merge at the prompt's end only"
+        )
+    late = [part for part in parts if part.needs.unrotated_keys]
+    if indexes and late:
+        raise ValueError(
+            f"{indexes[0]!r} selects by keys as they are stored, and {late[0]!r} stores them "
+            "unrotated"
+        )
+    if freeing and readers:
+        raise ValueError(
+            f"{readers[0]!r} indexes the slots of the prompt, and {freeing[0]!r} frees slots while "
+            "decoding: the index would go stale. Put a method that compresses only the prompt first"
+        )
+
+
+def bind(transform: KVTransform, num_layers: int) -> tuple[KVTransform, ...]:
+    """One transform per layer, `tuple(transform.for_layer(i, num_layers))`.
+
+    Raises:
+      TypeError: not a transform, or `num_layers` not an int.
+      ValueError: fewer than one layer.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.bind(kvjax.H2O(budget=64), num_layers=2)
+      (H2O(budget=64, group_reduce='mean'), H2O(budget=64, group_reduce='mean'))
+    """
+    check_transform(transform, "bind")
+    check_count("num_layers", num_layers, 1)
+    return tuple(transform.for_layer(layer, num_layers) for layer in range(num_layers))

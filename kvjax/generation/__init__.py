@@ -1,0 +1,1 @@
+"""Text from a language model through compressed caches."""

@@ -1,0 +1,274 @@
+"""What is found out about a model once, on sample text, before anything is compressed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention.layer import Cache, init_cache
+from kvjax.budgets.budgets import check_count, check_number
+from kvjax.cache.slots import KVCache
+from kvjax.compose.chain import Chain, chain
+from kvjax.generation.generate import check_prompts
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.protocol import Full, KVTransform, Needs, State, Step
+from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
+from kvjax.transforms.infinigen.infinigen import InfiniGen
+from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial_projection
+from pallas_kernels import soft_matching
+
+
+def calibrate_outlier_heads(
+    model: LanguageModel | FunctionalModel,
+    sample: Sequence[Sequence[int]],
+    threshold: float,
+    fraction: float = 0.04,
+    *,
+    chunk: int = 256,
+    sinks: int = 16,
+    recent: int = 64,
+) -> OutlierHeads:
+    """The heads whose keys resemble each other least: those that Chelsea is to leave alone.
+
+    The model reads the sample with the full cache. In each KV head, sinks and recent tokens apart,
+    every token of set A has an edge to its most similar one of set B, as in Chelsea's first pass.
+    A head's score is the share of A whose edge is not above `threshold`, averaged over the rows;
+    the `fraction` of all heads with the highest score, at least one, are the outliers.
+
+    Args:
+      model: as for `kvjax.generate`.
+      sample: token ids of each row; rows may differ in length. The paper samples WikiText-2.
+      threshold: cosine below which an edge does not count; between the similarities of most heads
+        and those of the outliers.
+      fraction: share of heads, rounded to the nearest count; 0.04 as in the paper.
+      chunk, sinks, recent: numbers of tokens, as in `Chelsea`.
+
+    Returns:
+      What `Chelsea` takes as `outlier_heads`, the highest score first, ties to the lower head.
+
+    Raises:
+      TypeError, ValueError: what `kvjax.generate` raises for prompts, a row that is too short to
+        have any A and B between sinks and recent tokens, a threshold outside (-1, 1], a fraction
+        outside (0, 1] or one that leaves no head over.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> found = kvjax.calibrate_outlier_heads(model, [list(range(64))], 0.9, sinks=4, recent=8)
+      >>> len(found.heads), found.num_layers, found.kv_heads
+      (1, 2, 2)
+
+    References:
+      Hu et al., Efficient Long-Context LLM Inference via KV Cache Clustering, arXiv 2506.11418,
+      appendix B.
+    """
+    functional = as_functional(model)
+    for name, value, least in (("chunk", chunk, 2), ("sinks", sinks, 0), ("recent", recent, 0)):
+        check_count(name, value, least)
+    check_number("threshold", threshold, above=-1, most=1)
+    check_number("fraction", fraction, above=0, most=1)
+    check_prompts(functional, sample, (Full(),), 0)
+    lengths = np.array([len(row) for row in sample])
+    if lengths.min() < sinks + recent + 2:
+        raise ValueError(
+            f"every row of the sample must have at least sinks + recent + 2 = "
+            f"{sinks + recent + 2} tokens, got {lengths.min()}"
+        )
+    tokens, positions = _padded(sample)
+    empty = _empty_cache(functional, Full(), positions)
+    scores = _scores(
+        functional.apply, (chunk, sinks, recent),
+        functional.params, (empty,) * functional.num_layers, tokens, positions, threshold,
+    )  # fmt: skip
+    count = max(1, round(fraction * scores.size))
+    ranked = np.argsort(-np.asarray(scores), axis=None, kind="stable")[:count]
+    heads = tuple(divmod(int(head), functional.kv_heads) for head in ranked)
+    return OutlierHeads(heads, functional.num_layers, functional.kv_heads)
+
+
+def _padded(sample: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and positions `[B, T]`, padded on the right."""
+    lengths = np.array([len(row) for row in sample])
+    place = np.arange(lengths.max(), dtype=np.int32)
+    positions = np.where(place < lengths[:, None], place, -1)
+    tokens = np.zeros_like(positions)
+    tokens[positions >= 0] = np.concatenate(sample)
+    return tokens, positions
+
+
+def _empty_cache(
+    model: FunctionalModel, transform: KVTransform, positions: np.ndarray, **options
+) -> Cache:
+    """A cache for one layer that reads the sample."""
+    return init_cache(
+        transform, batch=len(positions), kv_heads=model.kv_heads, query_heads=model.query_heads,
+        head_dim=model.head_dim, max_prompt=positions.shape[1], max_new=0, **options,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _scores(
+    apply: Callable,
+    matching: tuple[int, int, int],
+    params,
+    caches: tuple[Cache, ...],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    threshold: Float[Array, ""],
+) -> Float[Array, "N H"]:
+    """Share of A without an edge above the threshold, per layer and KV head."""
+    length = positions.max(-1) + 1
+    _, caches = apply(
+        params, tokens, positions, caches,
+        layers=(Full(),) * len(caches), phase="prompt", last=True, logits_at=length[:, None] - 1,
+    )  # fmt: skip
+    keys = (cache.kv.k.read() for cache in caches)
+    return jnp.stack([unmatched_share(each, length, matching, threshold) for each in keys])
+
+
+def unmatched_share(
+    keys: Float[Array, "B H S D"],
+    length: Int[Array, " B"],
+    matching: tuple[int, int, int],
+    threshold: Float[Array, ""],
+) -> Float[Array, " H"]:
+    """Share of set A without an edge above the threshold, averaged over the rows.
+
+    Args:
+      keys: in position order, padded on the right to S.
+      length: tokens of each row.
+      matching: chunk, sinks and recent tokens.
+    """
+    chunk, sinks, recent = matching
+    count = jnp.broadcast_to((length - sinks - recent)[:, None], keys.shape[:2])
+    similarity, _ = soft_matching(keys[:, :, sinks:], count, chunk=chunk)
+    edges = similarity > -jnp.inf
+    unmatched = edges & (similarity <= threshold)
+    return (unmatched.sum(-1) / edges.sum(-1)).mean(0)
+
+
+def calibrate_infinigen(
+    model: LanguageModel | FunctionalModel, sample: Sequence[Sequence[int]], share: float = 0.2
+) -> InfiniGenCalibration:
+    """The few channels of skewed queries and keys by which `InfiniGen` predicts attention.
+
+    The model reads the sample with the full cache. In each KV head, with the rotated queries of
+    its group and its rotated keys as the rows of one matrix, A is the matrix of right singular
+    vectors; an orthogonal matrix changes no product of query and key, `qA · kA = q · k`, but
+    gathers what matters in few channels. The `n = max(1, int(share · D))` channels of the largest
+    `Σ |q A|` and the n of the largest `Σ |k A|` stay: P, the columns of A for these.
+
+    Args:
+      model: as for `kvjax.generate`.
+      sample: token ids of each row; rows may differ in length. It should have several times as many
+        tokens as a head has channels.
+      share: of the channels, for queries and for keys; 0.2 as in the authors' code.
+
+    Returns:
+      What `InfiniGen` takes as `calibration`: at most 2n channels, padded with zeros to the most of
+      any head. The model and the sample determine it but for the signs of channels.
+
+    Raises:
+      TypeError, ValueError: what `kvjax.generate` raises for prompts, a share outside (0, 1].
+
+    Example:
+      >>> from kvjax.generation.calibration import calibrate_infinigen
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> found = calibrate_infinigen(model, [list(range(64))])
+      >>> found.num_layers, found.kv_heads, found.head_dim, found.channels in (1, 2)
+      (3, 2, 8, True)
+
+    References:
+      Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV
+      Cache Management, OSDI 2024, arXiv 2406.19707.
+    """
+    functional = as_functional(model)
+    check_number("share", share, above=0, most=1)
+    check_prompts(functional, sample, (Full(),), 0)
+    tokens, positions = _padded(sample)
+    # float32: what is measured once should not depend on how a platform stores keys.
+    empty = _empty_cache(functional, _AllQueries(positions.shape[1]), positions, dtype=jnp.float32)
+    caches = (empty,) * functional.num_layers
+    layers = _queries_and_keys(functional.apply, functional.params, caches, tokens, positions)
+    found = [[partial_projection(q, k, share) for q, k in _per_head(layer)] for layer in layers]
+    most = max(p.shape[1] for heads in found for p in heads)
+    padded = [[np.pad(p, ((0, 0), (0, most - p.shape[1]))) for p in heads] for heads in found]
+    return InfiniGenCalibration(np.array(padded, np.float32))
+
+
+def calibrated(
+    transform: KVTransform,
+    model: LanguageModel | FunctionalModel,
+    sample: Sequence[Sequence[int]],
+) -> KVTransform:
+    """The transform, or chain, with every `InfiniGen` in it calibrated that was not yet.
+
+    Args:
+      transform: any.
+      model, sample: as for `calibrate_infinigen`, which is called only where it is needed.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.calibrated(kvjax.H2O(budget=64), model=None, sample=[])
+      H2O(budget=64, group_reduce='mean')
+    """
+    if isinstance(transform, Chain):
+        return chain(*(calibrated(part, model, sample) for part in transform.parts))
+    if isinstance(transform, InfiniGen) and transform.calibration is None:
+        found = calibrate_infinigen(model, sample)
+        return dataclasses.replace(transform, calibration=found)
+    return transform
+
+
+@dataclass(frozen=True)
+class _AllQueries(KVTransform):
+    """The full cache, and all queries of a prompt of up to `tokens` as its state."""
+
+    tokens: int
+
+    needs = property(lambda self: Needs(query_window=self.tokens))
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Leaves the rotated queries and their positions as the state."""
+        return cache, (step.query, step.query_position)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _queries_and_keys(
+    apply: Callable,
+    params,
+    caches: tuple[Cache, ...],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+) -> tuple[tuple[Array, ...], ...]:
+    """Of each layer: rotated queries, their positions, rotated keys and their positions."""
+    _, caches = apply(
+        params, tokens, positions, caches, layers=tuple(cache.transform for cache in caches),
+        phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),
+    )  # fmt: skip
+    return tuple((*cache.state, cache.kv.k.read(), cache.kv.position) for cache in caches)
+
+
+def _per_head(layer: tuple[Array, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Queries `[M, D]` and keys `[N, D]` of every KV head, all tokens of all rows."""
+    queries, query_position, keys, position = map(np.asarray, layer)
+    batch, kv_heads, _, head_dim = keys.shape
+    queries = queries.reshape(batch, kv_heads, -1, *queries.shape[2:])  # [B, H, G, T, D]
+    there = np.broadcast_to((query_position >= 0)[:, None], (batch, *queries.shape[2:4]))
+    return [
+        (queries[:, head][there].reshape(-1, head_dim), keys[:, head][position[:, head] >= 0])
+        for head in range(kv_heads)
+    ]

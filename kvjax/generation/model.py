@@ -1,0 +1,126 @@
+"""What `generate` needs to know of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention.layer import Cache
+from kvjax.protocol import KVTransform, Phase
+
+_COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
+
+
+class LanguageModel(Protocol):
+    """The signature of a model: an NNX module, or any callable with these attributes.
+
+    A callable that is no NNX module must be hashable and must not change: its arrays become
+    constants of the compiled code. `FunctionalModel` passes them as arguments.
+
+    Each attention layer i calls `kvjax.attend(layers[i], caches[i], ...)` with `phase` and `last`
+    as given, and the model returns the new caches. A model may also give it `predicted_query`.
+
+    Attributes:
+      num_layers, query_heads, kv_heads, head_dim, vocab_size: sizes.
+      max_positions: longest sequence that it can read; optional.
+    """
+
+    num_layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        caches: tuple[Cache, ...],
+        *,
+        layers: tuple[KVTransform, ...],
+        phase: Phase,
+        last: bool = True,
+        logits_at: Int[Array, "B N"] | None = None,
+    ) -> tuple[Float[Array, "B N V"], tuple[Cache, ...]]:
+        """Logits of every token (N = T), or of those at `logits_at`, and the new caches.
+
+        `positions = -1` marks padding. Selecting before the vocabulary is projected keeps a long
+        prompt's logits, `T × V` numbers of which one row is wanted, out of memory.
+        """
+
+
+@dataclass(frozen=True)
+class FunctionalModel:
+    """A model as a function of its parameters, for Linen and for plain JAX.
+
+    Args:
+      apply: `apply(params, tokens, positions, caches, layers=, phase=, last=, logits_at=)`, as
+        `LanguageModel.__call__`. Hashable: compiled code is kept per `apply`.
+      params: any pytree of arrays.
+      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as `LanguageModel`.
+    """
+
+    apply: Callable[..., tuple[Array, tuple[Cache, ...]]]
+    params: Any
+    num_layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int | None = None
+
+
+@dataclass(frozen=True)
+class _ApplyNNX:
+    """An NNX module's call as a function of its state; equal for modules of equal structure."""
+
+    graphdef: nnx.GraphDef
+
+    def __call__(self, params, *args, **kwargs):
+        return nnx.merge(self.graphdef, params)(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _ApplyCallable:
+    """A callable that holds its own arrays."""
+
+    model: Callable
+
+    def __call__(self, params, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
+    """Any supported model as a `FunctionalModel`. An NNX module is split into graph and arrays.
+
+    Raises:
+      TypeError: not callable, or without one of the documented attributes.
+    """
+    if isinstance(model, FunctionalModel):
+        return model
+    if not callable(model):
+        raise TypeError(f"model must be callable (see kvjax.LanguageModel), got {model!r:.80}")
+    missing = [name for name in _COUNTS if not isinstance(getattr(model, name, None), int)]
+    if missing:
+        raise TypeError(
+            f"model needs int attributes {', '.join(_COUNTS)}; {type(model).__name__} lacks "
+            f"{', '.join(missing)}"
+        )
+    if not isinstance(model, nnx.Module) and model.__hash__ is None:
+        raise TypeError(
+            f"a callable model must be hashable, {type(model).__name__} is not: "
+            "give a kvjax.FunctionalModel"
+        )
+    if isinstance(model, nnx.Module):
+        graphdef, params = nnx.split(model)
+        apply = _ApplyNNX(graphdef)
+    else:
+        apply, params = _ApplyCallable(model), ()
+    sizes = {name: getattr(model, name) for name in _COUNTS}
+    return FunctionalModel(
+        apply=apply, params=params, max_positions=getattr(model, "max_positions", None), **sizes
+    )

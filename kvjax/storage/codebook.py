@@ -1,0 +1,116 @@
+"""SpindleKV's codebook: keys and values as references to few directions (arXiv 2507.06517)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.budgets.budgets import check_count, check_number
+from kvjax.cache.slots import KVCache
+from kvjax.protocol import KVTransform, Needs, Stage, State, Step
+from kvjax.storage.references import Book, CodebookPayload
+from kvjax.transforms.recall import check_flag
+
+
+@dataclass(frozen=True)
+class Codebook(KVTransform):
+    """Stores keys and values as references to few directions, and their norms.
+
+    A row has one book for its keys, without rotation, and one for its values, which all heads of a
+    layer share. At a prompt's end the live vectors are covered: two are neighbours where their
+    cosine is above theta; again and again the uncovered vector with the most uncovered neighbours,
+    itself included, gives its direction as an entry, and they point at it. A vector is read as
+    `entry · |x|`, and a key then rotated to its position. While decoding a new vector takes the
+    nearest entry if that is above theta, and becomes an entry else. Where a book is full, vectors
+    go to the nearest entry and are counted in the payload's `overflow`; an entry is given up at the
+    next prompt's end only, whatever a method evicts while decoding. Attention multiplies with the
+    book as it is, a block of slots at a time.
+
+    Args:
+      theta_key: threshold of the keys' cosines, 0.98 as in the paper.
+      theta_value: of the values', 0.95 as in the paper.
+      capacity: most entries of each of a row's two books; a float is a share of the vectors that
+        the cache has slots for. 0.5 by default: about what the paper's ratios of 40 to 50 % leave.
+      interval: steps after which new tokens, kept as they are until then, are encoded; 32, ours.
+      magnitude: store norms; False: entries are vectors as they came, and stand for others so.
+
+    Raises:
+      TypeError, ValueError: a threshold or a share outside (0, 1], a capacity or an interval below
+        1; in a chain, a method before that merges while decoding.
+
+    Example:
+      >>> import kvjax
+      >>> tx = kvjax.chain(kvjax.SnapKV(budget=256), kvjax.Codebook(capacity=1024))
+      >>> size = {"batch": 1, "kv_heads": 8, "head_dim": 64, "max_prompt": 2048, "max_new": 64}
+      >>> cache = kvjax.init_cache(tx, **size, dtype="float32")
+      >>> cache.kv.k.entries.shape, cache.kv.k.index.shape
+      ((1, 1, 1024, 64), (1, 8, 320))
+
+    References:
+      Tang et al., SpindleKV: A Novel KV Cache Reduction Method Balancing Both Shallow and Deep
+      Layers, arXiv 2507.06517, section 3.2.
+
+    Deviations from the paper:
+      Books have a capacity. Degrees are those of the graph (equation 10); Algorithm 1 sums
+      similarities. On a further turn everything live of all rows is encoded anew, what was
+      encoded as it reads.
+    """
+
+    theta_key: float = 0.98
+    theta_value: float = 0.95
+    capacity: int | float = 0.5
+    interval: int = 32
+    magnitude: bool = True
+
+    stage: ClassVar[Stage] = Stage.REPRESENT
+    paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
+    needs = property(lambda self: Needs(unrotated_keys=True))
+
+    def __post_init__(self):
+        check_number("theta_key", self.theta_key, 0.0, 1.0)
+        check_number("theta_value", self.theta_value, 0.0, 1.0)
+        check_count("interval", self.interval, 1)
+        check_flag("magnitude", self.magnitude)
+        if isinstance(self.capacity, float | np.floating):
+            check_number("capacity", self.capacity, 0.0, 1.0)
+        else:
+            check_count("capacity", self.capacity, 1)
+
+    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+        """Payloads with empty books."""
+        shape, dtype = cache.k.shape, cache.k.dtype
+        k, v = (
+            CodebookPayload.zeros(shape, dtype, self._book(theta, cache))
+            for theta in (self.theta_key, self.theta_value)
+        )
+        return cache.replace(k=k, v=v), ()
+
+    def _book(self, theta: float, cache: KVCache) -> Book:
+        entries = self.capacity
+        if not isinstance(entries, int | np.integer):
+            entries = max(int(entries * _vectors(cache)), 1)
+        return Book(theta, int(entries), self.magnitude, self.interval, cache.unfolded)
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Encodes everything live at the prompt's end."""
+        if not step.prompt_done:
+            return cache, state
+
+        payloads = cache.k, cache.v
+        k, v = CodebookPayload.encode(
+            jnp.stack([payload.read() for payload in payloads]),
+            cache.position,
+            cache.live,
+            [payload.book for payload in payloads],
+            _vectors(cache),
+        )
+        return cache.replace(k=k, v=v), state
+
+
+def _vectors(cache: KVCache) -> int:
+    """The most vectors that a row keeps, copies counted once."""
+    lists = cache.shape[1]
+    return min(lists * cache.capacity, lists // cache.unfolded * cache.max_tokens)

@@ -1,0 +1,1 @@
+"""InfiniGen, arXiv 2406.19707: its selection and its projections."""

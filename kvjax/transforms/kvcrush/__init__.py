@@ -1,0 +1,1 @@
+"""KVCrush, arXiv 2503.00022: its bits, units and representatives."""

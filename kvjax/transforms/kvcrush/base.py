@@ -1,0 +1,84 @@
+"""What a wrapper asks of the method that it goes around: its settings, its score, its budget."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Array, Bool
+
+from kvjax.budgets.budgets import Budget, Share, check_count
+from kvjax.cache.slots import KVCache
+from kvjax.protocol import KVTransform, State
+from kvjax.transforms.selection import newest
+
+
+def innermost(base: KVTransform) -> KVTransform:
+    """The method within wrappers."""
+    while hasattr(base, "base"):
+        base = base.base
+    return base
+
+
+def holds(base: KVTransform, kind: type[KVTransform]) -> bool:
+    """Whether it is, goes around or chains a transform of this kind."""
+    inner = [base.base] if hasattr(base, "base") else getattr(base, "parts", ())
+    return isinstance(base, kind) or any(holds(part, kind) for part in inner)
+
+
+def has_score(base: KVTransform) -> bool:
+    """Whether it scores tokens."""
+    return type(innermost(base)).score is not KVTransform.score
+
+
+def always_kept(base: KVTransform, cache: KVCache, state: State) -> Bool[Array, "B H S"]:
+    """Live tokens that it keeps whatever their score: pinned ones, sinks, its newest."""
+    always = cache.pinned | (cache.position < getattr(innermost(base), "sinks", 0))
+    recent = base.recent(cache, state)
+    if recent is not None:
+        always |= newest(cache, recent)
+    return always & cache.live
+
+
+def split_budget(base: KVTransform, share: float) -> tuple[KVTransform, Budget]:
+    """The base without a share of its budget B, and that share, `round(share · B)`.
+
+    Where B depends on the prompt's length, the base keeps at least as many as it works with.
+
+    Raises:
+      ValueError: it has no budget, or would have too little.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.transforms.kvcrush.base import split_budget
+      >>> split_budget(kvjax.Every(kvjax.SnapKV(budget=64), steps=8), 0.25)[1]
+      16
+    """
+    if hasattr(base, "base"):
+        inner, taken = split_budget(base.base, share)
+        return dataclasses.replace(base, base=inner), taken
+    if not hasattr(base, "budget"):
+        raise ValueError(
+            f"share= divides the budget of the base, and {base!r} has none: give representatives="
+        )
+    if not isinstance(base.budget, int | np.integer):
+        taken = Share(base.budget, share, getattr(base, "minimum", 1))
+        return dataclasses.replace(base, budget=dataclasses.replace(taken, rest=True)), taken
+    taken = round(share * base.budget)
+    try:
+        return dataclasses.replace(base, budget=base.budget - taken), taken
+    except ValueError as error:
+        raise ValueError(f"share={share} of {base!r} leaves it too little: {error}") from None
+
+
+def check_share(number: int | None, share: float | None) -> None:
+    """Raises unless at most one of both is given, a positive int or a share in (0, 1)."""
+    if number is not None and share is not None:
+        raise ValueError(f"give representatives or share, not both: got {number!r} and {share!r}")
+    if number is not None:
+        check_count("representatives", number, 1)
+    if share is not None:
+        if isinstance(share, bool) or not isinstance(share, int | float | np.floating):
+            raise TypeError(f"share must be a number, got {share!r}")
+        if not 0 < share < 1:
+            raise ValueError(f"share must lie in (0, 1), got {share}")

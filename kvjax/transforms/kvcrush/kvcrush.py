@@ -1,0 +1,251 @@
+"""KVCrush: tokens that stand in for groups of evicted ones (arXiv 2503.00022)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.budgets.budgets import Budget, most_slots, rows_budget
+from kvjax.cache.slots import KVCache, evict
+from kvjax.compose.wrappers import check_evicts
+from kvjax.protocol import Extent, Full, KVTransform, Needs, State, Step, accumulated_attention
+from kvjax.transforms.kvcrush.base import (
+    always_kept,
+    check_share,
+    has_score,
+    holds,
+    innermost,
+    split_budget,
+)
+from kvjax.transforms.kvcrush.representatives import (
+    Anchor,
+    Pick,
+    anchor_bits,
+    bucket_representatives,
+    check_choices,
+    nearest_to_centroids,
+)
+from kvjax.transforms.kvcrush.units import Granularity, Units, unit_size, whole_units
+from kvjax.transforms.random import Seed, check_seed, layer_key, seed_of_layer, uniform
+from kvjax.transforms.selection import evictable, keep_best
+from pallas_kernels import hamming_distance, pack_bits
+
+REPRESENTATIVE = "representative"
+
+
+@dataclass(frozen=True)
+class KVCrush(KVTransform):
+    """Keeps, beside what its base keeps, a few of the tokens that the base evicts.
+
+    At a prompt's end every token is a vector of bits, one per query head: whether it is among the k
+    tokens with the highest score of that head, where k is as many as the base keeps; tokens that
+    the base always keeps have ones. Each KV head orders the n tokens that it evicts by the Hamming
+    distance of their bits to an anchor (ties to the lower position), cuts them into R buckets,
+    bucket i being the ranks `⌊i·n/R⌋ … ⌊(i + 1)·n/R⌋ − 1`, and keeps one token of each, its
+    representative; all of them where n ≤ R. Representatives are pinned: while decoding they stand
+    outside the base's budget and candidates. At the end of a further prompt they compete again.
+
+    Args:
+      base: any evicting method, or `Every` or `WhenFull` of one.
+      representatives: R, beside the base's own budget.
+      share: of the base's budget B, in its place: `R = round(share · B)`, and the base has B − R
+        slots, in each row and layer; never fewer than it works with. 0.25 if neither is given, as
+        in the paper.
+      anchor: `"random"` bits; `"mean"`: ones where more than half of a row's tokens have one (with
+        k < L / 2 mostly zeros); `"median"`: ones where more tokens have one than at the median
+        bit; `"alternate"`: 0101….
+      pick: `"middle"`, a bucket's lower median, or `"random"`, as in the paper.
+      granularity: `"token"`, `"chunk"` (8 tokens), `"page"` (32), or a number of tokens: units of
+        so many positions. A unit's bits are those of its tokens, joined. Of what the base does not
+        always keep it then evicts whole units, by the sum of its scores; each unit has one
+        representative, all of its tokens. Budgets still count tokens: what is no whole unit of
+        them stays free.
+      kmeans: instead of bits and buckets, R clusters of the evicted keys, and the token nearest to
+        each centroid: the paper's expensive comparison. Tokens only; no anchor, no pick.
+      seed: of the draws, below 2**32; they depend on seed, layer, KV head and position alone.
+        `for_layer` makes it (seed, layer).
+
+    Raises:
+      TypeError: `base` is not a transform, a number is none.
+      ValueError: `base` does not evict, holds another KVCrush, or has no budget to share; both
+        `representatives` and `share`; a share outside (0, 1) or that leaves the base too little;
+        fewer representatives than a unit; an unknown anchor, pick or granularity; a seed too large.
+
+    Example:
+      >>> import kvjax
+      >>> tx = kvjax.KVCrush(kvjax.SnapKV(budget=1024))  # 768 + 256
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=100)).total
+      1124
+      >>> tx = kvjax.KVCrush(kvjax.H2O(budget=512), representatives=128)
+      >>> tx.extent(kvjax.Extent(prompt=4096, new=100)).total
+      641
+
+    References:
+      Jha et al., KVCrush: Key Value Cache Size-Reduction Using Similarity in Head-Behaviour, arXiv
+      2503.00022.
+
+    Deviations from the paper:
+      With one anchor and R buckets, "the bucket with the lowest distance" is no function: equal
+      buckets along the distance keep every group represented. `pick="middle"` is deterministic.
+      Bits are those of all heads of a layer (of a group of `HeadGroups`), as in the paper, but
+      every KV head evicts, and is represented, for itself. A base without a score (StreamingLLM)
+      has its bits from accumulated attention, and evicts single tokens. A row whose prompt the base
+      keeps whole has no representatives, and the base's part of the budget to grow to. Over
+      PyramidInfer at the paper's ratios, all hidden states go on to the next layer.
+    """
+
+    base: KVTransform
+    representatives: int | None = None
+    share: float | None = None
+    anchor: Anchor = "random"
+    pick: Pick = "middle"
+    granularity: Granularity = "token"
+    kmeans: bool = False
+    seed: Seed = 0
+
+    paper: ClassVar[str] = "KVCrush, arXiv 2503.00022"
+    bound = property(lambda self: self.base.bound)
+    frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
+
+    def __post_init__(self):
+        check_evicts(self.base, "KVCrush")
+        if holds(self.base, KVCrush):
+            raise ValueError(f"KVCrush cannot go around another one, got {self.base!r}")
+        check_share(self.representatives, self.share)
+        check_seed(self.seed)
+        check_choices(self.anchor, self.pick)
+        if self.kmeans and self.unit > 1:
+            raise ValueError(f"kmeans=True clusters tokens, got granularity={self.granularity!r}")
+        # Before `for_layer` there are no budgets to look at.
+        number = self.split[1] if self.bound else self.unit
+        if not callable(number) and number < self.unit:
+            raise ValueError(
+                f"representatives must be at least {self.unit}, one unit of "
+                f"granularity={self.granularity!r}, got {number}"
+            )
+
+    @property
+    def unit(self) -> int:
+        """Tokens per unit."""
+        return unit_size(self.granularity)
+
+    @property
+    def split(self) -> tuple[KVTransform, Budget]:
+        """The base with its part of the budget, and the number of representatives."""
+        if self.representatives is not None:
+            return self.base, self.representatives
+        return split_budget(self.base, 0.25 if self.share is None else float(self.share))
+
+    @property
+    def needs(self) -> Needs:
+        """The base's, and accumulated attention where it has no score."""
+        received = not self.kmeans and not has_score(self.base)
+        return self.base.needs.union(Needs(accumulated_attention=received))
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """The wrapper around the base of this layer, with draws of its own."""
+        base = self.base.for_layer(layer, num_layers)
+        if isinstance(base, Full):
+            return base
+        draws = not self.kmeans and "random" in (self.anchor, self.pick)
+        seed = seed_of_layer(self.seed, layer) if draws else self.seed
+        return dataclasses.replace(self, base=base, seed=seed)
+
+    def extent(self, extent: Extent) -> Extent:
+        """The base's, and the representatives."""
+        base, representatives = self.split
+        return base.extent(extent.pin(most_slots(representatives, extent.longest_prompt, 0)))
+
+    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+        """The base's state, and the column that marks representatives."""
+        none = jnp.zeros(cache.shape, bool)
+        return self.split[0].init(cache.with_column(REPRESENTATIVE, none, merge="keep"))
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Lets the base evict; at a prompt's end brings some of the evicted tokens back."""
+        base, representatives = self.split
+        if not step.prompt_done:
+            return base.update(cache, state, step)
+        earlier = cache.column(REPRESENTATIVE) & cache.live
+        before = cache.replace(pinned=cache.pinned & ~earlier)
+        after, state = base.update(before, state, step)
+        count = rows_budget(representatives, cache.length, cache.max_prompt, 0)
+        most = most_slots(representatives, cache.max_prompt, 0)
+        if self.kmeans:
+            kept = after.live
+            gone = before.live & ~kept
+            chosen = nearest_to_centroids(step.keys, gone, before.position, count, most)
+        else:
+            kept, bits = self._behaviour(before, after, state, step)
+            gone = before.live & ~kept
+            chosen = self._representatives(before, bits, gone, count, most)
+        # Where the base evicts nothing, it has left a row alone.
+        chosen = jnp.where(gone.any(-1, keepdims=True), chosen, earlier)
+        undone = after.replace(
+            log_mass=before.log_mass, position=before.position, pinned=before.pinned
+        )
+        cache = evict(undone, kept | chosen)
+        cache = cache.replace(pinned=cache.pinned | chosen)
+        return cache.with_column(REPRESENTATIVE, chosen), state
+
+    def _behaviour(
+        self, before: KVCache, after: KVCache, state: State, step: Step
+    ) -> tuple[Bool[Array, "B H S"], Bool[Array, "B Q S"]]:
+        """What the base keeps, in whole units, and every token's bits."""
+        if not has_score(self.base):
+            score = accumulated_attention(before)
+            return after.live, head_bits(score, before, after, after.live)
+        score, kept = self.score(before, state, step), after.live
+        always = always_kept(self.split[0], before, state)
+        if self.unit > 1:
+            reduce = getattr(innermost(self.base), "group_reduce", "mean")
+            kept = whole_units(before, after, self.unit, score, always, reduce)
+        return kept, head_bits(score, before, after, always)
+
+    def _representatives(
+        self,
+        cache: KVCache,
+        bits: Bool[Array, "B Q S"],
+        gone: Bool[Array, "B H S"],
+        count: Int[Array, " B"],
+        most: int,
+    ) -> Bool[Array, "B H S"]:
+        """Groups what is gone by the distance to the anchor, and picks one unit of each group."""
+        units = Units.of(cache, self.unit)
+        vectors, there = units.join(bits), units.any(cache.live).any(1)
+        anchor_key, pick_key = jax.random.split(layer_key(self.seed))
+        anchor = anchor_bits(self.anchor, vectors, there, anchor_key)
+        distance = hamming_distance(pack_bits(vectors), pack_bits(anchor)[:, None])
+        draw = functools.partial(uniform, pick_key) if self.pick == "random" else None
+        buckets, most = count // self.unit, most // self.unit
+        chosen = bucket_representatives(distance, units.any(gone), buckets, most, draw)
+        return gone & units.slots(chosen)
+
+    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"] | None:
+        """The base's score."""
+        return self.split[0].score(cache, state, step)
+
+    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"] | None:
+        """The base's window."""
+        return self.split[0].recent(cache, state)
+
+
+def head_bits(
+    score: Float[Array, "B Q S"], before: KVCache, after: KVCache, always: Bool[Array, "B H S"]
+) -> Bool[Array, "B Q S"]:
+    """Whether a token is among the k with the highest score of a query head, or always kept.
+
+    k is how many the KV head keeps: the base's budget, or everything.
+    """
+    candidates = evictable(before)
+    k = (candidates & after.live).sum(-1, dtype=jnp.int32)
+    candidates, position, k, always = (
+        jnp.repeat(x, before.group, axis=1) for x in (candidates, before.position, k, always)
+    )
+    return keep_best(score, candidates, position, k) | always

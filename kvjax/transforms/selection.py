@@ -1,0 +1,105 @@
+"""Which slots to keep: the choices that evicting methods share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from kvjax.budgets.budgets import Budget, most_slots, rows_budget
+from kvjax.cache.slots import KVCache, evict
+from kvjax.protocol import Extent
+
+
+def evictable(cache: KVCache) -> Bool[Array, "B H S"]:
+    """Live slots that an evictor may take; pinned ones stand outside its budget."""
+    return cache.live & ~cache.pinned
+
+
+def newest(cache: KVCache, count: int | Int[Array, " B"]) -> Bool[Array, "B H S"]:
+    """Live slots of each row's newest `count` positions."""
+    first = cache.length - count
+    return cache.live & (cache.position >= first[:, None, None])
+
+
+def keep_best(
+    score: Float[Array, "B H S"],
+    candidates: Bool[Array, "B H S"],
+    position: Int[Array, "B H S"],
+    count: Int[Array, " B"] | Int[Array, "B H"],
+) -> Bool[Array, "B H S"]:
+    """The `count` candidates with the highest score, ties to the lower position.
+
+    `count` may differ from row to row, and from head to head. The score and the position of the
+    last one that is kept are found by bisection, which streams scalars: on CPU that is thirty times
+    faster than a sort.
+    """
+    count = count.reshape(*count.shape, *(1,) * (3 - count.ndim))
+    value = jnp.where(candidates, _ordered(score), 0)
+    limit = _highest(value, count)
+    above, tied = candidates & (value > limit), candidates & (value == limit)
+    left = count - above.sum(-1, keepdims=True, dtype=jnp.int32)
+    return (above & (count > 0)) | oldest(tied, position, left)
+
+
+def oldest(
+    candidates: Bool[Array, "B H S"],
+    position: Int[Array, "B H S"],
+    count: Int[Array, ...],
+) -> Bool[Array, "B H S"]:
+    """The `count` candidates at the lowest positions; `count` is `[B, 1, 1]` or `[B, H, 1]`."""
+    age = jnp.where(candidates, ~position.astype(jnp.uint32), 0)  # the lower is the higher
+    return candidates & (age >= _highest(age, count)) & (count > 0)
+
+
+def _ordered(x: Float[Array, "B H S"]) -> UInt32[Array, "B H S"]:
+    """Whole numbers in the order of `x`, equal where it is equal; NaN at the ends."""
+    x = x.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 is 0
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _highest(x: UInt32[Array, "B H S"], count: Int[Array, ...]) -> UInt32[Array, "B H 1"]:
+    """The highest number that at least `count` of `x` reach; 0 if there are not as many."""
+
+    def set_bit(i: Array, found: Array) -> Array:
+        tried = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        enough = (x >= tried).sum(-1, keepdims=True, dtype=jnp.int32) >= count
+        return jnp.where(enough, tried, found)
+
+    return jax.lax.fori_loop(0, 32, set_bit, jnp.zeros((*x.shape[:2], 1), jnp.uint32))
+
+
+def evict_worst(
+    cache: KVCache,
+    score: Float[Array, "B H S"],
+    candidates: Bool[Array, "B H S"],
+    budget: Int[Array, " B"],
+) -> KVCache:
+    """Where more than `budget` slots are evictable, frees the candidate with the lowest score.
+
+    Ties go to the lower position: of equals, the newest is freed. It streams scalars only, for a
+    step of a decode loop.
+    """
+    over = evictable(cache).sum(-1) > budget[:, None]
+    lowest = jnp.where(candidates, score, jnp.inf).min(-1, keepdims=True)
+    worst = candidates & (score == lowest)
+    place = jnp.where(worst, cache.position, -1).max(-1, keepdims=True)
+    victim = worst & (cache.position == place) & over[..., None]
+    return evict(cache, ~victim)
+
+
+def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, " B"]:
+    """What a method that compresses while decoding holds per row, from its tokens so far.
+
+    A prompt shorter than the smallest workable budget may still grow to that budget. No row gets
+    more than a prompt of `max_prompt` tokens would.
+    """
+    return jnp.maximum(rows_budget(budget, cache.length, cache.max_prompt, minimum), minimum)
+
+
+def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
+    """Slots of a method that holds its budget while decoding: one more during a step."""
+    most = max(most_slots(budget, extent.longest_prompt, minimum), minimum)
+    return extent.keep(most).hold(most + 1)

@@ -1,0 +1,144 @@
+"""SpindleKV's eviction: deep layers keep less of a prompt than shallow ones (arXiv 2507.06517)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.budgets.budgets import (
+    Budget,
+    check_budget,
+    check_count,
+    check_number,
+    most_slots,
+    rows_budget,
+)
+from kvjax.budgets.layers import SpindleBudget
+from kvjax.cache.slots import KVCache
+from kvjax.protocol import Extent, KVTransform, Needs, State, Step, group_scores
+from kvjax.transforms.recall import check_flag
+from kvjax.transforms.selection import newest
+from kvjax.transforms.snapkv import keep_observed, window_attention
+
+
+@dataclass(frozen=True)
+class LayerBudgetEviction(KVTransform):
+    """Keeps the newest tokens of a prompt and those that they look at, fewer in each layer.
+
+    With W newest tokens always kept, the context of a prompt of L tokens has the reserve
+    `r_c = (r·L - W) / (L - W)` on average over the layers. From layer 0 to the last it falls
+    linearly, with `α = (1 + β) / 2`::
+
+        β < r_c ≤ α:  from min(1, 2·r_c - β) to β         α < r_c:  from 1 to 2·r_c - 1
+
+    and for `r_c ≤ β` every layer has `max(r_c, 0)`. A layer keeps the `⌊r_c(layer) · (L - W)⌋`
+    context tokens `a` with the highest accumulated score `Σ_t p[t, a] / (L - a)`, t running over
+    the last W queries, and the W newest. Decoding evicts nothing. Give it to `bind`.
+
+    Args:
+      reserve: r, the share of each row's tokens that the layers keep on average, window included.
+      window: W, 32 (the paper gives none).
+      beta: β, 0.05 as in the paper.
+      unfold: every query head decides for itself and has slots of its own: a cache of Q lists, in
+        which a token is stored once per query head that keeps it (the paper's "repeat"; a
+        `Codebook` then stores its vector once). False: a KV head decides by the mean over its query
+        heads.
+
+    Raises:
+      TypeError, ValueError: no numbers, `reserve` or `beta` outside (0, 1], `window` below 1.
+
+    Example:
+      >>> import kvjax
+      >>> layers = kvjax.bind(kvjax.LayerBudgetEviction(reserve=0.5), num_layers=3)
+      >>> [layer.extent(kvjax.Extent(1024, 0)).prompt for layer in layers]
+      [942, 512, 81]
+
+    References:
+      Tang et al., SpindleKV: A Novel KV Cache Reduction Method Balancing Both Shallow and Deep
+      Layers, arXiv 2507.06517, section 3.1.
+
+    Deviations from the paper:
+      For `r_c > α` the paper prints `1 - 2·r_c` for the last layer, which is negative; `2·r_c - 1`
+      keeps the mean. A further turn compresses everything live as one prompt.
+    """
+
+    reserve: float
+    window: int = 32
+    beta: float = 0.05
+    unfold: bool = False
+
+    paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
+    bound = property(lambda self: False)
+
+    def __post_init__(self):
+        check_number("reserve", self.reserve, 0.0, 1.0)
+        check_count("window", self.window, 1)
+        check_number("beta", self.beta, 0.0, 1.0)
+        check_flag("unfold", self.unfold)
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """The eviction of one layer, with its schedule."""
+        budget = SpindleBudget(self.reserve, self.window, self.beta, num_layers, layer)
+        return LayerEviction(budget, self.window, self.unfold)
+
+
+@dataclass(frozen=True)
+class LayerEviction(KVTransform):
+    """SpindleKV's eviction in one layer; made by `LayerBudgetEviction.for_layer`.
+
+    Args:
+      budget: slots kept of the prompt, window included.
+      window, unfold: as in `LayerBudgetEviction`.
+
+    Raises:
+      TypeError, ValueError: as `LayerBudgetEviction`; `budget` below the window.
+    """
+
+    budget: Budget
+    window: int = 32
+    unfold: bool = False
+
+    paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
+
+    def __post_init__(self):
+        check_count("window", self.window, 1)
+        check_budget(self.budget, self.minimum, "window")
+        check_flag("unfold", self.unfold)
+
+    @property
+    def minimum(self) -> int:
+        """The smallest workable budget."""
+        return self.window
+
+    @property
+    def needs(self) -> Needs:
+        """The last W prompt queries, and slots per query head where heads are unfolded."""
+        return Needs(query_window=self.window, unfold=self.unfold)
+
+    def extent(self, extent: Extent) -> Extent:
+        """The budget of the prompt; new tokens come on top."""
+        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
+
+    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+        """Evicts the context tokens of the lowest score at the prompt's end."""
+        if not step.prompt_done:
+            return cache, state
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
+        score = group_scores(self.score(cache, state, step), cache, "mean")
+        return keep_observed(cache, step, score, self.window, budget), state
+
+    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
+        """What the last queries gave each context token, over its age; 0 inside the window."""
+        received = window_attention(cache, step, self.window)
+        age = (cache.length[:, None, None] - cache.position).astype(jnp.float32)
+        context = cache.live & ~newest(cache, self.window)
+        share = jnp.where(context, 1.0 / age, 0.0)
+        score = received * share[:, :, None]
+        return score.reshape(score.shape[0], -1, score.shape[-1])
+
+    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
+        """The observation window."""
+        return jnp.full(cache.shape[0], self.window, jnp.int32)

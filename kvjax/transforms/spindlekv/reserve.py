@@ -1,0 +1,88 @@
+"""How many bytes SpindleKV's caches hold, and what its paper reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.attention.layer import LayerCache
+from kvjax.cache.slots import nbytes
+from kvjax.storage.references import CodebookPayload
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What is left of the bytes of keys and values, of layers whose caches have codebooks.
+
+    Args:
+      stored: bytes of books (at their capacity), indices and magnitudes over the bytes of the full
+        cache's keys and values, `2 · L · H · D` numbers a row.
+      used: the same, of the entries that are there and the slots that are live.
+      equation_15: the paper's `r1 · r2 · r3` of what is there, entries and kept vectors counted
+        for each row and layer and averaged.
+      beside: bytes of everything else that the caches hold (positions, masses, counters), likewise
+        over the full cache's keys and values.
+      overflow: share of the kept vectors that found no entry near enough and no room.
+    """
+
+    stored: float
+    used: float
+    equation_15: float
+    beside: float
+    overflow: float
+
+
+def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Reserve:
+    """What SpindleKV's caches hold, over what full caches would.
+
+    Equation 15 is `r1 = kept / (L · h)`, `r2 = entries / (2 · kept)` and `r3 = (D + 2) / D` (an
+    index and a magnitude of a number's size), h being the lists of slots: its full cache is
+    repeated where heads are unfolded.
+
+    Args:
+      layers: caches of layers, each with a codebook, after a prompt.
+      tokens: of each row, L.
+
+    Raises:
+      TypeError: a cache without a codebook.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> rope = kvjax.Rope(jnp.ones(4))
+      >>> tx = kvjax.Codebook(capacity=4)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=8, max_prompt=16, max_new=0,
+      ...                          dtype="float32")
+      >>> rows = jnp.ones((1, 2, 16, 8))
+      >>> _, cache = kvjax.attend(tx, cache, rows, rows, rows, jnp.arange(16)[None],
+      ...                         phase="prompt", rope=rope)
+      >>> reserve = kvjax.reserve_ratio([cache], jnp.array([16]))
+      >>> round(reserve.stored, 4), round(reserve.used, 4), round(reserve.equation_15, 4)
+      (0.3125, 0.2188, 0.0391)
+    """
+    tokens = np.asarray(tokens)
+    stored = used = full = beside = vectors = overflow = 0.0
+    products = []
+    for cache in layers:
+        kv = cache.kv
+        if not isinstance(kv.k, CodebookPayload) or not isinstance(kv.v, CodebookPayload):
+            raise TypeError(f"reserve_ratio takes caches with codebooks, got {cache.transform!r}")
+        head_dim, size, lists = kv.k.shape[3], kv.k.dtype.itemsize, kv.shape[1]
+        kept = np.asarray(kv.live).sum((1, 2))
+        full += float(2 * tokens.sum() * (lists // kv.unfolded) * head_dim * size)
+        beside += nbytes(cache)
+        for payload in (kv.k, kv.v):
+            arrays = payload.entries, payload.index, payload.magnitude
+            stored += nbytes(arrays)
+            beside -= nbytes(arrays)
+            per_slot = nbytes(arrays[1:]) / payload.index.size
+            used += float(np.asarray(payload.count).sum() * head_dim * size + kept.sum() * per_slot)
+            overflow += float(np.asarray(payload.overflow).sum())
+        vectors += float(2 * kept.sum())
+        entries = np.asarray(kv.k.count) + np.asarray(kv.v.count)
+        products.append(entries / (2 * tokens * lists) * (head_dim + 2) / head_dim)
+    return Reserve(
+        stored / full, used / full, float(np.mean(products)), beside / full, overflow / vectors
+    )

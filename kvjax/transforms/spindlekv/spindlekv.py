@@ -1,0 +1,77 @@
+"""SpindleKV: eviction for deep layers, a codebook for shallow ones (arXiv 2507.06517)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvjax.compose.chain import chain
+from kvjax.protocol import KVTransform, Needs, Stage
+from kvjax.storage.codebook import Codebook
+from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
+
+
+@dataclass(frozen=True)
+class SpindleKV(KVTransform):
+    """Fewer tokens in deep layers, and of what is alike in shallow ones one copy.
+
+    `chain(LayerBudgetEviction(...), Codebook(...))`, which `for_layer` gives for its layer: at a
+    prompt's end each layer keeps its part of the tokens (equations 2 to 7), and what it keeps is
+    stored as references to the directions of few keys and few values, and norms (equations 8 to
+    14). Give it to `bind`.
+
+    Args:
+      reserve, window, beta, unfold: as in `LayerBudgetEviction`. `reserve` governs eviction alone;
+        1 is the codebook alone.
+      theta_key, theta_value, capacity, interval, magnitude: as in `Codebook`.
+
+    Raises:
+      TypeError, ValueError: as both of them.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.bind(kvjax.SpindleKV(reserve=0.5, capacity=4096), num_layers=2)[1].parts[1]
+      Codebook(theta_key=0.98, theta_value=0.95, capacity=4096, interval=32, magnitude=True)
+
+    References:
+      Tang et al., SpindleKV: A Novel KV Cache Reduction Method Balancing Both Shallow and Deep
+      Layers, arXiv 2507.06517.
+
+    Deviations from the paper:
+      Those of both parts; and heads are not unfolded by default.
+    """
+
+    reserve: float
+    window: int = 32
+    beta: float = 0.05
+    unfold: bool = False
+    theta_key: float = 0.98
+    theta_value: float = 0.95
+    capacity: int | float = 0.5
+    interval: int = 32
+    magnitude: bool = True
+
+    stage: ClassVar[Stage] = Stage.REPRESENT
+    paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
+    bound = property(lambda self: False)
+
+    def __post_init__(self):
+        self._parts()
+
+    @property
+    def needs(self) -> Needs:
+        """What both parts need."""
+        return Needs(query_window=self.window, unrotated_keys=True, unfold=self.unfold)
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """Both parts, the eviction with its schedule."""
+        evicts, stores = self._parts()
+        return chain(evicts.for_layer(layer, num_layers), stores)
+
+    def _parts(self) -> tuple[LayerBudgetEviction, Codebook]:
+        return (
+            LayerBudgetEviction(self.reserve, self.window, self.beta, self.unfold),
+            Codebook(
+                self.theta_key, self.theta_value, self.capacity, self.interval, self.magnitude
+            ),
+        )

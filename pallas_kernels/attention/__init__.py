@@ -1,0 +1,1 @@
+"""Attention over slots in every form that they are stored in."""

@@ -1,0 +1,103 @@
+"""The kernel of attention as the operations call it: over rows in any form, probabilities out."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.attention.forms import Rows
+from pallas_kernels.attention.kernel import Slots, split_attention
+from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.base.dispatch import live_slots, visible_slots
+from pallas_kernels.base.tiles import tile_of
+
+
+def stored_attention(
+    operation: str,
+    q: Float[Array, "B H G T D"],
+    k: Rows,
+    v: Rows,
+    bias: Float[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    dtype: DTypeLike,
+    probabilities: bool,
+    interpret: bool,
+    first: Int[Array, "B H"] | None = None,
+    end: Int[Array, "B H"] | None = None,
+    turn: Turn | None = None,
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
+    """`decode_attention` of rows in any form, by the kernel, over the slots `[first, end)` alone.
+
+    Args:
+      operation: whose tile sizes are taken.
+      dtype: of the output.
+      first, end: None: what the bias and the positions say.
+      turn: how keys are rotated on the way; None: they are not.
+    """
+    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if end is None or window is not None:
+        seen = _range(bias, query_position, key_position, window)
+        first = seen[0] if first is None else jnp.maximum(first, seen[0])
+        end = seen[1] if end is None else jnp.minimum(end, seen[1])
+    out, lse, logits = split_attention(
+        q, k, v, Slots(bias, key_position, end, first), query_position,
+        tile=tile_of(operation), with_logits=probabilities, interpret=interpret, dtype=dtype,
+        turn=turn, **kind,
+    )  # fmt: skip
+    if not probabilities:
+        return out, lse, None
+    visible = visible_slots(bias, key_position, query_position, window)
+    slot = jnp.arange(bias.shape[2], dtype=jnp.int32)[None, None]
+    looked_at = slot < end[..., None]
+    if first is not None:
+        looked_at &= slot >= first[..., None]
+    return out, lse, probabilities_of(logits, lse, visible & looked_at[:, :, None])
+
+
+def probabilities_of(
+    logits: Float[Array, "B H G T S"],
+    lse: Float[Array, "B H G T"],
+    visible: Bool[Array, "B H T S"],
+) -> Float[Array, "B H G T S"]:
+    """The softmax of logits that mean nothing where a query does not see a slot."""
+    return jnp.where(visible[:, :, None], jnp.exp(logits - lse[..., None]), 0.0)
+
+
+def join_attention(
+    parts: list[tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]],
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], list[Float[Array, "B H G T"]]]:
+    """Attention over all slots from that over parts of them, and what each part weighs.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.attention.call import join_attention
+      >>> out, lse = jnp.ones((2, 1, 1, 1, 1, 1)), jnp.zeros((2, 1, 1, 1, 1))
+      >>> out, _, weights = join_attention([(out[0], lse[0]), (3 * out[1], lse[1])])
+      >>> out.item(), [w.item() for w in weights]
+      (2.0, [0.5, 0.5])
+    """
+    total = jax.nn.logsumexp(jnp.stack([lse for _, lse in parts]), axis=0)
+    weights = [jnp.where(lse > -jnp.inf, jnp.exp(lse - total), 0.0) for _, lse in parts]
+    out = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
+    return out, total, weights
+
+
+def _range(bias, query_position, key_position, window: int | None):
+    """The first slot and the one after the last that any query of the row sees, `[B, H]` each."""
+    newest = query_position.max(1)[:, None, None]
+    seen = live_slots(bias, key_position) & (key_position <= newest)
+    if window is not None:
+        none = jnp.iinfo(query_position.dtype).max
+        oldest = jnp.where(query_position >= 0, query_position, none).min(1)[:, None, None]
+        seen &= key_position > oldest - window
+    slots = bias.shape[2]
+    place = jnp.arange(slots, dtype=jnp.int32)[None, None]
+    first = jnp.where(seen, place, slots).min(2, initial=slots)
+    return first, jnp.where(seen, place + 1, 0).max(2, initial=0)

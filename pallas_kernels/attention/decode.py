@@ -1,0 +1,177 @@
+"""Attention of one or a few new tokens over a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.call import stored_attention
+from pallas_kernels.attention.forms import dense_rows
+from pallas_kernels.base.dispatch import (
+    NEG_INF,
+    choose_implementation,
+    mask_products,
+    masked_logits,
+)
+
+
+def decode_attention(
+    q: Float[Array, "B H G T D"],
+    k: Float[Array, "B H S D"],
+    v: Float[Array, "B H S D"],
+    bias: Float[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    used: Int[Array, "B H"] | None = None,
+    probabilities: bool = True,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
+    """Softmax attention of a few queries over the slots they see, with its probabilities.
+
+    `out[t] = Σ_s p[t, s] v[s]` with `p[t] = softmax_s(scale · q[t]·k[s] + bias[s])`: the same
+    function of the same arguments as `prompt_attention`, for a number of queries so small that
+    their logits over all slots may exist at once.
+
+    The kernel reads the keys and values of live slots once, shares the slots of a head among as
+    many programs as fill the device, and joins their parts in float32. Parts without a live slot
+    cost nothing. Any number of query heads and any head_dim will do.
+
+    Args:
+      q: queries, grouped under their KV head. k, v: keys and values of the slots.
+      bias: added to the logit, `-inf` where a slot is free (a cache's `log_mass`).
+      query_position: token position per query, -1 = padding (such a row gives 0).
+      key_position: token position per slot, -1 = free.
+      scale: of the logits.
+      window: a query sees the newest `window` positions. None: all.
+      soft_cap: bounds logits before the bias, `c · tanh(logit / c)`. None: no.
+      used: a number of slots from which on none is live, as a cache knows it. It saves the kernel
+        a look at the bias and the positions beforehand; the result is the same without it.
+      probabilities: whether to return them (static). The kernel writes them only if so.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
+
+    Returns:
+      Outputs in the dtype of `v` (0 for a row that sees nothing), float32 log-sum-exps (`-inf` for
+      such a row), float32 probabilities that each slot received from each query, or None.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import decode_attention
+      >>> q, k = jnp.zeros((1, 1, 1, 1, 2)), jnp.zeros((1, 1, 3, 2))
+      >>> v = jnp.array([[[[1.0, 2.0], [3.0, 6.0], [9.0, 9.0]]]])
+      >>> position = jnp.array([[[0, 1, 2]]])
+      >>> out, _, p = decode_attention(q, k, v, jnp.zeros((1, 1, 3)), position[0, :, 1:2],
+      ...                              position, scale=1.0)
+      >>> out.tolist(), p.tolist()
+      ([[[[[2.0, 4.0]]]]], [[[[[0.5, 0.5, 0.0]]]]])
+    """
+    chosen = choose_implementation(implementation, k, v)
+    check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
+    check_used(used, q)
+    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if chosen == "xla":
+        out, lse, p = _reference(q, k, v, bias, query_position, key_position, **kind)
+        return out, lse, p if probabilities else None
+    return stored_attention(
+        "decode_attention", q, dense_rows(k), dense_rows(v), bias, query_position, key_position,
+        end=used, probabilities=probabilities, interpret=chosen == "interpret", dtype=v.dtype,
+        **kind,
+    )  # fmt: skip
+
+
+def check_rows(q, k, v, bias, query_position, key_position, lists: int) -> None:
+    """Raises ValueError unless the shapes of the arguments fit those of `q` and `k`."""
+    if q.ndim != 5 or k.ndim != 4:
+        raise ValueError(
+            f"q must be [B, H, G, T, D] and k [B, H, S, D], got {q.shape} and {k.shape}"
+        )
+    check_slots(q, k.shape[1:3], bias, query_position, key_position, lists)
+    expected = (q.shape[0], *k.shape[1:3], q.shape[4])
+    for name, x in (("k", k), ("v", v)):
+        _check_shape(name, x, expected)
+
+
+def check_slots(q, store: tuple[int, int], bias, query_position, key_position, lists: int) -> None:
+    """Raises ValueError unless bias and positions fit `q` and a store of H heads and S slots."""
+    batch, tokens, heads = q.shape[0], q.shape[3], store[0]
+    if heads < 1 or lists % heads:
+        raise ValueError(f"q must be for a multiple of the {heads} heads of k, got {lists}")
+    for name, x in (("bias", bias), ("key_position", key_position)):
+        _check_shape(name, x, (batch, *store))
+    _check_shape("query_position", query_position, (batch, tokens))
+
+
+def check_used(used: Array | None, q: Array) -> None:
+    """Raises ValueError unless `used` is None or `[B, H]`."""
+    if used is not None and used.shape != q.shape[:2]:
+        raise ValueError(f"used must be [B, H] = {q.shape[:2]}, got {used.shape}")
+
+
+def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+
+
+def _reference(q, k, v, bias, query_position, key_position, *, scale, window, soft_cap):
+    """Everything at once, by XLA."""
+    batch, kv_heads, group, tokens, head_dim = q.shape
+    rows = q.reshape(batch, kv_heads, group * tokens, head_dim)
+    logits = masked_logits(
+        rows, k, bias, key_position, query_position,
+        scale=scale, window=window, soft_cap=soft_cap,
+    )  # fmt: skip
+    probabilities, lse = _softmax(logits)
+    out = jnp.einsum(
+        "bhqk,bhkd->bhqd", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    per_query = (batch, kv_heads, group, tokens)
+    return (
+        out.astype(v.dtype).reshape(*per_query, head_dim),
+        lse.reshape(per_query),
+        probabilities.reshape(*per_query, -1),
+    )
+
+
+def attention_by_products(
+    q: Float[Array, "B H G T D"],
+    multiply: Callable[[Array], Array],
+    mix: Callable[[Array], Array],
+    bias: Float[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    dtype: DTypeLike,
+    **kind,
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"]]:
+    """`decode_attention` by XLA over rows in any form.
+
+    Args:
+      multiply: products of query rows `[B, H, R, D]` with all keys, `[B, H, R, S]`.
+      mix: sums of all values with weights `[B, H, R, S]`, `[B, H, R, D]`.
+      dtype: of the output.
+    """
+    products = multiply(q.reshape(*q.shape[:2], -1, q.shape[4]))
+    p, lse = _softmax(mask_products(products, bias, key_position, query_position, **kind))
+    per_query = q.shape[:4]
+    return mix(p).astype(dtype).reshape(q.shape), lse.reshape(per_query), p.reshape(*per_query, -1)
+
+
+def _softmax(
+    logits: Float[Array, "B H R S"],
+) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"]]:
+    """Probabilities, all 0 for a row that sees nothing, and log-sum-exps."""
+    top = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(top == NEG_INF, 0.0, top))
+    total = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(total == 0, 1.0, total), top + jnp.log(total)

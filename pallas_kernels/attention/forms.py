@@ -1,0 +1,272 @@
+"""The forms in which keys and values are stored, and how a kernel reads a tile of their rows.
+
+A form is its arrays, `[B, H or 1, ...]`, and a reader: static, and used inside a kernel, where it
+is given the references to the arrays of one row and head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base.kernel_parts import zero
+from pallas_kernels.base.tiles import SMALLEST, power_of_two
+from pallas_kernels.formats.bits import Axis, Encoded
+from pallas_kernels.formats.codebook import References
+
+FLOAT8_SHIFT = 2.0**8  # what float8's exponent lacks when its bits are read as those of float16
+
+
+class Part(NamedTuple):
+    """Channels that a kernel holds as one array: `count` of them, `first`, `first + stride`, ..."""
+
+    first: int
+    count: int
+    stride: int = 1
+
+    @property
+    def width(self) -> int:
+        """Of the array: a power of two that a matrix unit takes."""
+        return max(SMALLEST, power_of_two(self.count))
+
+    @property
+    def last(self) -> int:
+        """The last channel."""
+        return self.first + self.stride * (self.count - 1)
+
+    @property
+    def numbers(self) -> Int[Array, " W"]:
+        """The channels."""
+        return self.first + self.stride * jnp.arange(self.width, dtype=jnp.int32)
+
+    @property
+    def there(self) -> Bool[Array, " W"]:
+        """Which of the array's channels there are."""
+        return jnp.arange(self.width, dtype=jnp.int32) < self.count
+
+
+def cut(first: int, count: int, grain: int, stride: int = 1) -> list[Part]:
+    """`count` channels in parts of `grain`, the last of which has the rest."""
+    return [
+        Part(first + stride * at, min(grain, count - at), stride) for at in range(0, count, grain)
+    ]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a tile of rows is read.
+
+    Args:
+      channels: D.
+      grain: channels of a part at most; it divides what may not be parted.
+      row_bytes: of a row as a tile holds it.
+      dtype: of rows as they are read.
+    """
+
+    channels: int
+    grain: int
+    row_bytes: int
+    dtype: jnp.dtype
+
+    def address(
+        self, at: dict, place: Int[Array, " N"], slot: Int[Array, " N"], there: Bool[Array, " N"]
+    ) -> Array | None:
+        """What is to be known a tile ahead to find rows; None: their slots alone.
+
+        A place is one of the list that a program goes through, and names a slot.
+        """
+        return slot + at["offset"][...] if "offset" in at else None
+
+    def load(self, at: dict, part: Part, row: Int[Array, " N"], wanted: Array) -> Array:
+        """Channels of a part of the rows at these addresses, 0 where they are not wanted."""
+        raise NotImplementedError
+
+    def factor(self, at: dict, slot: Array, row: Array, wanted: Array) -> Array | None:
+        """What rows are still to be multiplied with; None: nothing."""
+        return None
+
+
+class Rows(NamedTuple):
+    """Keys or values in a form."""
+
+    reader: Reader
+    arrays: dict[str, Array]
+
+
+# --- dense ----------------------------------------------------------------------------------------
+
+
+class DenseReader(Reader):
+    """Rows as they are."""
+
+    def load(self, at, part, row, wanted):
+        """Channels of a part."""
+        return _load(at["data"], row, part.numbers, wanted[:, None] & part.there[None, :])
+
+
+def dense_rows(data: Float[Array, "B H N D"], offset: Int[Array, ""] | None = None) -> Rows:
+    """Rows as they are; slot s is row `s + offset`."""
+    channels = data.shape[3]
+    reader = DenseReader(channels, channels, channels * data.dtype.itemsize, data.dtype)
+    return Rows(reader, {"data": data, **_offset(offset, data)})
+
+
+class ResidentReader(Reader):
+    """Rows as they are, of a store or, where they are at hand, of the list itself."""
+
+    def address(self, at, place, slot, there):
+        """The place of a row that is at hand; `-1 - slot` for one of the store."""
+        held = plt.load(at["held"].at[place], mask=there, other=np.int32(0))
+        return jnp.where(held != 0, place, -1 - slot)
+
+    def load(self, at, part, row, wanted):
+        """Channels of a part; from each of the two, only what it is asked for."""
+        held, channel = row >= 0, part.numbers
+        there = wanted[:, None] & part.there[None, :]
+        near = _load(at["near"], row, channel, there & held[:, None])
+        return near + _load(at["data"], -1 - row, channel, there & ~held[:, None])
+
+
+def resident_rows(
+    data: Float[Array, "B H S D"], near: Float[Array, "B K N D"], held: Bool[Array, "B K N"]
+) -> Rows:
+    """Rows of a store, which may be in host memory, but for those of a list that are `held`."""
+    channels = data.shape[3]
+    reader = ResidentReader(channels, channels, channels * data.dtype.itemsize, data.dtype)
+    arrays = {"data": data, "near": near.astype(data.dtype), "held": held.astype(jnp.int32)}
+    return Rows(reader, arrays)
+
+
+# --- quantised ------------------------------------------------------------------------------------
+
+
+class EightBitReader(Reader):
+    """Numbers of 8 bits, int8 or the bytes of float8, and a scale per slot."""
+
+    def load(self, at, part, row, wanted):
+        """Channels of a part, not yet scaled; a matrix unit's dtype holds them exactly."""
+        mask = wanted[:, None] & part.there[None, :]
+        numbers = _load(at["values"], row, part.numbers, mask)
+        if numbers.dtype != jnp.uint8:
+            return numbers.astype(self.dtype)
+        bits = numbers.astype(jnp.uint16)
+        bits = ((bits & np.uint16(0x80)) << np.uint16(8)) | (
+            (bits & np.uint16(0x7F)) << np.uint16(7)
+        )
+        return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(self.dtype)
+
+    def factor(self, at, slot, row, wanted):
+        """The slots' scales."""
+        scale = plt.load(at["scale"].at[row], mask=wanted, other=np.float32(0))
+        return scale * FLOAT8_SHIFT if at["values"].dtype == jnp.uint8 else scale
+
+
+@dataclass(frozen=True)
+class FourBitReader(Reader):
+    """Numbers of 4 bits, two in a byte, with scale and low per group."""
+
+    group: int
+    axis: Axis
+
+    def load(self, at, part, row, wanted):
+        """Channels of a part, decoded."""
+        mask = wanted[:, None] & part.there[None, :]
+        half = self.channels // 2
+        if (
+            part.first // half == part.last // half
+        ):  # one shift for all, and columns without a division
+            column = part._replace(first=part.first % half).numbers
+            shift = np.uint8(4 * (part.first // half))
+        else:
+            column = jax.lax.rem(part.numbers, jnp.full_like(part.numbers, half))
+            shift = jnp.where(part.numbers < half, 0, 4).astype(jnp.uint8)[None, :]
+        numbers = (_load(at["values"], row, column, mask) >> shift) & np.uint8(15)
+        scale, low = (self._of_group(at[name], part, row, wanted) for name in ("scale", "low"))
+        return (low + numbers.astype(jnp.float32) * scale).astype(self.dtype)
+
+    def _of_group(self, ref, part: Part, row: Array, wanted: Array) -> Array:
+        """The scale or low of each number, `[N, 1]` or `[N, W]`."""
+        first, last = (x // self.group for x in (part.first, part.last))
+        if self.axis == "token" and first == last:
+            own = ref.at[row, first]
+            return plt.load(own, mask=wanted, other=zero(ref.dtype)).astype(jnp.float32)[:, None]
+        column = part.numbers
+        if self.axis == "token":
+            column = jax.lax.div(column, jnp.full_like(column, self.group))
+        else:
+            row = jax.lax.div(row, jnp.full_like(row, self.group))
+        mask = wanted[:, None] & part.there[None, :]
+        return _load(ref, row, column, mask).astype(jnp.float32)
+
+
+def quantized_rows(
+    encoded: Encoded,
+    dtype: DTypeLike,
+    axis: Axis = "token",
+    offset: Int[Array, ""] | None = None,
+) -> Rows:
+    """Rows of 8 or 4 bits, read as `dtype`; slot s is row `s + offset`."""
+    values, scale, low = encoded
+    bytes_of_row = values.shape[3]
+    arrays = {"values": values, "scale": scale, **_offset(offset, values)}
+    if low is None:
+        reader = EightBitReader(bytes_of_row, bytes_of_row, bytes_of_row, jnp.dtype(dtype))
+        return Rows(reader, arrays)
+    channels, in_hand = 2 * bytes_of_row, bytes_of_row
+    if axis == "token":
+        group = grain = channels // scale.shape[3]
+    else:
+        group, grain = values.shape[2] // scale.shape[2], bytes_of_row
+        in_hand *= scale.dtype.itemsize  # scale and low of every number are loaded beside it
+    reader = FourBitReader(channels, grain, in_hand, jnp.dtype(dtype), group, axis)
+    return Rows(reader, {**arrays, "low": low})
+
+
+# --- codebook -------------------------------------------------------------------------------------
+
+
+class CodebookReader(Reader):
+    """References to entries that all heads of a row share, and what those are multiplied with."""
+
+    def address(self, at, place, slot, there):
+        """The entries of slots."""
+        entry = plt.load(at["index"].at[slot], mask=there, other=zero(at["index"].dtype))
+        return entry.astype(jnp.int32)
+
+    def load(self, at, part, row, wanted):
+        """Channels of a part of the entries."""
+        return _load(at["entries"], row, part.numbers, wanted[:, None] & part.there[None, :])
+
+    def factor(self, at, slot, row, wanted):
+        """The slots' magnitudes."""
+        if "magnitude" not in at:
+            return None
+        own = plt.load(at["magnitude"].at[slot], mask=wanted, other=zero(at["magnitude"].dtype))
+        return own.astype(jnp.float32)
+
+
+def codebook_rows(references: References) -> Rows:
+    """`entries[index] · magnitude`."""
+    entries, index, magnitude = references
+    channels, size = entries.shape[3], entries.dtype.itemsize
+    arrays = {"entries": entries, "index": index}
+    if magnitude is not None:
+        arrays["magnitude"] = magnitude
+    return Rows(CodebookReader(channels, channels, channels * size, entries.dtype), arrays)
+
+
+def _offset(offset: Int[Array, ""] | None, like: Array) -> dict[str, Array]:
+    if offset is None:
+        return {}
+    return {"offset": jnp.broadcast_to(offset, like.shape[:2]).astype(jnp.int32)}
+
+
+def _load(ref, row: Array, column: Array, mask: Array) -> Array:
+    return plt.load(ref.at[row[:, None], column[None, :]], mask=mask, other=zero(ref.dtype))

@@ -1,0 +1,395 @@
+"""The kernels of all attention of few queries: softmax over parts of the slots.
+
+A program takes the query rows of one KV head and one part of its slots, goes through them tile by
+tile with a running softmax, and leaves its part's normalised output and log-sum-exp in float32. A
+second kernel joins the parts: by XLA that would be three launches, each as long as a short cache
+takes to read. What is read of keys and values is the live slots, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.forms import Part, Reader, Rows, cut
+from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
+from pallas_kernels.base.dispatch import NEG_INF
+from pallas_kernels.base.kernel_parts import dot, head_part, own_part, zero
+from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
+
+# Of a program's queries: more would not leave room for its output. 64 rows of 128 channels in
+# bfloat16, as many as a matrix unit takes at a time.
+QUERY_BYTES = 16_384
+WIDE = 1024  # bytes of a row from which on only one tile at a time fits into shared memory
+PARTS = 32  # that are joined at a time
+NOTHING = np.float32(NEG_INF)
+NOWHERE = np.int32(-1)
+
+
+class Slots(NamedTuple):
+    """What a kernel knows of the slots, and the places `[first, end)` that it looks at.
+
+    A place is a slot, or, with an `index`, an entry of the list.
+    """
+
+    bias: Float[Array, "B H S"]
+    position: Int[Array, "B H S"]
+    end: Int[Array, "B K"]
+    first: Int[Array, "B K"] | None = None  # None: 0
+    index: Int[Array, "B K N"] | None = None
+
+    @property
+    def places(self) -> int:
+        """Static number of places."""
+        return (self.bias if self.index is None else self.index).shape[2]
+
+
+class _Pair(NamedTuple):
+    """Two parts of keys whose channels are turned together."""
+
+    a: Part
+    b: Part
+    first: int  # which of the frequencies is that of the first channels
+
+
+class _Plan(NamedTuple):
+    """What is static in a kernel."""
+
+    rows: int  # query rows of a program
+    total_rows: int
+    tokens: int
+    places: int
+    block: int
+    splits: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    factor: float  # of turned channels
+    keys: Reader
+    values: Reader
+    pairs: list[_Pair]
+    key_parts: list[Part]  # that are not turned
+    value_parts: list[Part]
+    names: tuple[str, ...]  # of the refs
+
+
+def split_attention(
+    q: Float[Array, "B K G T D"],
+    k: Rows,
+    v: Rows,
+    slots: Slots,
+    query_position: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    tile: Tile,
+    with_logits: bool,
+    interpret: bool,
+    dtype: DTypeLike,
+    turn: Turn | None = None,
+) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"], Float[Array, "B K G T N"] | None]:
+    """Output in a dtype, log-sum-exp and, if wanted, the logits that led there.
+
+    K is H or a multiple of it: list k reads head `k // (K / H)`. Logits stand where a tile was
+    looked at and are anything elsewhere: mask them.
+    """
+    batch, lists, group, tokens, channels = q.shape
+    rows, places = group * tokens, slots.places
+    if not batch * lists * rows * places:
+        return _nothing(q, dtype, places, with_logits)
+    in_hand = power_of_two(channels) * k.reader.dtype.itemsize
+    row_tile = min(max(SMALLEST, QUERY_BYTES // in_hand), max(SMALLEST, power_of_two(rows)))
+    row_tiles = pl.cdiv(rows, row_tile)
+    block = tile.block(max(k.reader.row_bytes, v.reader.row_bytes), places)
+    splits = tile.splits(batch * lists * row_tiles, places, block)
+    row, own, part = (0,), (0, 1), (0, 1, 3)  # axes of the grid that choose
+    queries = q.astype(k.reader.dtype).reshape(batch, lists, rows, channels)
+    inputs = {
+        "query_position": (query_position, row), "q": (queries, own), "end": (slots.end, own),
+        "first": (slots.first, own), "index": (slots.index, own),
+        "bias": (slots.bias, None), "position": (slots.position, None),
+        **{f"k.{name}": (x, None) for name, x in k.arrays.items()},
+        **{f"v.{name}": (x, None) for name, x in v.arrays.items()},
+    }  # fmt: skip
+    if turn is not None:
+        inputs["frequency"] = (fixed_point(turn.inv_freq)[:, None], None)
+        if turn.position is not slots.position:
+            inputs["turn_position"] = (turn.position, None)
+    inputs = {name: (x, axes) for name, (x, axes) in inputs.items() if x is not None}
+    outputs = {
+        "out": (_float32(batch, lists, splits, rows, channels), part),
+        "lse": (_float32(batch, lists, splits, rows), part),
+    }
+    if with_logits:
+        outputs["logits"] = (_float32(batch, lists, rows, places), own)
+    pairs, key_parts = _key_parts(k.reader, turn)
+    plan = _Plan(
+        row_tile, rows, tokens, places, block, splits, scale, window, soft_cap,
+        1.0 if turn is None else turn.factor, k.reader, v.reader, pairs, key_parts,
+        cut(0, channels, v.reader.grain), (*inputs, *outputs),
+    )  # fmt: skip
+
+    def spec(x: Array, axes: tuple[int, ...] | None) -> pl.BlockSpec:
+        return own_part(x, axes) if axes else head_part(x, lists)
+
+    parts = pl.pallas_call(
+        functools.partial(_kernel, plan=plan),
+        grid=(batch, lists, row_tiles, splits),
+        in_specs=[spec(*x) for x in inputs.values()],
+        out_specs=[spec(*x) for x in outputs.values()],
+        out_shape=[x for x, _ in outputs.values()],
+        compiler_params=plt.CompilerParams(
+            num_warps=tile.warps, num_stages=tile.stages if in_hand <= WIDE else 1
+        ),
+        interpret=interpret,
+        name="split_attention",
+    )(*(x for x, _ in inputs.values()))
+    out, lse = _join(*parts[:2], dtype, interpret)
+    per_query = (batch, lists, group, tokens)
+    return (
+        out.reshape(*per_query, channels),
+        lse.reshape(per_query),
+        parts[2].reshape(*per_query, places) if with_logits else None,
+    )
+
+
+def _key_parts(reader: Reader, turn: Turn | None) -> tuple[list[_Pair], list[Part]]:
+    """Parts of keys: those that are turned, and the others."""
+    pairs = 0 if turn is None else turn.inv_freq.shape[-1]
+    turned, rest = [], reader.channels - 2 * pairs
+    if pairs and turn.interleaved:
+        grain = math.gcd(2 * pairs, reader.grain)
+        grain = pairs if grain % 2 else grain // 2  # no half of a pair
+        for at in range(0, pairs, grain):
+            first, second = (Part(2 * at + n, grain, stride=2) for n in (0, 1))
+            turned.append(_Pair(first, second, at))
+    elif pairs:
+        grain = math.gcd(pairs, reader.grain)
+        for at in range(0, pairs, grain):
+            turned.append(_Pair(Part(at, grain), Part(pairs + at, grain), at))
+    return turned, cut(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _kernel(*refs, plan: _Plan):
+    """One program: refs are of one (row, list), and those of the store of the list's head."""
+    at = dict(zip(plan.names, refs, strict=True))
+    k, v = ({n[2:]: ref for n, ref in at.items() if n.startswith(side)} for side in ("k.", "v."))
+    row = pl.program_id(2) * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
+    is_row = row < plan.total_rows
+
+    def cells(part: Part):
+        return (row[:, None], part.numbers[None, :]), is_row[:, None] & part.there[None, :]
+
+    def queries(part: Part) -> Array:
+        cell, there = cells(part)
+        return plt.load(at["q"].at[cell], mask=there, other=zero(at["q"].dtype))
+
+    paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.pairs]
+    plain = [(part, queries(part)) for part in plan.key_parts]
+    # Rows that only fill the tile stand at -1, where a query sees nothing.
+    token = jax.lax.rem(row, jnp.full_like(row, plan.tokens))
+    own = plt.load(at["query_position"].at[token], mask=is_row, other=NOWHERE)
+    start, stop, first, end = _part(at, plan)
+    look = functools.partial(_look, at, k, v, first, end, plan)
+
+    def add(i, carry):
+        (slot, mass, position, turned, k_row, v_row), top, total, acc = carry
+        # One tile ahead: an address or a mask that is loaded in the same round as the keys it is
+        # for keeps the compiler from having several tiles of keys under way.
+        ahead = look(i + 1)
+        # Of a free slot nothing is read: what stands there costs nothing and cannot reach a sum.
+        live = (mass > NEG_INF) & (position >= 0)
+        k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
+        products = _products(at, k, plan, paired, plain, k_row, live, turned)
+        products = _times(products, plan.keys.factor(k, slot, k_row, live))
+        seen = _logits(products, mass, position, live, own, plan)
+        if "logits" in at:
+            place = _places(i, plan)
+            inside = is_row[:, None] & (place < end)[None, :]
+            plt.store(at["logits"].at[row[:, None], place[None, :]], seen, mask=inside)
+        new_top = jnp.maximum(top, seen.max(1))
+        finite = _finite(new_top)
+        weights, shrink = jnp.exp(seen - finite[:, None]), jnp.exp(top - finite)
+        total = total * shrink + weights.sum(1)
+        factor, unit = _in_reach(plan.values.factor(v, slot, v_row, live), plan)
+        weights = _times(weights, factor).astype(plan.values.dtype)
+        acc = tuple(
+            old * shrink[:, None] + unit * dot(weights, plan.values.load(v, part, v_row, live))
+            for old, part in zip(acc, plan.value_parts, strict=True)
+        )
+        return ahead, new_top, total, acc
+
+    begin = (
+        look(start),
+        jnp.full((plan.rows,), NEG_INF, jnp.float32),
+        jnp.zeros((plan.rows,), jnp.float32),
+        tuple(jnp.zeros((plan.rows, part.width), jnp.float32) for part in plan.value_parts),
+    )
+    _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
+    for part, rows in zip(plan.value_parts, acc, strict=True):
+        cell, there = cells(part)
+        plt.store(at["out"].at[cell], rows / _or_one(total)[:, None], mask=there)
+    plt.store(at["lse"].at[row], top + jnp.log(total), mask=is_row)
+
+
+def _products(at, k, plan: _Plan, paired, plain, row, live, position) -> Array:
+    """Queries times the keys of a tile, those that are to be turned as turned."""
+    out = jnp.zeros((plan.rows, plan.block), jnp.float32)
+    for pair, q_a, q_b in paired:
+        a, b = (plan.keys.load(k, part, row, live).astype(jnp.float32) for part in (pair.a, pair.b))
+        frequency = plt.load(
+            at["frequency"].at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
+            mask=pair.a.there, other=np.int32(0),
+        )  # fmt: skip
+        turns = turns_of(position[:, None] * frequency[None, :])
+        cos, sin = cos_sin_of_turns(turns, plan.factor)
+        for q, turned in ((q_a, a * cos - b * sin), (q_b, b * cos + a * sin)):
+            out += dot(q, turned.astype(plan.keys.dtype).T)
+    for part, q in plain:
+        out += dot(q, plan.keys.load(k, part, row, live).T)
+    return out
+
+
+def _in_reach(factor: Float[Array, " N"] | None, plan: _Plan):
+    """Factors of values, and what float16 does not reach of them: a scale may be very small."""
+    if factor is None or plan.values.dtype != jnp.float16:
+        return factor, 1.0
+    unit = factor.max(0)
+    unit = jnp.where(unit > 0, unit, 1.0)
+    return factor / unit, unit
+
+
+def _times(x: Float[Array, "R N"], factor: Float[Array, " N"] | None) -> Float[Array, "R N"]:
+    return x if factor is None else x * factor[None, :]
+
+
+def _part(at, plan: _Plan):
+    """The tiles of this program, an equal share of those that hold what is to be seen.
+
+    And the places at which what is to be seen begins and ends.
+    """
+    block, end = jnp.int32(plan.block), jnp.minimum(at["end"][...], plan.places)
+    first = at["first"][...] if "first" in at else jnp.int32(0)
+    lowest = jax.lax.div(first, block)
+    last = jax.lax.div(end + (block - 1), block)
+    share = jax.lax.div(jnp.maximum(last - lowest, 0) + (plan.splits - 1), jnp.int32(plan.splits))
+    start = lowest + pl.program_id(3) * share
+    return start, jnp.minimum(start + share, last), first, end
+
+
+def _places(i, plan: _Plan):
+    return i * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
+
+
+def _look(at, k, v, first, end, plan: _Plan, i):
+    """Tile i: its slots, their bias and position, free where there is none, and their addresses."""
+    slot = place = _places(i, plan)
+    there = (place >= first) & (place < end)
+    if "index" in at:
+        slot = plt.load(at["index"].at[slot], mask=there, other=NOWHERE)
+        there &= slot >= 0
+    mass = plt.load(at["bias"].at[slot], mask=there, other=NOTHING)
+    position = plt.load(at["position"].at[slot], mask=there, other=NOWHERE)
+    turned = position
+    if "turn_position" in at:
+        turned = plt.load(at["turn_position"].at[slot], mask=there, other=np.int32(0))
+    rows = (
+        side.address(refs, place, slot, there) for side, refs in ((plan.keys, k), (plan.values, v))
+    )
+    return slot, mass, position, turned if "frequency" in at else None, *rows
+
+
+def _logits(products, mass, position, live, own, plan: _Plan):
+    """The masked logits of a tile, as `common.mask_products` has them."""
+    logits = products * plan.scale
+    if plan.soft_cap is not None:
+        logits = plan.soft_cap * jnp.tanh(logits / plan.soft_cap)
+    visible = live[None, :] & (position[None, :] <= own[:, None])
+    if plan.window is not None:
+        visible &= position[None, :] > own[:, None] - plan.window
+    return jnp.where(visible, logits + mass[None, :], NEG_INF)
+
+
+def _finite(top: Array) -> Array:
+    """What is taken off before exp: a row that has seen nothing has -inf, and exp(-inf - 0) = 0."""
+    return jnp.where(top == NEG_INF, 0.0, top)
+
+
+def _or_one(total: Array) -> Array:
+    """What is divided by: a row that has seen nothing is 0 as it is."""
+    return jnp.where(total == 0, 1.0, total)
+
+
+def _join(
+    out: Float[Array, "B K P R D"], lse: Float[Array, "B K P R"], dtype, interpret: bool
+) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+    """Puts the parts together, each weighing what its log-sum-exp says."""
+    batch, lists, parts, rows, channels = out.shape
+    return pl.pallas_call(
+        functools.partial(_join_kernel, parts=parts, channels=channels),
+        grid=(batch, lists, rows),
+        in_specs=[
+            pl.BlockSpec((None, None, parts, None, channels), lambda b, k, r: (b, k, 0, r, 0)),
+            pl.BlockSpec((None, None, parts, None), lambda b, k, r: (b, k, 0, r)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, channels), lambda b, k, r: (b, k, r, 0)),
+            pl.BlockSpec((None, None, None), lambda b, k, r: (b, k, r)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, lists, rows, channels), dtype),
+            _float32(batch, lists, rows),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="join_parts",
+    )(out, lse)
+
+
+def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
+    """One query row."""
+
+    def weigh(first, count: int, top):
+        part = first + jnp.arange(count, dtype=jnp.int32)
+        own = plt.load(part_lse.at[part], mask=part < parts, other=NOTHING)
+        return part, own if top is None else jnp.exp(own - top)
+
+    _, own = weigh(0, power_of_two(parts), None)
+    top = own.max(0)
+    finite = _finite(top)
+    total = jnp.exp(own - finite).sum(0)
+    channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
+    is_channel = channel < channels
+
+    def add(i, acc):
+        part, weight = weigh(i * PARTS, PARTS, finite)
+        there = (part < parts)[:, None] & is_channel[None, :]
+        rows = plt.load(
+            part_out.at[part[:, None], channel[None, :]], mask=there, other=zero(lse.dtype)
+        )
+        return acc + (rows * weight[:, None]).sum(0)
+
+    acc = jnp.zeros(channel.shape, jnp.float32)
+    acc = jax.lax.fori_loop(0, pl.cdiv(parts, PARTS), add, acc) / _or_one(total)
+    plt.store(out.at[channel], acc.astype(out.dtype), mask=is_channel)
+    lse[...] = top + jnp.log(total)
+
+
+def _nothing(q: Array, dtype: DTypeLike, places: int, with_logits: bool):
+    """The answer where there is nothing to look at: no program could be started."""
+    logits = jnp.zeros((*q.shape[:-1], places), jnp.float32) if with_logits else None
+    return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], NEG_INF, jnp.float32), logits

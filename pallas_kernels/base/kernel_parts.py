@@ -1,0 +1,77 @@
+"""What kernels share: which part of an array a program is given, and products of tiles."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+
+def own_part(x: Array | jax.ShapeDtypeStruct, axes: tuple[int, ...]) -> pl.BlockSpec:
+    """What the ids of a program on these axes of the grid pick, all of the other axes of `x`.
+
+    An axis of length 1 is one that all ids share.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.kernel_parts import own_part
+      >>> part = own_part(jnp.zeros((2, 1, 50)), (0, 1))
+      >>> part.block_shape, part.index_map(1, 3, 7)
+      ((None, None, 50), (1, 0, 0))
+    """
+    rest = x.ndim - len(axes)
+    one = [length == 1 for length in x.shape]
+
+    def pick(*ids):
+        own = (0 if one[place] else ids[axis] for place, axis in enumerate(axes))
+        return (*own, *(0,) * rest)
+
+    return pl.BlockSpec((None,) * len(axes) + x.shape[len(axes) :], pick)
+
+
+def head_part(x: Array, lists: int) -> pl.BlockSpec:
+    """Of `x [B, H, ...]`, what list k of K reads: head `k // (K / H)`.
+
+    B is 1 for what all rows share.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.kernel_parts import head_part
+      >>> part = head_part(jnp.zeros((2, 4, 50)), 4)
+      >>> part.block_shape, part.index_map(1, 3, 7)
+      ((None, None, 50), (1, 3, 0))
+    """
+    rows, per_head = x.shape[0], np.int32(lists // x.shape[1])
+
+    def pick(*ids):
+        head = ids[1] if per_head == 1 else jax.lax.div(ids[1], per_head)
+        return (ids[0] if rows > 1 else 0, head, *(0,) * (x.ndim - 2))
+
+    return pl.BlockSpec((None, None, *x.shape[2:]), pick)
+
+
+def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
+    """The product of two tiles of one dtype, summed in float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.kernel_parts import dot
+      >>> dot(jnp.ones((1, 2), jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16)).dtype
+      dtype('float32')
+    """
+    # What is stored as float32 is not rounded to TF32's 10 bits on the way.
+    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def zero(dtype: jnp.dtype) -> np.generic:
+    """What stands for what is not loaded.
+
+    Example:
+      >>> from pallas_kernels.base.kernel_parts import zero
+      >>> int(zero("int32"))
+      0
+    """
+    return np.zeros((), dtype)[()]

@@ -1,0 +1,287 @@
+"""Keys and values in 8 and 4 bits: how they are encoded, and attention's products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int8, UInt8
+
+from pallas_kernels.base.dispatch import BLOCK, Product, check_implementation, over_blocks
+
+LEVELS = 15  # steps of a 4-bit number
+
+Axis = Literal["token", "channel"]
+
+
+class Encoded(NamedTuple):
+    """Numbers of 8 bits with a scale per slot, or packed ones of 4 with scale and low per group."""
+
+    values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D"] | UInt8[Array, "B H S D/2"]
+    scale: Array
+    low: Array | None = None
+
+
+# --- one scale per slot ---------------------------------------------------------------------------
+
+
+def quantise_slots(
+    x: Float[Array, "... S D"], dtype: DTypeLike = jnp.int8
+) -> tuple[Array, Float[Array, "... S"]]:
+    """Symmetric numbers of 8 bits, and the scale of each slot: `scale = max |x| / most`.
+
+    `q = x / scale`, rounded half to even; 0 where all of a slot is 0.
+
+    Args:
+      dtype: `int8` (most = 127) or `float8_e4m3fn` (most = 448).
+
+    Returns:
+      q as int8, or as bytes (uint8) that are the bits of float8: XLA on CPU would keep a loop's
+      array of float8 in a wider dtype. Float32 scales.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantise_slots
+      >>> q, scale = quantise_slots(jnp.array([[-254.0, 2.0, 0.0], [0.0, 0.0, 0.0]]))
+      >>> q.tolist(), scale.tolist()
+      ([[-127, 1, 0], [0, 0, 0]], [2.0, 0.0])
+    """
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1) / most
+    q = jnp.clip(_over(x, scale[..., None]), -most, most)
+    if whole:
+        return jnp.round(q).astype(dtype), scale
+    return jax.lax.bitcast_convert_type(q.astype(dtype), jnp.uint8), scale
+
+
+def dequantise_slots(q: Array, scale: Float[Array, "... S"]) -> Float[Array, "... S D"]:
+    """`q · scale` in float32."""
+    return _numbers(q) * scale[..., None]
+
+
+def _numbers(q: Array) -> Float[Array, "... D"]:
+    """Float32 numbers of 8 bits."""
+    if q.dtype == jnp.uint8:
+        q = jax.lax.bitcast_convert_type(q, jnp.float8_e4m3fn)
+    return q.astype(jnp.float32)
+
+
+def _over(x: Array, scale: Array) -> Array:
+    """x / scale, 0 where the scale is."""
+    return jnp.where(scale > 0, x / jnp.where(scale > 0, scale, 1.0), 0.0)
+
+
+# --- groups of values -----------------------------------------------------------------------------
+
+
+def quantise_groups(
+    x: Float[Array, "... S D"], group: int, axis: Axis = "token"
+) -> tuple[UInt8[Array, "... S D/2"], Array, Array]:
+    """Numbers of 4 bits, two in a byte, and scale and least value of each group.
+
+    `low = min`, `scale = (max - min) / 15`, both rounded to the dtype of x;
+    `q = (x - low) / scale`, rounded half to even; 0 where the scale is.
+
+    Args:
+      group: values of a group; it divides D (axis "token") or S ("channel").
+      axis: `"token"`: groups are consecutive channels of a slot. `"channel"`: consecutive slots of
+        a channel.
+
+    Returns:
+      q packed (see `pack_int4`); scale and low, `[..., S, D / group]` or `[..., S / group, D]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import dequantise_groups, quantise_groups
+      >>> packed, scale, low = quantise_groups(jnp.array([[1.0, 31.0, 5.0, 4.0]]), group=4)
+      >>> dequantise_groups(packed, scale, low).tolist()
+      [[1.0, 31.0, 5.0, 5.0]]
+    """
+    dtype, wide = x.dtype, _grouped(x.astype(jnp.float32), group, axis)
+    along = _along(axis)
+    low, high = wide.min(along), wide.max(along)
+    scale = ((high - low) / LEVELS).astype(dtype)
+    by, least = (jnp.expand_dims(part.astype(jnp.float32), along) for part in (scale, low))
+    q = jnp.clip(jnp.round(_over(wide - least, by)), 0, LEVELS).astype(jnp.uint8)
+    return pack_int4(q.reshape(x.shape)), scale, low.astype(dtype)
+
+
+def dequantise_groups(
+    packed: UInt8[Array, "... S D/2"], scale: Array, low: Array, axis: Axis = "token"
+) -> Float[Array, "... S D"]:
+    """`low + q · scale` in float32."""
+    return _scaled(unpack_int4(packed), scale, low, axis)
+
+
+def _scaled(q: Array, scale: Array, low: Array, axis: Axis) -> Float[Array, "... S D"]:
+    size = q.shape[_along(axis)] // scale.shape[_along(axis)]
+    by, least = (jnp.expand_dims(part.astype(jnp.float32), _along(axis)) for part in (scale, low))
+    return (least + _grouped(q.astype(jnp.float32), size, axis) * by).reshape(q.shape)
+
+
+def pack_int4(q: UInt8[Array, "... D"]) -> UInt8[Array, "... D/2"]:
+    """Two numbers of 0 to 15 in a byte: channel i in the low bits, i + D / 2 in the high ones.
+
+    So each half of the channels comes out of the bytes as it is, and nothing is interleaved.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import pack_int4, unpack_int4
+      >>> packed = pack_int4(jnp.array([3, 15, 0, 1], jnp.uint8))
+      >>> packed.tolist(), unpack_int4(packed).tolist()
+      ([3, 31], [3, 15, 0, 1])
+    """
+    low, high = jnp.split(q, 2, axis=-1)
+    return low | (high << jnp.uint8(4))
+
+
+def unpack_int4(packed: UInt8[Array, "... D/2"]) -> UInt8[Array, "... D"]:
+    """The numbers that `pack_int4` has packed."""
+    return jnp.concatenate(_halves(packed), axis=-1)
+
+
+def _halves(packed: UInt8[Array, "... D/2"]) -> tuple[Array, Array]:
+    return packed & jnp.uint8(15), packed >> jnp.uint8(4)
+
+
+def _along(axis: Axis) -> int:
+    """The dimension that groups run along: of `[..., S, D]`, and of what `_grouped` makes of it."""
+    return {"token": -1, "channel": -2}[axis]
+
+
+def _grouped(x: Array, size: int, axis: Axis) -> Array:
+    """`[..., S, D]` to `[..., S, D / size, size]` or `[..., S / size, size, D]`."""
+    *rest, slots, channels = x.shape
+    shape = (slots, channels // size, size) if axis == "token" else (slots // size, size, channels)
+    return x.reshape(*rest, *shape)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def quantized_logits(
+    q: Float[Array, "B H R D"],
+    values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D/2"],
+    scale: Array,
+    low: Array | None = None,
+    *,
+    axis: Axis = "token",
+    product: Product | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B H R S"]:
+    """`q · k` of encoded keys in float32, without a decoded copy of all of them.
+
+    Args:
+      values, scale, low: from `quantise_slots` (low = None) or `quantise_groups`.
+      axis: of the groups.
+      product: what takes the place of `q · k`, for keys that are rotated on the way: see
+        `common.Product`.
+      implementation: `None` or `"xla"`.
+
+    Raises:
+      ValueError: an unknown implementation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantise_slots, quantized_logits
+      >>> keys = jnp.array([[[[127.0, 1.0], [0.0, 254.0]]]])
+      >>> quantized_logits(jnp.ones((1, 1, 1, 2)), *quantise_slots(keys)).tolist()
+      [[[[128.0, 254.0]]]]
+    """
+    check_implementation(implementation)
+    q = q.astype(jnp.float32)
+
+    def add(start: Array | int, count: int, out: Array) -> Array:
+        parts, by = _decoded(values, scale, low, axis, start, count)
+        if product is not None:
+            logits = product(q, _whole(parts), start)
+        else:
+            own = jnp.split(q, len(parts), axis=-1)
+            pairs = zip(own, parts, strict=True)
+            logits = sum(_einsum("bhrd,bhsd->bhrs", *pair) for pair in pairs)
+        logits = logits if by is None else logits * by[:, :, None]
+        return jax.lax.dynamic_update_slice_in_dim(out, logits, start, 3)
+
+    out = jnp.zeros((*q.shape[:3], values.shape[2]), jnp.float32)
+    return _over_blocks(values, scale, axis, add, out)
+
+
+def quantized_mix(
+    weights: Float[Array, "B H R S"],
+    values: Int8[Array, "B H S D"] | UInt8[Array, "B H S D/2"],
+    scale: Array,
+    low: Array | None = None,
+    *,
+    axis: Axis = "token",
+    implementation: str | None = None,
+) -> Float[Array, "B H R D"]:
+    """`Σ_s w_s v_s` of encoded values in float32, without a decoded copy of all of them.
+
+    Args:
+      values, scale, low, axis: as in `quantized_logits`.
+      implementation: `None` or `"xla"`.
+
+    Raises:
+      ValueError: an unknown implementation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantise_slots, quantized_mix
+      >>> values = jnp.array([[[[127.0, 1.0], [0.0, 254.0]]]])
+      >>> quantized_mix(jnp.array([[[[1.0, 0.5]]]]), *quantise_slots(values)).tolist()
+      [[[[127.0, 128.0]]]]
+    """
+    check_implementation(implementation)
+    weights = weights.astype(jnp.float32)
+
+    def add(start: Array | int, count: int, total: Array) -> Array:
+        part = jax.lax.dynamic_slice_in_dim(weights, start, count, 3)
+        parts, by = _decoded(values, scale, low, axis, start, count)
+        part = part if by is None else part * by[:, :, None]
+        return total + _whole([_einsum("bhrs,bhsd->bhrd", part, rows) for rows in parts])
+
+    channels = values.shape[3] * (1 if low is None else 2)
+    total = jnp.zeros((*weights.shape[:3], channels), jnp.float32)
+    return _over_blocks(values, scale, axis, add, total)
+
+
+def _einsum(what: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(what, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _over_blocks(values: Array, scale: Array, axis: Axis, add: Callable, carry: Array) -> Array:
+    """`over_blocks` of whole groups."""
+    size, block = values.shape[2], BLOCK
+    if axis == "channel":
+        group = size // scale.shape[2]
+        block = max(BLOCK // group, 1) * group
+    return over_blocks(size, block, add, carry)
+
+
+def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int):
+    """Float32 rows of a block, as one array or as one of each half of the channels.
+
+    And what is still to be multiplied with, per slot (or None).
+    """
+    slots = values.shape[2]
+
+    def part(x: Array) -> Array:
+        group = slots // x.shape[2]  # slots that share an entry of x
+        return jax.lax.dynamic_slice_in_dim(x, start // group, count // group, 2)
+
+    if low is None:
+        return [_numbers(part(values))], part(scale)
+    values, scale, low = part(values), part(scale), part(low)
+    if scale.shape[3] % 2:  # a group has channels of both halves
+        return [dequantise_groups(values, scale, low, axis)], None
+    halves = _halves(values), jnp.split(scale, 2, axis=-1), jnp.split(low, 2, axis=-1)
+    return [_scaled(*half, axis) for half in zip(*halves, strict=True)], None
+
+
+def _whole(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

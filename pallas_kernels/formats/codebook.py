@@ -1,0 +1,187 @@
+"""Attention's products with keys and values that are references to a codebook's entries."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt
+
+from pallas_kernels.base.dispatch import (
+    BLOCK,
+    Product,
+    check_implementation,
+    over_blocks,
+    products,
+    take_shared,
+)
+
+# Of what a sum over entries costs and what gathering slots costs, on CPU, per query row and entry
+# over per slot; on a GPU gathering is cheap, and its kernel decides for itself.
+PER_ENTRY = 16
+ROTATED = 1024  # rows, of all heads, that are rotated at a time
+
+
+class References(NamedTuple):
+    """Vectors as `entries[index] · magnitude`.
+
+    Args:
+      entries: that all heads of a row share.
+      index: the entry of each slot.
+      magnitude: what a slot's entry is multiplied with; None: 1.
+    """
+
+    entries: Float[Array, "B 1 E D"]
+    index: UInt[Array, "B H S"]
+    magnitude: Float[Array, "B H S"] | None = None
+
+
+def codebook_logits(
+    q: Float[Array, "B H R D"],
+    entries: Float[Array, "B 1 E D"],
+    index: UInt[Array, "B H S"],
+    magnitude: Float[Array, "B H S"] | None = None,
+    *,
+    product: Product | None = None,
+    channels: int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B H R S"]:
+    """`q · entries[index] · magnitude` in float32, without a decoded copy of all keys.
+
+    Channels that are not rotated have one product per entry, gathered per slot, where that is
+    cheaper. A rotated product depends on the slot's position too, so rotated channels are gathered
+    and turned a block of slots at a time.
+
+    Args:
+      entries: that all heads of a row share.
+      index: the entry of each slot.
+      magnitude: what a slot's entry is multiplied with; None: 1.
+      product: what takes the place of `q · k`, for keys that are rotated on the way: see
+        `common.Product`.
+      channels: leading ones that `product` rotates; the others it would multiply as they are.
+        None: all.
+      implementation: `None` or `"xla"`.
+
+    Raises:
+      ValueError: an unknown implementation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import codebook_logits
+      >>> entries = jnp.array([[[[1.0, 0.0], [0.0, 1.0]]]])
+      >>> index = jnp.array([[[1, 0, 1]]], jnp.uint16)
+      >>> codebook_logits(jnp.array([[[[2.0, 5.0]]]]), entries, index).tolist()
+      [[[[5.0, 2.0, 5.0]]]]
+    """
+    check_implementation(implementation)
+    slots, width = index.shape[2], q.shape[3]
+    whole = product is not None and channels in (None, width)
+    apart = not whole and _per_entry(q.shape[2], entries, slots)
+    width = width if not apart else 0 if product is None else channels
+    q = q.astype(entries.dtype)
+    out = jnp.zeros((*q.shape[:3], slots), jnp.float32)
+    if apart:
+        per_entry = _einsum("bhrd,bed->bher", q[..., width:], entries[:, 0, :, width:])
+        out = jnp.moveaxis(_take_own(per_entry, index), 3, 2)
+
+    def add(start: Array | int, count: int, out: Array) -> Array:
+        part = jax.lax.dynamic_slice_in_dim(index, start, count, 2)
+        logits = multiply(q[..., :width], _take(entries[..., :width], part), start)
+        if apart:
+            logits = logits + jax.lax.dynamic_slice_in_dim(out, start, count, 3)
+        return jax.lax.dynamic_update_slice_in_dim(out, logits, start, 3)
+
+    if width:
+        multiply, block = (_product, BLOCK) if product is None else (product, _rotated_block(q))
+        out = over_blocks(slots, block, add, out)
+    return out if magnitude is None else out * magnitude.astype(jnp.float32)[:, :, None]
+
+
+def codebook_mix(
+    weights: Float[Array, "B H R S"],
+    entries: Float[Array, "B 1 E D"],
+    index: UInt[Array, "B H S"],
+    magnitude: Float[Array, "B H S"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B H R D"]:
+    """`Σ_s w_s · entries[index_s] · magnitude_s` in float32, without a decoded copy of all values.
+
+    Weights are summed per entry and multiplied with the entries once; where a row has many more
+    entries than a head has slots, that costs more than decoding slots block by block, which is then
+    done.
+
+    Args:
+      entries, index, magnitude: as in `codebook_logits`.
+      implementation: `None` or `"xla"`.
+
+    Raises:
+      ValueError: an unknown implementation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import codebook_mix
+      >>> entries = jnp.array([[[[1.0, 0.0], [0.0, 1.0]]]])
+      >>> index = jnp.array([[[1, 0, 1]]], jnp.uint16)
+      >>> codebook_mix(jnp.array([[[[1.0, 3.0, 2.0]]]]), entries, index).tolist()
+      [[[[3.0, 3.0]]]]
+    """
+    check_implementation(implementation)
+    weights = weights.astype(jnp.float32)
+    if magnitude is not None:
+        weights = weights * magnitude.astype(jnp.float32)[:, :, None]
+    slots = index.shape[2]
+    if _per_entry(weights.shape[2], entries, slots):
+        total = _sum_own(jnp.moveaxis(weights, 2, 3), index, entries.shape[2])
+        return _einsum("bher,bed->bhrd", total.astype(entries.dtype), entries[:, 0])
+
+    def add(start: Array | int, count: int, total: Array) -> Array:
+        part = jax.lax.dynamic_slice_in_dim(weights, start, count, 3)
+        rows = _take(entries, jax.lax.dynamic_slice_in_dim(index, start, count, 2))
+        return total + _einsum("bhrs,bhsd->bhrd", part.astype(rows.dtype), rows)
+
+    total = jnp.zeros((*weights.shape[:3], entries.shape[3]), jnp.float32)
+    return over_blocks(slots, BLOCK, add, total)
+
+
+def _per_entry(query_rows: int, entries: Array, slots: int) -> bool:
+    """Whether R products with each entry cost less than a gather for each slot of a head."""
+    return query_rows * entries.shape[2] <= PER_ENTRY * slots
+
+
+def _rotated_block(q: Array) -> int:
+    """Slots of a block whose keys are rotated: all heads' together stay in a core's own cache."""
+    return max(ROTATED // (q.shape[0] * q.shape[1]), 16)
+
+
+def _product(q: Array, keys: Array, start: Array | int) -> Array:
+    return products(q, keys)
+
+
+def _take(entries: Float[Array, "B 1 E D"], index: UInt[Array, "B H N"]) -> Array:
+    """Rows `[B, H, N, D]` of entries that the heads share."""
+    return take_shared(entries[:, 0], index.astype(jnp.int32))
+
+
+def _take_own(x: Float[Array, "B H E R"], index: UInt[Array, "B H S"]) -> Array:
+    """Each head's own numbers of its slots' entries, `[B, H, S, R]`."""
+
+    def one(x: Array, index: Array) -> Array:
+        return x.at[index].get(mode="promise_in_bounds")
+
+    return jax.vmap(jax.vmap(one))(x, index.astype(jnp.int32))
+
+
+def _sum_own(x: Float[Array, "B H S R"], index: UInt[Array, "B H S"], entries: int) -> Array:
+    """Sums of each head's numbers by entry, `[B, H, E, R]`."""
+
+    def one(x: Array, index: Array) -> Array:
+        zeros = jnp.zeros((entries, x.shape[1]), x.dtype)
+        return zeros.at[index].add(x, mode="promise_in_bounds")
+
+    return jax.vmap(jax.vmap(one))(x, index.astype(jnp.int32))
+
+
+def _einsum(what: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(what, a, b, preferred_element_type=jnp.float32)

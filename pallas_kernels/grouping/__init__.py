@@ -1,0 +1,1 @@
+"""What is alike: clusters, covers, matches, and the means of what becomes one."""

@@ -1,0 +1,138 @@
+"""k-means over the keys of every (row, KV head)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base.dispatch import NEG_INF, check_implementation
+
+Metric = Literal["cosine", "l2", "inner_product"]
+
+# Similarities that exist at a time. On CPU, what stays in its caches; elsewhere 256 MB, since there
+# every step of a loop costs a launch.
+SIMILARITIES = 2**20
+ACCELERATOR_SIMILARITIES = 2**26
+
+
+def kmeans(
+    keys: Float[Array, "B H S D"],
+    members: Bool[Array, "B H S"],
+    centroids: Float[Array, "B H C D"],
+    there: Bool[Array, "B H C"],
+    *,
+    metric: Metric = "cosine",
+    rounds: int = 20,
+    implementation: str | None = None,
+) -> tuple[Int[Array, "B H S"], Float[Array, "B H C D"]]:
+    """Lloyd's algorithm: every key goes to its most similar centroid, which moves to their mean.
+
+    A centroid is the float32 mean of its keys as they are, whatever the metric; without any it
+    stays where it is. Ties go to the lower cluster. It ends after `rounds` moves, or once no label
+    changes; the labels are those of the final centroids.
+
+    Args:
+      keys: what to cluster.
+      members: which of them; nothing that stands in the others is looked at.
+      centroids: where to start.
+      there: which clusters there are, likewise. Where a head has none, its keys are in none.
+      metric: similarity of a key k and a centroid μ: `"cosine"`, `k·μ / (|k| |μ|)`, 0 for a zero
+        centroid; `"l2"`, `-|k - μ|²`; `"inner_product"`, `k·μ`.
+      rounds: moves at most.
+      implementation: `None` or `"xla"`.
+
+    Returns:
+      The cluster of every key, C where it is in none, and the float32 centroids.
+
+    Raises:
+      ValueError: an unknown metric or implementation, a negative number of rounds.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import kmeans
+      >>> keys = jnp.array([[[[1.0, 0.0], [3.0, 1.0], [0.0, 2.0]]]])
+      >>> members, there = jnp.ones((1, 1, 3), bool), jnp.ones((1, 1, 2), bool)
+      >>> label, centroids = kmeans(keys, members, keys[:, :, 1:], there)
+      >>> label.tolist(), centroids.tolist()
+      ([[[0, 0, 1]]], [[[[2.0, 0.5], [0.0, 2.0]]]])
+    """
+    check_implementation(implementation)
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric must be one of {get_args(Metric)}, got {metric!r}")
+    if rounds < 0:
+        raise ValueError(f"rounds must be at least 0, got {rounds}")
+    size, clusters = keys.shape[2], centroids.shape[2]
+    on_cpu = jax.default_backend() == "cpu"
+    most = SIMILARITIES if on_cpu else ACCELERATOR_SIMILARITIES
+    tokens_at_once, heads_at_once = most // clusters or 1, most // (size * clusters) or 1
+
+    def one_head(head: tuple[Array, ...]) -> tuple[Array, Array]:
+        keys, members, centroids, there = head
+        keys, members = keys.astype(jnp.float32), members & there.any()
+
+        def assign(centroids: Float[Array, "C D"]) -> Int[Array, " S"]:
+            towards, bias = _linear(jnp.where(there[:, None], centroids, 0.0), metric)
+            bias = jnp.where(there, bias, NEG_INF)
+
+            def nearest(key: Float[Array, " D"]) -> Int[Array, ""]:
+                return _first_best(jnp.dot(key, towards.T, precision="highest") + bias)
+
+            label = jax.lax.map(nearest, keys, batch_size=tokens_at_once)
+            return jnp.where(members, label, clusters)
+
+        def move(state: tuple[Array, ...]) -> tuple[Array, ...]:
+            done, label, centroids, _ = state
+            centroids = _means(keys, label, centroids)
+            moved = assign(centroids)
+            return done + 1, moved, centroids, (moved != label).any()
+
+        def goes_on(state: tuple[Array, ...]) -> Bool[Array, ""]:
+            return (state[0] < rounds) & state[-1]
+
+        centroids = centroids.astype(jnp.float32)
+        start = jnp.int32(0), assign(centroids), centroids, jnp.array(True)
+        _, label, centroids, _ = jax.lax.while_loop(goes_on, move, start)
+        return label, centroids
+
+    heads = (keys, members, centroids, there)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), heads)
+    # One head at a time is no batch of one: that would copy all keys.
+    batch = heads_at_once if heads_at_once > 1 else None
+    label, moved = jax.lax.map(one_head, flat, batch_size=batch)
+    return label.reshape(members.shape), moved.reshape(centroids.shape)
+
+
+def _linear(
+    centroids: Float[Array, "C D"], metric: Metric
+) -> tuple[Float[Array, "C D"], Float[Array, " C"]]:
+    """w and b of every centroid, such that `k·w + b` orders the centroids of each key k as asked.
+
+    The key's own length changes no order.
+    """
+    square = (centroids * centroids).sum(-1)
+    if metric == "l2":
+        return centroids, -0.5 * square
+    if metric == "cosine":
+        length = jnp.sqrt(jnp.where(square > 0, square, 1.0))
+        centroids = centroids / length[:, None]
+    return centroids, jnp.zeros_like(square)
+
+
+def _first_best(similarity: Float[Array, " C"]) -> Int[Array, ""]:
+    """The lower of the largest, by two plain reductions: on CPU, four times faster than argmax."""
+    last = similarity.shape[0] - 1
+    cluster = jnp.arange(last + 1, dtype=jnp.float32)
+    best = jnp.where(similarity == similarity.max(), cluster, float(last))
+    return best.min().astype(jnp.int32)
+
+
+def _means(
+    keys: Float[Array, "S D"], label: Int[Array, " S"], centroids: Float[Array, "C D"]
+) -> Float[Array, "C D"]:
+    """Means of the keys of each label, or what stood there where there are none; label C = none."""
+    total = jnp.zeros_like(centroids).at[label].add(keys, mode="drop")
+    count = jnp.zeros((len(centroids), 1)).at[label].add(1.0, mode="drop")
+    return jnp.where(count > 0, total / jnp.maximum(count, 1.0), centroids)

@@ -1,0 +1,125 @@
+"""Comparing keys of a cache with one another, pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base.dispatch import check_implementation, take_rows
+
+BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
+
+
+def pair_cosine(
+    keys: Float[Array, "B H S D"],
+    first: Int[Array, "B H N"],
+    second: Int[Array, "B H N"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B H N"]:
+    """Cosine of two keys, `a·b / (|a| |b|)`, for N pairs of slots; 0 where one is 0; float32.
+
+    Args:
+      first, second: the slots of each pair.
+      implementation: `None` or `"xla"`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import pair_cosine
+      >>> keys = jnp.array([[[[2.0, 0.0], [0.6, 0.8]]]])
+      >>> round(float(pair_cosine(keys, jnp.array([[[0]]]), jnp.array([[[1]]]))[0, 0, 0]), 4)
+      0.6
+    """
+    check_implementation(implementation)
+    return _in_blocks(_cosine, keys, first, second)
+
+
+def pair_distance(
+    keys: Float[Array, "B H S D"],
+    first: Int[Array, "B H N"],
+    second: Int[Array, "B H N"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B H N"]:
+    """Distance of two keys, `|a - b|`, for N pairs of slots; float32.
+
+    It is exactly 0 where it is no more than the rounding of the keys' dtype, `4ε |a|`, so that
+    equal keys are equal whatever they were computed from.
+
+    Args:
+      first, second: the slots of each pair.
+      implementation: `None` or `"xla"`.
+    """
+    check_implementation(implementation)
+    rounding = 4 * float(jnp.finfo(keys.dtype).eps)
+
+    def distance(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
+        apart = _length(a - b)
+        return jnp.where(apart > rounding * _length(a), apart, 0.0)
+
+    return _in_blocks(distance, keys, first, second)
+
+
+def join_anchors(
+    keys: Float[Array, "B H S D"],
+    order: Int[Array, "B H N"],
+    pairs: Bool[Array, "B H N"],
+    threshold: float,
+    *,
+    implementation: str | None = None,
+) -> Bool[Array, "B H N"]:
+    """Which entries of `order` join the run after them, from the last to the first.
+
+    An entry joins where `pairs` allows it and the cosine of its key and that of the run's last
+    entry, the anchor, is above the threshold; elsewhere it is the anchor of a new run.
+
+    Args:
+      order: slots.
+      pairs: whether an entry may join the next one; the last may not.
+      implementation: `None` or `"xla"`.
+    """
+    check_implementation(implementation)
+
+    def step(anchor: Array, entry: tuple[Array, Array]) -> tuple[Array, Array]:
+        slot, pair = entry
+        key = take_rows(keys, slot[..., None]).astype(jnp.float32)
+        joins = pair & (_cosine(key, anchor)[..., 0] > threshold)
+        return jnp.where(joins[..., None, None], anchor, key), joins
+
+    entries = tuple(jnp.moveaxis(x, -1, 0) for x in (order, pairs))
+    nothing = jnp.zeros((*keys.shape[:2], 1, keys.shape[3]), jnp.float32)
+    _, joins = jax.lax.scan(step, nothing, entries, reverse=True)
+    return jnp.moveaxis(joins, 0, -1)
+
+
+def _in_blocks(
+    measure: Callable[[Array, Array], Array], keys: Array, first: Array, second: Array
+) -> Float[Array, "B H N"]:
+    """`measure` of every pair of keys, which never exist all at once."""
+    count = first.shape[2]
+    block = min(BLOCK, count)
+    pairs = jnp.pad(jnp.stack((first, second)), ((0, 0), (0, 0), (0, 0), (0, -count % block)))
+    blocks = jnp.moveaxis(pairs.reshape(*pairs.shape[:3], -1, block), 3, 0)
+
+    def measure_block(pair: Int[Array, "2 B H N"]) -> Float[Array, "B H N"]:
+        return measure(*(take_rows(keys, index).astype(jnp.float32) for index in pair))
+
+    measured = jnp.moveaxis(jax.lax.map(measure_block, blocks), 0, 2)
+    return measured.reshape(*first.shape[:2], -1)[..., :count]
+
+
+def _cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
+    # A batched product: the sum of an elementwise one is several times slower on CPU.
+    dots = jnp.einsum("...d,...d->...", a, b, precision=jax.lax.Precision.HIGHEST)
+    return _quotient(_quotient(dots, _length(a)), _length(b))
+
+
+def _length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
+    return jnp.sqrt(jnp.square(x).sum(-1))
+
+
+def _quotient(x: Array, by: Array) -> Array:
+    return jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), 0.0)

@@ -1,0 +1,110 @@
+"""Bipartite soft matching within chunks: to each token of set A, the most similar one of set B."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.base.dispatch import NEG_INF, check_implementation
+
+# Rows of A that meet all of their chunk's B at once: bounds the memory of very long chunks.
+BLOCK = 512
+_NO_NUMBER = -2.0  # similarity where keys hold NaN: below every cosine, and still an edge
+
+
+def soft_matching(
+    keys: Float[Array, "B H N D"],
+    count: Int[Array, "B H"],
+    *,
+    chunk: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H N"], Int[Array, "B H N"]]:
+    """The edge of every token of set A: its most similar token of set B in the same chunk.
+
+    Tokens 0 … count − 1 are cut into chunks of `chunk`. Of each, the even offsets are set A and the
+    odd ones set B; similarity is the cosine `a·b / (|a| |b|)`, 0 for a zero key. Ties go to the
+    lower token. What stands from `count` on is not looked at.
+
+    Args:
+      keys: in the order of their tokens. Their lengths do not matter.
+      count: tokens per row and head.
+      chunk: tokens per chunk, at least 2.
+      implementation: `None` or `"xla"`.
+
+    Returns:
+      Float32 similarity of each token's edge, `-inf` where it has none (tokens of set B, an A
+      without any B, nothing there), and the token that the edge leads to, itself where there is no
+      edge.
+
+    Raises:
+      ValueError: a chunk of less than 2, an unknown implementation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import soft_matching
+      >>> keys = jnp.array([[[[1.0, 0.0], [0.0, 1.0], [0.0, 3.0], [2.0, 0.0]]]])
+      >>> similarity, partner = soft_matching(keys, jnp.array([[4]]), chunk=4)
+      >>> similarity.tolist(), partner.tolist()
+      ([[[1.0, -inf, 1.0, -inf]]], [[[3, 1, 1, 3]]])
+    """
+    check_implementation(implementation)
+    if chunk < 2:
+        raise ValueError(f"chunk must be at least 2, got {chunk}")
+    tokens = keys.shape[2]
+    size = max(2, min(chunk, tokens))
+    keys = _whole_chunks(keys, size)
+    chunked = keys.reshape(*keys.shape[:2], -1, size, keys.shape[-1]).astype(jnp.float32)
+    token = jnp.arange(keys.shape[2], dtype=jnp.int32).reshape(1, 1, -1, size)
+    there = token < count[:, :, None, None]
+    b = chunked[..., 1::2, :]
+    has_b, b_token, b_scale = there[..., 1::2], token[..., 1::2], _inverse_length(b)
+
+    def edges(a: Float[Array, "B H C A D"]) -> tuple[Array, Array]:
+        dots = jnp.einsum(
+            "bhcad,bhced->bhcae", a, b,
+            precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        cosine = dots * _inverse_length(a)[..., None] * b_scale[..., None, :]
+        cosine = jnp.where(jnp.isnan(cosine), _NO_NUMBER, cosine)
+        cosine = jnp.where(has_b[..., None, :], cosine, NEG_INF)
+        best = cosine.max(-1)
+        # The first maximum by two plain reductions: several times faster on CPU than argmax.
+        at_best = cosine == best[..., None]
+        last = jnp.iinfo(jnp.int32).max
+        return best, jnp.where(at_best, b_token[..., None, :], last).min(-1)
+
+    similarity, partner = _in_blocks(edges, chunked[..., 0::2, :])
+    similarity = _spread(similarity, size, NEG_INF)
+    similarity = jnp.where(there, similarity, NEG_INF)
+    partner = jnp.where(similarity > NEG_INF, _spread(partner, size, 0), token)
+    return tuple(x.reshape(*keys.shape[:3])[..., :tokens] for x in (similarity, partner))
+
+
+def _inverse_length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
+    square = (x * x).sum(-1)
+    return jnp.where(square > 0, jax.lax.rsqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+
+
+def _in_blocks(edges, a: Float[Array, "B H C A D"]) -> tuple[Array, Array]:
+    """`edges(a)`, at most `BLOCK` of the A of each chunk at a time."""
+    rows = a.shape[3]
+    if rows <= BLOCK:
+        return edges(a)
+    blocks = -(-rows // BLOCK)
+    a = jnp.pad(a, ((0, 0),) * 3 + ((0, blocks * BLOCK - rows), (0, 0)))
+    a = jnp.moveaxis(a.reshape(*a.shape[:3], blocks, BLOCK, a.shape[-1]), 3, 0)
+    found = jax.lax.map(edges, a)  # [blocks, B, H, C, BLOCK]
+    return tuple(jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1)[..., :rows] for x in found)
+
+
+def _spread(x: Array, size: int, fill: float) -> Array:
+    """What belongs to the even offsets of each chunk, `[..., A]`, at its place among all."""
+    low, high = 0, size - (2 * x.shape[-1] - 1)
+    config = [(0, 0, 0)] * (x.ndim - 1) + [(low, high, 1)]
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), config)
+
+
+def _whole_chunks(keys: Float[Array, "B H N D"], size: int) -> Array:
+    missing = -keys.shape[2] % size
+    return jnp.pad(keys, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else keys

@@ -1,0 +1,1 @@
+"""Which slots a query should see, and their rows."""

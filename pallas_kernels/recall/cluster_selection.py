@@ -1,0 +1,311 @@
+"""Which clusters of slots a query selects, and the list of their slots."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.base.dispatch import NEG_INF, choose_implementation, take_rows
+from pallas_kernels.base.kernel_parts import head_part, own_part, zero
+from pallas_kernels.base.tiles import power_of_two
+
+# Sizes of the kernels' tiles, all powers of two. A few thousand numbers at a time are what 4 warps
+# keep in registers; smaller tiles mean more programs, and few clusters must fill a device too.
+SCORED = 4096  # numbers of a tile of centroids: 32 centroids of 128 channels
+RANKED = 16  # clusters whose ranks a program counts; divides COUNTED
+COUNTED = 512  # clusters that it compares them with at a time
+PLACES = 128  # of a list, that a program fills
+LOOKED_AT = 64  # ranks that it looks through at a time: more than 4,000 slots of common clusters
+
+NOTHING = np.float32(NEG_INF)
+NONE = np.int32(0)
+PARAMETERS = plt.CompilerParams(num_warps=4, num_stages=2)
+
+
+def rank_clusters(
+    q: Float[Array, "B H G D"],
+    centroids: Float[Array, "B H C D"],
+    sizes: Int[Array, "B H C"],
+    *,
+    per_query_head: bool = False,
+    implementation: str | None = None,
+) -> Int[Array, "B K C"]:
+    """All clusters by their score, the highest first; ties go to the lower, empty ones come last.
+
+    The score of a cluster is `q·μ`, its mean over the G query heads or that of each of them, in
+    float32.
+
+    There are two kernels: one reads the centroids, once, and one finds the rank of a cluster by
+    counting those that come before it. What stands in the centroid of an empty cluster is of no
+    account; a score that is not a number counts as the highest.
+
+    Args:
+      q: queries, grouped under their KV head.
+      centroids: of the clusters.
+      sizes: members of each cluster.
+      per_query_head: a ranking for each query head, K = H·G with that of head g of group h at
+        `h·G + g`, instead of one for each group, K = H.
+      implementation: `"pallas"` (the kernels), `"interpret"` (the kernels, interpreted on any
+        device), `"xla"`, or None: the kernels on a GPU that can run them, XLA elsewhere.
+
+    Returns:
+      The clusters of each ranking, int32.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import rank_clusters
+      >>> q, sizes = jnp.ones((1, 1, 1, 2)), jnp.array([[[3, 2, 0]]])
+      >>> centroids = jnp.array([[[[1.0, 0.0], [1.0, 1.0], [9.0, 9.0]]]])
+      >>> rank_clusters(q, centroids, sizes).tolist()
+      [[[1, 0, 2]]]
+    """
+    chosen = choose_implementation(implementation, centroids)
+    if q.ndim != 4:
+        raise ValueError(f"q must be [B, H, G, D], got {q.shape}")
+    clusters = sizes.shape[-1]
+    expected = (*q.shape[:2], clusters, q.shape[3])
+    for name, x, shape in (("centroids", centroids, expected), ("sizes", sizes, expected[:3])):
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+    if chosen != "xla":
+        return _rank(q, centroids, sizes, per_query_head, chosen == "interpret")
+    q = q.astype(jnp.float32)
+    if not per_query_head:
+        q = q.mean(2, keepdims=True)  # the mean of q·μ is the mean q times μ
+    score = jnp.einsum(
+        "bhgd,bhcd->bhgc", q, centroids.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    score = jnp.where(sizes[:, :, None] > 0, score, NEG_INF)
+    # One more entry, behind all others: XLA on CPU takes the top C of C by a sort, which is several
+    # times slower than its top k.
+    score = jnp.pad(score, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=NEG_INF)
+    _, order = jax.lax.top_k(score, clusters)
+    return order.reshape(len(q), -1, clusters)
+
+
+def build_indices(
+    order: Int[Array, "B K C"],
+    sizes: Int[Array, "B H C"],
+    starts: Int[Array, "B H C"],
+    count: Int[Array, "B K"] | Int[Array, "B 1"],
+    length: int,
+    *,
+    implementation: str | None = None,
+) -> Int[Array, "B K N"]:
+    """The slots of the ranked clusters one after the other, `count` of them, padded with -1.
+
+    A cluster is a range of slots; of the last one, those that are too many are left out at its end.
+    Clusters without slots take no room.
+
+    The kernel gives every program a part of the list, for which it looks through the clusters in
+    the order of their rank, and no further than its part goes.
+
+    Args:
+      order: the clusters as ranked, each once; K = H or a multiple of it, see `rank_clusters`.
+      sizes: slots of each cluster.
+      starts: its first slot.
+      count: how many slots to list; no more than there are, nor than `length`, are listed.
+      length: N, static.
+      implementation: as in `rank_clusters`.
+
+    Returns:
+      The slots of each list, int32.
+
+    Raises:
+      ValueError: an `order`, `starts` or `count` that does not fit, a length below 1; an unknown
+        implementation, or one that the GPU is too old for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import build_indices
+      >>> sizes, starts = jnp.array([[[3, 2, 0]]]), jnp.array([[[0, 3, 5]]])
+      >>> build_indices(jnp.array([[[1, 0, 2]]]), sizes, starts, jnp.array([[4]]), 6).tolist()
+      [[[3, 4, 0, 1, -1, -1]]]
+    """
+    chosen = choose_implementation(implementation, order)
+    rows, choices, _ = order.shape
+    heads = sizes.shape[1]
+    if choices % heads:
+        raise ValueError(f"order must rank for a multiple of {heads} heads, got {choices}")
+    expected = (rows, heads, order.shape[2])
+    for name, x in (("sizes", sizes), ("starts", starts)):
+        if x.shape != expected:
+            raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
+    if count.shape not in ((rows, choices), (rows, 1)):
+        raise ValueError(
+            f"count must have shape {(rows, choices)} or {(rows, 1)}, got {count.shape}"
+        )
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    if chosen != "xla":
+        return _list(order, sizes, starts, count, length, chosen == "interpret")
+    size, start = (
+        take_rows(jnp.repeat(x, choices // heads, axis=1), order) for x in (sizes, starts)
+    )
+    end = jnp.cumsum(size, axis=-1)
+    # What separates a slot from its place in the list changes where a cluster begins. The changes
+    # of clusters that begin at one place, all but the last of them empty, add up.
+    change = jnp.diff(start - (end - size), axis=-1, prepend=0)
+
+    def spread(begin: Int[Array, " C"], change: Int[Array, " C"]) -> Int[Array, " N"]:
+        return jnp.zeros(length, change.dtype).at[begin].add(change, mode="drop")
+
+    place = jnp.arange(length, dtype=order.dtype)[None, None]
+    slot = place + jnp.cumsum(jax.vmap(jax.vmap(spread))(end - size, change), axis=-1)
+    return jnp.where(place < jnp.minimum(end[..., -1], count)[..., None], slot, -1)
+
+
+def _rank(q, centroids, sizes, per_query_head: bool, interpret: bool) -> Int[Array, "B K C"]:
+    """Scores by one kernel, ranks by another, which needs all scores of a ranking."""
+    batch, heads, group, channels = q.shape
+    clusters, choices = sizes.shape[2], group if per_query_head else 1
+    order = jax.ShapeDtypeStruct((batch, heads * choices, clusters), jnp.int32)
+    if not order.size:
+        return jnp.zeros(order.shape, order.dtype)
+    score = jax.ShapeDtypeStruct((batch, heads, choices, clusters), jnp.float32)
+    tile = max(1, min(SCORED // power_of_two(channels), power_of_two(clusters)))
+    sizes = sizes.astype(jnp.int32)
+    own = (0, 1)
+    score = pl.pallas_call(
+        functools.partial(_score_kernel, tile=tile, per_query_head=per_query_head),
+        grid=(batch, heads, pl.cdiv(clusters, tile)),
+        in_specs=[own_part(x, own) for x in (q, centroids, sizes)],
+        out_specs=own_part(score, own),
+        out_shape=score,
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+        name="score_clusters",
+    )(q, centroids, sizes).reshape(order.shape)
+    return pl.pallas_call(
+        functools.partial(_rank_kernel, tile=RANKED, compared=COUNTED),
+        grid=(*order.shape[:2], pl.cdiv(clusters, RANKED)),
+        in_specs=[own_part(score, own)],
+        out_specs=own_part(order, own),
+        out_shape=order,
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+        name="rank_clusters",
+    )(score)
+
+
+def _score_kernel(q, centroids, sizes, score, *, tile: int, per_query_head: bool):
+    """The scores of a tile of clusters, for all query heads of a group."""
+    (group, channels), clusters = q.shape, sizes.shape[0]
+    cluster = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
+    channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
+    there, is_channel = cluster < clusters, channel < channels
+
+    def load(ref, row, is_row):
+        cell, wanted = (row[:, None], channel[None, :]), is_row[:, None] & is_channel[None, :]
+        rows = plt.load(ref.at[cell], mask=wanted, other=zero(ref.dtype))
+        return rows.astype(jnp.float32)
+
+    # Those of empty clusters are read too: to wait for the sizes first would take longer.
+    own = load(centroids, cluster, there)
+    size = plt.load(sizes.at[cluster], mask=there, other=NONE)
+    head = jnp.arange(power_of_two(group), dtype=jnp.int32)
+    for g in range(score.shape[0]):
+        # The sum is that of one query head, or, for the mean of all, of all of them.
+        chosen = head == g if per_query_head else head < group
+        query = load(q, head, chosen).sum(0)
+        query = query if per_query_head else query / group
+        # A dot would take it that there are 16 queries, and a few products are soon added up.
+        product = (own * query[None, :]).sum(1)
+        # A rank must be found whatever the score: ranks left out would be places never written.
+        product = jnp.where(product == product, product, jnp.inf)
+        plt.store(score.at[g, cluster], jnp.where(size > 0, product, NEG_INF), mask=there)
+
+
+def _rank_kernel(score, order, *, tile: int, compared: int):
+    """The ranks of a tile of clusters, which are how many clusters come before each."""
+    clusters, first = score.shape[0], pl.program_id(2) * tile
+    cluster = first + jnp.arange(tile, dtype=jnp.int32)
+    there = cluster < clusters
+    own = plt.load(score.at[cluster], mask=there, other=NOTHING)[:, None]
+
+    def count(begin, end, before, rank):
+        """Adds those of `compared` clusters at a time that come before."""
+
+        def add(i, rank):
+            other = i * compared + jnp.arange(compared, dtype=jnp.int32)
+            scores = plt.load(score.at[other], mask=other < clusters, other=NOTHING)
+            return rank + before(scores[None, :], other[None, :]).sum(1, dtype=jnp.int32)
+
+        return jax.lax.fori_loop(begin, end, add, rank)
+
+    def either(scores, other):
+        return (scores > own) | ((scores == own) & (other < cluster[:, None]))
+
+    # Numbers need comparing only where there are lower and higher ones. Clusters that only fill
+    # the tile come after all others, those that only fill what they are compared with, too.
+    here, last = jax.lax.div(first, jnp.int32(compared)), jnp.int32(pl.cdiv(clusters, compared))
+    rank = jnp.zeros((tile,), jnp.int32)
+    rank = count(jnp.int32(0), here, lambda scores, _: scores >= own, rank)
+    rank = count(here, here + 1, either, rank)
+    rank = count(here + 1, last, lambda scores, _: scores > own, rank)
+    plt.store(order.at[rank], cluster, mask=there)
+
+
+def _list(order, sizes, starts, count, length: int, interpret: bool) -> Int[Array, "B K N"]:
+    """The lists, a part of each by every program."""
+    lists = order.shape[1]
+    index = jax.ShapeDtypeStruct((*order.shape[:2], length), jnp.int32)
+    if not index.size or not order.size:
+        return jnp.full(index.shape, -1, index.dtype)
+    order, sizes, starts, count = (x.astype(jnp.int32) for x in (order, sizes, starts, count))
+    own = (0, 1)
+    return pl.pallas_call(
+        functools.partial(_list_kernel, tile=PLACES, looked_at=LOOKED_AT),
+        grid=(*index.shape[:2], pl.cdiv(length, PLACES)),
+        in_specs=[
+            own_part(order, own), head_part(sizes, lists), head_part(starts, lists),
+            own_part(count, own),
+        ],
+        out_specs=own_part(index, own),
+        out_shape=index,
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+        name="build_indices",
+    )(order, sizes, starts, count)  # fmt: skip
+
+
+def _list_kernel(order, sizes, starts, count, index, *, tile: int, looked_at: int):
+    """The slots of a tile of places."""
+    clusters, length = order.shape[0], index.shape[0]
+    first = pl.program_id(2) * tile
+    place = first + jnp.arange(tile, dtype=jnp.int32)
+    total = count[...]
+    stop = jnp.minimum(total, first + tile)
+
+    def goes_on(carry):
+        seen, begin, _ = carry
+        return (seen < clusters) & (begin < stop)
+
+    def look(carry):
+        seen, begin, slot = carry
+        rank = seen + jnp.arange(looked_at, dtype=jnp.int32)
+        there = rank < clusters
+        cluster = plt.load(order.at[rank], mask=there, other=NONE)
+        size = plt.load(sizes.at[cluster], mask=there, other=NONE)
+        start = plt.load(starts.at[cluster], mask=there, other=NONE)
+        end = begin + jnp.cumsum(size, dtype=jnp.int32)
+        begins = end - size
+        # A place is in one cluster at most. So far it is in none, which is -1.
+        inside = (begins[None, :] <= place[:, None]) & (place[:, None] < end[None, :])
+        slots = (start - begins + 1)[None, :] + place[:, None]
+        slot = slot + jnp.where(inside, slots, 0).sum(1, dtype=jnp.int32)
+        return seen + looked_at, begin + size.sum(dtype=jnp.int32), slot
+
+    none = jnp.full((tile,), -1, jnp.int32)
+    _, _, slot = jax.lax.while_loop(goes_on, look, (jnp.int32(0), jnp.int32(0), none))
+    plt.store(index.at[place], jnp.where(place < total, slot, -1), mask=place < length)

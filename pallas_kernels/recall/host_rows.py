@@ -1,0 +1,194 @@
+"""Rows of a store in host memory, brought to the device."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.kernel_parts import head_part, own_part, zero
+from pallas_kernels.base.tiles import power_of_two
+
+PIECE = 16  # slots of a long piece: a page of Quest, a fifth of an average cluster
+# Numbers of a tile that the kernel's programs fetch, 16 rows of 128 channels: a row takes long to
+# cross, so all rows of a step should be on their way at once, in as many programs as it takes.
+TILE = 2048
+PARAMETERS = plt.CompilerParams(num_warps=4, num_stages=2)
+NOWHERE = np.int32(-1)
+
+
+def host_rows(
+    stores: tuple[Float[Array, "B H S D"], ...],
+    rows: tuple[Float[Array, "B K N D"], ...],
+    index: Int[Array, "B K N"],
+    missing: Bool[Array, "B K N"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B K N D"], ...]:
+    """Fills the missing entries of `rows` with the stores' slots `index`; nothing else moves.
+
+    The kernel is given the stores where they are, and reads the missing rows straight from there;
+    `rows` are filled in place, where nothing else needs them as they were. Entries that are not
+    missing are neither fetched nor written.
+
+    The reference cuts entries whose slots follow each other into pieces of 16 and of 1, each a
+    dynamic slice of the host array that is then put on the device: a gather or a copy of the whole
+    store never happens, and as many rows cross as are missing.
+
+    Args:
+      stores: in host memory (keys and values, say), read at the same slots.
+      rows: in device memory, what is there already. K = H, or a multiple of it: entry k reads head
+        `k // (K / H)`.
+      index: slot of each entry, of those that are missing one that the stores have.
+      missing: which entries to fetch.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any device;
+        it copies the stores to the device first, since not every version of JAX can interpret a
+        kernel that reads host memory), `"xla"`, or None: the kernel on a GPU that can run it, XLA
+        elsewhere.
+
+    Returns:
+      The rows, filled.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import host_rows
+      >>> store = jax.device_put(jnp.arange(8.0).reshape(1, 1, 4, 2), jax.memory.Space.Host)
+      >>> index, missing = jnp.array([[[3, 0]]]), jnp.array([[[True, False]]])
+      >>> jax.jit(host_rows)((store,), (jnp.zeros((1, 1, 2, 2)),), index, missing)[0].tolist()
+      [[[[6.0, 7.0], [0.0, 0.0]]]]
+    """
+    chosen = choose_implementation(implementation, *rows)
+    _check(stores, rows, index, missing)
+    if chosen != "xla":
+        return _read(stores, rows, index, missing, chosen == "interpret")
+    length = _run_left(index, missing)
+    first = _run_start(index, missing)
+    place = jnp.arange(index.shape[2], dtype=jnp.int32)[None, None]
+    offset = place - jax.lax.cummax(jnp.where(first, place, 0), axis=2)
+    piece = min(PIECE, index.shape[2], stores[0].shape[2])
+    whole = (offset + length) // piece * piece  # slots of the run that long pieces cover
+    long = missing & (offset < whole) & (offset % piece == 0)
+    rows = _fetch(stores, rows, index, long, piece)
+    return _fetch(stores, rows, index, missing & (offset >= whole), 1)
+
+
+def _check(stores, rows, index, missing) -> None:
+    """Raises ValueError unless all shapes fit those of the first store and of the index."""
+    if not stores or len(stores) != len(rows):
+        raise ValueError(
+            f"stores and rows must be of one number, at least 1, got {len(stores)} and {len(rows)}"
+        )
+    first = stores[0].shape
+    if len(first) != 4 or index.ndim != 3:
+        raise ValueError(
+            f"stores must be [B, H, S, D] and index [B, K, N], got {first} and {index.shape}"
+        )
+    if index.shape[0] != first[0] or first[1] < 1 or index.shape[1] % first[1]:
+        raise ValueError(
+            f"index must be [B, K, N] with B = {first[0]} and K a multiple of {first[1]}, got "
+            f"{index.shape}"
+        )
+    expected = [("stores", x, first) for x in stores]
+    expected += [("rows", x, (*index.shape, first[3])) for x in rows]
+    for name, x, shape in (*expected, ("missing", missing, index.shape)):
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+
+
+def _read(stores, rows, index, missing, interpret: bool) -> tuple[Float[Array, "B K N D"], ...]:
+    """All that is missing by one kernel."""
+    if not rows[0].size:
+        return tuple(rows)
+    if interpret:
+        stores = [jax.device_put(x, jax.memory.Space.Device) for x in stores]
+    # One array that says both, and no slot that the stores do not have.
+    slot = jnp.where(missing, index.astype(jnp.int32), NOWHERE)
+    lists, entries, channels = index.shape[1], index.shape[2], rows[0].shape[3]
+    tile = max(1, min(TILE // power_of_two(channels), power_of_two(entries)))
+    filled = [own_part(x, (0, 1)) for x in rows]
+    found = pl.pallas_call(
+        functools.partial(_kernel, tile=tile, stores=len(stores)),
+        grid=(*index.shape[:2], pl.cdiv(entries, tile)),
+        in_specs=[own_part(slot, (0, 1)), *(head_part(x, lists) for x in stores), *filled],
+        out_specs=filled,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows],
+        input_output_aliases={1 + len(stores) + i: i for i in range(len(rows))},
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+        name="host_rows",
+    )(slot, *stores, *rows)
+    return tuple(found)
+
+
+def _kernel(slot, *refs, tile: int, stores: int):
+    """A tile of entries, of all stores: refs are the stores, the rows, and the rows again."""
+    sources, filled = refs[:stores], refs[2 * stores :]
+    (slots, channels), entries = sources[0].shape, slot.shape[0]
+    entry = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
+    channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
+    own = plt.load(slot.at[entry], mask=entry < entries, other=NOWHERE)
+    wanted = ((own >= 0) & (own < slots))[:, None] & (channel < channels)[None, :]
+    # All on their way before the first is waited for.
+    found = [
+        plt.load(x.at[own[:, None], channel[None, :]], mask=wanted, other=zero(x.dtype))
+        for x in sources
+    ]
+    for x, into in zip(found, filled, strict=True):
+        plt.store(into.at[entry[:, None], channel[None, :]], x.astype(into.dtype), mask=wanted)
+
+
+def _run_start(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Bool[Array, "B K N"]:
+    """Missing entries that do not go on from the entry before."""
+    goes_on = missing[..., 1:] & missing[..., :-1] & (index[..., 1:] == index[..., :-1] + 1)
+    return missing & ~jnp.pad(goes_on, ((0, 0), (0, 0), (1, 0)))
+
+
+def _run_left(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Int[Array, "B K N"]:
+    """Entries of the run from each one on, itself included."""
+    size = index.shape[2]
+    place = jnp.arange(size, dtype=jnp.int32)[None, None]
+    stop = _run_start(index, missing) | ~missing
+    after = jnp.pad(stop[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=True)
+    end = jax.lax.cummin(jnp.where(after, place, size), axis=2, reverse=True)
+    return end + 1 - place
+
+
+def _fetch(stores, rows, index, jobs: Bool[Array, "B K N"], size: int):
+    """One piece of `size` slots after the other, from every entry that is a job."""
+    _, entries, places = index.shape
+    group = entries // stores[0].shape[1]
+    flat, slot = jobs.reshape(-1), index.reshape(-1)
+    # The j-th job comes to place j of a list: cheaper than a sort or jnp.nonzero.
+    number = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, flat.size)
+    listed = jnp.zeros(flat.size, jnp.int32)
+    listed = listed.at[number].set(jnp.arange(flat.size, dtype=jnp.int32), mode="drop")
+
+    def piece(carry):
+        done, rows = carry
+        job = jax.lax.dynamic_index_in_dim(listed, done, keepdims=False)
+        row, entry, place = job // (entries * places), job // places % entries, job % places
+        start = jax.lax.dynamic_index_in_dim(slot, job, keepdims=False)
+
+        def move(store: Array, into: Array) -> Array:
+            shape = (1, 1, size, store.shape[3])
+            found = jax.lax.dynamic_slice(store, (row, entry // group, start, 0), shape)
+            found = jax.device_put(found, jax.memory.Space.Device)
+            return jax.lax.dynamic_update_slice(
+                into, found.astype(into.dtype), (row, entry, place, 0)
+            )
+
+        return done + 1, tuple(map(move, stores, rows))
+
+    count = flat.sum(dtype=jnp.int32)
+    return jax.lax.while_loop(lambda c: c[0] < count, piece, (jnp.zeros_like(count), rows))[1]

@@ -1,0 +1,68 @@
+"""The least and the greatest key of each page of tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.base.dispatch import check_implementation, take_rows
+
+AT_ONCE = 1024  # slots of a head whose keys are gathered at a time
+
+
+def page_bounds(
+    keys: Float[Array, "B H S D"],
+    order: Int[Array, "B H S"],
+    count: Int[Array, "B H"],
+    page: int,
+    pages: int,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]:
+    """Minimum and maximum, channel by channel, over the keys of each page; 0 where there is none.
+
+    Each key is read once, in blocks of pages.
+
+    Args:
+      keys: of all slots.
+      order: slot numbers, those of the tokens first, in the order in which they fill the pages.
+      count: tokens.
+      page: tokens of a page; the last one of a head may have fewer.
+      pages: P.
+      implementation: `None` or `"xla"`.
+
+    Raises:
+      ValueError: an unknown implementation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import page_bounds
+      >>> keys = jnp.array([[[[3.0], [1.0], [2.0], [9.0]]]])
+      >>> low, high = page_bounds(keys, jnp.arange(4)[None, None], jnp.array([[3]]), 2, 2)
+      >>> low[0, 0, :, 0].tolist(), high[0, 0, :, 0].tolist()
+      ([1.0, 2.0], [3.0, 2.0])
+    """
+    check_implementation(implementation)
+    batch, kv_heads, size, _ = keys.shape
+    blocks = -(-pages // max(AT_ONCE // page, 1))
+    each = -(-pages // blocks)  # pages of a block
+    slots = blocks * each * page
+    order = jnp.pad(order[..., :slots], ((0, 0), (0, 0), (0, max(slots - size, 0))))
+
+    def block(start: Int[Array, ""]) -> tuple[Array, Array]:
+        index = jax.lax.dynamic_slice_in_dim(order, start, each * page, 2)
+        rows = take_rows(keys, index).reshape(batch, kv_heads, each, page, -1)
+        token = start + jnp.arange(each * page, dtype=jnp.int32)[None, None]
+        there = (token < count[..., None]).reshape(batch, kv_heads, each, page, 1)
+        low = jnp.where(there, rows, jnp.inf).min(3)
+        high = jnp.where(there, rows, -jnp.inf).max(3)
+        filled = there.any(3)
+        return jnp.where(filled, low, 0), jnp.where(filled, high, 0)
+
+    starts = jnp.arange(blocks, dtype=jnp.int32) * (each * page)
+    low, high = (
+        jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, blocks * each, -1)[:, :, :pages]
+        for x in jax.lax.map(block, starts)
+    )
+    return low, high

@@ -1,0 +1,696 @@
+"""The command line: text and figures, one line for every error, nothing else on the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax import models
+from kvjax.cli import commands, job
+from kvjax.cli import main as cli
+from kvjax.cli.main import main
+from kvjax.generation.continuation import Continuation
+from kvjax.models import demo
+from kvjax.registry import METHODS, STORAGE, WRAPPERS
+from kvjax.storage.offload import HOST_MEMORY, memory_kinds
+
+LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
+FIELDS = {
+    "model", "text", "method", "budget", "prompt_tokens", "new_tokens", "ttft_s", "tpot_s",
+    "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "recall",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tinystories(data_dir):
+    return data_dir / "tinystories-656k"
+
+
+@pytest.fixture
+def broken_copy(tinystories, tmp_path):
+    """A copy of the model in which files can be replaced."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tinystories.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def command(*args, **options) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "kvjax.cli.main", *map(str, args)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, **options)
+
+
+def output(capsys, *args) -> str:
+    assert main([str(arg) for arg in args]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def error(capsys, *args) -> str:
+    """The one line that a command fails with."""
+    assert main([str(arg) for arg in args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return one_line(err)
+
+
+def one_line(err: str) -> str:
+    assert err.startswith("kvjax: error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    return err
+
+
+# Text
+
+
+def story(tinystories, *args) -> list[str]:
+    return ["generate", "--model", str(tinystories), "--prompt", "Once upon a time", *args]
+
+
+def test_known_continuation(capsys, tinystories):
+    args = story(tinystories, "--method", "full", "--max-new", "200")
+    record = json.loads(output(capsys, *args, "--json"))
+    assert set(record) == FIELDS
+    assert record["text"].startswith(LILY)
+    assert record["new_tokens"] == 134 and record["prompt_tokens"] == 6
+    assert record["method"] == "full" and record["budget"] is None
+    assert record["cache_bytes"] == record["full_cache_bytes"] > 0
+    assert record["memory_bytes"] == {"device": record["cache_bytes"]} and record["recall"] is None
+    assert min(record["tpot_s"], record["ttft_s"], record["compile_s"]) > 0
+
+    assert main(args) == 0
+    out, err = capsys.readouterr()
+    assert out == record["text"] + "\n", "streamed, it is the same text"
+    assert err.count("\n") == 1
+    assert err.startswith("6 + 134 tokens") and "(100.0%)" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HOST_MEMORY not in memory_kinds(), reason="no such memory")
+def test_offloaded_figures(capsys):
+    args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "12", "--budget", "64"]
+    method = "chain(clusterkv(tokens_per_cluster=8), offload)"
+    record = json.loads(output(capsys, *args, "--method", method, "--json"))
+    assert set(record["memory_bytes"]) == {"device", HOST_MEMORY}
+    assert sum(record["memory_bytes"].values()) == record["cache_bytes"]
+    assert 0 < record["recall"]["hit_rate"] < 1 and record["recall"]["steps"] == 11
+    assert main([*args, "--method", method]) == 0
+    err = capsys.readouterr().err
+    assert "in host memory" in err and "% hits" in err and "fetched per token" in err
+
+
+@pytest.mark.slow
+def test_fewer_bits_in_a_chain(capsys):
+    args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "4", "--budget", "64"]
+    method = "chain(snapkv, quantize)"
+    record = json.loads(output(capsys, *args, "--method", method, "--json"))
+    assert record["method"] == method and record["budget"] == 64 and record["new_tokens"] == 4
+    # Four layers of four KV heads of 32 channels, each key and value with a scale.
+    slots, of_slot, of_head, of_layer = 64 + 4, 2 * (32 + 4) + 4 + 4 + 1, 4 + 4, 4
+    assert record["cache_bytes"] == 4 * (4 * (slots * of_slot + of_head) + of_layer)
+
+
+@pytest.mark.slow
+def test_infinigen_is_calibrated_on_the_prompt(capsys):
+    args = ["generate", "--prompt", "Once upon a time " * 40, "--max-new", "4"]
+    record = json.loads(output(capsys, *args, "--method", "infinigen", "--json"))
+    assert record["new_tokens"] == 4
+
+
+def test_text_is_the_tokenizers(capsys, tinystories):
+    tokenizer = models.load_tokenizer(tinystories)
+    prompt = tokenizer("Once upon a time").input_ids
+    result = kvjax.generate(models.from_pretrained(tinystories), [prompt], max_new_tokens=60)
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + result.tokens[0])
+    assert whole.startswith(before)
+    record = json.loads(
+        output(capsys, *story(tinystories, "--method=full", "--max-new=60", "--json"))
+    )
+    assert record["text"] == whole[len(before) :]
+
+
+def test_prompt_file_and_method(capsys, tinystories, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("Once upon a time\r\nthere was a café. ".encode() * 6)
+    args = ["generate", "--model", tinystories, "--prompt-file", file, "--max-new", 10]
+    args += ["--method", "snapkv(window=8)", "--budget", "24", "--temperature", "0.8", "--json"]
+    record = json.loads(output(capsys, *args))
+    assert record["method"] == "snapkv(window=8)" and record["budget"] == 24
+    assert record["cache_bytes"] < record["full_cache_bytes"]
+    again, other = (json.loads(output(capsys, *args, "--seed", seed)) for seed in (0, 5))
+    assert again["text"] == record["text"] != other["text"]
+
+
+def test_nothing_but_figures_on_standard_error(tinystories):
+    """Without PyTorch, transformers has something to say."""
+    code = (
+        "import sys; sys.modules['torch'] = None; "
+        "from kvjax.cli.main import main; main(sys.argv[1:])"
+    )
+    args = [sys.executable, "-c", code, *story(tinystories, "--max-new", "4")]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=120)
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("6 + 4 tokens")
+    assert done.stdout == LILY[:2] + done.stdout[2:]
+
+
+class Pieces:
+    """Decoders with the habits that lose or break text when tokens are decoded one by one."""
+
+    @staticmethod
+    def bytes(ids):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+    @staticmethod
+    def fallback(ids):
+        """A run of byte tokens that is no text becomes one sign per byte."""
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+    @staticmethod
+    def words(ids):
+        """Sentencepiece: a space before every word, and none at the start of a text."""
+        return "".join(f" w{i}" for i in ids).removeprefix(" ")
+
+
+@given(st.text(min_size=1), st.text(), st.integers(1, 5))
+def test_pieces_join_to_whole_characters(prompt, text, size):
+    new = list(text.encode())
+    continuation = Continuation(Pieces.bytes, list(prompt.encode()))
+    pieces = [continuation.add(new[i : i + size]) for i in range(0, len(new), size)]
+    assert "".join([*pieces, continuation.finish()]) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.text(), st.integers(1, 5))
+def test_pieces_of_a_byte_fallback_decoder(text, size):
+    new = list(text.encode())
+    continuation = Continuation(Pieces.fallback, [])
+    pieces = [continuation.add(new[i : i + size]) for i in range(0, len(new), size)]
+    assert "".join([*pieces, continuation.finish()]) == text
+
+
+def test_an_incomplete_end_is_shown():
+    continuation = Continuation(Pieces.bytes, [65])
+    assert continuation.add([66, 0xE4, 0xBD]) == "B"
+    assert continuation.finish() == "\ufffd"
+    assert continuation.finish() == "" and continuation.text == "B\ufffd"
+
+
+def test_the_space_before_the_first_word_stays():
+    continuation = Continuation(Pieces.words, list(range(100)))
+    assert [continuation.add([7]), continuation.add([8, 9])] == [" w7", " w8 w9"]
+    assert Continuation(Pieces.words, []).add([7]) == "w7"
+
+
+# The bundled model
+
+ASKED = {"question", "expected", "correct", "full"}
+
+
+@pytest.fixture
+def short_document(monkeypatch):
+    """A document that is read quickly, with an answer that it does not have."""
+    text = "The code of the amber falcon is 482130. The sky is blue. " * 4
+    short = demo.Document(text, "\n\nAnswer: The code of the amber falcon is", "999999")
+    monkeypatch.setattr(demo, "document", lambda: short)
+
+
+def rows(text: str, first: str) -> list[list[str]]:
+    """The words of all lines that start with one word."""
+    return [line.split() for line in text.splitlines() if line.split()[:1] == [first]]
+
+
+def test_the_question_is_answered(capsys):
+    record = json.loads(output(capsys, "generate", "--json"))
+    document = demo.document()
+    assert set(record) == FIELDS | ASKED
+    assert set(record["full"]) == FIELDS - {"model"} | {"correct"}
+    assert record["model"] == "bundled" and record["method"] == "snapkv"
+    assert record["budget"] == 0.1 and record["full"]["budget"] is None
+    assert record["question"] == document.question.strip()
+    assert record["expected"] == document.answer
+    assert 3500 < record["prompt_tokens"] == record["full"]["prompt_tokens"] < 4500
+    assert record["cache_bytes"] < 0.15 * record["full"]["cache_bytes"]
+    assert record["full"]["cache_bytes"] == record["full_cache_bytes"]
+    assert record["correct"] and record["full"]["correct"]
+    assert record["text"].strip().startswith(document.answer)
+
+    text = output(capsys, "generate")
+    assert f"{record['prompt_tokens']:,} tokens" in text and record["question"] in text
+    assert rows(text, "expected") == [["expected", document.answer]]
+    for name, own in (("full", record["full"]), ("snapkv", record)):
+        answer, figures = rows(text, name)
+        assert answer == [name, "right", *own["text"].split()]
+        assert figures[1] == ("-" if own["budget"] is None else "0.1")
+        assert ("100.0%" in figures) == (name == "full")
+        assert figures.count("ms") + figures.count("s") == 2, figures
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)],
+)
+def test_a_wrong_answer_is_called_wrong(capsys, monkeypatch, short_document, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    args = ["generate", "--method", "streaming_llm(sinks=2)", "--budget", "8", "--max-new", "40"]
+    text = output(capsys, *args)
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    assert rows(text, "expected") == [["expected", "999999"]]
+    assert rows(text, "full")[0][1] == "wrong"
+    assert rows(text, "streaming_llm(sinks=2)")[0][1] == "wrong"
+    record = json.loads(output(capsys, *args, "--json"))
+    assert record["correct"] is record["full"]["correct"] is False
+    assert record["text"] != record["full"]["text"]
+
+
+def test_full_beside_itself(capsys, short_document):
+    args = ["generate", "--method", "full", "--max-new", "3"]
+    assert len(rows(output(capsys, *args), "full")) == 2  # answer and figures
+    record = json.loads(output(capsys, *args, "--json"))
+    assert record["full"]["text"] == record["text"]
+
+
+@pytest.mark.slow
+def test_the_bundled_model_continues_a_text(capsys):
+    tokenizer = models.load_tokenizer(demo.directory())
+    prompt = tokenizer("A café.\nThe import statement").input_ids
+    model = models.from_pretrained(demo.directory())
+    (tokens,) = kvjax.generate(model, [prompt], max_new_tokens=6).tokens
+    whole = tokenizer.decode(prompt + tokens, skip_special_tokens=True)
+
+    args = ["generate", "--prompt", "A café.\nThe import statement", "--max-new", "6"]
+    record = json.loads(output(capsys, *args, "--method", "full", "--json"))
+    assert set(record) == FIELDS and record["model"] == "bundled"
+    assert "A café.\nThe import statement" + record["text"] == whole
+    assert main([*args, "--method", "full"]) == 0
+    out, err = capsys.readouterr()
+    assert out == record["text"] + "\n"
+    assert err.startswith(f"{len(prompt)} + {record['new_tokens']} tokens")
+
+
+@pytest.mark.slow
+def test_draws_from_the_bundled_model(capsys):
+    args = ["generate", "--prompt", "The", "--max-new", "12", "--temperature", "1", "--json"]
+    texts = [json.loads(output(capsys, *args, "--seed", seed))["text"] for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_an_incomplete_bundled_model(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "directory", lambda: tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    for args in ([], ["--prompt", "a"]):
+        said = error(capsys, "generate", *args)
+        assert f"the bundled model in {tmp_path} is incomplete: no model.safetensors, tok" in said
+        assert "config.json" not in said
+
+
+# Lists and help
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_methods_fit_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = output(capsys, "methods").splitlines()
+    assert max(map(len, lines)) <= columns
+    text = "\n".join(lines)
+    for name, kind in (METHODS | WRAPPERS | STORAGE).items():
+        assert any(line.split()[:1] == [name] for line in lines), name
+        assert kind.paper.split(", arXiv ")[-1] in text
+    assert "…" not in text
+    assert "window=32" in text and "group_reduce='mean'" in text
+
+
+def test_methods_as_json(capsys):
+    listed = json.loads(output(capsys, "methods", "--json"))
+    for kinds, names in (("methods", METHODS), ("wrappers", WRAPPERS), ("storage", STORAGE)):
+        assert set(listed.pop(kinds)) == set(names)
+    assert not listed
+    snapkv = json.loads(output(capsys, "methods", "--json"))["methods"]["snapkv"]
+    assert snapkv["paper"] == kvjax.SnapKV.paper and snapkv["summary"].startswith(
+        "Keeps the prompt"
+    )
+    parameters = {p["name"]: p.get("default", "none") for p in snapkv["parameters"]}
+    assert parameters["budget"] == "none" and parameters["window"] == 32
+
+
+def test_version_and_help(capsys):
+    assert output(capsys, "--version") == f"kvjax {kvjax.__version__}\n"
+    assert output(capsys) == output(capsys, "--help")
+    for name in (
+        "--model",
+        "--prompt-file",
+        "--budget",
+        "--max-new",
+        "--min-p",
+        "--seed",
+        "--json",
+    ):
+        assert name in output(capsys, "generate", "--help")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["methods"]])
+def test_lists_import_nothing_heavy(args):
+    code = (
+        "import sys; from kvjax.cli.main import main; main(sys.argv[1:]);"
+        "print({'torch', 'transformers', 'kvjax.models', 'huggingface_hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert done.stdout.endswith("set()\n") and done.stderr == ""
+
+
+# Budgets and methods
+
+
+@pytest.mark.parametrize(
+    ("args", "budget", "transform"),
+    [
+        ([], 0.1, kvjax.SnapKV(0.1)),
+        (["--budget", "256"], 256, kvjax.SnapKV(256)),
+        (["--budget", "0.5"], 0.5, kvjax.SnapKV(0.5)),
+        (["--budget", "1.0", "--method", "h2o"], 1.0, kvjax.H2O(1.0)),
+        (["--method", "full"], None, kvjax.Full()),
+        (["--method", "full", "--budget", "64"], None, kvjax.Full()),
+        (["--method", "h2o(budget=64)"], None, kvjax.H2O(64)),
+        (["--method", "every(snapkv, steps=4)"], 0.1, kvjax.Every(kvjax.SnapKV(0.1), 4)),
+        (
+            ["--method", "chain(snapkv(window=16), h2o(budget=64))", "--budget", "99"],
+            99,
+            kvjax.chain(kvjax.SnapKV(99, window=16), kvjax.H2O(64)),
+        ),
+    ],
+)
+def test_which_method_and_budget(args, budget, transform):
+    parsed = cli._parser().parse_args(["generate", "--max-new", "8", *args])
+    asked = job.Job.from_args(parsed, parsed.method)
+    assert (asked.budget, asked.transform) == (budget, transform)
+    assert type(asked.budget) is type(budget)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--method", "nope"], "unknown method 'nope'"),
+        (["--method", "snapkv(foo=1)"], "no parameter 'foo'"),
+        (["--method", "snapkv("], "a name or a composition"),
+        (["--method", "snapkv\n(1)"], "a name or a composition"),
+        (["--method", "every(h2o, steps=3)"], "Every repeats a method"),
+        (["--method", "snapkv(window='a')"], "window must be an int"),
+        (["--method", "when_full(snapkv)"], "needs room="),
+        (["--budget", "20%"], "number of slots (256) or a share of the prompt (0.2), got '20%'"),
+        (["--budget", ""], "--budget"),
+        (["--budget", "0"], "budget must be at least 33"),
+        (["--budget", "8"], "budget must be at least 33"),
+        (["--budget", "-0.5"], "(0, 1]"),
+        (["--budget", "1.5"], "(0, 1]"),
+        (["--budget", "nan"], "(0, 1]"),
+        (["--max-new", "0"], "--max-new must be at least 1"),
+        (["--max-new", "many"], "--max-new"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "inf"], "temperature"),
+        (["--temperature", "hot"], "--temperature"),
+        (["--temperature", "0", "--top-k", "3"], "top_k needs a temperature"),
+        (["--top-k", "0"], "top_k"),
+        (["--top-p", "2"], "top_p"),
+        (["--min-p", "nan"], "min_p"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", "4294967296"], "--seed"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", " \n"], "the prompt is empty"),
+        (["--prompt", "a\udcff"], "not UTF-8"),
+        (["--prompt", "a", "--prompt-file", "b"], "not allowed with"),
+        (["--prompt-file", "no such file"], "cannot read no such file: No such file"),
+        (["--prompt-file", "."], "cannot read .: Is a directory"),
+        (["--prompt-file", "a\0b"], "null byte"),
+        (["--model", "/no/such/folder", "--prompt", "a"], "/no/such/folder is not a directory"),
+        (["--model", "a b", "--prompt", "a"], "a b is not a directory"),
+        (["--model", "gpt2"], "needs a --prompt"),
+        (["--bogus"], "--bogus"),
+        (["--max", "5"], "--max"),
+    ],
+)
+def test_errors_before_anything_is_loaded(capsys, monkeypatch, args, said):
+    monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
+    assert said in error(capsys, "generate", *args)
+
+
+def test_errors_of_the_command_itself(capsys):
+    assert "'frob'" in error(capsys, "frob")
+    assert "--frob" in error(capsys, "methods", "--frob")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b"ab\xff\xfe", "is not UTF-8 text: byte 2 is 0xff"),
+    ],
+)
+def test_prompt_files_that_are_no_prompt(capsys, tmp_path, content, said):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    assert said in error(capsys, "generate", "--prompt-file", file)
+
+
+def test_prompt_file_without_permission(capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(commands.Path, "read_bytes", refuse)
+    said = error(capsys, "generate", "--prompt-file", "secret.txt")
+    assert "cannot read secret.txt: Permission denied" in said
+
+
+def test_more_than_the_bundled_model_reads(capsys, monkeypatch):
+    monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
+    said = error(capsys, "generate", "--prompt", "one two " * 5000)
+    assert "8448 positions" in said
+    assert "8448 positions" in error(capsys, "generate", "--max-new", "5000")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"config.json": None}, "config.json: No such file"),
+        ({"config.json": b"{"}, "config.json is not JSON"),
+        ({"config.json": b'{"model_type": "gpt2"}'}, "model_type 'gpt2' is not supported"),
+        ({"model.safetensors": None}, "has no model.safetensors"),
+        ({"model.safetensors": b"x" * 100}, "cannot read"),
+        ({"tokenizer.json": b"{{{"}, "cannot load the tokenizer"),
+        ({"tokenizer.json": None}, "has no vocabulary"),
+        ({"tokenizer.json": None, "tokenizer_config.json": None}, "cannot load the tokenizer"),
+    ],
+)
+def test_models_that_do_not_load(capsys, broken_copy, changes, said):
+    for name, content in changes.items():
+        if content is None:
+            (broken_copy / name).unlink()
+        else:
+            (broken_copy / name).write_bytes(content)
+    assert said in error(capsys, "generate", "--model", broken_copy, "--prompt", "a")
+
+
+def test_more_than_the_model_reads(capsys, tinystories, monkeypatch):
+    monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
+    long = ["generate", "--model", tinystories, "--prompt", "one two three " * 400]
+    assert "512 positions" in error(capsys, *long)
+    short = ["generate", "--model", tinystories, "--prompt", "Once", "--max-new", "600"]
+    assert "512 positions" in error(capsys, *short)
+
+
+def test_a_hub_id_without_network():
+    start = time.monotonic()
+    done = command(
+        "generate", "--model", "nobody/nothing", "--prompt", "a",
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nobody/nothing is not a directory, and cannot be downloaded" in one_line(done.stderr)
+    assert time.monotonic() - start < 30
+
+
+def test_bugs_are_not_hidden(monkeypatch):
+    monkeypatch.setattr(commands, "methods", lambda args: {}["a bug"])
+    with pytest.raises(KeyError):
+        main(["methods"])
+
+
+# The process and its terminal
+
+
+def test_interrupted(capsys, monkeypatch):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "generate", interrupt)
+    assert main(["generate"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_logs_and_warnings_come_back(capsys):
+    before = logging.root.manager.disable, list(warnings.filters)
+    error(capsys, "generate", "--method", "nope")
+    assert (logging.root.manager.disable, list(warnings.filters)) == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and signals of POSIX")
+def test_closed_pipe():
+    line = [sys.executable, "-m", "kvjax.cli.main", "methods", "--json"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
+def test_a_terminal_that_knows_ascii_only():
+    done = command("methods", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.isascii()
+
+
+class Terminal:
+    """A process whose standard error is a terminal of 80 columns."""
+
+    def __init__(self, *args):
+        import pty
+
+        self._ours, theirs = pty.openpty()
+        line = [sys.executable, "-m", "kvjax.cli.main", *args]
+        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+        self.process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=env)
+        os.close(theirs)
+        self.shown = ""
+
+    def read(self, until: str | None = None, seconds: float = 120) -> str:
+        """What was shown until a text comes, or until the process ends."""
+        end = time.monotonic() + seconds
+        while until is None or until not in self.shown:
+            assert time.monotonic() < end, self.shown
+            if not select.select([self._ours], [], [], 1.0)[0]:
+                continue
+            try:
+                data = os.read(self._ours, 65536)
+            except OSError:  # the other end is closed
+                data = b""
+            if not data:
+                assert until is None, self.shown
+                break
+            self.shown += data.decode(errors="replace")
+        return self.shown
+
+    def close(self):
+        self.process.kill()
+        self.process.stdout.close()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+
+    def start(*args) -> Terminal:
+        opened.append(Terminal(*args))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+def test_progress_on_a_terminal(terminal):
+    own = terminal("generate", "--max-new", "4", "--method", "streaming_llm")
+    shown = own.read()
+    assert own.process.wait(60) == 0
+    parts = "loading the bundled model", "compiling for full", "compiling for streaming_llm"
+    for part in (*parts, "reading "):
+        assert part in shown, shown
+    assert "4/4" in shown
+    assert b"\x1b" not in own.process.stdout.read(), "standard output is no terminal"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+def test_json_shows_no_progress(terminal):
+    own = terminal("generate", "--prompt", "The", "--max-new", "1", "--json")
+    assert own.read() == ""
+    assert own.process.wait(60) == 0
+    assert json.loads(own.process.stdout.read())["new_tokens"] == 1
+
+
+def test_an_interrupt_within_a_finalizer_is_not_lost():
+    code = """if True:
+        import sys
+        from kvjax.cli import commands
+        from kvjax.cli import main as cli
+
+        class Interrupted:
+            def __del__(self):
+                raise KeyboardInterrupt
+
+        def run(args):
+            Interrupted()
+            print("went on", flush=True)
+
+        commands.methods = run
+        sys.argv = ["kvjax", "methods"]
+        sys.exit(cli.main())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
+    code = f"""if True:
+        import os, signal, sys, time
+        from kvjax.cli import commands
+        from kvjax.cli import main as cli
+
+        def run(args):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                pass
+            time.sleep({seconds})
+            print("went on", flush=True)
+
+        commands.methods = run
+        sys.argv = ["kvjax", "methods"]
+        sys.exit(cli.main())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 130
+    assert done.stdout == ("" if seconds else "went on\n"), "what takes longer is cut short"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+def test_interrupted_while_compiling(terminal):
+    own = terminal("generate")
+    own.read(until="compiling")
+    own.process.send_signal(signal.SIGINT)
+    assert "Traceback" not in own.read()
+    assert own.process.wait(60) == 130
+    assert own.process.stdout.read() == b""

@@ -1,0 +1,841 @@
+"""What every method and every composition must hold, whatever it decides.
+
+A method that is registered must be in `ARGUMENTS`; it then goes through the whole suite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
+from kvjax.budgets.budgets import slots_for
+from kvjax.registry import METHODS
+from tests.references.pyramidkv import layer_budgets
+from tests.support.attending import (
+    HEAD_DIM,
+    KV_HEADS,
+    MAX_NEW,
+    MAX_PROMPT,
+    OPTIONS,
+    QUERY_HEADS,
+    Pinning,
+    Tokens,
+    attend,
+    attended,
+    decode,
+    left,
+    live_count,
+    middle,
+    new_cache,
+    one_layer,
+    parts,
+    prompt,
+    right,
+    run,
+    slots_of,
+    structure,
+    the_rope,
+)
+from tests.support.tolerances import close
+
+BUDGET, WINDOW = 12, 4
+GROUP = 4  # of numbers of 4 bits
+LENGTHS, WIDTH, STEPS = (24, 17, 5), 24, 8
+
+CALIBRATION = kvjax.InfiniGenCalibration(
+    np.random.default_rng(0).normal(size=(3, KV_HEADS, HEAD_DIM, 3))
+)
+# Constructor arguments of every registered method, at a budget that bites and at one that covers
+# everything that is ever put into a cache here.
+ARGUMENTS = {
+    "full": {},
+    "streaming_llm": {"budget": BUDGET},
+    "h2o": {"budget": BUDGET},
+    "snapkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
+    "pyramidkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
+    "pyramidinfer": {"budget": BUDGET, "interval": 3},
+    "kvmerger": {"budget": BUDGET},
+    "chelsea": {"budget": BUDGET, "chunk": 8, "sinks": 2, "recent": WINDOW, "interval": 3},
+    "clusterkv": {
+        "budget": BUDGET, "tokens_per_cluster": 4, "sinks": 2, "interval": 3, "new_clusters": 2,
+        "dense_layers": (),
+    },
+    "quest": {"budget": BUDGET, "page": 4, "dense_layers": ()},
+    "infinigen": {
+        "budget": BUDGET, "alpha": None, "calibration": CALIBRATION, "dense_layers": ()
+    },
+    "layer_budget": {"reserve": 0.5, "window": WINDOW},
+    "spindlekv": {"reserve": 0.5, "window": WINDOW, "capacity": 1.0, "interval": 16},
+}  # fmt: skip
+ENOUGH = MAX_PROMPT + MAX_NEW
+OUTLIERS = kvjax.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
+
+
+def snapkv(budget=BUDGET):
+    return kvjax.SnapKV(budget=budget, window=WINDOW, kernel=3)
+
+
+def chelsea(budget=BUDGET, **changes):
+    return kvjax.Chelsea(**{**ARGUMENTS["chelsea"], "budget": budget, **changes})
+
+
+def clusterkv(budget=BUDGET, **changes):
+    return kvjax.ClusterKV(**{**ARGUMENTS["clusterkv"], "budget": budget, **changes})
+
+
+def quest(budget=BUDGET):
+    return kvjax.Quest(**{**ARGUMENTS["quest"], "budget": budget})
+
+
+def spindlekv(reserve, **changes):
+    return kvjax.SpindleKV(**{**ARGUMENTS["spindlekv"], "reserve": reserve, **changes})
+
+
+def infinigen(budget=BUDGET):
+    return kvjax.InfiniGen(**{**ARGUMENTS["infinigen"], "budget": budget})
+
+
+def pyramidinfer_paper(context):
+    return kvjax.PyramidInfer(ratio=0.5, context=context, interval=None)
+
+
+def half_of_the_first_layer(layer: int, num_layers: int):
+    return kvjax.Full() if layer == 0 else snapkv(0.5)
+
+
+def enough_but_in_the_first_layer(layer: int, num_layers: int):
+    return kvjax.Full() if layer == 0 else snapkv(ENOUGH)
+
+
+def compositions(budget: int) -> dict:
+    snap, enough = snapkv(budget), budget >= ENOUGH
+    choose = enough_but_in_the_first_layer if enough else half_of_the_first_layer
+    share = 1.0 if enough else 0.5
+    return {
+        "every": Every(snap, steps=3),
+        "when_full": WhenFull(snap, room=3),
+        "chain": chain(snapkv(budget + 4), kvjax.H2O(budget=budget)),
+        "per_layer": PerLayer(choose),
+        "head_groups": HeadGroups((((1,), snap), ((0,), kvjax.Full()))),
+        "pyramidinfer_paper": one_layer(pyramidinfer_paper(ENOUGH if enough else 5), layer=2),
+        "cam": CaM(kvjax.H2O(budget=budget), merge_tokens=3),
+        "cam_prompt": CaM(snap, prompt=True),
+        "kvcrush": KVCrush(snap),
+        "kvcrush_h2o": KVCrush(
+            kvjax.H2O(budget=budget), 4, anchor="mean", pick="random", granularity=2
+        ),
+        "every_kvcrush": Every(KVCrush(snap, anchor="alternate"), steps=3),
+        "outlier_heads": chelsea(budget, recent=2, outlier_heads=OUTLIERS),
+        "reposition": kvjax.StreamingLLM(budget=budget, reposition=True),
+        "float_h2o": kvjax.H2O(budget=share),
+        "clusterkv_offload": chain(clusterkv(budget), kvjax.Offload()),
+        "clusterkv_per_query_head": chain(
+            clusterkv(budget, per_query_head=True), kvjax.Offload(recent_steps=2)
+        ),
+        "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
+        "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
+        **quantised(budget),
+        "h2o_codebook": chain(kvjax.H2O(budget=budget), kvjax.Codebook(capacity=1.0)),
+        "spindlekv_unfold": one_layer(spindlekv(1.0 if enough else 0.5, unfold=True)),
+    }
+
+
+def quantised(budget: int) -> dict:
+    snap, h2o, eight = snapkv(budget), kvjax.H2O(budget=budget), Quantize(8)
+    token, channel = Quantize(4, GROUP, "token"), Quantize(4, GROUP, residual=GROUP)
+    return {
+        "quantize": eight,
+        "snapkv_quantize": chain(snap, eight),
+        "h2o_quantize": chain(h2o, eight),
+        "chelsea_quantize": chain(chelsea(budget), eight),
+        "kvmerger_quantize": chain(kvjax.KVMerger(budget), eight),
+        "quantize_clusterkv": chain(eight, clusterkv(budget)),
+        "quantize_quest": chain(eight, quest(budget)),
+        "h2o_quantize_token": chain(h2o, token),
+        "snapkv_quantize_channel": chain(snap, channel),
+        "quantize_channel_infinigen": chain(channel, infinigen(budget)),
+    }
+
+
+def registered(**changes) -> dict:
+    def change(arguments):
+        if changes and "reserve" in arguments:
+            return {**arguments, "reserve": 1.0}
+        return {**arguments, **changes} if "budget" in arguments else arguments
+
+    return {name: METHODS[name](**change(ARGUMENTS[name])) for name in METHODS if name in ARGUMENTS}
+
+
+CASES = {name: one_layer(tx) for name, tx in {**registered(), **compositions(BUDGET)}.items()}
+COVERING = {
+    name: one_layer(tx)
+    for name, tx in {**registered(budget=ENOUGH), **compositions(ENOUGH)}.items()
+    if name != "float_h2o"  # a share of the prompt never covers what is generated
+}
+# Live slots after any call while decoding, where the method bounds all of them.
+DECODING_BUDGET = {
+    "streaming_llm", "h2o", "chain", "cam", "reposition", "h2o_codebook", "h2o_quantize",
+    "h2o_quantize_token",
+}  # fmt: skip
+# Attention over a selection: of what was live in `test_<method>.py`.
+SELECTING = {name for name, tx in CASES.items() if tx.indexes}
+KEEPING = SELECTING - {"snapkv_clusterkv"} | {"quantize"}
+# With a codebook that has room for every vector.
+BOOKED = {"spindlekv", "h2o_codebook", "spindlekv_unfold"}
+# Not all of BUDGET for a row that stays within it.
+SHARES = {
+    "per_layer", "float_h2o", "outlier_heads", "layer_budget", "spindlekv",
+    "spindlekv_unfold",
+}  # fmt: skip
+
+# They name KV heads.
+TWO_HEADS = {"head_groups", "outlier_heads", "infinigen", "quantize_channel_infinigen"}
+
+# What others in the table show nearly as well; they run with the slow tests.
+SLOW = {
+    "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head", "every",
+    "every_kvcrush", "float_h2o", "head_groups", "infinigen", "kvcrush", "kvcrush_h2o",
+    "h2o_codebook", "layer_budget", "outlier_heads", "per_layer", "pyramidinfer_paper",
+    "pyramidkv", "quest", "quest_offload", "reposition", "snapkv_clusterkv", "spindlekv",
+    "spindlekv_unfold", "when_full",
+    *set(quantised(BUDGET)) - {"quantize"},
+}  # fmt: skip
+
+
+def names(chosen) -> list:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in chosen]
+
+
+every_case = pytest.mark.parametrize("name", names(CASES))
+
+
+def encoding(name: str) -> Quantize | None:
+    """What a case stores keys and values with; None: as they are."""
+    transform = CASES[name]
+    chained = getattr(transform, "parts", (transform,))
+    return next((part for part in chained if isinstance(part, Quantize)), None)
+
+
+def loss(name: str) -> str:
+    """The tolerance of what storing alone may change."""
+    encoded = encoding(name)
+    return "float32" if encoded is None else f"{encoded.bits} bits"
+
+
+def slot_bytes(name: str) -> int:
+    """Bytes of a slot's key and value."""
+    encoded = encoding(name)
+    if name in BOOKED:
+        return 2 * (2 + 4)  # an index, a magnitude
+    if encoded is None:
+        return 2 * HEAD_DIM * 4
+    if encoded.bits == 8:
+        return 2 * (HEAD_DIM + 4)
+    return 2 * (HEAD_DIM // 2 + 2 * HEAD_DIM // GROUP * 4)  # scale and least value of each group
+
+
+@functools.cache
+def tokens() -> Tokens:
+    return Tokens.random()
+
+
+@functools.cache
+def standard(name: str):
+    """The run that most tests look at: ragged rows padded at the right, then some decoding."""
+    return run(CASES[name], tokens(), right([0, 0, 0], LENGTHS, WIDTH), STEPS)
+
+
+def every_part(name: str, cache) -> list:
+    return parts(CASES[name], cache)
+
+
+def same_slots(name, cache, rows, other, other_rows, kind="float32", positions_only=False):
+    """Rows of two caches hold the same tokens with the same masses, keys, values and columns."""
+    for part, twin in zip(every_part(name, cache), every_part(name, other), strict=True):
+        for row, other_row in zip(rows, other_rows, strict=True):
+            for head in range(len(part.heads)):
+                mine = slots_of(part.cache, row, head)
+                theirs = slots_of(twin.cache, other_row, head)
+                what = f"{name}, row {row}, head {part.heads[head]}"
+                np.testing.assert_array_equal(mine["position"], theirs["position"], what)
+                for column in () if positions_only else mine:
+                    close(mine[column], theirs[column], kind, f"{what}, {column}")
+
+
+def test_every_registered_method_is_in_the_table():
+    assert set(METHODS) == set(ARGUMENTS), "give the new method's constructor arguments"
+
+
+# --- what it computes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", names(COVERING))
+def test_lossless_when_the_budget_covers_everything(name):
+    shape = {"max_prompt": 10, "max_new": 8}
+    positions = right([0], [10], 10)
+    row = tokens().rows([0])
+    full = run(kvjax.Full(), row, positions, 8, **shape)
+    mine = run(COVERING[name], row, positions, 8, **shape)
+    close(mine.prompt_out, full.prompt_out, what="prompt")
+    for step, (out, expected) in enumerate(zip(mine.outs, full.outs, strict=True)):
+        close(out, expected, loss(name), f"step {step}")
+    for part in parts(COVERING[name], mine.caches[-1]):
+        assert (live_count(part.cache) == 18).all()
+        assert (np.asarray(part.cache.kv.dropped) == 0).all()
+
+
+@pytest.mark.parametrize("name", names([name for name in CASES if name not in SELECTING]))
+def test_output_is_attention_over_what_was_live(name):
+    ragged = standard(name)
+    positions = right([0, 0, 0], LENGTHS, WIDTH)
+    empty = new_cache(CASES[name])
+    close(ragged.prompt_out, attended(CASES[name], empty, tokens(), positions), what="prompt")
+    for step in (0, 1, STEPS - 1):
+        before, now = ragged.all_caches[step], np.array(LENGTHS)[:, None] + step
+        expected = attended(CASES[name], before, tokens(), now)
+        close(ragged.outs[step], expected, what=f"step {step}")
+
+
+@pytest.mark.parametrize("name", ["full", "streaming_llm", "snapkv", "h2o"])
+def test_window_soft_cap_and_scale(name):
+    options = {"window": 6, "soft_cap": 1.5, "scale": 0.7}
+    positions = right([0, 0, 0], LENGTHS, WIDTH)
+    ragged = run(CASES[name], tokens(), positions, 2, **options)
+    empty = new_cache(CASES[name])
+    close(ragged.prompt_out, attended(CASES[name], empty, tokens(), positions, **options))
+    now = np.array(LENGTHS)[:, None] + 1
+    close(ragged.outs[1], attended(CASES[name], ragged.caches[0], tokens(), now, **options))
+
+
+@pytest.mark.parametrize("name", names([name for name in CASES if name not in SHARES]))
+def test_a_row_within_its_budget_loses_nothing(name):
+    full, mine = standard("full"), standard(name)
+    for step in range(BUDGET - LENGTHS[2]):
+        close(mine.outs[step][2], full.outs[step][2], loss(name), f"step {step}")
+    same = every_part("full", full.caches[BUDGET - LENGTHS[2] - 1])[0].cache
+    for part in every_part(name, mine.caches[BUDGET - LENGTHS[2] - 1]):
+        for own, head in enumerate(part.heads):
+            kept = slots_of(part.cache, 2, own)["position"]
+            np.testing.assert_array_equal(kept, slots_of(same, 2, head)["position"])
+
+
+@pytest.mark.parametrize("name", names(COVERING))
+def test_decoding_may_start_from_an_empty_cache(name):
+    cache, expected = new_cache(CASES[name]), new_cache(kvjax.Full())
+    for step in range(BUDGET - 2):
+        now = np.full((3, 1), step)
+        out, cache = decode(CASES[name], cache, tokens(), now)
+        full, expected = decode(kvjax.Full(), expected, tokens(), now)
+        if name not in SHARES:
+            close(out, full, loss(name), f"step {step}")
+        for part in every_part(name, cache):
+            assert (np.asarray(part.cache.kv.position).max(-1) == step).all(), "newest is lost"
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+@every_case
+def test_live_slots_never_exceed_what_was_promised(name):
+    ragged = standard(name)
+    for part in every_part(name, ragged.prompt_cache):
+        assert (live_count(part.cache) <= part.extent.prompt).all()
+    for step, cache in enumerate(ragged.all_caches):
+        for part in every_part(name, cache):
+            kv = part.cache.kv
+            assert kv.slots == kv.capacity == part.extent.total
+            assert (live_count(part.cache) <= part.extent.total).all(), f"step {step}"
+            assert (np.asarray(kv.dropped) == 0).all(), f"step {step}"
+            if name in DECODING_BUDGET:
+                assert (live_count(part.cache) <= BUDGET).all(), f"step {step}"
+
+
+@every_case
+def test_bookkeeping_of_slots(name):
+    for step, cache in enumerate(standard(name).all_caches):
+        for part in every_part(name, cache):
+            kv = part.cache.kv
+            live, position = np.asarray(kv.live), np.asarray(kv.position)
+            np.testing.assert_array_equal(position == -1, ~live)
+            np.testing.assert_array_equal(np.asarray(kv.log_mass) == -np.inf, ~live)
+            used = np.where(live, np.arange(1, kv.slots + 1), 0).max(-1)
+            np.testing.assert_array_equal(kv.used, used)
+            np.testing.assert_array_equal(kv.length, np.array(LENGTHS) + step)
+            newest = np.array(LENGTHS)[:, None] + step - 1
+            np.testing.assert_array_equal(position.max(-1), np.broadcast_to(newest, used.shape))
+            assert not (np.asarray(kv.pinned) & ~live).any()
+            for payload in (kv.k, kv.v):
+                assert np.isfinite(np.asarray(payload.read())).all(), "free slots stay finite"
+
+
+@every_case
+def test_evicting_conserves_the_mass_of_what_is_kept_and_merging_all_of_it(name):
+    for step, cache in enumerate(standard(name).all_caches):
+        for part in every_part(name, cache):
+            mass = np.exp(np.asarray(part.cache.kv.log_mass, np.float64)).sum(-1)
+            if part.transform.merges and not isinstance(part.transform, CaM):
+                tokens_so_far = np.array(LENGTHS)[:, None] + step
+                close(mass, np.broadcast_to(tokens_so_far, mass.shape))
+            else:
+                close(mass, live_count(part.cache), "exact")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "streaming_llm",
+        "h2o",
+        "snapkv",
+        "pyramidinfer",
+        "kvmerger",
+        "chelsea",
+        "every",
+        "when_full",
+        "chain",
+    ],
+)
+def test_pinned_slots_survive(name):
+    transform, pinned = Pinning(CASES[name], (3, 9)), {3, 9}
+    ragged = run(transform, tokens(), right([0, 0, 0], LENGTHS, WIDTH), STEPS)
+    for step, cache in enumerate(ragged.all_caches):
+        assert (np.asarray(cache.kv.dropped) == 0).all(), f"step {step}"
+        for row, length in enumerate(LENGTHS):
+            for head in range(KV_HEADS):
+                kept = set(slots_of(cache, row, head)["position"].tolist())
+                assert {p for p in pinned if p < length} <= kept, f"step {step}, row {row}"
+    if name in DECODING_BUDGET:
+        assert live_count(ragged.caches[-1]).max() == BUDGET + len(pinned)
+
+
+# --- static structure -----------------------------------------------------------------------------
+
+
+@every_case
+def test_a_call_changes_no_structure_shape_or_dtype(name):
+    before, ragged = structure(new_cache(CASES[name])), standard(name)
+    for cache in ragged.all_caches:
+        assert structure(cache) == before
+    q = tokens().at(right([0, 0, 0], LENGTHS, WIDTH))[0]
+    assert ragged.prompt_out.shape == q.shape and ragged.prompt_out.dtype == q.dtype
+    assert ragged.outs[0].shape == (3, QUERY_HEADS, 1, HEAD_DIM)
+
+
+@every_case
+def test_nothing_is_compiled_twice(name):
+    transform = CASES[name]
+    again = one_layer({**registered(), **compositions(BUDGET)}[name])
+    assert again == transform and hash(again) == hash(transform)
+
+    def turn(transform, lengths, steps):
+        positions = right([0, 0, 0], lengths, WIDTH)
+        _, cache = prompt(transform, new_cache(transform), tokens(), positions)
+        for step in range(steps):
+            _, cache = decode(transform, cache, tokens(), np.array(lengths)[:, None] + step)
+
+    turn(transform, LENGTHS, 1)
+    compiled = attend._cache_size()
+    turn(again, (20, 3, 11), 3)
+    assert attend._cache_size() == compiled
+
+
+@every_case
+def test_scan_equals_the_loop(name):
+    transform, ragged = CASES[name], standard(name)
+    now = np.stack([np.array(LENGTHS)[:, None] + step for step in range(STEPS)])
+    inputs = [tokens().at(positions) for positions in now]
+    inputs = jax.tree.map(lambda *x: jnp.stack(x), *inputs)
+
+    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    def loop(cache, inputs):
+        def step(cache, x):
+            out, cache = kvjax.attend(transform, cache, *x, phase="decode", rope=the_rope())
+            return cache, out
+
+        return jax.lax.scan(step, cache, inputs)
+
+    cache, outs = loop(ragged.prompt_cache, inputs)
+    close(outs, np.stack(ragged.outs))
+    assert structure(cache) == structure(ragged.prompt_cache)
+    same_slots(name, cache, range(3), ragged.caches[-1], range(3))
+
+
+@every_case
+def test_a_fresh_cache_can_be_donated(name):
+    """No two of its arrays share a buffer."""
+    leaves = jax.tree.leaves(new_cache(CASES[name]))
+    keys = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    arrays = [jax.random.key_data(x) if key else x for x, key in zip(leaves, keys, strict=True)]
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
+
+
+@pytest.mark.parametrize("name", ["h2o", "chelsea", "every"])
+def test_jit_equals_eager(name):
+    transform, ragged = CASES[name], standard(name)
+    q, k, v, positions = tokens().at(np.array(LENGTHS)[:, None] + 3)
+    out, cache = kvjax.attend(
+        transform, ragged.caches[2], q, k, v, positions, phase="decode", rope=the_rope()
+    )
+    close(out, ragged.outs[3])
+    assert structure(cache) == structure(ragged.prompt_cache)
+    same_slots(name, cache, range(3), ragged.caches[3], range(3))
+
+
+@pytest.mark.slow
+def test_jit_equals_eager_on_a_prompt():
+    name = "h2o"  # what is not jitted is compiled primitive by primitive: one method is enough
+    transform, ragged = CASES[name], standard(name)
+    q, k, v, positions = tokens().at(right([0, 0, 0], LENGTHS, WIDTH))
+    out, cache = kvjax.attend(
+        transform, new_cache(transform), q, k, v, positions, phase="prompt", rope=the_rope()
+    )
+    close(out, ragged.prompt_out)
+    same_slots(name, cache, range(3), ragged.prompt_cache, range(3))
+
+
+@every_case
+def test_bytes_are_those_of_the_arrays(name):
+    transform, ragged = CASES[name], standard(name)
+    priced = jax.eval_shape(lambda: new_cache(transform))
+    alive = [x for x in jax.tree.leaves(ragged.caches[-1]) if hasattr(x, "nbytes")]
+    assert kvjax.nbytes(priced) == kvjax.nbytes(ragged.caches[-1]) == sum(x.nbytes for x in alive)
+    least = 0
+    for part in every_part(name, ragged.prompt_cache):
+        slots = 3 * len(part.heads) * part.extent.total
+        least += slots * (slot_bytes(name) + 4 + 4 + 1)  # position, mass, pinned
+    assert kvjax.nbytes(priced) >= least
+    if name == "full":
+        assert kvjax.nbytes(priced) == least + 2 * 4 * 3 * KV_HEADS + 4 * 3  # used, dropped, length
+    elif name not in SELECTING | BOOKED:
+        assert kvjax.nbytes(priced) < kvjax.nbytes(jax.eval_shape(lambda: new_cache(kvjax.Full())))
+
+
+@every_case
+def test_a_donated_cache_is_reused(name):
+    transform = CASES[name]
+    step = jax.jit(
+        lambda cache, *x: kvjax.attend(transform, cache, *x, phase="decode", rope=the_rope()),
+        donate_argnums=0, compiler_options=OPTIONS,
+    )  # fmt: skip
+    cache = jax.tree.map(jnp.copy, standard(name).prompt_cache)
+    _, new = step(cache, *tokens().at(np.array(LENGTHS)[:, None]))
+    for part in every_part(name, cache):
+        kv = part.cache.kv
+        gone = jax.tree.leaves((kv.k, kv.v, kv.columns, kv.position, kv.log_mass))
+        assert all(leaf.is_deleted() for leaf in gone)
+    same_slots(name, new, range(3), standard(name).caches[0], range(3))
+
+
+# --- rows, padding, chunks, turns -----------------------------------------------------------------
+
+
+@every_case
+@pytest.mark.parametrize("layout", [left, middle])
+def test_padding_may_stand_anywhere(name, layout):
+    transform, ragged = CASES[name], standard(name)
+    positions = layout(LENGTHS, WIDTH)
+    out, cache = prompt(transform, new_cache(transform), tokens(), positions)
+    out = np.asarray(out)
+    for row, length in enumerate(LENGTHS):
+        valid = positions[row] >= 0
+        close(out[row][:, valid], ragged.prompt_out[row][:, :length], what=f"row {row}")
+        close(out[row][:, ~valid], np.zeros_like(out[row][:, ~valid]), "exact")
+    same_slots(name, cache, range(3), ragged.prompt_cache, range(3))
+    step_out, cache = decode(transform, cache, tokens(), np.array(LENGTHS)[:, None])
+    close(step_out, ragged.outs[0])
+    same_slots(name, cache, range(3), ragged.caches[0], range(3))
+
+
+@every_case
+def test_a_padded_row_equals_the_row_alone(name):
+    ragged, length = standard(name), LENGTHS[1]
+    alone = run(CASES[name], tokens().rows([1]), right([0], [length], length), STEPS)
+    close(ragged.prompt_out[1][:, :length], alone.prompt_out[0])
+    same_slots(name, ragged.prompt_cache, [1], alone.prompt_cache, [0])
+    for step in range(STEPS):
+        close(ragged.outs[step][1], alone.outs[step][0], what=f"step {step}")
+        same_slots(name, ragged.caches[step], [1], alone.caches[step], [0])
+
+
+@every_case
+def test_an_empty_step_changes_nothing(name):
+    """A row that is done gets padding; it keeps its slots and gives 0."""
+    if name.startswith("every"):
+        pytest.skip("counts steps of the batch: a row that is done is compressed with the others")
+    ragged = standard(name)
+    now = np.array(LENGTHS)[:, None] + STEPS
+    now[1] = -1
+    out, cache = decode(CASES[name], ragged.caches[-1], tokens(), now)
+    close(np.asarray(out)[1], np.zeros_like(out[1]), "exact")
+    same_slots(name, cache, [1], ragged.caches[-1], [1], "exact")
+
+
+@every_case
+def test_rows_are_independent(name):
+    """Row 1 becomes another row, of another length, full of NaN: rows 0 and 2 don't notice."""
+    ragged = standard(name)
+    other = Tokens(*(x.copy() for x in tokens()))
+    for x in other:
+        x[1] = np.nan
+    changed = run(CASES[name], other, right([0, 0, 0], (24, 9, 5), WIDTH), 4)
+    rows = [0, 2]
+    close(changed.prompt_out[rows], ragged.prompt_out[rows], "exact")
+    for step in range(4):
+        close(changed.outs[step][rows], ragged.outs[step][rows], "exact")
+        same_slots(name, changed.caches[step], rows, ragged.caches[step], rows, "exact")
+
+
+@every_case
+def test_the_order_of_rows_does_not_matter(name):
+    ragged, order = standard(name), [2, 0, 1]
+    lengths = [LENGTHS[row] for row in order]
+    mixed = run(CASES[name], tokens().rows(order), right([0, 0, 0], lengths, WIDTH), 4)
+    close(mixed.prompt_out, ragged.prompt_out[order])
+    for step in range(4):
+        close(mixed.outs[step], ragged.outs[step][order])
+        same_slots(name, mixed.caches[step], range(3), ragged.caches[step], order)
+
+
+@every_case
+def test_chunks_equal_the_whole(name):
+    """Windows span chunks, and the last chunk is nothing but padding for the short row."""
+    transform, ragged = CASES[name], standard(name)
+    positions = right([0, 0, 0], LENGTHS, WIDTH)
+    outs, cache = [], new_cache(transform)
+    for start in range(0, WIDTH, 8):
+        chunk, last = positions[:, start : start + 8], start == WIDTH - 8
+        before = structure(cache)
+        out, cache = prompt(transform, cache, tokens(), chunk, last=last)
+        outs.append(np.asarray(out))
+        if start == 8:
+            assert structure(cache) == before, "one compiled function from the second chunk on"
+    close(np.concatenate(outs, axis=2), ragged.prompt_out)
+    assert structure(cache) == structure(ragged.prompt_cache)
+    same_slots(name, cache, range(3), ragged.prompt_cache, range(3))
+    step_out, cache = decode(transform, cache, tokens(), np.array(LENGTHS)[:, None])
+    close(step_out, ragged.outs[0])
+    same_slots(name, cache, range(3), ragged.caches[0], range(3))
+
+
+@every_case
+def test_a_further_turn(name):
+    transform, first = CASES[name], standard(name)
+    steps, counts = 4, (8, 6, 1)
+    before, starts = first.caches[steps - 1], np.array(LENGTHS) + steps
+    positions = right(starts, counts, 8)
+    out, cache = prompt(transform, before, tokens(), positions)
+    close(out, attended(transform, before, tokens(), positions))
+    assert structure(cache) == structure(before)
+    for part in every_part(name, cache):
+        generated = steps if part.transform == kvjax.Full() or name in KEEPING else 0
+        assert (live_count(part.cache) <= part.extent.prompt + generated).all()
+        assert (np.asarray(part.cache.kv.dropped) == 0).all()
+        if name == "full":
+            total = np.broadcast_to((starts + counts)[:, None], (3, KV_HEADS))
+            np.testing.assert_array_equal(live_count(part.cache), total)
+    now = (starts + counts)[:, None]
+    for _ in range(MAX_NEW - steps):
+        expected = attended(transform, cache, tokens(), now)
+        out, cache = decode(transform, cache, tokens(), now)
+        if name not in SELECTING:
+            close(out, expected)
+        for part in every_part(name, cache):
+            assert (np.asarray(part.cache.kv.dropped) == 0).all()
+        now = now + 1
+
+
+# --- small and unusual shapes ---------------------------------------------------------------------
+
+
+@every_case
+def test_bfloat16_and_as_many_query_heads_as_kv_heads(name):
+    """bfloat16 in, bfloat16 stored; the prompt is shorter than the covering budget, G = 1."""
+    transform = COVERING.get(name, CASES[name])
+    row = Tokens.random(rows=1, query_heads=KV_HEADS, seed=3)
+    shape = {"query_heads": KV_HEADS, "max_prompt": 10, "max_new": 4, "dtype": jnp.bfloat16}
+    mine = run(transform, row, right([0], [10], 10), 4, **shape)
+    assert mine.prompt_out.dtype == mine.outs[0].dtype == jnp.bfloat16
+    for part in parts(transform, mine.caches[-1]):
+        assert part.cache.kv.k.dtype == part.cache.kv.v.dtype == jnp.bfloat16
+        assert part.cache.kv.log_mass.dtype == jnp.float32
+        assert (np.asarray(part.cache.kv.dropped) == 0).all()
+    empty = new_cache(transform, 1, **{**shape, "dtype": jnp.float32})
+    exact = attended(transform, empty, row, right([0], [10], 10))
+    close(mine.prompt_out, exact, "bfloat16")
+
+
+@pytest.mark.parametrize("name", names(name for name in CASES if name not in TWO_HEADS))
+def test_one_head_one_token(name):
+    """Q = H = 1, a prompt of one token (shorter than any window), room for few new ones."""
+    transform = CASES[name]
+    row = Tokens.random(rows=1, kv_heads=1, query_heads=1, seed=4)
+    shape = {"kv_heads": 1, "query_heads": 1, "max_prompt": 1, "max_new": 3}
+    mine = run(transform, row, np.array([[0]]), 3, **shape)
+    full = run(kvjax.Full(), row, np.array([[0]]), 3, **shape)
+    close(mine.prompt_out, full.prompt_out)
+    for step in range(3):
+        assert (np.asarray(mine.caches[step].kv.dropped) == 0).all()
+        assert int(mine.caches[step].kv.position.max()) == step + 1
+        if name != "float_h2o":  # its smallest budget is 2
+            close(mine.outs[step], full.outs[step], loss(name))
+
+
+@every_case
+def test_no_new_tokens(name):
+    transform = CASES[name]
+    cache = jax.eval_shape(lambda: new_cache(transform, max_new=0))
+    for part in every_part(name, cache):
+        assert part.extent.total <= MAX_PROMPT
+    q, k, v, positions = tokens().at(right([0, 0, 0], LENGTHS, WIDTH))
+    _, after = jax.eval_shape(
+        lambda cache: kvjax.attend(
+            transform, cache, q, k, v, positions, phase="prompt", rope=the_rope()
+        ),
+        cache,
+    )
+    assert structure(after) == structure(cache)
+
+
+# --- capacity of compositions ---------------------------------------------------------------------
+
+TIGHT = {
+    "h2o, then fewer": chain(kvjax.H2O(budget=10), snapkv(6)),
+    "streaming, then fewer": chain(kvjax.StreamingLLM(budget=10), snapkv(6)),
+    "when_full in a chain": chain(snapkv(8), WhenFull(snapkv(10), room=3)),
+    "every in a chain": chain(snapkv(8), Every(snapkv(10), steps=3)),
+    "when_full, then fewer": chain(WhenFull(snapkv(10), room=3), snapkv(6)),
+    "every, then fewer": chain(Every(snapkv(10), steps=3), snapkv(6)),
+    "every beyond the prompt": Every(snapkv(20), steps=3),
+    "when_full beyond the prompt": WhenFull(snapkv(20), room=3),
+    "every of two": Every(chain(snapkv(10), snapkv(6)), steps=3),
+    "every, then decoding": chain(Every(snapkv(10), steps=3), kvjax.H2O(budget=8)),
+    "chelsea, then fewer": chain(chelsea(10), snapkv(6)),
+    "fewer, then chelsea": chain(snapkv(6), chelsea(8)),
+    "crushed": KVCrush(snapkv(8), 2),
+    "crushed, then fewer": chain(KVCrush(snapkv(8), 3), snapkv(5)),
+    "crushed, then decoding": chain(KVCrush(snapkv(8), 3), kvjax.H2O(budget=6)),
+    "decoding, then crushed": chain(kvjax.H2O(budget=8), KVCrush(snapkv(5), 2)),
+    "crushed, then when_full": chain(KVCrush(snapkv(8), 3), WhenFull(snapkv(6), room=2)),
+    "crushed, then every": chain(KVCrush(snapkv(8), 3), Every(snapkv(6), steps=2)),
+    "crushed, then chelsea": chain(KVCrush(snapkv(9), 2), chelsea(8)),
+    "crushed twice": chain(KVCrush(snapkv(8), 3), KVCrush(kvjax.H2O(budget=6), 2)),
+    "a crushed when_full": KVCrush(WhenFull(snapkv(6), room=2), 3),
+    "when_full of crushed": WhenFull(KVCrush(snapkv(6), 3), room=2),
+    "every of crushed": Every(KVCrush(snapkv(6), 3), steps=2),
+    "every of crushed, decoding": chain(Every(KVCrush(snapkv(7), 2), steps=3), kvjax.H2O(budget=6)),
+    "crushed values": CaM(KVCrush(kvjax.H2O(budget=6), 2), prompt=True),
+    "two that decode": chain(kvjax.H2O(budget=10), kvjax.StreamingLLM(budget=7)),
+}
+
+
+@pytest.mark.parametrize("name", names(TIGHT))
+def test_a_composition_has_room_for_what_it_keeps(name):
+    transform, row = TIGHT[name], tokens().rows([0])
+    tight = run(transform, row, right([0], [12], 12), 11, max_prompt=12, max_new=12)
+    for step, cache in enumerate(tight.all_caches):
+        assert (np.asarray(cache.kv.dropped) == 0).all(), f"step {step}: {cache.kv.dropped} lost"
+        assert int(cache.kv.position.max()) == 11 + step
+
+
+# --- budgets that are shares ----------------------------------------------------------------------
+
+
+def share_of(fraction: float, length: int, minimum: int) -> int:
+    """methods.md: B = min(L, max(⌊f·L⌋, m))."""
+    return min(length, max(int(fraction * length // 1), minimum))
+
+
+@pytest.mark.parametrize("minimum", [1, 2, 5, 33])
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.29, 0.5, 1 / 3, 0.999, 1.0])
+def test_a_share_of_every_length(fraction, minimum):
+    lengths = np.arange(300)
+    expected = [share_of(fraction, int(n), minimum) for n in lengths]
+    np.testing.assert_array_equal(slots_for(fraction, lengths, minimum), expected)
+
+
+@pytest.mark.parametrize(
+    ("transform", "minimum"),
+    [(kvjax.StreamingLLM(0.4), 5), (kvjax.H2O(0.4), 2), (snapkv(0.4), 5), (kvjax.H2O(0.1), 2)],
+    ids=str,
+)
+def test_every_row_has_its_own_share(transform, minimum):
+    ragged = run(transform, tokens(), right([0, 0, 0], LENGTHS, WIDTH), 6)
+    budgets = np.array([share_of(transform.budget, n, minimum) for n in LENGTHS])
+    live = live_count(ragged.prompt_cache)
+    np.testing.assert_array_equal(live, np.broadcast_to(budgets[:, None], live.shape))
+    if transform.frees_while_decoding:
+        bound = np.maximum(budgets, minimum)[:, None]
+        for cache in ragged.caches:
+            assert (live_count(cache) <= bound).all()
+    else:
+        np.testing.assert_array_equal(live_count(ragged.caches[-1]), live + 6)
+
+
+@pytest.mark.parametrize("beta", [20.0, 1, 2.5, 10 / 3])
+@pytest.mark.parametrize("budget", [9, 64, 1000])
+@pytest.mark.parametrize("num_layers", [1, 2, 7, 32])
+def test_layer_budgets_of_every_length(budget, beta, num_layers):
+    """PyramidKV's layers add up, and are those of the formula in exact arithmetic."""
+    layers = kvjax.bind(kvjax.PyramidKV(budget=budget, beta=beta), num_layers)
+    lengths = np.array([1, 8, 9, 10, 63, 64, 65, 127, 128, 700, 2000, 5000])
+    mine = np.stack([slots_for(layer.budget, lengths, 9) for layer in layers], axis=1)
+    for length, slots in zip(lengths.tolist(), mine.tolist(), strict=True):
+        if length <= budget:  # left whole in every layer
+            assert all(slots_of_layer >= length for slots_of_layer in slots), length
+        else:
+            assert sum(slots) == budget * num_layers, length
+            assert slots == layer_budgets(budget, 8, beta, length, num_layers), length
+
+
+def test_a_layers_share_of_ragged_rows():
+    transform = kvjax.PyramidKV(budget=0.5, window=WINDOW, kernel=3)
+    for layer in (0, 2):
+        tx = one_layer(transform, layer)
+        ragged = run(tx, tokens(), right([0, 0, 0], LENGTHS, WIDTH), 0)
+        for row, length in enumerate(LENGTHS):
+            mean = share_of(0.5, length, WINDOW + 1)
+            slots = layer_budgets(mean, WINDOW, 20.0, length, 3)[layer]
+            assert (live_count(ragged.prompt_cache)[row] == min(length, slots)).all(), (layer, row)
+
+
+def test_a_numpy_budget_is_a_budget():
+    numpy_budget = dataclasses.replace(snapkv(), budget=np.int64(16))
+    assert numpy_budget.extent(kvjax.Extent(32, 1)).prompt == 16
+    assert kvjax.H2O(budget=np.float32(0.5)).extent(kvjax.Extent(32, 9)).total == 17
+
+
+# --- a prompt in pieces, and dtypes that must not leak into the cache -----------------------------
+
+
+@pytest.mark.parametrize("budget", [16, 32])
+def test_decoding_waits_for_the_last_chunk(budget):
+    """Also where the capacity alone would not tell that the prompt is unfinished."""
+    transform = snapkv(budget)
+    cache = new_cache(transform)
+    _, cache = prompt(transform, cache, tokens(), right([0, 0, 0], (8, 8, 8), 8), last=False)
+    with pytest.raises(ValueError, match="last=True"):
+        decode(transform, cache, tokens(), [8, 8, 8])
+    _, cache = prompt(transform, cache, tokens(), right([8, 8, 8], (8, 8, 8), 8))
+    decode(transform, cache, tokens(), [16, 16, 16])
+
+
+def test_positions_of_a_small_dtype_count_in_int32():
+    row = Tokens.random(rows=1, length=128)
+    q, k, v, positions = row.at(np.arange(128)[None])
+    cache = new_cache(kvjax.Full(), 1, max_prompt=128)
+    _, cache = attend(
+        kvjax.Full(), cache, q, k, v, positions.astype(jnp.int8), phase="prompt", rope=the_rope()
+    )
+    assert cache.kv.length.tolist() == [128] and cache.kv.length.dtype == jnp.int32
+
+
+def test_repositioned_keys_are_not_compared_with_older_queries():
+    transform = chain(kvjax.StreamingLLM(budget=16, reposition=True), Every(snapkv(8), steps=4))
+    with pytest.raises(ValueError, match="reposition"):
+        new_cache(transform)

@@ -1,0 +1,417 @@
+"""Bad input raises ValueError or TypeError before anything is computed, and says what was wrong.
+
+Every message must contain what was given and what was expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+    H2O,
+    Every,
+    Full,
+    HeadGroups,
+    PerLayer,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    WhenFull,
+    bind,
+    chain,
+    parse,
+)
+from kvjax.protocol import Stage
+from tests.support.attending import KV_HEADS, QUERY_HEADS, Tokens, new_cache, the_rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall(kvjax.KVTransform):
+    """A selection of nothing in particular, where a recall method stands in a chain."""
+
+    pages: int = 2
+    stage = Stage.RECALL
+
+
+@dataclasses.dataclass(frozen=True)
+class Represent(kvjax.KVTransform):
+    stage = Stage.REPRESENT
+
+
+@dataclasses.dataclass(frozen=True)
+class Place(kvjax.KVTransform):
+    stage = Stage.PLACE
+
+
+SNAP = SnapKV(budget=16, window=4)
+
+# What is built, the exception, and what the message must contain: given and expected.
+CONSTRUCTION = {
+    "streaming budget": (lambda: StreamingLLM(budget=4), ValueError, "4", "at least 5", "sinks"),
+    "streaming sinks": (lambda: StreamingLLM(budget=8, sinks=8), ValueError, "8", "at least 9"),
+    "no budget at all": (lambda: StreamingLLM(budget=0, sinks=0), ValueError, "0", "at least 1"),
+    "negative sinks": (lambda: StreamingLLM(budget=8, sinks=-1), ValueError, "-1", "sinks"),
+    "sinks as float": (lambda: StreamingLLM(budget=8, sinks=2.0), TypeError, "2.0", "int"),
+    "h2o budget": (lambda: H2O(budget=1), ValueError, "1", "at least 2"),
+    "window beyond budget": (lambda: SnapKV(budget=32), ValueError, "32", "at least 33", "window"),
+    "snapkv window": (lambda: SnapKV(budget=64, window=0), ValueError, "0", "window"),
+    "window as bool": (lambda: SnapKV(budget=64, window=True), TypeError, "True", "int"),
+    "even kernel": (lambda: SnapKV(budget=64, kernel=4), ValueError, "4", "odd"),
+    "kernel as float": (lambda: SnapKV(budget=64, kernel=7.0), TypeError, "7.0", "int"),
+    "pooling": (
+        lambda: SnapKV(budget=64, pooling="median"), ValueError, "median", "'max'", "'avg'",
+    ),
+    "reduction": (
+        lambda: H2O(budget=8, group_reduce="min"), ValueError, "min", "'mean'", "'max'", "'sum'",
+    ),
+    "snapkv reduction": (lambda: SnapKV(64, group_reduce=None), ValueError, "None", "'mean'"),
+    "pyramid budget": (lambda: PyramidKV(budget=8), ValueError, "8", "at least 9"),
+    "pyramid beta": (lambda: PyramidKV(budget=64, beta=0.5), ValueError, "0.5", "at least 1"),
+    "pyramid beta nan": (lambda: PyramidKV(64, beta=float("nan")), ValueError, "nan", "beta"),
+    "pyramid beta inf": (lambda: PyramidKV(64, beta=float("inf")), ValueError, "inf", "beta"),
+    "pyramid beta text": (lambda: PyramidKV(64, beta="steep"), TypeError, "steep", "beta"),
+    "share of nothing": (lambda: H2O(budget=0.0), ValueError, "0.0", "(0, 1]"),
+    "share above one": (lambda: SnapKV(budget=1.5), ValueError, "1.5", "(0, 1]"),
+    "negative share": (lambda: PyramidKV(budget=-0.5), ValueError, "-0.5", "(0, 1]"),
+    "share that is nan": (lambda: StreamingLLM(float("nan")), ValueError, "nan", "(0, 1]"),
+    "budget as text": (lambda: H2O(budget="64"), TypeError, "'64'", "int"),
+    "budget as bool": (lambda: H2O(budget=True), TypeError, "True", "int"),
+    "budget None": (lambda: SnapKV(budget=None), TypeError, "None", "int"),
+    "replace re-checks": (
+        lambda: dataclasses.replace(SNAP, budget=4), ValueError, "4", "at least 5",
+    ),
+    "every, class": (lambda: Every(SnapKV, steps=4), TypeError, "SnapKV", "instance"),
+    "every, number": (lambda: Every(7, steps=4), TypeError, "7", "transform"),
+    "every, steps": (lambda: Every(SNAP, steps=0), ValueError, "0", "steps"),
+    "every, steps float": (lambda: Every(SNAP, steps=2.5), TypeError, "2.5", "int"),
+    "every of a decoder": (lambda: Every(H2O(budget=8), steps=4), ValueError, "H2O", "prompt"),
+    "every of full": (lambda: Every(Full(), steps=4), ValueError, "Full()", "evicts or merges"),
+    "every of every": (lambda: Every(Every(SNAP, 4), 4), ValueError, "Every", "prompt"),
+    "every of recall": (lambda: Every(Recall(), steps=4), ValueError, "Recall", "evicts or merges"),
+    "every of a chain with recall": (
+        lambda: Every(chain(SNAP, Recall()), steps=4), ValueError, "Recall",
+    ),
+    "when_full of a chain with recall": (
+        lambda: WhenFull(chain(SNAP, Recall()), room=4), ValueError, "Recall",
+    ),
+    "every of head groups": (
+        lambda: Every(HeadGroups((((0,), SNAP),)), steps=4), ValueError, "HeadGroups",
+    ),
+    "when_full, room": (lambda: WhenFull(SNAP, room=0), ValueError, "0", "room"),
+    "when_full of a decoder": (
+        lambda: WhenFull(H2O(budget=8), room=4), ValueError, "H2O", "prompt",
+    ),
+    "when_full, class": (lambda: WhenFull(SnapKV, room=4), TypeError, "SnapKV", "instance"),
+    "groups, missing head": (
+        lambda: HeadGroups((((0, 2), Full()),)), ValueError, "(0, 2)", "exactly once",
+    ),
+    "groups, double head": (
+        lambda: HeadGroups((((0, 1), Full()), ((1,), SNAP))), ValueError, "(1,)", "exactly once",
+    ),
+    "groups, empty group": (
+        lambda: HeadGroups((((0, 1), Full()), ((), SNAP))), ValueError, "()", "not empty",
+    ),
+    "groups, class": (lambda: HeadGroups((((0,), H2O),)), TypeError, "H2O", "instance"),
+    "groups in groups": (
+        lambda: HeadGroups((((0,), HeadGroups((((0,), Full()),))),)), ValueError, "nested",
+    ),
+    "groups that cannot be hashed": (
+        lambda: HeadGroups([((0,), Full())]), TypeError, "tuple",
+    ),
+    "chain, class": (lambda: chain(SNAP, H2O), TypeError, "H2O", "instance"),
+    "chain, text": (lambda: chain(SNAP, "h2o"), TypeError, "'h2o'", "transform"),
+    "chain, list": (lambda: chain([SNAP, H2O(budget=8)]), TypeError, "[", "transform"),
+    "chain order": (
+        lambda: chain(Recall(), SNAP), ValueError, "SnapKV", "evict", "Recall", "recall",
+    ),
+    "chain order, place": (
+        lambda: chain(SNAP, Place(), Recall()), ValueError, "Recall", "recall", "Place", "place",
+    ),
+    "chain order, represent": (
+        lambda: chain(Recall(), Represent()), ValueError, "Represent", "Recall", "→",
+    ),
+    "chain order, nested": (
+        lambda: chain(chain(SNAP, Recall()), SNAP), ValueError, "SnapKV", "cannot follow",
+    ),
+    "stale index": (
+        lambda: chain(H2O(budget=8), Recall()), ValueError, "Recall", "H2O", "decoding",
+    ),
+    "stale index, every": (
+        lambda: chain(Every(SNAP, steps=4), Represent(), Recall()), ValueError, "Recall", "Every",
+    ),
+    "bind, class": (lambda: bind(H2O, 4), TypeError, "H2O", "instance"),
+    "bind, layers": (lambda: bind(SNAP, 0), ValueError, "0", "at least 1"),
+    "bind, layers float": (lambda: bind(SNAP, 2.0), TypeError, "2.0", "int"),
+    "per layer, not a transform": (
+        lambda: bind(PerLayer(lambda i, n: None), 2), TypeError, "None", "PerLayer",
+    ),
+    "per layer, decoder in every": (
+        lambda: bind(Every(PerLayer(lambda i, n: H2O(budget=8)), 4), 2), ValueError, "H2O",
+    ),
+    "two splits of heads": (
+        lambda: bind(chain(*[HeadGroups((((0,), SNAP),))] * 2), 2), ValueError, "split heads once",
+    ),
+    "parse, unknown": (lambda: parse("h20", 64), ValueError, "'h20'", "h2o", "snapkv", "chain"),
+    "parse, nothing": (lambda: parse("", 64), ValueError, "''", "name"),
+    "parse, syntax": (lambda: parse("chain(h2o", 64), ValueError, "chain(h2o", "name"),
+    "parse, no call": (lambda: parse("h2o + snapkv", 64), ValueError, "h2o + snapkv", "name"),
+    "parse, attribute": (lambda: parse("os.system('ls')", 64), ValueError, "os.system", "name"),
+    "parse, positional": (lambda: parse("h2o(64)"), ValueError, "h2o(64)", "name"),
+    "parse, method in method": (
+        lambda: parse("h2o(snapkv)", 64), ValueError, "h2o", "1", "keywords",
+    ),
+    "parse, unknown parameter": (
+        lambda: parse("snapkv(heads=4)", 64), ValueError, "'heads'", "window", "kernel",
+    ),
+    "parse, full takes nothing": (lambda: parse("full(x=1)"), ValueError, "'x'", "nothing"),
+    "parse, missing budget": (lambda: parse("h2o"), ValueError, "h2o", "budget"),
+    "parse, missing steps": (lambda: parse("every(snapkv)", 64), ValueError, "every", "steps"),
+    "parse, missing base": (lambda: parse("every(steps=4)", 64), ValueError, "every", "0", "one"),
+    "parse, base by name": (
+        lambda: parse("every(snapkv, base=h2o, steps=4)", 64),
+        ValueError, "base", "every(snapkv, base=h2o, steps=4)",
+    ),
+    "parse, two bases": (
+        lambda: parse("every(snapkv, h2o, steps=4)", 64), ValueError, "2", "one method",
+    ),
+    "parse, no literal": (lambda: parse("h2o(budget=x)"), ValueError, "budget", "literal"),
+    "parse, call as value": (
+        lambda: parse("h2o(budget=open('x'))"), ValueError, "budget", "literal",
+    ),
+    "parse, unhashable value": (
+        lambda: parse("h2o(budget={[]: 1})"), ValueError, "budget", "literal",
+    ),
+    "parse, chain keyword": (
+        lambda: parse("chain(h2o, budget=4)", 64), ValueError, "budget", "methods only",
+    ),
+    "parse, unpacking": (lambda: parse("h2o(**{'budget': 4})"), ValueError, "h2o"),
+    "parse, a parameter twice": (
+        lambda: parse("h2o(budget=4, budget=8)"), ValueError, "budget",
+    ),
+    "parse, no text": (lambda: parse(H2O(budget=4)), TypeError, "H2O"),
+    "parse, bad number": (lambda: parse("h2o(budget=1)"), ValueError, "1", "at least 2"),
+    "parse, bad type": (lambda: parse("h2o(budget='many')"), TypeError, "'many'", "int"),
+    "parse, null": (lambda: parse("h2o\0", 4), ValueError, "name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONSTRUCTION)
+def test_bad_numbers_and_compositions(name):
+    build, error, *said = CONSTRUCTION[name]
+    check(build, error, *said)
+
+
+def check(call, error, *said):
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error, f"{type(caught.value).__name__}: {caught.value}"
+    for words in said:
+        assert words in str(caught.value), f"{words!r} is not in: {caught.value}"
+
+
+# --- init_cache -----------------------------------------------------------------------------------
+
+
+def shapes_of_init(transform=SNAP, **changes):
+    """Whether `init_cache` is refused is known before any array exists."""
+    size = {"batch": 1, "kv_heads": 2, "head_dim": 8, "max_prompt": 16, "max_new": 4} | changes
+    return jax.eval_shape(lambda: kvjax.init_cache(transform, **size))
+
+
+INIT = {
+    "no rows": ({"batch": 0}, ValueError, "batch", "0", "at least 1"),
+    "no heads": ({"kv_heads": 0}, ValueError, "kv_heads", "0"),
+    "no channels": ({"head_dim": -8}, ValueError, "head_dim", "-8"),
+    "no prompt": ({"max_prompt": 0}, ValueError, "max_prompt", "0"),
+    "negative new": ({"max_new": -1}, ValueError, "max_new", "-1"),
+    "float rows": ({"batch": 1.0}, TypeError, "batch", "1.0", "int"),
+    "bool rows": ({"batch": True}, TypeError, "batch", "True", "int"),
+    "heads that don't divide": ({"query_heads": 3}, ValueError, "3", "2", "multiple"),
+    "fewer query heads": ({"query_heads": 1}, ValueError, "1", "2", "multiple"),
+    "no query heads": ({"query_heads": 0}, ValueError, "query_heads", "0"),
+    "integer dtype": ({"dtype": jnp.int32}, TypeError, "int32", "floating"),
+    "bool dtype": ({"dtype": bool}, TypeError, "bool", "floating"),
+    "complex dtype": ({"dtype": np.complex64}, TypeError, "complex64", "floating"),
+    "class": ({"transform": H2O}, TypeError, "H2O", "instance"),
+    "text": ({"transform": "h2o"}, TypeError, "'h2o'", "transform"),
+    "unbound pyramid": ({"transform": PyramidKV(64)}, ValueError, "PyramidKV", "bind"),
+    "unbound per layer": (
+        {"transform": PerLayer(lambda i, n: Full())}, ValueError, "PerLayer", "bind",
+    ),
+    "unbound in a chain": (
+        {"transform": chain(PyramidKV(64), H2O(64))}, ValueError, "PyramidKV", "bind",
+    ),
+    "unbound in a wrapper": ({"transform": Every(PyramidKV(64), 4)}, ValueError, "Every", "bind"),
+    "unbound in groups": (
+        {"transform": HeadGroups((((0, 1), PyramidKV(64)),))}, ValueError, "PyramidKV", "bind",
+    ),
+    "unsplit groups in a chain": (
+        {"transform": chain(HeadGroups((((0, 1), SNAP),)), H2O(8))},
+        ValueError, "HeadGroups", "bind",
+    ),
+    "groups of other heads": (
+        {"transform": HeadGroups((((0, 1, 2), SNAP),))}, ValueError, "3", "2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INIT)
+def test_init_cache(name):
+    changes, error, *said = INIT[name]
+    check(lambda: shapes_of_init(**changes), error, *said)
+
+
+# --- attend ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def arguments(tokens: int = 3):
+    positions = np.tile(np.arange(tokens, dtype=np.int32), (2, 1))
+    return Tokens.random(rows=2, length=8).at(positions)
+
+
+def shapes_of_attend(
+    transform=SNAP, cache_of=None, cache=None, phase="prompt", tokens=3, **changes
+):
+    """Traces a call that is right but for `changes`. Nothing can be computed while tracing."""
+    named = dict(zip(("q", "k", "v", "positions"), arguments(tokens), strict=True))
+    options = {"rope": the_rope()}
+    for name, change in changes.items():
+        into = named if name in named else options
+        into[name] = change(named[name]) if callable(change) and name in named else change
+    cache = cache() if cache else new_cache(transform if cache_of is None else cache_of, 2)
+    return jax.eval_shape(
+        lambda cache, arrays: kvjax.attend(transform, cache, **arrays, phase=phase, **options),
+        cache, named,
+    )  # fmt: skip
+
+
+def late():
+    return StreamingLLM(budget=8, reposition=True)
+
+
+GROUPS = HeadGroups((((0,), SNAP), ((1,), Full())))
+ATTEND = {
+    "class": ({"transform": SnapKV, "cache_of": SNAP}, TypeError, "SnapKV", "instance"),
+    "no transform": ({"transform": None, "cache_of": SNAP}, TypeError, "None", "transform"),
+    "another method's cache": (
+        {"transform": H2O(budget=8), "cache_of": SNAP},
+        ValueError, "SnapKV(budget=16", "H2O(budget=8",
+    ),
+    "another budget's cache": (
+        {"transform": SNAP, "cache_of": SnapKV(budget=17, window=4)}, ValueError, "17", "16",
+    ),
+    "unbound": ({"transform": PyramidKV(64), "cache_of": SNAP}, ValueError, "PyramidKV", "SnapKV"),
+    "a bare cache": ({"cache": lambda: new_cache(SNAP, 2).kv}, TypeError, "KVCache", "init_cache"),
+    "all layers' caches": (
+        {"cache": lambda: (new_cache(SNAP, 2),) * 2}, TypeError, "tuple", "init_cache",
+    ),
+    "groups, one cache": (
+        {"transform": GROUPS, "cache_of": SNAP}, ValueError, "HeadGroups", "2", "LayerCache",
+    ),
+    "groups, too many caches": (
+        {"transform": GROUPS, "cache": lambda: (new_cache(SNAP, 2),) * 3}, ValueError, "2", "3",
+    ),
+    "phase": ({"phase": "prefill"}, ValueError, "'prefill'", "'prompt'", "'decode'"),
+    "phase of groups": (
+        {"transform": GROUPS, "phase": "prefill"}, ValueError, "'prefill'", "'prompt'", "'decode'",
+    ),
+    "three axes": ({"q": lambda q: q[0]}, ValueError, "q", "[B, heads, T, D]", "(4, 3, 8)"),
+    "keys with another T": (
+        {"k": lambda k: k[:, :, :2]}, ValueError, "(2, 2, 2, 8)", "(2, 2, 3, 8)",
+    ),
+    "values with other channels": (
+        {"v": lambda v: v[..., :4]}, ValueError, "(2, 2, 3, 4)", "D of q",
+    ),
+    "heads that don't divide": (
+        {"q": lambda q: q[:, :3]}, ValueError, "3", "2", "multiple",
+    ),
+    "other KV heads than the cache": (
+        {"k": lambda k: k[:, :1], "v": lambda v: v[:, :1]},
+        ValueError, "2 KV heads", "(2, 1, 3, 8)",
+    ),
+    "other query heads than the cache": (
+        {"q": lambda q: q[:, :2]}, ValueError, "4 query heads", "(2, 2, 3, 8)",
+    ),
+    "other rows than the cache": (
+        {name: lambda x: x[:1] for name in ("q", "k", "v", "positions")},
+        ValueError, "2 rows", "(1, 4, 3, 8)",
+    ),
+    "other channels than the cache": (
+        {name: lambda x: x[..., :4] for name in ("q", "k", "v")} | {"rope": None},
+        ValueError, "head_dim 8", "4",
+    ),
+    "no tokens": (
+        {name: lambda x: x[:, :, :0] for name in "qkv"} | {"positions": lambda p: p[:, :0]},
+        ValueError, "T = 0", "at least one",
+    ),
+    "integers": ({"q": lambda q: q.astype(jnp.int32)}, TypeError, "q", "int32", "floating"),
+    "integer values": ({"v": lambda v: v.astype(jnp.int8)}, TypeError, "v", "int8", "floating"),
+    "positions as floats": (
+        {"positions": lambda p: p.astype(jnp.float32)}, TypeError, "float32", "integers",
+    ),
+    "positions without rows": ({"positions": lambda p: p[0]}, ValueError, "(2, 3)", "(3,)"),
+    "positions of other tokens": (
+        {"positions": lambda p: p[:, :2]}, ValueError, "(2, 3)", "(2, 2)",
+    ),
+    "several tokens under a decoder": (
+        {"transform": H2O(budget=8), "phase": "decode"}, ValueError, "H2O", "one token", "3",
+    ),
+    "several tokens under every": (
+        {"transform": Every(SNAP, 4), "phase": "decode"}, ValueError, "Every", "one token", "3",
+    ),
+    "several tokens under a chain": (
+        {"transform": chain(SNAP, H2O(budget=8)), "phase": "decode"}, ValueError, "one token", "3",
+    ),
+    "several tokens in a group": (
+        {"transform": HeadGroups((((0, 1), H2O(budget=8)),)), "phase": "decode"},
+        ValueError, "one token", "3",
+    ),
+    "unrotated keys without rope": (
+        {"transform": late(), "rope": None}, ValueError, "reposition=True", "rope",
+    ),
+    "unrotated keys without rope, in a chain": (
+        {"transform": chain(SNAP, late()), "rope": None}, ValueError, "reposition=True", "rope",
+    ),
+    "window of nothing": ({"window": 0}, ValueError, "window", "0", "at least 1"),
+    "window as float": ({"window": 4.0}, TypeError, "window", "4.0", "int"),
+    "soft cap of nothing": ({"soft_cap": 0.0}, ValueError, "soft_cap", "0.0"),
+    "rope of more channels": (
+        {"rope": kvjax.Rope(np.ones(5, np.float32))}, ValueError, "10", "8",
+    ),
+    "implementation": ({"implementation": "cuda"}, ValueError, "'cuda'", "'xla'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTEND)
+def test_attend(name):
+    changes, error, *said = ATTEND[name]
+    check(lambda: shapes_of_attend(**changes), error, *said)
+
+
+def test_the_right_call_passes():
+    """The calls above differ from a right one by what they change."""
+    out, _ = shapes_of_attend()
+    assert out.shape == (2, QUERY_HEADS, 3, 8)
+    shapes_of_attend(transform=GROUPS)
+    shapes_of_attend(phase="decode")  # several new tokens are fine where nothing is evicted
+    assert shapes_of_init().kv.shape == (1, KV_HEADS, 20)
+
+
+def test_a_refused_call_leaves_the_cache_alone():
+    """Even with a donated cache: nothing is compiled, nothing is donated."""
+    cache, (q, k, v, positions) = new_cache(SNAP, 2), arguments()
+    call = jax.jit(
+        lambda cache, *x: kvjax.attend(SNAP, cache, *x, phase="decode", window=-1), donate_argnums=0
+    )
+    with pytest.raises(ValueError, match=re.escape("window must be at least 1, got -1")):
+        call(cache, q, k, v, positions)
+    assert not cache.kv.k.data.is_deleted()

@@ -1,0 +1,490 @@
+"""Recall and attention error: against their definitions, and layer by layer in whole models."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.evaluation import attention_error, measure_fidelity, recall_rate
+from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from tests.references import recall as reference
+from tests.references.attention import softmax_attention
+from tests.references.h2o import H2O
+from tests.references.pyramidkv import PyramidKV
+from tests.references.slots import Slots
+from tests.references.snapkv import SnapKV
+from tests.references.streaming_llm import StreamingLLM
+from tests.support.attending import OPTIONS
+from tests.support.tolerances import close
+
+MODULE = sys.modules["kvjax.evaluation.recall"]
+VOCAB, WIDTH, LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 16, 3, 4, 2, 8
+INV_FREQ = 1.0 / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+RNG = np.random.default_rng(11)
+PROMPTS = [RNG.integers(VOCAB, size=size).tolist() for size in (38, 9, 27)]
+WINDOW = 4
+SNAPKV = kvjax.SnapKV(budget=12, window=WINDOW, kernel=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Small functions that run a few times: quick code is not worth its compilation."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, static in (("full_run", (0, 1)), ("_method_run", (0, 1, 2))):
+            plain = getattr(MODULE, name).__wrapped__
+            quick = jax.jit(plain, static_argnums=static, compiler_options=OPTIONS)
+            patch.setattr(MODULE, name, quick)
+        yield
+
+
+def random_layers(query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0):
+    """An embedding and layers whose attention is peaked and whose output moves the next layer."""
+    rng = np.random.default_rng(seed)
+    queries, keys = query_heads * HEAD_DIM, kv_heads * HEAD_DIM
+
+    def weights(inputs, outputs, scale=1.0):
+        return (scale * rng.normal(size=(inputs, outputs)) / inputs**0.5).astype(np.float32)
+
+    embed = rng.normal(size=(VOCAB, WIDTH)).astype(np.float32)
+    layers = [
+        (
+            weights(WIDTH, queries, 2.0),
+            weights(WIDTH, keys),
+            weights(WIDTH, keys),
+            weights(queries, WIDTH),
+        )
+        for _ in range(LAYERS)
+    ]
+    return embed, layers
+
+
+def tiny_reference(**changes) -> reference.TinyModel:
+    embed, layers = random_layers(**changes)
+    return reference.TinyModel(embed, layers, changes.get("kv_heads", KV_HEADS), HEAD_DIM, INV_FREQ)
+
+
+TRACES = []
+
+
+def apply_tiny(params, tokens, positions, caches, *, layers, phase, last, logits_at=None):
+    """`tests.references.recall.TinyModel` through `kvjax.attend`."""
+    TRACES.append(phase)
+    embed, weights = params
+    x, written = embed[tokens], []
+    rope = kvjax.Rope(jnp.asarray(INV_FREQ, jnp.float32))
+
+    def heads(projected):
+        return projected.reshape(*x.shape[:2], -1, HEAD_DIM).transpose(0, 2, 1, 3)
+
+    for (wq, wk, wv, wo), layer, cache in zip(weights, layers, caches, strict=True):
+        out, cache = kvjax.attend(
+            layer, cache, heads(x @ wq), heads(x @ wk), heads(x @ wv), positions,
+            phase=phase, last=last, rope=rope,
+        )  # fmt: skip
+        x = x + out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1) @ wo
+        written.append(cache)
+    if logits_at is not None:
+        x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
+    return x @ embed.T, tuple(written)
+
+
+def tiny_model(query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0) -> kvjax.FunctionalModel:
+    params = random_layers(query_heads, kv_heads, seed)
+    return kvjax.FunctionalModel(
+        apply_tiny, jax.tree.map(jnp.asarray, params), num_layers=LAYERS, query_heads=query_heads,
+        kv_heads=kv_heads, head_dim=HEAD_DIM, vocab_size=VOCAB, max_positions=64,
+    )  # fmt: skip
+
+
+# --- recall_rate ---
+
+
+def expected_recall(attention, kept, budget) -> np.ndarray:
+    """The reference for every row and head, `budget` a number or `[B, H]`."""
+    batch, heads = kept.shape[:2]
+    grouped = attention.reshape(batch, heads, -1, attention.shape[-1])
+    budget = np.broadcast_to(budget, (batch, heads))
+    return np.array(
+        [
+            [reference.recall_rate(grouped[b, h], kept[b, h], budget[b, h]) for h in range(heads)]
+            for b in range(batch)
+        ]
+    )
+
+
+def random_attention(rng, batch=3, query_heads=6, length=20, ties=False):
+    """Probabilities; with `ties` multiples of 1/64, of which sums are exact and often equal."""
+    if ties:
+        return rng.integers(0, 4, size=(batch, query_heads, length)) / np.float32(64)
+    return rng.dirichlet(np.full(length, 0.3), size=(batch, query_heads)).astype(np.float32)
+
+
+def random_kept(rng, batch=3, heads=3, length=20, slots=9):
+    """Distinct positions, some of the slots free."""
+    order = rng.permuted(np.tile(np.arange(length), (batch, heads, 1)), axis=-1)[..., :slots]
+    return np.where(rng.random(order.shape) < 0.3, -1, order).astype(np.int32)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("heads", [1, 3, 6])
+@pytest.mark.parametrize("budget", [1, 7, 20])
+def test_recall_is_its_definition(heads, ties, budget):
+    rng = np.random.default_rng(budget)
+    attention, kept = random_attention(rng, 12, ties=ties), random_kept(rng, 12, heads)
+    found = recall_rate(jnp.asarray(attention), jnp.asarray(kept), budget)
+    close(found, expected_recall(attention, kept, budget), "rounding")
+    assert found.dtype == jnp.float32
+    assert len(np.unique(found)) > 1  # nothing constant could pass
+
+
+def test_ties_go_to_the_lower_position():
+    attention = jnp.array([[[0.25, 0.25, 0.25, 0.25]]])
+    kept = jnp.array([[[0, 1]]]), jnp.array([[[2, 3]]])
+    assert [float(recall_rate(attention, x, 2)[0, 0]) for x in kept] == [1.0, 0.0]
+
+
+def test_query_heads_are_summed_over_their_group():
+    # Each head alone prefers token 0 or 1; together they prefer 2. The second group is turned.
+    one = [[0.6, 0.0, 0.4, 0.0], [0.0, 0.6, 0.4, 0.0]]
+    other = [row[::-1] for row in one]
+    attention = jnp.array([[*one, *other]])
+    kept = jnp.array([[[2], [1]]])
+    assert recall_rate(attention, kept, 1).tolist() == [[1.0, 1.0]]
+    assert recall_rate(attention, kept[:, ::-1], 1).tolist() == [[0.0, 0.0]]
+
+
+def test_padding_and_free_slots_never_count():
+    """A row of 4 tokens beside one of 8: padding is no token, a free slot not the last one."""
+    attention = np.zeros((2, 1, 8), np.float32)
+    attention[0] = [0.3, 0.05, 0.05, 0.1, 0.1, 0.1, 0.1, 0.2]
+    attention[1, :, :4] = [0.4, 0.3, 0.2, 0.1]
+    kept = np.array([[[0, -1, -1, 3]], [[0, -1, 7, 3]]], np.int32)
+    found = recall_rate(jnp.asarray(attention), jnp.asarray(kept), 8)
+    close(found, [[2 / 8], [2 / 4]], "rounding")
+    assert float(recall_rate(jnp.asarray(attention), jnp.asarray(kept), 2)[0, 0]) == 0.5
+    alone = recall_rate(jnp.asarray(attention[1:, :, :4]), jnp.asarray(kept[1:]), 4)
+    close(alone, found[1:], "exact")
+
+
+def test_positions_that_stand_twice_count_once():
+    attention = jnp.array([[[0.4, 0.3, 0.2, 0.1]]])
+    found = recall_rate(attention, jnp.array([[[0, 0, 0, 3]]]), 2)
+    assert float(found[0, 0]) == 0.5
+
+
+def test_a_row_that_attends_to_nothing_misses_nothing():
+    assert float(recall_rate(jnp.zeros((1, 1, 4)), jnp.full((1, 1, 2), -1), 2)[0, 0]) == 1.0
+
+
+def test_budgets_per_row_and_head():
+    rng = np.random.default_rng(3)
+    attention, kept = random_attention(rng), random_kept(rng)
+    budget = rng.integers(1, 30, size=(3, 3)).astype(np.int32)  # some above the 20 tokens
+    found = recall_rate(jnp.asarray(attention), jnp.asarray(kept), jnp.asarray(budget))
+    close(found, expected_recall(attention, kept, budget), "rounding")
+    jitted = jax.jit(recall_rate)(jnp.asarray(attention), jnp.asarray(kept), jnp.asarray(budget))
+    close(jitted, found, "exact")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
+        ({"budget": 5}, ValueError, "at most the 4 tokens of a row, got 5"),
+        ({"budget": 2.0}, TypeError, "budget must be an int, got 2.0"),
+        ({"budget": True}, TypeError, "budget must be an int, got True"),
+        ({"budget": jnp.ones((1, 3), int)}, ValueError, r"\[B, H\] = \(1, 2\), got \(1, 3\)"),
+        ({"budget": jnp.ones((1, 2))}, TypeError, "budget must hold integers, got float32"),
+        ({"kept": jnp.zeros((1, 2, 3))}, TypeError, "as integers, got float32"),
+        ({"kept": jnp.zeros((1, 3, 3), int)}, ValueError, "multiple of KV heads, got 4 and 3"),
+        ({"kept": jnp.zeros((2, 2, 3), int)}, ValueError, "with the same B"),
+        ({"attention": jnp.zeros((4, 4))}, ValueError, r"must be \[B, Q, L\]"),
+    ],
+)
+def test_recall_refuses(change, error, message):
+    given = {"attention": jnp.ones((1, 4, 4)), "kept": jnp.zeros((1, 2, 3), int), "budget": 2}
+    with pytest.raises(error, match=message):
+        recall_rate(**{**given, **change})
+
+
+# --- attention_error ---
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 1, 8), (3, 4, 5, 8), (3, 8), (3,)])
+def test_error_is_its_definition(shape):
+    rng = np.random.default_rng(0)
+    full = rng.normal(size=shape).astype(np.float32)
+    output = full + np.float32(0.3) * rng.normal(size=shape).astype(np.float32)
+    expected = [reference.attention_error(a, b) for a, b in zip(output, full, strict=True)]
+    found = attention_error(jnp.asarray(output), jnp.asarray(full))
+    close(found, expected, "reference")
+    assert found.dtype == jnp.float32
+    # Twice both is the same error; the other way round it is another one.
+    close(attention_error(jnp.asarray(2 * output), jnp.asarray(2 * full)), expected, "reference")
+    assert not np.allclose(attention_error(jnp.asarray(full), jnp.asarray(output)), expected)
+
+
+def test_error_of_nothing():
+    full = jnp.array([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    output = jnp.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    assert attention_error(output, full).tolist() == [0.0, np.inf, 0.0, 1.0]
+
+
+def test_error_in_bfloat16_is_summed_in_float32():
+    full = jnp.full((1, 4096), 3.0, jnp.bfloat16)
+    close(attention_error(full + jnp.bfloat16(0.5), full), [0.5 / 3], "reference")
+
+
+def test_error_refuses_two_shapes():
+    with pytest.raises(ValueError, match=r"one shape, rows first, got \(2, 3\) and \(2, 4\)"):
+        attention_error(jnp.ones((2, 3)), jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="one shape, rows first"):
+        attention_error(jnp.ones(()), jnp.ones(()))
+
+
+# --- measure_fidelity ---
+
+
+class Everything:
+    """The full cache, as a reference of one row and head."""
+
+    def __init__(self):
+        self.slots = Slots()
+
+    @property
+    def kept(self):
+        return self.slots.positions.tolist()
+
+    def prompt(self, q, k, v, positions):
+        self.slots.append(k, v, positions, len(q))
+
+    def decode(self, q, k, v, position):
+        self.slots.append(k[None], v[None], [position], len(q))
+        return self.slots.attend(q[:, None], [position])[0][:, 0]
+
+
+def half(layer: int, num_layers: int) -> kvjax.KVTransform:
+    return kvjax.Full() if layer == 1 else SNAPKV
+
+
+def snapkv(budget=12):
+    return SnapKV(budget, observation=WINDOW, kernel=3)
+
+
+# Transforms, and what makes the reference of a layer and head. `when_full` never gets so full in
+# three steps that it compresses again.
+METHODS = {
+    "full": (kvjax.Full(), lambda layer, head: Everything()),
+    "streaming_llm": (kvjax.StreamingLLM(budget=8), lambda layer, head: StreamingLLM(8)),
+    "streaming_llm by rank": (
+        kvjax.StreamingLLM(budget=8, reposition=True),
+        lambda layer, head: StreamingLLM(8, reposition=True, inv_freq=INV_FREQ),
+    ),
+    "by rank in one group": (
+        kvjax.HeadGroups((((1,), kvjax.StreamingLLM(8, reposition=True)), ((0,), SNAPKV))),
+        lambda layer, head: (
+            StreamingLLM(8, reposition=True, inv_freq=INV_FREQ) if head else snapkv()
+        ),
+    ),
+    "h2o": (kvjax.H2O(budget=10), lambda layer, head: H2O(10)),
+    "h2o, a share": (kvjax.H2O(budget=0.3), lambda layer, head: H2O(0.3)),
+    "snapkv": (SNAPKV, lambda layer, head: snapkv()),
+    "pyramidkv": (
+        kvjax.PyramidKV(budget=12, window=WINDOW, kernel=3),
+        lambda layer, head: PyramidKV(12, layer, LAYERS, observation=WINDOW, kernel=3),
+    ),
+    "when_full": (kvjax.WhenFull(SNAPKV, room=8), lambda layer, head: snapkv()),
+    "per_layer": (
+        kvjax.PerLayer(half),
+        lambda layer, head: Everything() if layer == 1 else snapkv(),
+    ),
+    "head_groups": (
+        kvjax.HeadGroups((((1,), kvjax.StreamingLLM(budget=8)), ((0,), kvjax.Full()))),
+        lambda layer, head: StreamingLLM(8) if head else Everything(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("budget", "new_tokens"), [(None, 3), (6, 1)])
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_against_the_reference(name, budget, new_tokens):
+    """Ragged rows and grouped queries, every layer on what the full cache's run gives it."""
+    transform, method = METHODS[name]
+    found = measure_fidelity(tiny_model(), transform, PROMPTS, budget, new_tokens)
+    assert found.recall.shape == (LAYERS, len(PROMPTS), KV_HEADS)
+    assert found.error.shape == (LAYERS, len(PROMPTS))
+    for row, prompt in enumerate(PROMPTS):
+        recall, error = reference.fidelity(tiny_reference(), prompt, method, budget, new_tokens)
+        close(found.recall[:, row], recall, "rounding", f"recall of row {row}")
+        close(found.error[:, row], error, "accumulated", f"error of row {row}")
+    if name != "full":
+        assert found.recall.min() < 1 and found.error.max() > 0.1
+
+
+def test_the_full_cache_misses_nothing():
+    found = measure_fidelity(tiny_model(), kvjax.Full(), PROMPTS, budget=None, new_tokens=2)
+    assert (found.recall == 1).all()
+    close(found.error, np.zeros_like(found.error), "rounding")
+
+
+def test_a_budget_that_covers_everything_is_the_full_cache():
+    found = measure_fidelity(tiny_model(), dataclasses.replace(SNAPKV, budget=64), PROMPTS, 20)
+    assert (found.recall == 1).all()
+    close(found.error, np.zeros_like(found.error), "rounding")
+
+
+def test_every_compresses_again_between_the_steps():
+    """At its second step `Every` makes room, and the third sees less of what was kept before."""
+    again = measure_fidelity(tiny_model(), kvjax.Every(SNAPKV, steps=2), PROMPTS, 20, 3)
+    once = measure_fidelity(tiny_model(), SNAPKV, PROMPTS, 20, 3)
+    assert (again.recall[:, 1] == 1).all()  # a row that fits
+    assert (again.recall <= once.recall).all()
+    assert (again.recall < once.recall)[:, [0, 2]].any()
+
+
+def only_first(layer: int, num_layers: int) -> kvjax.KVTransform:
+    return kvjax.StreamingLLM(budget=8) if layer == 0 else kvjax.Full()
+
+
+def only_last(layer: int, num_layers: int) -> kvjax.KVTransform:
+    return kvjax.StreamingLLM(budget=8) if layer == LAYERS - 1 else kvjax.Full()
+
+
+def test_a_layers_error_is_not_counted_again_above():
+    model = tiny_model()
+    everywhere = measure_fidelity(model, kvjax.StreamingLLM(budget=8), PROMPTS, new_tokens=3)
+    first = measure_fidelity(model, kvjax.PerLayer(only_first), PROMPTS, new_tokens=3)
+    last = measure_fidelity(model, kvjax.PerLayer(only_last), PROMPTS, new_tokens=3)
+    assert first.error[0, 0] > 0.1 and (first.recall[1:] == 1).all()
+    close(first.error[1:], np.zeros_like(first.error[1:]), "rounding")
+    close(last.error[-1], everywhere.error[-1])
+    close(last.recall[-1], everywhere.recall[-1], "exact")
+    close(first.error[0], everywhere.error[0])
+
+
+def test_rows_are_judged_alone():
+    """A row's place and its neighbours' lengths change nothing."""
+    together = measure_fidelity(tiny_model(), kvjax.H2O(budget=10), PROMPTS, new_tokens=3)
+    alone = measure_fidelity(tiny_model(), kvjax.H2O(budget=10), PROMPTS[2:], new_tokens=3)
+    close(alone.recall[:, 0], together.recall[:, 2], "rounding")
+    close(alone.error[:, 0], together.error[:, 2])
+
+
+@dataclass(frozen=True)
+class Look(kvjax.KVTransform):
+    """Reads the `count` slots whose keys the query likes best, or least."""
+
+    count: int
+    best: bool = True
+
+    stage: ClassVar[kvjax.Stage] = kvjax.Stage.RECALL
+
+    def read(self, view, state, query):
+        kv = view.cache
+        grouped = query[:, :, 0].reshape(*kv.shape[:2], kv.group, -1)
+        logits = jnp.einsum("bhgd,bhsd->bhs", grouped, kv.k.read())
+        logits = jnp.where(kv.live, logits if self.best else -logits, -jnp.inf)
+        value, index = jax.lax.top_k(logits, self.count)
+        return view.take(jnp.where(value > -jnp.inf, index, -1)), state
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_selected_slots_count_as_kept(best):
+    """With one query head per KV head the best logits are the most attended tokens."""
+    heads = {"query_heads": 2, "kv_heads": 2}
+    found = measure_fidelity(tiny_model(**heads), Look(4, best), PROMPTS, budget=4)
+    assert (found.recall == float(best)).all()
+    model = tiny_reference(**heads)
+    for row, prompt in enumerate(PROMPTS):
+        _, layers = model.read(model.go_on(prompt, 1))
+        for layer, (q, k, v) in enumerate(layers):
+            at, outs, full = len(prompt), [], []
+            for head in range(2):
+                order = np.argsort(k[head] @ q[head, at], kind="stable")
+                chosen = np.sort(order[-4:] if best else order[:4])
+                for index, into in ((chosen, outs), (np.arange(at + 1), full)):
+                    rows = k[head][index], v[head][index], np.array([at]), index
+                    into.append(softmax_attention(q[head : head + 1, [at]], *rows)[0])
+            close(found.error[layer, row], reference.attention_error(outs, full), "accumulated")
+
+
+def test_without_a_budget_a_selection_is_compared_with_as_many():
+    found = measure_fidelity(tiny_model(query_heads=2), Look(4), PROMPTS)
+    assert (found.recall == 1).all()
+    # The new token and the three most attended: most of them SnapKV has kept, not all.
+    chained = measure_fidelity(tiny_model(query_heads=2), kvjax.chain(SNAPKV, Look(4)), PROMPTS)
+    assert (chained.recall <= 1).all() and chained.recall.min() < 1 and chained.recall.mean() > 0.3
+
+
+def test_a_selection_wider_than_what_is_live():
+    """Entries that are none are no tokens: 12 of the second row's 10."""
+    found = measure_fidelity(tiny_model(), Look(12, best=False), PROMPTS)
+    assert (found.recall[:, 1] == 1).all() and found.recall[:, 0].max() < 1
+    close(found.error[:, 1], np.zeros(LAYERS), "rounding")
+
+
+@functools.cache
+def decoder():
+    config = DecoderConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
+        kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=64, sliding_window=16,
+    )  # fmt: skip
+    return random_decoder(config, seed=1)
+
+
+@pytest.mark.slow
+def test_a_module_with_a_sliding_window():
+    """Beyond the window no token is attended to, so that the newest 16 are all that counts."""
+    full = measure_fidelity(decoder(), kvjax.Full(), PROMPTS, budget=32)
+    assert (full.recall == 1).all() and (full.error == 0).all()
+    recent = measure_fidelity(decoder(), kvjax.StreamingLLM(budget=16, sinks=1), PROMPTS, 32)
+    assert (recent.recall == 1).all()
+    fewer = measure_fidelity(decoder(), kvjax.StreamingLLM(budget=8, sinks=1), PROMPTS, 32)
+    close(fewer.recall[:, 0], np.full((2, 2), 8 / 16), "rounding")
+    assert (fewer.error[:, [0, 2]] > 0.01).all()
+
+
+def test_code_is_compiled_once_for_a_shape():
+    model = dataclasses.replace(tiny_model(), apply=functools.partial(apply_tiny))
+    TRACES.clear()
+    first = measure_fidelity(model, SNAPKV, PROMPTS)
+    assert TRACES.count("decode") == 1 and TRACES.count("prompt") == 2
+    other = [[(token + 1) % VOCAB for token in prompt] for prompt in PROMPTS]
+    second = measure_fidelity(model, dataclasses.replace(SNAPKV), other)
+    assert len(TRACES) == 3
+    assert not np.array_equal(first.error, second.error)
+    measure_fidelity(model, kvjax.H2O(budget=10), PROMPTS)
+    assert len(TRACES) == 4  # the method's prompt; the full cache's run is known
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"prompts": []}, ValueError, "at least one prompt"),
+        ({"prompts": [[1], []]}, ValueError, "row 1 is empty"),
+        ({"prompts": ["text"]}, TypeError, "prompts are token ids"),
+        ({"prompts": [[VOCAB]]}, ValueError, "must lie in"),
+        ({"prompts": [[1] * 64]}, ValueError, "64 positions"),
+        ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
+        ({"budget": 4}, ValueError, "at most the 3 tokens of the longest row, got 4"),
+        ({"budget": 0.5}, TypeError, "budget must be an int, got 0.5"),
+        ({"new_tokens": 0}, ValueError, "new_tokens must be at least 1, got 0"),
+        ({"transform": kvjax.SnapKV}, TypeError, "give an instance, not the class"),
+        ({"model": 3}, TypeError, "model must be callable"),
+    ],
+)
+def test_measuring_refuses(change, error, message):
+    given = {"model": tiny_model(), "transform": kvjax.Full(), "prompts": [[1, 2]]}
+    TRACES.clear()
+    with pytest.raises(error, match=message):
+        measure_fidelity(**{**given, **change})
+    assert not TRACES  # nothing was computed

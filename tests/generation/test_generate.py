@@ -1,0 +1,575 @@
+"""`kvjax.generate`: the same tokens as a plain loop, compiled once, for anybody's model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.generation.generate import check_prompts
+from kvjax.generation.model import as_functional
+from kvjax.generation.progress import _listeners
+from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+
+MODULE = sys.modules["kvjax.generation.generate"]  # kvjax.generate is the function
+VOCAB, POSITIONS, NEW = 64, 256, 12
+CONFIG = DecoderConfig(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
+    kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=POSITIONS,
+)  # fmt: skip
+RNG = np.random.default_rng(5)
+RAGGED = [RNG.integers(VOCAB, size=size).tolist() for size in (53, 9, 41)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Small functions that run a few times: quick code is not worth its compilation."""
+    quick = {"compiler_options": {"xla_backend_optimization_level": 0}}
+    with pytest.MonkeyPatch.context() as patch:
+        prompt, loop = MODULE._read_prompt.__wrapped__, MODULE._decode.__wrapped__
+        patch.setattr(MODULE, "_read_prompt", jax.jit(prompt, static_argnums=(0, 1), **quick))
+        jitted = jax.jit(loop, static_argnums=0, donate_argnums=2, **quick)
+        patch.setattr(MODULE, "_decode", jitted)
+        yield
+
+
+@functools.cache
+def model():
+    """A random decoder whose weights are large enough for its text to vary."""
+    decoder = random_decoder(CONFIG, seed=3)
+    graph, state = nnx.split(decoder)
+    louder = jax.tree.map(lambda x: x * 2.0 if x.ndim > 1 else x, state)
+    return nnx.merge(graph, louder)
+
+
+def generate(prompts=RAGGED, transform=None, **options):
+    options = {"max_new_tokens": NEW, **options}
+    return kvjax.generate(
+        options.pop("model", None) or model(), prompts, transform=transform, **options
+    )
+
+
+def method(name: str) -> kvjax.KVTransform:
+    """A method as the command line makes it, with a budget that compresses the longer rows."""
+    own = {
+        "chelsea": "chelsea(sinks=4, recent=8, interval=8)",
+        "clusterkv": "clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=())",
+        "quest": "quest(page=4, dense_layers=())",
+        "infinigen": "infinigen(alpha=None, dense_layers=(0,))",
+        "layer_budget": "layer_budget(reserve=0.6, window=8)",
+        "spindlekv": "spindlekv(reserve=0.6, window=8, interval=4)",
+    }
+    return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model(), [RAGGED[0]])
+
+
+def by_hand(functional: kvjax.FunctionalModel, prompt: list[int], new: int = NEW) -> list[int]:
+    """Greedy continuation: one call per token, prompt tokens included, with the full cache."""
+    layers = kvjax.bind(kvjax.Full(), functional.num_layers)
+    caches = tuple(
+        kvjax.init_cache(
+            layer, batch=1, kv_heads=functional.kv_heads, query_heads=functional.query_heads,
+            head_dim=functional.head_dim, max_prompt=1, max_new=len(prompt) + new,
+        )
+        for layer in layers
+    )  # fmt: skip
+    step = jax.jit(functools.partial(functional.apply, layers=layers, phase="decode"))
+    tokens = list(prompt)
+    for position in range(len(prompt) + new - 1):
+        at = jnp.array([[position]])
+        logits, caches = step(functional.params, jnp.array([[tokens[position]]]), at, caches)
+        if position >= len(prompt) - 1:
+            tokens.append(int(jnp.argmax(logits[0, -1])))
+    return tokens[len(prompt) :]
+
+
+def compiled() -> tuple[int, int]:
+    return MODULE._read_prompt._cache_size(), MODULE._decode._cache_size()
+
+
+def test_greedy_equals_a_plain_loop():
+    result = generate([RAGGED[0]])
+    expected = by_hand(MODULE.as_functional(model()), RAGGED[0])
+    assert result.tokens == [expected]
+    assert len(set(expected)) > 3, "a model that repeats itself shows nothing"
+    assert result.prompt_tokens == [53] and result.ended == [False]
+    assert result.ttft_s > 0 and result.tpot_s > 0 and result.compile_s >= 0
+
+
+# head_dim is 8 here.
+STORED = (
+    "chain(h2o, quantize)",
+    "chain(snapkv, quantize(bits=4, group=8, residual=8))",
+    "chain(quantize, quest(page=4, dense_layers=()))",
+)
+# What others show nearly as well; they run with the slow tests.
+SLOW = {
+    "chelsea", "infinigen", "kvmerger", "layer_budget", "pyramidinfer", "pyramidkv", "quest",
+    "spindlekv", *STORED,
+}  # fmt: skip
+
+
+def names(chosen) -> list:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in chosen]
+
+
+@pytest.mark.parametrize("name", names([*kvjax.METHODS, *STORED]))
+def test_a_ragged_batch_equals_its_rows(name):
+    together = generate(transform=method(name), buckets=[64])
+    alone = [generate([row], transform=method(name), buckets=[64]).tokens[0] for row in RAGGED]
+    assert together.tokens == alone
+    assert together.prompt_tokens == [len(row) for row in RAGGED]
+
+
+def test_compression_changes_the_text():
+    full = generate()
+    assert generate(transform=method("streaming_llm")).tokens[0] != full.tokens[0]
+
+
+@pytest.mark.parametrize("name", names(kvjax.METHODS))
+def test_streamed_pieces_join_to_the_result(name):
+    pieces = []
+    result = generate(transform=method(name), on_tokens=pieces.append, buckets=[64])
+    joined = [[token for piece in pieces for token in piece[row]] for row in range(len(RAGGED))]
+    assert joined == result.tokens == generate(transform=method(name), buckets=[64]).tokens
+    assert [len(row) for row in pieces[0]] == [1, 1, 1], "the first token is not kept waiting"
+    assert len(pieces) > 1
+
+
+def test_one_bucket_compiles_once():
+    generate([RAGGED[0]])
+    before = compiled()
+    for length in (50, 64, 33):
+        generate([RNG.integers(VOCAB, size=length).tolist()], seed=length)
+    assert compiled() == before
+    pieces = []
+    generate([RAGGED[1]], on_tokens=pieces.append)
+    assert compiled() == before, "streaming runs the same code"
+    generate([RNG.integers(VOCAB, size=65).tolist()])
+    assert compiled() == (before[0] + 1, before[1] + 1)
+    generate([RNG.integers(VOCAB, size=128).tolist()])
+    assert compiled() == (before[0] + 1, before[1] + 1)
+
+
+def test_equal_weights_of_another_module_share_code():
+    generate([RAGGED[0]])
+    before = compiled()
+    generate([RAGGED[0]], model=random_decoder(CONFIG, seed=8))
+    assert compiled() == before
+
+
+def test_second_call_spends_no_time_compiling():
+    generate([RAGGED[0]])
+    assert generate([RAGGED[0]]).compile_s < 0.5
+
+
+def test_one_new_token():
+    result = generate(max_new_tokens=1)
+    assert result.tokens == [row[:1] for row in generate().tokens]
+    assert result.tpot_s is None
+    pieces = []
+    generate(max_new_tokens=1, on_tokens=pieces.append)
+    assert pieces == [result.tokens]
+
+
+def cut_at(row: list[int], ends: tuple[int, ...]) -> list[int]:
+    stop = next((i for i, token in enumerate(row) if token in ends), len(row))
+    return row[:stop]
+
+
+@pytest.mark.parametrize("transform", [None, kvjax.H2O(36)], ids=["full", "h2o"])
+def test_end_tokens_stop_rows_separately(transform, monkeypatch):
+    whole = generate(transform=transform).tokens
+    ends = (whole[0][4], whole[1][0])  # the second row ends at once
+    expected = [cut_at(row, ends) for row in whole]
+    assert len({len(row) for row in expected}) > 1, "rows must end at different places"
+
+    loops = []
+    run = MODULE._run
+    monkeypatch.setattr(MODULE, "_run", lambda *args: loops.append(run(*args)) or loops[-1])
+    pieces = []
+    result = generate(transform=transform, end_tokens=ends, on_tokens=pieces.append)
+    assert result.tokens == expected
+    assert result.ended == [len(row) < NEW for row in expected]
+    joined = [[token for piece in pieces for token in piece[row]] for row in range(len(RAGGED))]
+    assert joined == expected, "an end token is not streamed"
+
+    for cache in loops[0].caches:
+        # A row that is finished writes nothing more; the newest token is never written.
+        stored = [min(len(row), NEW - 1) for row in expected]
+        lengths = [len(p) + n for p, n in zip(RAGGED, stored, strict=True)]
+        assert cache.kv.length.tolist() == lengths
+        if transform is None:
+            assert (cache.kv.live.sum(-1) == jnp.array(lengths)[:, None]).all()
+        assert not cache.kv.dropped.any()
+
+
+def test_the_loop_stops_when_all_rows_have(monkeypatch):
+    first = generate([RAGGED[0]]).tokens[0]
+    loops = []
+    run = MODULE._run
+    monkeypatch.setattr(MODULE, "_run", lambda *args: loops.append(run(*args)) or loops[-1])
+    result = generate([RAGGED[0]], end_tokens=first[:1])
+    assert result.tokens == [[]] and result.ended == [True] and result.tpot_s is None
+    assert int(loops[0].step) == 1
+
+
+# Sampling
+
+
+def test_seeds():
+    hot = kvjax.Sampling(temperature=1.0)
+    same = [generate(sampling=hot, seed=1).tokens for _ in range(2)]
+    assert same[0] == same[1]
+    assert generate(sampling=hot, seed=2).tokens != same[0]
+    twins = generate([RAGGED[0], RAGGED[0], RAGGED[1]], sampling=hot).tokens
+    assert twins[0] != twins[1], "each row draws with its own key"
+    pieces = []
+    generate(sampling=hot, seed=1, on_tokens=pieces.append)
+    assert [[t for piece in pieces for t in piece[row]] for row in range(3)] == same[0]
+
+
+def test_top_1_is_greedy():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, VOCAB)), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 5)
+    drawn = kvjax.Sampling(3.0, top_k=1).choose(logits, keys)
+    assert drawn.tolist() == kvjax.Sampling().choose(logits, keys).tolist()
+    assert drawn.tolist() == logits.argmax(-1).tolist()
+
+
+def test_temperature_is_the_distributions():
+    logits = jnp.array([[0.0, 1.0, 2.0]])
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    rows = jnp.broadcast_to(logits, (len(keys), 3))
+    drawn = np.bincount(kvjax.Sampling(0.5).choose(rows, keys), minlength=3) / len(keys)
+    np.testing.assert_allclose(drawn, jax.nn.softmax(logits[0] / 0.5), atol=0.01)
+
+
+def allowed(logits: np.ndarray, top_k, top_p, min_p) -> np.ndarray:
+    """The tokens that may be drawn, by the definitions, in float64."""
+    logits = logits.astype(np.float64)
+    keep = np.ones(len(logits), bool)
+    if top_k is not None:
+        keep &= logits >= np.sort(logits)[::-1][:top_k][-1]
+    if top_p is not None:
+        p = np.where(keep, np.exp(logits - logits.max()), 0.0)
+        p /= p.sum()
+        above = np.array([p[logits > own].sum() for own in logits])  # what is more likely
+        # In float32 a sum this near to top_p may fall on either side.
+        assume((np.abs(above - top_p) > 1e-4).all())
+        assume((np.abs(np.cumsum(np.sort(p)[::-1]) - top_p) > 1e-4).all())
+        keep &= above < top_p
+    if min_p is not None:
+        p = np.exp(logits - logits.max())
+        assume((np.abs(p - min_p) > 1e-4 * min_p).all())
+        keep &= p >= min_p
+    return keep
+
+
+probability = st.floats(1 / 64, 63 / 64, width=32)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    # XLA takes a subnormal number for zero.
+    logits=st.lists(st.floats(-8, 8, width=32, allow_subnormal=False), min_size=12, max_size=12),
+    top_k=st.none() | st.integers(1, 20),
+    top_p=st.none() | probability,
+    min_p=st.none() | probability,
+)
+def test_cut_allows_what_the_definitions_allow(logits, top_k, top_p, min_p):
+    logits = np.array(logits, np.float32)
+    expected = allowed(logits, top_k, top_p, min_p)
+    cut = np.asarray(kvjax.Sampling(1.0, top_k, top_p, min_p).cut(jnp.asarray(logits)[None]))[0]
+    np.testing.assert_array_equal(np.isfinite(cut), expected)
+    np.testing.assert_array_equal(cut[expected], logits[expected])
+
+
+def test_top_p_1_cuts_nothing():
+    # In float32 the running sum of so many reaches 1 before its end.
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50_000)) * 6, jnp.float32)
+    assert jnp.array_equal(kvjax.Sampling(1.0, top_p=1.0).cut(logits), logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"temperature": -1.0}, ValueError),
+        ({"temperature": float("nan")}, ValueError),
+        ({"temperature": float("inf")}, ValueError),
+        ({"temperature": 1.0, "top_k": 0}, ValueError),
+        ({"temperature": 1.0, "top_k": 2.5}, TypeError),
+        ({"temperature": 1.0, "top_p": 0.0}, ValueError),
+        ({"temperature": 1.0, "top_p": 1.5}, ValueError),
+        ({"temperature": 1.0, "min_p": float("nan")}, ValueError),
+        ({"top_k": 5}, ValueError),
+        ({"top_p": 0.5}, ValueError),
+        ({"min_p": 0.5}, ValueError),
+    ],
+)
+def test_bad_sampling(options, error):
+    with pytest.raises(error):
+        kvjax.Sampling(**options)
+
+
+# Progress
+
+
+GROUPS = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), kvjax.StreamingLLM(16))))
+
+
+@pytest.mark.parametrize(
+    "transform", [None, kvjax.SnapKV(36), GROUPS], ids=["full", "snapkv", "groups"]
+)
+def test_layers_report_once_and_change_nothing(transform):
+    for _ in range(2):  # the listener is not compiled in
+        layers = []
+        watched = generate(transform=transform, on_layer=layers.append)
+        assert layers == [0, 1]
+        assert all(type(layer) is int for layer in layers)
+    plain = generate(transform=transform)
+    assert watched.tokens == plain.tokens
+    assert watched.cache_bytes == plain.cache_bytes
+    assert not _listeners
+
+
+# Other models
+
+
+def attention_layer(weights, tokens, positions, caches, layers, phase, last, logits_at):
+    """One layer of attention between an embedding and a projection."""
+    x = weights["embed"][tokens]
+
+    def heads(name: str, count: int):
+        return (x @ weights[name]).reshape(*x.shape[:2], count, 8).swapaxes(1, 2)
+
+    rope = kvjax.Rope(1.0 / 100.0 ** (jnp.arange(0, 8, 2, dtype=jnp.float32) / 8))
+    out, cache = kvjax.attend(
+        layers[0], caches[0], heads("q", 4), heads("k", 2), heads("v", 2), positions,
+        phase=phase, last=last, rope=rope,
+    )  # fmt: skip
+    x = x + out.swapaxes(1, 2).reshape(*x.shape[:2], 32) @ weights["o"]
+    if logits_at is not None:
+        x = jnp.take_along_axis(x, logits_at[..., None], axis=1)
+    return x @ weights["out"], (cache,)
+
+
+SHAPES = {"embed": (VOCAB, 32), "q": (32, 32), "k": (32, 16), "v": (32, 16), "o": (32, 32),
+          "out": (32, VOCAB)}  # fmt: skip
+SIZES = {"num_layers": 1, "query_heads": 4, "kv_heads": 2, "head_dim": 8, "vocab_size": VOCAB}
+
+
+def weights() -> dict:
+    rng = np.random.default_rng(1)
+    return {
+        name: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32) for name, shape in SHAPES.items()
+    }
+
+
+def plain_apply(params, tokens, positions, caches, *, layers, phase, last=True, logits_at=None):
+    return attention_layer(params, tokens, positions, caches, layers, phase, last, logits_at)
+
+
+def plain_model() -> kvjax.FunctionalModel:
+    return kvjax.FunctionalModel(plain_apply, weights(), **SIZES)
+
+
+class LinenModel(linen.Module):
+    @linen.compact
+    def __call__(self, tokens, positions, caches, *, layers, phase, last=True, logits_at=None):
+        params = {
+            name: self.param(name, linen.initializers.zeros, shape)
+            for name, shape in SHAPES.items()
+        }
+        return attention_layer(params, tokens, positions, caches, layers, phase, last, logits_at)
+
+
+def linen_model() -> kvjax.FunctionalModel:
+    return kvjax.FunctionalModel(LinenModel().apply, {"params": weights()}, **SIZES)
+
+
+class NNXModel(nnx.Module):
+    num_layers, query_heads, kv_heads, head_dim, vocab_size = SIZES.values()
+
+    def __init__(self):
+        self.weights = nnx.Dict({name: nnx.Param(value) for name, value in weights().items()})
+
+    def __call__(self, tokens, positions, caches, *, layers, phase, last=True, logits_at=None):
+        params = {name: value[...] for name, value in self.weights.items()}
+        return attention_layer(params, tokens, positions, caches, layers, phase, last, logits_at)
+
+
+class CallableModel:
+    """Neither a module nor a pytree: it holds its arrays itself."""
+
+    num_layers, query_heads, kv_heads, head_dim, vocab_size = SIZES.values()
+
+    def __init__(self):
+        self.weights = weights()
+
+    def __call__(self, *args, **kwargs):
+        return plain_apply(self.weights, *args, **kwargs)
+
+
+@functools.cache
+def plain_texts() -> list[list[int]]:
+    return [by_hand(plain_model(), prompt) for prompt in RAGGED[:2]]
+
+
+@pytest.mark.parametrize("make", [plain_model, linen_model, NNXModel, CallableModel])
+def test_other_peoples_models(make):
+    own = make()
+    expected = plain_texts()
+    assert len(set(expected[0])) > 3
+    assert generate(RAGGED[:2], model=own).tokens == expected
+    before = compiled()
+    assert generate(RAGGED[:2], model=own).tokens == expected
+    assert compiled() == before
+
+
+def test_a_model_without_positions_has_no_limit():
+    assert (
+        len(generate([[1] * (POSITIONS + 1)], model=plain_model(), max_new_tokens=2).tokens[0]) == 2
+    )
+
+
+def test_a_model_lacks_something():
+    class Half:
+        num_layers, query_heads, kv_heads = 1, 4, "2"
+
+        def __call__(self): ...
+
+    with pytest.raises(TypeError, match="lacks kv_heads, head_dim, vocab_size"):
+        generate(model=Half())
+    with pytest.raises(TypeError, match="callable"):
+        generate(model=object())
+
+
+# Bad input, and what it costs
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        ([], ValueError, "at least one prompt"),
+        ([[1], []], ValueError, "row 1 is empty"),
+        ("Hello", TypeError, "token ids, got the text"),
+        (["Hello"], TypeError, "token ids, got the text"),
+        ([1, 2, 3], TypeError, "sequence of token ids, got 1"),
+        ([[[1, 2]]], TypeError, "sequence of token ids"),
+        ([[1.0]], TypeError, "integers, got float"),
+        ([[True]], TypeError, "integers, got bool"),
+        ([[1], [3, -1]], ValueError, r"\[0, 64\), got -1 in row 1"),
+        ([[64]], ValueError, r"\[0, 64\), got 64"),
+        ([[1] * (POSITIONS + 1)], ValueError, "256 positions, got a prompt of 257"),
+        ([[1] * (POSITIONS - NEW + 1)], ValueError, "256 positions, got a prompt of 245 tokens"),
+    ],
+)
+def test_bad_prompts(prompts, error, message):
+    with pytest.raises(error, match=message):
+        generate(prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
+        ({"max_new_tokens": 2.0}, TypeError, "max_new_tokens"),
+        ({"max_new_tokens": True}, TypeError, "max_new_tokens"),
+        ({"buckets": [16, 32]}, ValueError, "must hold 53 tokens"),
+        ({"transform": kvjax.SnapKV}, TypeError, "transforms"),
+        ({"transform": "snapkv"}, TypeError, "transforms"),
+        ({"dtype": jnp.int32}, TypeError, "floating"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        generate(**options)
+
+
+def test_the_last_position_is_used():
+    layers = kvjax.bind(kvjax.Full(), 1)
+    check_prompts(CONFIG, [[1] * (POSITIONS - NEW)], layers, NEW)
+    result = generate([[1] * (POSITIONS - 4)], max_new_tokens=4)
+    assert len(result.tokens[0]) == 4
+
+
+def test_repositioned_keys_go_beyond_the_models_positions():
+    tx = kvjax.StreamingLLM(budget=32, reposition=True)
+    result = generate([[1, 2] * (POSITIONS // 2 - 2)], tx)
+    assert len(result.tokens[0]) == NEW
+
+
+def computed_bytes(rows: int, slots: int, per_slot: int = 0, per_row: int = 0):
+    """Bytes of one layer's cache: 2 KV heads and 4 query heads of 8 channels, in float32."""
+    keys_and_values = rows * 2 * slots * 8 * 4 * 2
+    position_mass_pinned = rows * 2 * slots * (4 + 4 + 1)
+    used_dropped_length = rows * 2 * (4 + 4) + rows * 4
+    columns_state = rows * 2 * slots * per_slot + rows * per_row
+    return keys_and_values + position_mass_pinned + used_dropped_length + columns_state
+
+
+def test_bytes():
+    bucket, layers = 64, CONFIG.num_layers
+    full = generate()
+    assert full.cache_bytes == full.full_cache_bytes
+    assert full.cache_bytes == layers * computed_bytes(3, bucket + NEW)
+
+    # SnapKV: nothing beside the slots; the window of queries is gone with the prompt.
+    snapkv = generate(transform=method("snapkv"))
+    assert snapkv.cache_bytes == layers * computed_bytes(3, 36 + NEW)
+    # H2O: one sum of attention per slot and query head, one budget per row.
+    h2o = generate(transform=method("h2o"))
+    assert h2o.cache_bytes == layers * computed_bytes(3, 36 + 1, per_slot=2 * 4, per_row=4)
+    streaming = generate(transform=method("streaming_llm"))
+    assert streaming.cache_bytes == layers * computed_bytes(3, 36 + 1, per_row=4)
+    for other in (snapkv, h2o, streaming):
+        assert other.full_cache_bytes == full.full_cache_bytes
+
+
+def test_bytes_saved_on_a_longer_prompt():
+    prompt = [RNG.integers(VOCAB, size=384).tolist()]
+    for name in ("h2o", "snapkv", "streaming_llm"):
+        result = generate(prompt, method(name), model=plain_model())
+        assert result.full_cache_bytes == computed_bytes(1, 384 + NEW)
+        assert result.cache_bytes < result.full_cache_bytes / 3
+
+
+def test_dtype_of_the_cache():
+    full, half = (generate(model=plain_model(), dtype=t) for t in (jnp.float32, jnp.bfloat16))
+    keys_and_values = 3 * 2 * (64 + NEW) * 8 * 4 * 2
+    assert half.cache_bytes == full.cache_bytes - keys_and_values // 2
+    assert half.full_cache_bytes == half.cache_bytes
+
+
+def test_buckets():
+    at = [MODULE._bucket(n, None) for n in (1, 64, 65, 256, 257, 511, 513, 1025, 4097)]
+    assert at == [64, 64, 128, 256, 320, 512, 640, 1280, 5120]
+    for length in range(256, 5000):
+        assert length <= MODULE._bucket(length, None) <= 1.25 * length + 1
+    assert MODULE._bucket(30, (128, 32, 64)) == 32
+    tokens, positions = MODULE._pad([[5] * 250], POSITIONS, None)
+    assert tokens.shape == positions.shape == (1, POSITIONS)
+
+
+def test_committed_parameters_compile_the_loop_once(caplog):
+    """Where parameters lie decides where caches lie: nothing is compiled inside the clock."""
+    functional = as_functional(plain_model())
+    committed = dataclasses.replace(
+        functional, params=jax.device_put(functional.params, jax.devices()[0])
+    )
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        generate([[5, 6, 7]], kvjax.H2O(24), model=committed)
+    compiled = [
+        record for record in caplog.records
+        if "Finished XLA compilation" in record.getMessage() and "_decode" in record.getMessage()
+    ]  # fmt: skip
+    assert len(compiled) == 1

@@ -1,0 +1,256 @@
+"""The decoder with PyramidInfer at the paper's ratios, against a loop in NumPy, row by row."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax import PyramidInfer
+from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from kvjax.models.pruning import pass_on, states_at
+from tests.references.pyramidinfer import PyramidInfer as Reference
+from tests.references.pyramidinfer import entering
+from tests.references.rope import rope
+from tests.support.attending import OPTIONS
+from tests.support.tolerances import close
+
+CONFIG = DecoderConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, query_heads=4, kv_heads=2,
+    head_dim=8, rope=RopeConfig(rotary_dim=8, theta=100.0), max_positions=256,
+)  # fmt: skip
+PAPER = PyramidInfer(context=6, ratio=0.6, interval=4)
+FULL = {"context": 4, "interval": None}
+LENGTHS, WIDTH, NEW = (40, 23, 6), 40, 12
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 64, (3, WIDTH + NEW))
+
+
+@functools.cache
+def model():
+    return random_decoder(CONFIG, 0)
+
+
+def call(*args, **how):
+    """The model's call, compiled once per kind."""
+    return _call(nnx.state(model()), *args, **how)
+
+
+@functools.partial(jax.jit, static_argnames=("layers", "phase", "last"), compiler_options=OPTIONS)
+def _call(state, *args, **how):
+    return nnx.merge(nnx.graphdef(model()), state)(*args, **how)
+
+
+def layouts() -> dict[str, np.ndarray]:
+    """Positions `[3, WIDTH]`, padded on the right and all over the place."""
+    right, scattered = np.full((2, 3, WIDTH), -1)
+    for row, length in enumerate(LENGTHS):
+        right[row, :length] = np.arange(length)
+        scattered[row, np.sort(RNG.permutation(WIDTH)[:length])] = np.arange(length)
+    return {"right": right, "scattered": scattered}
+
+
+class Run(NamedTuple):
+    """Prompt logits, the caches, logits of decode steps, and the caches after them."""
+
+    logits: np.ndarray
+    caches: tuple
+    steps: list
+    after: tuple
+
+
+def run(transform=PAPER, positions=None, rows=(0, 1, 2), new=NEW, logits_at=None, chunks=1) -> Run:
+    positions = layouts()["right"] if positions is None else positions
+    positions = positions[list(rows)]
+    layers = kvjax.bind(transform, CONFIG.num_layers)
+    size = {"batch": len(rows), "kv_heads": 2, "query_heads": 4, "head_dim": 8}
+    caches = tuple(
+        kvjax.init_cache(layer, **size, max_prompt=WIDTH, max_new=NEW, dtype=jnp.float32)
+        for layer in layers
+    )
+    own = TOKENS[list(rows)]
+    tokens = np.take_along_axis(own, np.maximum(positions, 0), axis=1)
+    logits, parts = [], np.split(np.arange(WIDTH), chunks)
+    for part in parts:
+        out, caches = call(
+            tokens[:, part], positions[:, part], caches,
+            layers=layers, phase="prompt", last=part is parts[-1], logits_at=logits_at,
+        )  # fmt: skip
+        logits.append(out)
+    prompt, steps = caches, []
+    for step in range(new):
+        now = positions.max(1, keepdims=True) + 1 + step
+        token = np.take_along_axis(own, now, axis=1)
+        out, caches = call(token, now, caches, layers=layers, phase="decode")
+        steps.append(np.asarray(out)[:, 0])
+    return Run(np.concatenate(logits, 1), prompt, steps, caches)
+
+
+@functools.cache
+def full_cache() -> Run:
+    return run(kvjax.Full(), new=2)
+
+
+class Loop:
+    """One row through all layers in float64; each layer has a reference for its attention."""
+
+    def __init__(self) -> None:
+        weights = nnx.to_pure_dict(nnx.state(model()))
+        self.weights = jax.tree.map(lambda x: np.asarray(x, np.float64), weights)
+        options = {"context": PAPER.context, "ratio": PAPER.ratio, "interval": PAPER.interval}
+        self.layers = [
+            Reference(None, layer, CONFIG.num_layers, CONFIG.kv_heads, **options)
+            for layer in range(CONFIG.num_layers)
+        ]
+
+    def __call__(self, tokens, positions, decode=False) -> tuple[np.ndarray, list[int]]:
+        """Logits of the tokens that come out of the last layer, and their positions."""
+        x, positions = self.weights["embed"]["embedding"][tokens], list(positions)
+        for number, layer in enumerate(self.layers):
+            x = self.block(x, positions, number, layer, decode)
+            if not decode and number + 1 < len(self.layers):
+                going = [i for i, p in enumerate(positions) if p in layer.passed]
+                x, positions = x[going], [positions[i] for i in going]
+        return self.norm(x, self.weights["norm"]) @ self.weights["lm_head"]["kernel"], positions
+
+    def block(self, x, positions, number, layer, decode):
+        weights = self.weights["layers"][number]
+        inner = self.norm(x, weights["attention_norm"])
+        q, k, v = (
+            self.heads(inner @ weights["attention"][f"{name}_proj"]["kernel"]) for name in "qkv"
+        )
+        inv_freq = 100.0 ** (-np.arange(0, 8, 2) / 8)
+        q, k = (rope(y, positions, inv_freq) for y in (q, k))
+        if decode:
+            out = layer.decode(q[:, 0], k[:, 0], v[:, 0], positions[0])[:, None]
+        else:
+            out = layer.prompt(q, k, v, positions)
+        out = out.transpose(1, 0, 2).reshape(len(x), -1)
+        x = x + out @ weights["attention"]["o_proj"]["kernel"]
+        inner, mlp = self.norm(x, weights["mlp_norm"]), weights["mlp"]
+        gate = inner @ mlp["gate_proj"]["kernel"]
+        hidden = gate / (1 + np.exp(-gate)) * (inner @ mlp["up_proj"]["kernel"])
+        return x + hidden @ mlp["down_proj"]["kernel"]
+
+    @staticmethod
+    def heads(x):
+        return x.reshape(len(x), -1, CONFIG.head_dim).transpose(1, 0, 2)
+
+    @staticmethod
+    def norm(x, weights):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + CONFIG.norm_eps) * weights["scale"]
+
+
+@pytest.mark.parametrize("layout", ["right", "scattered"])
+def test_decoder_equals_the_loop(layout):
+    positions = layouts()[layout]
+    mine = run(positions=positions)
+    for row, length in enumerate(LENGTHS):
+        loop = Loop()
+        logits, came_out = loop(TOKENS[row, :length], range(length))
+        assert came_out[-1] == length - 1
+        assert row == 2 or len(came_out) < length
+        columns = {int(p): column for column, p in enumerate(positions[row]) if p >= 0}
+        close(mine.logits[row, [columns[p] for p in came_out]], logits, "accumulated", f"{row}")
+        dropped = [column for p, column in columns.items() if p not in came_out]
+        np.testing.assert_array_equal(mine.logits[row, dropped], 0)
+        self_check(mine.caches, row, loop)
+        for step in range(NEW):
+            at = length + step
+            expected, _ = loop(TOKENS[row, at : at + 1], [at], decode=True)
+            close(mine.steps[step][row], expected[0], "accumulated", f"row {row}, step {step}")
+        self_check(mine.after, row, loop)
+
+
+def self_check(caches, row, loop):
+    """Every layer caches the tokens that entered it."""
+    for cache, layer in zip(caches, loop.layers, strict=True):
+        for head in range(CONFIG.kv_heads):
+            position = np.asarray(cache.kv.position)[row, head]
+            assert sorted(position[position >= 0].tolist()) == layer.kept
+
+
+def test_layers_compute_what_they_promise():
+    """The arrays themselves shrink, and layer l holds what `entering` says."""
+    mine = run(new=0)
+    counts = entering(WIDTH, CONFIG.num_layers, context=PAPER.context, ratio=PAPER.ratio)
+    assert counts[:4] == [40, 40, 38, 32]
+    for cache, count in zip(mine.caches, counts, strict=False):
+        assert np.asarray(cache.kv.live[0]).sum(-1).tolist() == [count] * 2
+    assert [c.kv.slots for c in mine.caches] == sorted(
+        (c.kv.slots for c in mine.caches), reverse=True
+    )
+
+
+def test_logits_at():
+    last = np.array(LENGTHS)[:, None] - 1
+    every, some = run(new=0), run(new=0, logits_at=jnp.asarray(last))
+    close(some.logits, np.take_along_axis(every.logits, last[:, :, None], axis=1), "float32")
+
+
+@pytest.mark.slow
+def test_padded_rows_equal_rows_alone():
+    together = run(new=3)
+    for row in range(3):
+        alone = run(rows=(row,), new=3)
+        close(together.logits[row, LENGTHS[row] - 1], alone.logits[0, LENGTHS[row] - 1])
+        for step in range(3):
+            close(together.steps[step][row], alone.steps[step][0])
+
+
+def test_chunks_are_not_pruned():
+    """Every layer then sees every token, and evicts down to as many by its own scores."""
+    mine = run(chunks=2, new=2)
+    whole = run(new=0)
+    assert (np.abs(mine.logits[0]).max(-1) > 0).all()
+    for cache, other in zip(mine.caches, whole.caches, strict=True):
+        np.testing.assert_array_equal(cache.kv.live.sum(-1), other.kv.live.sum(-1))
+        assert (np.asarray(cache.kv.dropped) == 0).all()
+
+
+@pytest.mark.parametrize("transform", [PyramidInfer(ratio=1.0, **FULL), PyramidInfer(1.0, **FULL)])
+def test_a_full_ratio_equals_the_full_cache(transform):
+    """Through the hook that drops nothing, and in the cache-only form."""
+    full, mine, tokens = full_cache(), run(transform, new=2), layouts()["right"] >= 0
+    close(mine.logits[tokens], full.logits[tokens])
+    close(np.stack(mine.steps), np.stack(full.steps))
+
+
+def test_the_cache_only_form_leaves_hidden_states_alone():
+    tokens = layouts()["right"] >= 0
+    close(run(PyramidInfer(20), new=0).logits[tokens], full_cache().logits[tokens])
+
+
+@pytest.mark.slow
+def test_generate():
+    prompts = [TOKENS[row, :length].tolist() for row, length in enumerate(LENGTHS)]
+    layers = []
+    options = {"transform": PAPER, "max_new_tokens": 6, "buckets": [WIDTH]}
+    result = kvjax.generate(model(), prompts, on_layer=layers.append, **options)
+    assert sorted(layers) == [0, 1, 2, 3]
+    positions = layouts()["right"]
+    steps = [positions[row].max() for row in range(3)]
+    logits = run(new=0).logits[np.arange(3), steps]
+    assert [row[0] for row in result.tokens] == logits.argmax(-1).tolist()
+
+
+def test_pass_on():
+    positions = jnp.array([[7, -1, 8, 9, -1], [0, 1, 2, 3, 4], [-1] * 5])
+    kept = jnp.array([[0, 3, 7, 9], [1, 4, -1, -1], [2, -1, -1, -1]])
+    x = 1.0 + jnp.arange(15.0).reshape(3, 5, 1)
+    going, left = pass_on(x, positions, kept)
+    assert left.tolist() == [[-1, -1, 7, 9], [-1, -1, 1, 4], [-1] * 4]
+    assert going[..., 0].tolist() == [[0, 0, 1, 4], [0, 0, 7, 10], [0] * 4]
+    back = states_at(going, left, positions)[..., 0]
+    assert back.tolist() == [[1, 0, 0, 4, 0], [0, 7, 0, 0, 10], [0] * 5]
+
+
+def test_more_room_than_tokens():
+    x, kept = jnp.ones((1, 2, 1)), jnp.array([[0, 1, 3, 4, -1]])
+    assert pass_on(x, jnp.array([[3, 4]]), kept)[1].tolist() == [[3, 4]]

@@ -1,0 +1,263 @@
+"""Compiles every kernel and the decode loop for GPUs that are not there: `make aot`.
+
+    python -m tests.gpu.compile_for_gpus [--devices h200 a100 l4] [--only TEXT] [--hlo DIR]
+
+XLA compiles for a device that it is given a description of (`tests/gpus`, facts of the devices).
+No GPU and no driver is needed, but the CUDA plugin of jax 0.11 or newer is, and so Python 3.12 or
+newer: `pip install "jax[cuda13]"`, several gigabytes. `JAX_PLATFORMS=cpu` is set here: the plugin
+would look for a driver otherwise. Where it does not find the libraries that were installed with
+it, set `LD_LIBRARY_PATH` to the `lib` folder of `nvidia/cu13` in `site-packages`.
+
+What is asked of each program:
+
+- It compiles: its shared memory fits the device.
+- Its kernel is in it.
+- Nothing beside the kernel makes an array as large as a store of keys or values, in any dtype: no
+  copy, no conversion, no decoded rows. Rows may be written into it in place.
+- Its temporary memory is below a third of what keys and values take when they are decoded; the
+  outputs of parts of the slots are in it.
+- A donated store comes out in its own memory.
+- The host has no part in it: no callbacks, no feeds, nothing that goes to host memory but the rows
+  that an offloaded cache moves there.
+
+Inner loops whose length is known on the device alone are counted (`inner loops`): where XLA runs
+them from the host, which is its default, it waits for such a loop's predicate, a byte, before each
+round. `XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE` lets it put a whole loop of steps into one
+graph, in which nothing waits (`--xla_dump_to` shows it: `thunk_sequence_after_thunk_passes`).
+
+Exit status: 0, 1 when something is not as asked, 2 when nothing can be compiled here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.base import tiles
+from tests.gpu.gpu_programs import GPUProgram, on_host, programs
+from tests.support.hlo_text import Program
+
+GPUS = Path(__file__).parent / "gpus"
+OLDEST_JAX = (0, 11)
+TEMPORARY = 0.33  # of the bytes of decoded keys and values: half of them are the keys
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+SHOWN = 200  # signs of a line of HLO
+
+
+class Device(NamedTuple):
+    """A device that is compiled for."""
+
+    name: str
+    kind: str
+    capability: tuple[int, int]
+    mesh: Mesh
+
+    def sharding(self, memory: str) -> NamedSharding:
+        """Where an array is."""
+        return NamedSharding(self.mesh, PartitionSpec(), memory_kind=memory)
+
+
+class Outcome(NamedTuple):
+    """What became of a program."""
+
+    faults: list[str]
+    seconds: float
+    temporary: int = 0
+    inner_loops: int = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compiles everything for every device."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu.compile_for_gpus", description=__doc__.splitlines()[0]
+    )
+    known = sorted(path.stem for path in GPUS.glob("*.txtpb"))
+    parser.add_argument("--devices", nargs="+", choices=known, default=known)
+    parser.add_argument("--only", default="", help="programs with this text in their names")
+    parser.add_argument("--hlo", type=Path, help="a folder for what was compiled, as text")
+    given = parser.parse_args(arguments)
+    if reason := cannot():
+        print(f"{parser.prog}: {reason}", file=sys.stderr)
+        return 2
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of a driver that is not used
+    jax.config.update("jax_platforms", "cpu")
+    count = failed = 0
+    for name in given.devices:
+        try:
+            device = describe(name)
+        except Exception as error:
+            print(f"{parser.prog}: the CUDA plugin cannot be used: {error}", file=sys.stderr)
+            return 2
+        with tiles_of(device) as generation:
+            print(f"{name}: {device.kind}, tiles of {generation}", flush=True)
+            for program in programs():
+                if given.only in program.name:
+                    outcome = check(device, program, given.hlo)
+                    report(device, program, outcome)
+                    count, failed = count + 1, failed + bool(outcome.faults)
+    print(f"{count} programs, {failed} not as they should be")
+    return 1 if failed or not count else 0
+
+
+def cannot() -> str | None:
+    """Why nothing can be compiled here."""
+    there = f"jax {jax.__version__} on Python {sys.version.split()[0]}"
+    if jax.__version_info__ < OLDEST_JAX:
+        there += ", which is too old"
+    elif not any(_installed(plugin) for plugin in PLUGINS):
+        there += " without a CUDA plugin"
+    else:
+        return None
+    return f"needs jax[cuda13] 0.11 or newer, on Python 3.12 or newer, and no GPU; got {there}"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def describe(name: str) -> Device:
+    """The device of a description."""
+    from jax.experimental import topologies
+
+    text = (GPUS / f"{name}.txtpb").read_text()
+    topology = topologies.get_topology_desc("", "cuda", target_config=text, topology="1x1x1")
+    device = topology.devices[0]
+    number = re.search(r"cuda_compute_capability \{ major: (\d+) minor: (\d+) \}", text)
+    capability = tuple(int(x) for x in number.groups())
+    mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
+    return Device(name, device.device_kind, capability, mesh)
+
+
+@contextlib.contextmanager
+def tiles_of(device: Device) -> Iterator[str]:
+    """The tile sizes of the device's generation: where there is no GPU, one is the default."""
+    before, tiles.DEFAULT = tiles.DEFAULT, tiles.generation(device.capability)
+    jax.clear_caches()  # what was traced knows the tiles of another
+    try:
+        yield tiles.DEFAULT
+    finally:
+        tiles.DEFAULT = before
+
+
+def check(device: Device, program: GPUProgram, folder: Path | None = None) -> Outcome:
+    """Compiles a program and asks of it what is to be asked."""
+    begin = time.perf_counter()
+    try:
+        compiled = compile_for(device, program)
+    except Exception as error:
+        reason = next((x for x in str(error).splitlines() if x.strip()), type(error).__name__)
+        return Outcome([f"does not compile: {reason[:SHOWN]}"], time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"\W+", "_", f"{device.name} {program.name}")
+        (folder / f"{name}.hlo").write_text(text)
+    hlo = Program(text)
+    faults = list(faults_of(program, hlo))
+    limit = TEMPORARY * program.decoded_bytes
+    if memory.temp_size_in_bytes > limit:
+        faults.append(
+            f"temporary memory: {megabytes(memory.temp_size_in_bytes)}, more than "
+            f"{megabytes(limit)}, {TEMPORARY:.0%} of what is decoded"
+        )
+    kept = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
+    if program.donated and kept < program.store_bytes:
+        faults.append(
+            f"donated: {megabytes(kept)} come out in their own memory, fewer than the "
+            f"{megabytes(program.store_bytes)} of the stores"
+        )
+    return Outcome(faults, seconds, memory.temp_size_in_bytes, len(hlo.waits()))
+
+
+def faults_of(program: GPUProgram, hlo: Program) -> Iterator[str]:
+    """What is not as asked in the text of a program."""
+    if not hlo.kernels(program.kernel):
+        yield f"no kernel {program.kernel} in it"
+    for line in hlo.copies(program.store_elements, program.kernel):
+        yield f"as large as a store: {line[:SHOWN]}"
+    copied, updated = hlo.to_host()
+    for line in copied if program.to_host else copied + updated:
+        yield f"to host memory: {line[:SHOWN]}"
+    for line in hlo.talks():
+        yield f"with the host: {line[:SHOWN]}"
+
+
+def compile_for(device: Device, program: GPUProgram):
+    """The compiled program."""
+    from jax.sharding import AbstractDevice, use_abstract_mesh
+
+    def place(x) -> NamedSharding:
+        return device.sharding("pinned_host" if on_host(x) else "device")
+
+    placed = jax.tree.map(place, program.args)
+    out = jax.eval_shape(program.function, *program.args)
+    out_placed = jax.tree.map(lambda x: place(jax.typeof(x)), out)
+    jitted = jax.jit(
+        program.function, donate_argnums=(0,) if program.donated else (), keep_unused=True,
+        in_shardings=placed, out_shardings=out_placed,
+    )  # fmt: skip
+    abstract = AbstractDevice(device_kind=device.kind, num_cores=None, platform="cuda")
+    with use_abstract_mesh(device.mesh.abstract_mesh.update(abstract_device=abstract)):
+        lowered = jitted.lower(*program.args)
+    set_memory_kinds(lowered, jax.tree.leaves(program.args))
+    return lowered.compile()
+
+
+def set_memory_kinds(lowered, args: Sequence) -> None:
+    """Writes into a module where its arguments are.
+
+    JAX leaves that out for a device that is described only: it does not know its memories. (For the
+    same reason it leaves out copies to the device in a program that has none to the host.)
+    """
+    if not any(on_host(x) for x in args):
+        return
+    module = lowered.compiler_ir()
+    from jax._src.lib.mlir import ir
+
+    with module.context:
+        main = next(x for x in module.body.operations if "main" in str(x.attributes["sym_name"]))
+        attributes = []
+        for x, given in zip(args, main.arg_attrs, strict=True):
+            kinds = {name.name: name.attr for name in given}
+            kind = "pinned_host" if on_host(x) else "device"
+            kinds["mhlo.memory_kind"] = ir.StringAttr.get(kind)
+            attributes.append(ir.DictAttr.get(kinds))
+        main.arg_attrs = ir.ArrayAttr.get(attributes)
+
+
+def report(device: Device, program: GPUProgram, outcome: Outcome) -> None:
+    """One line, and one for each fault."""
+    loops = f", inner loops {outcome.inner_loops}" if outcome.inner_loops else ""
+    print(
+        f"{'FAIL' if outcome.faults else 'ok  '} {device.name:5} {program.name:60} "
+        f"{outcome.seconds:5.1f} s, temporary {megabytes(outcome.temporary)} of "
+        f"{megabytes(program.store_bytes)}{loops}",
+        flush=True,
+    )
+    for fault in outcome.faults:
+        print(f"       {fault}", flush=True)
+
+
+def megabytes(count: float) -> str:
+    """A number of bytes, to be read."""
+    return f"{count / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""The kernels of decode and gather attention: interpreted, lowered for CUDA, and run on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+
+from pallas_kernels import ResidentRows, decode_attention, gather_attention
+from pallas_kernels.base import dispatch
+from tests.support.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
+from tests.support.lowering import KERNEL, lower_for_cuda
+from tests.support.tolerances import close
+
+stored_module = importlib.import_module("pallas_kernels.attention.call")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    use_small_tiles(monkeypatch)
+
+
+SHAPES = [
+    Shape(group=1),
+    Shape(group=2, dim=80, dtype="bfloat16"),
+    Shape(group=3, dim=96, tokens=5, options={"window": 6}),
+    Shape(group=4, dim=128, dtype="bfloat16", options={"window": 9, "soft_cap": 1.7}),
+    Shape(group=7, dim=96, dtype="float16", options={"soft_cap": 0.9}),
+    Shape(group=16, dim=128),
+    Shape(group=16, dim=8, tokens=5, dtype="bfloat16"),  # more query rows than one program takes
+]
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode(shape, implementation, small_tiles):
+    case = Case(shape)
+    actual = run(decode_attention, case.args, **case.options, implementation=implementation)
+    check(case, actual, case.expected())
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_decode_with_lengths_and_without_probabilities(implementation, small_tiles):
+    case = Case(Shape(group=2))
+    call = functools.partial(decode_attention, used=case.used)
+    options = {**case.options, "implementation": implementation, "probabilities": False}
+    out, lse, p = run(call, case.args, **options)
+    assert p is None
+    # More than there are slots: none of those is live either.
+    beyond = functools.partial(decode_attention, used=jnp.full((2, 2), SLOTS + 20, jnp.int32))
+    again, _, _ = run(beyond, case.args, **options)
+    close(again, out, "exact")
+    expected = case.expected()
+    close(out, expected[0])
+    close(lse, expected[1])
+
+
+def test_lengths_are_where_reading_ends(small_tiles):
+    """Two slots more in every head would be seen by anybody who looked there."""
+    case = Case(Shape(group=1))
+    fewer = jnp.maximum(case.used - 2, 0)
+    call = functools.partial(decode_attention, used=fewer)
+    options = {**case.options, "implementation": "interpret", "probabilities": False}
+    out, _, _ = run(call, case.args, **options)
+    case.bias = jnp.where(jnp.arange(SLOTS)[None, None] < fewer[..., None], case.bias, -jnp.inf)
+    close(out, case.expected()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "expected"),
+    [({}, 0, [2, 8]), ({"window": 3}, 0, [3, 5]), ({}, 1, [8, 0]), ({"window": 3}, 1, [8, 0])],
+    ids=str,
+)
+def test_reading_begins_and_ends_with_what_is_seen(options, row, expected):
+    """Row 0 has a query at 7 and padding, which must not widen the window; row 1 padding alone."""
+    position = jnp.array([[[-1, 8, 4, 7, 5, 2, 3, 0]]] * 2)
+    query = jnp.array([[7, -1], [-1, -1]])
+    found = stored_module._range(jnp.zeros((2, 1, 8)), query, position, options.get("window"))
+    assert [int(x[row, 0]) for x in found] == expected
+
+
+@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+@pytest.mark.parametrize(
+    ("shape", "per_query_head"),
+    [
+        (Shape(group=2, dim=80), False),
+        (Shape(group=3, dim=96, dtype="bfloat16", options={"window": 20}), True),
+    ],
+    ids=str,
+)
+def test_gather(shape, per_query_head, implementation, small_tiles):
+    case, rng = Case(shape), np.random.default_rng(5)
+    case.k, case.v = (clean(x) if implementation == "xla" else x for x in (case.k, case.v))
+    lists = 2 * (shape.group if per_query_head else 1)
+    index = rng.integers(-1, SLOTS, size=(2, lists, 37))
+    index[0, 0, 20:], index[0, -1] = -1, -1
+    check(case, gather(case, index, implementation), case.expected(index))
+
+
+@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_gather_takes_from_the_store_what_is_not_resident(memory, implementation, small_tiles):
+    case, rng = Case(Shape(group=2, dim=80)), np.random.default_rng(5)
+    index = rng.integers(-1, SLOTS, size=(2, 2, 37))
+    held = rng.random(index.shape) < 0.5
+    at = np.maximum(index, 0)[..., None]
+    near = [np.take_along_axis(np.asarray(x), at, 2) for x in (case.k, case.v)]
+    near = [clean(jnp.where(held[..., None], x, 7.0)) for x in near]
+    # What is resident is not looked for in the store.
+    used = jax.vmap(jax.vmap(lambda i, n: jnp.zeros(SLOTS, bool).at[i].max(n)))
+    missing = used(np.maximum(index, 0), (index >= 0) & ~held)
+    stores = [jnp.where(missing[..., None], clean(x), jnp.nan) for x in (case.k, case.v)]
+    if implementation == "xla":  # which multiplies what is in slot 0, and in free slots, by 0
+        stores = [clean(x) for x in stores]
+    stores = [jax.device_put(x, x.sharding.with_memory_kind(memory)) for x in stores]
+
+    def call(q, k, v, index, bias, query, position, resident, **options):
+        return gather_attention(q, k, v, index, bias, query, position, resident=resident, **options)
+
+    resident = ResidentRows(*near, jnp.asarray(held))
+    args = (case.q, *stores, jnp.asarray(index, jnp.int32), *case.args[3:], resident)
+    actual = run(call, args, **case.options, implementation=implementation)
+    check(case, actual, case.expected(index))
+
+
+def clean(x):
+    return jnp.nan_to_num(x)
+
+
+def gather(case, index, implementation):
+    q = case.q.reshape(2, index.shape[1], -1, *case.q.shape[3:])
+    args = (q, case.k, case.v, jnp.asarray(index, jnp.int32), *case.args[3:])
+    return run(gather_attention, args, **case.options, implementation=implementation)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(-1, SLOTS - 1), min_size=18, max_size=18))
+def test_gather_of_any_list(entries):
+    case = Case(Shape(group=1, dim=8))
+    index = np.reshape([*entries, *entries[::-1]], (2, 2, 9))
+    q = case.q.reshape(2, 2, 1, 1, 8)
+    args = (q, case.k, case.v, jnp.asarray(index, jnp.int32), *case.args[3:])
+    check(case, _any_list(*args), case.expected(index))
+
+
+@jax.jit
+def _any_list(*args):
+    return gather_attention(*args, scale=0.3, implementation="interpret")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("group", "dim", "tokens"), [(1, 64, 1), (4, 128, 1), (7, 80, 3), (16, 96, 5)]
+)
+def test_kernels_lower_for_cuda_and_take_the_store_as_it_is(group, dim, tokens, dtype):
+    heads = 8
+    slots = 4_200_001 if dtype == "bfloat16" else 4099  # where offsets need 64 bits, and where not
+    struct = jax.ShapeDtypeStruct
+    store = struct((2, heads, slots, dim), dtype)
+    bias, position = (struct((2, heads, slots), x) for x in (jnp.float32, jnp.int32))
+    query, index = struct((2, tokens), jnp.int32), struct((2, heads * group, 1000), jnp.int32)
+    kind = {"scale": 0.1, "window": 100, "soft_cap": 3.0, "implementation": "pallas"}
+    grouped = struct((2, heads, group, tokens, dim), dtype)
+    decode = (decode_attention, (grouped, store, store, bias, query, position))
+    q = struct((2, heads * group, 1, tokens, dim), dtype)
+    listed = (gather_attention, (q, store, store, index, bias, query, position))
+    for operation, args in (decode, listed):
+        text = lower_for_cuda(functools.partial(operation, **kind), *args)
+        assert text.count(KERNEL) == 2, "the kernel and the one that joins its parts"
+        taken = re.findall(rf".*tensor<2x{heads}x{slots}x{dim}x.*", text)
+        others = [line for line in taken if KERNEL not in line and "func.func" not in line]
+        assert len(taken) > len(others) == 0, others
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"),
+    [(None, "xla"), ((7, 5), "xla"), ((8, 0), "pallas"), ((9, 0), "pallas")],
+)
+def test_none_takes_the_kernel_where_it_can_run(monkeypatch, capability, chosen):
+    monkeypatch.setattr(dispatch, "gpu_capability", lambda: capability)
+    assert dispatch.choose_implementation(None) == chosen
+    assert dispatch.choose_implementation("xla") == "xla"
+    assert dispatch.choose_implementation("interpret") == "interpret"
+    if capability == (7, 5):
+        with pytest.raises(ValueError, match=r"8\.0 or newer, got 7\.5"):
+            dispatch.choose_implementation("pallas")
+    else:
+        assert dispatch.choose_implementation("pallas") == "pallas"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slots", "fits"),
+    [("int8", 2**21, False), ("int8", 2**21 - 1, True), ("int8", 2**22 + 1, True),
+     ("uint8", 2**22, False), ("bfloat16", 2**21, True), ("bfloat16", 2**24, True)],
+)  # fmt: skip
+def test_bytes_that_32_bits_with_a_sign_cannot_count(monkeypatch, dtype, slots, fits):
+    monkeypatch.setattr(dispatch, "gpu_capability", lambda: (9, 0))
+    shape = 1, 8, slots, 128
+    assert chosen_for(None, shape, dtype) == ("pallas" if fits else "xla")
+    assert chosen_for("interpret", shape, dtype) == "interpret"
+    if fits:
+        assert chosen_for("pallas", shape, dtype) == "pallas"
+    else:
+        with pytest.raises(ValueError, match=r"2 to 4 GiB .* got shape \(1, 8, \d+, 128\)"):
+            chosen_for("pallas", shape, dtype)
+
+
+def chosen_for(implementation, shape, dtype="float32"):
+    """What is chosen where an operation is traced with an array that need not be there."""
+    found = []
+
+    def operation(x):
+        found.append(dispatch.choose_implementation(implementation, None, x))
+
+    jax.jit(operation).trace(jax.ShapeDtypeStruct(shape, dtype))
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "version", ["PJRT C API\ncuda 13000", "cuda 12090", "PJRT C API\nrocm 60000"]
+)
+def test_only_a_cuda_gpu_has_a_capability(monkeypatch, version):
+    client = SimpleNamespace(platform_version=version)
+    device = SimpleNamespace(platform="gpu", client=client, compute_capability="8.9", core_count=58)
+    monkeypatch.setattr(dispatch, "default_device", lambda: device)
+    assert dispatch.gpu_capability() == ((8, 9) if "cuda" in version else None)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_found_and_its_kernels_are_taken():
+    assert dispatch.gpu_capability() >= dispatch.OLDEST_GPU
+    assert dispatch.choose_implementation(None, jnp.zeros(3)) == "pallas"
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "chosen"),
+    [(1, "Auto", "pallas"), (2, "Auto", "xla"), (2, "Explicit", "xla"), (2, "Manual", "pallas")],
+)
+def test_arrays_of_several_devices_are_left_to_xla(monkeypatch, size, kind, chosen):
+    monkeypatch.setattr(dispatch, "gpu_capability", lambda: (9, 0))
+    mesh = AbstractMesh((size,), ("x",), axis_types=(getattr(AxisType, kind),))
+    with use_abstract_mesh(mesh):
+        assert chosen_for(None, (2,)) == chosen
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel runs there")
+def test_a_named_kernel_does_not_fall_back():
+    case = Case(Shape())
+    with pytest.raises(ValueError, match="interpret"):
+        jax.block_until_ready(decode_attention(*case.args, scale=1.0, implementation="pallas"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": (2, 2, 45, 32)}, r"k must have shape \(2, 2, 45, 64\), got \(2, 2, 45, 32\)"),
+        ({"k": (2, 3, 45, 64)}, "multiple of the 3 heads of k, got 2"),
+        ({"query_position": (2, 3)}, r"\(2, 1\), got \(2, 3\)"),
+        ({"index": (2, 4, 3)}, r"\(2, 2\), got \(2, 4, 3\)"),
+        ({"resident": (2, 2, 4)}, r"resident.k must have shape \(2, 2, 3, 64\), got \(2, 2, 4,"),
+        ({"implementation": "cuda"}, r"\('xla', 'pallas', 'interpret'\), got 'cuda'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_arguments_are_refused(changes, message):
+    case = Case(Shape())
+    names = ("q", "k", "v", "bias", "query_position", "key_position")
+    given = dict(zip(names, case.args, strict=True)) | {"index": jnp.zeros((2, 2, 3), jnp.int32)}
+    shaped = {n: jnp.zeros(s, given[n].dtype) for n, s in changes.items() if n in given}
+    if "resident" in changes:
+        rows = jnp.zeros((*changes["resident"], 64))
+        shaped["resident"] = ResidentRows(rows, rows, jnp.zeros((2, 2, 3), bool))
+    with pytest.raises(ValueError, match=message):
+        gather_attention(**{**given, **changes, **shaped}, scale=1.0)
+
+
+def test_a_used_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"used must be \[B, H\] = \(2, 2\), got \(2,\)"):
+        decode_attention(*Case(Shape()).args, scale=1.0, used=jnp.zeros(2, jnp.int32))

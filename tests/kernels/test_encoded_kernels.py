@@ -1,0 +1,340 @@
+"""The kernels of quantised and codebook attention: interpreted, lowered, and run on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    Encoded,
+    References,
+    Turn,
+    codebook_attention,
+    quantise_groups,
+    quantise_slots,
+    quantized_attention,
+)
+from pallas_kernels.attention.call import join_attention, stored_attention
+from pallas_kernels.attention.forms import dense_rows, quantized_rows
+from pallas_kernels.attention.rotation import cos_sin_of_turns, fixed_point, turns_of
+from tests.references import quantised
+from tests.references.rope import inverse_frequencies, rope
+from tests.support.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
+from tests.support.lowering import KERNEL, lower_for_cuda
+from tests.support.tolerances import close
+
+ENTRIES = 40  # of a book
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    use_small_tiles(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How keys and values are stored."""
+
+    name: str  # "int8", "float8", "4 bits" or "codebook"
+    group: int = 1
+    axis: str = "token"
+    magnitude: bool = True
+
+    def __str__(self):
+        return " ".join([self.name, *([f"{self.axis}{self.group}"] if self.group > 1 else [])])
+
+    def encode(self, x, free, axis="token"):
+        """What is stored, with garbage where a slot is free, and what it means in float64."""
+        x = jnp.nan_to_num(x)
+        if self.name == "codebook":
+            return self.refer(x, free)
+        if self.name == "4 bits":
+            group = self.group if axis == self.axis else 16
+            stored = Encoded(*quantise_groups(x, group, axis))
+            own = [np.asarray(part, np.float64) for part in (stored.scale, stored.low)]
+            q = quantised.unpack(np.asarray(stored.values))
+            decoded = quantised.dequantise_4bit(q, own[1], own[0], group, axis)
+        else:
+            dtype = {"int8": "int8", "float8": "float8_e4m3fn"}[self.name]
+            stored = Encoded(*quantise_slots(x, jnp.dtype(dtype)))
+            q = stored.values
+            if self.name == "float8":
+                q = jax.lax.bitcast_convert_type(q, jnp.float8_e4m3fn)
+            decoded = np.asarray(q, np.float64) * np.asarray(stored.scale, np.float64)[..., None]
+        return self.spoil(stored, free, axis), decoded
+
+    def spoil(self, stored, free, axis):
+        """NaN in what a free slot has for itself alone."""
+        if axis == "channel":  # groups that hold no token at all
+            lone = free.reshape(*free.shape[:2], -1, self.group).all(-1)[..., None]
+        else:
+            lone = free if stored.scale.ndim == 3 else free[..., None]
+        bad = [None if x is None else jnp.where(lone, jnp.nan, x).astype(x.dtype)
+               for x in stored[1:]]  # fmt: skip
+        return Encoded(stored.values, *bad)
+
+    def refer(self, x, free):
+        rng = np.random.default_rng(7)
+        entries = jnp.asarray(rng.normal(size=(len(x), 1, ENTRIES, x.shape[3])), x.dtype)
+        index = rng.integers(0, ENTRIES - 1, size=free.shape)
+        entries = entries.at[:, :, -1].set(jnp.nan)  # the last entry is that of free slots
+        index = jnp.asarray(np.where(free, ENTRIES - 1, index), jnp.uint16)
+        magnitude = None
+        if self.magnitude:
+            magnitude = jnp.asarray(rng.uniform(0.5, 2, size=free.shape), x.dtype)
+            magnitude = jnp.where(free, jnp.nan, magnitude)
+        pairs = zip(np.asarray(entries, np.float64), np.asarray(index, int), strict=True)
+        own = np.stack([rows[0][at] for rows, at in pairs])
+        if magnitude is not None:
+            own = own * np.asarray(magnitude, np.float64)[..., None]
+        return References(entries, index, magnitude), own
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How keys are turned on the way."""
+
+    pairs: int
+    interleaved: bool = False
+    factor: float = 1.0
+    ranks: bool = False  # turned elsewhere than at the position
+
+    def turn(self, position):
+        at = jnp.flip(position, axis=2) if self.ranks else position
+        frequencies = jnp.asarray(inverse_frequencies(2 * self.pairs, 100.0), jnp.float32)[None]
+        return Turn(frequencies, at, self.interleaved, self.factor)
+
+    def rotate(self, rows, turn):
+        """Float64 rows `[B, H, S, D]`, turned one by one."""
+        order = np.arange(rows.shape[-1])
+        if self.interleaved:
+            inside = order[: 2 * self.pairs].reshape(-1, 2).T.reshape(-1)
+            order = np.concatenate([inside, order[2 * self.pairs :]])
+        out = np.empty_like(rows)
+        for b, h in np.ndindex(rows.shape[:2]):
+            own = rows[b, h][:, order], np.asarray(turn.position)[b, h]
+            out[b, h][:, order] = rope(*own, np.asarray(turn.inv_freq, np.float64)[0], self.factor)
+        return out
+
+
+class EncodedCase(Case):
+    """A case whose keys and values are stored in another form."""
+
+    def __init__(self, shape: Shape, form: Form, rotation: Rope | None):
+        super().__init__(shape)
+        if rotation is not None:  # a live slot's position is turned at, whatever stands in others
+            self.position = jnp.where(self.free, jnp.minimum(self.position, 0), self.position)
+        self.form = form
+        self.k_stored, k = form.encode(self.k, self.free, form.axis)
+        self.v_stored, v = form.encode(self.v, self.free)
+        self.turn = None if rotation is None else rotation.turn(self.position)
+        if rotation is not None:
+            k = rotation.rotate(np.where(self.free[..., None], 0, k), self.turn)
+        self.rows = k, v
+
+    def attention(self, implementation):
+        if self.form.name == "codebook":
+            operation = codebook_attention
+        else:
+            operation = functools.partial(quantized_attention, key_axis=self.form.axis)
+        turned_elsewhere = self.turn is not None and self.turn.position is not self.position
+
+        def call(q, k, v, bias, query, position, other, **options):
+            turn = self.turn
+            if turn is not None:
+                turn = turn._replace(position=other if turned_elsewhere else position)
+            return operation(q, k, v, bias, query, position, turn=turn, **options)
+
+        other = self.turn.position if turned_elsewhere else None
+        args = (self.q, self.k_stored, self.v_stored, *self.args[3:], other)
+        return run(call, args, **self.options, implementation=implementation)
+
+
+CASES = [
+    (Form("int8"), Shape(group=1), None),
+    (Form("int8"), Shape(group=4, dim=128, dtype="bfloat16"), Rope(64)),
+    (Form("int8"), Shape(group=7, dim=96, dtype="float16", options={"soft_cap": 2.0}), None),
+    (Form("float8"), Shape(group=2, dim=80, tokens=3, options={"window": 9}), None),
+    (Form("float8"), Shape(group=16, dim=64, dtype="bfloat16"), None),
+    (Form("4 bits", 32), Shape(group=4, dim=128, dtype="bfloat16"), None),
+    (Form("4 bits", 32), Shape(group=3, dim=96, tokens=5, options={"window": 6}), None),
+    (Form("4 bits", 16), Shape(group=2, dim=80), Rope(20, interleaved=True)),
+    (Form("4 bits", 5), Shape(group=2, dim=80), Rope(20, interleaved=True)),
+    (Form("4 bits", 15, "channel"), Shape(group=2, dim=80, dtype="float16"), None),
+    (Form("4 bits", 9, "channel"), Shape(group=4, dim=64), Rope(32, ranks=True)),
+    (Form("codebook"), Shape(group=1), None),
+    (Form("codebook"), Shape(group=4, dim=128, dtype="bfloat16"), Rope(64)),
+    (Form("codebook", magnitude=False), Shape(group=16, dim=96), Rope(48, factor=1.2)),
+    (Form("codebook"), Shape(group=2, dim=80, tokens=3), Rope(16, interleaved=True, ranks=True)),
+]
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(("form", "shape", "rotation"), CASES, ids=str)
+def test_attention_over_what_is_stored(form, shape, rotation, implementation):
+    case = EncodedCase(shape, form, rotation)
+    check(case, case.attention(implementation), case.expected(rows=case.rows))
+
+
+@pytest.mark.parametrize("number", [1, 3, 6, 10, 13, 14])
+def test_the_reference_is_the_same_function(number):
+    form, shape, rotation = CASES[number]
+    case = EncodedCase(shape, form, rotation)
+    clean = functools.partial(jax.tree.map, jnp.nan_to_num)
+    case.k_stored, case.v_stored = clean(case.k_stored), clean(case.v_stored)
+    check(case, case.attention("xla"), case.expected(rows=case.rows))
+
+
+def test_lengths_and_no_probabilities():
+    case = EncodedCase(Shape(group=2), Form("int8"), None)
+    own = functools.partial(quantized_attention, used=case.used)
+    args = case.q, case.k_stored, case.v_stored, *case.args[3:]
+    options = {**case.options, "implementation": "interpret", "probabilities": False}
+    out, lse, p = run(own, args, **options)
+    expected = case.expected(rows=case.rows)
+    assert p is None
+    close(out, expected[0])
+    close(lse, expected[1])
+
+
+def test_rows_may_stand_elsewhere_than_their_slots():
+    """Slots from 21 on in an array of their own, those before shifted; two calls that join."""
+    case, start = Case(Shape(group=2)), 21
+    encoded, k = Form("4 bits", 16).encode(case.k, case.free)
+    k[:, :, start:] = np.asarray(case.k, np.float64)[:, :, start:]
+    body = Encoded(*(jnp.pad(x, ((0, 0), (0, 0), (3, 0), (0, 0))) for x in encoded))
+
+    @jax.jit
+    def joined(q, body, tail, v, bias, query, position):
+        first = jnp.full((2, 2), start, jnp.int32)
+        kind = {
+            **case.options, "window": None, "soft_cap": None, "interpret": True,
+            "dtype": jnp.float32, "probabilities": True,
+        }  # fmt: skip
+        rest = dense_rows(v), bias, query, position
+        keys = quantized_rows(body, jnp.float32, offset=jnp.int32(3))
+        old = stored_attention("quantized_attention", q, keys, *rest, end=first, **kind)
+        keys = dense_rows(tail, jnp.int32(-start))
+        new = stored_attention("quantized_attention", q, keys, *rest, first=first, **kind)
+        out, lse, weights = join_attention([old[:2], new[:2]])
+        parts = zip(weights, (old[2], new[2]), strict=True)
+        return out, lse, sum(w[..., None] * p for w, p in parts)
+
+    actual = joined(case.q, body, case.k[:, :, start:], case.v, *case.args[3:])
+    check(case, actual, case.expected(rows=(k, np.asarray(case.v, np.float64))))
+
+
+def test_cosines_and_sines_of_turns():
+    """As exact as 32 bits of a turn allow: those of each position count as often as it says."""
+    position = np.array([0, 1, 2, 3, 1000, 4097, 131_071], np.int32)
+    frequency = jnp.asarray([*inverse_frequencies(16), *inverse_frequencies(128, 5e5), 6.28])
+    fixed = fixed_point(frequency[None].astype(jnp.float32))[0]
+    turns = turns_of(jnp.asarray(position)[:, None] * fixed[None])
+    cos, sin = cos_sin_of_turns(turns, 1.5)
+    angle = position[:, None].astype(np.float64) * np.asarray(frequency, np.float64)
+    bound = 1.5 * (2 * np.pi * position[:, None] * 2.0**-33 + 5e-7)
+    for actual, expected in ((cos, np.cos(angle)), (sin, np.sin(angle))):
+        assert (np.abs(np.asarray(actual, np.float64) - 1.5 * expected) <= bound).all()
+
+
+def test_small_values_survive_float16():
+    """A scale of 1e-6 times a probability is less than float16 knows."""
+    case = Case(Shape(dtype="float16", group=2))
+    case.v = (case.v.astype(jnp.float32) * 1e-4).astype(jnp.float16)
+    form = Form("int8")
+    (k, k_rows), (v, v_rows) = (form.encode(x, case.free) for x in (case.k, case.v))
+    args = case.q, k, v, *case.args[3:]
+    out, _, _ = run(quantized_attention, args, **case.options, implementation="interpret")
+    expected = case.expected(rows=(k_rows, v_rows))[0]
+    error = np.abs(np.asarray(out, np.float64) - expected).max()
+    assert error < 0.01 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("form", ["int8", "float8", "token", "channel", "codebook"])
+def test_kernels_lower_for_cuda_without_a_decoded_copy(form, dtype):
+    batch, heads, group, slots, dim = 2, 8, 4, 4096, 128
+    struct = jax.ShapeDtypeStruct
+    q = struct((batch, heads, group, 1, dim), dtype)
+    bias = struct((batch, heads, slots), jnp.float32)
+    position, query = struct(bias.shape, jnp.int32), struct((batch, 1), jnp.int32)
+    frequencies = struct((1, dim // 2), jnp.float32)
+    operation = quantized_attention
+    if form == "codebook":
+        operation, axis = codebook_attention, {}
+        entries = struct((batch, 1, 1000, dim), dtype)
+        k = v = References(entries, struct(bias.shape, jnp.uint16), struct(bias.shape, dtype))
+    elif form in ("token", "channel"):
+        axis = {"key_axis": form}
+        k, v = (
+            Encoded(*jax.eval_shape(functools.partial(quantise_groups, group=32, axis=a),
+                                    struct((*bias.shape, dim), dtype)))
+            for a in (form, "token")
+        )  # fmt: skip
+    else:
+        axis = {}
+        values = struct((*bias.shape, dim), jnp.int8 if form == "int8" else jnp.uint8)
+        k = v = Encoded(values, bias)
+
+    def call(q, k, v, bias, query, position, frequencies):
+        turn = Turn(frequencies, position)
+        return operation(
+            q, k, v, bias, query, position, turn=turn, scale=0.1, soft_cap=3.0,
+            implementation="pallas", **axis,
+        )  # fmt: skip
+
+    text = lower_for_cuda(call, q, k, v, bias, query, position, frequencies)
+    assert text.count(KERNEL) == 2, "the kernel and the one that joins its parts"
+    assert f"x{slots}x{dim}x{'f32' if dtype == 'float32' else dtype[0]}" not in text
+    size = "x".join(str(n) for n in k[0].shape)
+    lines = [line for line in text.splitlines() if f"tensor<{size}x" in line]
+    others = [line for line in lines if KERNEL not in line and "func.func" not in line]
+    assert len(lines) > len(others) == 0, others
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": 32}, r"k.values must have shape \(2, 2, 45, 64\), got \(2, 2, 45, 32\)"),
+        ({"bias": (2, 2, 44)}, r"k.values must have shape \(2, 2, 44, 64\)"),
+        ({"query": (2, 3)}, r"query_position must have shape \(2, 1\), got \(2, 3\)"),
+        ({"used": (2,)}, r"used must be \[B, H\] = \(2, 2\), got \(2,\)"),
+        ({"implementation": "triton"}, r"\('xla', 'pallas', 'interpret'\), got 'triton'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_arguments_of_quantised_attention(change, message):
+    case = Case(Shape())
+    k, v = (Encoded(*quantise_slots(jnp.nan_to_num(x))) for x in (case.k, case.v))
+    if "k" in change:
+        k = k._replace(values=k.values[..., :32])
+    bias = jnp.zeros(change.get("bias", (2, 2, SLOTS)))
+    query = jnp.zeros(change.get("query", (2, 1)), jnp.int32)
+    used = jnp.zeros(change["used"], jnp.int32) if "used" in change else None
+    with pytest.raises(ValueError, match=message):
+        quantized_attention(
+            case.q, k, v, bias, query, case.position, scale=1.0, used=used,
+            implementation=change.get("implementation"),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "shape", "message"),
+    [
+        ("entries", (2, 2, 9, 64), r"k.entries must be \[B, 1, E, D\]"),
+        ("entries", (2, 1, 9, 32), r"k.entries must be \[B, 1, E, D\]"),
+        ("index", (2, 2, 44), r"k.index must have the shape of bias, \(2, 2, 45\), got \(2, 2, 4"),
+        ("magnitude", (2, 2, 44), "k.magnitude must have the shape of bias"),
+    ],
+)
+def test_bad_arguments_of_codebook_attention(part, shape, message):
+    case = Case(Shape())
+    v = References(jnp.zeros((2, 1, 9, 64)), jnp.zeros((2, 2, SLOTS), jnp.uint16))
+    k = v._replace(**{part: jnp.zeros(shape, jnp.uint16 if part == "index" else jnp.float32)})
+    with pytest.raises(ValueError, match=message):
+        codebook_attention(case.q, k, v, *case.args[3:], scale=1.0)

@@ -1,0 +1,210 @@
+"""The greedy cover of `pallas_kernels` against its reference, entry by entry."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import greedy_cover, nearest_entries
+from pallas_kernels.grouping.nearest_entries import directions
+from tests.references import codebook as reference
+
+# The package has a function of that name.
+module = importlib.import_module("pallas_kernels.grouping.greedy_cover")
+run = functools.partial(jax.jit, static_argnames=("theta", "capacity"))
+cover_of = run(greedy_cover)
+
+
+def around(count: int, dim: int = 8, seed: int = 0, centers: int = 6) -> np.ndarray:
+    """Float32 vectors of any length around a few directions, some further from it than others."""
+    rng = np.random.default_rng(seed)
+    middle = rng.normal(size=(centers, dim))
+    vectors = middle[rng.integers(centers, size=count)] + 0.2 * rng.normal(size=(count, dim))
+    return (vectors * rng.uniform(0.2, 3.0, size=(count, 1))).astype(np.float32)
+
+
+def check_margin(vectors: np.ndarray, theta: float) -> None:
+    """Fails where float32 might draw other edges; then another seed has to be taken."""
+    cosine = reference.cosines(vectors, vectors)
+    np.fill_diagonal(cosine, -1)
+    assert np.abs(cosine - theta).min() > 2e-6, "near threshold: change the seed"
+
+
+def check(vectors, members, weights, theta, capacity, cover=cover_of):
+    """vectors [B, N, D], members and weights [B, N]."""
+    got = cover(vectors, members, weights, theta=theta, capacity=capacity)
+    for row, (x, inside, weight) in enumerate(zip(vectors, members, weights, strict=True)):
+        x = np.where(inside[:, None], x, 0)
+        check_margin(x[np.abs(x).sum(1) > 0], theta)
+        expected = reference.greedy_cover(x, theta, weight, capacity)
+        count = int(got.count[row])
+        assert got.centers[row, :count].tolist() == expected.centers
+        assert (np.asarray(got.centers[row, count:]) == len(x)).all()
+        np.testing.assert_array_equal(got.index[row], expected.index)
+        assert int(got.overflow[row]) == expected.overflow
+    return got
+
+
+@pytest.mark.parametrize("theta", [0.5, 0.9, 0.97])
+@pytest.mark.parametrize("capacity", [2, 17, 90])
+def test_cover(theta, capacity):
+    """Rows with members and others, zeros, and weights."""
+    vectors = np.stack([around(90, seed=s) for s in (0, 1)])
+    vectors[0, 3] = vectors[1, 80] = 0
+    rng = np.random.default_rng(0)
+    weights = rng.integers(1, 4, size=(2, 90)).astype(np.int32)
+    members = rng.random((2, 90)) < [[1.0], [0.7]]
+    got = check(vectors, members, weights, theta, capacity)
+    assert capacity > 2 or int(got.overflow[0]) > 0
+
+
+@pytest.fixture
+def cover_with(monkeypatch):
+    """`greedy_cover` with other constants: small tiles make many of few vectors."""
+
+    def compiled(**constants):
+        for name, value in constants.items():
+            monkeypatch.setattr(module, name, value)
+        # A function of its own: a shared one is traced once for all constants.
+        return run(lambda *args, **kwargs: greedy_cover(*args, **kwargs))
+
+    return compiled
+
+
+@pytest.mark.parametrize("few", [1, 5, 32])
+@pytest.mark.parametrize("capacity", [9, 300])
+def test_many_tiles(cover_with, few, capacity):
+    """Groups across tiles, large and small gains; who is no member may hold anything."""
+    cover = cover_with(COSINES=64**2, PIVOTS=8, FEW=few)
+    vectors = np.stack([around(290, seed=s, centers=c) for s, c in ((2, 6), (5, 60))])
+    rng = np.random.default_rng(0)
+    weights = rng.integers(1, 4, size=(2, 290)).astype(np.int32)
+    members = rng.random((2, 290)) < [[1.0], [0.8]]
+    vectors[0, 7] = 0
+    expected = check(vectors, members, weights, 0.97, capacity, cover)
+    assert (np.asarray(expected.overflow) > 0).any() == (capacity == 9)
+
+    unknown = np.where(members[..., None], vectors, np.nan)
+    got = cover(unknown, members, weights, theta=0.97, capacity=capacity)
+    np.testing.assert_array_equal(got.index, expected.index)
+    np.testing.assert_array_equal(got.centers, expected.centers)
+
+
+@pytest.mark.parametrize("theta", [0.3, pytest.param(0.99, marks=pytest.mark.slow)])
+def test_strips_that_are_left_out_hold_no_edge(cover_with, theta):
+    vectors = around(400, dim=16, seed=1, centers=20)[None]
+    ones = np.ones((1, 400), np.int32)
+    some = check(vectors, ones > 0, ones, theta, 400, cover_with(COSINES=64**2, PIVOTS=16))
+    everything = cover_with(COSINES=64**2, PIVOTS=16, MARGIN=3.0)
+    every = everything(vectors, ones > 0, ones, theta=theta, capacity=400)
+    np.testing.assert_array_equal(some.index, every.index)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 16, 128])
+def test_products_of_sketches_bound_cosines(dim):
+    """Also where a sketch's rest is next to nothing."""
+    flat = around(100, dim) * np.where(np.arange(dim) < 3, 1, 1e-4).astype(np.float32)
+    for vectors in (around(100, dim), flat):
+        units = directions(jnp.asarray(vectors))[0]
+        sketch = np.asarray(module._sketch(units), np.float64)
+        assert sketch.shape[1] == max(dim // 4, 1)
+        assert (sketch @ sketch.T - reference.cosines(vectors, vectors)).min() > -1e-5
+
+
+@pytest.mark.parametrize("few", [1, 32])
+def test_entries_that_wait_for_each_other(cover_with, few):
+    """Along an arc, where each vector is near the next two, and weights rise."""
+    angle = 0.1 * np.arange(40)
+    vectors = np.stack([np.cos(angle), np.sin(angle)], 1).astype(np.float32)[None]
+    members = np.ones((1, 40), bool)
+    cover = cover_with(FEW=few)
+    for weights in (np.arange(1, 41) // 8 + 1, np.ones(40)):
+        check(vectors, members, weights.astype(np.int32)[None], np.cos(0.25), 40, cover)
+
+
+@pytest.mark.parametrize("capacity", [1, 20, 63])
+def test_what_has_no_room_goes_to_the_nearest(cover_with, capacity):
+    """Heavy vectors that stand alone are entries before light groups."""
+    vectors = np.concatenate([around(200, dim=4, seed=3), around(60, dim=4, seed=4, centers=60)])
+    weights = np.concatenate([np.ones(200), np.full(60, 50)]).astype(np.int32)
+    order = np.random.default_rng(0).permutation(260)
+    members = np.ones((1, 260), bool)
+    cover = cover_with(COSINES=64**2, PIVOTS=4, FEW=4)
+    got = check(vectors[order][None], members, weights[order][None], 0.998, capacity, cover)
+    assert int(got.overflow[0]) > 0
+
+
+def test_equal_vectors_are_apart_at_a_threshold_of_one():
+    vectors = np.concatenate([around(30), around(30)[:4]])[None]
+    ones = np.ones((1, 34), np.int32)
+    got = cover_of(vectors, ones > 0, ones, theta=1.0, capacity=34)
+    assert got.index.tolist() == [list(range(34))] == got.centers.tolist()
+
+
+def test_nothing_to_cover():
+    zeros, ones = np.zeros((1, 5, 3), np.float32), np.ones((1, 5), np.int32)
+    got = cover_of(zeros, ones > 0, ones, theta=0.5, capacity=2)
+    assert (got.index.tolist(), got.count.tolist(), got.overflow.tolist()) == ([[0] * 5], [0], [0])
+
+
+def test_tiny_vectors_have_a_direction():
+    vectors = (1e-30 * around(20)[None]).astype(np.float32)
+    ones = np.ones((1, 20), np.int32)
+    small, large = (
+        cover_of(x, ones > 0, ones, theta=0.9, capacity=20) for x in (vectors, around(20)[None])
+    )
+    np.testing.assert_array_equal(small.index, large.index)
+
+
+def test_no_square_of_floats():
+    """N x N numbers exist in blocks only, whatever stands inside loops; the graph is bits."""
+    size = 4096
+    shapes = [(1, size, 8), (1, size), (1, size)]
+    args = [
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in zip(shapes, (jnp.float32, bool, jnp.int32), strict=True)
+    ]
+    jaxpr = jax.make_jaxpr(functools.partial(greedy_cover, theta=0.9, capacity=64))(*args)
+
+    assert largest(jaxpr.jaxpr) <= 2**20  # a block of cosines, and as many bits in words are fewer
+    assert largest(jaxpr.jaxpr) < size * size // 8
+
+
+def largest(jaxpr) -> int:
+    """Numbers in the largest array that a computation makes, loops and branches included."""
+    most = 0
+    for equation in jaxpr.eqns:
+        most = max([most, *(x.aval.size for x in equation.outvars)])
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    most = max(most, largest(inner))
+    return most
+
+
+def test_nearest_entries():
+    entries = np.stack([around(12, seed=3), around(12, seed=4)])
+    vectors = np.stack([around(9, seed=5), around(9, seed=6)])
+    vectors[0, 2] = 0
+    count = np.array([12, 5])
+    index, cosine = jax.jit(nearest_entries)(vectors, entries, count)
+    for row in (0, 1):
+        expected = reference.cosines(vectors[row], entries[row, : count[row]])
+        np.testing.assert_array_equal(index[row], expected.argmax(1))
+        np.testing.assert_allclose(cosine[row], expected.max(1), atol=1e-6)
+    _, none = jax.jit(nearest_entries)(vectors, entries, np.array([0, 1]))
+    assert (np.asarray(none[0]) == -np.inf).all()
+
+
+def test_bad_input():
+    zeros, ones = jnp.zeros((1, 5, 3)), jnp.ones((1, 5), jnp.int32)
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+        greedy_cover(zeros, ones > 0, ones, theta=0.9, capacity=0)
+    with pytest.raises(ValueError, match="implementation"):
+        greedy_cover(zeros, ones > 0, ones, theta=0.9, capacity=1, implementation="cuda")

@@ -1,0 +1,341 @@
+"""Checkpoints: every layout that is read, and every damage that is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
+
+from kvjax.models import from_pretrained, loading
+from kvjax.models.safetensors_files import read_tensors
+from tests.support.hf_models import Stepper, reference_logits, save_reference
+from tests.support.tolerances import close
+
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of an untied and of a tied model, and their references."""
+    folders = {}
+    for tied in (False, True):
+        folder = tmp_path_factory.mktemp("tied" if tied else "untied")
+        folders[tied] = folder, save_reference(folder, tie_word_embeddings=tied)
+    return folders
+
+
+@pytest.fixture
+def checkpoint(tmp_path, saved):
+    """`checkpoint(change, tied=False)`: a copy whose dictionary of tensors `change` may edit."""
+
+    def copy(change=None, tied=False):
+        source = saved[tied][0]
+        (tmp_path / "config.json").write_text((source / "config.json").read_text())
+        tensors = load_file(source / "model.safetensors")
+        if change is not None:
+            change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return copy
+
+
+def leaves(model):
+    return {
+        ".".join(map(str, path)): np.asarray(leaf.get_value(), np.float32)
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
+
+
+def assert_same_weights(model, other):
+    ours, theirs = leaves(model), leaves(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+def test_one_file_and_shards_hold_the_same_model(tmp_path, saved):
+    folder, reference = saved[False]
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    model = from_pretrained(tmp_path)
+    assert_same_weights(model, from_pretrained(str(folder)))
+    tokens = np.arange(9)
+    logits = Stepper(model, 1, 9, 1)(tokens[None], tokens[None], "prompt")[0]
+    close(logits, reference_logits(reference, tokens, 9))
+
+
+def test_a_tied_table_may_have_either_name_or_both(checkpoint, saved):
+    expected = from_pretrained(saved[True][0])
+    assert "lm_head.kernel" not in leaves(expected)
+
+    def only_head(tensors):
+        tensors[HEAD] = tensors.pop(TABLE)
+
+    def both(tensors):
+        tensors[HEAD] = tensors[TABLE].copy()
+
+    def different(tensors):
+        tensors[HEAD] = tensors[TABLE] + 1
+
+    assert_same_weights(from_pretrained(checkpoint(only_head, tied=True)), expected)
+    assert_same_weights(from_pretrained(checkpoint(both, tied=True)), expected)
+    with pytest.raises(ValueError, match=f"{HEAD} and {TABLE} differ"):
+        from_pretrained(checkpoint(different, tied=True))
+
+
+def test_buffers_of_old_checkpoints_are_ignored(checkpoint, saved):
+    def old(tensors):
+        for layer in range(2):
+            name = f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
+            tensors[name] = np.ones(4, np.float32)
+
+    assert_same_weights(from_pretrained(checkpoint(old)), from_pretrained(saved[False][0]))
+
+
+def remove(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, value):
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "tied", "message"),
+    [
+        (remove(UP), False, "1 tensors are missing: " + UP),
+        (remove(HEAD), False, "1 tensors are missing: " + HEAD),
+        (remove(TABLE), True, f"1 tensors are missing: {TABLE} or {HEAD}"),
+        (put("model.extra.weight", np.ones(3, np.float32)), False, "model.extra.weight .*unknown"),
+        (
+            put("model.layers.0.mlp.up_proj.bias", np.ones(48, np.float32)),
+            False,
+            "model.layers.0.mlp.up_proj.bias .*unknown",
+        ),
+        (
+            put("model.layers.2.mlp.up_proj.weight", np.ones((48, 32), np.float32)),
+            False,
+            "model.layers.2.mlp.up_proj.weight .*unknown",
+        ),
+        (
+            put(UP, np.ones((32, 48), np.float32)),
+            False,
+            UP + r" .*has shape \[32, 48\], expected \[48, 32\]",
+        ),
+        (put(UP, np.ones((48, 32), np.int8)), False, UP + " .*has type I8, expected one of F64"),
+    ],
+)
+def test_every_tensor_is_accounted_for(checkpoint, change, tied, message):
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(checkpoint(change, tied=tied))
+
+
+def test_only_safetensors_are_read(checkpoint):
+    folder = checkpoint()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors or model\.safetensors\.index"):
+        from_pretrained(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    with pytest.raises(
+        ValueError, match=r"holds pytorch_model\.bin, but only safetensors are read"
+    ):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, -4])
+def test_damaged_files_are_named(checkpoint, kept):
+    path = checkpoint() / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors: ") as caught:
+        from_pretrained(path.parent)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {UP: "model-9.safetensors"}}, r"cannot read .*model-9\.safetensors"),
+        ({"weight_map": {"other": "model-1.safetensors"}}, "tensor other is missing: .*model-1"),
+        ({"weight_map": {UP: "../model-1.safetensors"}}, "must hold a weight_map"),
+        ({"weight_map": {UP: "pytorch_model.bin"}}, "must hold a weight_map"),
+        ({"weight_map": {}}, "must hold a weight_map"),
+        ({}, "must hold a weight_map"),
+    ],
+)
+def test_damaged_indices_are_named(checkpoint, index, message):
+    folder = checkpoint()
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(checkpoint):
+    folder = checkpoint()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    save_file({UP: tensors[UP]}, folder / "model-2.safetensors")
+    files = {**dict.fromkeys(tensors, "model-1.safetensors"), UP: "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ValueError, match=f"tensor {UP} is stored twice"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.float16, np.float32])
+def test_dtypes(saved, dtype):
+    model = from_pretrained(saved[False][0], dtype=dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}
+    tokens = np.arange(9)
+    logits = Stepper(model, 1, 9, 1)(tokens[None], tokens[None], "prompt")[0]
+    expected = reference_logits(saved[False][1], tokens, 9)
+    assert logits.dtype == np.float32
+    assert np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_bfloat16_checkpoints(checkpoint, saved):
+    """Stored in 16 bits, computed in float32 on a CPU unless asked otherwise."""
+
+    def narrow(tensors):
+        for name, value in tensors.items():
+            tensors[name] = value.astype(ml_dtypes.bfloat16)
+
+    folder = checkpoint(narrow)
+    model = from_pretrained(folder, dtype="float32")
+    for name, value in leaves(from_pretrained(saved[False][0])).items():
+        rounded = value.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(leaves(model)[name], rounded)
+    assert_same_weights(from_pretrained(folder, dtype="bfloat16"), model)
+
+
+@pytest.mark.parametrize("stated", ["dtype", "torch_dtype", None])
+def test_default_dtype(checkpoint, monkeypatch, stated):
+    folder = checkpoint()
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("dtype", None)
+    if stated:
+        raw[stated] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(raw))
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert from_pretrained(folder).embed.embedding.get_value().dtype == jnp.float32
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    expected = jnp.bfloat16 if stated else jnp.float32
+    assert from_pretrained(folder).embed.embedding.get_value().dtype == expected
+    on_cpu = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    model = from_pretrained(folder, sharding=on_cpu)
+    assert model.embed.embedding.get_value().dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "nonsense"])
+def test_other_dtypes_are_refused(saved, dtype):
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got"):
+        from_pretrained(saved[False][0], dtype=dtype)
+
+
+def test_sharding(saved):
+    mesh = Mesh(np.array(jax.devices()), ("model",))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    columns = NamedSharding(mesh, PartitionSpec(None, "model"))
+    asked = {}
+
+    def rule(name, shape):
+        asked[name] = shape
+        fits = len(shape) == 2 and shape[1] % len(jax.devices()) == 0
+        return columns if fits else None
+
+    expected = from_pretrained(saved[False][0])
+    model = from_pretrained(saved[False][0], sharding=replicated)
+    assert_same_weights(model, expected)
+    assert {leaf.sharding for leaf in jax.tree.leaves(nnx.state(model))} == {replicated}
+    model = from_pretrained(saved[False][0], sharding=rule)
+    assert_same_weights(model, expected)
+    assert model.layers[1].mlp.up_proj.kernel.get_value().sharding == columns
+    assert asked[UP] == (32, 48)
+    assert asked[TABLE] == (97, 32)
+    assert len(asked) == len(leaves(model))
+
+
+def test_wrong_shardings_are_refused(saved):
+    with pytest.raises(TypeError, match="sharding must be a Sharding, a function or None"):
+        from_pretrained(saved[False][0], sharding="model")
+    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+    deep = NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    with pytest.raises(ValueError, match=r"tensor \S+ of shape \[.*\] cannot be placed as Named"):
+        from_pretrained(saved[False][0], sharding=deep)
+
+
+def test_the_host_holds_one_tensor_and_the_device_nothing_but_weights(saved, monkeypatch):
+    before = jax.live_arrays()
+    read, host, device = [], [], []
+
+    def watched(stored, names):
+        for name, tensor in read_tensors(stored, names):
+            # What the loader still holds of the earlier ones, while the next one is there.
+            host.append(sum(earlier() is not None for earlier in read))
+            device.append(len(jax.live_arrays()) - len(before))
+            read.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    put = jax.device_put
+    # A copy, because on a CPU the placed array may be the tensor itself.
+    monkeypatch.setattr(jax, "device_put", lambda tensor, where: put(np.array(tensor), where))
+    monkeypatch.setattr(loading, "read_tensors", watched)
+    model = from_pretrained(saved[False][0])
+    assert len(leaves(model)) == len(read)
+    assert host == [0] * len(read)
+    assert device == list(range(len(read)))
+
+
+@pytest.mark.parametrize("given", ["./nowhere", "/nowhere/at/all", "a/b/c", "", ".."])
+def test_neither_a_folder_nor_an_id(given, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError):
+        from_pretrained(given)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands in for the client: `hub.answer` is the folder to return or the error to raise."""
+    client = types.SimpleNamespace(answer=None, asked=None)
+
+    def snapshot_download(name, **options):
+        client.asked = name, options
+        if isinstance(client.answer, Exception):
+            raise client.answer
+        return str(client.answer)
+
+    module = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return client
+
+
+def test_hub_ids_are_downloaded(hub, saved):
+    hub.answer = saved[False][0]
+    assert_same_weights(from_pretrained("somebody/model-1.0"), from_pretrained(saved[False][0]))
+    name, options = hub.asked
+    assert name == "somebody/model-1.0"
+    assert "*.safetensors" in options["allow_patterns"]
+    assert not any("bin" in pattern or "py" in pattern for pattern in options["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("401 Client Error.\n\nRepository not found"), RuntimeError("no\nnetwork")]
+)
+def test_failed_downloads_are_one_line(hub, error):
+    hub.answer = error
+    with pytest.raises(ValueError, match="somebody/model is not a directory, and cannot be") as e:
+        from_pretrained("somebody/model")
+    assert "\n" not in str(e.value)
+    assert " ".join(str(error).split()) in str(e.value)

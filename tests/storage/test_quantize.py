@@ -1,0 +1,677 @@
+"""Quantised payloads: numbers against the reference, every call of a payload, and attention."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Quantize, chain
+from kvjax.rope import Rotation
+from kvjax.storage.quantized import Form, Quantized, ResidualQuantized
+from pallas_kernels import (
+    dequantise_groups,
+    dequantise_slots,
+    pack_int4,
+    quantise_groups,
+    quantise_slots,
+    quantized_logits,
+    quantized_mix,
+    unpack_int4,
+)
+from pallas_kernels.formats import bits
+from tests.references import quantised as reference
+from tests.references.attention import softmax_attention
+from tests.references.rope import rope as rotate
+from tests.support import attending
+from tests.support.attending import (
+    HEAD_DIM,
+    INV_FREQ,
+    KV_HEADS,
+    MAX_NEW,
+    MAX_PROMPT,
+    OPTIONS,
+    Tokens,
+    new_cache,
+    one_layer,
+    right,
+    run,
+    structure,
+    the_rope,
+)
+from tests.support.tolerances import close
+
+LENGTHS, WIDTH, STEPS = (24, 17, 5), 24, 10
+GROUP, RESIDUAL = 4, 8
+FORMS = {
+    "int8": Quantize(8),
+    "float8": Quantize("float8"),
+    "token": Quantize(4, group=GROUP, key_axis="token"),
+    "channel": Quantize(4, group=GROUP, residual=RESIDUAL),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def wide(x) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def nearly(q, expected) -> None:
+    """The same numbers; where x / scale lies in the middle of two, perhaps the other one."""
+    off = np.abs(np.asarray(q, int) - np.asarray(expected, int))
+    assert off.max() <= 1 and off.mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_against_the_reference(dtype):
+    x = 3 * normal(2, 3, 40, 16, dtype=dtype).at[0, 1, 7].set(0)
+    q, scale = quantise_slots(x)
+    expected, by = reference.quantise_int8(wide(x))
+    nearly(q, expected)
+    assert q.dtype == jnp.int8 and scale.dtype == jnp.float32 and scale[0, 1, 7] == 0
+    close(scale, by, "rounding")
+    close(dequantise_slots(q, scale), reference.dequantise_int8(np.asarray(q), by), "reference")
+    error = np.abs(wide(dequantise_slots(q, scale)) - wide(x))
+    assert (error <= reference.error_bound(by)[..., None] + 1e-6).all()
+
+
+def test_halves_round_to_even():
+    x = jnp.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    assert quantise_slots(x)[0].tolist() == [[127, 0, 2, 2, 0, -2]]
+
+
+def test_float8_keeps_four_binary_digits():
+    x = normal(2, 3, 40, 16)
+    q, scale = quantise_slots(x, jnp.float8_e4m3fn)
+    error = np.abs(wide(dequantise_slots(q, scale)) - wide(x))
+    bound = np.maximum(np.abs(wide(x)) / 16, wide(scale)[..., None] * 2.0**-10)
+    assert (error <= bound + 1e-6).all() and q.dtype.itemsize == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("axis", "group"), [("token", 8), ("channel", 10), ("token", 16)])
+def test_groups_of_4_bits_against_the_reference(axis, group, dtype):
+    x = 5 + 3 * normal(2, 3, 40, 16, dtype=dtype).at[0, 1, :20].set(7)  # some groups are constant
+    packed, scale, low = quantise_groups(x, group, axis)
+    expected, least, by = reference.quantise_4bit(wide(x), group, axis, dtype)
+    nearly(reference.unpack(np.asarray(packed)), expected)
+    close(wide(low), least, "exact")
+    close(wide(scale), by, dtype if dtype == "bfloat16" else "accumulated")
+    assert scale.dtype == low.dtype == x.dtype and packed.shape == (2, 3, 40, 8)
+    own = reference.unpack(np.asarray(packed)), wide(low), wide(scale)
+    close(
+        dequantise_groups(packed, scale, low, axis),
+        reference.dequantise_4bit(*own, group, axis), "reference",
+    )  # fmt: skip
+    bound = np.maximum(
+        reference.error_bound(wide(scale)),
+        reference.rounding_excess(wide(low), wide(scale), dtype),
+    )
+    bound = reference.spread(bound, x.shape[-1 if axis == "token" else -2], group, axis)
+    error = np.abs(wide(dequantise_groups(packed, scale, low, axis)) - wide(x))
+    assert (error <= bound * 1.001 + 1e-5).all()
+
+
+def test_two_numbers_a_byte():
+    q = np.random.default_rng(0).integers(0, 16, (2, 5, 12)).astype(np.uint8)
+    np.testing.assert_array_equal(pack_int4(jnp.asarray(q)), reference.pack(q))
+    np.testing.assert_array_equal(unpack_int4(pack_int4(jnp.asarray(q))), q)
+
+
+ENCODED = {
+    "int8": lambda x: (*quantise_slots(x), None),
+    "token": lambda x: quantise_groups(x, 8, "token"),
+    "channel": lambda x: quantise_groups(x, 24, "channel"),
+}
+
+
+@pytest.mark.parametrize("slots", [24, 72, 216])  # less than a block, whole blocks, and a rest
+@pytest.mark.parametrize("form", ENCODED)
+def test_products_with_what_is_encoded(form, slots, monkeypatch):
+    monkeypatch.setattr(bits, "BLOCK", 60)  # and not a multiple of the group
+    axis = "channel" if form == "channel" else "token"
+    encoded = ENCODED[form](normal(2, 3, slots, 16))
+    q, weights = normal(2, 3, 5, 16, seed=1), normal(2, 3, 5, slots, seed=2)
+    rows = wide(
+        dequantise_slots(*encoded[:2]) if form == "int8" else dequantise_groups(*encoded, axis)
+    )
+    logits = jax.jit(functools.partial(quantized_logits, axis=axis))(q, *encoded)
+    close(logits, np.einsum("bhrd,bhsd->bhrs", wide(q), rows))
+    mixed = jax.jit(functools.partial(quantized_mix, axis=axis))(weights, *encoded)
+    close(mixed, np.einsum("bhrs,bhsd->bhrd", wide(weights), rows), "accumulated")
+
+    def flip(q, keys, start):
+        odd = (start + jnp.arange(keys.shape[2])) % 2 == 1
+        return jnp.einsum("bhrd,bhsd->bhrs", q, jnp.where(odd[:, None], -keys, keys))
+
+    turned = quantized_logits(q, *encoded, axis=axis, product=flip)
+    close(turned, np.where(np.arange(slots) % 2, -1, 1) * np.asarray(logits), "float32")
+
+
+def test_an_implementation_that_is_not_offered():
+    x = normal(1, 1, 8, 4)
+    for call in (quantized_logits, quantized_mix):
+        with pytest.raises(ValueError, match="'cuda'"):
+            call(x, *quantise_slots(x), implementation="cuda")
+
+
+# --- payloads -------------------------------------------------------------------------------------
+
+SHAPE = (2, 2, 18, 8)
+
+
+def shuffled(count: int):
+    """0 to count - 1 in another order for every row and head."""
+    numbers = np.tile(np.arange(count, dtype=np.int32), (2, 2, 1))
+    return jnp.asarray(np.random.default_rng(count).permuted(numbers, axis=2))
+
+
+def payload(form, dtype="float32", rows=None, start=10):
+    rows = normal(*SHAPE, dtype=dtype) if rows is None else rows
+    kinds = {
+        "int8": Form(8), "float8": Form("float8"), "token": Form(4, GROUP),
+        "channel": Form(4, GROUP, "channel", RESIDUAL),
+        "residual": Form(4, GROUP, "token", RESIDUAL),
+    }  # fmt: skip
+    return kinds[form].empty(SHAPE, dtype).open().fill(rows).close(jnp.int32(start))
+
+
+every_payload = pytest.mark.parametrize("form", ["int8", "float8", "token", "channel", "residual"])
+
+
+@every_payload
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reading(form, dtype):
+    own = payload(form, dtype)
+    rows = own.read()
+    assert own.shape == rows.shape == SHAPE and own.dtype == rows.dtype == jnp.dtype(dtype)
+    error = np.abs(wide(rows) - wide(normal(*SHAPE, dtype=dtype))).max()
+    assert 0 < error < (0.05 if form == "int8" else 0.25)
+    index = jnp.asarray(np.random.default_rng(1).integers(0, 18, (2, 4, 7)))
+    expected = np.repeat(np.asarray(rows), 2, axis=1)
+    expected = np.take_along_axis(expected, np.asarray(index)[..., None], axis=2)
+    np.testing.assert_array_equal(own.read(index), expected)
+
+
+@every_payload
+def test_an_empty_payload_is_encoded_zeros_that_nobody_encodes(form):
+    """Encoding constants is done when code is compiled, and takes seconds per thousand slots."""
+    own = payload(form).form
+    empty, encoded = own.empty(SHAPE, "float32"), own.close(jnp.zeros(SHAPE), jnp.int32(0))
+    assert structure(empty) == structure(encoded)
+    jax.tree.map(np.testing.assert_array_equal, empty, encoded)
+    made = jax.make_jaxpr(lambda: own.empty(SHAPE, "float32"))()
+    assert {str(equation.primitive) for equation in made.eqns} == {"broadcast_in_dim"}
+
+
+@every_payload
+def test_opening_and_closing_again_changes_hardly_anything(form):
+    own = payload(form)
+    again = own.open().close(jnp.int32(10))
+    assert structure(own) == structure(again)
+    np.testing.assert_array_equal(own.encoded.values, again.encoded.values)
+    close(again.read(), own.read(), "rounding")
+    np.testing.assert_array_equal(own.open().read(), own.read())
+    assert own.close(jnp.int32(3)) is own
+
+
+@every_payload
+def test_taking(form):
+    own = payload(form)
+    index = shuffled(18)
+    moved = own.take(index[..., :12])
+    assert moved.shape == (2, 2, 12, 8) and type(moved) is type(own)
+    exact = form in ("int8", "float8", "token")
+    error = np.abs(wide(moved.read()) - wide(own.read(index[..., :12])))
+    assert error.max() <= (0 if exact else 0.25)
+
+
+@every_payload
+def test_writing_a_few_slots(form):
+    own = payload(form)
+    slots = jnp.array([[[11], [18]], [[17], [12]]])  # 18 writes nothing
+    new = 2 * normal(2, 2, 1, 8, seed=5)
+    written = jax.jit(lambda p: p.write(slots, new))(own)
+    assert structure(written) == structure(own)
+    before, after = np.asarray(own.read()), np.asarray(written.read())
+    for row, head in np.ndindex(2, 2):
+        slot = int(slots[row, head, 0])
+        others = np.arange(18) != slot
+        np.testing.assert_array_equal(after[row, head][others], before[row, head][others])
+        if slot < 18:
+            error = np.abs(after[row, head, slot] - np.asarray(new)[row, head, 0]).max()
+            assert error < 0.4 and (error == 0) == (form in ("channel", "residual"))
+
+
+@pytest.mark.parametrize("form", ["channel", "residual"])
+def test_padding_is_not_written_where_a_tail_reaches_beyond_the_slots(form):
+    own = payload(form, start=13)  # 5 slots of 8 are there
+    slots, new = jnp.array([[[18], [14]]] * 2), jnp.full((2, 2, 1, 8), jnp.nan)
+    written = own.write(slots, new)
+    np.testing.assert_array_equal(written.tail[:, 0], own.tail[:, 0])
+    mixed = np.asarray(written.mix(jnp.ones((2, 2, 1, 18))))
+    assert np.isfinite(mixed[:, 0]).all() and np.isnan(mixed[:, 1]).all()
+
+
+@every_payload
+def test_filling(form):
+    own, rows = payload(form), normal(*SHAPE, seed=4)
+    error = np.abs(wide(own.fill(rows).read()) - wide(rows)).max()
+    assert error < 0.25
+    rows = own.read().at[0, 1, 3].set(1.0)  # what is not changed is exactly as it was
+    filled = own.fill(rows)
+    if form in ("int8", "float8", "token"):
+        expected = np.asarray(own.encoded.scale).copy()
+        changed = np.asarray(filled.encoded.scale)
+        assert (changed[0, 1, 3] != expected[0, 1, 3]).any()
+        mask = np.ones(changed.shape[:3], bool)
+        mask[0, 1, 3] = False
+        np.testing.assert_array_equal(changed[mask], expected[mask])
+
+
+@every_payload
+def test_the_tail_is_read_sorted_and_encoded(form):
+    own = payload(form)
+    np.testing.assert_array_equal(own.span(jnp.int32(11), 4), own.read()[:, :, 11:15])
+    index = shuffled(8)
+    settled = jax.jit(lambda p: p.settle(jnp.int32(10), index))(own)
+    assert structure(settled) == structure(own)
+    before, after = np.asarray(own.read()), np.asarray(settled.read())
+    np.testing.assert_array_equal(after[:, :, :10], before[:, :, :10])
+    expected = np.take_along_axis(before[:, :, 10:], np.asarray(index)[..., None], axis=2)
+    if form not in ("channel", "residual"):
+        np.testing.assert_array_equal(after[:, :, 10:], expected)
+        return
+    assert int(settled.start) == 18
+    axis = "channel" if form == "channel" else "token"
+    q, low, scale = reference.quantise_4bit(expected, GROUP, axis)
+    close(after[:, :, 10:], reference.dequantise_4bit(q, low, scale, GROUP, axis), "reference")
+
+
+@pytest.mark.parametrize("start", [0, 3, 8, 13])
+def test_groups_of_slots_are_counted_from_the_tail(start):
+    rows = normal(*SHAPE)
+    own = payload("channel", rows=rows, start=start)
+    lead = -start % GROUP
+    before = np.concatenate((np.repeat(rows[:, :, :1], lead, axis=2), rows[:, :, :start]), axis=2)
+    read = np.asarray(own.read())
+    if start:
+        q, low, scale = reference.quantise_4bit(before, GROUP, "channel")
+        expected = reference.dequantise_4bit(q, low, scale, GROUP, "channel")[:, :, lead:]
+        close(read[:, :, :start], expected, "reference")
+    tail = slice(start, start + RESIDUAL)
+    np.testing.assert_array_equal(read[:, :, tail], rows[:, :, tail])
+
+
+@every_payload
+@pytest.mark.parametrize("start", [0, 7, 10, 18])
+def test_logits_and_mixes_are_those_of_the_rows_that_are_read(form, start):
+    own = payload(form, start=start)
+    rows, q, weights = wide(own.read()), normal(2, 2, 3, 8, seed=1), normal(2, 2, 3, 18, seed=2)
+    close(jax.jit(lambda p: p.logits(q))(own), np.einsum("bhrd,bhsd->bhrs", wide(q), rows))
+    close(jax.jit(lambda p: p.mix(weights))(own), np.einsum("bhrs,bhsd->bhrd", wide(weights), rows))
+    position = shuffled(18)
+    turned = np.array(
+        [[rotate(rows[b, h], np.asarray(position)[b, h], INV_FREQ) for h in (0, 1)] for b in (0, 1)]
+    )
+    logits = jax.jit(lambda p: p.logits(q, Rotation(the_rope(), position, 18)))(own)
+    close(logits, np.einsum("bhrd,bhsd->bhrs", wide(q), turned))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_bytes_are_those_that_are_stored(dtype, size):
+    """5 kinds: numbers, scales and least values, and a dense tail where there is one."""
+    heads, slots, dim = 4, 18, 8
+    per_token = {"int8": dim + 4, "float8": dim + 4, "token": dim // 2 + 2 * (dim // GROUP) * size}
+    for form, each in per_token.items():
+        assert kvjax.nbytes(payload(form, dtype)) == heads * slots * each
+    rows = 24  # 18 slots and up to 3 before the first, in groups of 4
+    tail, start = RESIDUAL * dim * size, 4
+    channel = rows * dim // 2 + rows // GROUP * dim * 2 * size
+    token = rows * (dim // 2 + dim // GROUP * 2 * size)
+    assert kvjax.nbytes(payload("channel", dtype)) == heads * (channel + tail) + start
+    assert kvjax.nbytes(payload("residual", dtype)) == heads * (token + tail) + start
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def tokens() -> Tokens:
+    return Tokens.random(rows=len(LENGTHS))
+
+
+def positions(lengths=LENGTHS):
+    return right([0] * len(lengths), lengths, WIDTH)
+
+
+@functools.cache
+def standard(transform, lengths=LENGTHS):
+    return run(transform, tokens(), positions(lengths), STEPS)
+
+
+def encoded_errors(form: str, prompt: np.ndarray, later: np.ndarray, axis: str) -> np.ndarray:
+    """Bounds of what may be between the rows of a head and what is stored of them, [S, D]."""
+    if form == "int8":
+        scale = reference.quantise_int8(np.concatenate((prompt, later)))[1]
+        return np.repeat(reference.error_bound(scale)[:, None], HEAD_DIM, axis=1)
+
+    def groups(rows):
+        lead = -len(rows) % GROUP if axis == "channel" else 0
+        rows = np.concatenate((np.repeat(rows[:1], lead, axis=0), rows))
+        _, low, scale = reference.quantise_4bit(rows, GROUP, axis)
+        bound = np.maximum(
+            reference.error_bound(scale), reference.rounding_excess(low, scale, "float32")
+        )
+        size = HEAD_DIM if axis == "token" else len(rows)
+        return reference.spread(bound, size, GROUP, axis)[lead:]
+
+    if form == "token":
+        return np.concatenate((groups(prompt), groups(later)))
+    settled = len(later) // RESIDUAL * RESIDUAL  # one by one, the tail has been encoded as a whole
+    parts = [groups(prompt), *([groups(later[:settled])] if settled else [])]
+    return np.concatenate((*parts, np.zeros((len(later) - settled, HEAD_DIM))))
+
+
+@pytest.mark.parametrize("form", ["int8", "token", "channel"])
+def test_decoding_stays_within_the_bound(form):
+    done, given, group = standard(FORMS[form]), tokens(), 2
+    full = standard(kvjax.Full())
+    close(done.prompt_out, full.prompt_out, "exact")  # a prompt is read as it is
+    axis = "channel" if form == "channel" else "token"
+    largest = 0.0
+    for step, row, head in np.ndindex(STEPS, len(LENGTHS), KV_HEADS):
+        length = LENGTHS[row]
+        count = length + step + 1
+        place = np.arange(count)
+        keys = rotate(given.k[row, head, :count].astype(np.float64), place, INV_FREQ)
+        values = given.v[row, head, :count].astype(np.float64)
+        heads = slice(head * group, (head + 1) * group)
+        q = rotate(given.q[row, heads, count - 1 : count].astype(np.float64), place[-1:], INV_FREQ)
+        exact, probabilities = softmax_attention(q, keys, values, place[-1:], place, 0 * place)
+        # In this step, the tail that it fills is still as it was.
+        k_error = encoded_errors(form, keys[:length], keys[length : count - 1], axis)
+        v_error = encoded_errors(form, values[:length], values[length : count - 1], "token")
+        if form != "channel":
+            k_error, v_error = (
+                encoded_errors(form, x[:length], x[length:], axis) for x in (keys, values)
+            )
+        else:
+            k_error, v_error = (np.pad(x, ((0, 1), (0, 0))) for x in (k_error, v_error))
+        bound = reference.attention_error_bound(q, values, probabilities, k_error, v_error)
+        off = np.abs(done.outs[step][row, heads] - exact)
+        assert (off <= bound + 1e-5).all(), (step, row, head)
+        largest = max(largest, float(off.max()))
+    assert largest > 1e-4  # something was rounded
+
+
+# --- under every method ---------------------------------------------------------------------------
+
+BUDGET, ENOUGH = 12, MAX_PROMPT + MAX_NEW
+CALIBRATION = kvjax.InfiniGenCalibration(
+    np.random.default_rng(0).normal(size=(3, KV_HEADS, HEAD_DIM, 3))
+)
+
+
+def snapkv():
+    return kvjax.SnapKV(BUDGET, window=4, kernel=3)
+
+
+FREEING = {
+    "streaming_llm": kvjax.StreamingLLM(BUDGET),
+    "reposition": kvjax.StreamingLLM(BUDGET, reposition=True),
+    "h2o": kvjax.H2O(BUDGET),
+    "chelsea": kvjax.Chelsea(BUDGET, chunk=8, sinks=2, recent=4, interval=3),
+    "cam": kvjax.CaM(kvjax.H2O(BUDGET), merge_tokens=3),
+    "every": kvjax.Every(snapkv(), steps=3),
+    "kvcrush": kvjax.KVCrush(kvjax.H2O(BUDGET), 4),
+}
+KEEPING = {
+    "full": kvjax.Full(), "snapkv": snapkv(), "kvmerger": kvjax.KVMerger(BUDGET),
+}  # fmt: skip
+READING = {
+    "clusterkv": kvjax.ClusterKV(
+        ENOUGH, tokens_per_cluster=4, sinks=2, interval=GROUP, new_clusters=2, dense_layers=()
+    ),
+    "quest": kvjax.Quest(ENOUGH, page=4, dense_layers=()),
+    "infinigen": kvjax.InfiniGen(ENOUGH, alpha=None, calibration=CALIBRATION, dense_layers=()),
+}
+UNDER = [
+    *((name, form) for name in FREEING for form in ("int8", "token")),
+    *((name, form) for name in KEEPING for form in ("int8", "token", "channel")),
+]
+SLOW = {("every", "token"), ("kvcrush", "token"), ("cam", "token"), ("streaming_llm", "token")}
+
+
+def cases(chosen) -> list:
+    return [pytest.param(*c, marks=[pytest.mark.slow] * (c in SLOW)) for c in chosen]
+
+
+def composed(name: str, form: str):
+    if name in READING:
+        return one_layer(chain(FORMS[form], READING[name]))
+    return one_layer(chain((FREEING | KEEPING)[name], FORMS[form]))
+
+
+@pytest.mark.parametrize(("name", "form"), cases(UNDER))
+def test_the_same_as_attention_over_decoded_rows(name, form, monkeypatch):
+    """Products with what is encoded against dense attention over what `read` gives."""
+    done = standard(composed(name, form))
+    for kind in (Quantized, ResidualQuantized):
+        monkeypatch.delattr(kind, "logits")
+    compiled = jax.jit(
+        lambda *given, **named: kvjax.attend(*given, **named),
+        static_argnums=0, static_argnames=attending.STATIC, compiler_options=OPTIONS,
+    )  # fmt: skip
+    monkeypatch.setattr(attending, "attend", compiled)
+    expected = run(composed(name, form), tokens(), positions(), STEPS)
+    for cache, other in zip(done.all_caches, expected.all_caches, strict=True):
+        np.testing.assert_array_equal(cache.kv.position, other.kv.position)
+        assert structure(cache) == structure(done.prompt_cache)
+        assert (np.asarray(cache.kv.dropped) == 0).all()
+    for out, other in zip(done.outs, expected.outs, strict=True):
+        # Where rows are encoded again, a last digit may decide on which side a half goes.
+        close(out, other, "bfloat16" if name in ("chelsea", "cam") else "accumulated")
+
+
+@pytest.mark.parametrize(("name", "form"), [(name, "int8") for name in FREEING | KEEPING])
+def test_8_bits_change_little(name, form):
+    done, exact = standard(composed(name, form)), standard(one_layer((FREEING | KEEPING)[name]))
+    for out, expected in zip(done.outs, exact.outs, strict=True):
+        assert np.abs(out - expected).max() < 0.05
+
+
+@pytest.mark.parametrize("name", READING)
+def test_reading_a_selection_of_encoded_rows(name):
+    """A budget that covers everything: the same as without the method."""
+    for form in ("int8", "token"):
+        done, expected = standard(composed(name, form)), standard(FORMS[form])
+        for out, other in zip(done.outs, expected.outs, strict=True):
+            close(out, other, "accumulated")
+
+
+@pytest.mark.parametrize("name", READING)
+def test_reading_over_groups_of_slots(name):
+    """Slots in the order of the index; new tokens are encoded when they are settled, or never."""
+    done, full = standard(composed(name, "channel")), standard(kvjax.Full())
+    for out, other in zip(done.outs, full.outs, strict=True):
+        assert 1e-4 < np.abs(out - other).max() < 0.35
+    kv = done.caches[-1].kv
+    assert isinstance(kv.k, ResidualQuantized) and kv.k.tail.shape[2] == kv.tail_slots
+    assert int(kv.tail.settled) == (STEPS // GROUP if name == "clusterkv" else 0)
+
+
+@pytest.mark.parametrize("name", ["quest", pytest.param("infinigen", marks=pytest.mark.slow)])
+def test_an_index_is_of_keys_as_they_came(name):
+    """Of the prompt and of new tokens, which a tail that is never settled keeps as they are."""
+    done, exact = standard(composed(name, "channel")), standard(one_layer(READING[name]))
+    for cache, other in zip(done.all_caches, exact.all_caches, strict=True):
+        live = np.asarray(cache.kv.live)
+        for column, values in cache.kv.columns.items():
+            close(values.values[live], other.kv.column(column)[live], "rounding", column)
+        own, others = map(jax.tree.leaves, (cache.state, other.state))
+        for x, y in zip(own, others, strict=True):
+            close(x, y, "rounding")
+
+
+LOOPS = [("full", "channel"), ("h2o", "int8"), ("snapkv", "channel"), ("chelsea", "token")]
+
+
+@pytest.mark.parametrize(("name", "form"), LOOPS)
+def test_scan_equals_the_loop(name, form):
+    transform, given = composed(name, form), tokens()
+    done, steps = standard(transform), np.array(LENGTHS)[None] + np.arange(STEPS)[:, None]
+    parts = [given.at(step[:, None]) for step in steps]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+
+    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    def loop(cache, stacked):
+        def step(cache, x):
+            out, cache = kvjax.attend(transform, cache, *x, phase="decode", rope=the_rope())
+            return cache, out
+
+        return jax.lax.scan(step, cache, stacked)
+
+    cache, outs = loop(done.prompt_cache, stacked)
+    kind = "bfloat16" if name == "chelsea" else "accumulated"
+    close(outs, np.stack(done.outs), kind)
+    np.testing.assert_array_equal(cache.kv.position, done.caches[-1].kv.position)
+
+
+@pytest.mark.parametrize(("name", "form"), LOOPS)
+def test_a_padded_row_equals_the_row_alone(name, form):
+    transform, whole = composed(name, form), standard(composed(name, form))
+    for row in (1, 2):
+        alone = run(transform, tokens().rows([row]), positions()[[row], : LENGTHS[row]], STEPS)
+        for out, expected in zip(whole.outs, alone.outs, strict=True):
+            close(out[row], expected[0], "accumulated", f"row {row}")
+
+
+def test_what_a_row_that_has_ended_leaves_free_changes_nothing():
+    """Its last tokens are encoded with the others' tail: in a group with free slots."""
+    transform, given = FORMS["channel"], tokens()
+    cache = standard(transform).prompt_cache
+    going = np.arange(RESIDUAL)[:, None] < np.array([RESIDUAL, 3, 6])
+    for step, there in enumerate(going):
+        where = np.where(there, np.array(LENGTHS) + step, -1)
+        _, cache = attending.decode(transform, cache, given, where)
+    assert int(cache.kv.tail.settled) == 1
+    read, position = np.asarray(cache.kv.k.read()), np.asarray(cache.kv.position)
+    for head in range(KV_HEADS):
+        slots = np.flatnonzero(position[1, head] >= LENGTHS[1])
+        keys = given.k[1, head, position[1, head, slots]].astype(np.float64)
+        keys = rotate(keys, position[1, head, slots], INV_FREQ)
+        group = np.concatenate((keys, keys[:1]))
+        q, low, scale = reference.quantise_4bit(group, GROUP, "channel")
+        expected = reference.dequantise_4bit(q, low, scale, GROUP, "channel")[:3]
+        close(read[1, head, slots], expected, "accumulated")
+
+
+@every_form
+def test_a_further_turn(form):
+    transform, given = FORMS[form], tokens()
+    first, full = standard(transform, (14, 9, 5)), standard(kvjax.Full(), (14, 9, 5))
+    start = np.array((14, 9, 5)) + STEPS
+    outs = []
+    for tx, before in ((transform, first), (kvjax.Full(), full)):
+        out, cache = attending.prompt(tx, before.caches[-1], given, right(start, (6, 3, 1), 6))
+        step, cache = attending.decode(tx, cache, given, start + np.array((6, 3, 1)))
+        outs.append((out, step))
+        assert (
+            np.asarray(cache.kv.live).sum(-1)[:, 0].tolist()
+            == (start + np.array((7, 4, 2))).tolist()
+        )
+    for mine, exact in zip(*outs, strict=True):
+        assert np.abs(np.asarray(mine) - np.asarray(exact)).max() < 0.35
+
+
+@pytest.mark.parametrize("form", ["int8", "channel"])
+def test_bfloat16(form):
+    done = run(FORMS[form], tokens(), positions(), 3, dtype=jnp.bfloat16)
+    full = run(kvjax.Full(), tokens(), positions(), 3, dtype=jnp.bfloat16)
+    for out, other in zip(done.outs, full.outs, strict=True):
+        assert out.dtype == jnp.bfloat16
+        assert np.abs(out.astype(float) - other.astype(float)).max() < 0.35
+
+
+@every_form
+def test_a_step_decodes_blocks_only(form):
+    """No array of the size of all decoded keys is made."""
+    transform, slots, dim = FORMS[form], 8192, 64
+    cache = new_cache(transform, 1, max_prompt=slots - 8, max_new=8, head_dim=dim)
+    step = jax.jit(functools.partial(kvjax.attend, transform, phase="decode"), donate_argnums=0)
+    shapes = [(1, heads, 1, dim) for heads in (4, KV_HEADS, KV_HEADS)]
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    where = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    memory = step.lower(cache, *given, where).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * slots * KV_HEADS * dim / 2
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bits": 2}, "bits must be 8, 4 or 'float8', got 2"),
+        ({"bits": True}, "got True"),
+        ({"bits": "int8"}, "got 'int8'"),
+        ({"group": 32}, "group is an option of bits=4"),
+        ({"key_axis": "token"}, "key_axis is an option of bits=4"),
+        ({"residual": 128}, "residual is an option of bits=4, key_axis='channel'"),
+        ({"bits": 4, "key_axis": "token", "residual": 128}, "with bits=4, key_axis='token'"),
+        ({"bits": 4, "key_axis": "head"}, "got 'head'"),
+        ({"bits": 4, "group": 0}, "group"),
+        ({"bits": 4, "residual": 100}, "multiple of group=32, got 100"),
+        ({"bits": 4, "group": 48}, "multiple of group=48, got 128"),
+    ],
+)
+def test_what_is_not_offered(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Quantize(**changes)
+
+
+def test_a_group_is_a_whole_number():
+    with pytest.raises(TypeError, match="group"):
+        Quantize(4, group=8.0)
+
+
+@pytest.mark.parametrize("axis", ["token", "channel"])
+@pytest.mark.parametrize(("head_dim", "words"), [(7, "even head_dim.*7"), (10, "group=4, got 10")])
+def test_a_head_dim_that_does_not_fit(head_dim, words, axis):
+    transform = Quantize(4, group=GROUP, key_axis=axis)
+    with pytest.raises(ValueError, match=words):
+        new_cache(transform, head_dim=head_dim)
+    assert new_cache(Quantize(8), head_dim=7).kv.k.shape[3] == 7
+
+
+def test_chains_that_cannot_work():
+    channel, cluster = FORMS["channel"], READING["clusterkv"]
+    for name in FREEING:
+        with pytest.raises(ValueError, match=r"frees slots while decoding: take key_axis='token'"):
+            chain(FREEING[name], channel)
+    with pytest.raises(ValueError, match="in one other form"):
+        chain(Quantize(8), channel)
+    with pytest.raises(ValueError, match="in another form on the device"):
+        chain(Quantize(8), cluster, kvjax.Offload())
+    with pytest.raises(ValueError, match="cannot follow"):
+        chain(cluster, Quantize(8))
+    odd = chain(Quantize(4, group=8), cluster)
+    with pytest.raises(ValueError, match="every 4 steps: the interval must be a multiple of"):
+        new_cache(odd, head_dim=16)
+
+
+def test_by_name():
+    text = "chain(h2o, quantize(bits=4, key_axis='token'))"
+    assert kvjax.parse(text, budget=8) == chain(kvjax.H2O(8), Quantize(4, key_axis="token"))

@@ -1,0 +1,264 @@
+"""How the tests drive `kvjax.attend`: tokens, layouts of ragged rows, and what must come out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax.storage.quantized import Quantized
+from tests.references.attention import softmax_attention
+from tests.references.rope import rope as rotate
+
+KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 4, 8
+MAX_PROMPT, MAX_NEW = 32, 12
+INV_FREQ = 1.0 / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+GARBAGE = 1e4  # what stands in padding: it must not reach anything
+
+# Small functions run a few times: what makes code fast is not worth its compilation, which takes
+# up to 8 times longer with it.
+QUICK = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False  # later versions have no such option
+OPTIONS = QUICK if jax.default_backend() == "cpu" else None
+
+STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
+attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC, compiler_options=OPTIONS)
+
+
+def the_rope() -> kvjax.Rope:
+    return kvjax.Rope(jnp.asarray(INV_FREQ, jnp.float32))
+
+
+class Tokens(NamedTuple):
+    """Unrotated queries, keys and values of all tokens that rows may ever get."""
+
+    q: np.ndarray  # [R, Q, L, D]
+    k: np.ndarray  # [R, H, L, D]
+    v: np.ndarray
+
+    @classmethod
+    def random(
+        cls,
+        rows=3,
+        length=64,
+        kv_heads=KV_HEADS,
+        query_heads=QUERY_HEADS,
+        head_dim=HEAD_DIM,
+        seed=0,
+    ) -> Tokens:
+        rng = np.random.default_rng(seed)
+        shapes = [(rows, heads, length, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
+        return cls(*(rng.normal(size=shape).astype(np.float32) for shape in shapes))
+
+    def rows(self, index) -> Tokens:
+        return Tokens(*(x[np.asarray(index)] for x in self))
+
+    def at(self, positions: np.ndarray, dtype=jnp.float32):
+        """q, k, v, positions of the tokens `positions [B, T]`, garbage where it is -1."""
+        positions = np.asarray(positions, np.int32)
+        index = np.maximum(positions, 0)[:, None, :, None]
+        pad = (positions < 0)[:, None, :, None]
+        picked = (np.where(pad, GARBAGE, np.take_along_axis(x, index, axis=2)) for x in self)
+        return *(jnp.asarray(x, dtype) for x in picked), jnp.asarray(positions)
+
+
+def right(starts, counts, width: int) -> np.ndarray:
+    """Positions of rows that get `counts[b]` tokens from `starts[b]` on, padded at the right."""
+    offset = np.arange(width)[None]
+    starts, counts = np.asarray(starts)[:, None], np.asarray(counts)[:, None]
+    return np.where(offset < counts, starts + offset, -1)
+
+
+def left(counts, width: int) -> np.ndarray:
+    """As `right`, from position 0, padded at the left."""
+    rows = right([0] * len(counts), counts, width)
+    return np.stack([np.roll(row, width - n) for row, n in zip(rows, counts, strict=True)])
+
+
+def middle(counts, width: int) -> np.ndarray:
+    """As `right`, from position 0, with the padding scattered between the tokens."""
+    rng = np.random.default_rng(7)
+    out = np.full((len(counts), width), -1)
+    for row, count in zip(out, counts, strict=True):
+        row[np.sort(rng.permutation(width)[:count])] = np.arange(count)
+    return out
+
+
+def one_layer(transform: kvjax.KVTransform, layer: int = 1, num_layers: int = 3):
+    return kvjax.bind(transform, num_layers)[layer]
+
+
+def new_cache(transform, batch=3, **changes):
+    size = {
+        "kv_heads": KV_HEADS, "query_heads": QUERY_HEADS, "head_dim": HEAD_DIM,
+        "max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "dtype": jnp.float32,
+    }  # fmt: skip
+    return kvjax.init_cache(transform, batch=batch, **{**size, **changes})
+
+
+def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.float32, **options):
+    return attend(
+        transform, cache, *tokens.at(positions, dtype),
+        phase="prompt", last=last, rope=the_rope(), **options,
+    )  # fmt: skip
+
+
+def decode(transform, cache, tokens: Tokens, positions, dtype=jnp.float32, **options):
+    positions = np.asarray(positions).reshape(len(tokens.q), -1)
+    return attend(
+        transform, cache, *tokens.at(positions, dtype), phase="decode", rope=the_rope(), **options
+    )
+
+
+class Run(NamedTuple):
+    """A prompt and some decoding: outputs and the cache after each call."""
+
+    prompt_out: np.ndarray
+    prompt_cache: object
+    outs: list
+    caches: list
+
+    @property
+    def all_caches(self) -> list:
+        return [self.prompt_cache, *self.caches]
+
+
+def run(transform, tokens: Tokens, positions, steps: int, **options) -> Run:
+    """One prompt of `positions [B, T]`, and `steps` tokens after it."""
+    dtype = options.get("dtype", jnp.float32)
+    sizes = {k: options.pop(k) for k in list(options) if k not in (*STATIC, "dtype")}
+    cache = new_cache(transform, len(positions), **sizes, dtype=dtype)
+    out, cache = prompt(transform, cache, tokens, positions, **options)
+    outs, caches, lengths = [], [cache], np.max(positions, 1) + 1
+    for step in range(steps):
+        step_out, step_cache = decode(transform, caches[-1], tokens, lengths + step, **options)
+        outs.append(np.asarray(step_out))
+        caches.append(step_cache)
+    return Run(np.asarray(out), cache, outs, caches[1:])
+
+
+class Part(NamedTuple):
+    """A head group of a layer's cache: its KV heads, transform and cache."""
+
+    heads: tuple[int, ...]
+    transform: kvjax.KVTransform
+    cache: kvjax.LayerCache
+
+    @property
+    def extent(self) -> kvjax.Extent:
+        kv = self.cache.kv
+        return self.transform.extent(kvjax.Extent(kv.max_prompt, kv.max_new))
+
+
+def parts(transform, cache) -> list[Part]:
+    """The head groups of a layer's cache; a cache without groups is one."""
+    if isinstance(transform, kvjax.HeadGroups):
+        return [
+            Part(heads, tx, own) for (heads, tx), own in zip(transform.groups, cache, strict=True)
+        ]
+    return [Part(tuple(range(cache.kv.shape[1])), transform, cache)]
+
+
+def live_count(cache) -> np.ndarray:
+    """Live slots per row and head of one group."""
+    return np.asarray(cache.kv.live).sum(-1)
+
+
+def slots_of(cache, row: int, head: int, columns: bool = True) -> dict[str, np.ndarray]:
+    """The live slots of one row and head in position order: wherever they stand, they compare."""
+    kv = cache.kv
+    found = {"position": kv.position, "log_mass": kv.log_mass, "k": kv.k.read(), "v": kv.v.read()}
+    if columns:
+        found |= {name: kv.column(name) for name in kv.columns}
+    found = {name: np.asarray(x)[row, head] for name, x in found.items()}
+    live = np.flatnonzero(found["log_mass"] > -np.inf)
+    order = live[np.argsort(found["position"][live], kind="stable")]
+    return {name: x[order] for name, x in found.items()}
+
+
+def stored(payload, rows: np.ndarray) -> np.ndarray:
+    """New rows [T, D] as a decode step finds them in a payload, whose tail is dense."""
+    if not isinstance(payload, Quantized):
+        return rows
+    encoded = payload.form.encode(jnp.asarray(rows, jnp.float32)[None, None])
+    return np.asarray(payload.form.decode(encoded))[0, 0]
+
+
+def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndarray:
+    """What a call must give, [B, Q, T, D]: dense attention over what is live and the new tokens.
+
+    Written over the cache from before the call, slot by slot, in float64. One token a row is a
+    decode step, which reads what it has stored; a prompt is read as it is.
+    """
+    q, k, v, positions = (np.asarray(x) for x in tokens.at(positions))
+    own_rows = stored if positions.shape[1] == 1 else lambda payload, rows: rows
+    out = np.zeros(q.shape)
+    for part in parts(transform, before):
+        late, kv = part.transform.needs.reposition, part.cache.kv
+        for row in range(len(q)):
+            for own, head in enumerate(part.heads):
+                heads = slice(head * kv.group, (head + 1) * kv.group)
+                new = positions[row] >= 0
+                old = slots_of(part.cache, row, own, columns=False)
+                where = positions[row]
+                place = np.concatenate([old["position"], where[new]])
+                log_mass = np.concatenate([old["log_mass"], np.zeros(new.sum())])
+                values = np.concatenate(
+                    [old["v"], own_rows(kv.v, v[row, head // kv.unfolded][new])]
+                )
+                if late:
+                    ranks = np.argsort(np.argsort(place))
+                    rank_of = dict(zip(place.tolist(), ranks.tolist(), strict=True))
+                    keys = np.concatenate([old["k"], own_rows(kv.k, k[row, head][new])])
+                    keys = rotate(keys, ranks, INV_FREQ)
+                    own_rank = [rank_of.get(int(p), 0) for p in where]
+                    queries = rotate(q[row, heads], own_rank, INV_FREQ)
+                elif part.transform.needs.unrotated_keys:
+                    keys = np.concatenate([old["k"], k[row, head // kv.unfolded][new]])
+                    keys = rotate(keys, place, INV_FREQ)
+                    queries = rotate(q[row, heads], where, INV_FREQ)
+                else:
+                    turned = rotate(k[row, head][new], where[new], INV_FREQ)
+                    keys = np.concatenate([old["k"], own_rows(kv.k, turned)])
+                    queries = rotate(q[row, heads], where, INV_FREQ)
+                out[row, heads], _ = softmax_attention(
+                    queries, keys, values, where, place, log_mass, **options
+                )
+    return out
+
+
+def structure(cache) -> tuple:
+    """Everything about a cache that must not change between calls."""
+    leaves, tree = jax.tree.flatten(cache)
+    return tree, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pinning(kvjax.KVTransform):
+    """Pins some positions at the prompt's end before its base evicts: what KVCrush will do."""
+
+    base: kvjax.KVTransform
+    positions: tuple[int, ...]
+
+    needs = property(lambda self: self.base.needs)
+    frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
+
+    def extent(self, extent):
+        inner = self.base.extent(extent)
+        total = min(extent.total, inner.total + len(self.positions))
+        prompt = min(extent.prompt, inner.prompt + len(self.positions))
+        return kvjax.Extent(prompt, total - prompt)
+
+    def init(self, cache):
+        return self.base.init(cache)
+
+    def update(self, cache, state, step):
+        if step.prompt_done:
+            pinned = jnp.isin(cache.position, jnp.array(self.positions)) & cache.live
+            cache = cache.replace(pinned=pinned)
+        return self.base.update(cache, state, step)

@@ -1,0 +1,541 @@
+"""ClusterKV against its reference: the index, the lists, the outputs of every step."""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import ClusterKV, chain
+from kvjax.transforms.random import layer_key, uniform
+from tests.references import clusterkv as reference
+from tests.references.slots import Slots, Token
+from tests.support.attending import attend, new_cache, right, slots_of
+from tests.support.decode_loops import Steps, Watched, decode_loop, listed, read_prompt
+from tests.support.tolerances import close
+
+KV_HEADS, GROUP, DIM = 2, 3, 8
+SINKS, INTERVAL, NEW_CLUSTERS = 5, 16, 3
+MAX_PROMPT, STEPS, SHORT = 96, 400, 56
+SMALL = {
+    "tokens_per_cluster": 7, "sinks": SINKS, "interval": INTERVAL, "new_clusters": NEW_CLUSTERS,
+    "dense_layers": (),
+}  # fmt: skip
+
+
+def clusterkv(budget=24, **changes) -> ClusterKV:
+    return ClusterKV(budget, **{**SMALL, **changes})
+
+
+# --- the reference, driven in step with the library -----------------------------------------------
+
+
+@functools.cache
+def numbers(seed, count: int) -> np.ndarray:
+    """The library's random numbers of the positions below `count`, [H, count]."""
+    position = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (1, KV_HEADS, count))
+    return np.asarray(uniform(layer_key(seed), position))[0]
+
+
+def drawn(seed):
+    """`draw` of the reference: the positions with the highest numbers, in their order."""
+
+    def draw(head: int, positions: list[int], count: int) -> list[int]:
+        number = numbers(seed, MAX_PROMPT + STEPS + 1)[head]
+        return sorted(sorted(positions, key=lambda p: (-number[p], p))[:count])
+
+    return draw
+
+
+class Row(reference.ClusterKV):
+    """A row of a batch, which clusters its generated tokens every `interval` steps of the batch.
+
+    layout: of each head, the position in every slot from its first on up to the tail, -1 = free.
+    """
+
+    def __init__(self, tx: ClusterKV, most: int):
+        names = "tokens_per_cluster sinks interval new_clusters iterations clusters metric".split()
+        options = {name: getattr(tx, name) for name in names}
+        super().__init__(tx.budget, drawn(tx.seed), per_query_head=tx.per_query_head, **options)
+        self.most = most
+
+    def load(self, slots: list[dict], length: int) -> Row:
+        """Starts with the live slots of every head, as a method before has left them."""
+        self.heads, self.prompt_length = [], length
+        for own in slots:
+            self.heads.append(Slots())
+            columns = (own[name] for name in ("position", "k", "v", "log_mass"))
+            self.heads[-1].tokens = [
+                Token(int(p), np.float64(k), np.float64(v), np.zeros(1), float(m))
+                for p, k, v, m in zip(*columns, strict=True)
+            ]
+        self.index()
+        return self
+
+    def index(self):
+        super().index()
+        self.steps, self.layout = 0, []
+        for index in self.indices:
+            members = [p for cluster in index.clusters for p in cluster.members]
+            self.layout.append([*index.sinks, *members])
+            index.clusters += self._nothing(self.most - len(index.clusters))
+
+    def update(self):
+        """Not by its own tokens: see `tick`."""
+
+    def tick(self):
+        """After a step of the batch, whether this row had a token or not."""
+        self.steps += 1
+        if self.steps % self.interval:
+            return
+        for head, index in enumerate(self.indices):
+            count = min(self.new_clusters, len(index.unclustered))
+            new = self._cluster(head, index.unclustered, count)
+            free = [-1] * (self.interval - len(index.unclustered))
+            self.layout[head] += [p for cluster in new for p in cluster.members] + free
+            index.clusters += new + self._nothing(self.new_clusters - count)
+            index.unclustered = []
+
+    def _nothing(self, count: int) -> list:
+        return [reference.Cluster(np.zeros(DIM), []) for _ in range(count)]
+
+    def queries(self, rng) -> np.ndarray:
+        """Queries [Q, D] whose ranking of clusters no rounding can change; some rank all as one."""
+        if rng.random() < 0.05:
+            return np.zeros((KV_HEADS * GROUP, DIM), np.float32)
+        out = []
+        for index in self.indices:
+            there = [cluster.centroid for cluster in index.clusters if cluster.members]
+            for _ in range(1000):
+                q = short_floats(2 * rng.normal(size=(GROUP, DIM)))
+                scores = np.reshape(there, (-1, DIM)) @ q.T.astype(np.float64)
+                scores = scores if self.per_query_head else scores.mean(1, keepdims=True)
+                gaps = np.diff(np.sort(scores, axis=0), axis=0)
+                if np.all(gaps > 1e-4):
+                    break
+            else:
+                raise AssertionError("no query ranks these clusters clearly")
+            out.append(q)
+        return np.concatenate(out)
+
+
+original_similarity = reference.similarity
+
+
+def clear_similarity(keys, centroids, metric):
+    """Fails where float32 might assign otherwise. Then another seed has to be chosen."""
+    found = original_similarity(keys, centroids, metric)
+    if found.shape[1] > 1:
+        top = np.sort(found, axis=1)
+        gap = top[:, -1] - top[:, -2]
+        clear = (gap == 0) | (gap > 2e-6 * np.maximum(1.0, np.abs(top).max(1)))
+        assert clear.all(), f"near tie ({gap.min()}): change the seed"
+    return found
+
+
+clear_choices = mock.patch.object(reference, "similarity", clear_similarity)
+
+
+def short_floats(x) -> np.ndarray:
+    """What bfloat16 has of them, as float32."""
+    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+
+
+def keys_and_values(rng, *shape):
+    """Keys around a few directions, with lengths of their own."""
+    directions = rng.normal(size=(6, DIM)) * 2
+    keys = directions[rng.integers(6, size=shape)] + rng.normal(size=(*shape, DIM))
+    values = rng.normal(size=(*shape, DIM))
+    return short_floats(keys), short_floats(values)
+
+
+class Both:
+    """A method and one reference per row, step by step on the same tokens.
+
+    transform: ends in ClusterKV. before: what stands before it in its chain.
+    """
+
+    def __init__(self, transform, lengths, before=None, seed=0, dtype=jnp.float32, steps=STEPS):
+        self.transform, self.watched = transform, Watched(transform)
+        self.before = kvjax.Full() if before is None else before
+        self.clusterkv = transform.parts[-1] if before is not None else transform
+        self.rng, self.dtype, self.steps = np.random.default_rng(seed), dtype, steps
+        self.next = np.array(lengths)
+        self.sizes = {
+            "kv_heads": KV_HEADS, "query_heads": KV_HEADS * GROUP, "head_dim": DIM,
+            "max_prompt": MAX_PROMPT, "max_new": steps, "dtype": dtype,
+        }  # fmt: skip
+        self.cache = new_cache(self.watched, len(lengths), **self.sizes)
+        capacity = self.cache.kv.capacity
+        own = self.clusterkv
+        most = max(
+            reference.cluster_count(n, own.tokens_per_cluster, own.sinks, own.clusters)
+            for n in range(capacity + 1)
+        )
+        self.rows = [Row(self.clusterkv, max(most, 1)) for _ in lengths]
+        positions = right([0] * len(lengths), lengths, max(lengths))
+        tokens = self._prompt_tokens(positions)
+        out, self.cache = read_prompt(self.watched, self.cache, *tokens)
+        first = new_cache(self.before, len(lengths), **self.sizes)
+        expected, first = read_prompt(self.before, first, *tokens)
+        close(out, expected, "exact")
+        with clear_choices:
+            for number, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+                row.load([slots_of(first, number, head) for head in range(KV_HEADS)], length)
+        self.check_index(self.cache.kv.position, self.clusters, self.cache.kv.tail.start)
+
+    @property
+    def clusters(self):
+        state = self.cache.state[0]
+        return jax.tree.map(np.asarray, state[-1] if isinstance(state, tuple) else state)
+
+    def _prompt_tokens(self, positions):
+        shape = positions.shape
+        q = self.rng.normal(size=(shape[0], KV_HEADS * GROUP, shape[1], DIM))
+        k, v = keys_and_values(self.rng, shape[0], KV_HEADS, shape[1])
+        return *(jnp.asarray(x, self.dtype) for x in (q, k, v)), jnp.asarray(positions, jnp.int32)
+
+    def turn(self, counts):
+        """A further prompt: everything live is clustered anew."""
+        positions = right(self.next, counts, max(counts))
+        tokens = self._prompt_tokens(positions)
+        out, self.cache = read_prompt(self.watched, self.cache, *tokens)
+        q, k, v, _ = (np.asarray(x, np.float64) for x in tokens)
+        with clear_choices:
+            for number, row in enumerate(self.rows):
+                expected = row.prompt(q[number], k[number], v[number], positions[number])
+                there = positions[number] >= 0
+                close(np.asarray(out)[number][:, there], expected[:, there], "reference")
+        self.next += counts
+        self.check_index(self.cache.kv.position, self.clusters, self.cache.kv.tail.start)
+
+    def decode(self, steps, pads=()) -> Steps:
+        """Steps, of which `pads` = (step, row) give a row nothing."""
+        number, pads = len(self.rows), set(pads)
+        shape = (steps, number, KV_HEADS)
+        k, v = keys_and_values(self.rng, *shape)
+        q = np.zeros((steps, number, KV_HEADS * GROUP, DIM), np.float32)
+        positions = np.full((steps, number, 1), -1, np.int32)
+        expected, indices = [], []
+        with clear_choices:
+            for step in range(steps):
+                for at, row in enumerate(self.rows):
+                    if (step, at) in pads:
+                        expected.append(None)
+                        q[step, at], k[step, at], v[step, at] = 1e4, 1e4, 1e4
+                    else:
+                        q[step, at] = row.queries(self.rng)
+                        now = int(self.next[at])
+                        given = (np.float64(x[step, at]) for x in (q, k, v))
+                        expected.append(row.decode(*given, now))
+                        positions[step, at], self.next[at] = now, now + 1
+                    row.tick()
+                indices.append(self._expected_index())
+        tokens = (*(jnp.asarray(x[..., None, :], self.dtype) for x in (q, k, v)), positions)
+        tokens = (*tokens[:3], jnp.asarray(positions))
+        self.cache, done = decode_loop(self.watched, self.cache, tokens)
+        self._check(done, expected, indices)
+        return done
+
+    def _check(self, done: Steps, expected, indices):
+        kind = "reference" if self.dtype == jnp.float32 else "bfloat16"
+        assert (done.dropped == 0).all()
+        for i, each in enumerate(expected):
+            step, row = divmod(i, len(self.rows))
+            where = f"step {step}, row {row}"
+            out = done.out[step, row, :, 0]
+            if each is None:
+                close(out, np.zeros_like(out), "exact", where)
+                continue
+            close(out, each[0], kind, where)
+            assert [listed(x) for x in done.seen[step, row]] == each[1], where
+        for step, index in enumerate(indices):
+            clusters = jax.tree.map(lambda x: x[step], done.clusters)  # noqa: B023
+            self.check_index(done.position[step], clusters, None, index, f"step {step}")
+
+    def _expected_index(self):
+        """Layouts, and sinks and clusters: cheap while nothing is clustered."""
+        return [
+            ([list(x) for x in row.layout], [(len(i.sinks), list(i.clusters)) for i in row.indices])
+            for row in self.rows
+        ]
+
+    def check_index(self, position, clusters, start=None, index=None, what="prompt"):
+        """The order of slots, sinks, sizes, starts and centroids are the reference's."""
+        index = self._expected_index() if index is None else index
+        most = max(len(layout) for layouts, _ in index for layout in layouts)
+        if start is not None:
+            assert int(start) == most, what
+        position = np.asarray(position)
+        for row, (layouts, heads) in enumerate(index):
+            for head, (layout, (sinks, expected)) in enumerate(zip(layouts, heads, strict=True)):
+                where = f"{what}, row {row}, head {head}"
+                first = most - len(layout)
+                own = position[row, head, :most]
+                assert own.tolist() == [-1] * first + layout, where
+                assert clusters.first[row, head] == first, where
+                assert clusters.sinks[row, head] == sinks, where
+                sizes = clusters.sizes[row, head]
+                members = [cluster.members for cluster in expected]
+                assert sizes[: len(members)].tolist() == [len(x) for x in members], where
+                assert (sizes[len(members) :] == 0).all(), where
+                for c in np.flatnonzero(sizes):
+                    begin = clusters.starts[row, head, c]
+                    assert own[begin : begin + sizes[c]].tolist() == members[c], where
+                centroids = clusters.centroids[row, head, : len(members)][sizes[: len(members)] > 0]
+                mine = [x.centroid for x in expected if x.members]
+                close(centroids, np.reshape(mine, (-1, DIM)), "rounding", where)
+
+
+def padding(rows, steps, stops, seed=0):
+    """A tenth of all steps is empty for a row, and from some step on the row `stops[row]` is."""
+    rng = np.random.default_rng(seed)
+    empty = {tuple(at) for at in np.argwhere(rng.random((steps, rows)) < 0.1).tolist()}
+    return empty | {(s, r) for r, at in stops.items() for s in range(at, steps)}
+
+
+# --- the index and the lists ----------------------------------------------------------------------
+
+LENGTHS = (90, 41, 3, 6)  # SINKS = 5: the third has fewer tokens, the fourth one more
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"per_query_head": True, "budget": 0.3}], ids=["kv heads", "query heads"]
+)
+def test_400_steps(changes):
+    both = Both(clusterkv(**changes), LENGTHS, seed=1)
+    done = both.decode(STEPS)
+    assert (np.diff(done.start) == INTERVAL).sum() == (STEPS - 1) // INTERVAL
+    row = both.rows[0]
+    assert all(len(cluster.members) != 0 for cluster in row.indices[0].clusters[-2:])
+    lists = {tuple(listed(x)) for x in done.seen[:, 0, 0]}
+    assert len(lists) > STEPS * 0.9, "selections vary"
+
+
+CASES = {
+    "l2": {"metric": "l2"},
+    "inner product": {"metric": "inner_product", "per_query_head": True},
+    "share": {"budget": 0.3},
+    "share of everything": {"budget": 1.0, "interval": 9},
+    "more clusters than keys": {"clusters": 40},
+    "one cluster": {"clusters": 1},
+    "smallest budget": {"budget": SINKS + 1, "per_query_head": True},
+    "no sinks": {"sinks": 0, "budget": 1},
+    "an interval of one": {"interval": 1},
+    "fewer tokens than new clusters": {"interval": 2, "new_clusters": 4},
+    "one round": {"iterations": 1, "tokens_per_cluster": 3},
+    "another seed": {"seed": (7, 3)},
+    "nothing new is clustered": {"interval": 10_000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options(name):
+    both = Both(clusterkv(**CASES[name]), (50, 5, 6, 0), seed=3, steps=SHORT)
+    both.decode(SHORT)
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_rows_without_a_token_in_some_steps(per_query_head):
+    both = Both(clusterkv(per_query_head=per_query_head), LENGTHS, seed=4, steps=SHORT)
+    both.decode(SHORT, padding(4, SHORT, stops={1: 20, 3: 0}))
+
+
+def test_a_step_without_any_token():
+    both = Both(clusterkv(), (30, 4), seed=5, steps=SHORT)
+    both.decode(SHORT, padding(2, SHORT, stops={}) | {(s, r) for s in range(7, 30) for r in (0, 1)})
+
+
+@pytest.mark.parametrize("changes", [{}, {"budget": 0.4}], ids=["int", "share"])
+def test_further_turns(changes):
+    """Whatever has been clustered, and what has not, is clustered anew with the new prompt."""
+    both = Both(clusterkv(**changes), (40, 20, 0, 5), seed=6, steps=SHORT)
+    both.decode(19, padding(4, 19, stops={1: 3}))
+    both.turn((12, 0, 9, 1))
+    both.decode(20)
+    both.turn((3, 5, 2, 8))
+    both.decode(17)
+
+
+def test_bfloat16():
+    both = Both(clusterkv(), (50, 3), seed=7, steps=SHORT, dtype=jnp.bfloat16)
+    both.decode(SHORT)
+
+
+# --- over a cache that holds less than the prompt -------------------------------------------------
+
+BEFORE = {
+    "evicted": kvjax.SnapKV(20, window=4, kernel=3),
+    "evicted, a share": kvjax.SnapKV(0.5, window=4, kernel=3),
+    "merged": kvjax.KVMerger(20),
+    "merged in clusters of one": kvjax.KVMerger(12, recent=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "interval"), [*((name, INTERVAL) for name in BEFORE), ("evicted", SHORT + 1)]
+)
+def test_after_another_method(name, interval):
+    before = BEFORE[name]
+    transform = chain(before, clusterkv(14, interval=interval, tokens_per_cluster=2))
+    both = Both(transform, (70, 30, 3, 6), before, seed=8, steps=SHORT)
+    if name.startswith("merged"):
+        assert (np.asarray(both.cache.kv.log_mass)[0] > 0.5).any(), "nothing was merged"
+    both.decode(SHORT, padding(4, SHORT, stops={1: 30}))
+
+
+def test_the_budget_of_a_row_is_a_share_of_its_prompt_and_not_of_what_is_left():
+    before = kvjax.SnapKV(30, window=4, kernel=3)
+    transform = chain(before, clusterkv(0.25))
+    both = Both(transform, (80, 60), before, seed=9, steps=SHORT)
+    assert both.clusters.budget.tolist() == [20, 15]
+    both.decode(4)
+
+
+# --- against the full cache -----------------------------------------------------------------------
+
+
+def same_tokens(seed, lengths, steps):
+    rng, rows = np.random.default_rng(seed), len(lengths)
+    q = rng.normal(size=(rows, KV_HEADS * GROUP, max(lengths), DIM))
+    k, v = keys_and_values(rng, rows, KV_HEADS, max(lengths))
+    first = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    q = rng.normal(size=(steps, rows, KV_HEADS * GROUP, 1, DIM))
+    k, v = keys_and_values(rng, steps, rows, KV_HEADS, 1)
+    now = np.array(lengths)[None, :, None] + np.arange(steps)[:, None, None]
+    first.append(jnp.asarray(right([0] * rows, lengths, max(lengths)), jnp.int32))
+    then = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    return first, (*then, jnp.asarray(now, jnp.int32))
+
+
+SIZES = {
+    "kv_heads": KV_HEADS, "query_heads": KV_HEADS * GROUP, "head_dim": DIM,
+    "max_prompt": MAX_PROMPT, "max_new": SHORT,
+}  # fmt: skip
+
+
+@functools.cache
+def full_outputs():
+    first, then = same_tokens(10, (60, 5, 6), SHORT)
+    cache, outs = new_cache(kvjax.Full(), 3, **SIZES), []
+    _, cache = read_prompt(kvjax.Full(), cache, *first)
+    for x in zip(*then, strict=True):
+        out, cache = attend(kvjax.Full(), cache, *x, phase="decode")
+        outs.append(np.asarray(out))
+    return np.stack(outs)
+
+
+@pytest.mark.parametrize(
+    ("interval", "per_query_head"), [(INTERVAL, False), (7, True), (SHORT, False)]
+)
+def test_a_budget_that_covers_everything_equals_full(interval, per_query_head):
+    tx = clusterkv(60 + SHORT, interval=interval, per_query_head=per_query_head)
+    first, then = same_tokens(10, (60, 5, 6), SHORT)
+    _, cache = read_prompt(Watched(tx), new_cache(Watched(tx), 3, **SIZES), *first)
+    _, done = decode_loop(Watched(tx), cache, then)
+    close(done.out, full_outputs(), "reference")
+    tokens = np.array([60, 5, 6])[None, :, None] + np.arange(1, SHORT + 1)[:, None, None]
+    np.testing.assert_array_equal(
+        (done.seen >= 0).sum(-1), np.broadcast_to(tokens, done.seen.shape[:-1])
+    )
+
+
+def test_a_smaller_budget_does_not():
+    first, then = same_tokens(10, (60, 5, 6), SHORT)
+    watched = Watched(clusterkv(12))
+    _, cache = read_prompt(watched, new_cache(watched, 3, **SIZES), *first)
+    _, done = decode_loop(watched, cache, then)
+    assert np.abs(done.out - full_outputs())[:, 0].max() > 0.1
+
+
+def test_chunks_equal_the_whole():
+    tx, (first, then) = clusterkv(), same_tokens(11, (60, 5, 33), SHORT)
+    _, whole = read_prompt(tx, new_cache(tx, 3, **SIZES), *first)
+    chunked = new_cache(tx, 3, **SIZES)
+    for at in range(0, 60, 20):
+        chunk = [x[..., at : at + 20, :] for x in first[:3]] + [first[3][:, at : at + 20]]
+        _, chunked = attend(tx, chunked, *chunk, phase="prompt", last=at == 40)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+    np.testing.assert_array_equal(whole.kv.position, chunked.kv.position)
+    for name in ("sizes", "starts", "first", "sinks", "budget"):
+        np.testing.assert_array_equal(getattr(whole.state, name), getattr(chunked.state, name))
+    step = [x[0] for x in then]
+    close(
+        attend(tx, chunked, *step, phase="decode")[0], attend(tx, whole, *step, phase="decode")[0]
+    )
+
+
+def test_layers_draw_for_themselves():
+    tx = kvjax.ClusterKV(24, dense_layers=(1,), seed=5)
+    first, dense, third = kvjax.bind(tx, 3)
+    assert dense == kvjax.Full() and first.seed == (5, 0) and third.seed == (5, 2)
+    assert kvjax.bind(kvjax.ClusterKV(24), 3)[:2] == (kvjax.Full(), kvjax.Full())
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"budget": SINKS}, ValueError, r"at least 6 \(sinks \+ 1.*got 5"),
+        ({"budget": 0.0}, ValueError, r"\(0, 1\], got 0.0"),
+        ({"budget": 1.5}, ValueError, "got 1.5"),
+        ({"budget": "24"}, TypeError, "got '24'"),
+        ({"budget": True}, TypeError, "got True"),
+        ({"tokens_per_cluster": 0}, ValueError, "tokens_per_cluster must be at least 1, got 0"),
+        ({"tokens_per_cluster": 80.0}, TypeError, "got 80.0"),
+        ({"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
+        ({"interval": 0}, ValueError, "interval must be at least 1, got 0"),
+        ({"new_clusters": 0}, ValueError, "new_clusters must be at least 1, got 0"),
+        ({"iterations": 0}, ValueError, "iterations must be at least 1, got 0"),
+        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0"),
+        ({"clusters": 4.0}, TypeError, "got 4.0"),
+        ({"metric": "dot"}, ValueError, "'l2'.*got 'dot'"),
+        ({"per_query_head": 1}, TypeError, "per_query_head must be True or False, got 1"),
+        ({"dense_layers": [0]}, TypeError, r"got \[0\]"),
+        ({"dense_layers": (-1,)}, ValueError, "got -1"),
+        ({"seed": -1}, ValueError, "got -1"),
+        ({"seed": 2**32}, ValueError, "below"),
+    ],
+)
+def test_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        clusterkv(**changes)
+
+
+@pytest.mark.parametrize("before", [kvjax.H2O(32), kvjax.StreamingLLM(32)])
+def test_not_after_a_method_that_frees_while_decoding(before):
+    with pytest.raises(ValueError, match=r"index would go stale"):
+        chain(before, clusterkv())
+
+
+def test_refused_chains_and_wrappers():
+    with pytest.raises(ValueError, match="one method that indexes"):
+        chain(clusterkv(), clusterkv())
+    with pytest.raises(ValueError, match="evict or merge → represent → recall → place"):
+        chain(clusterkv(), kvjax.SnapKV(64))
+    for wrap in (lambda x: kvjax.Every(x, 4), lambda x: kvjax.WhenFull(x, 4), kvjax.CaM):
+        with pytest.raises(ValueError, match="got ClusterKV"):
+            wrap(clusterkv())
+
+
+def test_one_token_a_step():
+    tx = clusterkv()
+    first, then = same_tokens(12, (9, 5, 6), 2)
+    _, cache = read_prompt(tx, new_cache(tx, 3, **SIZES), *first)
+    two = [jnp.concatenate((x[0], x[1]), axis=2) for x in then[:3]]
+    positions = jnp.concatenate((then[3][0], then[3][1]), axis=1)
+    with pytest.raises(ValueError, match="one token a step, got 2"):
+        kvjax.attend(tx, cache, *two, positions, phase="decode")
+
+
+def test_layers_must_be_bound():
+    with pytest.raises(ValueError, match="bind"):
+        new_cache(kvjax.ClusterKV(64))

@@ -1,0 +1,258 @@
+"""KVCrush against its reference: bits, distances, representatives, and exactly what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+    H2O,
+    Every,
+    KVCrush,
+    PyramidInfer,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    WhenFull,
+    chain,
+)
+from kvjax.cache.slots import append, compact, widen
+from kvjax.protocol import Step, accumulated_attention
+from kvjax.transforms.kvcrush.base import innermost
+from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
+from kvjax.transforms.kvcrush.representatives import anchor_bits
+from kvjax.transforms.kvcrush.units import Units
+from pallas_kernels import hamming_distance, pack_bits
+from tests.references import kvcrush as reference
+from tests.references.budgets import rows_budget
+from tests.support.attending import OPTIONS, Tokens, live_count, right, slots_of
+
+SEED, LAYER, LAYERS = 5, 1, 3
+KEYS = jax.random.split(jax.random.fold_in(jax.random.key(SEED), LAYER))
+LENGTHS, SECOND = (37, 5, 52), (9, 25, 0)  # the last row gets no token of the second prompt
+LIMITS = {"max_prompt": 128, "max_new": 16, "head_dim": 8}
+
+BASES = {
+    "streaming_llm": StreamingLLM(12, sinks=3),
+    "h2o": H2O(13),
+    "h2o, a share": H2O(0.3, group_reduce="max"),
+    "snapkv": SnapKV(16, window=8),
+    "pyramidkv": PyramidKV(16, window=8),
+    "pyramidinfer": PyramidInfer(20),
+    "every": Every(SnapKV(16, window=8), steps=6),
+    "when_full": WhenFull(SnapKV(16, window=8), room=6),
+    "chain": chain(SnapKV(20, window=8), H2O(13)),
+}
+every_base = pytest.mark.parametrize("name", BASES)
+LARGE = {"h2o": H2O(70), "snapkv": SnapKV(80, window=8), "pyramidinfer": PyramidInfer(60)}
+
+
+def newest(method: kvjax.KVTransform, length: int) -> int:
+    """How many newest tokens a scoring method always keeps."""
+    if isinstance(method, H2O):
+        budget = rows_budget(method.budget, length, 2)
+        return max(budget, 2) - max(budget, 2) // 2
+    return method.window if isinstance(method, SnapKV) else int(method.window(np.array(length)))
+
+
+class Seen(NamedTuple):
+    """A prompt's end: the cache before, what the base alone makes of it, and KVCrush."""
+
+    before: kvjax.KVCache
+    alone: kvjax.KVCache
+    score: jax.Array | None
+    bits: jax.Array
+    after: kvjax.KVCache
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+def one_prompt(tx, cache, k, v, positions, attention, query, query_position):
+    kv = widen(cache.kv, cache.kv.slots + k.shape[2])
+    kv, slots = append(kv, k, v, positions)
+    if "attention" in kv.columns:
+        shape = kv.column("attention").shape
+        kv = kv.with_column("attention", jnp.resize(attention, shape))
+    step = Step(
+        slots=slots, mass=None, keys=kv.k.read(), query=query, query_position=query_position,
+        rope=None, phase="prompt", last=True, scale=0.5,
+    )  # fmt: skip
+    base, _ = tx.split
+    before = kv.replace(pinned=kv.pinned & ~kv.column(REPRESENTATIVE))
+    alone, state = base.update(before, cache.state, step)
+    score = base.score(before, state, step)
+    if score is None and not tx.kmeans:
+        score = accumulated_attention(before)
+    bits = None
+    if not tx.kmeans:
+        bits = Units.of(before, tx.unit).join(tx._behaviour(before, alone, state, step)[1])
+    after, state = tx.update(kv, cache.state, step)
+    cache = dataclasses.replace(cache, kv=compact(after, after.capacity), state=state)
+    return cache, Seen(before, alone, score, bits, after)
+
+
+class Crushing:
+    """A layer that reads prompts, compared with the reference after each."""
+
+    def __init__(self, base, count=5, *, heads=(2, 2), seed=0, **kind):
+        tx = KVCrush(base, count, seed=SEED, **kind)
+        self.tx, self.heads, self.count = kvjax.bind(tx, LAYERS)[LAYER], heads, count
+        self.rng, self.next = np.random.default_rng(seed), np.zeros(3, int)
+        self.tokens = Tokens.random(3, 144, heads[0], heads[0] * heads[1], 8, seed)
+        shape = {"kv_heads": heads[0], "query_heads": heads[0] * heads[1]}
+        self.cache = kvjax.init_cache(self.tx, batch=3, dtype=jnp.float32, **shape, **LIMITS)
+
+    def prompt(self, counts):
+        width = max(52, *counts)
+        positions = right(self.next, counts, width)
+        self.next += counts
+        _, k, v, where = self.tokens.at(positions)
+        size = self.tx.needs.queries(LIMITS["max_prompt"])
+        last = np.sort(positions, axis=1)[:, width - min(size, width) :]
+        last = np.pad(last, ((0, 0), (size - last.shape[1], 0)), constant_values=-1)
+        query = jnp.asarray(self.rng.normal(size=(3, self.tokens.q.shape[1], size, 8)), "float32")
+        attention = jnp.asarray(self.rng.exponential(size=9973), "float32")
+        self.cache, seen = one_prompt(
+            self.tx, self.cache, k, v, where, attention, query, jnp.asarray(last, jnp.int32)
+        )
+        seen = jax.device_get(seen)
+        self.chosen = [self._check(seen, row) for row in range(3)]
+        return self
+
+    def _check(self, seen: Seen, row: int) -> list[list[int]]:
+        """Compares a row; returns its representatives."""
+        before, after = seen.before, seen.after
+        heads = [self._head(seen, row, head) for head in range(self.heads[0])]
+        if self.tx.kmeans:
+            expected = self._centroids(before, heads, row)
+        else:
+            expected = self._crushed(seen, heads, row)
+        for h, (kept, chosen) in enumerate(zip(*expected, strict=True)):
+            if len(heads[h].kept) == len(heads[h].positions):  # left alone, representatives too
+                earlier = before.column(REPRESENTATIVE)[row, h] & before.live[row, h]
+                chosen = sorted(before.position[row, h][earlier].tolist())
+                kept = sorted(set(heads[h].positions) - set(chosen))
+            own = slots_of(self.cache, row, h)
+            assert own["position"].tolist() == sorted([*kept, *chosen])
+            assert own["position"][own[REPRESENTATIVE]].tolist() == chosen
+            np.testing.assert_array_equal(
+                after.pinned[row, h], after.column(REPRESENTATIVE)[row, h]
+            )
+            assert (own["log_mass"] == 0).all()
+            np.testing.assert_array_equal(own["k"], self.tokens.k[row, h, own["position"]])
+            np.testing.assert_array_equal(own["v"], self.tokens.v[row, h, own["position"]])
+        return expected[1]
+
+    def _head(self, seen: Seen, row: int, head: int) -> reference.Head:
+        live = np.flatnonzero(seen.before.live[row, head])
+        slots = live[np.argsort(seen.before.position[row, head, live])]
+        positions = seen.before.position[row, head, slots]
+        kept = positions[seen.alone.live[row, head, slots]].tolist()
+        group = slice(head * self.heads[1], (head + 1) * self.heads[1])
+        if self.tx.kmeans:
+            return reference.Head(positions.tolist(), None, None, kept)
+        method, length = innermost(self.tx.split[0]), int(self.next[row])
+        if hasattr(method, "parts") or isinstance(method, StreamingLLM):
+            always = np.isin(positions, kept)
+        else:
+            always = positions >= length - newest(method, length)
+            always |= positions < getattr(method, "sinks", 0)
+        return reference.Head(positions.tolist(), seen.score[row, group][:, slots], always, kept)
+
+    def _crushed(self, seen: Seen, heads, row: int):
+        size = self.tx.unit * self.heads[0] * self.heads[1]
+        kind, method = self.tx.anchor, innermost(self.tx.split[0])
+        if kind == "random":
+            kind = np.asarray(jax.random.bernoulli(KEYS[0], shape=(1, size)))[0]
+        scores = not (hasattr(method, "parts") or isinstance(method, StreamingLLM))
+        crushed = reference.crush(
+            heads, self.count, kind, the_draw if self.tx.pick == "random" else None, self.tx.unit,
+            getattr(method, "group_reduce", "mean") if scores else None,
+        )  # fmt: skip
+        bits = seen.bits[row]
+        there = np.isin(np.arange(len(bits)), list(crushed.bits))
+        assert not bits[~there].any()
+        own = anchor_bits(self.tx.anchor, bits[None], there[None], KEYS[0])
+        np.testing.assert_array_equal(own[0], crushed.anchor)
+        distance = hamming_distance(pack_bits(jnp.asarray(bits)), pack_bits(own))
+        for unit, vector in crushed.bits.items():
+            np.testing.assert_array_equal(bits[unit], vector, f"unit {unit}")
+            assert distance[unit] == crushed.distance[unit]
+        return crushed.kept, crushed.representatives
+
+    def _centroids(self, before, heads, row: int):
+        kept, chosen = [], []
+        for h, head in enumerate(heads):
+            gone = [p for p in head.positions if p not in head.kept]
+            picked = reference.kmeans(np.float64(self.tokens.k[row, h, gone]), self.count)
+            kept.append(sorted(head.kept))
+            chosen.append([gone[i] for i in picked])
+        return kept, chosen
+
+
+def the_draw(head: int, unit: int) -> float:
+    """The rule of the docstring: a number per seed, layer, KV head and position."""
+    return float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(KEYS[1], head), unit)))
+
+
+# --- against the reference ------------------------------------------------------------------------
+
+
+@every_base
+def test_over_every_base(name):
+    """Ragged rows, and a second prompt in which representatives compete again: by then heads hold
+    different tokens in different slots."""
+    crushing = Crushing(BASES[name], anchor="mean").prompt(LENGTHS)
+    assert [len(head) for head in crushing.chosen[2]] == [5, 5]
+    assert len(crushing.chosen[1][0]) == (3 if name == "h2o, a share" else 0)  # of 5 tokens
+    crushing.prompt(SECOND)
+    assert [len(head) for head in crushing.chosen[0]] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("anchor", "pick"),
+    [("random", "middle"), ("mean", "random"), ("median", "middle"), ("alternate", "random")],
+)
+def test_anchors_and_picks(anchor, pick):
+    Crushing(H2O(13), 7, anchor=anchor, pick=pick, heads=(2, 4), seed=1).prompt(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("h2o", 2), ("h2o", "chunk"), ("snapkv", "page"), ("pyramidinfer", "chunk")]
+)
+def test_granularity(name, unit):
+    """The base takes whole units too."""
+    crushing = Crushing(LARGE[name], 70, granularity=unit, anchor="alternate", seed=3)
+    crushing.prompt((120, 30, 101)).prompt((4, 90, 0))
+    size = crushing.tx.unit
+    for head in crushing.chosen[1]:
+        assert 0 < len(head) <= 70 // size * size
+    kept = live_count(crushing.cache)[1]
+    assert (kept <= crushing.tx.extent(kvjax.Extent(128, 0)).prompt).all()
+
+
+def test_granularity_over_a_base_without_a_score():
+    lengths = (120, 30, 101)
+    Crushing(StreamingLLM(20), 40, granularity="page", anchor="median", seed=4).prompt(lengths)
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "every"])
+def test_kmeans(name):
+    Crushing(BASES[name], 6, kmeans=True, seed=4).prompt(LENGTHS).prompt(SECOND)
+
+
+@pytest.mark.parametrize("heads", [(1, 4), (5, 7)])  # and more bits than one word's
+def test_heads(heads):
+    Crushing(H2O(13), anchor="random", pick="random", heads=heads, seed=5).prompt(LENGTHS)
+
+
+def test_fewer_evicted_than_representatives_all_return():
+    crushing = Crushing(H2O(13), 30, seed=8).prompt(LENGTHS)
+    assert slots_of(crushing.cache, 0, 0)["position"].tolist() == list(range(37))
+    assert len(crushing.chosen[0][0]) == 37 - 13

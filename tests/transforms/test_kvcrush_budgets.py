@@ -1,0 +1,213 @@
+"""KVCrush's budgets, while decoding too: what adds up, what is refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+    H2O,
+    Every,
+    KVCrush,
+    PyramidInfer,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    WhenFull,
+    chain,
+)
+from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
+from tests.references.budgets import rows_budget
+from tests.support.attending import Tokens, live_count, right, run, slots_of
+
+LENGTHS = (30, 17, 16, 9)
+# Bases of 16 slots, and how many more they may hold after a step of decoding.
+WHOLE = {
+    "streaming_llm": (StreamingLLM(16), 0),
+    "h2o": (H2O(16), 0),
+    "snapkv": (SnapKV(16, window=4), 8),
+    "every": (Every(SnapKV(16, window=4), steps=3), 2),
+    "when_full": (WhenFull(SnapKV(16, window=4), room=3), 3),
+}
+
+
+def representatives(cache, row: int, head: int) -> list[int]:
+    own = slots_of(cache, row, head)
+    return own["position"][own[REPRESENTATIVE]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [*((name, None) for name in WHOLE), ("h2o", 0.1), ("snapkv", 0.68)]
+)
+def test_a_share_adds_up(name, share):
+    """B slots in all after the prompt; a row of up to B tokens is kept whole.
+
+    While decoding the representatives stay, outside the base's part of the budget.
+    """
+    base, more = WHOLE[name]
+    transform, count = KVCrush(base, share=share), round(16 * (share or 0.25))
+    tokens = Tokens.random(rows=4, seed=14)
+    after = run(transform, tokens, right([0] * 4, LENGTHS, 30), 8)
+    live, pinned = live_count(after.prompt_cache), np.asarray(after.prompt_cache.kv.pinned).sum(-1)
+    for row, length in enumerate(LENGTHS):
+        assert (live[row] == min(length, 16)).all()
+        assert (pinned[row] == np.clip(length - (16 - count), 0, count)).all()
+    assert transform.extent(kvjax.Extent(30, 0)).total == 16
+    for cache in after.caches:
+        assert (np.asarray(cache.kv.dropped) == 0).all()
+        assert (live_count(cache)[0] <= 16 + more).all()
+        for row, head in np.ndindex(4, 2):
+            chosen = representatives(cache, row, head)
+            assert chosen == representatives(after.prompt_cache, row, head)
+            assert live_count(cache)[row, head] - len(chosen) <= 16 - count + more
+    if name == "h2o":
+        _check_evictions(after, budget=16 - count)
+
+
+def _check_evictions(after, budget: int):
+    """Every step evicts the least attended token that is neither recent nor a representative."""
+    caches = jax.device_get([cache.kv for cache in after.all_caches])
+    for old, new in itertools.pairwise(caches):
+        for row, head in np.ndindex(4, 2):
+            others = old.live[row, head] & ~old.pinned[row, head]
+            gone = np.flatnonzero(old.live[row, head] & ~new.live[row, head])
+            assert len(gone) == (others.sum() == budget)
+            if len(gone):
+                recent = old.position[row, head] >= new.length[row] - (budget - budget // 2)
+                score = new.column("attention")[row, head].mean(-1)
+                assert gone == np.where(others & ~recent, score, np.inf).argmin()
+
+
+WRAPS = {
+    "every": functools.partial(Every, steps=3),
+    "when_full": functools.partial(WhenFull, room=3),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_every_and_when_full_choose_anew(name):
+    """Around KVCrush they let the representatives compete again, among everything live."""
+    tx = WRAPS[name](KVCrush(SnapKV(16, window=4)))
+    after = run(tx, Tokens.random(rows=2, seed=10), right([0] * 2, (30, 25), 30), 9)
+    chosen = [representatives(cache, 0, 0) for cache in after.all_caches]
+    assert all(len(each) == 4 for each in chosen) and len(set(map(tuple, chosen))) > 1
+    live = np.array([live_count(cache) for cache in after.all_caches])
+    assert live.min() == 16 and live.max() <= 19
+
+
+@pytest.mark.parametrize("base", [PyramidKV(16, window=4), PyramidInfer(24)], ids=str)
+def test_layers_add_up(base):
+    """Each layer's budget is shared out, by prompt length, and the layers add up."""
+    layers, plain = kvjax.bind(KVCrush(base, share=0.3), 4), kvjax.bind(base, 4)
+    lengths = np.arange(1, 200)
+    total = 0
+    for layer, whole in zip(layers, plain, strict=True):
+        kept, taken = layer.split[0].budget(lengths), layer.split[1](lengths)
+        np.testing.assert_array_equal(kept + taken, whole.budget(lengths))
+        wanted = np.rint(0.3 * whole.budget(lengths))
+        spare = np.maximum(kept + taken - whole.minimum, 0)
+        np.testing.assert_array_equal(taken, np.minimum(wanted, spare))
+        extent = kvjax.Extent(200, 0)
+        assert layer.extent(extent).total == whole.extent(extent).total
+        total = total + kept + taken
+    assert (total == 4 * base.budget).all()
+
+
+@pytest.mark.parametrize("base", [H2O(0.5), SnapKV(0.5, window=4)])
+def test_a_share_of_a_share(base):
+    tokens, lengths = Tokens.random(rows=4, seed=15), (31, 20, 11, 3)
+    cache = run(KVCrush(base, share=0.3), tokens, right([0] * 4, lengths, 31), 0).prompt_cache
+    pinned = np.asarray(cache.kv.pinned).sum(-1)
+    for row, length in enumerate(lengths):
+        whole = rows_budget(base.budget, length, base.minimum)
+        assert (live_count(cache)[row] == whole).all()
+        count = min(round(0.3 * whole), max(whole - base.minimum, 0))
+        assert (pinned[row] == min(count, length - whole + count)).all()
+    assert (np.asarray(cache.kv.dropped) == 0).all()
+
+
+def test_representatives_come_on_top():
+    extent = kvjax.Extent(prompt=100, new=20)
+    assert KVCrush(SnapKV(40), 7).extent(extent).total == 67
+    assert KVCrush(H2O(40), 7).extent(extent).total == 48
+    assert KVCrush(Every(SnapKV(40), 9), 7).extent(extent).total == 56
+    assert Every(KVCrush(SnapKV(40), 7), 9).extent(extent).total == 56
+    assert WhenFull(KVCrush(SnapKV(40), 7), 9).extent(extent).total == 56
+    assert KVCrush(SnapKV(99), 7).extent(extent).prompt == 100
+    assert chain(KVCrush(SnapKV(40), 7), H2O(10)).extent(extent).total == 18
+    assert chain(H2O(50), KVCrush(SnapKV(40), 7)).extent(extent).total == 58
+
+
+def test_positions_with_gaps_lose_nothing():
+    """Beyond `max_prompt + max_new` a token has no bits, and is never a representative."""
+    tokens = Tokens.random(rows=1, length=200, seed=16)
+    positions = np.array([[*range(10), *range(100, 120)]])
+    cache = run(KVCrush(H2O(8), 4, anchor="mean"), tokens, positions, 0).prompt_cache
+    assert (np.asarray(cache.kv.dropped) == 0).all() and (live_count(cache) <= 12).all()
+    assert (np.asarray(cache.kv.position).max(-1) == 119).all()
+
+
+ERRORS = {
+    "class": (lambda: KVCrush(H2O), TypeError, "H2O", "instance"),
+    "full": (lambda: KVCrush(kvjax.Full()), ValueError, "Full()", "evicts"),
+    "merges": (lambda: KVCrush(kvjax.CaM(H2O(16))), ValueError, "CaM", "evicts"),
+    "kvcrush": (lambda: KVCrush(KVCrush(H2O(16))), ValueError, "KVCrush", "another"),
+    "kvcrush in a chain": (
+        lambda: KVCrush(chain(H2O(16), KVCrush(H2O(16), 4)), 4), ValueError, "KVCrush", "another",
+    ),
+    "head groups": (
+        lambda: KVCrush(kvjax.HeadGroups((((0,), H2O(16)),))), ValueError, "HeadGroups",
+    ),
+    "both": (lambda: KVCrush(H2O(16), 4, 0.5), ValueError, "4", "0.5", "not both"),
+    "no representatives": (lambda: KVCrush(H2O(16), 0), ValueError, "0", "at least 1"),
+    "half a representative": (lambda: KVCrush(H2O(16), 2.5), TypeError, "2.5", "int"),
+    "share 0": (lambda: KVCrush(H2O(16), share=0.0), ValueError, "0.0", "(0, 1)"),
+    "share 1": (lambda: KVCrush(H2O(16), share=1), ValueError, "1", "(0, 1)"),
+    "share, nan": (lambda: KVCrush(H2O(16), share=float("nan")), ValueError, "nan", "(0, 1)"),
+    "share, text": (lambda: KVCrush(H2O(16), share="half"), TypeError, "'half'", "number"),
+    "share of nothing": (
+        lambda: KVCrush(chain(H2O(16), SnapKV(40))), ValueError, "budget", "representatives=",
+    ),
+    "share of too little": (lambda: KVCrush(SnapKV(33)), ValueError, "0.25", "25", "window + 1"),
+    "share too small": (lambda: KVCrush(H2O(2), share=0.2), ValueError, "at least 1", "0"),
+    "share in a wrapper": (
+        lambda: KVCrush(Every(SnapKV(33), 4)), ValueError, "0.25", "33", "window + 1",
+    ),
+    "anchor": (lambda: KVCrush(H2O(16), anchor="ones"), ValueError, "'ones'", "alternate"),
+    "pick": (lambda: KVCrush(H2O(16), pick="first"), ValueError, "'first'", "middle"),
+    "granularity": (lambda: KVCrush(H2O(16), granularity="row"), ValueError, "'row'", "chunk"),
+    "granularity 0": (lambda: KVCrush(H2O(16), granularity=0), ValueError, "0", "at least 1"),
+    "granularity, float": (lambda: KVCrush(H2O(16), granularity=8.0), TypeError, "8.0", "int"),
+    "less than a page": (
+        lambda: KVCrush(H2O(64), granularity="page"), ValueError, "16", "32", "page",
+    ),
+    "kmeans of chunks": (
+        lambda: KVCrush(H2O(64), kmeans=True, granularity="chunk"), ValueError, "kmeans", "chunk",
+    ),
+    "seed": (lambda: KVCrush(H2O(16), seed=-1), ValueError, "seed", "-1"),
+    "seed, large": (lambda: KVCrush(H2O(16), seed=2**32), ValueError, "seed", "4294967296"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS.values(), ids=ERRORS)
+def test_bad_input(case):
+    make, error, *words = case
+    with pytest.raises(error) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_layer_that_turns_out_to_keep_everything_is_full():
+    tx = KVCrush(kvjax.PerLayer(lambda i, n: kvjax.Full() if i == 0 else H2O(16)), 4)
+    assert kvjax.bind(tx, 2) == (kvjax.Full(), KVCrush(H2O(16), 4, seed=(0, 1)))
+
+
+def test_its_name():
+    tx = kvjax.parse("kvcrush(every(snapkv(window=16), steps=4), anchor='mean', share=0.5)", 64)
+    assert tx == KVCrush(Every(SnapKV(64, window=16), 4), anchor="mean", share=0.5)

@@ -1,0 +1,413 @@
+"""KVMerger against its reference: merging sets, pivots, weights, and what attention then gives."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Every, HeadGroups, KVMerger, PerLayer, WhenFull, chain
+from tests.references import kvmerger as reference
+from tests.support.attending import (
+    OPTIONS,
+    Tokens,
+    attend,
+    attended,
+    decode,
+    live_count,
+    new_cache,
+    one_layer,
+    parts,
+    prompt,
+    right,
+    run,
+    slots_of,
+)
+from tests.support.method_pair import LENGTHS, SIDES, Pair
+from tests.support.tolerances import close
+
+CASES = {
+    # of the method, heads (KV heads, query heads per KV head)
+    "budget, multi-head": ({"budget": 21}, (4, 1)),
+    "one slot": ({"budget": 1}, (2, 2)),
+    "half": ({"budget": 0.5}, (2, 4)),
+    "35 %": ({"budget": 0.35}, (2, 2)),
+    "between": ({"budget": 0.41}, (3, 2)),
+    "tenth": ({"budget": 0.1}, (2, 1)),
+    "epsilon": ({"epsilon": 0.75}, (2, 2)),
+    "epsilon beyond the budget": ({"budget": 30, "epsilon": 0.5}, (2, 2)),
+    "budget beyond epsilon": ({"budget": 0.4, "epsilon": 0.97}, (2, 2)),
+    "anchor and budget": ({"epsilon": 0.9, "against": "anchor", "budget": 0.4}, (2, 2)),
+    "counts": ({"budget": 20, "recent": 5, "heavy": 4}, (2, 2)),
+    "shares": ({"budget": 0.6, "recent": 0.3, "heavy": 0.1}, (2, 2)),
+    "nothing stays": ({"budget": 12, "recent": 0, "heavy": 0}, (2, 2)),
+    "more stays than fits": ({"budget": 12, "recent": 0.3, "heavy": 0.3}, (2, 2)),
+}
+MODES = {
+    "share": {"budget": 0.4},
+    "epsilon": {"budget": None, "epsilon": 0.6},
+    "sigma small": {"sigma": 0.3},
+    "mean": {"weights": "mean"},
+    "values not multiplied": {"value_scale": "none", "sigma": 5.0},
+    "paper": {"sigma": "literal", "value_scale": "paper"},
+}
+
+
+def smooth(both: Pair) -> Pair:
+    """Keys that drift: neighbours are alike, as in the paper's Figure 2, and runs are long."""
+    steps = both.rng.normal(size=both.k.shape)
+    mixed = np.zeros(both.k.shape)
+    for p in range(both.k.shape[2]):
+        before = mixed[:, :, p - 1] if p else 0.0
+        mixed[:, :, p] = 0.8 * before + 0.6 * steps[:, :, p]
+    both.k = mixed.astype(np.float32)
+    return both
+
+
+def pair(fields: dict, heads=(2, 2), **options) -> Pair:
+    def make(**attention: float | None) -> reference.KVMerger:
+        return reference.KVMerger(**fields, **attention)
+
+    return smooth(Pair(KVMerger(**fields), make, heads=heads, **options))
+
+
+def same(both: Pair) -> Pair:
+    """Keys, values and masses of every live slot are the reference's."""
+    for (row, head), own in both.references.items():
+        found = slots_of(both.cache, row, head)
+        where = f"row {row}, head {head}"
+        np.testing.assert_array_equal(found["position"], own.kept, where)
+        if own.kept:
+            close(found["k"], own.slots.keys, "reference", f"{where}, keys")
+            close(found["v"], own.slots.values, "reference", f"{where}, values")
+            close(found["log_mass"], own.slots.log_mass, "reference", f"{where}, log_mass")
+    return both
+
+
+def largest_set(both: Pair) -> int:
+    return max(len(own) for one in both.references.values() for own in one.sets)
+
+
+# --- against the reference ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_prompt(case):
+    assert largest_set(same(pair(*case).prompt(LENGTHS))) > 1
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_modes(mode):
+    """Over two turns: slots that have been merged before are merged on."""
+    both = same(pair({"budget": 14, **mode}, seed=1).prompt(LENGTHS))
+    assert largest_set(both) > 3
+    same(both.decode(4).prompt((9, 30, 0), "left").decode(1))
+
+
+def test_padding_and_chunks():
+    for side in SIDES:
+        same(pair({"budget": 16}, seed=2).prompt(LENGTHS, side))
+    same(pair({"budget": 16}, seed=3).prompt(LENGTHS, chunks=2))
+
+
+def test_attention_options_and_rope():
+    rope = kvjax.Rope(np.float32([1.0, 0.3, 0.02]), factor=1.1)
+    attention = {"scale": 0.9, "window": 20, "soft_cap": 2.5, "rope": rope, "seed": 5}
+    same(pair({"budget": 16}, **attention).prompt(LENGTHS).decode(1))
+
+
+def draws(seed: int, layer: int, head: int):
+    """The draws of `pivot="random"`, one by one."""
+    key = jax.random.fold_in(jax.random.key(seed), layer)
+    key = jax.random.fold_in(key, head)
+    return functools.cache(lambda p: float(jax.random.uniform(jax.random.fold_in(key, p))))
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_random_pivots(layer):
+    """They depend on seed, layer, head and position alone."""
+    transform = KVMerger(budget=14, pivot="random", seed=7).for_layer(layer, 4)
+    both = smooth(Pair(transform, lambda **o: reference.KVMerger(14, **o), seed=6))
+    for (_, head), own in both.references.items():
+        own.priority = draws(7, layer, head)
+    same(both.prompt(LENGTHS, "scattered"))
+
+
+# --- sets, pivots and weights, one by one ---------------------------------------------------------
+
+
+def filled(keys: np.ndarray, attention: np.ndarray, masses: np.ndarray | None = None):
+    """A cache [1, 1, S] of tokens 0 .. S - 1 that have received `attention [S]`."""
+    size, dim = keys.shape
+    cache = kvjax.init_cache(
+        KVMerger(budget=1), batch=1, kv_heads=1, head_dim=dim, max_prompt=size, max_new=size,
+        dtype=jnp.float32,
+    ).kv  # fmt: skip
+    cache = kvjax.widen(cache, size)
+    rows = jnp.asarray(keys, jnp.float32)[None, None]
+    cache, _ = kvjax.append(cache, rows, rows[..., ::-1], jnp.arange(size)[None])
+    column = jnp.zeros((1, 1, cache.slots, 1)).at[0, 0, :size, 0].set(attention)
+    if masses is not None:
+        log_mass = cache.log_mass.at[0, 0, :size].set(np.log(masses).astype(np.float32))
+        cache = cache.replace(log_mass=log_mass)
+    return cache.with_column("attention", column)
+
+
+def plan(transform: KVMerger, cache) -> tuple[np.ndarray, np.ndarray]:
+    """Target and weight of every slot of the one row and head."""
+    make = jax.jit(lambda cache: transform.plan(cache, cache.k.read()), compiler_options=OPTIONS)
+    into, weights = make(cache)
+    return np.asarray(into)[0, 0], np.asarray(weights)[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("sigma", "fields"),
+    [
+        ("mean_distance", {"budget": 9}),
+        ("literal", {"epsilon": 0.5}),
+        (5.0, {"epsilon": 0.5, "against": "anchor"}),
+    ],
+    ids=str,
+)
+def test_sets_pivots_and_weights(sigma, fields):
+    rng = np.random.default_rng(8)
+    keys = np.cumsum(rng.normal(size=(24, 6)), axis=0) + 2
+    attention, masses = rng.uniform(size=24), rng.integers(1, 4, 24)
+    transform = KVMerger(recent=2, heavy=2, sigma=sigma, **fields)
+    into, weights = plan(transform, filled(keys, attention, masses))
+
+    heavy = np.argsort(-attention[:22])[:2]
+    free = [i < 22 and i not in heavy for i in range(24)]
+    if "epsilon" in fields:
+        joins = reference.similar_pairs(keys, free, **fields)
+    else:
+        joins = reference.top_up(keys, free, set(), 24 - 9)
+    sets = reference.merging_sets(24, joins)
+    assert max(map(len, sets)) > 2
+    for own in sets:
+        pivot = own[int(np.argmax(attention[own]))]
+        assert into[own].tolist() == [pivot] * len(own)
+        if len(own) > 1:
+            g = reference.gaussian_weights(keys[own], own.index(pivot), sigma)
+            close(weights[own], masses[own] * g, "reference")
+
+
+def test_the_numbers_of_one_set():
+    """Three tokens by hand: distances 0, 1 and 3 from the pivot, so that √2 σ is 2."""
+    keys = np.array([[4.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
+    transform = KVMerger(epsilon=0.75, recent=0, heavy=0)
+    into, weights = plan(transform, filled(keys, np.array([1.0, 5.0, 2.0])))
+    assert into[:3].tolist() == [1, 1, 1]
+    close(weights[:3], np.exp([-9 / 4, 0, -1 / 4]))
+
+
+def test_the_anchor_ends_a_run_that_drifts():
+    """20° from key to key: neighbours are alike at ε = 0.75 (41°), the ends of four are not."""
+    angle = np.deg2rad(20.0) * np.arange(8)
+    cache = filled(np.stack([np.cos(angle), np.sin(angle)], -1), np.arange(8.0))
+    fields = {"epsilon": 0.75, "recent": 0, "heavy": 0}
+    assert plan(KVMerger(**fields), cache)[0][:8].tolist() == [7] * 8
+    into = plan(KVMerger(**fields, against="anchor"), cache)[0]
+    assert into[:8].tolist() == [1, 1, 4, 4, 4, 7, 7, 7]
+
+
+def test_ties_go_to_the_lower_position():
+    """Equal keys and equal attention: the first pairs are merged, into the first token."""
+    cache = filled(np.ones((10, 3)), np.ones(10))
+    into, weights = plan(KVMerger(budget=7, recent=0, heavy=0), cache)
+    assert into[:10].tolist() == [0, 0, 0, 0, 4, 5, 6, 7, 8, 9]
+    close(weights[:10], np.ones(10), "exact")  # σ = 0: uniform
+
+
+def test_zero_keys_are_like_nothing():
+    keys = np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    into, weights = plan(KVMerger(epsilon=0.0, recent=0, heavy=0), filled(keys, np.arange(4.0)))
+    assert into[:4].tolist() == [0, 1, 3, 3]
+    assert np.isfinite(weights).all()
+
+
+def test_heavy_and_recent_tokens_part_the_runs():
+    cache = filled(np.ones((9, 3)), np.array([0, 0, 0, 9.0, 0, 0, 0, 0, 0]))
+    into = plan(KVMerger(epsilon=0.75, recent=2, heavy=1), cache)[0]
+    assert into[:9].tolist() == [0, 0, 0, 3, 4, 4, 4, 7, 8]
+
+
+def test_pinned_slots_are_passed_over():
+    """The worst case for a budget: every second slot is pinned, and it is met all the same."""
+    cache = filled(np.ones((8, 3)), np.zeros(8))
+    cache = cache.replace(pinned=(cache.position % 2 == 1) & cache.live)
+    into = plan(KVMerger(budget=1), cache)[0]
+    assert into[:8].tolist() == [0, 1, 0, 3, 0, 5, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("budget", "recent", "heavy"),
+    [(0.5, 170, 120), (0.35, 80, 20), (0.425, 125, 70), (0.25, 57, 14), (0.75, 255, 180)],
+)
+def test_what_stays_of_1000_tokens(budget, recent, heavy):
+    """As in the paper at 50 % and 35 %, linear between, scaled with the budget outside."""
+    for own in (KVMerger(budget=budget), KVMerger(budget=int(1000 * budget))):
+        assert [int(x[0]) for x in own.staying.counts(np.array([1000]))] == [recent, heavy]
+
+
+# --- mass -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sigma", ["mean_distance", 5.0])
+def test_merging_identical_keys_changes_nothing(sigma):
+    """Runs of equal keys with different values, merged twice: attention is what it was."""
+    rng = np.random.default_rng(9)
+    tokens = Tokens.random(length=40, seed=9)
+    names = np.sort(rng.integers(0, 4, (3, 2, 40)), axis=2)  # four different keys, in runs
+    table = rng.normal(size=(3, 2, 4, 8)).astype(np.float32)
+    same_keys = np.take_along_axis(table, names[..., None], axis=2)
+    tokens = tokens._replace(k=same_keys)
+    transforms = kvjax.Full(), KVMerger(epsilon=0.999, recent=3, heavy=2, sigma=sigma)
+    caches = [new_cache(tx) for tx in transforms]
+    starts, counts = np.zeros(3, int), np.array([24, 17, 5])
+
+    def compare(caches: list, positions: np.ndarray, phase: str) -> list:
+        call = [
+            attend(tx, cache, *tokens.at(positions), phase=phase)
+            for tx, cache in zip(transforms, caches, strict=True)
+        ]
+        (expected, full), (out, own) = call
+        close(out, expected, "rounding", phase)
+        return [full, own]
+
+    for width, more in ((24, (8, 6, 1)), (8, (0, 0, 0))):
+        caches = compare(caches, right(starts, counts, width), "prompt")
+        starts, counts = starts + counts, np.array(more)
+        assert live_count(caches[1])[0].max() < live_count(caches[0])[0].min() - 8
+        caches = compare(caches, starts[:, None], "decode")
+        starts = starts + 1
+
+
+@pytest.mark.parametrize("fields", [{"budget": 6}, {"budget": 0.3, "epsilon": 0.5}], ids=str)
+def test_mass_is_conserved(fields):
+    ragged = run(KVMerger(**fields), Tokens.random(), right([0, 0, 0], (24, 17, 5), 24), 2)
+    for step, cache in enumerate(ragged.all_caches):
+        mass = np.exp(np.asarray(cache.kv.log_mass, np.float64)).sum(-1)
+        close(mass, np.broadcast_to(np.array([[24], [17], [5]]) + step, mass.shape))
+
+
+def test_where_nothing_is_alike_the_cache_stays_as_it_is():
+    """No key is above ε = 1: all masses are 1, and it is the full cache, bit for bit."""
+    positions = right([0, 0, 0], (24, 17, 5), 24)
+    own, full = (
+        run(tx, Tokens.random(), positions, 2) for tx in (KVMerger(epsilon=1.0), kvjax.Full())
+    )
+    for a, b in zip((own.prompt_out, *own.outs), (full.prompt_out, *full.outs), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for row, head in np.ndindex(3, 2):
+        found = slots_of(own.caches[-1], row, head, columns=False)
+        expected = slots_of(full.caches[-1], row, head, columns=False)
+        for name in expected:
+            np.testing.assert_array_equal(found[name], expected[name], name)
+
+
+# --- with the others ------------------------------------------------------------------------------
+
+MERGER = KVMerger(budget=10)
+
+
+def merger_above(layer: int, num_layers: int):
+    return kvjax.Full() if layer == 0 else MERGER
+
+
+COMPOSED = {
+    "every": Every(MERGER, steps=3),
+    "when_full": WhenFull(MERGER, room=3),
+    "every, epsilon": Every(KVMerger(epsilon=0.2), steps=3),
+    "per_layer": PerLayer(merger_above),
+    "head_groups": HeadGroups((((1,), MERGER), ((0,), kvjax.Full()))),
+    "after epsilon": chain(KVMerger(epsilon=0.1, recent=2, heavy=0), MERGER),
+    "after h2o": chain(kvjax.H2O(budget=14), MERGER),
+    "before snapkv": chain(KVMerger(budget=14), kvjax.SnapKV(budget=10, window=4)),
+}
+CONSERVING = {"every", "when_full", "every, epsilon", "per_layer", "after epsilon"}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_compositions(name):
+    transform, tokens, lengths = one_layer(COMPOSED[name]), Tokens.random(seed=10), (24, 17, 5)
+    positions = right([0, 0, 0], lengths, 24)
+    both = run(transform, tokens, positions, 6)
+    for step, cache in enumerate(both.all_caches):
+        for part in parts(transform, cache):
+            kv = part.cache.kv
+            assert (np.asarray(kv.dropped) == 0).all(), f"step {step}"
+            assert (live_count(part.cache) <= part.extent.total).all(), f"step {step}"
+            if name in CONSERVING:
+                mass = np.exp(np.asarray(kv.log_mass, np.float64)).sum(-1)
+                close(mass, np.broadcast_to(np.array(lengths)[:, None] + step, mass.shape))
+        if step:
+            now = np.array(lengths)[:, None] + step - 1
+            expected = attended(transform, both.all_caches[step - 1], tokens, now)
+            close(both.outs[step - 1], expected, what=f"step {step}")
+    starts, counts = np.add(lengths, 4), np.array([8, 6, 1])
+    _, cache = prompt(transform, both.caches[3], tokens, right(starts, counts, 8))
+    _, cache = decode(transform, cache, tokens, starts + counts)
+    for part in parts(transform, cache):
+        assert (np.asarray(part.cache.kv.dropped) == 0).all()
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+WRONG = {
+    "nothing": ({}, ValueError, "budget=", "epsilon="),
+    "budget": ({"budget": 0}, ValueError, "0", "at least 1"),
+    "budget text": ({"budget": "8"}, TypeError, "'8'", "int"),
+    "share": ({"budget": 1.5}, ValueError, "1.5", "(0, 1]"),
+    "budget and counts": (
+        {"budget": 12, "recent": 4, "heavy": 4},
+        ValueError,
+        "12",
+        "at least 13",
+        "heavy",
+    ),
+    "budget and shares": (
+        {"budget": 0.5, "recent": 0.3, "heavy": 0.1},
+        ValueError,
+        "0.5",
+        "0.3",
+        "0.1",
+        "below",
+    ),
+    "epsilon": ({"epsilon": 1.1}, ValueError, "1.1", "(-1, 1]"),
+    "budget and a share": (
+        {"budget": 0.2, "recent": 0.2},
+        ValueError,
+        "0.2",
+        "recent + 2",
+        "below",
+    ),
+    "epsilon text": ({"epsilon": "high"}, TypeError, "'high'", "number"),
+    "epsilon nan": ({"epsilon": float("nan")}, ValueError, "nan", "epsilon"),
+    "recent": ({"budget": 8, "recent": -1}, ValueError, "-1", "recent"),
+    "recent share": ({"budget": 8, "recent": 1.2}, ValueError, "1.2", "recent", "(0, 1]"),
+    "heavy bool": ({"budget": 8, "heavy": True}, TypeError, "True", "heavy"),
+    "against": ({"epsilon": 0.5, "against": "all"}, ValueError, "'all'", "'neighbour'"),
+    "anchor alone": ({"budget": 8, "against": "anchor"}, ValueError, "epsilon", "None"),
+    "pivot": ({"budget": 8, "pivot": "first"}, ValueError, "'first'", "'attention'"),
+    "weights": ({"budget": 8, "weights": "equal"}, ValueError, "'equal'", "'gaussian'"),
+    "sigma": ({"budget": 8, "sigma": 0.0}, ValueError, "0.0", "sigma"),
+    "sigma text": ({"budget": 8, "sigma": "mean"}, ValueError, "'mean'", "'literal'"),
+    "sigma none": ({"budget": 8, "sigma": None}, TypeError, "None", "sigma"),
+    "value_scale": ({"budget": 8, "value_scale": "mass"}, ValueError, "'mass'", "'log_mass'"),
+    "seed": ({"budget": 8, "seed": -1}, ValueError, "-1", "seed"),
+    "seed beyond 32 bits": ({"budget": 8, "seed": 2**32}, ValueError, "4294967296", "2**32"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
+def test_bad_input(case):
+    fields, error, *words = case
+    with pytest.raises(error) as caught:
+        KVMerger(**fields)
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,228 @@
+"""Heads that keep everything: what is stored, what is attended to, and how they are found."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from tests.references.chelsea import cosine, soft_matching, unmatched_share
+from tests.support.attending import OPTIONS, Tokens, parts, right, run
+from tests.support.tolerances import close
+
+SMALL = {"chunk": 8, "sinks": 2, "recent": 6, "interval": 4}
+OUTLIERS = kvjax.OutlierHeads(((1, 0), (3, 3), (0, 2), (1, 2)), num_layers=4, kv_heads=4)
+
+
+def kept_heads(layers) -> list[list[int]]:
+    """The heads of each layer that keep everything."""
+    kept = []
+    for layer in layers:
+        groups = layer.groups if isinstance(layer, kvjax.HeadGroups) else ((range(4), layer),)
+        kept.append([h for heads, tx in groups if tx == kvjax.Full() for h in heads])
+    return kept
+
+
+def caches_of(layers, kv_heads, max_prompt=900, max_new=100):
+    size = {"batch": 1, "kv_heads": kv_heads, "head_dim": 64, "dtype": jnp.float32}
+    size |= {"max_prompt": max_prompt, "max_new": max_new}
+    return [jax.eval_shape(lambda tx=layer: kvjax.init_cache(tx, **size)) for layer in layers]
+
+
+def slots_and_room(layers, caches) -> tuple[int, int]:
+    """Slots of one row over all heads and layers, and how many of them only decoding fills."""
+    every = [p for tx, cache in zip(layers, caches, strict=True) for p in parts(tx, cache)]
+    room = sum(
+        len(part.heads) * part.transform.interval
+        for part in every
+        if part.transform != kvjax.Full()
+    )
+    return sum(part.cache.kv.position.size for part in every), room
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [200, 0.2])
+def test_bytes_are_what_the_budget_says(budget):
+    """4 % of 100 heads keep all of 1,000 tokens: 166 slots are left for each of the others."""
+    outliers = kvjax.OutlierHeads(((0, 0), (0, 7), (4, 9), (9, 1)), num_layers=10, kv_heads=10)
+    layers = kvjax.bind(kvjax.Chelsea(budget, outlier_heads=outliers, interval=20), 10)
+    caches = caches_of(layers, 10)
+    slots, room = slots_and_room(layers, caches)
+    assert room == 96 * 20
+    assert slots - room == 4 * 1000 + 96 * 166  # all but 64 of the 100 · 200 that the budget allows
+    one_slot = 2 * 64 * 4 + 4 + 4 + 1  # key and value, position, log-mass, pinned
+    assert 0 <= kvjax.nbytes(caches) - slots * one_slot < 100 * 16
+
+
+@pytest.mark.parametrize("budget", [400, 0.4])
+def test_layers_split_into_the_named_heads(budget):
+    layers = kvjax.bind(kvjax.Chelsea(budget, outlier_heads=OUTLIERS), 4)
+    assert kept_heads(layers) == [[2], [0, 2], [], [3]]
+    slots, room = slots_and_room(layers, caches_of(layers, 4, max_prompt=800, max_new=200))
+    assert slots - room == 16 * 400  # 12 heads share what 4 leave: 200 slots each
+
+
+def test_kept_layers_count_among_the_outliers():
+    transform = kvjax.Chelsea(500, outlier_heads=OUTLIERS, keep_layers=(2,))
+    assert kept_heads(kvjax.bind(transform, 4)) == [[], [], [0, 1, 2, 3], []]
+    six = kvjax.OutlierHeads(((1, 0), (2, 1), (3, 3), (0, 2), (1, 2), (3, 0)), 4, 4)
+    transform = kvjax.Chelsea(500, outlier_heads=six, keep_layers=(2,))
+    assert kept_heads(kvjax.bind(transform, 4)) == [[], [0], [0, 1, 2, 3], [3]]
+    layers = kvjax.bind(kvjax.Chelsea(500, keep_layers=(0, 3)), 5)
+    assert kept_heads(layers) == [[0, 1, 2, 3], [], [], [0, 1, 2, 3], []]
+
+
+def test_a_share_beside_outliers_is_each_rows_own():
+    """`(3 · 0.75 - 1) / 2` of each row's 12 new tokens and its prompt."""
+    outliers = kvjax.OutlierHeads(((0, 0),), num_layers=1, kv_heads=3)
+    (layer,) = kvjax.bind(kvjax.Chelsea(0.75, **SMALL, outlier_heads=outliers), 1)
+    (_, full), (_, rest) = layer.groups
+    assert full == kvjax.Full() and rest.bound
+    cache = run(rest, Tokens.random(), right([0, 0, 0], (24, 17, 5), 24), 0).prompt_cache
+    live = cache.kv.live.sum(-1)
+    assert live.tolist() == [[22, 22], [17, 17], [5, 5]]  # 0.625 · 36, 0.625 · 29 = 18 > 17
+
+
+def test_attention_is_that_of_every_head_by_itself():
+    outliers = kvjax.OutlierHeads(((0, 2),), num_layers=1, kv_heads=4)
+    (layer,) = kvjax.bind(kvjax.Chelsea(24, **SMALL, outlier_heads=outliers), 1)
+    (_, rest) = layer.groups[1]
+    tokens = Tokens.random(kv_heads=4, query_heads=8)
+    positions = right([0, 0, 0], (24, 17, 5), 24)
+    together = run(layer, tokens, positions, 10, kv_heads=4, query_heads=8)
+    for head in range(4):
+        own = Tokens(tokens.q[:, 2 * head : 2 * head + 2], *(x[:, [head]] for x in tokens[1:]))
+        transform = kvjax.Full() if head == 2 else rest
+        alone = run(transform, own, positions, 10, kv_heads=1, query_heads=2)
+        queries = slice(2 * head, 2 * head + 2)
+        close(together.prompt_out[:, queries], alone.prompt_out, "rounding", f"head {head}")
+        for step, out in enumerate(alone.outs):
+            close(together.outs[step][:, queries], out, "rounding", f"head {head}, step {step}")
+        if head != 2:
+            assert alone.caches[-1].state[1].max() >= 2, "merged while decoding, too"
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+def keys_of(model, sample) -> np.ndarray:
+    """What the model writes into a full cache, [B, layers, H, T, D]."""
+    positions = right([0] * len(sample), [len(row) for row in sample], 48)
+    tokens = np.array([row + [0] * (48 - len(row)) for row in sample])
+    size = {"batch": len(sample), "kv_heads": 2, "query_heads": 4, "head_dim": 8, "max_new": 0}
+    empty = kvjax.init_cache(kvjax.Full(), **size, max_prompt=48, dtype=jnp.float32)
+    full = (kvjax.Full(),) * 3
+
+    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    def read(tokens, positions):
+        _, caches = model(tokens, positions, (empty,) * 3, layers=full, phase="prompt")
+        return jnp.stack([cache.kv.k.read() for cache in caches], axis=1)
+
+    return np.asarray(read(tokens, positions), np.float64)
+
+
+def test_calibration_ranks_a_decoders_heads_as_the_reference_does():
+    model = random_decoder(
+        DecoderConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
+            kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=48,
+        )
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    sample = [rng.integers(0, 64, count).tolist() for count in (48, 33)]
+    threshold, options = 0.83, {"chunk": 8, "sinks": 2, "recent": 4}
+    found = kvjax.calibrate_outlier_heads(model, sample, threshold, 0.5, **options)
+
+    scores = np.zeros((3, 2))
+    for row, layers in zip(sample, keys_of(model, sample), strict=True):
+        for layer, head in np.ndindex(3, 2):
+            keys = layers[layer, head, : len(row)]
+            edges = soft_matching(keys[2:-4], 8)
+            assert min(abs(each - threshold) for each, _, _ in edges) > 1e-5, "change the seed"
+            scores[layer, head] += unmatched_share(keys, threshold, **options) / len(sample)
+    ranked = np.argsort(-scores.ravel(), kind="stable")[:3]
+    assert len(set(scores.ravel())) > 3
+    assert found.heads == tuple((int(at) // 2, int(at) % 2) for at in ranked)
+    assert (found.num_layers, found.kv_heads) == (3, 2)
+
+
+def drifting(params, tokens, positions, caches, *, layers, phase, last, logits_at):
+    """A model whose keys are `params[layer, token]`, read without any weights."""
+    written = []
+    for keys, transform, cache in zip(params, layers, caches, strict=True):
+        keys = keys[tokens].transpose(0, 2, 1, 3)  # [B, H, T, D]
+        _, cache = kvjax.attend(
+            transform, cache, keys, keys, keys, positions, phase=phase, last=last
+        )
+        written.append(cache)
+    return jnp.zeros((len(tokens), 1, 64)), tuple(written)
+
+
+@functools.cache
+def model_with_an_outlier() -> kvjax.FunctionalModel:
+    """Keys are random in head 2 of layer 1, and drift slowly in all the others."""
+    rng = np.random.default_rng(0)
+    keys = 1 + np.arange(64)[None, :, None, None] / 64 * rng.normal(size=(2, 1, 3, 4))
+    keys[1, :, 2] = rng.normal(size=(64, 4))
+    assert cosine(keys[0, 30, 0], keys[0, 31, 0]) > 0.97
+    return kvjax.FunctionalModel(drifting, jnp.asarray(keys, jnp.float32), 2, 3, 3, 4, 64)
+
+
+def calibrate(*args, sample=(tuple(range(60)), tuple(range(10, 50))), **changes):
+    options = {"chunk": 8, "sinks": 2, "recent": 4, **changes}
+    return kvjax.calibrate_outlier_heads(model_with_an_outlier(), sample, *args, **options)
+
+
+def test_calibration_finds_the_head_whose_keys_are_unlike():
+    assert calibrate(0.97) == kvjax.OutlierHeads(((1, 2),), num_layers=2, kv_heads=3)
+    # Without a difference the lower heads come first.
+    assert calibrate(0.5, 0.5).heads == ((1, 2), (0, 0), (0, 1))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def bind(budget=128, layers=4, heads=OUTLIERS, **changes):
+    return kvjax.bind(kvjax.Chelsea(budget, outlier_heads=heads, **changes), layers)
+
+
+BAD = {
+    "head outside": (lambda: kvjax.OutlierHeads(((4, 0),), 4, 4), ValueError, "(4, 0)", "4 layers"),
+    "head twice": (lambda: kvjax.OutlierHeads(((0, 0),) * 2, 4, 4), ValueError, "once"),
+    "all heads": (lambda: kvjax.OutlierHeads(((0, 0),), 1, 1), ValueError, "all 1"),
+    "no pair": (lambda: kvjax.OutlierHeads(((0,),), 1, 2), TypeError, "(0,)", "pairs"),
+    "another model": (lambda: bind(layers=5), ValueError, "num_layers=4", "5 layers"),
+    "other heads": (
+        lambda: caches_of(bind(0.9, 1, kvjax.OutlierHeads(((0, 0),), 1, 2)), 4),
+        ValueError, "2 KV heads", "4",
+    ),
+    "nothing left": (lambda: caches_of(bind(300), 4), ValueError, "300", "66", "at least 81"),
+    "no share left": (lambda: bind(0.25), ValueError, "0.25", "more than 0.25"),
+    "twice": (lambda: bind(kvjax.RemainingBudget(9, 1, 4)), TypeError, "RemainingBudget"),
+    "no such layer": (lambda: bind(keep_layers=(4,)), ValueError, "(4,)", "4 layers"),
+    "layer twice": (lambda: bind(keep_layers=(0, 0)), ValueError, "(0, 0)", "once"),
+    "all layers": (lambda: bind(heads=None, layers=1, keep_layers=(0,)), ValueError, "all 1"),
+    "short sample": (lambda: calibrate(0.9, sinks=16, recent=64), ValueError, "82", "got 40"),
+    "no sample": (lambda: calibrate(0.9, sample=()), ValueError, "none"),
+    "token outside": (lambda: calibrate(0.9, sample=((64,) * 9,)), ValueError, "64"),
+    "threshold": (lambda: calibrate(1.1), ValueError, "threshold", "1.1"),
+    "no threshold": (lambda: calibrate("high"), TypeError, "threshold", "high"),
+    "fraction": (lambda: calibrate(0.9, 0.0), ValueError, "fraction", "(0, 1]"),
+    "every head": (lambda: calibrate(0.9, 1.0), ValueError, "all 6"),
+    "chunk": (lambda: calibrate(0.9, chunk=1), ValueError, "chunk", "at least 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name):
+    build, error, *words = BAD[name]
+    with pytest.raises(error) as caught:
+        build()
+    assert all(word in str(caught.value) for word in words), str(caught.value)

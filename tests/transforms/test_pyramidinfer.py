@@ -1,0 +1,236 @@
+"""PyramidInfer against its reference, in every layer: kept and passed tokens, outputs, budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CaM, Every, Extent, PyramidInfer, SnapKV, bind, chain, kept_tokens
+from kvjax.budgets.layers import CosineBudget, TokensEntering
+from tests.references import pyramidinfer as reference
+from tests.references.budgets import rows_budget
+from tests.support.attending import Tokens, one_layer, right, run
+from tests.support.method_pair import LENGTHS, SIDES, Pair, clear_choices
+
+LAYERS = 4
+PAPER = {"budget": None, "context": 6, "interval": 6}
+SHARE = {"budget": 0.5, "interval": 6}
+
+
+class Layer(Pair):
+    """One layer of the library, and a reference per row, whose heads decide together."""
+
+    def __init__(self, layer=2, *, seed=0, heads=(2, 2), attention=None, **method):
+        transform = PyramidInfer(**method)
+        budget = method.pop("budget", None)
+        bound = bind(transform, LAYERS)[layer]
+        attention = attention or {}
+        super().__init__(bound, lambda **options: None, seed=seed, heads=heads, **attention)
+        self.row_references = [
+            reference.PyramidInfer(budget, layer, LAYERS, heads[0], **method, **attention)
+            for _ in range(self.rows)
+        ]
+
+    def _prompt_chunk(self, positions, last):
+        self._both(positions, "prompt", phase="prompt", last=last)
+        if last:
+            assert self.cache.kv.slots == self.capacity
+            passed = [[p for p in row if p >= 0] for row in kept_tokens(self.cache).tolist()]
+            for row, own in enumerate(self.row_references):
+                if (positions[row] >= 0).any():
+                    assert passed[row] == own.passed
+
+    def _decode_token(self, positions):
+        self._both(positions[:, None], "decode", phase="decode")
+
+    def _both(self, positions, method, **call):
+        qkv, out = self._run(positions, **call)
+        for row, own in enumerate(self.row_references):
+            q, k, v = (x[row] for x in qkv)
+            expected = np.zeros((len(q), *out.shape[3:]))
+            with clear_choices():
+                if method == "prompt":
+                    expected = own.prompt(q, k, v, positions[row], last=call["last"])
+                elif positions[row, 0] >= 0:
+                    now = int(positions[row, 0])
+                    expected = own.decode(q[:, 0], k[:, 0], v[:, 0], now)[:, None]
+            expected = expected.reshape(out[row].shape)
+            for head in range(self.kv_heads):
+                self.references[row, head] = own
+                self._check(row, head, out[row, head], expected[head])
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
+def test_prompt_and_64_decode_steps(layer, method):
+    Layer(layer, **method).prompt(LENGTHS, "scattered").decode(64)
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (3, 2), (1, 4)], ids=str)
+def test_heads(heads):
+    Layer(1, heads=heads, seed=1, **PAPER).prompt(LENGTHS).decode(40)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_padding(side):
+    Layer(3, seed=2, budget=20, interval=5).prompt(LENGTHS, side).decode(40)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"budget": 10, "interval": 4},  # the smallest
+        {"budget": 40, "interval": 16},  # generated tokens wait until it is full
+        {"budget": 1.0, "interval": 8},
+        {"budget": 12, "sinks": 0, "newest": 0.5, "emphasis": 3.0, "interval": None},
+        {"budget": None, "context": 4, "ratio": 0.3, "newest": 0.1, "interval": 3},
+    ],
+    ids=str,
+)
+def test_parameters(method):
+    Layer(3, seed=3, **method).prompt(LENGTHS).decode(64)
+
+
+@pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
+def test_prompt_in_chunks_and_a_second_turn(method):
+    both = Layer(2, seed=4, **method).prompt(LENGTHS, chunks=2).decode(20)
+    both.prompt((9, 30, 0), "left").decode(20)
+
+
+def test_attention_options():
+    options = {"scale": 0.9, "window": 20, "soft_cap": 2.5}
+    Layer(2, seed=5, attention=options, **SHARE).prompt(LENGTHS).decode(30)
+
+
+def test_row_that_has_stopped():
+    both = Layer(3, seed=6, **SHARE).prompt(LENGTHS).decode(10)
+    before = both.kept(0, 1)
+    both.decode(20, stopped=(0, 1))
+    assert both.kept(0, 1) == before
+
+
+def test_no_prompt():
+    Layer(3, seed=7, budget=10, interval=4).decode(30)
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 32, 80])
+@pytest.mark.parametrize("context", [64, 0, 7])
+def test_tokens_that_enter_each_layer(num_layers, context):
+    lengths = np.arange(1, 400)
+    expected = np.array([reference.entering(n, num_layers, context=context) for n in lengths])
+    for layer in range(num_layers + 1):
+        got = TokensEntering(0.2, 0.9, context, num_layers, layer)(lengths)
+        np.testing.assert_array_equal(got, expected[:, layer])
+
+
+def test_the_papers_average():
+    """methods.md: 76.6 % on average for 4k tokens and 32 layers."""
+    layers = bind(PyramidInfer(), 32)
+    entering = [int(layer.budget(np.array([4096]))[0]) for layer in layers]
+    assert round(np.mean(entering) / 4096, 3) == 0.766
+    assert entering[0] == 4096 and entering == sorted(entering, reverse=True)
+    capacity = [layer.extent(Extent(4096, 0)).prompt for layer in layers]
+    assert capacity == entering
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 32])
+@pytest.mark.parametrize("budget", [10, 37, 64, 0.1, 0.5, 0.9, 1.0])
+def test_layer_budgets_add_up(budget, num_layers):
+    lengths = np.arange(1, 200)
+    mean = [rows_budget(budget, int(n), 10) for n in lengths]
+    layers = (CosineBudget(budget, 10, num_layers, layer) for layer in range(num_layers))
+    got = np.stack([layer(lengths) for layer in layers], axis=1)
+    expected = [
+        reference.layer_shares(b, int(n), num_layers) for b, n in zip(mean, lengths, strict=True)
+    ]
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(got.sum(1), num_layers * np.array(mean))
+    assert (got[lengths >= 10].min() >= 5).all()  # half of the smallest average
+
+
+def test_generated_tokens_that_stay():
+    kept = [layer.kept for layer in bind(PyramidInfer(), 32)]
+    assert kept == [reference.kept_of_a_block(layer, 32) for layer in range(32)]
+    assert kept[0] == 14 and kept[-1] == 1
+    long = bind(PyramidInfer(), 32)[31].extent(Extent(1024, 100_000))
+    assert long.total < 1024 + 8000
+
+
+# --- composition ----------------------------------------------------------------------------------
+
+
+def caches_of(tx, layer=1, steps=12):
+    """After a prompt of 32 tokens, and after each of some steps."""
+    positions = right([0], [32], 32)
+    return run(one_layer(tx, layer), Tokens.random(rows=1), positions, steps).all_caches
+
+
+def live(cache):
+    return np.asarray(cache.kv.live).sum(-1).tolist()
+
+
+def test_after_an_evictor_whose_heads_differ():
+    caches = caches_of(chain(SnapKV(24, window=4), PyramidInfer(budget=12, interval=4)))
+    assert live(caches[0]) == [[12, 12]]
+    assert all((np.asarray(c.kv.dropped) == 0).all() for c in caches)
+    first, second = (set(row.tolist()) - {-1} for row in np.asarray(caches[0].kv.position[0]))
+    assert first != second
+    kept = {int(p) for p in kept_tokens(caches[0])[0] if p >= 0}
+    assert kept == first & second and 31 in kept
+
+
+def test_under_wrappers():
+    plain = PyramidInfer(budget=12, interval=None)
+    assert live(caches_of(Every(plain, steps=4))[-1]) == [[12, 12]]
+    with pytest.raises(ValueError, match="does nothing while decoding"):
+        Every(PyramidInfer(budget=12), steps=4)
+    tx = PyramidInfer(budget=12, interval=4)
+    alone, merged = (caches_of(tx)[-1] for tx in (tx, CaM(tx, prompt=True)))
+    assert live(merged) == live(alone)
+
+
+def test_what_goes_on_to_the_next_layer():
+    """A wrapper or a later part that decides for its own cache keeps no token from others."""
+    layer, extent = bind(PyramidInfer(), 4)[2], Extent(4096, 10)
+    assert layer.passes(extent) == reference.entering(4096, 4)[3]
+    assert bind(PyramidInfer(budget=64), 4)[2].passes(extent) is None
+    assert CaM(layer).passes(extent) == layer.passes(extent)
+    assert chain(layer, SnapKV(20, window=4)).passes(extent) is None
+
+
+def test_kept_tokens_of_head_groups():
+    tx = kvjax.HeadGroups((((1,), kvjax.StreamingLLM(8)), ((0,), kvjax.StreamingLLM(6))))
+    cache = run(tx, Tokens.random(rows=2), right([0, 0], [12, 3], 12), 0).prompt_cache
+    kept = [[p for p in row if p >= 0] for row in kept_tokens(cache).tolist()]
+    assert kept == [[0, 1, 2, 3, 10, 11], [0, 1, 2]]
+
+
+REFUSED = {
+    "budget": (lambda: PyramidInfer(budget=9), ValueError, "at least 10 .*got 9"),
+    "share": (lambda: PyramidInfer(budget=1.5), ValueError, "1.5"),
+    "newest": (lambda: PyramidInfer(newest=0.0), ValueError, "newest must lie in .*got 0"),
+    "ratio": (lambda: PyramidInfer(ratio=1.1), ValueError, "ratio must lie in .*got 1.1"),
+    "text": (lambda: PyramidInfer(ratio="0.9"), TypeError, "ratio must be a number"),
+    "context": (lambda: PyramidInfer(context=-1), ValueError, "context must be at least 4, got -1"),
+    "interval": (lambda: PyramidInfer(interval=1), ValueError, "interval must be at least 2"),
+    "emphasis": (lambda: PyramidInfer(emphasis=float("nan")), ValueError, "emphasis.*nan"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_refused(case):
+    make, error, message = case
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_bound_layer_is_a_value():
+    layer = bind(PyramidInfer(budget=64), 4)[1]
+    assert layer == bind(PyramidInfer(budget=64), 4)[1] != bind(PyramidInfer(budget=64), 4)[2]
+    assert hash(dataclasses.replace(layer)) == hash(layer)

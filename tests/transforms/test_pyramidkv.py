@@ -1,0 +1,114 @@
+"""PyramidKV against its reference, over all layers; its budgets against exact fractions."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.transforms.pyramidkv import pyramid
+from tests.references.budgets import rows_budget
+from tests.references.pyramidkv import PyramidKV, layer_budgets
+from tests.support.method_pair import Pair
+
+LENGTHS = (37, 18, 52)
+
+
+def pairs(budget, num_layers, seed=0, **chosen) -> list[Pair]:
+    """One pair per layer. `chosen`: window, kernel, pooling, group_reduce, beta of the library."""
+    layers = kvjax.bind(kvjax.PyramidKV(budget, **chosen), num_layers)
+    if "window" in chosen:
+        chosen["observation"] = chosen.pop("window")
+
+    def layer_pair(layer: int) -> Pair:
+        def reference(**options):
+            return PyramidKV(budget, layer, num_layers, **chosen, **options)
+
+        return Pair(layers[layer], reference, seed=seed + layer)
+
+    return [layer_pair(layer) for layer in range(num_layers)]
+
+
+def totals(layers: list[Pair]) -> list[list[int]]:
+    """Slots of all layers together, per row and head."""
+    return [
+        [sum(len(one.kept(row, head)) for one in layers) for head in (0, 1)] for row in range(3)
+    ]
+
+
+def test_integer_budget():
+    """20 slots per layer on average: in total for the long rows, at most for the short one."""
+    layers = pairs(20, 4)
+    for one in layers:
+        one.prompt(LENGTHS)
+    assert totals(layers) == [[80, 80], [18 * 4, 18 * 4], [80, 80]]
+    sizes = [len(one.kept(2, 0)) for one in layers]
+    assert sizes == layer_budgets(20, 8, 20, 52, 4) == sorted(sizes, reverse=True)
+    for one in layers:
+        one.decode(20).prompt((9, 30, 0), "left").decode(2)
+    # 2 generated tokens per layer; the row without a second prompt keeps its 20 more.
+    assert totals(layers) == [[88, 88], [88, 88], [168, 168]]
+
+
+def test_float_budget():
+    layers = pairs(0.5, 3, seed=10, window=5, kernel=5, pooling="avg", group_reduce="max", beta=2.5)
+    for one in layers:
+        one.prompt(LENGTHS, "scattered").decode(20)
+    assert totals(layers) == [[3 * (n // 2 + 20)] * 2 for n in LENGTHS]
+
+
+def test_one_layer_is_snapkv():
+    [layer] = pairs(20, 1)
+    layer.prompt(LENGTHS)
+    assert totals([layer]) == [[20, 20], [18, 18], [20, 20]]
+
+
+def int64(lengths) -> bytes:
+    return np.array(lengths, np.int64).tobytes()
+
+
+SHAPES = [
+    *itertools.product((9, 10, 20, 37, 64), (8,), (20, 1, 2, 5.5), (1, 2, 3, 7, 32)),
+    *itertools.product((33, 48), (32,), (20, 3), (2, 5, 12)),
+    # many equal remainders: shares 3, 2.5, 2, 1.5, 1, and shares in halves and thirds
+    *itertools.product((4, 5, 6, 7), (2,), (2, 3, 4), (3, 5, 7, 9)),
+    # betas that are no binary fractions: 1.1 is 11 / 10
+    *itertools.product((13, 29), (8,), (1.1, 2.2, 6.6), (3, 6)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_budgets(shape):
+    """Every length from 1 to 140, which passes all three regimes: short, capped, full pyramid."""
+    budget, window, beta, num_layers = shape
+    lengths = range(1, 141)
+    got = pyramid(budget, window, beta, num_layers, int64(lengths))
+    expected = [layer_budgets(budget, window, beta, length, num_layers) for length in lengths]
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(got.sum(1), num_layers * budget)
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 32])
+def test_layer_budgets_of_a_share(budget, num_layers):
+    lengths = range(1, 200)
+    got = pyramid(budget, 8, 20, num_layers, int64(lengths))
+    mean = [rows_budget(budget, length, 9) for length in lengths]
+    expected = [
+        layer_budgets(b, 8, 20, length, num_layers) for b, length in zip(mean, lengths, strict=True)
+    ]
+    np.testing.assert_array_equal(got, expected)
+    # Up to the window there is nothing to share out, and every layer keeps the row.
+    assert got[:8].min() == 8
+    np.testing.assert_array_equal(got[8:].sum(1), num_layers * np.array(mean[8:]))
+
+
+@pytest.mark.parametrize("beta", [10 / 3, 3.141592653589793, 1.0000000000000002, 1e6])
+def test_layer_budgets_of_an_awkward_beta(beta):
+    """A beta of 16 digits would make fractions that no integer holds."""
+    lengths = (10, 100, 1000, 30_000)
+    got = pyramid(1024, 8, beta, 32, int64(lengths))
+    expected = [layer_budgets(1024, 8, beta, length, 32) for length in lengths]
+    np.testing.assert_array_equal(got, expected)

@@ -1,0 +1,117 @@
+"""Every and WhenFull around SnapKV, against loops written from their docstrings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvjax
+from tests.references.budgets import rows_budget
+from tests.references.snapkv import SnapKV
+from tests.support.method_pair import LENGTHS, Pair
+
+MAX_PROMPT, MAX_NEW = 60, 64
+
+
+class Repeated(SnapKV):
+    """SnapKV that treats everything live as one prompt whenever `due` says so.
+
+    The observation window goes on with the queries of decoding.  A share is a share of the row's
+    tokens so far, generated ones included, of which no more than max_prompt count.
+    """
+
+    keeps_queries = True
+
+    def row_budget(self, length: int) -> int:
+        return super().row_budget(min(length, MAX_PROMPT))
+
+    def decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
+        out = super().decode(q, k, v, position)
+        self.queries = [*self.queries, (q, position)][-self.observation :]
+        if self.due():
+            self._evict(self.row_budget(self.slots.length))
+        return out
+
+
+class EverySnapKV(Repeated):
+    """Compresses after every `steps` tokens generated since the last prompt."""
+
+    def __init__(self, *args, steps: int, **options) -> None:
+        super().__init__(*args, **options)
+        self.steps, self.generated = steps, 0
+
+    def prompt(self, *args, **kwargs) -> np.ndarray:
+        self.generated = 0
+        return super().prompt(*args, **kwargs)
+
+    def due(self) -> bool:
+        self.generated += 1
+        return self.generated % self.steps == 0
+
+
+class SnapKVWhenFull(Repeated):
+    """Compresses where `room` slots more are live than the base may keep of any row."""
+
+    def __init__(self, *args, room: int, **options) -> None:
+        super().__init__(*args, **options)
+        self.size = most_kept(self.budget, self.observation) + room
+
+    def due(self) -> bool:
+        return len(self.slots) >= self.size
+
+
+def most_kept(budget: int | float, window: int) -> int:
+    """Most slots that SnapKV keeps of a row, whatever its length becomes."""
+    return max(rows_budget(budget, n, window + 1) for n in range(1, MAX_PROMPT + 1))
+
+
+def pair(wrapper, reference, budget=20, window=8, *, seed=0, **wrapped) -> Pair:
+    return Pair(
+        wrapper(kvjax.SnapKV(budget, window), **wrapped),
+        lambda **options: reference(budget, window, **wrapped, **options),
+        seed=seed,
+        max_prompt=MAX_PROMPT,
+        max_new=MAX_NEW,
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "window", "steps"),
+    [(20, 8, 6), (9, 8, 1), (0.5, 8, 7), (24, 16, 10)],
+    ids=["int", "every step", "share", "window longer than the interval"],
+)
+def test_every(budget, window, steps):
+    """The short row is compressed once it has grown past the budget."""
+    both = pair(kvjax.Every, EverySnapKV, budget, window, steps=steps)
+    both.prompt(LENGTHS, "scattered").decode(64)
+    assert both.cache.kv.slots == most_kept(budget, window) + steps
+
+
+def test_every_counts_from_the_last_prompt():
+    both = pair(kvjax.Every, EverySnapKV, steps=6, seed=1).prompt((30, 5, 40)).decode(9)
+    both.prompt((9, 14, 0), "left").decode(5)
+    assert len(both.kept(0, 0)) == 25
+    both.decode(1)
+    assert len(both.kept(0, 0)) == 20
+    both.decode(20)
+
+
+@pytest.mark.parametrize(
+    ("budget", "room"),
+    [(20, 6), (0.5, 9), (24, 1), (20, 500)],
+    ids=["int", "share", "every step", "more room than tokens"],
+)
+def test_when_full(budget, room):
+    """Rows fill up at different steps; one is compressed while the others are left alone."""
+    both = pair(kvjax.WhenFull, SnapKVWhenFull, budget, room=room, seed=2)
+    both.prompt(LENGTHS).decode(64)
+
+
+def test_when_full_compresses_one_row_alone():
+    both = pair(kvjax.WhenFull, SnapKVWhenFull, room=6, seed=3).prompt(LENGTHS).decode(5)
+    assert [len(both.kept(row, 0)) for row in range(3)] == [25, 10, 25]
+    both.decode(1)
+    assert [len(both.kept(row, 0)) for row in range(3)] == [20, 11, 20]
+    both.decode(14, stopped=(0,))
+    assert [len(both.kept(row, 0)) for row in range(3)] == [20, 25, 22]
+    both.prompt((3, 0, 2)).decode(20)

@@ -1,0 +1,48 @@
+"""Which slots are kept: the best of ragged candidates, ties to the lower position."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.transforms.selection import keep_best
+
+SCORES = {
+    "random": lambda rng, shape: rng.normal(size=shape),
+    "ties": lambda rng, shape: rng.integers(-1, 2, shape),
+    "equal": lambda rng, shape: np.zeros(shape),
+    "signed zeros": lambda rng, shape: np.where(rng.random(shape) < 0.5, -0.0, 0.0),
+    "infinite": lambda rng, shape: rng.choice([-np.inf, np.inf, 0.5], shape),
+    "neighbours": lambda rng, shape: 1 + rng.integers(0, 4, shape) * 2.0**-23,
+    "tiny": lambda rng, shape: rng.integers(-3, 3, shape) * 1e-37,
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_keep_best(name, per_head):
+    rng = np.random.default_rng(0)
+    shape = (4, 2, 33)
+    score = SCORES[name](rng, shape).astype(np.float32)
+    candidates = rng.random(shape) < np.array([1.0, 0.6, 0.1, 0.0])[:, None, None]
+    position = rng.permuted(np.broadcast_to(np.arange(33) * 65_000_000, shape), axis=-1)
+    for count in (0, 1, 3, 20, 33, 40):
+        counts = np.array([count, max(count - 1, 0), count, count])
+        counts = np.stack([counts, counts + 1], 1) if per_head else counts
+        kept = jax.jit(keep_best)(
+            score, candidates, jnp.asarray(position, jnp.int32), jnp.asarray(counts, jnp.int32)
+        )
+        for row, head in np.ndindex(4, 2):
+            own = np.flatnonzero(candidates[row, head]).tolist()
+            own.sort(key=lambda i: (-score[row, head, i], position[row, head, i]))
+            expected = sorted(own[: counts[row, head] if per_head else counts[row]])
+            assert np.flatnonzero(kept[row, head]).tolist() == expected
+
+
+def test_keep_best_of_numbers_that_are_none():
+    """Whichever it takes, they are as many as asked for."""
+    score, everything = jnp.full((1, 1, 9), jnp.nan), jnp.ones((1, 1, 9), bool)
+    position = jnp.arange(9, dtype=jnp.int32)[None, None]
+    assert int(keep_best(score, everything, position, jnp.array([4])).sum()) == 4
