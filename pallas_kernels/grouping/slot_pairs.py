@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base.dispatch import check_implementation, take_rows
+from pallas_kernels.grouping.cosine import cosine_step, inverse_length, round_cosine
 
 BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
 
@@ -22,6 +23,11 @@ def pair_cosine(
 ) -> Float[Array, "B H N"]:
     """Cosine of two keys, `a·b / (|a| |b|)`, for N pairs of slots; 0 where one is 0; float32.
 
+    Cosines are rounded to multiples of the power of two from `2^-21 √D` on, D channels, which is
+    more than the rounding error of a product of D numbers. So keys that are equal, or multiples of
+    each other, have a cosine of exactly 1, and pairs with one angle have one cosine, but for the
+    few cosines that lie between two multiples.
+
     Args:
       first, second: the slots of each pair.
       implementation: `None` or `"xla"`.
@@ -34,7 +40,7 @@ def pair_cosine(
       0.6
     """
     check_implementation(implementation)
-    return _in_blocks(_cosine, keys, first, second)
+    return round_cosine(_in_blocks(_cosine, keys, first, second), keys.shape[3])
 
 
 def pair_distance(
@@ -74,7 +80,8 @@ def join_anchors(
     """Which entries of `order` join the run after them, from the last to the first.
 
     An entry joins where `pairs` allows it and the cosine of its key and that of the run's last
-    entry, the anchor, is above the threshold; elsewhere it is the anchor of a new run.
+    entry, the anchor, is above the threshold by more than cosines are rounded, half a step of those
+    of `pair_cosine`; elsewhere it is the anchor of a new run.
 
     Args:
       order: slots.
@@ -82,11 +89,12 @@ def join_anchors(
       implementation: `None` or `"xla"`.
     """
     check_implementation(implementation)
+    least = threshold + cosine_step(keys.shape[3]) / 2
 
     def step(anchor: Array, entry: tuple[Array, Array]) -> tuple[Array, Array]:
         slot, pair = entry
         key = take_rows(keys, slot[..., None]).astype(jnp.float32)
-        joins = pair & (_cosine(key, anchor)[..., 0] > threshold)
+        joins = pair & (_cosine(key, anchor)[..., 0] > least)
         return jnp.where(joins[..., None, None], anchor, key), joins
 
     entries = tuple(jnp.moveaxis(x, -1, 0) for x in (order, pairs))
@@ -114,12 +122,8 @@ def _in_blocks(
 def _cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
     # A batched product: the sum of an elementwise one is several times slower on CPU.
     dots = jnp.einsum("...d,...d->...", a, b, precision=jax.lax.Precision.HIGHEST)
-    return _quotient(_quotient(dots, _length(a)), _length(b))
+    return dots * inverse_length(a) * inverse_length(b)
 
 
 def _length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
     return jnp.sqrt(jnp.square(x).sum(-1))
-
-
-def _quotient(x: Array, by: Array) -> Array:
-    return jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), 0.0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.base.dispatch import NEG_INF, check_implementation
+from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
 # Rows of A that meet all of their chunk's B at once: bounds the memory of very long chunks.
 BLOCK = 512
@@ -25,6 +26,9 @@ def soft_matching(
     Tokens 0 … count − 1 are cut into chunks of `chunk`. Of each, the even offsets are set A and the
     odd ones set B; similarity is the cosine `a·b / (|a| |b|)`, 0 for a zero key. Ties go to the
     lower token. What stands from `count` on is not looked at.
+
+    Cosines are rounded as those of `pair_cosine` are: keys that are equal, or multiples of each
+    other, have a similarity of exactly 1.
 
     Args:
       keys: in the order of their tokens. Their lengths do not matter.
@@ -58,14 +62,15 @@ def soft_matching(
     token = jnp.arange(keys.shape[2], dtype=jnp.int32).reshape(1, 1, -1, size)
     there = token < count[:, :, None, None]
     b = chunked[..., 1::2, :]
-    has_b, b_token, b_scale = there[..., 1::2], token[..., 1::2], _inverse_length(b)
+    has_b, b_token, b_scale = there[..., 1::2], token[..., 1::2], inverse_length(b)
 
     def edges(a: Float[Array, "B H C A D"]) -> tuple[Array, Array]:
         dots = jnp.einsum(
             "bhcad,bhced->bhcae", a, b,
             precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
         )  # fmt: skip
-        cosine = dots * _inverse_length(a)[..., None] * b_scale[..., None, :]
+        cosine = dots * inverse_length(a)[..., None] * b_scale[..., None, :]
+        cosine = round_cosine(cosine, keys.shape[-1])
         cosine = jnp.where(jnp.isnan(cosine), _NO_NUMBER, cosine)
         cosine = jnp.where(has_b[..., None, :], cosine, NEG_INF)
         best = cosine.max(-1)
@@ -79,11 +84,6 @@ def soft_matching(
     similarity = jnp.where(there, similarity, NEG_INF)
     partner = jnp.where(similarity > NEG_INF, _spread(partner, size, 0), token)
     return tuple(x.reshape(*keys.shape[:3])[..., :tokens] for x in (similarity, partner))
-
-
-def _inverse_length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
-    square = (x * x).sum(-1)
-    return jnp.where(square > 0, jax.lax.rsqrt(jnp.where(square > 0, square, 1.0)), 0.0)
 
 
 def _in_blocks(edges, a: Float[Array, "B H C A D"]) -> tuple[Array, Array]:

@@ -1,0 +1,50 @@
+"""Cosines of keys in float32, rounded so that those that are equal are equal numbers."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+EPSILON = 2.0**-23  # the rounding of float32
+
+
+def cosine_step(channels: int) -> float:
+    """The step of cosines of vectors with D channels: the first power of two from `4ε √D` on.
+
+    ε = 2^-23. A float32 sum of D products, taken in any order, is off by `ε √D` or so, and half a
+    step is more than that.
+
+    Example:
+      >>> from pallas_kernels.grouping.cosine import cosine_step
+      >>> [cosine_step(channels) for channels in (4, 128)] == [2**-20, 2**-17]
+      True
+    """
+    return EPSILON * 2.0 ** math.ceil(math.log2(4 * math.sqrt(channels)))
+
+
+def round_cosine(cosine: Float[Array, ...], channels: int) -> Float[Array, ...]:
+    """The nearest multiple of `cosine_step(channels)`; float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.grouping.cosine import round_cosine
+      >>> round_cosine(jnp.array([0.9999998, 1.0000001, -3e-8]), 4).tolist()
+      [1.0, 1.0, -0.0]
+    """
+    step = cosine_step(channels)
+    return jnp.round(cosine / step) * step  # both exact: a step is a power of two
+
+
+def inverse_length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
+    """`1 / |x|`, 0 for a zero vector; float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.grouping.cosine import inverse_length
+      >>> inverse_length(jnp.array([[0.0, 4.0], [0.0, 0.0]])).tolist()
+      [0.25, 0.0]
+    """
+    length = jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
+    return jnp.where(length > 0, 1 / jnp.where(length > 0, length, 1.0), 0.0)
