@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.rotation import Turn, turn
-from pallas_kernels.base.dispatch import Product, products, take_shared
+from pallas_kernels.base.logits import Product, products
+from pallas_kernels.base.rows import take_shared
 
 
 @jax.tree_util.register_dataclass

@@ -1,12 +1,13 @@
 """Operations of a compressed KV cache, each with its XLA reference. Depends on jax alone.
 
-One file per operation: its documented function, its reference, and (where there is one) its Pallas
-kernel. `implementation=None` takes the best that can run; a named one never falls back.
+Each file holds one operation: its documented function, its XLA reference and, if it has one, its
+Pallas kernel. Operations with a kernel take an `implementation`: None takes the best that can run,
+and a named one never falls back.
 """
 
 from pallas_kernels.attention.codebook import codebook_attention
 from pallas_kernels.attention.decode import decode_attention
-from pallas_kernels.attention.gather import ResidentRows, gather_attention
+from pallas_kernels.attention.gather import gather_attention
 from pallas_kernels.attention.prompt import column_sums, prompt_attention
 from pallas_kernels.attention.quantized import quantized_attention
 from pallas_kernels.attention.rotation import Turn
@@ -37,7 +38,6 @@ from pallas_kernels.recall.page_scores import page_scores
 __all__ = [
     "Encoded",
     "References",
-    "ResidentRows",
     "Turn",
     "build_indices",
     "codebook_attention",

@@ -28,6 +28,7 @@ from pallas_kernels import (
     gather_attention,
     prompt_attention,
 )
+from pallas_kernels.base.dispatch import check_implementation
 
 
 def attend(
@@ -211,9 +212,11 @@ def _attention(needs: Needs, view: View, q, keys, values, rotate, positions, opt
     key_position = view.per_slot(kv.position, -1)
     mass = probabilities = None
     if options.phase == "prompt":
-        out, lse = prompt_attention(grouped, keys, values, bias, positions, key_position, **kind)
+        check_implementation(options.implementation, offered=("xla",))
+        rows, own = (positions, key_position), options.logits
+        out, lse = prompt_attention(grouped, keys, values, bias, *rows, **own)
         if wants_mass:
-            mass = column_sums(grouped, keys, bias, lse, positions, key_position, **kind)
+            mass = column_sums(grouped, keys, bias, lse, *rows, **own)
     elif _listed(view):
         out, _, probabilities = gather_attention(
             grouped, kv.k.data, kv.v.data, view.index, kv.log_mass, positions, kv.position,

@@ -24,7 +24,7 @@ from pallas_kernels import (
     quantized_mix,
 )
 from pallas_kernels.attention.forms import dense_rows, quantized_rows
-from pallas_kernels.base.dispatch import Product
+from pallas_kernels.base.logits import Product
 from pallas_kernels.formats.bits import Encoded
 
 Bits = Literal[8, 4, "float8"]

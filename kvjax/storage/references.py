@@ -16,7 +16,7 @@ from kvjax.rope import Rotation
 from kvjax.storage.encoded_attention import Piece, Seen
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
 from pallas_kernels.attention.forms import codebook_rows, dense_rows
-from pallas_kernels.base.dispatch import Product, products
+from pallas_kernels.base.logits import Product, products
 from pallas_kernels.formats.codebook import References
 from pallas_kernels.grouping.nearest_entries import directions
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention.forms import Rows
 from pallas_kernels.attention.kernel import Slots, split_attention
 from pallas_kernels.attention.rotation import Turn
-from pallas_kernels.base.dispatch import live_slots, visible_slots
+from pallas_kernels.base.logits import live_slots, visible_slots
 from pallas_kernels.base.tiles import tile_of
 
 

@@ -10,12 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.call import stored_attention
 from pallas_kernels.attention.forms import dense_rows
-from pallas_kernels.base.dispatch import (
-    NEG_INF,
-    choose_implementation,
-    mask_products,
-    masked_logits,
-)
+from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.logits import mask_products, masked_logits
 
 
 def decode_attention(
@@ -172,6 +168,6 @@ def _softmax(
 ) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"]]:
     """Probabilities, all 0 for a row that sees nothing, and log-sum-exps."""
     top = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(top == NEG_INF, 0.0, top))
+    weights = jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top))
     total = weights.sum(-1, keepdims=True)
     return weights / jnp.where(total == 0, 1.0, total), top + jnp.log(total)

@@ -75,13 +75,8 @@ class Reader:
     row_bytes: int
     dtype: jnp.dtype
 
-    def address(
-        self, at: dict, place: Int[Array, " N"], slot: Int[Array, " N"], there: Bool[Array, " N"]
-    ) -> Array | None:
-        """What is to be known a tile ahead to find rows; None: their slots alone.
-
-        A place is one of the list that a program goes through, and names a slot.
-        """
+    def address(self, at: dict, slot: Int[Array, " N"], there: Bool[Array, " N"]) -> Array | None:
+        """The rows of the arrays that hold these slots, loaded a tile ahead; None: the slots."""
         return slot + at["offset"][...] if "offset" in at else None
 
     def load(self, at: dict, part: Part, row: Int[Array, " N"], wanted: Array) -> Array:
@@ -116,32 +111,6 @@ def dense_rows(data: Float[Array, "B H N D"], offset: Int[Array, ""] | None = No
     channels = data.shape[3]
     reader = DenseReader(channels, channels, channels * data.dtype.itemsize, data.dtype)
     return Rows(reader, {"data": data, **_offset(offset, data)})
-
-
-class ResidentReader(Reader):
-    """Rows as they are, of a store or, where they are at hand, of the list itself."""
-
-    def address(self, at, place, slot, there):
-        """The place of a row that is at hand; `-1 - slot` for one of the store."""
-        held = plt.load(at["held"].at[place], mask=there, other=np.int32(0))
-        return jnp.where(held != 0, place, -1 - slot)
-
-    def load(self, at, part, row, wanted):
-        """Channels of a part; from each of the two, only what it is asked for."""
-        held, channel = row >= 0, part.numbers
-        there = wanted[:, None] & part.there[None, :]
-        near = _load(at["near"], row, channel, there & held[:, None])
-        return near + _load(at["data"], -1 - row, channel, there & ~held[:, None])
-
-
-def resident_rows(
-    data: Float[Array, "B H S D"], near: Float[Array, "B K N D"], held: Bool[Array, "B K N"]
-) -> Rows:
-    """Rows of a store, which may be in host memory, but for those of a list that are `held`."""
-    channels = data.shape[3]
-    reader = ResidentReader(channels, channels, channels * data.dtype.itemsize, data.dtype)
-    arrays = {"data": data, "near": near.astype(data.dtype), "held": held.astype(jnp.int32)}
-    return Rows(reader, arrays)
 
 
 # --- quantised ------------------------------------------------------------------------------------
@@ -235,7 +204,7 @@ def quantized_rows(
 class CodebookReader(Reader):
     """References to entries that all heads of a row share, and what those are multiplied with."""
 
-    def address(self, at, place, slot, there):
+    def address(self, at, slot, there):
         """The entries of slots."""
         entry = plt.load(at["index"].at[slot], mask=there, other=zero(at["index"].dtype))
         return entry.astype(jnp.int32)

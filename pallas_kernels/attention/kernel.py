@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.forms import Part, Reader, Rows, cut
 from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
-from pallas_kernels.base.dispatch import NEG_INF
 from pallas_kernels.base.kernel_parts import dot, head_part, own_part, zero
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
 
@@ -31,7 +30,7 @@ from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
 QUERY_BYTES = 16_384
 WIDE = 1024  # bytes of a row from which on only one tile at a time fits into shared memory
 PARTS = 32  # that are joined at a time
-NOTHING = np.float32(NEG_INF)
+NOTHING = np.float32(-np.inf)
 NOWHERE = np.int32(-1)
 
 
@@ -212,7 +211,7 @@ def _kernel(*refs, plan: _Plan):
         # for keeps the compiler from having several tiles of keys under way.
         ahead = look(i + 1)
         # Of a free slot nothing is read: what stands there costs nothing and cannot reach a sum.
-        live = (mass > NEG_INF) & (position >= 0)
+        live = (mass > -jnp.inf) & (position >= 0)
         k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
         products = _products(at, k, plan, paired, plain, k_row, live, turned)
         products = _times(products, plan.keys.factor(k, slot, k_row, live))
@@ -235,7 +234,7 @@ def _kernel(*refs, plan: _Plan):
 
     begin = (
         look(start),
-        jnp.full((plan.rows,), NEG_INF, jnp.float32),
+        jnp.full((plan.rows,), -jnp.inf, jnp.float32),
         jnp.zeros((plan.rows,), jnp.float32),
         tuple(jnp.zeros((plan.rows, part.width), jnp.float32) for part in plan.value_parts),
     )
@@ -307,9 +306,7 @@ def _look(at, k, v, first, end, plan: _Plan, i):
     turned = position
     if "turn_position" in at:
         turned = plt.load(at["turn_position"].at[slot], mask=there, other=np.int32(0))
-    rows = (
-        side.address(refs, place, slot, there) for side, refs in ((plan.keys, k), (plan.values, v))
-    )
+    rows = (side.address(refs, slot, there) for side, refs in ((plan.keys, k), (plan.values, v)))
     return slot, mass, position, turned if "frequency" in at else None, *rows
 
 
@@ -321,12 +318,12 @@ def _logits(products, mass, position, live, own, plan: _Plan):
     visible = live[None, :] & (position[None, :] <= own[:, None])
     if plan.window is not None:
         visible &= position[None, :] > own[:, None] - plan.window
-    return jnp.where(visible, logits + mass[None, :], NEG_INF)
+    return jnp.where(visible, logits + mass[None, :], -jnp.inf)
 
 
 def _finite(top: Array) -> Array:
     """What is taken off before exp: a row that has seen nothing has -inf, and exp(-inf - 0) = 0."""
-    return jnp.where(top == NEG_INF, 0.0, top)
+    return jnp.where(top == -jnp.inf, 0.0, top)
 
 
 def _or_one(total: Array) -> Array:
@@ -392,4 +389,4 @@ def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
 def _nothing(q: Array, dtype: DTypeLike, places: int, with_logits: bool):
     """The answer where there is nothing to look at: no program could be started."""
     logits = jnp.zeros((*q.shape[:-1], places), jnp.float32) if with_logits else None
-    return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], NEG_INF, jnp.float32), logits
+    return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32), logits

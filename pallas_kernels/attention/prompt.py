@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.base.dispatch import NEG_INF, check_implementation, masked_logits
+from pallas_kernels.base.logits import masked_logits
 
 # On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
 QUERY_BLOCK = 128
@@ -35,7 +35,6 @@ def prompt_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]:
     """Softmax attention of many queries over the slots they see, and its row log-sum-exp.
 
@@ -48,12 +47,10 @@ def prompt_attention(
       bias: added to the logit, `-inf` where a slot is free (a cache's `log_mass`).
       query_position: token position per query, -1 = padding (such a row gives 0).
       key_position: token position per slot, -1 = free.
-      implementation: `None` or `"xla"`.
 
     Returns:
       Outputs in the dtype of `v`, and float32 log-sum-exps (`-inf` for a row that sees nothing).
     """
-    check_implementation(implementation)
     batch, kv_heads, group, tokens, head_dim = q.shape
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
     mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
@@ -68,7 +65,7 @@ def prompt_attention(
             logits = mask_and_scale(q_i, k_j, *slot_data, position_i)
             new_top = jnp.maximum(top, logits.max(-1))
             # A row that has seen nothing yet has top = -inf; exp(-inf - 0) is the 0 it needs.
-            finite = jnp.where(new_top == NEG_INF, 0.0, new_top)
+            finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             weights = jnp.exp(logits - finite[..., None])
             shrink = jnp.exp(top - finite)
             acc = acc * shrink[..., None] + jnp.einsum(
@@ -77,7 +74,7 @@ def prompt_attention(
             return new_top, total * shrink + weights.sum(-1), acc
 
         start = (
-            jnp.full(rows, NEG_INF, jnp.float32),
+            jnp.full(rows, -jnp.inf, jnp.float32),
             jnp.zeros(rows, jnp.float32),
             jnp.zeros((*rows, head_dim), jnp.float32),
         )
@@ -101,7 +98,6 @@ def column_sums(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    implementation: str | None = None,
 ) -> Float[Array, "B H G S"]:
     """Attention probability that each slot receives from all queries, in O(S) memory.
 
@@ -109,9 +105,8 @@ def column_sums(
     `prompt_attention` on the same arguments: row statistics first, column sums second, so that the
     `T × S` matrix never exists. Padding queries add nothing. Float32.
     """
-    check_implementation(implementation)
     blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    lse = blocks.split_queries(_pad(lse, blocks.queries, 3, NEG_INF))
+    lse = blocks.split_queries(_pad(lse, blocks.queries, 3, -jnp.inf))
     mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
     group = q.shape[2]
 
@@ -123,7 +118,7 @@ def column_sums(
             logits = mask_and_scale(q_i, k_j, *slot_data, position_i)
             row_lse = lse[i]
             # Rows without any visible slot have lse = -inf: they must give 0, not exp(nan).
-            row_lse = jnp.where(row_lse == NEG_INF, 0.0, row_lse).reshape(logits.shape[:-1])
+            row_lse = jnp.where(row_lse == -jnp.inf, 0.0, row_lse).reshape(logits.shape[:-1])
             probabilities = jnp.exp(logits - row_lse[..., None])
             per_head = probabilities.reshape(*logits.shape[:2], group, -1, blocks.key_size)
             return sums + per_head.sum(3)
@@ -161,7 +156,7 @@ class _Blocks(NamedTuple):
         q = jnp.moveaxis(q, 3, 0).reshape(-1, batch, kv_heads, group * query_size, head_dim)
         query_position = _pad(query_position, padded, 1, -1).reshape(batch, -1, query_size)
         query_position = jnp.moveaxis(query_position, 1, 0)
-        bias = _pad_tail(bias, key_size, NEG_INF)
+        bias = _pad_tail(bias, key_size, -jnp.inf)
         key_position = _pad_tail(key_position, key_size, -1)
         meets = _meets(query_position, bias, key_position, key_size, window)
         return cls(q, query_position, bias, key_position, meets, query_size, key_size, group)
@@ -220,7 +215,7 @@ def _meets(query_position, bias, key_position, key_size, window) -> Bool[Array, 
     valid = query_position >= 0
     newest_query = jnp.where(valid, query_position, -1).max((1, 2))
     oldest_query = jnp.where(valid, query_position, none).min((1, 2))
-    live = (bias > NEG_INF) & (key_position >= 0)
+    live = (bias > -jnp.inf) & (key_position >= 0)
     by_block = (*live.shape[:2], -1, key_size)
     oldest_key = jnp.where(live, key_position, none).reshape(by_block).min((0, 1, 3))
     newest_key = jnp.where(live, key_position, -1).reshape(by_block).max((0, 1, 3))

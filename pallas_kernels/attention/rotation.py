@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.dispatch import products
+from pallas_kernels.base.logits import products
 
 # Least squares over |r| <= 1/4 at Chebyshev's points, in float32 within 2e-7:
 # sin(2 pi r) = r (s0 + s1 r^2 + ...), cos(2 pi r) = c0 + c1 r^2 + ...

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, UInt8
 
-from pallas_kernels.base.dispatch import BLOCK, Product, check_implementation, over_blocks
+from pallas_kernels.base.logits import Product
+from pallas_kernels.base.rows import BLOCK, over_blocks
 
 LEVELS = 15  # steps of a 4-bit number
 
@@ -172,7 +173,6 @@ def quantized_logits(
     *,
     axis: Axis = "token",
     product: Product | None = None,
-    implementation: str | None = None,
 ) -> Float[Array, "B H R S"]:
     """`q · k` of encoded keys in float32, without a decoded copy of all of them.
 
@@ -181,10 +181,6 @@ def quantized_logits(
       axis: of the groups.
       product: what takes the place of `q · k`, for keys that are rotated on the way: see
         `common.Product`.
-      implementation: `None` or `"xla"`.
-
-    Raises:
-      ValueError: an unknown implementation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -193,7 +189,6 @@ def quantized_logits(
       >>> quantized_logits(jnp.ones((1, 1, 1, 2)), *quantise_slots(keys)).tolist()
       [[[[128.0, 254.0]]]]
     """
-    check_implementation(implementation)
     q = q.astype(jnp.float32)
 
     def add(start: Array | int, count: int, out: Array) -> Array:
@@ -218,16 +213,11 @@ def quantized_mix(
     low: Array | None = None,
     *,
     axis: Axis = "token",
-    implementation: str | None = None,
 ) -> Float[Array, "B H R D"]:
     """`Σ_s w_s v_s` of encoded values in float32, without a decoded copy of all of them.
 
     Args:
       values, scale, low, axis: as in `quantized_logits`.
-      implementation: `None` or `"xla"`.
-
-    Raises:
-      ValueError: an unknown implementation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -236,7 +226,6 @@ def quantized_mix(
       >>> quantized_mix(jnp.array([[[[1.0, 0.5]]]]), *quantise_slots(values)).tolist()
       [[[[127.0, 128.0]]]]
     """
-    check_implementation(implementation)
     weights = weights.astype(jnp.float32)
 
     def add(start: Array | int, count: int, total: Array) -> Array:

@@ -8,14 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
-from pallas_kernels.base.dispatch import (
-    BLOCK,
-    Product,
-    check_implementation,
-    over_blocks,
-    products,
-    take_shared,
-)
+from pallas_kernels.base.logits import Product, products
+from pallas_kernels.base.rows import BLOCK, over_blocks, take_shared
 
 # Of what a sum over entries costs and what gathering slots costs, on CPU, per query row and entry
 # over per slot; on a GPU gathering is cheap, and its kernel decides for itself.
@@ -45,7 +39,6 @@ def codebook_logits(
     *,
     product: Product | None = None,
     channels: int | None = None,
-    implementation: str | None = None,
 ) -> Float[Array, "B H R S"]:
     """`q · entries[index] · magnitude` in float32, without a decoded copy of all keys.
 
@@ -61,10 +54,6 @@ def codebook_logits(
         `common.Product`.
       channels: leading ones that `product` rotates; the others it would multiply as they are.
         None: all.
-      implementation: `None` or `"xla"`.
-
-    Raises:
-      ValueError: an unknown implementation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,7 +63,6 @@ def codebook_logits(
       >>> codebook_logits(jnp.array([[[[2.0, 5.0]]]]), entries, index).tolist()
       [[[[5.0, 2.0, 5.0]]]]
     """
-    check_implementation(implementation)
     slots, width = index.shape[2], q.shape[3]
     whole = product is not None and channels in (None, width)
     apart = not whole and _per_entry(q.shape[2], entries, slots)
@@ -103,8 +91,6 @@ def codebook_mix(
     entries: Float[Array, "B 1 E D"],
     index: UInt[Array, "B H S"],
     magnitude: Float[Array, "B H S"] | None = None,
-    *,
-    implementation: str | None = None,
 ) -> Float[Array, "B H R D"]:
     """`Σ_s w_s · entries[index_s] · magnitude_s` in float32, without a decoded copy of all values.
 
@@ -114,10 +100,6 @@ def codebook_mix(
 
     Args:
       entries, index, magnitude: as in `codebook_logits`.
-      implementation: `None` or `"xla"`.
-
-    Raises:
-      ValueError: an unknown implementation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -127,7 +109,6 @@ def codebook_mix(
       >>> codebook_mix(jnp.array([[[[1.0, 3.0, 2.0]]]]), entries, index).tolist()
       [[[[3.0, 3.0]]]]
     """
-    check_implementation(implementation)
     weights = weights.astype(jnp.float32)
     if magnitude is not None:
         weights = weights * magnitude.astype(jnp.float32)[:, :, None]

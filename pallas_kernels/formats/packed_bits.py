@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from pallas_kernels.base.dispatch import check_implementation
-
 WORD = 32  # bits
 
 
@@ -33,14 +31,11 @@ def pack_bits(bits: Bool[Array, "... N"]) -> UInt32[Array, "... W"]:
 def hamming_distance(
     a: UInt32[Array, "... W"],
     b: UInt32[Array, "... W"],
-    *,
-    implementation: str | None = None,
 ) -> Int[Array, ...]:
     """In how many bits two packed vectors differ: `Σ_w popcount(a_w xor b_w)`.
 
     Args:
       a, b: from `pack_bits`, of shapes that broadcast.
-      implementation: `None` or `"xla"`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,5 +44,4 @@ def hamming_distance(
       >>> hamming_distance(words, jnp.array([[0b111]], jnp.uint32)).tolist()
       [1, 1]
     """
-    check_implementation(implementation)
     return jax.lax.population_count(a ^ b).sum(-1, dtype=jnp.int32)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels.base.dispatch import check_implementation
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 from pallas_kernels.grouping.nearest_entries import directions, nearest_directions
 
@@ -48,7 +47,6 @@ def greedy_cover(
     *,
     theta: float | Float[Array, " B"],
     capacity: int,
-    implementation: str | None = None,
 ) -> Cover:
     """Covers vectors with as few of their directions as greed finds.
 
@@ -70,10 +68,9 @@ def greedy_cover(
       weights: how often each of them counts, at least 1.
       theta: threshold of cosines, of each row or of all. No cosine is above 1.
       capacity: E, the most entries.
-      implementation: `None` or `"xla"`.
 
     Raises:
-      ValueError: an unknown implementation, a capacity below 1.
+      ValueError: a capacity below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,7 +81,6 @@ def greedy_cover(
       >>> cover.index.tolist(), cover.centers.tolist(), int(cover.count[0])
       ([[1, 0, 0]], [[1, 0, 3]], 2)
     """
-    check_implementation(implementation)
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
 

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.base.dispatch import NEG_INF, check_implementation
-
 Metric = Literal["cosine", "l2", "inner_product"]
 
 # Similarities that exist at a time. On CPU, what stays in its caches; elsewhere 256 MB, since there
@@ -26,7 +24,6 @@ def kmeans(
     *,
     metric: Metric = "cosine",
     rounds: int = 20,
-    implementation: str | None = None,
 ) -> tuple[Int[Array, "B H S"], Float[Array, "B H C D"]]:
     """Lloyd's algorithm: every key goes to its most similar centroid, which moves to their mean.
 
@@ -42,13 +39,12 @@ def kmeans(
       metric: similarity of a key k and a centroid μ: `"cosine"`, `k·μ / (|k| |μ|)`, 0 for a zero
         centroid; `"l2"`, `-|k - μ|²`; `"inner_product"`, `k·μ`.
       rounds: moves at most.
-      implementation: `None` or `"xla"`.
 
     Returns:
       The cluster of every key, C where it is in none, and the float32 centroids.
 
     Raises:
-      ValueError: an unknown metric or implementation, a negative number of rounds.
+      ValueError: an unknown metric, a negative number of rounds.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,7 +55,6 @@ def kmeans(
       >>> label.tolist(), centroids.tolist()
       ([[[0, 0, 1]]], [[[[2.0, 0.5], [0.0, 2.0]]]])
     """
-    check_implementation(implementation)
     if metric not in get_args(Metric):
         raise ValueError(f"metric must be one of {get_args(Metric)}, got {metric!r}")
     if rounds < 0:
@@ -75,7 +70,7 @@ def kmeans(
 
         def assign(centroids: Float[Array, "C D"]) -> Int[Array, " S"]:
             towards, bias = _linear(jnp.where(there[:, None], centroids, 0.0), metric)
-            bias = jnp.where(there, bias, NEG_INF)
+            bias = jnp.where(there, bias, -jnp.inf)
 
             def nearest(key: Float[Array, " D"]) -> Int[Array, ""]:
                 return _first_best(jnp.dot(key, towards.T, precision="highest") + bias)

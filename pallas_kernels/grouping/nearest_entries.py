@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.dispatch import NEG_INF, check_implementation
-
 VECTORS = 256  # at a time
 ENTRIES = 4096  # of which cosines exist at a time: on CPU, what stays in its caches
 
@@ -16,8 +14,6 @@ def nearest_entries(
     vectors: Float[Array, "B N D"],
     entries: Float[Array, "B E D"],
     count: Int[Array, " B"],
-    *,
-    implementation: str | None = None,
 ) -> tuple[Int[Array, "B N"], Float[Array, "B N"]]:
     """The entry with the highest cosine to each vector, the first of equals, and that cosine.
 
@@ -25,10 +21,6 @@ def nearest_entries(
       vectors: of any length; the cosine of a zero vector is 0.
       entries: of any length but 0.
       count: how many of them there are; without any, the cosines are `-inf`.
-      implementation: `None` or `"xla"`.
-
-    Raises:
-      ValueError: an unknown implementation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -38,7 +30,6 @@ def nearest_entries(
       >>> index.tolist(), cosine.tolist()
       ([[1]], [[1.0]])
     """
-    check_implementation(implementation)
     return jax.vmap(_nearest)(vectors, entries, count)
 
 
@@ -67,13 +58,13 @@ def nearest_directions(
         rows, norms = directions(jax.lax.dynamic_slice_in_dim(entries, start, size))
         own = (start + jnp.arange(size, dtype=jnp.int32))[:, None]
         cosine = jnp.minimum(jnp.dot(rows, units.T, precision="highest"), 1.0)
-        cosine = jnp.where((own < count) & (norms > 0)[:, None], cosine, NEG_INF)
+        cosine = jnp.where((own < count) & (norms > 0)[:, None], cosine, -jnp.inf)
         highest = cosine.max(0)
         first = jnp.where(cosine == highest[None], own, total).min(0)
         higher = highest > best[1]
         return jnp.where(higher, first, best[0]), jnp.maximum(highest, best[1])
 
-    none = jnp.zeros(number, jnp.int32), jnp.full(number, NEG_INF)
+    none = jnp.zeros(number, jnp.int32), jnp.full(number, -jnp.inf)
     return jax.lax.fori_loop(0, -(-count // size), block, none)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.dispatch import check_implementation, take_rows
+from pallas_kernels.base.rows import take_rows
 
 BLOCK = 512  # rows that are added at a time: on CPU, what stays in its caches
 
@@ -15,8 +15,6 @@ def segment_merge(
     rows: Float[Array, "B H S D"],
     into: Int[Array, "B H S"],
     weights: Float[Array, "B H S"],
-    *,
-    implementation: str | None = None,
 ) -> Float[Array, "B H S D"]:
     """The weighted mean of every segment, in its target's row.
 
@@ -27,7 +25,6 @@ def segment_merge(
     Args:
       into: target of each row, S = none. A target must be its own target.
       weights: non-negative, float32.
-      implementation: `None` or `"xla"`.
 
     Returns:
       The rows in their dtype; sums are float32.
@@ -39,7 +36,6 @@ def segment_merge(
       >>> segment_merge(rows, jnp.array([[[1, 1, 2]]]), jnp.array([[[3.0, 1.0, 1.0]]])).tolist()
       [[[[1.0], [1.5], [8.0]]]]
     """
-    check_implementation(implementation)
     size = rows.shape[2]
     slot = jax.lax.broadcasted_iota(jnp.int32, into.shape, 2)
     moves = (into != slot) & (into < size)

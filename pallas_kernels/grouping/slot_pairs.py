@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.base.dispatch import check_implementation, take_rows
+from pallas_kernels.base.rows import take_rows
 from pallas_kernels.grouping.cosine import cosine_step, inverse_length, round_cosine
 
 BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
@@ -18,8 +18,6 @@ def pair_cosine(
     keys: Float[Array, "B H S D"],
     first: Int[Array, "B H N"],
     second: Int[Array, "B H N"],
-    *,
-    implementation: str | None = None,
 ) -> Float[Array, "B H N"]:
     """Cosine of two keys, `a·b / (|a| |b|)`, for N pairs of slots; 0 where one is 0; float32.
 
@@ -30,7 +28,6 @@ def pair_cosine(
 
     Args:
       first, second: the slots of each pair.
-      implementation: `None` or `"xla"`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -39,7 +36,6 @@ def pair_cosine(
       >>> round(float(pair_cosine(keys, jnp.array([[[0]]]), jnp.array([[[1]]]))[0, 0, 0]), 4)
       0.6
     """
-    check_implementation(implementation)
     return round_cosine(_in_blocks(_cosine, keys, first, second), keys.shape[3])
 
 
@@ -47,8 +43,6 @@ def pair_distance(
     keys: Float[Array, "B H S D"],
     first: Int[Array, "B H N"],
     second: Int[Array, "B H N"],
-    *,
-    implementation: str | None = None,
 ) -> Float[Array, "B H N"]:
     """Distance of two keys, `|a - b|`, for N pairs of slots; float32.
 
@@ -57,9 +51,7 @@ def pair_distance(
 
     Args:
       first, second: the slots of each pair.
-      implementation: `None` or `"xla"`.
     """
-    check_implementation(implementation)
     rounding = 4 * float(jnp.finfo(keys.dtype).eps)
 
     def distance(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
@@ -74,8 +66,6 @@ def join_anchors(
     order: Int[Array, "B H N"],
     pairs: Bool[Array, "B H N"],
     threshold: float,
-    *,
-    implementation: str | None = None,
 ) -> Bool[Array, "B H N"]:
     """Which entries of `order` join the run after them, from the last to the first.
 
@@ -86,9 +76,7 @@ def join_anchors(
     Args:
       order: slots.
       pairs: whether an entry may join the next one; the last may not.
-      implementation: `None` or `"xla"`.
     """
-    check_implementation(implementation)
     least = threshold + cosine_step(keys.shape[3]) / 2
 
     def step(anchor: Array, entry: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.dispatch import NEG_INF, check_implementation
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
 # Rows of A that meet all of their chunk's B at once: bounds the memory of very long chunks.
@@ -19,7 +18,6 @@ def soft_matching(
     count: Int[Array, "B H"],
     *,
     chunk: int,
-    implementation: str | None = None,
 ) -> tuple[Float[Array, "B H N"], Int[Array, "B H N"]]:
     """The edge of every token of set A: its most similar token of set B in the same chunk.
 
@@ -34,7 +32,6 @@ def soft_matching(
       keys: in the order of their tokens. Their lengths do not matter.
       count: tokens per row and head.
       chunk: tokens per chunk, at least 2.
-      implementation: `None` or `"xla"`.
 
     Returns:
       Float32 similarity of each token's edge, `-inf` where it has none (tokens of set B, an A
@@ -42,7 +39,7 @@ def soft_matching(
       edge.
 
     Raises:
-      ValueError: a chunk of less than 2, an unknown implementation.
+      ValueError: a chunk of less than 2.
 
     Example:
       >>> import jax.numpy as jnp
@@ -52,7 +49,6 @@ def soft_matching(
       >>> similarity.tolist(), partner.tolist()
       ([[[1.0, -inf, 1.0, -inf]]], [[[3, 1, 1, 3]]])
     """
-    check_implementation(implementation)
     if chunk < 2:
         raise ValueError(f"chunk must be at least 2, got {chunk}")
     tokens = keys.shape[2]
@@ -72,7 +68,7 @@ def soft_matching(
         cosine = dots * inverse_length(a)[..., None] * b_scale[..., None, :]
         cosine = round_cosine(cosine, keys.shape[-1])
         cosine = jnp.where(jnp.isnan(cosine), _NO_NUMBER, cosine)
-        cosine = jnp.where(has_b[..., None, :], cosine, NEG_INF)
+        cosine = jnp.where(has_b[..., None, :], cosine, -jnp.inf)
         best = cosine.max(-1)
         # The first maximum by two plain reductions: several times faster on CPU than argmax.
         at_best = cosine == best[..., None]
@@ -80,9 +76,9 @@ def soft_matching(
         return best, jnp.where(at_best, b_token[..., None, :], last).min(-1)
 
     similarity, partner = _in_blocks(edges, chunked[..., 0::2, :])
-    similarity = _spread(similarity, size, NEG_INF)
-    similarity = jnp.where(there, similarity, NEG_INF)
-    partner = jnp.where(similarity > NEG_INF, _spread(partner, size, 0), token)
+    similarity = _spread(similarity, size, -jnp.inf)
+    similarity = jnp.where(there, similarity, -jnp.inf)
+    partner = jnp.where(similarity > -jnp.inf, _spread(partner, size, 0), token)
     return tuple(x.reshape(*keys.shape[:3])[..., :tokens] for x in (similarity, partner))
 
 

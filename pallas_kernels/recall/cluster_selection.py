@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.dispatch import NEG_INF, choose_implementation, take_rows
+from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import head_part, own_part, zero
+from pallas_kernels.base.rows import take_rows
 from pallas_kernels.base.tiles import power_of_two
 
 # Sizes of the kernels' tiles, all powers of two. A few thousand numbers at a time are what 4 warps
@@ -23,7 +24,7 @@ COUNTED = 512  # clusters that it compares them with at a time
 PLACES = 128  # of a list, that a program fills
 LOOKED_AT = 64  # ranks that it looks through at a time: more than 4,000 slots of common clusters
 
-NOTHING = np.float32(NEG_INF)
+NOTHING = np.float32(-np.inf)
 NONE = np.int32(0)
 PARAMETERS = plt.CompilerParams(num_warps=4, num_stages=2)
 
@@ -85,10 +86,10 @@ def rank_clusters(
     score = jnp.einsum(
         "bhgd,bhcd->bhgc", q, centroids.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
-    score = jnp.where(sizes[:, :, None] > 0, score, NEG_INF)
+    score = jnp.where(sizes[:, :, None] > 0, score, -jnp.inf)
     # One more entry, behind all others: XLA on CPU takes the top C of C by a sort, which is several
     # times slower than its top k.
-    score = jnp.pad(score, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=NEG_INF)
+    score = jnp.pad(score, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
     _, order = jax.lax.top_k(score, clusters)
     return order.reshape(len(q), -1, clusters)
 
@@ -149,9 +150,7 @@ def build_indices(
         raise ValueError(f"length must be at least 1, got {length}")
     if chosen != "xla":
         return _list(order, sizes, starts, count, length, chosen == "interpret")
-    size, start = (
-        take_rows(jnp.repeat(x, choices // heads, axis=1), order) for x in (sizes, starts)
-    )
+    size, start = (take_rows(x, order) for x in (sizes, starts))
     end = jnp.cumsum(size, axis=-1)
     # What separates a slot from its place in the list changes where a cluster begins. The changes
     # of clusters that begin at one place, all but the last of them empty, add up.
@@ -223,7 +222,7 @@ def _score_kernel(q, centroids, sizes, score, *, tile: int, per_query_head: bool
         product = (own * query[None, :]).sum(1)
         # A rank must be found whatever the score: ranks left out would be places never written.
         product = jnp.where(product == product, product, jnp.inf)
-        plt.store(score.at[g, cluster], jnp.where(size > 0, product, NEG_INF), mask=there)
+        plt.store(score.at[g, cluster], jnp.where(size > 0, product, -jnp.inf), mask=there)
 
 
 def _rank_kernel(score, order, *, tile: int, compared: int):

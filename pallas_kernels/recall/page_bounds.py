@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.dispatch import check_implementation, take_rows
+from pallas_kernels.base.rows import take_rows
 
 AT_ONCE = 1024  # slots of a head whose keys are gathered at a time
 
@@ -17,8 +17,6 @@ def page_bounds(
     count: Int[Array, "B H"],
     page: int,
     pages: int,
-    *,
-    implementation: str | None = None,
 ) -> tuple[Float[Array, "B H P D"], Float[Array, "B H P D"]]:
     """Minimum and maximum, channel by channel, over the keys of each page; 0 where there is none.
 
@@ -30,10 +28,6 @@ def page_bounds(
       count: tokens.
       page: tokens of a page; the last one of a head may have fewer.
       pages: P.
-      implementation: `None` or `"xla"`.
-
-    Raises:
-      ValueError: an unknown implementation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,7 +37,6 @@ def page_bounds(
       >>> low[0, 0, :, 0].tolist(), high[0, 0, :, 0].tolist()
       ([1.0, 2.0], [3.0, 2.0])
     """
-    check_implementation(implementation)
     batch, kv_heads, size, _ = keys.shape
     blocks = -(-pages // max(AT_ONCE // page, 1))
     each = -(-pages // blocks)  # pages of a block

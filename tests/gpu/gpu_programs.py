@@ -133,18 +133,6 @@ def _dense(heads: Heads) -> Iterator[GPUProgram]:
     yield program("gather", gather, index, *rest)
     with_all = functools.partial(ops.gather_attention, **OPTIONS)
     yield program("gather with probabilities", with_all, index, *rest)
-    on_host = struct(store.shape, heads.dtype, host=True)
-    rows = struct((*index.shape, heads.dim), heads.dtype)
-
-    def fetch(q, k, v, index, bias, query, position, k_rows, v_rows, held):
-        near = ops.ResidentRows(k_rows, v_rows, held)
-        return gather(q, k, v, index, bias, query, position, resident=near)
-
-    args = (q, on_host, on_host, index, *rest, rows, rows, struct(index.shape, "bool"))
-    yield GPUProgram(
-        f"gather from host memory, {heads}", fetch, args, (on_host, on_host),
-        2 * bytes_of(store), "split_attention",
-    )  # fmt: skip
 
 
 def _encoded(heads: Heads) -> Iterator[GPUProgram]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
-from pallas_kernels import ResidentRows, decode_attention, gather_attention
+from pallas_kernels import decode_attention, gather_attention
 from pallas_kernels.base import dispatch
 from tests.support.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
 from tests.support.lowering import KERNEL, lower_for_cuda
@@ -104,32 +104,6 @@ def test_gather(shape, per_query_head, implementation, small_tiles):
     index = rng.integers(-1, SLOTS, size=(2, lists, 37))
     index[0, 0, 20:], index[0, -1] = -1, -1
     check(case, gather(case, index, implementation), case.expected(index))
-
-
-@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
-@pytest.mark.parametrize("memory", ["device", "pinned_host"])
-def test_gather_takes_from_the_store_what_is_not_resident(memory, implementation, small_tiles):
-    case, rng = Case(Shape(group=2, dim=80)), np.random.default_rng(5)
-    index = rng.integers(-1, SLOTS, size=(2, 2, 37))
-    held = rng.random(index.shape) < 0.5
-    at = np.maximum(index, 0)[..., None]
-    near = [np.take_along_axis(np.asarray(x), at, 2) for x in (case.k, case.v)]
-    near = [clean(jnp.where(held[..., None], x, 7.0)) for x in near]
-    # What is resident is not looked for in the store.
-    used = jax.vmap(jax.vmap(lambda i, n: jnp.zeros(SLOTS, bool).at[i].max(n)))
-    missing = used(np.maximum(index, 0), (index >= 0) & ~held)
-    stores = [jnp.where(missing[..., None], clean(x), jnp.nan) for x in (case.k, case.v)]
-    if implementation == "xla":  # which multiplies what is in slot 0, and in free slots, by 0
-        stores = [clean(x) for x in stores]
-    stores = [jax.device_put(x, x.sharding.with_memory_kind(memory)) for x in stores]
-
-    def call(q, k, v, index, bias, query, position, resident, **options):
-        return gather_attention(q, k, v, index, bias, query, position, resident=resident, **options)
-
-    resident = ResidentRows(*near, jnp.asarray(held))
-    args = (case.q, *stores, jnp.asarray(index, jnp.int32), *case.args[3:], resident)
-    actual = run(call, args, **case.options, implementation=implementation)
-    check(case, actual, case.expected(index))
 
 
 def clean(x):
@@ -266,7 +240,6 @@ def test_a_named_kernel_does_not_fall_back():
         ({"k": (2, 3, 45, 64)}, "multiple of the 3 heads of k, got 2"),
         ({"query_position": (2, 3)}, r"\(2, 1\), got \(2, 3\)"),
         ({"index": (2, 4, 3)}, r"\(2, 2\), got \(2, 4, 3\)"),
-        ({"resident": (2, 2, 4)}, r"resident.k must have shape \(2, 2, 3, 64\), got \(2, 2, 4,"),
         ({"implementation": "cuda"}, r"\('xla', 'pallas', 'interpret'\), got 'cuda'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -276,9 +249,6 @@ def test_bad_arguments_are_refused(changes, message):
     names = ("q", "k", "v", "bias", "query_position", "key_position")
     given = dict(zip(names, case.args, strict=True)) | {"index": jnp.zeros((2, 2, 3), jnp.int32)}
     shaped = {n: jnp.zeros(s, given[n].dtype) for n, s in changes.items() if n in given}
-    if "resident" in changes:
-        rows = jnp.zeros((*changes["resident"], 64))
-        shaped["resident"] = ResidentRows(rows, rows, jnp.zeros((2, 2, 3), bool))
     with pytest.raises(ValueError, match=message):
         gather_attention(**{**given, **changes, **shaped}, scale=1.0)
 

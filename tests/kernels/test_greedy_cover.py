@@ -206,5 +206,3 @@ def test_bad_input():
     zeros, ones = jnp.zeros((1, 5, 3)), jnp.ones((1, 5), jnp.int32)
     with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
         greedy_cover(zeros, ones > 0, ones, theta=0.9, capacity=0)
-    with pytest.raises(ValueError, match="implementation"):
-        greedy_cover(zeros, ones > 0, ones, theta=0.9, capacity=1, implementation="cuda")

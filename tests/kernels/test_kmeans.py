@@ -179,7 +179,6 @@ def test_labels_are_those_of_the_final_centroids():
     [
         ({"metric": "dot"}, r"'cosine', 'l2', 'inner_product'.*'dot'"),
         ({"rounds": -1}, "at least 0, got -1"),
-        ({"implementation": "cuda"}, "'cuda'"),
     ],
 )
 def test_refused(options, message):

@@ -19,9 +19,3 @@ def test_packed_bits(size):
     distance = hamming_distance(words, words[:, :1])
     np.testing.assert_array_equal(distance, packed_bits.hamming(bits, bits[:, :1]))
     assert words.dtype == jnp.uint32 and distance.dtype == jnp.int32
-
-
-def test_an_implementation_that_is_not_offered():
-    words = jnp.zeros((2, 1), jnp.uint32)
-    with pytest.raises(ValueError, match="'cuda'"):
-        hamming_distance(words, words, implementation="cuda")

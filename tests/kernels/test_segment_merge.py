@@ -41,10 +41,3 @@ def test_segments_of_any_shape(size, dtype):
             )
             kind = "reference" if dtype == "float32" else "bfloat16"
             close(found[b, h][merged], expected[merged], kind)
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match=r"'xla'.*'fast'"):
-        segment_merge(
-            np.ones((1, 1, 2, 1)), np.zeros((1, 1, 2)), np.ones((1, 1, 2)), implementation="fast"
-        )

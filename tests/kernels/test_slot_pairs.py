@@ -10,9 +10,6 @@ from pallas_kernels import join_anchors, pair_cosine, pair_distance
 from tests.references.kvmerger import cosine, similar_pairs
 from tests.support.tolerances import close
 
-SLOTS = np.zeros((1, 1, 2), np.int32)
-KEYS = np.ones((1, 1, 2, 1), np.float32)
-
 
 @pytest.mark.parametrize("count", [1, 7, 512, 700])
 def test_every_pair_is_compared(count):
@@ -52,16 +49,3 @@ def test_anchors():
     for row in range(2):
         expected = similar_pairs(keys[row, 0].astype(float), list(free[row, 0]), 0.8, "anchor")
         assert set(np.flatnonzero(joins[row, 0])) == expected
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda **o: pair_cosine(KEYS, SLOTS, SLOTS, **o),
-        lambda **o: pair_distance(KEYS, SLOTS, SLOTS, **o),
-        lambda **o: join_anchors(KEYS, SLOTS, SLOTS > 0, 0.5, **o),
-    ],
-)
-def test_unknown_implementations_are_refused(call):
-    with pytest.raises(ValueError, match=r"'xla'.*'fast'"):
-        call(implementation="fast")

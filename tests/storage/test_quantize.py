@@ -159,13 +159,6 @@ def test_products_with_what_is_encoded(form, slots, monkeypatch):
     close(turned, np.where(np.arange(slots) % 2, -1, 1) * np.asarray(logits), "float32")
 
 
-def test_an_implementation_that_is_not_offered():
-    x = normal(1, 1, 8, 4)
-    for call in (quantized_logits, quantized_mix):
-        with pytest.raises(ValueError, match="'cuda'"):
-            call(x, *quantise_slots(x), implementation="cuda")
-
-
 # --- payloads -------------------------------------------------------------------------------------
 
 SHAPE = (2, 2, 18, 8)

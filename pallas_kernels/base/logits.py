@@ -1,0 +1,78 @@
+"""Logits of attention: products of queries and keys, scaled, capped, biased and masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# `product(q, keys, start)` takes the place of `q · k` for a block of decoded keys `[B, H, N, D]`
+# whose first slot is `start`. It is linear in the keys. None: `q · k` itself.
+Product = Callable[[Array, Array, Array | int], Array]
+
+
+def products(q: Float[Array, "B H R D"], k: Float[Array, "B H S D"]) -> Float[Array, "B H R S"]:
+    """Float32 `q · k`."""
+    # In the dtype of the keys: the other way round, a bfloat16 cache would be widened every step.
+    return jnp.einsum("bhrd,bhsd->bhrs", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
+
+
+def masked_logits(
+    q: Float[Array, "B H R D"],
+    k: Float[Array, "B H S D"],
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "B H R S"]:
+    """Float32 attention logits, `-inf` where a query does not see a slot.
+
+    The R query rows of a KV head are its G query heads times the T tokens, tokens fastest. Masking
+    uses `where`, so that nothing that stands in a free slot's key reaches the result.
+    """
+    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    return mask_products(products(q, k), bias, key_position, query_position, **kind)
+
+
+def mask_products(
+    products: Float[Array, "B H R S"],
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "B H R S"]:
+    """`masked_logits` of products `q·k` that are there already."""
+    rows, tokens = products.shape[2], query_position.shape[1]
+    logits = products * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    visible = visible_slots(bias, key_position, query_position, window)
+    logits = logits + bias[:, :, None, :]
+    grouped = logits.reshape(*logits.shape[:2], rows // tokens, tokens, -1)
+    return jnp.where(visible[:, :, None], grouped, -jnp.inf).reshape(logits.shape)
+
+
+def visible_slots(
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    window: int | None,
+) -> Bool[Array, "B H T S"]:
+    """Whether a query sees a slot: a live one, not newer than the query, and in its window."""
+    q_pos, k_pos = query_position[:, None, :, None], key_position[:, :, None, :]
+    visible = (k_pos <= q_pos) & live_slots(bias, key_position)[:, :, None, :]
+    return visible if window is None else visible & (k_pos > q_pos - window)
+
+
+def live_slots(
+    bias: Float[Array, "B H S"], key_position: Int[Array, "B H S"]
+) -> Bool[Array, "B H S"]:
+    """Slots that hold a token."""
+    return (bias > -jnp.inf) & (key_position >= 0)

@@ -1,0 +1,50 @@
+"""Rows of arrays: gathered by their number, and block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+from jaxtyping import Array, Float, Int
+
+BLOCK = 1024  # slots that are decoded at a time: on CPU, what stays in its caches
+T = TypeVar("T")
+
+# Mapped, and not indexed by iota, which brings collectives when a cache is sharded over rows or
+# heads.
+_take = jax.vmap(jax.vmap(lambda x, index: x[index]))
+
+
+def take_rows(x: Array, index: Int[Array, "B K N"]) -> Array:
+    """Rows of every head: `x [B, H, S, ...]` at `index` is `[B, K, N, ...]`.
+
+    K is H or a multiple of it: list k reads head `k // (K / H)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.rows import take_rows
+      >>> take_rows(jnp.array([[[5, 6, 7]]]), jnp.array([[[2, 0], [1, 1]]])).tolist()
+      [[[7, 5], [6, 6]]]
+    """
+    by_head = index.reshape(*x.shape[:2], -1)
+    return _take(x, by_head).reshape(*index.shape, *x.shape[3:])
+
+
+def take_shared(x: Float[Array, "#B N D"], index: Int[Array, "B *I"]) -> Float[Array, "B *I D"]:  # noqa: UP037
+    """Rows of each row's own array, or of one that all share; every index is below N."""
+
+    def take(x: Array, index: Array) -> Array:
+        return x.at[index].get(mode="promise_in_bounds")
+
+    if len(x) == 1:  # on CPU a gather with a batch axis takes longer
+        return take(x[0], index)
+    return jax.vmap(take)(x, index)
+
+
+def over_blocks(slots: int, block: int, add: Callable[[Array | int, int, T], T], carry: T) -> T:
+    """`add(start, count, carry)` for one block of slots after the other; the last has the rest."""
+    blocks, rest = divmod(slots, block)
+    if blocks:
+        carry = jax.lax.fori_loop(0, blocks, lambda i, c: add(i * block, block, c), carry)
+    return add(blocks * block, rest, carry) if rest else carry
