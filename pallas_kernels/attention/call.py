@@ -1,4 +1,4 @@
-"""The kernel of attention as the operations call it: over rows in any form, probabilities out."""
+"""How operations call the attention kernel: over rows in any form, with probabilities."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def stored_attention(
     """`decode_attention` of rows in any form, by the kernel, over the slots `[first, end)` alone.
 
     Args:
-      operation: whose tile sizes are taken.
+      operation: the one whose tile sizes are used.
       dtype: of the output.
-      first, end: None: what the bias and the positions say.
-      turn: how keys are rotated on the way; None: they are not.
+      first, end: the range of slots. None: found from the bias and the positions.
+      turn: how keys are rotated when they are read; None: not at all.
     """
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if end is None or window is not None:
@@ -66,14 +66,14 @@ def probabilities_of(
     lse: Float[Array, "B H G T"],
     visible: Bool[Array, "B H T S"],
 ) -> Float[Array, "B H G T S"]:
-    """The softmax of logits that mean nothing where a query does not see a slot."""
+    """Probabilities; 0 where a query does not see a slot, whatever the logit is there."""
     return jnp.where(visible[:, :, None], jnp.exp(logits - lse[..., None]), 0.0)
 
 
 def join_attention(
     parts: list[tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]],
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], list[Float[Array, "B H G T"]]]:
-    """Attention over all slots from that over parts of them, and what each part weighs.
+    """Attention over all slots, joined from attention over parts of them, and each part's weight.
 
     Example:
       >>> import jax.numpy as jnp

@@ -30,16 +30,16 @@ def codebook_attention(
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
     """`decode_attention` over `entries[index] · magnitude`, without a decoded copy of them.
 
-    A slot costs its references and magnitudes; the entries, which all heads of a row share, come
-    from the cache of the device as often as they are named. Keys are turned, at the position of
-    their slot, in registers.
+    Of each slot, its reference and its magnitude are read from memory. All heads of a row share the
+    entries, so that an entry that is read again is found in the device's cache. Keys are rotated in
+    registers, by the position of their slot.
 
     Args:
       q: queries, grouped under their KV head.
-      k, v: entries, the entry of each slot, and what it is multiplied with.
+      k, v: entries, the entry of each slot, and what that is multiplied by.
       bias, query_position, key_position, scale, window, soft_cap, used, probabilities,
         implementation: as in `decode_attention`.
-      turn: how keys are rotated on the way; None: they are not.
+      turn: how keys are rotated when they are read; None: not at all.
 
     Returns:
       Outputs in the dtype of the values' entries (0 for a row that sees nothing), float32

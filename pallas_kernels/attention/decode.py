@@ -32,8 +32,8 @@ def decode_attention(
     """Softmax attention of a few queries over the slots they see, with its probabilities.
 
     `out[t] = Σ_s p[t, s] v[s]` with `p[t] = softmax_s(scale · q[t]·k[s] + bias[s])`: the same
-    function of the same arguments as `prompt_attention`, for a number of queries so small that
-    their logits over all slots may exist at once.
+    function of the same arguments as `prompt_attention`, for so few queries that their logits over
+    all slots may be held at once.
 
     The kernel reads the keys and values of live slots once, shares the slots of a head among as
     many programs as fill the device, and joins their parts in float32. Parts without a live slot
@@ -47,8 +47,8 @@ def decode_attention(
       scale: of the logits.
       window: a query sees the newest `window` positions. None: all.
       soft_cap: bounds logits before the bias, `c · tanh(logit / c)`. None: no.
-      used: a number of slots from which on none is live, as a cache knows it. It saves the kernel
-        a look at the bias and the positions beforehand; the result is the same without it.
+      used: the number of slots from which on none is live, if it is known. The kernel then need not
+        search the bias and the positions for it; the result is the same without it.
       probabilities: whether to return them (static). The kernel writes them only if so.
       implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
         device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
@@ -120,7 +120,7 @@ def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
 
 
 def _reference(q, k, v, bias, query_position, key_position, *, scale, window, soft_cap):
-    """Everything at once, by XLA."""
+    """The XLA reference: all slots at once."""
     batch, kv_heads, group, tokens, head_dim = q.shape
     rows = q.reshape(batch, kv_heads, group * tokens, head_dim)
     logits = masked_logits(

@@ -1,7 +1,7 @@
 """The forms in which keys and values are stored, and how a kernel reads a tile of their rows.
 
-A form is its arrays, `[B, H or 1, ...]`, and a reader: static, and used inside a kernel, where it
-is given the references to the arrays of one row and head.
+A form consists of its arrays, `[B, H or 1, ...]`, and of a reader. The reader is static. Inside a
+kernel it is given the references to the arrays of one row and head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pallas_kernels.base.tiles import SMALLEST, power_of_two
 from pallas_kernels.formats.bits import Axis, Encoded
 from pallas_kernels.formats.codebook import References
 
-FLOAT8_SHIFT = 2.0**8  # what float8's exponent lacks when its bits are read as those of float16
+# The exponents' biases of float16 and float8 differ by 8: bits of float8 that are read as those of
+# float16 are a number that is too small by this factor.
+FLOAT8_SHIFT = 2.0**8
 
 
 class Part(NamedTuple):
@@ -33,7 +35,7 @@ class Part(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of the array: a power of two that a matrix unit takes."""
+        """Length of the array: a power of two, and no less than a matrix unit takes."""
         return max(SMALLEST, power_of_two(self.count))
 
     @property
@@ -48,7 +50,7 @@ class Part(NamedTuple):
 
     @property
     def there(self) -> Bool[Array, " W"]:
-        """Which of the array's channels there are."""
+        """Which of the array's entries are channels; the others only fill it."""
         return jnp.arange(self.width, dtype=jnp.int32) < self.count
 
 
@@ -65,7 +67,7 @@ class Reader:
 
     Args:
       channels: D.
-      grain: channels of a part at most; it divides what may not be parted.
+      grain: most channels of a part; parts of so many split no group of channels.
       row_bytes: of a row as a tile holds it.
       dtype: of rows as they are read.
     """
@@ -84,7 +86,7 @@ class Reader:
         raise NotImplementedError
 
     def factor(self, at: dict, slot: Array, row: Array, wanted: Array) -> Array | None:
-        """What rows are still to be multiplied with; None: nothing."""
+        """What rows must still be multiplied by once they are loaded; None: nothing."""
         return None
 
 
@@ -148,9 +150,8 @@ class FourBitReader(Reader):
         """Channels of a part, decoded."""
         mask = wanted[:, None] & part.there[None, :]
         half = self.channels // 2
-        if (
-            part.first // half == part.last // half
-        ):  # one shift for all, and columns without a division
+        if part.first // half == part.last // half:
+            # All numbers have one shift, and finding their columns takes no division.
             column = part._replace(first=part.first % half).numbers
             shift = np.uint8(4 * (part.first // half))
         else:
@@ -202,7 +203,7 @@ def quantized_rows(
 
 
 class CodebookReader(Reader):
-    """References to entries that all heads of a row share, and what those are multiplied with."""
+    """References to entries that all heads of a row share, and the magnitudes of slots."""
 
     def address(self, at, slot, there):
         """The entries of slots."""

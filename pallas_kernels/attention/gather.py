@@ -89,13 +89,13 @@ def gather_attention(
 
 
 def _end(index: Int[Array, "B K N"]) -> Int[Array, "B K"]:
-    """One after the last place that names a slot: lists end in -1, mostly."""
+    """One after the last place that names a slot. What lists have behind it need not be read."""
     place = jnp.arange(index.shape[2], dtype=jnp.int32)[None, None]
     return jnp.where(index >= 0, place + 1, 0).max(2, initial=0)
 
 
 def _own(bias, key_position, index) -> tuple[Float[Array, "B K N"], Int[Array, "B K N"]]:
-    """The bias and position of the listed slots; free where there is none."""
+    """The bias and position of the listed slots; those of a free slot where an entry is -1."""
     named, slot = index >= 0, jnp.maximum(index, 0)
     return (
         jnp.where(named, take_rows(bias, slot), -jnp.inf),

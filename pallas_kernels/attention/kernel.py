@@ -1,9 +1,9 @@
-"""The kernels of all attention of few queries: softmax over parts of the slots.
+"""The kernels behind attention of few queries: a softmax over parts of the slots.
 
 A program takes the query rows of one KV head and one part of its slots, goes through them tile by
 tile with a running softmax, and leaves its part's normalised output and log-sum-exp in float32. A
-second kernel joins the parts: by XLA that would be three launches, each as long as a short cache
-takes to read. What is read of keys and values is the live slots, once.
+second kernel joins the parts: XLA would need three launches, each of which takes as long as reading
+a short cache. Of keys and values only live slots are read, and each of them once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_poin
 from pallas_kernels.base.kernel_parts import dot, head_part, own_part, zero
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
 
-# Of a program's queries: more would not leave room for its output. 64 rows of 128 channels in
-# bfloat16, as many as a matrix unit takes at a time.
+# Of a program's queries: 64 rows of 128 channels in bfloat16, as many as a matrix unit takes at a
+# time. More would leave no room for the program's output.
 QUERY_BYTES = 16_384
-WIDE = 1024  # bytes of a row from which on only one tile at a time fits into shared memory
-PARTS = 32  # that are joined at a time
+WIDE = 1024  # bytes of a row; of wider ones, shared memory has room for one tile at a time
+PARTS = 32  # parts that are joined at a time
 NOTHING = np.float32(-np.inf)
 NOWHERE = np.int32(-1)
 
@@ -57,7 +57,7 @@ class _Pair(NamedTuple):
 
     a: Part
     b: Part
-    first: int  # which of the frequencies is that of the first channels
+    first: int  # the number of the frequency of their first channels
 
 
 class _Plan(NamedTuple):
@@ -97,10 +97,10 @@ def split_attention(
     dtype: DTypeLike,
     turn: Turn | None = None,
 ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"], Float[Array, "B K G T N"] | None]:
-    """Output in a dtype, log-sum-exp and, if wanted, the logits that led there.
+    """Attention over rows in any form: output in `dtype`, log-sum-exps and, if wanted, logits.
 
-    K is H or a multiple of it: list k reads head `k // (K / H)`. Logits stand where a tile was
-    looked at and are anything elsewhere: mask them.
+    K is H or a multiple of it: list k reads head `k // (K / H)`. Logits are written only of tiles
+    that are read. All others may be anything and must be masked by the caller.
     """
     batch, lists, group, tokens, channels = q.shape
     rows, places = group * tokens, slots.places
@@ -184,7 +184,7 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _kernel(*refs, plan: _Plan):
-    """One program: refs are of one (row, list), and those of the store of the list's head."""
+    """One program. Its refs are to the arrays of one row, list, and head of the store."""
     at = dict(zip(plan.names, refs, strict=True))
     k, v = ({n[2:]: ref for n, ref in at.items() if n.startswith(side)} for side in ("k.", "v."))
     row = pl.program_id(2) * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
@@ -199,7 +199,7 @@ def _kernel(*refs, plan: _Plan):
 
     paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.pairs]
     plain = [(part, queries(part)) for part in plan.key_parts]
-    # Rows that only fill the tile stand at -1, where a query sees nothing.
+    # Rows that only fill the tile get the position -1, at which a query sees nothing.
     token = jax.lax.rem(row, jnp.full_like(row, plan.tokens))
     own = plt.load(at["query_position"].at[token], mask=is_row, other=NOWHERE)
     start, stop, first, end = _part(at, plan)
@@ -207,10 +207,10 @@ def _kernel(*refs, plan: _Plan):
 
     def add(i, carry):
         (slot, mass, position, turned, k_row, v_row), top, total, acc = carry
-        # One tile ahead: an address or a mask that is loaded in the same round as the keys it is
-        # for keeps the compiler from having several tiles of keys under way.
+        # Addresses and masks are loaded one tile ahead. In the same round as the keys that need
+        # them, they would keep the compiler from having several tiles of keys under way.
         ahead = look(i + 1)
-        # Of a free slot nothing is read: what stands there costs nothing and cannot reach a sum.
+        # Free slots are not read: they cost nothing, and what they hold cannot reach a sum.
         live = (mass > -jnp.inf) & (position >= 0)
         k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
         products = _products(at, k, plan, paired, plain, k_row, live, turned)
@@ -246,7 +246,7 @@ def _kernel(*refs, plan: _Plan):
 
 
 def _products(at, k, plan: _Plan, paired, plain, row, live, position) -> Array:
-    """Queries times the keys of a tile, those that are to be turned as turned."""
+    """Products of the queries with the keys of a tile, some of whose channels are rotated first."""
     out = jnp.zeros((plan.rows, plan.block), jnp.float32)
     for pair, q_a, q_b in paired:
         a, b = (plan.keys.load(k, part, row, live).astype(jnp.float32) for part in (pair.a, pair.b))
@@ -264,7 +264,7 @@ def _products(at, k, plan: _Plan, paired, plain, row, live, position) -> Array:
 
 
 def _in_reach(factor: Float[Array, " N"] | None, plan: _Plan):
-    """Factors of values, and what float16 does not reach of them: a scale may be very small."""
+    """Factors divided by their greatest, and that: float16 cannot hold very small scales."""
     if factor is None or plan.values.dtype != jnp.float16:
         return factor, 1.0
     unit = factor.max(0)
@@ -277,9 +277,9 @@ def _times(x: Float[Array, "R N"], factor: Float[Array, " N"] | None) -> Float[A
 
 
 def _part(at, plan: _Plan):
-    """The tiles of this program, an equal share of those that hold what is to be seen.
+    """This program's tiles `[start, stop)`, and the places `[first, end)` that are looked at.
 
-    And the places at which what is to be seen begins and ends.
+    Every program has an equal share of the tiles that hold those places.
     """
     block, end = jnp.int32(plan.block), jnp.minimum(at["end"][...], plan.places)
     first = at["first"][...] if "first" in at else jnp.int32(0)
@@ -295,7 +295,7 @@ def _places(i, plan: _Plan):
 
 
 def _look(at, k, v, first, end, plan: _Plan, i):
-    """Tile i: its slots, their bias and position, free where there is none, and their addresses."""
+    """Slots of tile i, their bias, position and addresses; a place without a slot is a free one."""
     slot = place = _places(i, plan)
     there = (place >= first) & (place < end)
     if "index" in at:
@@ -311,7 +311,7 @@ def _look(at, k, v, first, end, plan: _Plan, i):
 
 
 def _logits(products, mass, position, live, own, plan: _Plan):
-    """The masked logits of a tile, as `common.mask_products` has them."""
+    """The masked logits of a tile, as `mask_products` computes them."""
     logits = products * plan.scale
     if plan.soft_cap is not None:
         logits = plan.soft_cap * jnp.tanh(logits / plan.soft_cap)
@@ -322,19 +322,19 @@ def _logits(products, mass, position, live, own, plan: _Plan):
 
 
 def _finite(top: Array) -> Array:
-    """What is taken off before exp: a row that has seen nothing has -inf, and exp(-inf - 0) = 0."""
+    """What is subtracted before exp: 0 for a row that has seen nothing, since exp(-inf - 0) = 0."""
     return jnp.where(top == -jnp.inf, 0.0, top)
 
 
 def _or_one(total: Array) -> Array:
-    """What is divided by: a row that has seen nothing is 0 as it is."""
+    """The divisor: 1 for a row that has seen nothing, whose output is 0 already."""
     return jnp.where(total == 0, 1.0, total)
 
 
 def _join(
     out: Float[Array, "B K P R D"], lse: Float[Array, "B K P R"], dtype, interpret: bool
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Puts the parts together, each weighing what its log-sum-exp says."""
+    """Joins the parts, each weighted by its log-sum-exp."""
     batch, lists, parts, rows, channels = out.shape
     return pl.pallas_call(
         functools.partial(_join_kernel, parts=parts, channels=channels),
@@ -387,6 +387,6 @@ def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
 
 
 def _nothing(q: Array, dtype: DTypeLike, places: int, with_logits: bool):
-    """The answer where there is nothing to look at: no program could be started."""
+    """The result without rows or places: a grid of no programs cannot be started."""
     logits = jnp.zeros((*q.shape[:-1], places), jnp.float32) if with_logits else None
     return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32), logits

@@ -20,7 +20,7 @@ from pallas_kernels.base.logits import masked_logits
 # On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
 QUERY_BLOCK = 128
 KEY_BLOCK = 256
-# Elsewhere every block is a handful of kernel launches, so few large ones. Not measured yet.
+# Elsewhere every block costs a few launches, so that few large blocks are best. Not measured yet.
 ACCELERATOR_BLOCK = 1024
 
 

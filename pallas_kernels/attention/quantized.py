@@ -42,7 +42,7 @@ def quantized_attention(
       bias, query_position, key_position, scale, window, soft_cap, used, probabilities,
         implementation: as in `decode_attention`.
       key_axis: of the keys' groups.
-      turn: how keys are rotated on the way; None: they are not.
+      turn: how keys are rotated when they are read; None: not at all.
 
     Returns:
       Outputs in the dtype of `q` (0 for a row that sees nothing), float32 log-sum-exps, float32

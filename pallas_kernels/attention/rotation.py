@@ -21,7 +21,7 @@ _COS = (1.0, -19.739208221435547, 64.93934631347656, -85.45356750488281, 60.1439
 
 
 def _in_parts(number: float) -> list[float]:
-    """A number as a sum of four of 12 bits each."""
+    """Four numbers of 12 bits each, whose sum is the given one."""
     parts = []
     for _ in range(4):
         unit = 2.0 ** (math.frexp(number)[1] - 12)
@@ -122,7 +122,7 @@ def fixed_point(inv_freq: Float[Array, "#B R"]) -> Int[Array, "#B R"]:
 
 
 def turns_of(phase: Int[Array, "N W"]) -> Float[Array, "N W"]:
-    """What products of positions and `fixed_point` frequencies mean: -1/2 to 1/2 turns."""
+    """Products of positions and `fixed_point` frequencies as turns, from -1/2 to 1/2."""
     return phase.astype(jnp.float32) * np.float32(2.0**-32)
 
 
@@ -131,8 +131,8 @@ def cos_sin_of_turns(
 ) -> tuple[Float[Array, "N W"], Float[Array, "N W"]]:
     """Cosines and sines of `2 π turns` by polynomials, inside a kernel.
 
-    The library's own take a slow path for angles above 1e5 whose scratch memory every thread pays
-    for, and two or three times the instructions on the fast one.
+    The library's functions have a slow path for angles above 1e5, whose scratch memory every thread
+    pays for, and their fast path has two or three times as many instructions.
     """
     half = jnp.floor(2.0 * turns + 0.5)
     rest = turns - 0.5 * half  # -1/4 to 1/4; exact

@@ -1,1 +1,1 @@
-"""What all kernels share: the choice of an implementation, parts of arrays, tile sizes."""
+"""What all operations share: choice of an implementation, logits, rows, and parts of kernels."""

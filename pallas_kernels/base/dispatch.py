@@ -20,7 +20,7 @@ def check_implementation(
 
 
 def choose_implementation(implementation: str | None, *stores: Array | None) -> str:
-    """What runs of an operation with a kernel: what is named, else the best that can run here.
+    """The implementation that runs: the named one, or else the best that can run here.
 
     Naming `"pallas"` on a machine without a GPU is no error by itself, since code can be lowered
     for another machine; Pallas refuses it when it comes to compiling for a CPU.

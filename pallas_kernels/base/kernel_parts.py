@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 
 def own_part(x: Array | jax.ShapeDtypeStruct, axes: tuple[int, ...]) -> pl.BlockSpec:
-    """What the ids of a program on these axes of the grid pick, all of the other axes of `x`.
+    """The block of `x` at a program's ids on these axes of the grid; other axes are whole.
 
     An axis of length 1 is one that all ids share.
 
@@ -32,7 +32,7 @@ def own_part(x: Array | jax.ShapeDtypeStruct, axes: tuple[int, ...]) -> pl.Block
 
 
 def head_part(x: Array, lists: int) -> pl.BlockSpec:
-    """Of `x [B, H, ...]`, what list k of K reads: head `k // (K / H)`.
+    """The block of `x [B, H, ...]` that list k of K reads: head `k // (K / H)`.
 
     B is 1 for what all rows share.
 
@@ -67,7 +67,7 @@ def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
 
 
 def zero(dtype: jnp.dtype) -> np.generic:
-    """What stands for what is not loaded.
+    """0 as a scalar of a dtype: what a masked load gives where it loads nothing.
 
     Example:
       >>> from pallas_kernels.base.kernel_parts import zero

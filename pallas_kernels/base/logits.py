@@ -14,7 +14,7 @@ Product = Callable[[Array, Array, Array | int], Array]
 
 def products(q: Float[Array, "B H R D"], k: Float[Array, "B H S D"]) -> Float[Array, "B H R S"]:
     """Float32 `q · k`."""
-    # In the dtype of the keys: the other way round, a bfloat16 cache would be widened every step.
+    # In the dtype of the keys: a bfloat16 cache would otherwise be widened in every step.
     return jnp.einsum("bhrd,bhsd->bhrs", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
 
 
@@ -48,7 +48,7 @@ def mask_products(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "B H R S"]:
-    """`masked_logits` of products `q·k` that are there already."""
+    """`masked_logits` from products `q·k`."""
     rows, tokens = products.shape[2], query_position.shape[1]
     logits = products * scale
     if soft_cap is not None:

@@ -12,7 +12,7 @@ from pallas_kernels.base.dispatch import default_device, gpu_capability
 PATH = Path(__file__).with_name("tiles.json")
 DEFAULT = "hopper"  # what is lowered for where no GPU says otherwise
 SMALLEST, LARGEST = 16, 256  # slots of a tile: what a matrix unit takes at least, and keeps in hand
-BLOCKS_PER_SPLIT = 4  # below that, starting a program costs more than it reads
+BLOCKS_PER_SPLIT = 4  # with fewer, starting a program costs more than reading
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,8 +179,8 @@ def quantized_logits(
     Args:
       values, scale, low: from `quantise_slots` (low = None) or `quantise_groups`.
       axis: of the groups.
-      product: what takes the place of `q · k`, for keys that are rotated on the way: see
-        `common.Product`.
+      product: takes the place of `q · k` where keys are rotated when they are read; see
+        `base.logits.Product`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -253,9 +253,9 @@ def _over_blocks(values: Array, scale: Array, axis: Axis, add: Callable, carry: 
 
 
 def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int):
-    """Float32 rows of a block, as one array or as one of each half of the channels.
+    """Float32 rows of a block, as one array or one for each half of the channels, and factors.
 
-    And what is still to be multiplied with, per slot (or None).
+    Each slot's row must still be multiplied by its factor; None: there are no factors.
     """
     slots = values.shape[2]
 

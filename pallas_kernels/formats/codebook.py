@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, UInt
 from pallas_kernels.base.logits import Product, products
 from pallas_kernels.base.rows import BLOCK, over_blocks, take_shared
 
-# Of what a sum over entries costs and what gathering slots costs, on CPU, per query row and entry
-# over per slot; on a GPU gathering is cheap, and its kernel decides for itself.
+# On CPU, gathering the entry of a slot takes as long as this many products of a query row with an
+# entry. The kernels always gather, which is cheap on a GPU.
 PER_ENTRY = 16
-ROTATED = 1024  # rows, of all heads, that are rotated at a time
+ROTATED = 1024  # rows, counted over all heads, that are rotated at a time
 
 
 class References(NamedTuple):
@@ -23,7 +23,7 @@ class References(NamedTuple):
     Args:
       entries: that all heads of a row share.
       index: the entry of each slot.
-      magnitude: what a slot's entry is multiplied with; None: 1.
+      magnitude: what a slot's entry is multiplied by; None: 1.
     """
 
     entries: Float[Array, "B 1 E D"]
@@ -42,17 +42,17 @@ def codebook_logits(
 ) -> Float[Array, "B H R S"]:
     """`q · entries[index] · magnitude` in float32, without a decoded copy of all keys.
 
-    Channels that are not rotated have one product per entry, gathered per slot, where that is
-    cheaper. A rotated product depends on the slot's position too, so rotated channels are gathered
-    and turned a block of slots at a time.
+    Where it is cheaper, products with channels that are not rotated are computed once per entry and
+    gathered per slot. Products with rotated channels depend on the slot's position too: such
+    channels are gathered and rotated a block of slots at a time.
 
     Args:
       entries: that all heads of a row share.
       index: the entry of each slot.
-      magnitude: what a slot's entry is multiplied with; None: 1.
-      product: what takes the place of `q · k`, for keys that are rotated on the way: see
-        `common.Product`.
-      channels: leading ones that `product` rotates; the others it would multiply as they are.
+      magnitude: what a slot's entry is multiplied by; None: 1.
+      product: takes the place of `q · k` where keys are rotated when they are read; see
+        `base.logits.Product`.
+      channels: how many leading channels `product` rotates; it leaves the others as they are.
         None: all.
 
     Example:
@@ -94,9 +94,8 @@ def codebook_mix(
 ) -> Float[Array, "B H R D"]:
     """`Σ_s w_s · entries[index_s] · magnitude_s` in float32, without a decoded copy of all values.
 
-    Weights are summed per entry and multiplied with the entries once; where a row has many more
-    entries than a head has slots, that costs more than decoding slots block by block, which is then
-    done.
+    Weights are summed per entry and multiplied with the entries once. Where a row has many more
+    entries than a head has slots, slots are decoded block by block instead, which is then cheaper.
 
     Args:
       entries, index, magnitude: as in `codebook_logits`.
@@ -132,7 +131,7 @@ def _per_entry(query_rows: int, entries: Array, slots: int) -> bool:
 
 
 def _rotated_block(q: Array) -> int:
-    """Slots of a block whose keys are rotated: all heads' together stay in a core's own cache."""
+    """Slots of a block whose keys are rotated: those of all heads stay in a core's own cache."""
     return max(ROTATED // (q.shape[0] * q.shape[1]), 16)
 
 

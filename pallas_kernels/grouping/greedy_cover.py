@@ -13,15 +13,15 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 from pallas_kernels.grouping.nearest_entries import directions, nearest_directions
 
-# Cosines that exist at a time. On CPU, what stays near its caches; elsewhere 256 MB, since there
-# every step of a loop costs a launch.
+# Cosines that are held at a time: on CPU, so few that they stay near its caches; elsewhere 256 MB,
+# since every step of a loop costs a launch there.
 COSINES = 2**20
 ACCELERATOR_COSINES = 2**26
-STRIP = 64  # rows of a block whose cosines are made, or left out, together; whole words
+STRIP = 64  # rows of a block whose cosines are computed or left out together; whole words
 PIVOTS = 1024  # vectors that the others are ordered by
-SKETCH = 0.25  # of a vector's length; twice that rules out hardly more
-MARGIN = 1e-4  # more than the rounding of products of sketches
-FEW = 32  # gains up to here are looked at together
+SKETCH = 0.25  # share of channels that a sketch has; twice as many rule out hardly more
+MARGIN = 1e-4  # more than the rounding error of products of sketches
+FEW = 32  # vertices whose gain is no more than this become entries many at a time
 
 
 class Cover(NamedTuple):
@@ -29,9 +29,9 @@ class Cover(NamedTuple):
 
     Args:
       index: the entry of every vector; 0 where it is no member or zero.
-      centers: the vector that became each entry, N beyond `count`.
+      centers: the vector that became each entry; N from entry `count` on.
       count: entries.
-      overflow: members without an entry near enough, for want of room.
+      overflow: members that no entry is near enough to, because there was no room for more.
     """
 
     index: Int[Array, "B N"]
@@ -50,17 +50,17 @@ def greedy_cover(
 ) -> Cover:
     """Covers vectors with as few of their directions as greed finds.
 
-    Two vectors are neighbours where their cosine is above `theta`; each is its own. Again and again
-    the uncovered vector whose uncovered neighbours weigh most, itself included and the first of
-    equals, becomes an entry that stands for them, and they are covered. Once there is no room, what
-    is left goes to the entry with the highest cosine, the first of equals. A zero vector has no
-    direction and is no one's neighbour.
+    Two vectors are neighbours where their cosine is above `theta`, and every vector is its own
+    neighbour. In each step, the uncovered vector whose uncovered neighbours weigh most becomes an
+    entry, the first of equals. It stands for those neighbours, which are covered from then on. Once
+    there is no room for another entry, every vector that is left goes to the entry with the highest
+    cosine, the first of equals. A zero vector has no direction and no neighbours.
 
     The graph is held as bits, N² / 8 bytes for one row at a time (8.6 GB for 262,144 vectors), made
-    from blocks of float32 cosines: as numbers it would be 32 times as large. Products of sketches
-    of a quarter of the length find the strips that may hold a cosine above `theta`, and no other
-    cosines are made. An entry that covers much costs a step or few, each of which reads the bits of
-    one vector; entries that cover little are made many at a time.
+    from blocks of float32 cosines: as numbers it would be 32 times as large. Products of sketches,
+    which have a quarter of the channels, find the strips that may hold a cosine above `theta`; no
+    other cosines are computed. An entry that covers many vectors takes one step or a few, each of
+    which reads the bits of one vector. Entries that cover few are made many at a time.
 
     Args:
       vectors: what to cover.
@@ -92,7 +92,7 @@ def greedy_cover(
 
 
 def _most() -> int:
-    """Cosines that may exist at a time."""
+    """How many cosines may be held at a time."""
     return COSINES if jax.default_backend() == "cpu" else ACCELERATOR_COSINES
 
 
@@ -128,7 +128,7 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, size: int) -> _Tiles:
-        """As few tiles as may be, each of whole strips."""
+        """As few tiles as the cosines that may be held allow, each of whole strips."""
         number = -(-size // math.isqrt(_most()))
         return cls(number, -(-size // (number * STRIP)) * STRIP)
 
@@ -171,7 +171,7 @@ def _pack_columns(bits: Bool[Array, "R N"]) -> UInt32[Array, "V N"]:
 
 
 def _order(units: Float[Array, "N D"], there: Bool[Array, " N"], tiles: _Tiles) -> Int[Array, " N"]:
-    """Members first, those together that are nearest to the same of a few of the vectors."""
+    """Members first; those that are nearest to the same one of a few pivots stand together."""
     pivots = units[:: -(-tiles.size // PIVOTS)]
     number = jnp.arange(pivots.shape[0], dtype=jnp.int32)[:, None]
 
@@ -186,8 +186,8 @@ def _order(units: Float[Array, "N D"], there: Bool[Array, " N"], tiles: _Tiles) 
 def _sketch(units: Float[Array, "N D"]) -> Float[Array, "N C"]:
     """Short vectors whose products bound the cosines from above.
 
-    A part of each vector as it is, in the directions in which the vectors are longest, and the
-    length of the rest: the rests of two vectors have no larger product than their lengths.
+    A sketch holds a vector's components in the directions in which all vectors are longest, and the
+    length of the rest. The product of two rests is no larger than that of their lengths.
     """
     dim = units.shape[1]
     square = jnp.dot(units.T, units, precision="highest")
@@ -202,8 +202,8 @@ def _graph(
 ) -> _Graph:
     """Makes the graph of unit vectors; zero vectors have no neighbours.
 
-    Each pair is looked at once, so that both get the same answer: tiles on the diagonal and above
-    it, of which one product of sketches rules out most strips.
+    Each pair is compared once, in the tiles on the diagonal and above it, so that both vectors get
+    the same answer. One product of sketches rules out most strips of a tile.
     """
     number, side = tiles.number, tiles.side
     sketch = _sketch(units)
@@ -216,7 +216,7 @@ def _graph(
             left, (bits, filled, gain) = carry
             rows, columns, gain = _tile(units, weights, theta, tiles, (i, j), left, gain)
             bits = jax.lax.dynamic_update_slice(bits, columns[None, None], (j, i, 0, 0))
-            # A tile on the diagonal is its own counterpart, and both belong into it.
+            # A tile on the diagonal is its own transpose: it takes the bits of rows and of columns.
             rows |= jnp.where(i == j, columns, 0)
             bits = jax.lax.dynamic_update_slice(bits, rows[None, None], (i, j, 0, 0))
             for own, other, words in ((j, i, columns), (i, j, rows)):
@@ -224,7 +224,7 @@ def _graph(
                 filled = jax.lax.dynamic_update_slice(filled, some, (other, own * side))
             return jnp.zeros_like(left), _Graph(bits, filled, gain)
 
-        # A loop of one round or none: the result of a conditional would be a copy.
+        # A loop of one round or none, since the result of a conditional would be a copy.
         start = (bound > theta - MARGIN, graph)
         return jax.lax.while_loop(lambda carry: carry[0].any(), write, start)[1]
 
@@ -285,8 +285,8 @@ class _Greed(NamedTuple):
     """The state of the search.
 
     Args:
-      uncovered: what no entry stands for yet.
-      gain: what a vertex and its uncovered neighbours weigh, or more: never less.
+      uncovered: vertices that no entry stands for yet.
+      gain: an upper bound of what a vertex and its uncovered neighbours weigh.
       center: which vertex stands for each; N for none.
       value: the gain with which a vertex became an entry, else 0.
     """
@@ -297,7 +297,7 @@ class _Greed(NamedTuple):
     value: Int[Array, " N"]
 
     def sharing(self, weights: Array) -> Bool[Array, " N"]:
-        """Whose gain is not from itself alone."""
+        """Uncovered vertices whose gain is more than their own weight."""
         return self.uncovered & (self.gain > weights)
 
 
@@ -306,8 +306,9 @@ def _take_heavy(
 ) -> tuple[_Greed, Int[Array, ""]]:
     """Makes entries one by one while one may cover more than a few, and counts them.
 
-    Gains only fall, so an old one is a bound, and the highest bound that still holds is the highest
-    gain: one row of bits is read per step, and not one per covered vertex.
+    Gains only fall, so an old gain is an upper bound. Each step computes the gain of the vertex
+    with the highest bound; where it is still the bound, no gain is higher. So a step reads one row
+    of bits, instead of one for every covered vertex.
     """
     tiles, position = _Tiles(*graph.bits.shape[1:3]), jnp.argsort(number)
     own = jnp.arange(tiles.size, dtype=jnp.int32)
@@ -385,8 +386,8 @@ def _lists(
 def _take_light(graph: _Graph, greed: _Greed, weights: Array, number: Array) -> _Greed:
     """Makes the entries that cover few, many at a time.
 
-    Whose gain is the highest among all within two steps becomes an entry before anything that could
-    change its gain, so it need not wait for its turn.
+    A vertex that has the highest gain of all within two edges of it becomes an entry before any
+    vertex that could change its gain, so that it need not wait for its turn.
     """
     size = number.size
     own = jnp.arange(size, dtype=jnp.int32)
@@ -402,7 +403,7 @@ def _take_light(graph: _Graph, greed: _Greed, weights: Array, number: Array) -> 
         return weights + around(jnp.where(uncovered, weights, 0), 0).sum(1, dtype=jnp.int32)
 
     def step(greed: _Greed) -> _Greed:
-        # Who shares gains at most FEW, so that gain and vertex are one number.
+        # These gains are at most FEW, so that a gain and a vertex fit into one number.
         sharing = greed.sharing(weights)
         key = jnp.where(sharing, greed.gain * size + (size - 1 - number), -1)
         within_one = jnp.where(sharing, highest(key), -1)
@@ -433,7 +434,7 @@ def _search(
         lambda greed: greed,
         greed,
     )
-    # Who shares with no one stands for itself alone.
+    # A vertex without uncovered neighbours stands for itself alone.
     alone = greed.uncovered & ~greed.sharing(weights)
     return jnp.where(alone, own, greed.center), jnp.where(alone, weights, greed.value)
 
@@ -443,7 +444,7 @@ def _cover(vectors, members, weights, theta: Array, capacity: int) -> Cover:
     tiles = _Tiles.of(size)
     units, norms = directions(vectors)
     there = members & (norms > 0)
-    # What is no number must not hide the bounds of others.
+    # NaN in one vector must not hide the bounds of others.
     units = jnp.where(there[:, None], units, 0.0)
     weights = jnp.where(there, weights, 0).astype(jnp.int32)
     padded = [
@@ -456,13 +457,13 @@ def _cover(vectors, members, weights, theta: Array, capacity: int) -> Cover:
     graph = _graph(ordered_units, ordered_weights, theta, tiles)
     center, value = _search(graph, ordered_there, ordered_weights, number, capacity)
 
-    # One by one, gains would have fallen, and of equals the first vector would have come first.
+    # The order in which entries come one by one: by falling gain, of equals the first vector first.
     rank = jnp.arange(tiles.size, dtype=jnp.int32)
     _, centers, position = jax.lax.sort((-value, number, rank), num_keys=2)
     count = jnp.minimum((value > 0).sum(dtype=jnp.int32), capacity)
     centers = jnp.pad(centers, (0, max(capacity - tiles.size, 0)))[:capacity]
     centers = jnp.where(jnp.arange(capacity, dtype=jnp.int32) < count, centers, size)
-    # Who has no center has a number beyond those of entries.
+    # A vertex that no center stands for gets the number `capacity`, which no entry has.
     entry = jnp.append(jnp.zeros_like(rank).at[position].set(rank), capacity)[center]
     index = jnp.zeros_like(rank).at[number].set(entry)[:size]
     beyond = there & (index >= capacity)

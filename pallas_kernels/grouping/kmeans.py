@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 Metric = Literal["cosine", "l2", "inner_product"]
 
-# Similarities that exist at a time. On CPU, what stays in its caches; elsewhere 256 MB, since there
-# every step of a loop costs a launch.
+# Similarities that are held at a time: on CPU, so few that they stay in its caches; elsewhere
+# 256 MB, since every step of a loop costs a launch there.
 SIMILARITIES = 2**20
 ACCELERATOR_SIMILARITIES = 2**26
 
@@ -94,7 +94,7 @@ def kmeans(
 
     heads = (keys, members, centroids, there)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), heads)
-    # One head at a time is no batch of one: that would copy all keys.
+    # None instead of a batch of one head, which would copy all keys.
     batch = heads_at_once if heads_at_once > 1 else None
     label, moved = jax.lax.map(one_head, flat, batch_size=batch)
     return label.reshape(members.shape), moved.reshape(centroids.shape)
@@ -103,7 +103,7 @@ def kmeans(
 def _linear(
     centroids: Float[Array, "C D"], metric: Metric
 ) -> tuple[Float[Array, "C D"], Float[Array, " C"]]:
-    """w and b of every centroid, such that `k·w + b` orders the centroids of each key k as asked.
+    """w and b of every centroid, so that `k·w + b` orders centroids as similarity to k does.
 
     The key's own length changes no order.
     """
@@ -117,7 +117,7 @@ def _linear(
 
 
 def _first_best(similarity: Float[Array, " C"]) -> Int[Array, ""]:
-    """The lower of the largest, by two plain reductions: on CPU, four times faster than argmax."""
+    """The first of the largest, by two plain reductions: on CPU, four times faster than argmax."""
     last = similarity.shape[0] - 1
     cluster = jnp.arange(last + 1, dtype=jnp.float32)
     best = jnp.where(similarity == similarity.max(), cluster, float(last))
@@ -127,7 +127,7 @@ def _first_best(similarity: Float[Array, " C"]) -> Int[Array, ""]:
 def _means(
     keys: Float[Array, "S D"], label: Int[Array, " S"], centroids: Float[Array, "C D"]
 ) -> Float[Array, "C D"]:
-    """Means of the keys of each label, or what stood there where there are none; label C = none."""
+    """Means of the keys of each label; the old centroid where there are none. Label C = none."""
     total = jnp.zeros_like(centroids).at[label].add(keys, mode="drop")
     count = jnp.zeros((len(centroids), 1)).at[label].add(1.0, mode="drop")
     return jnp.where(count > 0, total / jnp.maximum(count, 1.0), centroids)

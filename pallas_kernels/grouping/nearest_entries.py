@@ -1,4 +1,4 @@
-"""The entry of a codebook that points most nearly where a vector does."""
+"""The entry of a codebook whose direction is nearest to that of a vector."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 VECTORS = 256  # at a time
-ENTRIES = 4096  # of which cosines exist at a time: on CPU, what stays in its caches
+ENTRIES = 4096  # whose cosines are held at a time: on CPU, so few that they stay in its caches
 
 
 def nearest_entries(
@@ -48,12 +48,12 @@ def directions(
 def nearest_directions(
     units: Float[Array, "N D"], entries: Float[Array, "E D"], count: Int[Array, ""]
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
-    """`nearest_entries` of unit vectors, few enough that N x ENTRIES cosines may exist."""
+    """`nearest_entries` of so few unit vectors that N x ENTRIES cosines may be held."""
     number, total = units.shape[0], entries.shape[0]
     size = min(ENTRIES, total)
 
     def block(j: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
-        # The last block begins early enough to be whole; what it shares stays what it was.
+        # The last block begins early enough to be whole; what it has twice changes nothing.
         start = jnp.minimum(j * size, total - size)
         rows, norms = directions(jax.lax.dynamic_slice_in_dim(entries, start, size))
         own = (start + jnp.arange(size, dtype=jnp.int32))[:, None]

@@ -19,8 +19,8 @@ def segment_merge(
     """The weighted mean of every segment, in its target's row.
 
     Row s belongs to the segment of row `into[s]`, which is its target: with M the rows of a
-    segment, `out[target] = Σ_M w x / Σ_M w`. All other rows come back exactly as they are, those
-    that were merged away, targets without another row, and targets whose rows all weigh nothing.
+    segment, `out[target] = Σ_M w x / Σ_M w`. All other rows come back exactly as they are:
+    rows that were merged away, targets of no other row, and targets whose rows all weigh nothing.
 
     Args:
       into: target of each row, S = none. A target must be its own target.
@@ -43,8 +43,8 @@ def segment_merge(
     total = _add_into(jnp.zeros_like(weights), into, weights)
     received = _add_into(jnp.zeros_like(into), target, moves.astype(into.dtype)) > 0
     total = jnp.where(total > 0, total, jnp.inf)  # what weighs nothing adds nothing
-    # A target is scaled where it stands and the others are added to it: fewer passes over the rows
-    # than summing all of them and choosing between sums and rows.
+    # A target is scaled in place and the others are added to it. This takes fewer passes over the
+    # rows than summing all of them and then choosing between sums and rows.
     own = jnp.where(received & (total < jnp.inf), weights / total, 1.0)
     share = jnp.where(moves, weights / take_rows(total, jnp.minimum(into, size - 1)), 0.0)
 
@@ -55,7 +55,7 @@ def segment_merge(
         )
         return _add_into(out, to, part.astype(jnp.float32) * by[..., None])
 
-    # In blocks, so that the scaled rows never exist as a whole.
+    # In blocks, so that the scaled rows are never held all at once.
     blocks, rest = divmod(size, BLOCK)
     out = rows.astype(jnp.float32) * own[..., None]
     if blocks:

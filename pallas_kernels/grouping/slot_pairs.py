@@ -94,7 +94,7 @@ def join_anchors(
 def _in_blocks(
     measure: Callable[[Array, Array], Array], keys: Array, first: Array, second: Array
 ) -> Float[Array, "B H N"]:
-    """`measure` of every pair of keys, which never exist all at once."""
+    """`measure` of every pair of keys, block by block: gathered keys are never held all at once."""
     count = first.shape[2]
     block = min(BLOCK, count)
     pairs = jnp.pad(jnp.stack((first, second)), ((0, 0), (0, 0), (0, 0), (0, -count % block)))

@@ -16,8 +16,8 @@ from pallas_kernels.base.kernel_parts import head_part, own_part, zero
 from pallas_kernels.base.rows import take_rows
 from pallas_kernels.base.tiles import power_of_two
 
-# Sizes of the kernels' tiles, all powers of two. A few thousand numbers at a time are what 4 warps
-# keep in registers; smaller tiles mean more programs, and few clusters must fill a device too.
+# Sizes of the kernels' tiles, all powers of two. 4 warps keep a few thousand numbers in registers.
+# Smaller tiles mean more programs, so that few clusters fill a device too.
 SCORED = 4096  # numbers of a tile of centroids: 32 centroids of 128 channels
 RANKED = 16  # clusters whose ranks a program counts; divides COUNTED
 COUNTED = 512  # clusters that it compares them with at a time
@@ -43,8 +43,8 @@ def rank_clusters(
     float32.
 
     There are two kernels: one reads the centroids, once, and one finds the rank of a cluster by
-    counting those that come before it. What stands in the centroid of an empty cluster is of no
-    account; a score that is not a number counts as the highest.
+    counting those that come before it. The centroid of an empty cluster is
+    ignored; a score that is not a number counts as the highest.
 
     Args:
       q: queries, grouped under their KV head.
@@ -87,8 +87,8 @@ def rank_clusters(
         "bhgd,bhcd->bhgc", q, centroids.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
     score = jnp.where(sizes[:, :, None] > 0, score, -jnp.inf)
-    # One more entry, behind all others: XLA on CPU takes the top C of C by a sort, which is several
-    # times slower than its top k.
+    # One more entry, behind all others: XLA on CPU finds the top C of C entries by a sort, which is
+    # several times slower than its top k.
     score = jnp.pad(score, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
     _, order = jax.lax.top_k(score, clusters)
     return order.reshape(len(q), -1, clusters)
@@ -152,8 +152,9 @@ def build_indices(
         return _list(order, sizes, starts, count, length, chosen == "interpret")
     size, start = (take_rows(x, order) for x in (sizes, starts))
     end = jnp.cumsum(size, axis=-1)
-    # What separates a slot from its place in the list changes where a cluster begins. The changes
-    # of clusters that begin at one place, all but the last of them empty, add up.
+    # The difference between a slot and its place in the list is the same for a whole cluster. Its
+    # changes are written where clusters begin, and summed up. Where several begin at one place, all
+    # but the last are empty, and their changes add up.
     change = jnp.diff(start - (end - size), axis=-1, prepend=0)
 
     def spread(begin: Int[Array, " C"], change: Int[Array, " C"]) -> Int[Array, " N"]:
@@ -209,18 +210,18 @@ def _score_kernel(q, centroids, sizes, score, *, tile: int, per_query_head: bool
         rows = plt.load(ref.at[cell], mask=wanted, other=zero(ref.dtype))
         return rows.astype(jnp.float32)
 
-    # Those of empty clusters are read too: to wait for the sizes first would take longer.
+    # Centroids of empty clusters are read too: waiting for the sizes first would take longer.
     own = load(centroids, cluster, there)
     size = plt.load(sizes.at[cluster], mask=there, other=NONE)
     head = jnp.arange(power_of_two(group), dtype=jnp.int32)
     for g in range(score.shape[0]):
-        # The sum is that of one query head, or, for the mean of all, of all of them.
+        # Either one query head or, for their mean, all of them.
         chosen = head == g if per_query_head else head < group
         query = load(q, head, chosen).sum(0)
         query = query if per_query_head else query / group
-        # A dot would take it that there are 16 queries, and a few products are soon added up.
+        # A matrix unit would pad this one query to 16, which takes longer than adding up here.
         product = (own * query[None, :]).sum(1)
-        # A rank must be found whatever the score: ranks left out would be places never written.
+        # Every cluster must have a rank of its own, or places of the order are never written.
         product = jnp.where(product == product, product, jnp.inf)
         plt.store(score.at[g, cluster], jnp.where(size > 0, product, -jnp.inf), mask=there)
 
@@ -245,8 +246,9 @@ def _rank_kernel(score, order, *, tile: int, compared: int):
     def either(scores, other):
         return (scores > own) | ((scores == own) & (other < cluster[:, None]))
 
-    # Numbers need comparing only where there are lower and higher ones. Clusters that only fill
-    # the tile come after all others, those that only fill what they are compared with, too.
+    # Of clusters with equal scores, those in earlier blocks come before these and those in later
+    # blocks after them: numbers are compared in this tile's own block alone. What only fills a tile
+    # has a score of -inf and the highest numbers, so it comes before no cluster.
     here, last = jax.lax.div(first, jnp.int32(compared)), jnp.int32(pl.cdiv(clusters, compared))
     rank = jnp.zeros((tile,), jnp.int32)
     rank = count(jnp.int32(0), here, lambda scores, _: scores >= own, rank)
@@ -299,7 +301,7 @@ def _list_kernel(order, sizes, starts, count, index, *, tile: int, looked_at: in
         start = plt.load(starts.at[cluster], mask=there, other=NONE)
         end = begin + jnp.cumsum(size, dtype=jnp.int32)
         begins = end - size
-        # A place is in one cluster at most. So far it is in none, which is -1.
+        # A place is in one cluster at most. Until that is found its slot is -1, hence the 1 more.
         inside = (begins[None, :] <= place[:, None]) & (place[:, None] < end[None, :])
         slots = (start - begins + 1)[None, :] + place[:, None]
         slot = slot + jnp.where(inside, slots, 0).sum(1, dtype=jnp.int32)

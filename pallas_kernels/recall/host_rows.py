@@ -16,8 +16,8 @@ from pallas_kernels.base.kernel_parts import head_part, own_part, zero
 from pallas_kernels.base.tiles import power_of_two
 
 PIECE = 16  # slots of a long piece: a page of Quest, a fifth of an average cluster
-# Numbers of a tile that the kernel's programs fetch, 16 rows of 128 channels: a row takes long to
-# cross, so all rows of a step should be on their way at once, in as many programs as it takes.
+# Numbers that a program of the kernel fetches, 16 rows of 128 channels. A row takes long to cross,
+# so that tiles are small and many, and all rows of a step are on their way at once.
 TILE = 2048
 PARAMETERS = plt.CompilerParams(num_warps=4, num_stages=2)
 NOWHERE = np.int32(-1)
@@ -33,9 +33,9 @@ def host_rows(
 ) -> tuple[Float[Array, "B K N D"], ...]:
     """Fills the missing entries of `rows` with the stores' slots `index`; nothing else moves.
 
-    The kernel is given the stores where they are, and reads the missing rows straight from there;
-    `rows` are filled in place, where nothing else needs them as they were. Entries that are not
-    missing are neither fetched nor written.
+    The kernel reads the missing rows straight from host memory. It fills `rows` in place, unless
+    something else needs them as they were. Entries that are not missing are neither fetched nor
+    written.
 
     The reference cuts entries whose slots follow each other into pieces of 16 and of 1, each a
     dynamic slice of the host array that is then put on the device: a gather or a copy of the whole
@@ -107,12 +107,12 @@ def _check(stores, rows, index, missing) -> None:
 
 
 def _read(stores, rows, index, missing, interpret: bool) -> tuple[Float[Array, "B K N D"], ...]:
-    """All that is missing by one kernel."""
+    """One launch that fetches all missing rows."""
     if not rows[0].size:
         return tuple(rows)
     if interpret:
         stores = [jax.device_put(x, jax.memory.Space.Device) for x in stores]
-    # One array that says both, and no slot that the stores do not have.
+    # One array for both: the slot of a missing entry, -1 for the others.
     slot = jnp.where(missing, index.astype(jnp.int32), NOWHERE)
     lists, entries, channels = index.shape[1], index.shape[2], rows[0].shape[3]
     tile = max(1, min(TILE // power_of_two(channels), power_of_two(entries)))
@@ -139,7 +139,7 @@ def _kernel(slot, *refs, tile: int, stores: int):
     channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
     own = plt.load(slot.at[entry], mask=entry < entries, other=NOWHERE)
     wanted = ((own >= 0) & (own < slots))[:, None] & (channel < channels)[None, :]
-    # All on their way before the first is waited for.
+    # All loads are issued before the first is waited for.
     found = [
         plt.load(x.at[own[:, None], channel[None, :]], mask=wanted, other=zero(x.dtype))
         for x in sources
@@ -149,13 +149,13 @@ def _kernel(slot, *refs, tile: int, stores: int):
 
 
 def _run_start(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Bool[Array, "B K N"]:
-    """Missing entries that do not go on from the entry before."""
+    """First entries of runs: missing ones whose slot does not follow that of the entry before."""
     goes_on = missing[..., 1:] & missing[..., :-1] & (index[..., 1:] == index[..., :-1] + 1)
     return missing & ~jnp.pad(goes_on, ((0, 0), (0, 0), (1, 0)))
 
 
 def _run_left(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Int[Array, "B K N"]:
-    """Entries of the run from each one on, itself included."""
+    """How many entries the run has from each one on, itself included."""
     size = index.shape[2]
     place = jnp.arange(size, dtype=jnp.int32)[None, None]
     stop = _run_start(index, missing) | ~missing

@@ -1,4 +1,4 @@
-"""The least and the greatest key of each page of tokens."""
+"""The least and the greatest value of each channel among the keys of a page."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import dot, own_part, zero
 from pallas_kernels.base.tiles import SMALLEST, power_of_two
 
-# Bytes of a tile of one bound, 64 pages of 128 channels in 16 bits: what 4 warps keep in hand of
-# both, without spilling registers, and small enough for a few thousand pages to fill a device.
+# Bytes of a tile of one bound, 64 pages of 128 channels in 16 bits. 4 warps hold such a tile of
+# each bound without spilling registers, and a few thousand pages make enough tiles for a device.
 TILE_BYTES = 16384
 PARAMETERS = plt.CompilerParams(num_warps=4, num_stages=2)
 
@@ -61,7 +61,7 @@ def page_scores(
             raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
     if chosen != "xla":
         return _score(q, low, high, chosen == "interpret")
-    # In the dtype of the bounds: the other way round, they would be widened every step.
+    # In the dtype of the bounds, which would otherwise be widened in every step.
     q = q.astype(low.dtype)
 
     def products(
@@ -72,7 +72,7 @@ def page_scores(
             precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
         )  # fmt: skip
 
-    # The greater product is that with `high` where q is positive, with `low` where it is negative.
+    # The greater product is that with `high` where q is positive, and that with `low` elsewhere.
     return products(jnp.maximum(q, 0), high) + products(jnp.minimum(q, 0), low)
 
 
@@ -110,7 +110,8 @@ def _kernel(q, low, high, score, *, tile: int, padded: int):
 
     queries = load(q, head, group).astype(low.dtype)
     lowest, highest = load(low, page, pages), load(high, page, pages)
-    # As the reference does it, so that a matrix unit can: the greater of two products it has not.
+    # Matrix units have no maximum of products. Split q by sign instead: positive parts meet `high`,
+    # negative parts meet `low`.
     upper = dot(jnp.maximum(queries, 0), highest.T) + dot(jnp.minimum(queries, 0), lowest.T)
     wanted = (head < group)[:, None] & (page < pages)[None, :]
     plt.store(score.at[head[:, None], page[None, :]], upper, mask=wanted)
