@@ -60,25 +60,76 @@ class _Pair(NamedTuple):
     first: int  # the number of the frequency of their first channels
 
 
-class _Plan(NamedTuple):
-    """What is static in a kernel."""
+class _Refs(NamedTuple):
+    """What a program reads and, last, what it writes. None: what this call does without."""
+
+    query_position: Array
+    q: Array
+    end: Array
+    first: Array | None
+    index: Array | None
+    bias: Array
+    position: Array
+    k: dict[str, Array]
+    v: dict[str, Array]
+    frequency: Array | None  # of rotated channels
+    turn_position: Array | None  # by which keys are rotated; None: `position`
+    out: Array
+    lse: Array
+    logits: Array | None
+
+
+# The axes of the grid that choose a program's part of an array. Of arrays that are not named, a
+# program gets what belongs to the head that its list reads.
+_AXES = {
+    "query_position": (0,), "q": (0, 1), "end": (0, 1), "first": (0, 1), "index": (0, 1),
+    "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
+}  # fmt: skip
+
+
+class _Sizes(NamedTuple):
+    """How the work is cut."""
 
     rows: int  # query rows of a program
     total_rows: int
     tokens: int
     places: int
-    block: int
+    block: int  # places of a tile
     splits: int
+
+
+class _Mask(NamedTuple):
+    """What becomes of a product of query and key."""
+
     scale: float
     window: int | None
     soft_cap: float | None
-    factor: float  # of turned channels
-    keys: Reader
-    values: Reader
+
+
+class _Keys(NamedTuple):
+    """How keys are read: pairs of parts that are rotated, and the other parts."""
+
+    reader: Reader
     pairs: list[_Pair]
-    key_parts: list[Part]  # that are not turned
-    value_parts: list[Part]
-    names: tuple[str, ...]  # of the refs
+    parts: list[Part]
+    factor: float  # of rotated channels
+
+
+class _Values(NamedTuple):
+    """How values are read."""
+
+    reader: Reader
+    parts: list[Part]
+
+
+class _Plan(NamedTuple):
+    """What is static in a kernel."""
+
+    tree: jax.tree_util.PyTreeDef  # of `_Refs`
+    sizes: _Sizes
+    mask: _Mask
+    keys: _Keys
+    values: _Values
 
 
 def split_attention(
@@ -111,48 +162,41 @@ def split_attention(
     row_tiles = pl.cdiv(rows, row_tile)
     block = tile.block(max(k.reader.row_bytes, v.reader.row_bytes), places)
     splits = tile.splits(batch * lists * row_tiles, places, block)
-    row, own, part = (0,), (0, 1), (0, 1, 3)  # axes of the grid that choose
     queries = q.astype(k.reader.dtype).reshape(batch, lists, rows, channels)
-    inputs = {
-        "query_position": (query_position, row), "q": (queries, own), "end": (slots.end, own),
-        "first": (slots.first, own), "index": (slots.index, own),
-        "bias": (slots.bias, None), "position": (slots.position, None),
-        **{f"k.{name}": (x, None) for name, x in k.arrays.items()},
-        **{f"v.{name}": (x, None) for name, x in v.arrays.items()},
-    }  # fmt: skip
+    rotated = {"frequency": None, "turn_position": None}
     if turn is not None:
-        inputs["frequency"] = (fixed_point(turn.inv_freq)[:, None], None)
+        rotated["frequency"] = fixed_point(turn.inv_freq)[:, None]
         if turn.position is not slots.position:
-            inputs["turn_position"] = (turn.position, None)
-    inputs = {name: (x, axes) for name, (x, axes) in inputs.items() if x is not None}
-    outputs = {
-        "out": (_float32(batch, lists, splits, rows, channels), part),
-        "lse": (_float32(batch, lists, splits, rows), part),
-    }
-    if with_logits:
-        outputs["logits"] = (_float32(batch, lists, rows, places), own)
-    pairs, key_parts = _key_parts(k.reader, turn)
-    plan = _Plan(
-        row_tile, rows, tokens, places, block, splits, scale, window, soft_cap,
-        1.0 if turn is None else turn.factor, k.reader, v.reader, pairs, key_parts,
-        cut(0, channels, v.reader.grain), (*inputs, *outputs),
+            rotated["turn_position"] = turn.position
+    arrays = _Refs(
+        query_position, queries, slots.end, slots.first, slots.index, slots.bias, slots.position,
+        k.arrays, v.arrays, **rotated,
+        out=_float32(batch, lists, splits, rows, channels),
+        lse=_float32(batch, lists, splits, rows),
+        logits=_float32(batch, lists, rows, places) if with_logits else None,
     )  # fmt: skip
-
-    def spec(x: Array, axes: tuple[int, ...] | None) -> pl.BlockSpec:
-        return own_part(x, axes) if axes else head_part(x, lists)
-
+    leaves, tree = jax.tree.flatten(arrays)
+    specs = jax.tree.leaves(_specs(arrays, lists))
+    inputs = len(leaves) - (3 if with_logits else 2)
+    plan = _Plan(
+        tree,
+        _Sizes(row_tile, rows, tokens, places, block, splits),
+        _Mask(scale, window, soft_cap),
+        _keys(k.reader, turn),
+        _Values(v.reader, cut(0, channels, v.reader.grain)),
+    )
     parts = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(batch, lists, row_tiles, splits),
-        in_specs=[spec(*x) for x in inputs.values()],
-        out_specs=[spec(*x) for x in outputs.values()],
-        out_shape=[x for x, _ in outputs.values()],
+        in_specs=specs[:inputs],
+        out_specs=specs[inputs:],
+        out_shape=leaves[inputs:],
         compiler_params=plt.CompilerParams(
             num_warps=tile.warps, num_stages=tile.stages if in_hand <= WIDE else 1
         ),
         interpret=interpret,
         name="split_attention",
-    )(*(x for x, _ in inputs.values()))
+    )(*leaves[:inputs])
     out, lse = _join(*parts[:2], dtype, interpret)
     per_query = (batch, lists, group, tokens)
     return (
@@ -162,8 +206,18 @@ def split_attention(
     )
 
 
-def _key_parts(reader: Reader, turn: Turn | None) -> tuple[list[_Pair], list[Part]]:
-    """Parts of keys: those that are turned, and the others."""
+def _specs(arrays: _Refs, lists: int) -> _Refs:
+    """Which part of every array a program is given."""
+
+    def of(name: str, array: Array | dict | None) -> pl.BlockSpec | dict | None:
+        if name in _AXES:
+            return jax.tree.map(lambda x: own_part(x, _AXES[name]), array)
+        return jax.tree.map(lambda x: head_part(x, lists), array)
+
+    return _Refs(*(of(*field) for field in arrays._asdict().items()))
+
+
+def _keys(reader: Reader, turn: Turn | None) -> _Keys:
     pairs = 0 if turn is None else turn.inv_freq.shape[-1]
     turned, rest = [], reader.channels - 2 * pairs
     if pairs and turn.interleaved:
@@ -176,34 +230,35 @@ def _key_parts(reader: Reader, turn: Turn | None) -> tuple[list[_Pair], list[Par
         grain = math.gcd(pairs, reader.grain)
         for at in range(0, pairs, grain):
             turned.append(_Pair(Part(at, grain), Part(pairs + at, grain), at))
-    return turned, cut(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
+    others = cut(2 * pairs, rest, math.gcd(2 * pairs, reader.grain))
+    return _Keys(reader, turned, others, 1.0 if turn is None else turn.factor)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _kernel(*refs, plan: _Plan):
+def _kernel(*leaves, plan: _Plan):
     """One program. Its refs are to the arrays of one row, list, and head of the store."""
-    at = dict(zip(plan.names, refs, strict=True))
-    k, v = ({n[2:]: ref for n, ref in at.items() if n.startswith(side)} for side in ("k.", "v."))
-    row = pl.program_id(2) * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
-    is_row = row < plan.total_rows
+    refs, sizes = jax.tree.unflatten(plan.tree, leaves), plan.sizes
+    keys, values = plan.keys.reader, plan.values.reader
+    row = pl.program_id(2) * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
+    is_row = row < sizes.total_rows
 
     def cells(part: Part):
         return (row[:, None], part.numbers[None, :]), is_row[:, None] & part.there[None, :]
 
     def queries(part: Part) -> Array:
         cell, there = cells(part)
-        return plt.load(at["q"].at[cell], mask=there, other=zero(at["q"].dtype))
+        return plt.load(refs.q.at[cell], mask=there, other=zero(refs.q.dtype))
 
-    paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.pairs]
-    plain = [(part, queries(part)) for part in plan.key_parts]
+    paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.keys.pairs]
+    plain = [(part, queries(part)) for part in plan.keys.parts]
     # Rows that only fill the tile get the position -1, at which a query sees nothing.
-    token = jax.lax.rem(row, jnp.full_like(row, plan.tokens))
-    own = plt.load(at["query_position"].at[token], mask=is_row, other=NOWHERE)
-    start, stop, first, end = _part(at, plan)
-    look = functools.partial(_look, at, k, v, first, end, plan)
+    token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
+    own = plt.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
+    start, stop, first, end = _part(refs, plan)
+    look = functools.partial(_look, refs, first, end, plan)
 
     def add(i, carry):
         (slot, mass, position, turned, k_row, v_row), top, total, acc = carry
@@ -213,59 +268,62 @@ def _kernel(*refs, plan: _Plan):
         # Free slots are not read: they cost nothing, and what they hold cannot reach a sum.
         live = (mass > -jnp.inf) & (position >= 0)
         k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
-        products = _products(at, k, plan, paired, plain, k_row, live, turned)
-        products = _times(products, plan.keys.factor(k, slot, k_row, live))
+        products = _products(refs, plan, paired, plain, k_row, live, turned)
+        products = _times(products, keys.factor(refs.k, slot, k_row, live))
         seen = _logits(products, mass, position, live, own, plan)
-        if "logits" in at:
+        if refs.logits is not None:
             place = _places(i, plan)
             inside = is_row[:, None] & (place < end)[None, :]
-            plt.store(at["logits"].at[row[:, None], place[None, :]], seen, mask=inside)
+            plt.store(refs.logits.at[row[:, None], place[None, :]], seen, mask=inside)
         new_top = jnp.maximum(top, seen.max(1))
         finite = _finite(new_top)
         weights, shrink = jnp.exp(seen - finite[:, None]), jnp.exp(top - finite)
         total = total * shrink + weights.sum(1)
-        factor, unit = _in_reach(plan.values.factor(v, slot, v_row, live), plan)
-        weights = _times(weights, factor).astype(plan.values.dtype)
+        factor, unit = _in_reach(values.factor(refs.v, slot, v_row, live), plan)
+        weights = _times(weights, factor).astype(values.dtype)
         acc = tuple(
-            old * shrink[:, None] + unit * dot(weights, plan.values.load(v, part, v_row, live))
-            for old, part in zip(acc, plan.value_parts, strict=True)
+            old * shrink[:, None] + unit * dot(weights, values.load(refs.v, part, v_row, live))
+            for old, part in zip(acc, plan.values.parts, strict=True)
         )
         return ahead, new_top, total, acc
 
     begin = (
         look(start),
-        jnp.full((plan.rows,), -jnp.inf, jnp.float32),
-        jnp.zeros((plan.rows,), jnp.float32),
-        tuple(jnp.zeros((plan.rows, part.width), jnp.float32) for part in plan.value_parts),
+        jnp.full((sizes.rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((sizes.rows,), jnp.float32),
+        tuple(jnp.zeros((sizes.rows, part.width), jnp.float32) for part in plan.values.parts),
     )
     _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
-    for part, rows in zip(plan.value_parts, acc, strict=True):
+    for part, rows in zip(plan.values.parts, acc, strict=True):
         cell, there = cells(part)
-        plt.store(at["out"].at[cell], rows / _or_one(total)[:, None], mask=there)
-    plt.store(at["lse"].at[row], top + jnp.log(total), mask=is_row)
+        plt.store(refs.out.at[cell], rows / _or_one(total)[:, None], mask=there)
+    plt.store(refs.lse.at[row], top + jnp.log(total), mask=is_row)
 
 
-def _products(at, k, plan: _Plan, paired, plain, row, live, position) -> Array:
+def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> Array:
     """Products of the queries with the keys of a tile, some of whose channels are rotated first."""
-    out = jnp.zeros((plan.rows, plan.block), jnp.float32)
+    out = jnp.zeros((plan.sizes.rows, plan.sizes.block), jnp.float32)
     for pair, q_a, q_b in paired:
-        a, b = (plan.keys.load(k, part, row, live).astype(jnp.float32) for part in (pair.a, pair.b))
+        a, b = (
+            plan.keys.reader.load(refs.k, part, row, live).astype(jnp.float32)
+            for part in (pair.a, pair.b)
+        )
         frequency = plt.load(
-            at["frequency"].at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
+            refs.frequency.at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
             mask=pair.a.there, other=np.int32(0),
         )  # fmt: skip
         turns = turns_of(position[:, None] * frequency[None, :])
-        cos, sin = cos_sin_of_turns(turns, plan.factor)
+        cos, sin = cos_sin_of_turns(turns, plan.keys.factor)
         for q, turned in ((q_a, a * cos - b * sin), (q_b, b * cos + a * sin)):
-            out += dot(q, turned.astype(plan.keys.dtype).T)
+            out += dot(q, turned.astype(plan.keys.reader.dtype).T)
     for part, q in plain:
-        out += dot(q, plan.keys.load(k, part, row, live).T)
+        out += dot(q, plan.keys.reader.load(refs.k, part, row, live).T)
     return out
 
 
 def _in_reach(factor: Float[Array, " N"] | None, plan: _Plan):
     """Factors divided by their greatest, and that: float16 cannot hold very small scales."""
-    if factor is None or plan.values.dtype != jnp.float16:
+    if factor is None or plan.values.reader.dtype != jnp.float16:
         return factor, 1.0
     unit = factor.max(0)
     unit = jnp.where(unit > 0, unit, 1.0)
@@ -276,48 +334,53 @@ def _times(x: Float[Array, "R N"], factor: Float[Array, " N"] | None) -> Float[A
     return x if factor is None else x * factor[None, :]
 
 
-def _part(at, plan: _Plan):
-    """This program's tiles `[start, stop)`, and the places `[first, end)` that are looked at.
+def _part(refs: _Refs, plan: _Plan):
+    """This program's tiles `[start, stop)`, and the places `[first, end)` that are looked refs.
 
     Every program has an equal share of the tiles that hold those places.
     """
-    block, end = jnp.int32(plan.block), jnp.minimum(at["end"][...], plan.places)
-    first = at["first"][...] if "first" in at else jnp.int32(0)
+    block, end = jnp.int32(plan.sizes.block), jnp.minimum(refs.end[...], plan.sizes.places)
+    first = refs.first[...] if refs.first is not None else jnp.int32(0)
     lowest = jax.lax.div(first, block)
     last = jax.lax.div(end + (block - 1), block)
-    share = jax.lax.div(jnp.maximum(last - lowest, 0) + (plan.splits - 1), jnp.int32(plan.splits))
+    share = jax.lax.div(
+        jnp.maximum(last - lowest, 0) + (plan.sizes.splits - 1), jnp.int32(plan.sizes.splits)
+    )
     start = lowest + pl.program_id(3) * share
     return start, jnp.minimum(start + share, last), first, end
 
 
 def _places(i, plan: _Plan):
-    return i * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
+    return i * plan.sizes.block + jnp.arange(plan.sizes.block, dtype=jnp.int32)
 
 
-def _look(at, k, v, first, end, plan: _Plan, i):
+def _look(refs: _Refs, first, end, plan: _Plan, i):
     """Slots of tile i, their bias, position and addresses; a place without a slot is a free one."""
     slot = place = _places(i, plan)
     there = (place >= first) & (place < end)
-    if "index" in at:
-        slot = plt.load(at["index"].at[slot], mask=there, other=NOWHERE)
+    if refs.index is not None:
+        slot = plt.load(refs.index.at[slot], mask=there, other=NOWHERE)
         there &= slot >= 0
-    mass = plt.load(at["bias"].at[slot], mask=there, other=NOTHING)
-    position = plt.load(at["position"].at[slot], mask=there, other=NOWHERE)
+    mass = plt.load(refs.bias.at[slot], mask=there, other=NOTHING)
+    position = plt.load(refs.position.at[slot], mask=there, other=NOWHERE)
     turned = position
-    if "turn_position" in at:
-        turned = plt.load(at["turn_position"].at[slot], mask=there, other=np.int32(0))
-    rows = (side.address(refs, slot, there) for side, refs in ((plan.keys, k), (plan.values, v)))
-    return slot, mass, position, turned if "frequency" in at else None, *rows
+    if refs.turn_position is not None:
+        turned = plt.load(refs.turn_position.at[slot], mask=there, other=np.int32(0))
+    rows = (
+        side.reader.address(arrays, slot, there)
+        for side, arrays in ((plan.keys, refs.k), (plan.values, refs.v))
+    )
+    return slot, mass, position, turned if refs.frequency is not None else None, *rows
 
 
 def _logits(products, mass, position, live, own, plan: _Plan):
     """The masked logits of a tile, as `mask_products` computes them."""
-    logits = products * plan.scale
-    if plan.soft_cap is not None:
-        logits = plan.soft_cap * jnp.tanh(logits / plan.soft_cap)
+    logits = products * plan.mask.scale
+    if plan.mask.soft_cap is not None:
+        logits = plan.mask.soft_cap * jnp.tanh(logits / plan.mask.soft_cap)
     visible = live[None, :] & (position[None, :] <= own[:, None])
-    if plan.window is not None:
-        visible &= position[None, :] > own[:, None] - plan.window
+    if plan.mask.window is not None:
+        visible &= position[None, :] > own[:, None] - plan.mask.window
     return jnp.where(visible, logits + mass[None, :], -jnp.inf)
 
 
