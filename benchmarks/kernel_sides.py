@@ -200,7 +200,7 @@ def spare(tree, fill: float = 0):
     """Arrays with room for some new tokens, as a cache has it.
 
     It also takes the largest shape past what the kernels cannot address: see
-    `pallas_kernels.common`.
+    `pallas_kernels.base.dispatch`.
     """
 
     def widen(x: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ class Slots(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Two parts of keys whose channels are turned together."""
+    """Two parts of keys, whose channels are the pairs that are rotated."""
 
     a: Part
     b: Part
@@ -335,7 +335,7 @@ def _times(x: Float[Array, "R N"], factor: Float[Array, " N"] | None) -> Float[A
 
 
 def _part(refs: _Refs, plan: _Plan):
-    """This program's tiles `[start, stop)`, and the places `[first, end)` that are looked refs.
+    """This program's tiles `[start, stop)`, and the places `[first, end)` that are looked at.
 
     Every program has an equal share of the tiles that hold those places.
     """

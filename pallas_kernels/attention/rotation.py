@@ -43,7 +43,7 @@ class Turn(NamedTuple):
       inv_freq: inverse frequencies of the R pairs, of each row or of all; below 2π.
       position: of each slot.
       interleaved: pairs are neighbours (0,1), (2,3), ... instead of halves (0,R), (1,R+1), ...
-      factor: that rotated channels are multiplied with.
+      factor: what rotated channels are multiplied by.
     """
 
     inv_freq: Float[Array, "#B R"]

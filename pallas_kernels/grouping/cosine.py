@@ -11,10 +11,10 @@ EPSILON = 2.0**-23  # the rounding of float32
 
 
 def cosine_step(channels: int) -> float:
-    """The step of cosines of vectors with D channels: the first power of two from `4ε √D` on.
+    """What cosines of D channels are rounded to multiples of: the first power of two from `4ε √D`.
 
-    ε = 2^-23. A float32 sum of D products, taken in any order, is off by `ε √D` or so, and half a
-    step is more than that.
+    With ε = 2^-23, a float32 sum of D products is off by about `ε √D`, in whatever order it is
+    taken. Half a step is more than that.
 
     Example:
       >>> from pallas_kernels.grouping.cosine import cosine_step

@@ -21,10 +21,10 @@ def pair_cosine(
 ) -> Float[Array, "B H N"]:
     """Cosine of two keys, `a·b / (|a| |b|)`, for N pairs of slots; 0 where one is 0; float32.
 
-    Cosines are rounded to multiples of the power of two from `2^-21 √D` on, D channels, which is
-    more than the rounding error of a product of D numbers. So keys that are equal, or multiples of
-    each other, have a cosine of exactly 1, and pairs with one angle have one cosine, but for the
-    few cosines that lie between two multiples.
+    Cosines are rounded to multiples of a step: the first power of two that is no less than
+    `2^-21 √D`, with D channels. Half a step is more than the rounding error of a sum of D products.
+    So the cosine of keys that are equal, or positive multiples of each other, is exactly 1. Equal
+    cosines of different pairs are equal numbers, except the few halfway between two multiples.
 
     Args:
       first, second: the slots of each pair.
@@ -70,8 +70,8 @@ def join_anchors(
     """Which entries of `order` join the run after them, from the last to the first.
 
     An entry joins where `pairs` allows it and the cosine of its key and that of the run's last
-    entry, the anchor, is above the threshold by more than cosines are rounded, half a step of those
-    of `pair_cosine`; elsewhere it is the anchor of a new run.
+    entry, the anchor, is above the threshold by more than half a step of `pair_cosine`, so that a
+    cosine equal to the threshold is not above it; elsewhere the entry is the anchor of a new run.
 
     Args:
       order: slots.

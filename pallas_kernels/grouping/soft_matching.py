@@ -25,8 +25,8 @@ def soft_matching(
     odd ones set B; similarity is the cosine `a·b / (|a| |b|)`, 0 for a zero key. Ties go to the
     lower token. What stands from `count` on is not looked at.
 
-    Cosines are rounded as those of `pair_cosine` are: keys that are equal, or multiples of each
-    other, have a similarity of exactly 1.
+    Cosines are rounded as those of `pair_cosine` are: the similarity of keys that are equal, or
+    positive multiples of each other, is exactly 1.
 
     Args:
       keys: in the order of their tokens. Their lengths do not matter.

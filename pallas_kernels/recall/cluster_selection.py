@@ -43,8 +43,8 @@ def rank_clusters(
     float32.
 
     There are two kernels: one reads the centroids, once, and one finds the rank of a cluster by
-    counting those that come before it. The centroid of an empty cluster is
-    ignored; a score that is not a number counts as the highest.
+    counting those that come before it. The centroid of an empty cluster is ignored; a score that is
+    not a number counts as the highest.
 
     Args:
       q: queries, grouped under their KV head.
@@ -105,11 +105,11 @@ def build_indices(
 ) -> Int[Array, "B K N"]:
     """The slots of the ranked clusters one after the other, `count` of them, padded with -1.
 
-    A cluster is a range of slots; of the last one, those that are too many are left out at its end.
+    A cluster is a range of slots. The last one listed is cut off at its end where it has too many.
     Clusters without slots take no room.
 
-    The kernel gives every program a part of the list, for which it looks through the clusters in
-    the order of their rank, and no further than its part goes.
+    In the kernel every program fills a part of the list. It looks through the clusters in the order
+    of their rank until its part is full.
 
     Args:
       order: the clusters as ranked, each once; K = H or a multiple of it, see `rank_clusters`.
