@@ -187,7 +187,8 @@ def test_large_logits_do_not_overflow():
 
 
 def test_an_unknown_implementation_raises():
-    args = Case(Shape(tokens=2, slots=4)).args
+    case = Case(Shape(tokens=2, slots=4))
+    args = (case.q, case.k, case.v, case.bias, case.query, case.position)
     with pytest.raises(ValueError, match=r"'xla'.*'nonsense'"):
         decode_attention(*args, scale=1.0, implementation="nonsense")
     named = jax.tree.leaves(decode_attention(*args, scale=1.0, implementation="xla"))
