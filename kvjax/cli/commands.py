@@ -13,7 +13,15 @@ from rich.console import Console
 
 import kvjax
 from kvjax.cli.job import Job, Reader, model_folder
-from kvjax.cli.terminal import Display, answers, comparison, listing, print_figures, summary
+from kvjax.cli.terminal import (
+    Display,
+    answers,
+    comparison,
+    listing,
+    print_dropped,
+    print_figures,
+    summary,
+)
 from kvjax.generation.continuation import Continuation
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 
@@ -80,6 +88,7 @@ def _continue(args: argparse.Namespace, job: Job, folder: Path, text: str) -> No
     else:
         _write(continuation.finish() + "\n")
         print_figures(result)
+        print_dropped(result, job.method)
 
 
 def _write(text: str) -> None:
@@ -127,6 +136,8 @@ def _answer(args: argparse.Namespace, job: Job, folder: Path) -> None:
         "Your own text: kvjax generate --model DIR_OR_ID --prompt TEXT",
         style="dim",
     )
+    for name, result in results.items():
+        print_dropped(result, name)
 
 
 def methods(args: argparse.Namespace) -> None:

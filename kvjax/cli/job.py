@@ -132,4 +132,5 @@ class Job:
             "full_cache_bytes": result.full_cache_bytes,
             "memory_bytes": result.memory_bytes,
             "recall": None if result.recall is None else result.recall._asdict(),
+            "dropped": result.dropped,
         }

@@ -125,6 +125,17 @@ def print_figures(result: Generation) -> None:
     Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
 
 
+def print_dropped(result: Generation, method: str) -> None:
+    """One line on standard error where tokens were lost."""
+    if not result.dropped:
+        return
+    line = (
+        f"{method} lost {result.dropped:,} tokens that found no free slot, summed over layers and "
+        "heads: it keeps more than it promises"
+    )
+    Console(stderr=True, highlight=False).print(line, style="red", soft_wrap=True, markup=False)
+
+
 def answers(expected: str, texts: Mapping[str, str], right: Mapping[str, bool]) -> Padding:
     """The expected answer, and one row per method: right or wrong, its answer."""
     table = Table.grid(padding=(0, 3, 0, 0))

@@ -52,6 +52,9 @@ class Generation:
         `Offload` keeps there.
       recall: how often offloaded caches had what a step selected, and what crossed; None where
         nothing is offloaded.
+      dropped: tokens that found no free slot and were lost, summed over layers, rows and lists of
+        slots (one per KV head, or per query head for methods that need that). 0 unless a method
+        keeps more than its `extent` promises.
     """
 
     tokens: list[list[int]]
@@ -64,6 +67,7 @@ class Generation:
     full_cache_bytes: int
     memory_bytes: dict[str, int]
     recall: RecallStatistics | None
+    dropped: int
 
 
 def generate(
@@ -164,7 +168,13 @@ def generate(
         full_cache_bytes=_full_bytes(plan, len(prompts)),
         memory_bytes=memory_bytes(loop.caches),
         recall=recall_statistics(loop.caches),
+        dropped=_dropped(loop.caches),
     )
+
+
+def _dropped(caches: tuple[Cache, ...]) -> int:
+    parts = [part for layer in caches for part in (layer if isinstance(layer, tuple) else (layer,))]
+    return sum(int(part.kv.dropped.sum()) for part in parts)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ LILY = ", a little girl named Lily lived in a small house with her mom, dad, and
 FIELDS = {
     "model", "text", "method", "budget", "prompt_tokens", "new_tokens", "ttft_s", "tpot_s",
     "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "recall",
+    "dropped",
 }  # fmt: skip
 
 
@@ -90,6 +92,7 @@ def test_known_continuation(capsys, tinystories):
     assert record["method"] == "full" and record["budget"] is None
     assert record["cache_bytes"] == record["full_cache_bytes"] > 0
     assert record["memory_bytes"] == {"device": record["cache_bytes"]} and record["recall"] is None
+    assert record["dropped"] == 0
     assert min(record["tpot_s"], record["ttft_s"], record["compile_s"]) > 0
 
     assert main(args) == 0
@@ -122,6 +125,27 @@ def test_fewer_bits_in_a_chain(capsys):
     # Four layers of four KV heads of 32 channels, each key and value with a scale.
     slots, of_slot, of_head, of_layer = 64 + 4, 2 * (32 + 4) + 4 + 4 + 1, 4 + 4, 4
     assert record["cache_bytes"] == 4 * (4 * (slots * of_slot + of_head) + of_layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsTooMuch(kvjax.KVTransform):
+    """Promises four slots of the prompt and evicts nothing."""
+
+    def extent(self, extent: kvjax.Extent) -> kvjax.Extent:
+        return extent.keep(4)
+
+
+def test_lost_tokens_are_told(capsys, monkeypatch, tinystories):
+    monkeypatch.setitem(METHODS, "keeps_too_much", KeepsTooMuch)
+    args = story(tinystories, "--method", "keeps_too_much", "--max-new", "3")
+    record = json.loads(output(capsys, *args, "--json"))
+    # Six tokens of the prompt and two new ones; room for four and three.
+    config = models.read_config(tinystories)
+    assert record["dropped"] == config.num_layers * config.kv_heads
+    assert main(args) == 0
+    figures, lost = capsys.readouterr().err.splitlines()
+    assert figures.startswith("6 + 3 tokens")
+    assert lost.startswith(f"keeps_too_much lost {record['dropped']} tokens"), lost
 
 
 @pytest.mark.slow
