@@ -24,7 +24,7 @@ from kvjax.generation.generate import Generation, generate
 from kvjax.generation.model import FunctionalModel, LanguageModel
 from kvjax.generation.sampling import Sampling
 from kvjax.protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
-from kvjax.registry import METHODS, parse
+from kvjax.registry import METHODS, parse, register
 from kvjax.rope import Rope
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.offload import Offload
@@ -116,6 +116,7 @@ __all__ = [
     "merge",
     "nbytes",
     "parse",
+    "register",
     "reserve_ratio",
     "widen",
 ]

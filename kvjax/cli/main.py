@@ -15,7 +15,7 @@ from typing import NoReturn
 import jax
 
 import kvjax
-from kvjax.cli import commands, compare_command, job
+from kvjax.cli import commands, compare_command, job, user_modules
 from kvjax.evaluation import grid
 
 _CLOSED_PIPE, _INTERRUPTED = 1, 130
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
                 sys.stdout.reconfigure(errors="replace")
             args = _parser().parse_args(argv)
+            for module in getattr(args, "imports", ()):
+                user_modules.import_module(module)
             code = args.run(args)
             if argv is None and _interrupted():
                 os._exit(_INTERRUPTED)
@@ -135,9 +137,17 @@ def _parser() -> _Parser:
         "methods", allow_abbrev=False, help="list the methods of compression",
         description="Lists the methods of compression with their parameters and papers.",
     )  # fmt: skip
+    _add_import(methods)
     methods.add_argument("--json", action="store_true", help="print one JSON object")
     methods.set_defaults(run=commands.methods)
     return parser
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--import", metavar="MODULE", action="append", default=[], dest="imports",
+        help="a module, or a .py file, that registers methods with kvjax.register; may be given "
+        "several times"
+    )  # fmt: skip
 
 
 def _add_generate(added) -> None:
@@ -152,7 +162,8 @@ def _add_generate(added) -> None:
         "  kvjax generate\n"
         "  kvjax generate --model DIR --prompt 'Once upon a time' --budget 256\n"
         "  kvjax generate --model DIR --prompt-file book.txt --method streaming_llm\n"
-        "  kvjax generate --model DIR --prompt Hello --method 'every(snapkv, steps=64)'",
+        "  kvjax generate --model DIR --prompt Hello --method 'every(snapkv, steps=64)'\n"
+        "  kvjax generate --import mine.py --method mine",
     )  # fmt: skip
     add = parser.add_argument
     add("--model", metavar="DIR_OR_ID",
@@ -163,6 +174,7 @@ def _add_generate(added) -> None:
     prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 file with it, read as it is")
     add("--method", metavar="NAME", default="snapkv",
         help="a method of `kvjax methods` or a composition of them (default: snapkv)")  # fmt: skip
+    _add_import(parser)
     default = job.DEFAULT_BUDGET
     add("--budget", metavar="N_OR_FRACTION", type=_budget,
         help="what to keep: slots per head (256) or a share of the prompt (0.2); for every part "
@@ -213,6 +225,7 @@ def _add_compare(added) -> None:
     )  # fmt: skip
     add("--methods", compare_command.method_list, grid.METHODS,
         "methods of `kvjax methods` and compositions, or all; full is always there")  # fmt: skip
+    _add_import(parser)
     add("--budgets", compare_command.number_list, grid.BUDGETS,
         "shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
     add("--lengths", compare_command.number_list, grid.LENGTHS, "tokens of a prompt")
