@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,6 +52,22 @@ class LanguageModel(Protocol):
         `positions = -1` marks padding. Selecting before the vocabulary is projected keeps a long
         prompt's logits, `T × V` numbers of which one row is wanted, out of memory.
         """
+
+
+class _CallSignature:
+    """What `inspect.signature` and `help` show of `LanguageModel` itself: how a model is called.
+
+    A protocol has no constructor of its own to show. Classes that inherit from it have one.
+    """
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if owner is not LanguageModel:
+            raise AttributeError("__signature__")
+        own = inspect.signature(LanguageModel.__call__)
+        return own.replace(parameters=list(own.parameters.values())[1:])  # without self
+
+
+LanguageModel.__signature__ = _CallSignature()
 
 
 @dataclass(frozen=True)
