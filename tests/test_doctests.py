@@ -24,7 +24,11 @@ def modules() -> list[str]:
 
 
 # They ask the bundled model, or compile much.
-SLOW = {"kvjax.evaluation.compare", "kvjax.evaluation.recall", "kvjax.transforms.spindlekv.reserve"}
+SLOW = {
+    "kvjax.evaluation.compare",
+    "kvjax.evaluation.fidelity",
+    "kvjax.transforms.spindlekv.reserve",
+}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from kvjax.cli.compare_table import print_report
-from kvjax.cli.job import model_folder
+from kvjax.cli.model_folder import model_folder
+from kvjax.cli.text_file import read_text
 from kvjax.evaluation import Grid
 from kvjax.evaluation.compare import run
 from kvjax.evaluation.files import as_json, check_folder, timings
@@ -35,7 +36,7 @@ def compare(args: argparse.Namespace) -> int:
     grid = Grid.of(**{name: getattr(args, name) for name in _GRID})
     out = Path(args.out)
     check_folder(out)
-    text = demo.held_out_text() if args.text is None else _read_text(args.text)
+    text = demo.held_out_text() if args.text is None else _given_text(args.text)
     folder = model_folder(args.model)
     config = read_config(folder)
     grid.check_model(config.num_layers)
@@ -113,15 +114,8 @@ def _number(text: str) -> int | float:
     raise argparse.ArgumentTypeError(f"must be numbers between commas, got {text.strip()!r}")
 
 
-def _read_text(path: str) -> str:
-    """The text of a UTF-8 file."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        where = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise ValueError(f"{path} is not UTF-8 text: {where}") from error
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+def _given_text(path: str) -> str:
+    text = read_text(path)
     if not text.strip():
         raise ValueError(f"{path} is empty")
     return text

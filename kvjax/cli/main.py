@@ -15,7 +15,8 @@ from typing import NoReturn
 import jax
 
 import kvjax
-from kvjax.cli import commands, compare_command, job, user_modules
+from kvjax.cli import compare_command, generate_command, methods_command, user_modules
+from kvjax.cli.generation_request import DEFAULT_BUDGET
 from kvjax.evaluation import grid
 
 _CLOSED_PIPE, _INTERRUPTED = 1, 130
@@ -139,7 +140,7 @@ def _parser() -> _Parser:
     )  # fmt: skip
     _add_import(methods)
     methods.add_argument("--json", action="store_true", help="print one JSON object")
-    methods.set_defaults(run=commands.methods)
+    methods.set_defaults(run=methods_command.methods)
     return parser
 
 
@@ -175,10 +176,9 @@ def _add_generate(added) -> None:
     add("--method", metavar="NAME", default="snapkv",
         help="a method of `kvjax methods` or a composition of them (default: snapkv)")  # fmt: skip
     _add_import(parser)
-    default = job.DEFAULT_BUDGET
     add("--budget", metavar="N_OR_FRACTION", type=_budget,
         help="what to keep: slots per head (256) or a share of the prompt (0.2); for every part "
-        f"of --method that takes a budget and is not given its own (default: {default})"
+        f"of --method that takes a budget and is not given its own (default: {DEFAULT_BUDGET})"
     )  # fmt: skip
     add("--max-new", metavar="N", type=int,
         help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
@@ -195,7 +195,7 @@ def _add_generate(added) -> None:
     )
     add("--seed", metavar="N", type=_seed, default=0, help="of the draws (default: 0)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.set_defaults(run=commands.generate)
+    parser.set_defaults(run=generate_command.generate)
 
 
 def _add_compare(added) -> None:

@@ -20,10 +20,10 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.protocol import KVTransform
 
 from . import files, plots
+from .fidelity import measure_fidelity
 from .grid import BUDGETS, CASES, DEFAULT_TASKS, DEPTHS, LENGTHS, METHODS, Cell, Grid
 from .material import WINDOWS, Material
 from .perplexity import continuation_nll
-from .recall import measure_fidelity
 from .results import Results
 from .retrieval import is_right
 

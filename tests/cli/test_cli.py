@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import models
-from kvjax.cli import commands, job
+from kvjax.cli import generate_command, methods_command, text_file
 from kvjax.cli import main as cli
+from kvjax.cli.generation_request import GenerationRequest
 from kvjax.cli.main import main
 from kvjax.generation.continuation import Continuation
 from kvjax.models import demo
@@ -423,7 +424,7 @@ def test_lists_import_nothing_heavy(args):
 )
 def test_which_method_and_budget(args, budget, transform):
     parsed = cli._parser().parse_args(["generate", "--max-new", "8", *args])
-    asked = job.Job.from_args(parsed, parsed.method)
+    asked = GenerationRequest.from_args(parsed, parsed.method)
     assert (asked.budget, asked.transform) == (budget, transform)
     assert type(asked.budget) is type(budget)
 
@@ -501,7 +502,7 @@ def test_prompt_file_without_permission(capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(commands.Path, "read_bytes", refuse)
+    monkeypatch.setattr(text_file.Path, "read_bytes", refuse)
     said = error(capsys, "generate", "--prompt-file", "secret.txt")
     assert "cannot read secret.txt: Permission denied" in said
 
@@ -555,7 +556,7 @@ def test_a_hub_id_without_network():
 
 
 def test_bugs_are_not_hidden(monkeypatch):
-    monkeypatch.setattr(commands, "methods", lambda args: {}["a bug"])
+    monkeypatch.setattr(methods_command, "methods", lambda args: {}["a bug"])
     with pytest.raises(KeyError):
         main(["methods"])
 
@@ -567,7 +568,7 @@ def test_interrupted(capsys, monkeypatch):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "generate", interrupt)
+    monkeypatch.setattr(generate_command, "generate", interrupt)
     assert main(["generate"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -665,7 +666,7 @@ def test_json_shows_no_progress(terminal):
 def test_an_interrupt_within_a_finalizer_is_not_lost():
     code = """if True:
         import sys
-        from kvjax.cli import commands
+        from kvjax.cli import methods_command
         from kvjax.cli import main as cli
 
         class Interrupted:
@@ -676,7 +677,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost():
             Interrupted()
             print("went on", flush=True)
 
-        commands.methods = run
+        methods_command.methods = run
         sys.argv = ["kvjax", "methods"]
         sys.exit(cli.main())
     """
@@ -689,7 +690,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost():
 def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
     code = f"""if True:
         import os, signal, sys, time
-        from kvjax.cli import commands
+        from kvjax.cli import methods_command
         from kvjax.cli import main as cli
 
         def run(args):
@@ -701,7 +702,7 @@ def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
             time.sleep({seconds})
             print("went on", flush=True)
 
-        commands.methods = run
+        methods_command.methods = run
         sys.argv = ["kvjax", "methods"]
         sys.exit(cli.main())
     """
