@@ -53,7 +53,7 @@ def compare(args: argparse.Namespace) -> int:
             )  # fmt: skip
         except KeyboardInterrupt:
             bar.stop()
-            print(f"interrupted; the same command goes on with what {out} holds", file=sys.stderr)
+            print(f"interrupted; the same command continues with what {out} holds", file=sys.stderr)
             raise
     if args.json:
         record = {**as_json(results), "timings": timings(results), "out": str(out)}
@@ -64,7 +64,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def method_list(text: str) -> list[str]:
-    """Methods between commas, of which some may have commas of their own; `all` for every one.
+    """Methods separated by commas, which may contain commas themselves; `all` for every method.
 
     Example:
       >>> from kvjax.cli.compare_command import method_list
@@ -84,12 +84,12 @@ def method_list(text: str) -> list[str]:
 
 
 def number_list(text: str) -> list[int | float]:
-    """Integers and decimals between commas."""
+    """Integers and decimals separated by commas."""
     return [_number(part) for part in text.split(",")]
 
 
 def depth_list(text: str) -> list[float]:
-    """Depths between commas, or how many of them are spread from 0 to 1."""
+    """Depths separated by commas, or the number of depths to spread evenly from 0 to 1."""
     depths = number_list(text)
     if len(depths) > 1 or isinstance(depths[0], float):
         return depths
@@ -101,7 +101,7 @@ def depth_list(text: str) -> list[float]:
 
 
 def name_list(text: str) -> list[str]:
-    """Names between commas."""
+    """Names separated by commas."""
     return [part.strip() for part in text.split(",")]
 
 
@@ -124,7 +124,7 @@ def _given_text(path: str) -> str:
 class _Bar(Progress):
     """One bar over all cells with the time left, and below it what is measured now.
 
-    It stands on standard error, if that is a terminal, and is gone at the end.
+    It is shown on standard error, if that is a terminal, and removed at the end.
     """
 
     def __init__(self, shown: bool) -> None:

@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     except KeyboardInterrupt:
         if argv is None:
-            # The process is ours to end, and at once: JAX can crash when the interpreter is taken
-            # down after a compilation was interrupted.
+            # End the process at once: JAX can crash when the interpreter shuts down after a
+            # compilation was interrupted.
             os._exit(_INTERRUPTED)
         return _INTERRUPTED
     except BrokenPipeError:
@@ -85,9 +85,9 @@ def _end_if_interrupted(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _end_after_interrupt() -> None:
-    """Ends the process a second after a Ctrl-C, should nobody have seen the exception.
+    """Ends the process a second after a Ctrl-C whose exception was lost.
 
-    It is raised wherever Python happens to be: in a callback of compiled code it would be lost.
+    Python raises it wherever it happens to be, and in some places, such as finalizers, it is lost.
     """
     if not hasattr(signal, "setitimer"):  # not POSIX
         return
@@ -119,7 +119,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors go the way of all others."""
+    """A parser that raises its errors as ValueError, like every other error of the user's."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")
@@ -157,7 +157,7 @@ def _add_generate(added) -> None:
         help="continue a prompt through a compressed cache",
         description="Continues a prompt through a compressed cache. The text goes to standard\n"
         "output, figures to standard error. Without --model, the bundled model continues\n"
-        "it. Without a prompt too, the bundled model answers a question about a long\n"
+        "it. Without a prompt as well, the bundled model answers a question about a long\n"
         "document, with the method and with the full cache.",
         epilog="examples:\n"
         "  kvjax generate\n"

@@ -49,8 +49,9 @@ class LanguageModel(Protocol):
     ) -> tuple[Float[Array, "B N V"], tuple[Cache, ...]]:
         """Logits of every token (N = T), or of those at `logits_at`, and the new caches.
 
-        `positions = -1` marks padding. Selecting before the vocabulary is projected keeps a long
-        prompt's logits, `T × V` numbers of which one row is wanted, out of memory.
+        `positions = -1` marks padding. A model should select the tokens of `logits_at` before it
+        projects to the vocabulary: all logits of a long prompt are `T × V` numbers, and `generate`
+        needs those of one token.
         """
 
 
