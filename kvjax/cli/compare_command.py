@@ -53,7 +53,7 @@ def compare(args: argparse.Namespace) -> int:
             )  # fmt: skip
         except KeyboardInterrupt:
             bar.stop()
-            print(f"interrupted; the same command continues with what {out} holds", file=sys.stderr)
+            print(f"interrupted; the same command goes on with what {out} holds", file=sys.stderr)
             raise
     if args.json:
         record = {**as_json(results), "timings": timings(results), "out": str(out)}
