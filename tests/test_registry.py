@@ -20,9 +20,9 @@ def forget_names():
         mock.patch.dict(registry.METHODS),
         mock.patch.dict(registry.WRAPPERS),
         mock.patch.dict(registry.STORAGE),
-        mock.patch.dict(sys.modules),
     ):
         yield
+    sys.modules.pop("kvjax_test_of_mine", None)
 
 
 @dataclasses.dataclass(frozen=True)
