@@ -31,6 +31,7 @@ from flax import nnx
 import kvjax
 from kvjax.models.blocks import DecoderLayer
 from kvjax.models.rope_scaling import make_rope
+from kvjax.storage.references import CodebookPayload
 from pallas_kernels import greedy_cover
 
 STEPS = 32  # the codebook's interval
@@ -70,7 +71,7 @@ def described(cache: kvjax.LayerCache) -> dict[str, object]:
         "read_bytes": kvjax.nbytes((kv.k, kv.v, kv.position, kv.log_mass)),
         "kept_share": round(kept / (KV_HEADS * int(kv.length.sum())), 4),
     }
-    if isinstance(kv.k, kvjax.CodebookPayload):
+    if isinstance(kv.k, CodebookPayload):
         found = kvjax.reserve_ratio([cache], kv.length)
         said |= {
             "entries_per_kept_vector": [round(int(x.count.sum()) / kept, 4) for x in (kv.k, kv.v)],

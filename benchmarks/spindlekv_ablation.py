@@ -29,6 +29,7 @@ from kvjax.evaluation.material import Material
 from kvjax.evaluation.recording import Run
 from kvjax.generation.model import as_functional
 from kvjax.models import demo, from_pretrained, load_tokenizer
+from kvjax.storage.references import CodebookPayload
 
 # No book is full: what a capacity does is another question.
 CODEBOOK = "capacity=1.0"
@@ -58,7 +59,7 @@ def reserve(model, transform: kvjax.KVTransform, rows: np.ndarray) -> dict[str, 
     _, caches = jax.jit(lambda p, t, at: run.read_prompt(layers, p, t, at))(
         functional.params, jnp.asarray(rows, jnp.int32), positions
     )
-    if not isinstance(caches[0].kv.k, kvjax.CodebookPayload):
+    if not isinstance(caches[0].kv.k, CodebookPayload):
         kept = sum(int(cache.kv.live.sum()) for cache in caches)
         lists = sum(cache.kv.shape[1] // cache.kv.unfolded for cache in caches)
         return {"used": round(kept / (batch * length * lists), 4)}

@@ -5,46 +5,34 @@ Small pure transforms over an immutable cache, each one a paper, composable, ins
 
 from kvjax.attention.attend import attend
 from kvjax.attention.layer import LayerCache, init_cache, kept_tokens
-from kvjax.cache.payload import Dense, Payload
-from kvjax.cache.slots import (
-    Column,
-    KVCache,
-    append,
-    compact,
-    evict,
-    memory_bytes,
-    merge,
-    nbytes,
-    widen,
-)
-from kvjax.compose.chain import Chain, bind, chain
+from kvjax.cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes
+from kvjax.compose.chain import bind, chain
 from kvjax.compose.wrappers import Every, HeadGroups, PerLayer, WhenFull
 from kvjax.generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from kvjax.generation.generate import Generation, generate
 from kvjax.generation.model import FunctionalModel, LanguageModel
 from kvjax.generation.sampling import Sampling
 from kvjax.protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
-from kvjax.registry import METHODS, parse
+from kvjax.registry import METHODS, parse, register
 from kvjax.rope import Rope
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.offload import Offload
 from kvjax.storage.quantize import Quantize
-from kvjax.storage.references import Book, CodebookPayload
 from kvjax.transforms.cam import CaM
 from kvjax.transforms.chelsea.chelsea import Chelsea
-from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
+from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.clusterkv.clusterkv import ClusterKV
 from kvjax.transforms.h2o import H2O
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.kvcrush.kvcrush import KVCrush
 from kvjax.transforms.kvmerger.kvmerger import KVMerger
-from kvjax.transforms.pyramidinfer import PyramidInfer, PyramidInferLayer
-from kvjax.transforms.pyramidkv import LayerBudget, PyramidKV
+from kvjax.transforms.pyramidinfer import PyramidInfer
+from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.quest import Quest
 from kvjax.transforms.snapkv import SnapKV
-from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction, LayerEviction
-from kvjax.transforms.spindlekv.reserve import Reserve, reserve_ratio
+from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
+from kvjax.transforms.spindlekv.reserve import reserve_ratio
 from kvjax.transforms.spindlekv.spindlekv import SpindleKV
 from kvjax.transforms.streaming_llm import StreamingLLM
 
@@ -53,15 +41,10 @@ __version__ = "0.1.0"
 __all__ = [
     "H2O",
     "METHODS",
-    "Book",
     "CaM",
-    "Chain",
     "Chelsea",
     "ClusterKV",
     "Codebook",
-    "CodebookPayload",
-    "Column",
-    "Dense",
     "Every",
     "Extent",
     "Full",
@@ -75,22 +58,16 @@ __all__ = [
     "KVMerger",
     "KVTransform",
     "LanguageModel",
-    "LayerBudget",
     "LayerBudgetEviction",
     "LayerCache",
-    "LayerEviction",
     "Needs",
     "Offload",
     "OutlierHeads",
-    "Payload",
     "PerLayer",
     "PyramidInfer",
-    "PyramidInferLayer",
     "PyramidKV",
     "Quantize",
     "Quest",
-    "RemainingBudget",
-    "Reserve",
     "Rope",
     "Sampling",
     "SnapKV",
@@ -116,6 +93,10 @@ __all__ = [
     "merge",
     "nbytes",
     "parse",
+    "register",
     "reserve_ratio",
-    "widen",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

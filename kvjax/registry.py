@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import keyword
 
 from kvjax.compose.chain import chain
 from kvjax.compose.wrappers import Every, WhenFull
-from kvjax.protocol import Full, KVTransform
+from kvjax.protocol import Full, KVTransform, Stage
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.offload import Offload
 from kvjax.storage.quantize import Quantize
@@ -53,13 +54,68 @@ STORAGE: dict[str, type[KVTransform]] = {
     "offload": Offload,
 }
 
+_OTHER_MEANINGS = ("chain", "all")  # in texts of methods, and in `kvjax compare --methods`
+
+
+def register(name: str, method: type[KVTransform]) -> None:
+    """Gives a method of your own a name, for `kvjax.parse` and for the command line.
+
+    The command line finds it after `--import MODULE`, where MODULE is an installed module, or the
+    path of a Python file, that calls `register`: `kvjax compare --import mine.py --methods mine`.
+
+    Args:
+      name: a word of ASCII letters, digits and underscores that names nothing yet.
+      method: the class. One with a field `base` is a wrapper: it takes a method in its place. A
+        budget that is given to `parse` goes to the field `budget`, if there is one.
+
+    Raises:
+      TypeError: the name is no text, or the method no subclass of `KVTransform`.
+      ValueError: the name is taken, or is no such word.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> import kvjax
+      >>> @dataclass(frozen=True)
+      ... class Window(kvjax.StreamingLLM):
+      ...     "Keeps the newest tokens alone."
+      ...     sinks: int = 0
+      >>> kvjax.register("newest_only", Window)
+      >>> kvjax.parse("chain(newest_only, quantize)", budget=64).parts[0]
+      Window(budget=64, sinks=0, reposition=False)
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be text such as 'my_method', got {name!r}")
+    if not isinstance(method, type) or not issubclass(method, KVTransform):
+        hint = " (give the class, not an instance)" if isinstance(method, KVTransform) else ""
+        raise TypeError(f"method must be a subclass of kvjax.KVTransform, got {method!r}{hint}")
+    if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
+        raise ValueError(
+            f"name must be a word of letters, digits and underscores that is no word of Python's, "
+            f"got {name!r}"
+        )
+    known = _known()
+    if name in known or name in _OTHER_MEANINGS:
+        taken = known[name].__qualname__ if name in known else "something else"
+        raise ValueError(f"name must be new, {name!r} already means {taken}")
+    if any(field.name == "base" for field in dataclasses.fields(method)):
+        WRAPPERS[name] = method
+    elif method.stage in (Stage.REPRESENT, Stage.PLACE):
+        STORAGE[name] = method
+    else:
+        METHODS[name] = method
+
+
+def _known() -> dict[str, type[KVTransform]]:
+    return METHODS | WRAPPERS | STORAGE
+
 
 def parse(text: str, budget: int | float | None = None) -> KVTransform:
     """The transform that a text names: `h2o`, `snapkv(window=16)`, `every(snapkv, steps=64)`.
 
-    A name stands for its class, `chain(...)` for `kvjax.chain`; positional arguments of wrappers
-    are methods, keywords are literals. `budget` goes to every method that takes one and is not
-    given its own; it is the `reserve` of SpindleKV.
+    A name stands for its class, `chain(...)` for `kvjax.chain`. A wrapper's positional argument is
+    a method; keyword arguments are Python literals. `budget` goes to every method that takes a
+    budget and has none in the text; SpindleKV takes it as its `reserve`. `kvjax.register` adds
+    names.
 
     Raises:
       ValueError: unknown name or parameter, a missing budget, or text that is no such expression.
@@ -99,7 +155,7 @@ def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform
         if call.keywords:
             raise ValueError(f"chain takes methods only, got {call.keywords[0].arg}= in {text!r}")
         return chain(*inner)
-    known = METHODS | WRAPPERS | STORAGE
+    known = _known()
     if name not in known:
         names = ", ".join((*known, "chain"))
         raise ValueError(f"unknown method {name!r}; there are {names}")

@@ -140,12 +140,12 @@ class DecoderLayer(nnx.Module):
     def predict_queries(
         self, below: DecoderLayer, x: Float[Array, "B T C"]
     ) -> Float[Array, "B Q T D"]:
-        """Queries of what the attention of the layer `below` was given, not rotated.
+        """This layer's queries for the input of the attention of the layer `below`, not rotated.
 
         Args:
           below: the layer before this one.
           x: the residual stream as it entered that layer. It changes little from layer to layer, so
-            that these are close to the layer's own queries, and known earlier.
+            these queries are close to the layer's own, and they are known a layer earlier.
         """
         return self.attention.queries(below.attention_norm(x))
 

@@ -91,7 +91,7 @@ class Decoder(nnx.Module):
         """Runs new tokens through the model.
 
         Args:
-          tokens: token ids `[B, T]`; whatever stands at padding is not looked at.
+          tokens: token ids `[B, T]`; those at padding are ignored.
           positions: token positions `[B, T]`, −1 for padding, which may stand anywhere in a row.
           caches: one cache per layer, from `kvjax.init_cache` or an earlier call.
           layers: one transform per layer, from `kvjax.bind`.
@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
             logits and not T.
 
         Returns:
-          Logits `[B, T, V]` or `[B, N, V]` in float32 (at padding they mean nothing), and the
+          Logits `[B, T, V]` or `[B, N, V]` in float32 (meaningless at padding), and the
           caches with the new tokens. A transform may leave tokens of a prompt out of the next layer
           (PyramidInfer, where the prompt is read in one piece): their logits are 0.
 
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
             written.append(cache)
             if whole and len(written) < self.num_layers and drops_tokens(layer, cache):
                 x, reaching = pass_on(x, reaching, kvjax.kept_tokens(cache))
-        if reaching is not positions:  # some tokens have not come as far as here
+        if reaching is not positions:  # some tokens were dropped between layers
             if logits_at is not None:
                 positions = jnp.take_along_axis(positions, logits_at, axis=1)
             x = states_at(x, reaching, positions)

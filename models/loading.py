@@ -83,7 +83,7 @@ def from_pretrained(
     for name, tensor in read_tensors(stored, names):
         weight = names[name]
         value = _place(name, tensor.T if weight.transpose else tensor, dtype, sharding)
-        del tensor  # or it would be held while the next one is read
+        del tensor  # frees it before the next one is read
         filled[weight.path] = parameters[weight.path].replace(value)
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
@@ -149,7 +149,7 @@ def _match(
     weights: Mapping[str, Weight],
     parameters: Mapping[tuple, nnx.Variable],
 ) -> dict[str, Weight]:
-    """Tensor names to read, each with its place: every place once, every tensor accounted for."""
+    """Tensor names to read, each with its place. Every place has one, and no tensor is unknown."""
     names: dict[str, Weight] = {}
     taken: dict[tuple, str] = {}
     for name, tensor in stored.items():
@@ -189,7 +189,7 @@ def _check_tensor(name: str, tensor: StoredTensor, weight: Weight, shape: tuple[
 
 
 def _check_equal(first: str, second: str, stored: Mapping[str, StoredTensor]) -> None:
-    """A tied table may be stored under both names, but then it must be one table."""
+    """A tied table may be stored under both names, but then both must be equal."""
     (_, a), (_, b) = read_tensors(stored, (first, second))
     if not np.array_equal(a, b):
         raise ValueError(
@@ -212,7 +212,7 @@ def _place(
         raise ValueError(
             f"tensor {name} of shape {list(tensor.shape)} cannot be placed as {sharding}: {reason}"
         ) from error
-    # Waited for, or the host would hold all tensors whose transfer is still under way.
+    # Wait for the transfer, or the host would hold many tensors at a time.
     return value.block_until_ready()
 
 

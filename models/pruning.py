@@ -1,4 +1,4 @@
-"""Prompt tokens that go no further: their hidden states are dropped between layers."""
+"""Hidden-state pruning: the states of some prompt tokens are dropped between layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.attention.layer import Cache
 
 
 def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
-    """Whether a call reads a prompt in one piece: what a layer passes on is known at its end."""
+    """Whether a call reads a whole prompt, so that it knows what each layer passes on."""
     groups = (
         group for cache in caches for group in (cache if isinstance(cache, tuple) else [cache])
     )
@@ -19,8 +19,8 @@ def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
 
 
 def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:
-    """Whether a layer's transform keeps prompt tokens from the next layer, as few do."""
-    if isinstance(cache, tuple):  # each head group would pass on others
+    """Whether a layer's transform passes only some prompt tokens to the next layer."""
+    if isinstance(cache, tuple):  # each head group would pass on other tokens
         return False
     extent = kvjax.Extent(cache.kv.max_prompt, cache.kv.max_new)
     return layer.passes(extent) is not None

@@ -128,11 +128,12 @@ def _original_positions(
 
 
 def usable_positions(rope: RopeConfig, max_positions: int) -> int:
-    """How many tokens a model is made for whose `max_position_embeddings` is given.
+    """How many tokens a model is made for, from its `max_position_embeddings`.
 
     `"linear"` and `"dynamic"` configurations usually give the context before it was stretched:
-    theirs is multiplied by the factor. (Where a `"linear"` one already gives the stretched context
-    the result is too high; it only serves to refuse what cannot be meant.)
+    theirs is multiplied by the factor. (The result is too high for a `"linear"` configuration that
+    gives the stretched context already. That does no harm: the number only serves to refuse prompts
+    that are too long.)
     """
     stretched = rope.type in ("linear", "dynamic")
     return int(max_positions * rope.factor) if stretched else max_positions

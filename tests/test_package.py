@@ -1,6 +1,8 @@
 """What is shipped: the wheel, and which way imports point."""
 
+import inspect
 import os
+import pydoc
 import shutil
 import subprocess
 import sys
@@ -32,6 +34,34 @@ def test_version_is_the_packages():
     import kvjax
 
     assert version("kvjax") == kvjax.__version__
+
+
+def test_kvjax_shows_its_names_alone():
+    import kvjax
+
+    assert dir(kvjax) == sorted(kvjax.__all__)
+    modules = {name for name in dir(kvjax) if inspect.ismodule(getattr(kvjax, name))}
+    assert not modules
+    star = {}
+    exec("from kvjax import *", star)
+    assert set(star) - {"__builtins__"} == set(kvjax.__all__)
+
+
+def test_the_signature_of_a_model_is_that_of_its_call():
+    import kvjax
+
+    class Mine(kvjax.LanguageModel):
+        def __init__(self, size: int):
+            self.size = size
+
+    signature = inspect.signature(kvjax.LanguageModel)
+    assert list(signature.parameters) == [
+        "tokens", "positions", "caches", "layers", "phase", "last", "logits_at"
+    ]  # fmt: skip
+    assert signature.parameters["layers"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "LanguageModel(tokens: " in pydoc.render_doc(kvjax.LanguageModel)
+    assert list(inspect.signature(Mine).parameters) == ["size"]
+    assert list(inspect.signature(Mine(3)).parameters) == list(signature.parameters)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from kvjax.cli.compare_table import print_report
-from kvjax.cli.job import model_folder
+from kvjax.cli.model_folder import model_folder
+from kvjax.cli.text_file import read_text
 from kvjax.evaluation import Grid
 from kvjax.evaluation.compare import run
 from kvjax.evaluation.files import as_json, check_folder, timings
@@ -35,7 +36,7 @@ def compare(args: argparse.Namespace) -> int:
     grid = Grid.of(**{name: getattr(args, name) for name in _GRID})
     out = Path(args.out)
     check_folder(out)
-    text = demo.held_out_text() if args.text is None else _read_text(args.text)
+    text = demo.held_out_text() if args.text is None else _given_text(args.text)
     folder = model_folder(args.model)
     config = read_config(folder)
     grid.check_model(config.num_layers)
@@ -63,7 +64,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def method_list(text: str) -> list[str]:
-    """Methods between commas, of which some may have commas of their own; `all` for every one.
+    """Methods separated by commas, which may contain commas themselves; `all` for every method.
 
     Example:
       >>> from kvjax.cli.compare_command import method_list
@@ -83,12 +84,12 @@ def method_list(text: str) -> list[str]:
 
 
 def number_list(text: str) -> list[int | float]:
-    """Integers and decimals between commas."""
+    """Integers and decimals separated by commas."""
     return [_number(part) for part in text.split(",")]
 
 
 def depth_list(text: str) -> list[float]:
-    """Depths between commas, or how many of them are spread from 0 to 1."""
+    """Depths separated by commas, or the number of depths to spread evenly from 0 to 1."""
     depths = number_list(text)
     if len(depths) > 1 or isinstance(depths[0], float):
         return depths
@@ -100,7 +101,7 @@ def depth_list(text: str) -> list[float]:
 
 
 def name_list(text: str) -> list[str]:
-    """Names between commas."""
+    """Names separated by commas."""
     return [part.strip() for part in text.split(",")]
 
 
@@ -113,15 +114,8 @@ def _number(text: str) -> int | float:
     raise argparse.ArgumentTypeError(f"must be numbers between commas, got {text.strip()!r}")
 
 
-def _read_text(path: str) -> str:
-    """The text of a UTF-8 file."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        where = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise ValueError(f"{path} is not UTF-8 text: {where}") from error
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+def _given_text(path: str) -> str:
+    text = read_text(path)
     if not text.strip():
         raise ValueError(f"{path} is empty")
     return text
@@ -130,7 +124,7 @@ def _read_text(path: str) -> str:
 class _Bar(Progress):
     """One bar over all cells with the time left, and below it what is measured now.
 
-    It stands on standard error, if that is a terminal, and is gone at the end.
+    It is shown on standard error, if that is a terminal, and removed at the end.
     """
 
     def __init__(self, shown: bool) -> None:

@@ -37,9 +37,9 @@ def print_report(console: Console, results: Results, folder: Path) -> None:
     console.print(
         f"Accuracy over {settings['cases'] * cells:,} cases ({settings['cases']} at each of "
         f"{len(settings['depths'])} depths in prompts of {lengths} tokens) with 95 % Wilson "
-        "interval; green: the full cache's lies in it. The question is inside the compressed "
-        "prompt.\n"
-        "Δ nats: loss per token of held-out text, more than with the full cache. cache: its bytes "
+        "interval; green: the full cache's accuracy lies in it. The question is inside the "
+        "compressed prompt.\n"
+        "Δ nats: loss per token of held-out text minus that with the full cache. cache: its bytes "
         "after the prompt, as a share of the full cache's. recall: of the tokens with the most "
         "attention. error: relative, of the attention outputs. TTFT, TPOT: time to the first token "
         "and per further token.",
@@ -95,13 +95,13 @@ def _table(results: Results, wide: bool, *, answers: bool, figures: bool) -> Tab
 
 
 def _accuracy(found: Proportion | None, full: Proportion | None) -> Text:
-    """Share and interval, green where it is the full cache's as far as the cases can say."""
+    """Share and interval, green where the full cache's share lies in the interval."""
     if found is None:
         return _failed()
     low, high = found.interval
     as_full = full is not None and low <= full.share <= high
     text = Text(found.percent, style="green" if as_full else "")
-    # Rounded outwards: 100-100 would claim more than 200 of 200 can say.
+    # Rounded outwards: 100-100 would claim more certainty than 200 of 200 cases give.
     return text.append(f" {math.floor(100 * low)}-{math.ceil(100 * high)}", style="dim")
 
 

@@ -15,7 +15,8 @@ from typing import NoReturn
 import jax
 
 import kvjax
-from kvjax.cli import commands, compare_command, job
+from kvjax.cli import compare_command, generate_command, methods_command, user_modules
+from kvjax.cli.generation_request import DEFAULT_BUDGET
 from kvjax.evaluation import grid
 
 _CLOSED_PIPE, _INTERRUPTED = 1, 130
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
                 sys.stdout.reconfigure(errors="replace")
             args = _parser().parse_args(argv)
+            for module in getattr(args, "imports", ()):
+                user_modules.import_module(module)
             code = args.run(args)
             if argv is None and _interrupted():
                 os._exit(_INTERRUPTED)
@@ -58,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     except KeyboardInterrupt:
         if argv is None:
-            # The process is ours to end, and at once: JAX can crash when the interpreter is taken
-            # down after a compilation was interrupted.
+            # End the process at once: JAX can crash when the interpreter shuts down after a
+            # compilation was interrupted.
             os._exit(_INTERRUPTED)
         return _INTERRUPTED
     except BrokenPipeError:
@@ -82,9 +85,9 @@ def _end_if_interrupted(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _end_after_interrupt() -> None:
-    """Ends the process a second after a Ctrl-C, should nobody have seen the exception.
+    """Ends the process a second after a Ctrl-C whose exception was lost.
 
-    It is raised wherever Python happens to be: in a callback of compiled code it would be lost.
+    Python raises it wherever it happens to be, and in some places, such as finalizers, it is lost.
     """
     if not hasattr(signal, "setitimer"):  # not POSIX
         return
@@ -116,7 +119,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors go the way of all others."""
+    """A parser that raises its errors as ValueError, like every other error of the user's."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")
@@ -135,9 +138,17 @@ def _parser() -> _Parser:
         "methods", allow_abbrev=False, help="list the methods of compression",
         description="Lists the methods of compression with their parameters and papers.",
     )  # fmt: skip
+    _add_import(methods)
     methods.add_argument("--json", action="store_true", help="print one JSON object")
-    methods.set_defaults(run=commands.methods)
+    methods.set_defaults(run=methods_command.methods)
     return parser
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--import", metavar="MODULE", action="append", default=[], dest="imports",
+        help="a module, or a .py file, that registers methods with kvjax.register; may be given "
+        "several times"
+    )  # fmt: skip
 
 
 def _add_generate(added) -> None:
@@ -146,13 +157,14 @@ def _add_generate(added) -> None:
         help="continue a prompt through a compressed cache",
         description="Continues a prompt through a compressed cache. The text goes to standard\n"
         "output, figures to standard error. Without --model, the bundled model continues\n"
-        "it. Without a prompt too, the bundled model answers a question about a long\n"
+        "it. Without a prompt as well, the bundled model answers a question about a long\n"
         "document, with the method and with the full cache.",
         epilog="examples:\n"
         "  kvjax generate\n"
         "  kvjax generate --model DIR --prompt 'Once upon a time' --budget 256\n"
         "  kvjax generate --model DIR --prompt-file book.txt --method streaming_llm\n"
-        "  kvjax generate --model DIR --prompt Hello --method 'every(snapkv, steps=64)'",
+        "  kvjax generate --model DIR --prompt Hello --method 'every(snapkv, steps=64)'\n"
+        "  kvjax generate --import mine.py --method mine",
     )  # fmt: skip
     add = parser.add_argument
     add("--model", metavar="DIR_OR_ID",
@@ -163,10 +175,10 @@ def _add_generate(added) -> None:
     prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 file with it, read as it is")
     add("--method", metavar="NAME", default="snapkv",
         help="a method of `kvjax methods` or a composition of them (default: snapkv)")  # fmt: skip
-    default = job.DEFAULT_BUDGET
+    _add_import(parser)
     add("--budget", metavar="N_OR_FRACTION", type=_budget,
         help="what to keep: slots per head (256) or a share of the prompt (0.2); for every part "
-        f"of --method that takes a budget and is not given its own (default: {default})"
+        f"of --method that takes a budget and is not given its own (default: {DEFAULT_BUDGET})"
     )  # fmt: skip
     add("--max-new", metavar="N", type=int,
         help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
@@ -183,7 +195,7 @@ def _add_generate(added) -> None:
     )
     add("--seed", metavar="N", type=_seed, default=0, help="of the draws (default: 0)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.set_defaults(run=commands.generate)
+    parser.set_defaults(run=generate_command.generate)
 
 
 def _add_compare(added) -> None:
@@ -213,6 +225,7 @@ def _add_compare(added) -> None:
     )  # fmt: skip
     add("--methods", compare_command.method_list, grid.METHODS,
         "methods of `kvjax methods` and compositions, or all; full is always there")  # fmt: skip
+    _add_import(parser)
     add("--budgets", compare_command.number_list, grid.BUDGETS,
         "shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
     add("--lengths", compare_command.number_list, grid.LENGTHS, "tokens of a prompt")

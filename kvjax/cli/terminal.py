@@ -30,11 +30,11 @@ from kvjax.registry import parameters
 class Display:
     """Progress on standard error: a spinner, and a bar over the layers that read the prompt.
 
-    It is gone when the first token comes or the block is left, and was never there where standard
+    It disappears when the first token comes or the block ends. Nothing is shown where standard
     error is no terminal.
 
     Args:
-      wanted: False shows nothing anywhere.
+      wanted: False: nothing is shown on a terminal either.
     """
 
     def __init__(self, wanted: bool = True) -> None:
@@ -52,7 +52,7 @@ class Display:
             console=console,
             transient=True,
             disable=not self.shown,
-            # Standard output may be a file: it is none of the display's business.
+            # The display leaves standard output alone, which may be a file.
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -65,7 +65,7 @@ class Display:
         self.stop()
 
     def stop(self) -> None:
-        """Takes the display away."""
+        """Removes the display."""
         self._progress.stop()
 
     def stage(self, what: str, total: int | None = None) -> None:
@@ -77,7 +77,7 @@ class Display:
     def layers(self, num_layers: int, what: str) -> Callable[[int], None] | None:
         """An `on_layer` for `kvjax.generate`; None where nothing is shown.
 
-        Until the first layer reports, the stage that was shown before stays.
+        The stage that was shown before stays until the first layer reports.
         """
         if not self.shown:
             return None
@@ -123,6 +123,17 @@ def print_figures(result: Generation) -> None:
         fetched = decimal(round(result.recall.fetched_bytes_per_step))
         line += f" · {100 * result.recall.hit_rate:.0f}% hits, {fetched} fetched per token"
     Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
+
+
+def print_dropped(result: Generation, method: str) -> None:
+    """One line on standard error where tokens were lost."""
+    if not result.dropped:
+        return
+    line = (
+        f"{method} lost {result.dropped:,} tokens that found no free slot, summed over layers and "
+        "heads: it keeps more than it promises"
+    )
+    Console(stderr=True, highlight=False).print(line, style="red", soft_wrap=True, markup=False)
 
 
 def answers(expected: str, texts: Mapping[str, str], right: Mapping[str, bool]) -> Padding:

@@ -1,9 +1,9 @@
 """Measures of what a compressed cache does to a model."""
 
 from .compare import compare
+from .fidelity import Fidelity, attention_error, measure_fidelity, recall_rate
 from .grid import Cell, Grid
 from .perplexity import continuation_nll
-from .recall import Fidelity, attention_error, measure_fidelity, recall_rate
 from .results import Proportion, Results
 from .retrieval import TASKS, Case, Haystack, is_right
 

@@ -20,16 +20,16 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.protocol import KVTransform
 
 from . import files, plots
+from .fidelity import measure_fidelity
 from .grid import BUDGETS, CASES, DEFAULT_TASKS, DEPTHS, LENGTHS, METHODS, Cell, Grid
 from .material import WINDOWS, Material
 from .perplexity import continuation_nll
-from .recall import measure_fidelity
 from .results import Results
 from .retrieval import is_right
 
 OnProgress = Callable[[int, int, str], None]
 
-_COMPILING = 30_000  # tokens that could be read while a cell's code is compiled, about
+_COMPILING = 30_000  # cost of compiling a cell's code, as tokens read in that time, roughly
 _CLEAR_AFTER = 16  # groups whose compiled code is kept at a time
 
 
@@ -59,7 +59,7 @@ def compare(
     recall and attention error while the answer is given (`measure_fidelity`). Cases run one at a
     time, so times are those of one row. Every method sees the same cases and windows.
 
-    A method that is calibrated (InfiniGen) is so on the first tokens of the text.
+    A method that needs a calibration (InfiniGen) gets it from the first tokens of the text.
 
     A cell that raises is recorded as failed and the others go on. Compiled code is dropped
     (`jax.clear_caches`) now and then, so that large grids do not run out of memory maps.
@@ -74,8 +74,8 @@ def compare(
       out: folder for `results.json`, `results.csv`, `timings.json` and pictures. Finished cells are
         kept in it: after an interruption the same call goes on where it stopped. None writes
         nothing.
-      on_progress: called before every cell and at the end with what is done, what there is in all
-        (in tokens to read, about), and what comes now.
+      on_progress: called before every cell and at the end with the work done, the whole work (both
+        in tokens to read, roughly), and a name for what is measured next.
 
     Returns:
       `Results`.
@@ -181,7 +181,7 @@ def _costs(grid: Grid) -> dict[Cell, int]:
 
 
 def _try(measure: _Measure, transform: KVTransform, cell: Cell) -> dict[str, Any]:
-    """What was measured, or why not, and how long it took."""
+    """What was measured, or the reason why nothing was, and the seconds that it took."""
     start = time.perf_counter()
     try:
         found = getattr(measure, cell.measure)(measure.calibrated(transform), cell)
@@ -251,7 +251,7 @@ class _Measure:
 
 
 def _fingerprint(params: Mapping[str, Any]) -> str:
-    """What identifies weights: names, shapes and a sample of the values."""
+    """A hash of weights: of their names, shapes and a sample of their values."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""The folder of a comparison: what is finished while it runs, and what it found."""
+"""The folder of a comparison: its finished cells while it runs, and its results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CACHE_COLUMNS = ("nll", "nll_difference", "perplexity_ratio", "recall", "attent
 
 
 class Journal:
-    """The finished cells of a run, one line each, kept so that it can be gone on with.
+    """The finished cells of a run, one line each, so that an interrupted run can be resumed.
 
     Args:
       folder: where; it need not exist yet.
       settings: of the run.
 
     Raises:
-      ValueError: the folder cannot be one, cannot be written to, or holds something else.
+      ValueError: the path is no folder, cannot be written to, or holds something else.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Journal:
         path = self.folder / CELLS
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         records = {}
-        # What stands behind the last line end was torn by an interruption.
+        # An interruption may have left a part of a line after the last line end.
         for number, line in enumerate(lines[:-1], 1):
             try:
                 record = json.loads(line)
@@ -55,12 +55,12 @@ class Journal:
         return {cell: found for cell, found in records.items() if "failed" not in found}
 
     def open(self) -> Journal:
-        """Makes the folder and writes the settings, where that has not been done."""
+        """Makes the folder and writes the settings, unless they are there already."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / SETTINGS).exists():
             _replace(self.folder / SETTINGS, _dumps(self._settings))
         path = self.folder / CELLS
-        if path.exists():  # or the next line would be added to a torn one
+        if path.exists():  # cuts off a part of a line, or the next one would be added to it
             whole = path.read_bytes()
             os.truncate(path, whole.rfind(b"\n") + 1)
         return self
@@ -149,7 +149,7 @@ def timings(results: Results) -> dict[str, Any]:
 
 
 def _as_csv(results: Results) -> str:
-    """A line per retrieval cell, what is known of its cache behind it."""
+    """A line per retrieval cell, followed by the figures of its cache."""
     caches = {row[:3]: row for row in results.caches()}
     lines = []
     for row in results.rows():
@@ -186,7 +186,7 @@ def _without_times(row) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with floats of six decimals: more of them is noise."""
+    """The same with floats rounded to six decimals; further ones are noise."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):
@@ -199,7 +199,7 @@ def _dumps(value: Any) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes beside and renames, so that a reader never sees half a file."""
+    """Writes a temporary file and renames it, so that a reader never sees half a file."""
     beside = path.with_name(path.name + ".part")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)

@@ -77,7 +77,7 @@ class Grid:
       candidates: methods with budgets, the full cache first.
       tasks: of `kvjax.evaluation.TASKS`.
       lengths: prompt tokens, question included.
-      depths: shares of the text that stand before what is asked for.
+      depths: shares of the text that come before the sentence that is asked for.
       cases: per task, length and depth; every candidate sees the same ones.
       seed: of the cases.
     """
@@ -101,7 +101,7 @@ class Grid:
         cases: int = CASES,
         seed: int = 0,
     ) -> Grid:
-        """A grid of these methods and budgets; what stands twice counts once.
+        """A grid of these methods and budgets; duplicates count once.
 
         Args:
           methods: names and compositions as `kvjax.parse` reads them. `full` is always there.

@@ -17,7 +17,7 @@ from .retrieval import Case, Haystack, start_tokens
 WINDOWS = 8
 """Rows of held-out text."""
 
-_CONTINUATION = 128  # most tokens of a row that are decoded and paid for
+_CONTINUATION = 128  # most tokens of a row that are predicted after the prompt
 
 
 class Material:
@@ -54,7 +54,7 @@ class Material:
         )
 
     def check(self, model: Sized) -> None:
-        """Raises ValueError if a model, or the model of a configuration, cannot read it."""
+        """Raises ValueError if a model, of which the configuration is enough, cannot read it."""
         grid = self.grid
         case = self.cases(grid.tasks[0], grid.lengths[-1], grid.depths[0])[0]
         check_prompts(model, [case.prompt], (Full(),), self.new_tokens)
@@ -84,9 +84,9 @@ class Material:
         return np.array(rows, np.int32), length - min(_CONTINUATION, length // 4)
 
     def sample(self) -> list[int]:
-        """The first tokens of the text, no more than the shortest prompts have."""
+        """The first tokens of the text, as many as the shortest prompts have."""
         return self._tokens[: self.grid.lengths[0]].tolist()
 
     def fingerprint(self) -> str:
-        """What identifies the text as the tokenizer reads it."""
+        """A hash of the text's tokens."""
         return hashlib.sha256(self._tokens.tobytes()).hexdigest()[:16]

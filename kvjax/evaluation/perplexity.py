@@ -1,4 +1,4 @@
-"""How well a model goes on with a text after its cache was compressed."""
+"""How well a model predicts a text after its cache was compressed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def continuation_nll(
     tokens: Int[np.ndarray, "B N"],
     prompt: int,
 ) -> Float[np.ndarray, "B M"]:
-    """Nats that the model pays for each token after a compressed prompt.
+    """Negative log-likelihood of each token after a compressed prompt, in nats.
 
     The first `prompt` tokens are read in one pass and compressed; the M = N − prompt others are fed
     one at a time through decode steps, so that methods which compress while decoding do so. Entry
@@ -39,7 +39,7 @@ def continuation_nll(
       Negative log-likelihoods in nats, `[B, M]`.
 
     Raises:
-      TypeError: `tokens` are no integers, or `prompt` is none.
+      TypeError: `tokens` or `prompt` are no integers.
       ValueError: `tokens` is not `[B, N]` or one lies outside the vocabulary, `prompt` is outside
         its range, or N is more than the model's positions.
 
@@ -97,19 +97,19 @@ def _nll(apply, layers, sizes, prompt: int, params, tokens) -> Float[Array, "B M
     def step(carry, new):
         logits, caches = carry
         token, position = new
-        paid = _paid(logits, token)
+        nll = _token_nll(logits, token)
         logits, caches = apply(
             params, token[:, None], position[:, None], caches,
             layers=layers, phase="decode", last=True, logits_at=None,
         )  # fmt: skip
-        return (logits[:, -1], caches), paid
+        return (logits[:, -1], caches), nll
 
-    # The last token is paid for and not read: nothing comes after it.
+    # The last token is predicted and not fed: nothing comes after it.
     fed = tokens[:, prompt:-1].T, positions[:, prompt:-1].T
-    (logits, _), paid = jax.lax.scan(step, (logits[:, -1], caches), fed)
-    return jnp.concatenate((paid, _paid(logits, tokens[:, -1])[None])).T
+    (logits, _), nll = jax.lax.scan(step, (logits[:, -1], caches), fed)
+    return jnp.concatenate((nll, _token_nll(logits, tokens[:, -1])[None])).T
 
 
-def _paid(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
-    chances = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return -jnp.take_along_axis(chances, token[:, None], axis=-1)[:, 0]
+def _token_nll(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
+    log_probability = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(log_probability, token[:, None], axis=-1)[:, 0]

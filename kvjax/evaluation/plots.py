@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; each with a marker and a dash of
-# its own, for those who print in grey.
+# Okabe and Ito's colours, which colour-blind readers can tell apart. Each has a marker and a dash
+# of its own, so that prints in grey can be read too.
 _STYLES = (
     ("#0072B2", "o", "-"), ("#D55E00", "s", (0, (5, 2))), ("#009E73", "^", (0, (5, 1, 1, 1))),
     ("#CC79A7", "D", (0, (1, 1))), ("#E69F00", "v", (0, (9, 2))), ("#56B4E9", "P", (0, (3, 1))),
@@ -64,7 +64,7 @@ def accuracy_vs_budget(results: Results) -> Figure:
     for task, axes in panels.items():
         _full_line(axes, averages, task)
         for number, method in enumerate(_methods(results)[1:]):
-            # Bars of methods that are equally good would hide each other.
+            # Shifted sideways, or the bars of equally good methods would hide each other.
             aside = 0.08 * (number - (len(_methods(results)) - 2) / 2)
             own = [row for row in averages if row.method == method]
             if own[0].budget is None:
@@ -75,7 +75,7 @@ def accuracy_vs_budget(results: Results) -> Figure:
         axes.set_xticks(range(len(budgets)), map(str, budgets))
         axes.set_xlim(-0.5, max(1, len(budgets)) - 0.5)
         axes.set_xlabel(f"budget ({_unit(budgets)})")
-    _finish(figure, results, "What is still answered, by budget")
+    _finish(figure, results, "Right answers by budget")
     return figure
 
 
@@ -84,7 +84,7 @@ def bytes_vs_accuracy(results: Results) -> Figure:
     from matplotlib.ticker import NullFormatter, PercentFormatter
 
     averages = results.averages()
-    # Where a cell failed, bytes may be missing too: then there is no place for the point.
+    # A candidate with a failed cell may have no bytes, and then it has no point.
     share = {
         row[:2]: row.cache_bytes / row.full_cache_bytes
         for row in averages
@@ -105,7 +105,7 @@ def bytes_vs_accuracy(results: Results) -> Figure:
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("bytes of the cache, share of the full cache's (log scale)")
-    _finish(figure, results, "What is still answered, by bytes")
+    _finish(figure, results, "Right answers by bytes")
     return figure
 
 
@@ -202,13 +202,13 @@ def _full_line(axes: Axes, averages: list[Average], task: str) -> None:
 def _line(axes: Axes, x: Sequence[float], rows: list[Average], task: str, number: int) -> None:
     """A method's points with their intervals; failed ones are left out and break the line.
 
-    Later methods have smaller markers, so that one in the same place is seen around them.
+    Later methods have smaller markers, so that a marker in the same place below them is visible.
     """
     colour, marker, dash = _STYLES[number % len(_STYLES)]
     found = [row.accuracy[task] for row in rows]
     points = [_GAP if one is None else (one.share, *one.interval) for one in found]
     y, low, high = zip(*points, strict=True) if points else ((), (), ())
-    # Of 0 and 1, rounding may put an end of the interval on the wrong side.
+    # For shares of 0 and 1, rounding may put an end of the interval on the wrong side.
     below = np.maximum(np.subtract(y, low), 0)
     above = np.maximum(np.subtract(high, y), 0)
     axes.errorbar(

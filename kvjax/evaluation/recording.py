@@ -1,4 +1,4 @@
-"""Decode steps on record: what each layer was given, and which tokens it looked at."""
+"""Records of decode steps: what each layer was given, and which tokens it attended to."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Record:
 
     Args:
       query, key, value: of the new tokens; rotated where `rope` is None.
-      predicted: what the query was expected to be, rotated as it is; None where the model does not
-        say.
+      predicted: the query as it was predicted a layer earlier, rotated if `query` is; None where
+        the model predicts none.
       seen: token positions of the slots that attention looked at, the new tokens' included; -1 =
         none. K lists, one per KV head or one per query head.
       rope: what rotates query and key.
@@ -89,7 +89,7 @@ class Recorded(KVTransform):
 
 @dataclass(frozen=True)
 class FullUnrotated(KVTransform):
-    """The full cache with keys as methods want them that rotate late."""
+    """The full cache with unrotated keys, for methods that rotate keys when they are read."""
 
     needs = property(lambda self: Needs(unrotated_keys=True))
 
@@ -122,8 +122,8 @@ def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
 def seen_by_head(layer: KVTransform, records: list[Record]) -> Int[Array, "B H N"]:
     """The positions that each KV head looked at, of all groups in the order of the heads.
 
-    What a KV head's query heads looked at by lists of their own stands there one after the other,
-    so that a position may stand there more than once.
+    Where query heads have lists of their own, a KV head's list joins those of its query heads, so a
+    position may occur more than once.
     """
     seen = [own.seen.reshape(*own.key.shape[:2], -1) for own in records]
     if not isinstance(layer, HeadGroups):

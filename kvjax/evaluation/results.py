@@ -12,7 +12,7 @@ from .grid import Cell
 
 
 class Proportion(NamedTuple):
-    """`right` of `cases`, and what that says of the true share.
+    """`right` of `cases`, with a confidence interval of the true share.
 
     Example:
       >>> from kvjax.evaluation import Proportion
@@ -47,7 +47,7 @@ class Proportion(NamedTuple):
         References:
           Wilson, Probable Inference, the Law of Succession, and Statistical Inference, 1927.
         """
-        # Imported here: it takes a while, and only reports need it.
+        # Imported here: scipy takes a while to import, and only reports need it.
         from scipy.stats import binomtest
 
         low, high = binomtest(self.right, self.cases).proportion_ci(method="wilson")
@@ -76,7 +76,7 @@ class Row(NamedTuple):
 
 
 class CacheRow(NamedTuple):
-    """What a candidate's cache does at one length. None: it failed, or the full cache did.
+    """Figures of a candidate's cache at one length. None: a cell of it, or of full, failed.
 
     Args:
       method, budget, length: the candidate and the prompt's tokens.
@@ -137,7 +137,7 @@ class Results:
     """What `kvjax.evaluation.compare` found.
 
     Args:
-      settings: what the results are a function of.
+      settings: everything that determines the results.
       records: every cell of the grid → what was measured, or `{"failed": reason}`.
     """
 

@@ -15,10 +15,10 @@ from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
 
 TASKS = ("needle", "multi_needle", "key_value", "chain")
 """`needle`: one sentence in the text. `multi_needle`: several, one is asked for. `key_value`: a
-list of keys and values, one is asked for. `chain`: a key has the code of another key, which is told
-elsewhere."""
+list of keys and values, one is asked for. `chain`: a key has the code of another key, and another
+sentence tells that one's code."""
 
-_NEAR = 100  # tokens that an end of a sentence may be off
+_NEAR = 100  # most tokens between a wanted place and the end of a sentence that is taken instead
 
 _LINE = Wording("{key}:", "Which value has the {key}?")
 _LINK = " The code of the {key} is the code of the {other}."
@@ -32,7 +32,7 @@ class Case:
       prompt: token ids, with the question at the end.
       answer: the digits that must come first among the digits of the continuation.
       position: index in `prompt` of the first token of what is asked for.
-      reply_tokens: tokens that an exact answer takes, one for its end included.
+      reply_tokens: tokens of an exact answer, with its end token.
     """
 
     prompt: list[int]
@@ -43,26 +43,26 @@ class Case:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """What goes into the filler (share of it that stands before, text), and the question."""
+    """What goes into the filler, as (share of the filler before it, text), and the question."""
 
     asked: tuple[float, str]
     others: list[tuple[float, str]]
     question: str
     reply: str
     answer: str
-    line: tuple[str, str] = ("", "")  # of a list: what stands before the asked line, and the line
+    line: tuple[str, str] = ("", "")  # of a list: the text before the asked line, and the line
 
 
 class Haystack:
     """Makes retrieval cases in a text.
 
-    Prompts have an exact number of tokens: a window of the text, needles behind ends of sentences,
-    and the question. Keys and values are drawn anew for every case, keys from words that the
-    bundled model was never asked for.
+    Prompts have an exact number of tokens: a window of the text, needles after ends of sentences,
+    and the question. Keys and values are drawn anew for every case; keys are made of words that are
+    in no key of the bundled model's training.
 
     Args:
-      tokenizer: of the model, from `transformers`. What it puts before a text stands at the start
-        of a prompt; a special token that is spelled out in the text is read as text.
+      tokenizer: of the model, from `transformers`. Prompts begin with the special tokens that it
+        puts before a text. A special token that is spelled out in the text is read as text.
       text: the filler, longer than the longest prompt.
 
     Raises:
@@ -170,7 +170,7 @@ def start_tokens(tokenizer: Any) -> list[int]:
 def _place(ends: np.ndarray, at: float, room: int) -> int:
     """Where in `room` tokens of filler a piece goes: an end of a sentence near the share `at`.
 
-    In text without sentences there is none near, and it goes where it should, between any tokens.
+    If no sentence ends near that place, it goes exactly there, between any two tokens.
     """
     places = np.concatenate(([0], ends, [room]))
     place = int(places[np.abs(places - at * room).argmin()])

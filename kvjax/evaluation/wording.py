@@ -1,8 +1,8 @@
 """How retrieval tasks are worded: sentences that hide a value, and the words that keys are made of.
 
-A key is an adjective and a noun, "amber falcon". No held-out word stands in a key that the bundled
-model was trained with, so a key made of them is new in both its parts; nor was it trained with the
-held-out wording.
+A key is an adjective and a noun, "amber falcon". The bundled model was trained without the held-out
+wording, and without keys that contain a held-out word: a key of two held-out words is new to it in
+both parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is found out about a model once, on sample text, before anything is compressed."""
+"""Calibration: what some methods measure once in a model, on sample text."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ def calibrate_outlier_heads(
     sinks: int = 16,
     recent: int = 64,
 ) -> OutlierHeads:
-    """The heads whose keys resemble each other least: those that Chelsea is to leave alone.
+    """The heads whose keys resemble each other least, which Chelsea leaves uncompressed.
 
-    The model reads the sample with the full cache. In each KV head, sinks and recent tokens apart,
-    every token of set A has an edge to its most similar one of set B, as in Chelsea's first pass.
-    A head's score is the share of A whose edge is not above `threshold`, averaged over the rows;
-    the `fraction` of all heads with the highest score, at least one, are the outliers.
+    The model reads the sample with the full cache. In each KV head, every token of set A has an
+    edge to the most similar token of set B, as in Chelsea's first pass; sinks and recent tokens are
+    in neither set. A head's score is the share of A whose edge is not above `threshold`, averaged
+    over the rows. The `fraction` of all heads with the highest scores, at least one head, are the
+    outliers.
 
     Args:
       model: as for `kvjax.generate`.
       sample: token ids of each row; rows may differ in length. The paper samples WikiText-2.
-      threshold: cosine below which an edge does not count; between the similarities of most heads
-        and those of the outliers.
+      threshold: cosine above which an edge counts. It should lie between the similarities in most
+        heads and those in the outliers.
       fraction: share of heads, rounded to the nearest count; 0.04 as in the paper.
       chunk, sinks, recent: numbers of tokens, as in `Chelsea`.
 
@@ -55,7 +56,7 @@ def calibrate_outlier_heads(
 
     Raises:
       TypeError, ValueError: what `kvjax.generate` raises for prompts, a row that is too short to
-        have any A and B between sinks and recent tokens, a threshold outside (-1, 1], a fraction
+        have tokens between sinks and recent ones, a threshold outside (-1, 1], a fraction
         outside (0, 1] or one that leaves no head over.
 
     Example:
@@ -162,11 +163,12 @@ def calibrate_infinigen(
 ) -> InfiniGenCalibration:
     """The few channels of skewed queries and keys by which `InfiniGen` predicts attention.
 
-    The model reads the sample with the full cache. In each KV head, with the rotated queries of
-    its group and its rotated keys as the rows of one matrix, A is the matrix of right singular
-    vectors; an orthogonal matrix changes no product of query and key, `qA · kA = q · k`, but
-    gathers what matters in few channels. The `n = max(1, int(share · D))` channels of the largest
-    `Σ |q A|` and the n of the largest `Σ |k A|` stay: P, the columns of A for these.
+    The model reads the sample with the full cache. In each KV head, the rotated queries of its
+    group and its rotated keys are the rows of one matrix, and A holds the right singular vectors of
+    that matrix. A is orthogonal, so it changes no product of a query and a key,
+    `qA · kA = q · k`, but it gathers most of the product in few channels. The result P has the
+    columns of A for the `n = max(1, int(share · D))` channels with the largest `Σ |q A|` and for
+    the n with the largest `Σ |k A|`.
 
     Args:
       model: as for `kvjax.generate`.
@@ -175,8 +177,8 @@ def calibrate_infinigen(
       share: of the channels, for queries and for keys; 0.2 as in the authors' code.
 
     Returns:
-      What `InfiniGen` takes as `calibration`: at most 2n channels, padded with zeros to the most of
-      any head. The model and the sample determine it but for the signs of channels.
+      What `InfiniGen` takes as `calibration`: at most 2n channels per head, padded with zeros
+      to as many as any head has. Model and sample determine it, except for the channels' signs.
 
     Raises:
       TypeError, ValueError: what `kvjax.generate` raises for prompts, a share outside (0, 1].
@@ -199,7 +201,7 @@ def calibrate_infinigen(
     check_number("share", share, above=0, most=1)
     check_prompts(functional, sample, (Full(),), 0)
     tokens, positions = _padded(sample)
-    # float32: what is measured once should not depend on how a platform stores keys.
+    # float32: a calibration should not depend on the dtype in which a platform stores keys.
     empty = _empty_cache(functional, _AllQueries(positions.shape[1]), positions, dtype=jnp.float32)
     caches = (empty,) * functional.num_layers
     layers = _queries_and_keys(functional.apply, functional.params, caches, tokens, positions)
@@ -214,11 +216,12 @@ def calibrated(
     model: LanguageModel | FunctionalModel,
     sample: Sequence[Sequence[int]],
 ) -> KVTransform:
-    """The transform, or chain, with every `InfiniGen` in it calibrated that was not yet.
+    """The transform, or chain, in which every `InfiniGen` is calibrated.
 
     Args:
       transform: any.
-      model, sample: as for `calibrate_infinigen`, which is called only where it is needed.
+      model, sample: as for `calibrate_infinigen`, which is called only for an `InfiniGen` without
+        calibration.
 
     Example:
       >>> import kvjax

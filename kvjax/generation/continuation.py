@@ -1,19 +1,20 @@
-"""Text from tokens as they come, without half characters and lost spaces."""
+"""Text from tokens as they come, in whole characters and with every space."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-_UNREADABLE = "\ufffd"  # what decoders put where bytes are no whole character
-_CONTEXT = 32  # prompt tokens that are decoded along; a decoder looks back at a few at most
+_UNREADABLE = "\ufffd"  # what decoders write for bytes that form no whole character
+_CONTEXT = 32  # prompt tokens decoded together with new ones; decoders look back at a few
 
 
 class Continuation:
     """The text that new tokens add to a prompt, handed over piece by piece.
 
-    Tokens are decoded behind the end of the prompt: alone, a sentencepiece tokenizer would take the
-    space before the first word away. A character whose bytes have not all come yet is held back.
+    New tokens are decoded together with the end of the prompt: decoded alone, they would lose the
+    space before the first word with a sentencepiece tokenizer. A character is held back until all
+    of its bytes have come.
 
     Args:
       decode: token ids → text.
@@ -42,14 +43,14 @@ class Continuation:
         return self._decode(self._tokens)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Takes more tokens, returns what is certain and has not been returned before."""
+        """Takes more tokens and returns the new text that no later token can change."""
         self._tokens.extend(tokens)
         certain = self.text.rstrip(_UNREADABLE)
         # An incomplete character can make the ones before it unreadable, until it is complete.
         return self._give(certain) if certain.startswith(self._given) else ""
 
     def finish(self) -> str:
-        """Everything that has not been returned yet: no further tokens will come."""
+        """Returns the rest of the text, after the last token."""
         return self._give(self.text)
 
     def _give(self, text: str) -> str:

@@ -19,7 +19,7 @@ from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes, nbytes
 from kvjax.compose.chain import bind
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.progress import listening, unwatch, watch
+from kvjax.generation.progress import listening, report_layers
 from kvjax.generation.sampling import Sampling
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import RecallStatistics, opened, recall_statistics
@@ -52,6 +52,9 @@ class Generation:
         `Offload` keeps there.
       recall: how often offloaded caches had what a step selected, and what crossed; None where
         nothing is offloaded.
+      dropped: tokens that found no free slot and were lost, summed over layers, rows and lists of
+        slots (one per KV head, or per query head for methods that need that). 0 unless a method
+        keeps more than its `extent` promises.
     """
 
     tokens: list[list[int]]
@@ -64,6 +67,7 @@ class Generation:
     full_cache_bytes: int
     memory_bytes: dict[str, int]
     recall: RecallStatistics | None
+    dropped: int
 
 
 def generate(
@@ -96,7 +100,8 @@ def generate(
       sampling: greedy by default.
       seed: of the draws, below 2**32; each row draws with its own key.
       on_tokens: called with the new tokens per row as they come, about ten times a second.
-      on_layer: called with the number of each layer whose prompt has been read.
+      on_layer: called with the number of each layer once it has read the prompt, in order, from
+        another thread. What it raises is raised here after the prompt pass.
       buckets: padded prompt lengths to choose from; by default four per power of two, from 64 on.
       dtype: of keys and values; see `init_cache`.
 
@@ -131,21 +136,15 @@ def generate(
         functional.head_dim, tokens.shape[1], max_new_tokens, dtype,
         sampling, tuple(int(token) for token in end_tokens),
     )  # fmt: skip
-    watched, key = on_layer is not None, jax.random.key(seed)
-    prompt_args = (
-        plan,
-        watched,
-        functional.params,
-        jnp.asarray(tokens),
-        jnp.asarray(positions),
-        key,
-    )
-
-    compile_prompt = _seconds(lambda: _read_prompt.lower(*prompt_args).compile())
-    start = time.perf_counter()
-    with listening(on_layer):
+    key = jax.random.key(seed)
+    with listening(on_layer) as listener:
+        prompt_args = (
+            plan, functional.params, jnp.asarray(tokens), jnp.asarray(positions), key, listener
+        )  # fmt: skip
+        compile_prompt = _seconds(lambda: _read_prompt.lower(*prompt_args).compile())
+        start = time.perf_counter()
         loop = jax.block_until_ready(_read_prompt(*prompt_args))
-    ttft = time.perf_counter() - start
+        ttft = time.perf_counter() - start
     # Only now: where the caches lie, and so which loop is compiled, follows from the parameters.
     steps = jnp.int32(plan.max_new)
     compile_loop = _seconds(
@@ -169,7 +168,13 @@ def generate(
         full_cache_bytes=_full_bytes(plan, len(prompts)),
         memory_bytes=memory_bytes(loop.caches),
         recall=recall_statistics(loop.caches),
+        dropped=_dropped(loop.caches),
     )
+
+
+def _dropped(caches: tuple[Cache, ...]) -> int:
+    parts = [part for layer in caches for part in (layer if isinstance(layer, tuple) else (layer,))]
+    return sum(int(part.kv.dropped.sum()) for part in parts)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -225,18 +230,18 @@ class _Loop:
     step: Int[Array, ""]  # new tokens so far
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _read_prompt(plan: _Plan, watched: bool, params, tokens, positions, key) -> _Loop:
-    """The caches after the prompt, and the first new token."""
-    layers = watch(plan.layers) if watched else plan.layers
+@functools.partial(jax.jit, static_argnums=0)
+def _read_prompt(plan: _Plan, params, tokens, positions, key, listener) -> _Loop:
+    """The caches after the prompt, and the first new token; layers report to the listener."""
     batch, length = tokens.shape[0], positions.max(-1) + 1
     logits, caches = plan.apply(
-        params, tokens, positions, opened(plan.caches(layers, batch)),
-        layers=layers, phase="prompt", last=True, logits_at=length[:, None] - 1,
+        params, tokens, positions, opened(plan.caches(plan.layers, batch)),
+        layers=plan.layers, phase="prompt", last=True, logits_at=length[:, None] - 1,
     )  # fmt: skip
+    if listener is not None:
+        report_layers(caches, listener)
     token = plan.sampling.choose(logits[:, -1], _row_keys(key, length))
     new = jnp.full((batch, plan.max_new), -1, jnp.int32).at[:, 0].set(token)
-    caches = unwatch(caches)
     return _Loop(caches, token, length, new, plan.ends(token), jnp.ones((), jnp.int32))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,9 +49,26 @@ class LanguageModel(Protocol):
     ) -> tuple[Float[Array, "B N V"], tuple[Cache, ...]]:
         """Logits of every token (N = T), or of those at `logits_at`, and the new caches.
 
-        `positions = -1` marks padding. Selecting before the vocabulary is projected keeps a long
-        prompt's logits, `T × V` numbers of which one row is wanted, out of memory.
+        `positions = -1` marks padding. A model should select the tokens of `logits_at` before it
+        projects to the vocabulary: all logits of a long prompt are `T × V` numbers, and `generate`
+        needs those of one token.
         """
+
+
+class _CallSignature:
+    """What `inspect.signature` and `help` show of `LanguageModel` itself: how a model is called.
+
+    A protocol has no constructor of its own to show. Classes that inherit from it have one.
+    """
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if owner is not LanguageModel:
+            raise AttributeError("__signature__")
+        own = inspect.signature(LanguageModel.__call__)
+        return own.replace(parameters=list(own.parameters.values())[1:])  # without self
+
+
+LanguageModel.__signature__ = _CallSignature()
 
 
 @dataclass(frozen=True)

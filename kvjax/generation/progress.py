@@ -1,94 +1,103 @@
-"""Reports from inside a compiled prompt pass: which layer has been read."""
+"""Reports from a compiled prompt pass: which layers have read the prompt."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from kvjax.attention.layer import Cache, LayerCache
-from kvjax.cache.slots import KVCache
-from kvjax.compose.wrappers import HeadGroups
-from kvjax.protocol import Extent, KVTransform, State, Step
 
-# The listener lives on the host and not in the compiled code, so that one compiled prompt pass
-# serves every call that wants reports.
-_listeners: list[Callable[[int], None]] = []
+
+class _Listener:
+    """What one call of `generate` listens with: every layer once, in order.
+
+    XLA may run callbacks late and in any order. A callback of layer i runs when layers 0 to i have
+    read the prompt, so it reports all of these that have not been reported yet.
+
+    An exception of `on_layer` ends the reports. It is kept, because raised in a callback it would
+    reach whichever thread waits for the device.
+    """
+
+    def __init__(self, on_layer: Callable[[int], None]) -> None:
+        self.error: BaseException | None = None
+        self._on_layer, self._lock, self._next = on_layer, threading.Lock(), 0
+
+    def read_up_to(self, layer: int) -> None:
+        """Reports the layers up to `layer` that have not been reported."""
+        with self._lock:
+            try:
+                while self._next <= layer and self.error is None:
+                    self._next += 1
+                    self._on_layer(self._next - 1)
+            except BaseException as error:
+                self.error = error
+
+
+# Compiled code knows a listener by its number only, so one prompt pass serves all of them.
+_listeners: dict[int, _Listener] = {}
+_numbers = itertools.count()
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def listening(on_layer: Callable[[int], None] | None) -> Iterator[None]:
-    """Sends the layer numbers of watched transforms to `on_layer` while the block runs."""
+def listening(on_layer: Callable[[int], None] | None) -> Iterator[Int[Array, ""] | None]:
+    """Gives `on_layer` a number, and sends it the reports of the block's thread for that number.
+
+    Args:
+      on_layer: is called with the number of each layer; None: nobody listens, the number is None.
+
+    Raises:
+      BaseException: at the end of the block, what `on_layer` raised.
+    """
     if on_layer is None:
-        yield
+        yield None
         return
-    _listeners.append(on_layer)
+    listener = _Listener(on_layer)
+    with _lock:
+        number = next(_numbers) % 2**31
+        _listeners[number] = listener
     try:
-        yield
+        yield jnp.int32(number)
         jax.effects_barrier()
     finally:
-        _listeners.remove(on_layer)
+        with _lock:
+            del _listeners[number]
+    if listener.error is not None:
+        raise listener.error
 
 
-def _report(layer: int, *_: Array) -> None:
-    for listener in tuple(_listeners):
-        listener(layer)
+def report_layers(caches: Sequence[Cache], number: Int[Array, ""]) -> None:
+    """Within compiled code: tells a listener of each layer when its cache holds the prompt.
+
+    Args:
+      caches: of all layers, as the model returns them.
+      number: of the listener, from `listening`.
+    """
+    mark = jnp.zeros((), jnp.int32)
+    for layer, cache in enumerate(caches):
+        mark = mark + _mark(cache)  # depends on the caches of all layers so far
+        jax.debug.callback(functools.partial(_report, layer), number, mark)
 
 
-@dataclass(frozen=True)
-class Watched(KVTransform):
-    """A layer's transform that also reports when the layer's prompt has been read."""
-
-    base: KVTransform
-    layer: int
-
-    needs = property(lambda self: self.base.needs)
-    frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
-
-    def extent(self, extent: Extent) -> Extent:
-        """The base's."""
-        return self.base.extent(extent)
-
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """The base's."""
-        return self.base.init(cache)
-
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """The base's, and a report."""
-        cache, state = self.base.update(cache, state, step)
-        # Operands of the layer itself keep the report from running ahead of it: a key, since what
-        # the full cache does with its slots does not depend on the layers below.
-        jax.debug.callback(
-            functools.partial(_report, self.layer), cache.used, step.keys[:, :, 0, 0]
-        )
-        return cache, state
+def _mark(cache: Cache) -> Int[Array, ""]:
+    """A number that cannot be computed before the cache is complete."""
+    if not isinstance(cache, LayerCache):
+        return sum((_mark(group) for group in cache), jnp.zeros((), jnp.int32))
+    # Which slots are used may not depend on the layers below; a key does.
+    first = jnp.zeros((*cache.kv.shape[:2], 1), jnp.int32)
+    key = cache.kv.k.read(first)[..., 0]
+    return cache.kv.used.sum(dtype=jnp.int32) + jnp.isfinite(key).sum(dtype=jnp.int32)
 
 
-def watch(layers: tuple[KVTransform, ...]) -> tuple[KVTransform, ...]:
-    """The same layers, each reporting its number when its prompt has been read."""
-
-    def wrap(transform: KVTransform, layer: int) -> KVTransform:
-        if not isinstance(transform, HeadGroups):
-            return Watched(transform, layer)
-        (heads, first), *others = transform.groups
-        return HeadGroups(((heads, Watched(first, layer)), *others))
-
-    return tuple(wrap(transform, layer) for layer, transform in enumerate(layers))
-
-
-def unwatch(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
-    """Caches that `watch`ed layers made, as their own transforms would have made them."""
-
-    def strip(cache: Cache) -> Cache:
-        if not isinstance(cache, LayerCache):
-            return tuple(strip(group) for group in cache)
-        if not isinstance(cache.transform, Watched):
-            return cache
-        return dataclasses.replace(cache, transform=cache.transform.base)
-
-    return tuple(strip(cache) for cache in caches)
+def _report(layer: int, number: Array, mark: Array) -> None:
+    with _lock:
+        listener = _listeners.get(int(number))
+    if listener is not None:
+        listener.read_up_to(layer)

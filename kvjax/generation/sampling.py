@@ -16,8 +16,8 @@ from kvjax.budgets.budgets import check_count
 class Sampling:
     """Greedy, or a draw from the softmax of `logits / temperature` with the tail cut off.
 
-    The cuts apply in this order, each on what the one before left: `top_k`, `top_p`, `min_p`.
-    Tokens that are exactly as likely as the last one that stays, stay too.
+    The cuts apply in this order, each to what the one before it left: `top_k`, `top_p`, `min_p`.
+    A token that is exactly as likely as the last one kept is kept too.
 
     Args:
       temperature: 0 (the default) takes the most likely token.
@@ -27,7 +27,7 @@ class Sampling:
 
     Raises:
       TypeError: `top_k` is not an int.
-      ValueError: a number out of its range, or a cut without a temperature.
+      ValueError: a number out of its range, or a cut at temperature 0.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -69,10 +69,10 @@ class Sampling:
             k = min(self.top_k, logits.shape[-1])
             limit = jax.lax.top_k(logits, k)[0][:, -1:]
             logits = jnp.where(logits < limit, -jnp.inf, logits)
-        if self.top_p is not None and self.top_p < 1:  # 1 cuts nothing, and rounding must not
+        if self.top_p is not None and self.top_p < 1:  # rounding could cut at 1
             ordered = jnp.sort(logits, axis=-1, descending=True)
             share = jax.nn.softmax(ordered, axis=-1)
-            before = jnp.cumsum(share, axis=-1) - share  # what is more likely than each token
+            before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked before
             limit = jnp.where(before < self.top_p, ordered, jnp.inf).min(-1, keepdims=True)
             logits = jnp.where(logits < limit, -jnp.inf, logits)
         if self.min_p is not None:

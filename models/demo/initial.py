@@ -18,7 +18,7 @@ import numpy as np
 from kvjax.models import Decoder
 from kvjax.models.rope_scaling import make_rope
 
-_QUIET = 0.05  # of output projections: other heads and the MLPs must not drown the embeddings
+_QUIET = 0.05  # factor of output projections, so that the embeddings prevail
 _MATCH = 1.4  # of queries and keys that compare tokens
 _COPY = 0.12  # of what is written, about the size of an embedding's channel
 _NEAR, _PAIRS = 2.0, 4  # queries that look one token back: size, and number of fast channel pairs

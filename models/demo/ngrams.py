@@ -1,4 +1,4 @@
-"""What word counts alone would predict: the baselines of the bundled model's perplexity."""
+"""Models that count words: the baselines of the bundled model's perplexity."""
 
 from __future__ import annotations
 

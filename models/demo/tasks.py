@@ -42,11 +42,11 @@ class Mix:
       lists: share of sequences with a key-value list.
       chains: share of sequences with variable chains; the rest have needles in text.
       questions: most questions per sequence.
-      positions: positions are spread over as many, in half of the sequences; 0 for never. A model
-        that was shown short texts only then knows the long distances too (arXiv 2309.10400).
-      free: share of sequences whose keys are two made-up words; of those with needles two thirds
-        are worded by chance as well. Without it a model retrieves by the words and sentences that
-        it was trained with.
+      positions: in half of the sequences, positions have gaps and go up to this number; 0: in
+        none. So a model learns long distances from short texts (arXiv 2309.10400).
+      free: share of sequences whose keys are two made-up words. In two thirds of those with
+        needles the sentences are made up too. Without them a model retrieves only with the words
+        and sentences that it was trained with.
     """
 
     segments: float

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 import kvjax
 from kvjax.cache.slots import Column, empty_cache
+from kvjax.cache.slots import widen as widen_slots
 from pallas_kernels import decode_attention
 from tests.support.attending import OPTIONS
 from tests.support.tolerances import close
@@ -24,7 +25,7 @@ SHAPE = (ROWS, HEADS, SLOTS)
 compiled = functools.partial(jax.jit, compiler_options=OPTIONS)
 append, evict, merge = compiled(kvjax.append), compiled(kvjax.evict), compiled(kvjax.merge)
 compact = jax.jit(kvjax.compact, static_argnums=1, compiler_options=OPTIONS)
-widen = jax.jit(kvjax.widen, static_argnums=1, compiler_options=OPTIONS)
+widen = jax.jit(widen_slots, static_argnums=1, compiler_options=OPTIONS)
 examples = settings(max_examples=60, deadline=None)
 
 

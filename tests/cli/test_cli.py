@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -19,8 +20,9 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import models
-from kvjax.cli import commands, job
+from kvjax.cli import generate_command, methods_command, text_file
 from kvjax.cli import main as cli
+from kvjax.cli.generation_request import GenerationRequest
 from kvjax.cli.main import main
 from kvjax.generation.continuation import Continuation
 from kvjax.models import demo
@@ -31,6 +33,7 @@ LILY = ", a little girl named Lily lived in a small house with her mom, dad, and
 FIELDS = {
     "model", "text", "method", "budget", "prompt_tokens", "new_tokens", "ttft_s", "tpot_s",
     "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "recall",
+    "dropped",
 }  # fmt: skip
 
 
@@ -90,6 +93,7 @@ def test_known_continuation(capsys, tinystories):
     assert record["method"] == "full" and record["budget"] is None
     assert record["cache_bytes"] == record["full_cache_bytes"] > 0
     assert record["memory_bytes"] == {"device": record["cache_bytes"]} and record["recall"] is None
+    assert record["dropped"] == 0
     assert min(record["tpot_s"], record["ttft_s"], record["compile_s"]) > 0
 
     assert main(args) == 0
@@ -122,6 +126,27 @@ def test_fewer_bits_in_a_chain(capsys):
     # Four layers of four KV heads of 32 channels, each key and value with a scale.
     slots, of_slot, of_head, of_layer = 64 + 4, 2 * (32 + 4) + 4 + 4 + 1, 4 + 4, 4
     assert record["cache_bytes"] == 4 * (4 * (slots * of_slot + of_head) + of_layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsTooMuch(kvjax.KVTransform):
+    """Promises four slots of the prompt and evicts nothing."""
+
+    def extent(self, extent: kvjax.Extent) -> kvjax.Extent:
+        return extent.keep(4)
+
+
+def test_lost_tokens_are_told(capsys, monkeypatch, tinystories):
+    monkeypatch.setitem(METHODS, "keeps_too_much", KeepsTooMuch)
+    args = story(tinystories, "--method", "keeps_too_much", "--max-new", "3")
+    record = json.loads(output(capsys, *args, "--json"))
+    # Six tokens of the prompt and two new ones; room for four and three.
+    config = models.read_config(tinystories)
+    assert record["dropped"] == config.num_layers * config.kv_heads
+    assert main(args) == 0
+    figures, lost = capsys.readouterr().err.splitlines()
+    assert figures.startswith("6 + 3 tokens")
+    assert lost.startswith(f"keeps_too_much lost {record['dropped']} tokens"), lost
 
 
 @pytest.mark.slow
@@ -399,7 +424,7 @@ def test_lists_import_nothing_heavy(args):
 )
 def test_which_method_and_budget(args, budget, transform):
     parsed = cli._parser().parse_args(["generate", "--max-new", "8", *args])
-    asked = job.Job.from_args(parsed, parsed.method)
+    asked = GenerationRequest.from_args(parsed, parsed.method)
     assert (asked.budget, asked.transform) == (budget, transform)
     assert type(asked.budget) is type(budget)
 
@@ -477,7 +502,7 @@ def test_prompt_file_without_permission(capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(commands.Path, "read_bytes", refuse)
+    monkeypatch.setattr(text_file.Path, "read_bytes", refuse)
     said = error(capsys, "generate", "--prompt-file", "secret.txt")
     assert "cannot read secret.txt: Permission denied" in said
 
@@ -531,7 +556,7 @@ def test_a_hub_id_without_network():
 
 
 def test_bugs_are_not_hidden(monkeypatch):
-    monkeypatch.setattr(commands, "methods", lambda args: {}["a bug"])
+    monkeypatch.setattr(methods_command, "methods", lambda args: {}["a bug"])
     with pytest.raises(KeyError):
         main(["methods"])
 
@@ -543,7 +568,7 @@ def test_interrupted(capsys, monkeypatch):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "generate", interrupt)
+    monkeypatch.setattr(generate_command, "generate", interrupt)
     assert main(["generate"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -641,7 +666,7 @@ def test_json_shows_no_progress(terminal):
 def test_an_interrupt_within_a_finalizer_is_not_lost():
     code = """if True:
         import sys
-        from kvjax.cli import commands
+        from kvjax.cli import methods_command
         from kvjax.cli import main as cli
 
         class Interrupted:
@@ -652,7 +677,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost():
             Interrupted()
             print("went on", flush=True)
 
-        commands.methods = run
+        methods_command.methods = run
         sys.argv = ["kvjax", "methods"]
         sys.exit(cli.main())
     """
@@ -665,7 +690,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost():
 def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
     code = f"""if True:
         import os, signal, sys, time
-        from kvjax.cli import commands
+        from kvjax.cli import methods_command
         from kvjax.cli import main as cli
 
         def run(args):
@@ -677,7 +702,7 @@ def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
             time.sleep({seconds})
             print("went on", flush=True)
 
-        commands.methods = run
+        methods_command.methods = run
         sys.argv = ["kvjax", "methods"]
         sys.exit(cli.main())
     """

@@ -148,7 +148,7 @@ def test_a_whole_run(command, tmp_path, capsys):
 
 def generation(tokens: list[int]) -> kvjax.Generation:
     return kvjax.Generation(
-        [tokens], [False], [192], 0.1, 0.01, 0.0, 100, 200, {"device": 100}, None
+        [tokens], [False], [192], 0.1, 0.01, 0.0, 100, 200, {"device": 100}, None, 0
     )
 
 

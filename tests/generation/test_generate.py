@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.generation.generate import check_prompts
 from kvjax.generation.model import as_functional
-from kvjax.generation.progress import _listeners
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 
 MODULE = sys.modules["kvjax.generation.generate"]  # kvjax.generate is the function
@@ -36,7 +35,7 @@ def quick_compilation():
     quick = {"compiler_options": {"xla_backend_optimization_level": 0}}
     with pytest.MonkeyPatch.context() as patch:
         prompt, loop = MODULE._read_prompt.__wrapped__, MODULE._decode.__wrapped__
-        patch.setattr(MODULE, "_read_prompt", jax.jit(prompt, static_argnums=(0, 1), **quick))
+        patch.setattr(MODULE, "_read_prompt", jax.jit(prompt, static_argnums=0, **quick))
         jitted = jax.jit(loop, static_argnums=0, donate_argnums=2, **quick)
         patch.setattr(MODULE, "_decode", jitted)
         yield
@@ -320,25 +319,29 @@ def test_bad_sampling(options, error):
         kvjax.Sampling(**options)
 
 
-# Progress
+# Lost tokens
 
 
-GROUPS = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), kvjax.StreamingLLM(16))))
+@dataclasses.dataclass(frozen=True)
+class KeepsTooMuch(kvjax.KVTransform):
+    """Promises `slots` of the prompt and evicts nothing."""
+
+    slots: int
+
+    def extent(self, extent: kvjax.Extent) -> kvjax.Extent:
+        return extent.keep(self.slots)
 
 
-@pytest.mark.parametrize(
-    "transform", [None, kvjax.SnapKV(36), GROUPS], ids=["full", "snapkv", "groups"]
-)
-def test_layers_report_once_and_change_nothing(transform):
-    for _ in range(2):  # the listener is not compiled in
-        layers = []
-        watched = generate(transform=transform, on_layer=layers.append)
-        assert layers == [0, 1]
-        assert all(type(layer) is int for layer in layers)
-    plain = generate(transform=transform)
-    assert watched.tokens == plain.tokens
-    assert watched.cache_bytes == plain.cache_bytes
-    assert not _listeners
+def test_lost_tokens_are_counted():
+    half = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), KeepsTooMuch(20))))
+    rows = [len(row) for row in RAGGED]
+    # The last new token is never stored.
+    lost = sum(max(row + NEW - 1 - (20 + NEW), 0) for row in rows)
+    assert generate(transform=kvjax.SnapKV(36)).dropped == 0
+    for transform, heads in ((KeepsTooMuch(20), 2), (half, 1)):
+        result = generate(transform=transform, buckets=[64])
+        assert type(result.dropped) is int
+        assert result.dropped == lost * CONFIG.num_layers * heads
 
 
 # Other models

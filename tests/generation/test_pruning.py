@@ -233,7 +233,7 @@ def test_generate():
     layers = []
     options = {"transform": PAPER, "max_new_tokens": 6, "buckets": [WIDTH]}
     result = kvjax.generate(model(), prompts, on_layer=layers.append, **options)
-    assert sorted(layers) == [0, 1, 2, 3]
+    assert layers == [0, 1, 2, 3]
     positions = layouts()["right"]
     steps = [positions[row].max() for row in range(3)]
     logits = run(new=0).logits[np.arange(3), steps]

@@ -254,7 +254,7 @@ def model():
 def quick_compilation(monkeypatch):
     module, quick = sys.modules["kvjax.generation.generate"], {"compiler_options": OPTIONS}
     read, loop = module._read_prompt.__wrapped__, module._decode.__wrapped__
-    monkeypatch.setattr(module, "_read_prompt", jax.jit(read, static_argnums=(0, 1), **quick))
+    monkeypatch.setattr(module, "_read_prompt", jax.jit(read, static_argnums=0, **quick))
     loop = jax.jit(loop, static_argnums=0, donate_argnums=2, **quick)
     monkeypatch.setattr(module, "_decode", loop)
 

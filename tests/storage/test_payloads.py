@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.payload import Dense
 from kvjax.storage.offload import Offloaded
 from kvjax.storage.quantized import Form
 from kvjax.storage.references import Book, CodebookPayload
@@ -24,7 +25,7 @@ FLOAT, INT = 4, 4
 # An empty payload; the bytes of one; how far a row may be from what was stored, of its largest
 # number: half a step of 127, a sixteenth, or half a step of 15 of the distance of two numbers.
 PAYLOADS = {
-    "dense": (lambda: kvjax.Dense.zeros(SHAPE, jnp.float32), B * H * S * D * FLOAT, 0),
+    "dense": (lambda: Dense.zeros(SHAPE, jnp.float32), B * H * S * D * FLOAT, 0),
     "offloaded": (
         lambda: Offloaded.zeros(SHAPE, TAIL, jnp.float32), B * H * (S + TAIL) * D * FLOAT + INT, 0
     ),

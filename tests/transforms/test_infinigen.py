@@ -25,7 +25,7 @@ from kvjax.models.blocks import DecoderLayer
 from kvjax.storage.offload import memory_kinds, recall_statistics
 from kvjax.transforms.infinigen.infinigen import PARTIAL_KEYS, InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
-from tests.evaluation.test_recall import (
+from tests.evaluation.test_fidelity import (
     KV_HEADS,
     PROMPTS,
     VOCAB,

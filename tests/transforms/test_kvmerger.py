@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import Every, HeadGroups, KVMerger, PerLayer, WhenFull, chain
+from kvjax.cache.slots import widen
 from tests.references import kvmerger as reference
 from tests.support.attending import (
     OPTIONS,
@@ -147,7 +148,7 @@ def filled(keys: np.ndarray, attention: np.ndarray, masses: np.ndarray | None = 
         KVMerger(budget=1), batch=1, kv_heads=1, head_dim=dim, max_prompt=size, max_new=size,
         dtype=jnp.float32,
     ).kv  # fmt: skip
-    cache = kvjax.widen(cache, size)
+    cache = widen(cache, size)
     rows = jnp.asarray(keys, jnp.float32)[None, None]
     cache, _ = kvjax.append(cache, rows, rows[..., ::-1], jnp.arange(size)[None])
     column = jnp.zeros((1, 1, cache.slots, 1)).at[0, 0, :size, 0].set(attention)

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from kvjax.transforms.chelsea.outlier_heads import RemainingBudget
 from tests.references.chelsea import cosine, soft_matching, unmatched_share
 from tests.support.attending import OPTIONS, Tokens, parts, right, run
 from tests.support.tolerances import close
@@ -205,7 +206,7 @@ BAD = {
     ),
     "nothing left": (lambda: caches_of(bind(300), 4), ValueError, "300", "66", "at least 81"),
     "no share left": (lambda: bind(0.25), ValueError, "0.25", "more than 0.25"),
-    "twice": (lambda: bind(kvjax.RemainingBudget(9, 1, 4)), TypeError, "RemainingBudget"),
+    "twice": (lambda: bind(RemainingBudget(9, 1, 4)), TypeError, "RemainingBudget"),
     "no such layer": (lambda: bind(keep_layers=(4,)), ValueError, "(4,)", "4 layers"),
     "layer twice": (lambda: bind(keep_layers=(0, 0)), ValueError, "(0, 0)", "once"),
     "all layers": (lambda: bind(heads=None, layers=1, keep_layers=(0,)), ValueError, "all 1"),

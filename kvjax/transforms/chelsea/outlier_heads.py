@@ -116,8 +116,8 @@ class RemainingBudget:
       whole, heads: n and N.
 
     Example:
-      >>> import kvjax
-      >>> kvjax.RemainingBudget(200, whole=4, heads=100).slots(tokens=1000, minimum=81)
+      >>> from kvjax.transforms.chelsea.outlier_heads import RemainingBudget
+      >>> RemainingBudget(200, whole=4, heads=100).slots(tokens=1000, minimum=81)
       166
     """
 

@@ -26,7 +26,7 @@ from tests.references.streaming_llm import StreamingLLM
 from tests.support.attending import OPTIONS
 from tests.support.tolerances import close
 
-MODULE = sys.modules["kvjax.evaluation.recall"]
+MODULE = sys.modules["kvjax.evaluation.fidelity"]
 VOCAB, WIDTH, LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 16, 3, 4, 2, 8
 INV_FREQ = 1.0 / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 RNG = np.random.default_rng(11)

@@ -1,4 +1,4 @@
-"""How much of the true attention a compressed cache still sees, and how far its output is off."""
+"""What a method keeps of the full cache's attention: its recall, and the error of its output."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def recall_rate(
     group, and T the `budget` tokens of highest a (ties go to the lower position):
     `recall = |T ∩ kept| / |T|`. T holds only tokens that got any attention. So padding, and what
     lies outside a sliding window, never counts, and a row with fewer tokens than the budget is
-    measured against all of its own. With T empty nothing was missed: 1.
+    measured against all of its own. If T is empty, the recall is 1.
 
     Args:
       attention: probabilities of the full cache by token position, `[B, Q, L]`; 0 where a row has
         no token.
       kept: token positions that were kept or selected, `[B, H, S]`, -1 = none. A position that
-        stands twice counts once.
+        occurs twice counts once.
       budget: how many tokens make up T, 1 to L; or one number per row and KV head, `[B, H]`, where
         anything from L on means all tokens.
 
@@ -116,8 +116,8 @@ def attention_error(
 ) -> Float[Array, " B"]:
     """Relative error of an attention output, `‖output − full‖₂ / ‖full‖₂` for each row.
 
-    The norms go over everything but the rows: heads, tokens and channels, in float32. 0/0 is 0; a
-    row that should be 0 and is not has the error infinity.
+    The norms go over everything but the rows: heads, tokens and channels, in float32. If the
+    full output of a row is 0, the error is 0 where the other is 0 too, and else infinite.
 
     Args:
       output: of the compressed cache, `[B, Q, T, D]` or any shape with rows first.
@@ -127,7 +127,7 @@ def attention_error(
       One number per row, `[B]` float32.
 
     Raises:
-      ValueError: two shapes, or arrays without an axis.
+      ValueError: the shapes differ, or the arrays have no axis.
 
     Example:
       >>> import jax.numpy as jnp
@@ -171,15 +171,15 @@ def measure_fidelity(
     to the full cache and to the method's cache of the same layer, and with them the query that the
     layer below predicts, for methods that select by it. So every layer is judged alone:
     what a lower layer gets wrong does not reach the queries of a higher one and is not counted
-    again. (A method that changed the prompt pass itself would carry that into its higher layers'
-    caches.)
+    again. (A method that drops hidden states between layers, as PyramidInfer does, still changes
+    what its higher layers read.)
 
     Recall compares with what attention looked at before anything was evicted for the new token: all
     live slots and the new token's own, or those that the method selected. A merged slot counts as
     the token whose position it has.
 
-    Code is compiled once per transform and longest prompt, batch and number of new tokens, and for
-    the full cache once for all transforms.
+    Code is compiled once for each transform, longest prompt, batch and number of new tokens. The
+    full cache's run is compiled once for all transforms.
 
     Args:
       model: as for `kvjax.generate`.

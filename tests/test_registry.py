@@ -1,0 +1,160 @@
+"""Names for one's own methods: in texts, in lists and on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from unittest import mock
+
+import pytest
+
+import kvjax
+from kvjax import registry
+from kvjax.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def forget_names():
+    with (
+        mock.patch.dict(registry.METHODS),
+        mock.patch.dict(registry.WRAPPERS),
+        mock.patch.dict(registry.STORAGE),
+    ):
+        yield
+    sys.modules.pop("kvjax_test_of_mine", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(kvjax.StreamingLLM):
+    """Keeps the newest tokens alone."""
+
+    sinks: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sometimes(kvjax.Every):
+    """Another wrapper."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Smaller(kvjax.Quantize):
+    """Another form of storage."""
+
+
+def test_a_registered_name_is_read():
+    kvjax.register("window", Window)
+    kvjax.register("sometimes", Sometimes)
+    kvjax.register("smaller", Smaller)
+    assert kvjax.parse("window", budget=9) == Window(9)
+    assert kvjax.parse("window(budget=7, sinks=2)") == Window(7, sinks=2)
+    assert kvjax.parse("sometimes(snapkv, steps=64)", 40) == Sometimes(kvjax.SnapKV(40), 64)
+    assert kvjax.parse("chain(window, smaller)", 9) == kvjax.chain(Window(9), Smaller())
+    with pytest.raises(ValueError, match=r"unknown method 'windows'; there are .*window"):
+        kvjax.parse("windows")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "error", "message"),
+    [
+        (3, Window, TypeError, "name must be text such as 'my_method', got 3"),
+        ("window", Window(9), TypeError, r"got Window\(.*give the class, not an instance"),
+        ("window", dict, TypeError, "a subclass of kvjax.KVTransform, got <class 'dict'>"),
+        ("my-window", Window, ValueError, "a word of .*, got 'my-window'"),
+        ("fenêtre", Window, ValueError, "a word of .*, got 'fenêtre'"),
+        ("", Window, ValueError, "a word of .*, got ''"),
+        ("lambda", Window, ValueError, "a word of .*, got 'lambda'"),
+        ("h2o", Window, ValueError, "must be new, 'h2o' already means H2O"),
+        ("cam", Window, ValueError, "must be new, 'cam' already means CaM"),
+        ("quantize", Window, ValueError, "must be new, 'quantize' already means Quantize"),
+        ("chain", Window, ValueError, "must be new, 'chain' already means something else"),
+        ("all", Window, ValueError, "must be new, 'all'"),
+    ],
+)
+def test_bad_names_and_methods(name, method, error, message):
+    before = dict(registry.METHODS)
+    with pytest.raises(error, match=message):
+        kvjax.register(name, method)
+    assert before == registry.METHODS
+
+
+def test_a_name_is_given_once():
+    kvjax.register("window", Window)
+    with pytest.raises(ValueError, match="'window' already means Window"):
+        kvjax.register("window", Window)
+
+
+# The command line
+
+MINE = '''
+from dataclasses import dataclass
+import kvjax
+
+@dataclass(frozen=True)
+class Mine(kvjax.StreamingLLM):
+    """Keeps what is mine."""
+    sinks: int = 1
+
+kvjax.register("mine", Mine)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "json.py"  # as a module of Python's is called
+    path.write_text(MINE)
+    return str(path)
+
+
+def test_methods_lists_an_imported_one(capsys, mine):
+    assert main(["methods", "--import", mine]) == 0
+    assert any(line.split()[:1] == ["mine"] for line in capsys.readouterr().out.splitlines())
+    assert main(["methods", "--import", mine, "--json"]) == 0, "it is run once"
+    listed = json.loads(capsys.readouterr().out)["methods"]["mine"]
+    assert listed["summary"] == "Keeps what is mine."
+    assert {"name": "sinks", "default": 1} in listed["parameters"]
+    assert sys.modules["json"] is json
+
+
+def test_generate_with_an_imported_method(capsys, mine):
+    line = ["generate", "--prompt", "The sky is blue. " * 4, "--max-new", "2", "--json"]
+    assert main([*line, "--method", "mine", "--budget", "8"]) == 2
+    assert "unknown method 'mine'" in capsys.readouterr().err
+    assert main([*line, "--import", mine, "--method", "mine", "--budget", "8"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["method"] == "mine" and record["budget"] == 8
+    assert record["cache_bytes"] < record["full_cache_bytes"]
+
+
+def test_a_module_is_imported_by_its_name(capsys, mine, monkeypatch, tmp_path):
+    (tmp_path / "kvjax_test_of_mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["methods", "--import", "kvjax_test_of_mine", "--json"]) == 0
+    assert "mine" in json.loads(capsys.readouterr().out)["methods"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such file"),
+        ("import kvjax\nkvjax.register('h2o', kvjax.H2O)\n", "ValueError: name must be new"),
+        ("x =\n", "SyntaxError: invalid syntax"),
+        ("\n\n1 / 0\n", "ZeroDivisionError: division by zero (%s, line 3)"),
+    ],
+)
+def test_modules_that_cannot_be_imported(capsys, tmp_path, content, said):
+    path = tmp_path / "mine.py"
+    if content is not None:
+        path.write_text(content)
+    for _ in range(2):
+        assert main(["methods", "--import", str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert f"cannot import {path}: " in err
+        assert (said % path if "%" in said else said) in err
+
+
+def test_an_unknown_module(capsys):
+    assert main(["methods", "--import", "no_such_module_of_mine"]) == 2
+    err = capsys.readouterr().err
+    assert "cannot import no_such_module_of_mine: ModuleNotFoundError: No module named" in err
