@@ -1,7 +1,8 @@
-"""What all tests share: strict promotion, the data folder, the gpu marker."""
+"""What all tests share: strict promotion, compiled code kept on disk, data folder, gpu marker."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -13,11 +14,31 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPS = Path("/proc/self/maps")
 TESTS = pytest.StashKey[int]()
 
+# Workers, subprocesses and later runs find here what was compiled before. Elsewhere with
+# JAX_COMPILATION_CACHE_DIR, not at all with JAX_ENABLE_COMPILATION_CACHE=false.
+CACHE_HOME = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+COMPILED = os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", os.path.join(CACHE_HOME, "kvjax-tests")
+)
+SECONDS = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+MOST_BYTES = 2**30
+jax.config.update("jax_compilation_cache_dir", COMPILED)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", float(SECONDS))
+
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        _drop_oldest_compiled_code()
     config.addinivalue_line(
         "markers", "lenient: the module runs other libraries' code under JAX's default promotion"
     )
+
+
+def pytest_collection_modifyitems(items):
+    """A worker of xdist gets a file as a whole, unless its tests say how they are to be grouped."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
 
 
 def pytest_runtest_setup(item):
@@ -62,6 +83,17 @@ def pytest_runtest_teardown(item):
     item.session.stash[TESTS] = count = item.session.stash.get(TESTS, 0) + 1
     if count % 20 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
         _forget()
+
+
+def _drop_oldest_compiled_code():
+    """JAX removes nothing by itself, unless it is to look at all files at every compilation."""
+    with contextlib.suppress(OSError):  # a folder that is not there, or a file that another removed
+        found = [(entry.stat(), entry.path) for entry in os.scandir(COMPILED)]
+        total = 0
+        for stat, path in sorted(found, key=lambda x: x[0].st_mtime, reverse=True):
+            total += stat.st_size
+            if total > MOST_BYTES:
+                os.unlink(path)
 
 
 def _forget():
