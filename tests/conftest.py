@@ -14,24 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPS = Path("/proc/self/maps")
 TESTS = pytest.StashKey[int]()
 
-# Workers, subprocesses and later runs find here what was compiled before. Elsewhere with
-# JAX_COMPILATION_CACHE_DIR, not at all with JAX_ENABLE_COMPILATION_CACHE=false.
+# Workers and later runs find here what was compiled before. JAX_COMPILATION_CACHE_DIR names another
+# folder, and JAX_ENABLE_COMPILATION_CACHE=false turns it off. Commands that tests start do not use
+# it: one that is killed while it writes would leave a broken file. JAX warns of those, which the
+# settings of pytest ignore, and compiles.
 CACHE_HOME = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-COMPILED = os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", os.path.join(CACHE_HOME, "kvjax-tests")
-)
-SECONDS = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+OWN_FOLDER = os.path.join(CACHE_HOME, "kvjax-tests")
 MOST_BYTES = 2**30
-jax.config.update("jax_compilation_cache_dir", COMPILED)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", float(SECONDS))
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", OWN_FOLDER)
+if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):
-        _drop_oldest_compiled_code()
     config.addinivalue_line(
         "markers", "lenient: the module runs other libraries' code under JAX's default promotion"
     )
+    if not hasattr(config, "workerinput"):
+        _drop_oldest_compiled_code()
 
 
 def pytest_collection_modifyitems(items):
@@ -88,7 +89,7 @@ def pytest_runtest_teardown(item):
 def _drop_oldest_compiled_code():
     """JAX removes nothing by itself, unless it is to look at all files at every compilation."""
     with contextlib.suppress(OSError):  # a folder that is not there, or a file that another removed
-        found = [(entry.stat(), entry.path) for entry in os.scandir(COMPILED)]
+        found = [(entry.stat(), entry.path) for entry in os.scandir(OWN_FOLDER)]
         total = 0
         for stat, path in sorted(found, key=lambda x: x[0].st_mtime, reverse=True):
             total += stat.st_size
