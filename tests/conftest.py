@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 from pathlib import Path
 
 import jax
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 MAPS = Path("/proc/self/maps")
@@ -35,11 +37,22 @@ def pytest_configure(config):
         _drop_oldest_compiled_code()
 
 
-def pytest_collection_modifyitems(items):
-    """A worker of xdist gets a file as a whole, unless its tests say how they are to be grouped."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+class ByFileOrCase(LoadScopeScheduling):
+    """A worker of xdist gets a file as a whole, but of the conformance tests those of one case.
+
+    They share what they compile. Marks (`xdist_group`) would say it, but pytest 9.2 ignores what
+    xdist 3.8 makes of them.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        if file.endswith("test_conformance.py") and test.endswith("]"):
+            return file + re.split(r"[\[-]", test[:-1])[-1]  # the case is the last parameter
+        return file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFileOrCase(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item):

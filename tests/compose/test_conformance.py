@@ -217,15 +217,7 @@ REPRESENTATIVES = ("full", "h2o", "chelsea", "clusterkv", "every", "quantize", "
 
 
 def names(chosen) -> list:
-    """A worker of xdist gets all tests of a case, which share its compiled functions."""
-    return [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xdist_group(f"conformance of {name}")]
-            + [pytest.mark.slow] * (name in SLOW),
-        )
-        for name in chosen
-    ]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in chosen]
 
 
 every_case = pytest.mark.parametrize("name", names(CASES))
