@@ -1,23 +1,58 @@
-"""What all tests share: strict promotion, the data folder, the gpu marker."""
+"""What all tests share: strict promotion, compiled code kept on disk, data folder, gpu marker."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 from pathlib import Path
 
 import jax
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 MAPS = Path("/proc/self/maps")
 TESTS = pytest.StashKey[int]()
+
+# Workers and later runs find here what was compiled before. JAX_COMPILATION_CACHE_DIR names another
+# folder, and JAX_ENABLE_COMPILATION_CACHE=false turns it off. Commands that tests start do not use
+# it: one that is killed while it writes would leave a broken file. JAX warns of those, which the
+# settings of pytest ignore, and compiles.
+CACHE_HOME = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+OWN_FOLDER = os.path.join(CACHE_HOME, "kvjax-tests")
+MOST_BYTES = 2**30
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", OWN_FOLDER)
+if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "lenient: the module runs other libraries' code under JAX's default promotion"
     )
+    if not hasattr(config, "workerinput"):
+        _drop_oldest_compiled_code()
+
+
+class ByFileOrCase(LoadScopeScheduling):
+    """A worker of xdist gets a file as a whole, but of the conformance tests those of one case.
+
+    They share what they compile. Marks (`xdist_group`) would say it, but pytest 9.2 ignores what
+    xdist 3.8 makes of them.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        if file.endswith("test_conformance.py") and test.endswith("]"):
+            return file + re.split(r"[\[-]", test[:-1])[-1]  # the case is the last parameter
+        return file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFileOrCase(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item):
@@ -62,6 +97,17 @@ def pytest_runtest_teardown(item):
     item.session.stash[TESTS] = count = item.session.stash.get(TESTS, 0) + 1
     if count % 20 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
         _forget()
+
+
+def _drop_oldest_compiled_code():
+    """JAX removes nothing by itself, unless it is to look at all files at every compilation."""
+    with contextlib.suppress(OSError):  # a folder that is not there, or a file that another removed
+        found = [(entry.stat(), entry.path) for entry in os.scandir(OWN_FOLDER)]
+        total = 0
+        for stat, path in sorted(found, key=lambda x: x[0].st_mtime, reverse=True):
+            total += stat.st_size
+            if total > MOST_BYTES:
+                os.unlink(path)
 
 
 def _forget():

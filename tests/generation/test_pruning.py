@@ -18,7 +18,7 @@ from kvjax.models.pruning import pass_on, states_at
 from tests.references.pyramidinfer import PyramidInfer as Reference
 from tests.references.pyramidinfer import entering
 from tests.references.rope import rope
-from tests.support.attending import OPTIONS
+from tests.support.attending import OPTIONS, init_cache
 from tests.support.tolerances import close
 
 CONFIG = DecoderConfig(
@@ -71,7 +71,7 @@ def run(transform=PAPER, positions=None, rows=(0, 1, 2), new=NEW, logits_at=None
     layers = kvjax.bind(transform, CONFIG.num_layers)
     size = {"batch": len(rows), "kv_heads": 2, "query_heads": 4, "head_dim": 8}
     caches = tuple(
-        kvjax.init_cache(layer, **size, max_prompt=WIDTH, max_new=NEW, dtype=jnp.float32)
+        init_cache(layer, **size, max_prompt=WIDTH, max_new=NEW, dtype=jnp.float32)
         for layer in layers
     )
     own = TOKENS[list(rows)]

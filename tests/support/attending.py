@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,8 @@ OPTIONS = QUICK if jax.default_backend() == "cpu" else None
 
 STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
 attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC, compiler_options=OPTIONS)
+SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "max_prompt", "max_new", "dtype")
+init_cache = jax.jit(kvjax.init_cache, static_argnums=0, static_argnames=SIZES)
 
 
 def the_rope() -> kvjax.Rope:
@@ -93,12 +96,15 @@ def one_layer(transform: kvjax.KVTransform, layer: int = 1, num_layers: int = 3)
     return kvjax.bind(transform, num_layers)[layer]
 
 
+SIZE = {
+    "batch": 3, "kv_heads": KV_HEADS, "query_heads": QUERY_HEADS, "head_dim": HEAD_DIM,
+    "max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "dtype": jnp.float32,
+}  # fmt: skip
+
+
 def new_cache(transform, batch=3, **changes):
-    size = {
-        "kv_heads": KV_HEADS, "query_heads": QUERY_HEADS, "head_dim": HEAD_DIM,
-        "max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "dtype": jnp.float32,
-    }  # fmt: skip
-    return kvjax.init_cache(transform, batch=batch, **{**size, **changes})
+    """An empty cache, by one compiled function for all its arrays instead of one for each."""
+    return init_cache(transform, **{**SIZE, "batch": batch, **changes})
 
 
 def prompt(transform, cache, tokens: Tokens, positions, last=True, dtype=jnp.float32, **options):
@@ -129,17 +135,44 @@ class Run(NamedTuple):
 
 
 def run(transform, tokens: Tokens, positions, steps: int, **options) -> Run:
-    """One prompt of `positions [B, T]`, and `steps` tokens after it."""
+    """One prompt of `positions [B, T]`, and `steps` tokens after it.
+
+    A row without a prompt gets no token at all.
+    """
     dtype = options.get("dtype", jnp.float32)
     sizes = {k: options.pop(k) for k in list(options) if k not in (*STATIC, "dtype")}
     cache = new_cache(transform, len(positions), **sizes, dtype=dtype)
     out, cache = prompt(transform, cache, tokens, positions, **options)
     outs, caches, lengths = [], [cache], np.max(positions, 1) + 1
     for step in range(steps):
-        step_out, step_cache = decode(transform, caches[-1], tokens, lengths + step, **options)
+        now = np.where(lengths > 0, lengths + step, -1)
+        step_out, step_cache = decode(transform, caches[-1], tokens, now, **options)
         outs.append(np.asarray(step_out))
         caches.append(step_cache)
     return Run(np.asarray(out), cache, outs, caches[1:])
+
+
+class Shapes(NamedTuple):
+    """Shapes and dtypes of what a prompt and a decode step give; the caches before and after."""
+
+    prompt_out: jax.ShapeDtypeStruct
+    out: jax.ShapeDtypeStruct
+    caches: tuple
+
+
+def shapes_of_run(transform, tokens: Tokens, positions, dtype=jnp.float32, **sizes) -> Shapes:
+    """As `run` with one step, traced and not compiled."""
+
+    now = np.max(positions, 1, keepdims=True) + 1
+
+    def calls():
+        step = functools.partial(kvjax.attend, transform, rope=the_rope())
+        empty = new_cache(transform, len(positions), dtype=dtype, **sizes)
+        prompt_out, cache = step(empty, *tokens.at(positions, dtype), phase="prompt")
+        out, after = step(cache, *tokens.at(now, dtype), phase="decode")
+        return Shapes(prompt_out, out, (empty, cache, after))
+
+    return jax.eval_shape(calls)
 
 
 class Part(NamedTuple):
@@ -235,7 +268,7 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
 def structure(cache) -> tuple:
     """Everything about a cache that must not change between calls."""
     leaves, tree = jax.tree.flatten(cache)
-    return tree, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+    return tree, tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
 
 
 @dataclasses.dataclass(frozen=True)

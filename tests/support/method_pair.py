@@ -18,7 +18,7 @@ import numpy as np
 import kvjax
 from tests.references import h2o, kvcrush, kvmerger, pyramidinfer, snapkv
 from tests.references.rope import rope as rotate
-from tests.support.attending import OPTIONS
+from tests.support.attending import OPTIONS, init_cache
 from tests.support.tolerances import close
 
 STATIC = ("transform", "phase", "last", "scale", "window", "soft_cap")
@@ -73,7 +73,7 @@ class Pair:
         limits = {"max_prompt": max_prompt, "max_new": max_new}
         shape = {"batch": rows, "kv_heads": self.kv_heads, "head_dim": head_dim}
         query_heads = self.kv_heads * self.group
-        self.cache = kvjax.init_cache(
+        self.cache = init_cache(
             transform, query_heads=query_heads, dtype=jnp.float32, **shape, **limits
         )
         self.capacity = transform.extent(kvjax.Extent(max_prompt, max_new)).total

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from tests.references.chelsea import Chelsea
-from tests.support.attending import slots_of
+from tests.support.attending import init_cache, slots_of
 from tests.support.method_pair import LENGTHS, SIDES, Pair, attend
 from tests.support.tolerances import close
 
@@ -136,7 +136,7 @@ def identical():
 
 
 def read(transform, qkv, tokens=64):
-    cache = kvjax.init_cache(
+    cache = init_cache(
         transform, batch=1, kv_heads=2, query_heads=4, head_dim=8, max_prompt=64, max_new=16
     )
     part = [x[:, :, :tokens] for x in qkv]

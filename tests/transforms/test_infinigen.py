@@ -38,7 +38,7 @@ from tests.references.attention import softmax_attention
 from tests.references.recall import attention_error, recall_rate
 from tests.references.rope import rope as rotate
 from tests.references.slots import Slots
-from tests.support.attending import INV_FREQ, OPTIONS, slots_of, structure, the_rope
+from tests.support.attending import INV_FREQ, OPTIONS, init_cache, slots_of, structure, the_rope
 from tests.support.method_pair import LENGTHS, WIDTH, attend
 from tests.support.tolerances import close
 
@@ -111,7 +111,7 @@ class Both:
         data = 2 * self.rng.normal(size=size).astype(np.float32)
         self.tokens = np.split(data, cuts, axis=1)  # q, what predicts it, k, v
         self.next = np.zeros(self.rows, int)
-        self.cache = kvjax.init_cache(
+        self.cache = init_cache(
             self.transform, batch=self.rows, kv_heads=self.kv_heads, query_heads=query_heads,
             head_dim=DIM, max_prompt=MAX_PROMPT, max_new=MAX_NEW, dtype=jnp.float32,
         )  # fmt: skip
@@ -265,7 +265,7 @@ def test_ties_go_to_the_lower_position():
 def test_a_budget_for_everything_is_the_full_cache(budget, per_query_head):
     both = Both(budget=budget, alpha=None, per_query_head=per_query_head, rope=True)
     full = Both(rope=True)  # of which only the tokens are used
-    full.transform, full.cache = kvjax.Full(), kvjax.init_cache(
+    full.transform, full.cache = kvjax.Full(), init_cache(
         kvjax.Full(), batch=3, kv_heads=2, query_heads=4, head_dim=DIM, max_prompt=MAX_PROMPT,
         max_new=MAX_NEW, dtype=jnp.float32,
     )  # fmt: skip
@@ -287,7 +287,7 @@ def test_in_bfloat16():
     rng, outs = np.random.default_rng(0), []
     q, k, v = (jnp.asarray(rng.normal(size=(1, n, 20, DIM)), jnp.bfloat16) for n in (4, 2, 2))
     for transform in (tx, full):
-        cache = kvjax.init_cache(
+        cache = init_cache(
             transform, batch=1, kv_heads=2, query_heads=4, head_dim=DIM, max_prompt=19, max_new=1,
             dtype="bfloat16",
         )  # fmt: skip
@@ -332,7 +332,7 @@ def test_over_a_cache_that_was_merged(alpha):
 def test_partial_keys_are_those_of_merged_slots():
     p = projections(2)
     tx = kvjax.chain(kvjax.KVMerger(budget=16), one_layer(p, budget=8))
-    cache = kvjax.init_cache(
+    cache = init_cache(
         tx, batch=1, kv_heads=2, head_dim=DIM, max_prompt=48, max_new=2, dtype=jnp.float32
     )
     rows = np.random.default_rng(0).normal(size=(3, 1, 2, 48, DIM)).astype(np.float32)
@@ -559,7 +559,7 @@ def test_layers_have_their_own_projections():
     assert layers[1] == kvjax.Full()
     for layer in (0, 2, 3):
         assert layers[layer].bound and layers[layer].calibration == given.layer(layer)
-        cache = kvjax.init_cache(
+        cache = init_cache(
             layers[layer], batch=1, kv_heads=2, head_dim=DIM, max_prompt=4, max_new=1
         )
         close(cache.state, given.projections[layer], "exact")
@@ -656,7 +656,7 @@ class ByHand:
 def caches_of(layers, size: int):
     sizes = {"kv_heads": KV_HEADS, "query_heads": 4, "head_dim": DIM, "max_prompt": size}
     return tuple(
-        kvjax.init_cache(layer, batch=1, max_new=2, dtype=jnp.float32, **sizes) for layer in layers
+        init_cache(layer, batch=1, max_new=2, dtype=jnp.float32, **sizes) for layer in layers
     )
 
 

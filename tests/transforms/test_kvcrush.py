@@ -32,7 +32,7 @@ from kvjax.transforms.kvcrush.units import Units
 from pallas_kernels import hamming_distance, pack_bits
 from tests.references import kvcrush as reference
 from tests.references.budgets import rows_budget
-from tests.support.attending import OPTIONS, Tokens, live_count, right, slots_of
+from tests.support.attending import OPTIONS, Tokens, init_cache, live_count, right, slots_of
 
 SEED, LAYER, LAYERS = 5, 1, 3
 KEYS = jax.random.split(jax.random.fold_in(jax.random.key(SEED), LAYER))
@@ -106,7 +106,7 @@ class Crushing:
         self.rng, self.next = np.random.default_rng(seed), np.zeros(3, int)
         self.tokens = Tokens.random(3, 144, heads[0], heads[0] * heads[1], 8, seed)
         shape = {"kv_heads": heads[0], "query_heads": heads[0] * heads[1]}
-        self.cache = kvjax.init_cache(self.tx, batch=3, dtype=jnp.float32, **shape, **LIMITS)
+        self.cache = init_cache(self.tx, batch=3, dtype=jnp.float32, **shape, **LIMITS)
 
     def prompt(self, counts):
         width = max(52, *counts)
