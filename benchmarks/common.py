@@ -50,9 +50,14 @@ def _processor() -> str:
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
 
 
-def write(path: str | None, result: dict[str, object]) -> None:
-    """Prints a result, and writes it where asked."""
+def save(path: str | None, result: dict[str, object]) -> str:
+    """Writes a result where asked, and returns its text."""
     text = json.dumps({"environment": environment(), **result}, indent=2)
-    print(text)
     if path is not None:
         Path(path).write_text(text + "\n")
+    return text
+
+
+def write(path: str | None, result: dict[str, object]) -> None:
+    """Prints a result, and writes it where asked."""
+    print(save(path, result))

@@ -1,0 +1,209 @@
+"""The benchmarks that record kept tokens and compile times, on a tiny random model."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+CONFIG = DecoderConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_layers=2, query_heads=4, kv_heads=2,
+    head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128,
+)  # fmt: skip
+LENGTHS, STEPS, BUDGET = (24, 9), 20, 12
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield {name: importlib.import_module(name) for name in ("kept_tokens", "compile_time")}
+
+
+@pytest.fixture(scope="module")
+def kept_tokens(modules):
+    return modules["kept_tokens"]
+
+
+@pytest.fixture(scope="module")
+def text(kept_tokens):
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, CONFIG.vocab_size, length).tolist() for length in LENGTHS]
+    return kept_tokens.Text(random_decoder(CONFIG), prompts, 32, STEPS)
+
+
+@pytest.fixture(scope="module")
+def run(kept_tokens, text):
+    return kept_tokens.record(kvjax.StreamingLLM(BUDGET, sinks=4), text)
+
+
+def streaming(length: int, steps: int) -> list[int]:
+    """What StreamingLLM keeps of a row after some steps: the sinks and the newest tokens."""
+    tokens = list(range(length + steps))
+    return tokens if len(tokens) <= BUDGET else tokens[:4] + tokens[4 - BUDGET :]
+
+
+def test_kept_positions_are_those_of_the_method(run):
+    assert run["checkpoints"].tolist() == [0, 16, 20]
+    for layer in range(CONFIG.num_layers):
+        positions, log_mass = run[f"positions_{layer}"], run[f"log_mass_{layer}"]
+        assert positions.shape == log_mass.shape == (3, len(LENGTHS), 2, BUDGET)
+        for check, steps in enumerate(run["checkpoints"]):
+            for row, length in enumerate(LENGTHS):
+                for head in range(2):
+                    found = positions[check, row, head]
+                    assert found[found >= 0].tolist() == streaming(length, int(steps))
+        assert np.array_equal(log_mass, np.where(positions >= 0, 0.0, -np.inf))
+
+
+def test_tokens_are_those_of_generate(run, text):
+    result = kvjax.generate(
+        text.model, text.prompts, transform=kvjax.StreamingLLM(BUDGET, sinks=4),
+        max_new_tokens=STEPS, buckets=(32,),
+    )  # fmt: skip
+    assert run["tokens"].tolist() == run["fed"].tolist() == result.tokens
+
+
+def test_log_probabilities_are_those_of_the_best_token(run):
+    """A margin bounds the best token's probability: at least 1 / V, and above 1/2 beyond log V."""
+    assert (run["log_probability"] < 0).all() and (run["margin"] >= 0).all()
+    assert (run["log_probability"] >= -np.log(CONFIG.vocab_size)).all()
+    assert (run["log_probability"] >= -np.log1p(63 * np.exp(-run["margin"])) - 1e-6).all()
+
+
+def test_it_feeds_the_tokens_of_another_run(kept_tokens, run, text):
+    other = (run["fed"] + 1) % CONFIG.vocab_size
+    found = kept_tokens.record(kvjax.StreamingLLM(BUDGET, sinks=4), text, other)
+    assert np.array_equal(found["fed"], other)
+    assert np.array_equal(found["tokens"][:, 0], run["tokens"][:, 0]), "chosen by the prompt"
+    assert not np.array_equal(found["tokens"], run["tokens"])
+    same = kept_tokens.record(kvjax.StreamingLLM(BUDGET, sinks=4), text, run["fed"])
+    assert kept_tokens.compare(run, same)._replace(log_probability=0) == everything_equal()
+
+
+def everything_equal() -> tuple:
+    sets = 3 * CONFIG.num_layers * len(LENGTHS) * 2
+    return (len(LENGTHS) * STEPS,) * 2 + (None, None, 0) + (sets,) * 4 + (None, 0)
+
+
+def test_equal_runs_compare_equal(kept_tokens, run):
+    assert kept_tokens.compare(run, run) == everything_equal()
+
+
+def test_differences_are_counted(kept_tokens, run):
+    other = {name: each.copy() for name, each in run.items()}
+    other["tokens"][1, 17] += 1
+    other["fed"][1, 17] += 1
+    other["positions_1"][1, 0, 1, 5] += 1  # after 16 steps, of a row that was fed the same
+    other["positions_0"][2, 1, 0, 5] += 1  # after 20 steps, of the row that was not
+    other["log_mass_0"][0, 0, 0, 3] += 0.25
+    other["log_probability"][0, 3] += 0.5
+    other["log_probability"][1, 18] += 2.0  # after token 17 was fed
+    found = kept_tokens.compare(run, other)
+    assert found.tokens == found.of_tokens - 1
+    assert (found.first, found.margin) == (17, pytest.approx(run["margin"][1, 17]))
+    assert found.log_probability == pytest.approx(0.5)
+    assert (found.sets, found.of_sets) == (22, 24)
+    assert (found.fed_sets, found.of_fed_sets, found.first_set) == (19, 20, 16)
+    assert found.log_mass == pytest.approx(0.25)
+
+
+def test_sets_of_different_sizes_are_compared(kept_tokens, run):
+    wider = dict(run)
+    for layer in range(CONFIG.num_layers):
+        for name, fill in ((f"positions_{layer}", -1), (f"log_mass_{layer}", -np.inf)):
+            wider[name] = np.pad(run[name], ((0, 0),) * 3 + ((0, 2),), constant_values=fill)
+    assert kept_tokens.compare(run, wider) == everything_equal()
+    wider["positions_0"][0, 0, 0, -1] = 99
+    assert kept_tokens.compare(run, wider).sets == everything_equal()[5] - 1
+
+
+def test_different_runs_are_refused(kept_tokens, run):
+    other = {**run, "tokens": run["tokens"][:1]}
+    with pytest.raises(ValueError, match="the same rows, steps, checkpoints and heads"):
+        kept_tokens.compare(run, other)
+
+
+def test_head_groups_are_joined(kept_tokens):
+    """Groups of heads have caches of different sizes, with slots in any order."""
+    groups = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), kvjax.StreamingLLM(4, sinks=1))))
+    wide, narrow = kvjax.init_cache(
+        groups, batch=1, kv_heads=2, head_dim=4, max_prompt=6, max_new=1, dtype="float32"
+    )
+    free = -np.inf
+    cache = (
+        with_slots(wide, [5, 1, 2, 4, 3, 7, 0], [0.0, 0.5, 0.0, 0.0, 0.0, free, 0.0]),
+        with_slots(narrow, [-1, 3, 0, 5, 4], [free, 1.0, 0.0, 0.0, 0.0]),
+    )
+    positions, log_mass = kept_tokens.kept(cache)
+    assert positions.tolist() == [[[0, 1, 2, 3, 4, 5], [0, 3, 4, 5, -1, -1]]]
+    assert log_mass.tolist() == [[[0, 0.5, 0, 0, 0, 0], [0, 1, 0, 0, free, free]]]
+
+
+def with_slots(cache, positions: list[int], log_mass: list[float]):
+    """A cache whose slots hold tokens of these positions and masses, for one row and head."""
+    slots = {"position": np.int32([[positions]]), "log_mass": np.float32([[log_mass]])}
+    return dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, **slots))
+
+
+@pytest.mark.parametrize("name", ["kept_tokens", "compile_time"])
+def test_every_registered_method_has_a_setting(modules, name):
+    module = modules[name]
+    assert set(kvjax.METHODS) <= set(module.METHODS)
+    for given in module.METHODS.values():
+        if isinstance(given, str):
+            kvjax.bind(kvjax.parse(given, module.BUDGET), 4)
+
+
+def test_all_stages_of_all_functions_are_measured(modules, monkeypatch):
+    compile_time = modules["compile_time"]
+    monkeypatch.setattr(compile_time, "PROMPT_TOKENS", 8)
+    monkeypatch.setattr(compile_time, "NEW_TOKENS", 4)
+    found = compile_time.measure(kvjax.H2O(4), dataclasses.replace(CONFIG, num_layers=1))
+    assert {"prompt", "loop"} <= set(found) <= {"prompt", "loop", "flush"}
+    for one in found.values():
+        for clock in ("seconds", "cpu_seconds"):
+            assert set(one[clock]) == {"trace", "lower", "compile"}
+        assert one["seconds"]["compile"] > 0
+        assert one["operations"] > 100
+
+
+def test_methods_are_compared_with_the_full_cache(modules, monkeypatch, tmp_path):
+    def measured(transform, model):
+        loop = 2.0 if transform == kvjax.Full() else 3.0
+        stages = {"trace": 0.5 * model.num_layers, "lower": 0.5 * model.num_layers}
+        found = {
+            "prompt": {"cpu_seconds": {**stages, "compile": 3.0}},
+            "loop": {"cpu_seconds": {**stages, "compile": loop}},
+        }
+        if transform != kvjax.Full():
+            found["flush"] = {"cpu_seconds": {"trace": 1.0, "lower": 0.0, "compile": 4.0}}
+        return found
+
+    compile_time, path = modules["compile_time"], tmp_path / "compile_time.json"
+    monkeypatch.setattr(compile_time, "measure", measured)
+    monkeypatch.setattr(compile_time.jax, "clear_caches", lambda: None)
+    result = compile_time.run(["full", "h2o"], [2, 4], str(path))
+    found = [(row["method"], row["layers"], row["over_full"]) for row in result["rows"]]
+    assert found == [
+        ("full", 2, {"prompt": 1.0, "loop": 1.0}), ("h2o", 2, {"prompt": 1.0, "loop": 2.5}),
+        ("full", 4, {"prompt": 1.0, "loop": 1.0}), ("h2o", 4, {"prompt": 1.0, "loop": 2.0}),
+    ]  # fmt: skip
+    written = json.loads(path.read_text())
+    assert written["rows"] == result["rows"]
+    assert written["environment"]["jax"] == jax.__version__
+
+
+def test_operations_are_counted(modules):
+    lowered = jax.jit(lambda x: (x + 1) * 2).lower(np.float32(1))
+    # The function itself, two constants, a sum and a product.
+    assert len(modules["compile_time"].OPERATION.findall(lowered.as_text())) == 5
