@@ -24,6 +24,7 @@ from decode_step import STEPS, decode_side
 from flax import nnx
 
 import kvjax
+from kvjax.decisions import carry_out
 from kvjax.models import DecoderConfig, RopeConfig
 from kvjax.models.blocks import DecoderLayer
 from kvjax.models.rope_scaling import make_rope
@@ -59,13 +60,13 @@ class Uncompressed(kvjax.KVTransform):
 
     needs = property(lambda self: self.base.needs)
 
-    def init(self, cache: kvjax.KVCache) -> tuple[kvjax.KVCache, object]:
+    def init(self, cache: kvjax.KVCache, layer: int) -> tuple[kvjax.KVCache, object]:
         """The method's columns and state."""
-        return self.base.init(cache)
+        return self.base.init(cache, layer)
 
-    def update(self, cache, state, step):
+    def on_prompt(self, cache, state, step) -> tuple[None, object]:
         """Nothing is compressed; the state is the method's own and the step."""
-        return cache, (state, step)
+        return None, (state, step)
 
 
 def empty_cache(transform: kvjax.KVTransform, tokens: int) -> kvjax.LayerCache:
@@ -101,7 +102,8 @@ def compress_side(
     @jax.jit
     def compress(cache):
         state, step = cache.state
-        kv, _ = transform.update(cache.kv, state, step)
+        decision, _ = transform.on_prompt(cache.kv, state, step)
+        kv = carry_out(decision, cache.kv, step)
         return kv if kv.slots == capacity else kvjax.compact(kv, capacity)
 
     return functools.partial(compress, cache)

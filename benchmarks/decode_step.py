@@ -70,10 +70,16 @@ def decode_side(
 
         return jax.lax.fori_loop(0, steps_per_call, step, (cache, jnp.zeros_like(q), position))
 
-    held = {"cache": cache, "position": jnp.array([[prompt]])}
+    held, made = {"cache": cache, "position": jnp.array([[prompt]])}, 0
+    interval = kvjax.flush_interval(cache)
+    flush = jax.jit(kvjax.flush, donate_argnums=0)
 
     def side():
+        nonlocal made
         held["cache"], out, held["position"] = steps(held["cache"], held["position"])
+        before, made = made, made + steps_per_call
+        if interval is not None and made // interval > before // interval:
+            held["cache"] = flush(held["cache"])
         return out
 
     return side, said

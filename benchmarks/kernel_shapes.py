@@ -249,34 +249,35 @@ def clustered_cache(
 ) -> kvjax.LayerCache:
     """A cache as ClusterKV leaves it after a prompt, without the prompt."""
     cache = init(transform, shape)
-    kv, state = cache.kv, cache.state
+    kv, (clusters, key) = cache.kv, cache.state
     room = kv.slots - shape.tokens
     there = jnp.broadcast_to(jnp.arange(kv.slots, dtype=jnp.int32)[None, None], kv.shape)
     live = there < shape.tokens
     pad = ((0, 0), (0, 0), (0, room), (0, 0))
     kv = kv.replace(
-        k=kv.k.fill(jnp.pad(k, pad)),
-        v=kv.v.fill(jnp.pad(v, pad)),
+        k=kv.k.write(None, jnp.pad(k, pad)),
+        v=kv.v.write(None, jnp.pad(v, pad)),
         position=jnp.where(live, there, -1),
         log_mass=jnp.where(live, 0.0, -jnp.inf),
         used=jnp.full_like(kv.used, shape.tokens),
         length=jnp.full_like(kv.length, shape.tokens),
-        tail=dataclasses.replace(kv.tail, start=jnp.int32(shape.tokens)),
     )
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[:, :, : shape.clusters].set(new.astype(old.dtype))
 
     sizes, starts = cluster_ranges(shape)
-    state = dataclasses.replace(
-        state,
-        centroids=put(state.centroids, centroids(shape)),
-        sizes=put(state.sizes, sizes),
-        starts=put(state.starts, starts),
-        sinks=jnp.full_like(state.sinks, SINKS),
-        budget=jnp.full_like(state.budget, transform.budget),
+    clusters = dataclasses.replace(
+        clusters,
+        centroids=put(clusters.centroids, centroids(shape)),
+        sizes=put(clusters.sizes, sizes),
+        starts=put(clusters.starts, starts),
+        number=jnp.full_like(clusters.number, shape.clusters),
+        sinks=jnp.full_like(clusters.sinks, SINKS),
+        clustered=jnp.full_like(clusters.clustered, shape.tokens),
+        budget=jnp.full_like(clusters.budget, transform.budget),
     )
-    return dataclasses.replace(cache, kv=kv, state=state)
+    return dataclasses.replace(cache, kv=kv, state=(clusters, key))
 
 
 def init(transform: kvjax.KVTransform, shape: Shape) -> kvjax.LayerCache:

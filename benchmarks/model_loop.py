@@ -87,8 +87,9 @@ class ModelLoop:
             kvjax.init_cache(
                 layer, batch=len(tokens), kv_heads=model.kv_heads, query_heads=model.query_heads,
                 head_dim=model.head_dim, max_prompt=self.max_prompt, max_new=self.max_new,
+                layer=number,
             )
-            for layer in self.layers
+            for number, layer in enumerate(self.layers)
         )  # fmt: skip
         last = positions.max(-1)
         logits, caches = self.apply(
@@ -116,7 +117,7 @@ class ModelLoop:
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def flush(self, caches: tuple) -> tuple:
         """What is done with new tokens every `flush_interval` steps."""
-        return kvjax.flush(self.layers, caches)
+        return kvjax.flush(caches)
 
 
 def flush_interval(caches: tuple) -> int | None:

@@ -39,11 +39,12 @@ def choose_side(transform: kvjax.ClusterKV, prompt: int) -> Callable[[], object]
     read = jax.jit(functools.partial(kvjax.attend, transform, phase="prompt"), donate_argnums=0)
     _, cache = jax.block_until_ready(read(cache, *tokens(prompt, 0), jnp.arange(prompt)[None]))
     q, _, _ = tokens(1, 1)
+    none = jnp.full((1, KV_HEADS, 1), cache.kv.slots, jnp.int32)  # no new token
 
     @jax.jit
     def choose(cache, q):
         def once(_, q):
-            view, _ = transform.read(kvjax.View(cache.kv), cache.state, q)
+            view, _ = transform.select(kvjax.View(cache.kv, none), cache.state, q)
             return q + 1e-12 * view.index.sum()  # the next choice waits for this one
 
         return jax.lax.fori_loop(0, CHOICES, once, q)
@@ -73,7 +74,7 @@ def main() -> None:
     if (args.rounds + 1) * STEPS > MAX_NEW:
         parser.error(f"--rounds must be below {MAX_NEW // STEPS}")
     count, methods = args.prompt_tokens, {"full": kvjax.Full()}
-    # Its tail is settled once while the rounds run.
+    # It is flushed once while the rounds run.
     cluster = kvjax.ClusterKV(
         args.budget, clusters=args.clusters, interval=MAX_NEW // 2, dense_layers=()
     )

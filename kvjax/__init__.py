@@ -3,11 +3,13 @@
 Small pure transforms over an immutable cache, each one a paper, composable, inside one `jit`.
 """
 
-from kvjax.attention.attend import attend
+from kvjax import kit, testing
+from kvjax.attention.attend import attend, flush, flush_interval
 from kvjax.attention.layer import LayerCache, init_cache, kept_tokens
 from kvjax.cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes
 from kvjax.compose.chain import bind, chain
 from kvjax.compose.wrappers import Every, HeadGroups, PerLayer, WhenFull
+from kvjax.decisions import Keep, Mark, Merge, Order, Retain, Rewrite
 from kvjax.generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from kvjax.generation.generate import Generation, generate
 from kvjax.generation.model import FunctionalModel, LanguageModel
@@ -57,17 +59,23 @@ __all__ = [
     "KVCrush",
     "KVMerger",
     "KVTransform",
+    "Keep",
     "LanguageModel",
     "LayerBudgetEviction",
     "LayerCache",
+    "Mark",
+    "Merge",
     "Needs",
     "Offload",
+    "Order",
     "OutlierHeads",
     "PerLayer",
     "PyramidInfer",
     "PyramidKV",
     "Quantize",
     "Quest",
+    "Retain",
+    "Rewrite",
     "Rope",
     "Sampling",
     "SnapKV",
@@ -86,15 +94,19 @@ __all__ = [
     "chain",
     "compact",
     "evict",
+    "flush",
+    "flush_interval",
     "generate",
     "init_cache",
     "kept_tokens",
+    "kit",
     "memory_bytes",
     "merge",
     "nbytes",
     "parse",
     "register",
     "reserve_ratio",
+    "testing",
 ]
 
 

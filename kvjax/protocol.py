@@ -1,29 +1,49 @@
 """The protocol: a transform is a value whose fields are the hyper-parameters of a method.
 
-Its methods are pure functions over a `KVCache` and the transform's own state. Every one has an
-identity default, so that a method of compression defines only what it does. Because a transform is
-a frozen dataclass it is hashable (equal transforms share compiled code), prints as the expression
-that makes it, and is re-budgeted by `dataclasses.replace`.
+Its methods are pure functions over a `KVCache` and the transform's own state. They decide; the
+library carries out (see `kvjax.decisions`). Every one has an identity default, so that a method
+defines only what it does. Because a transform is a frozen dataclass it is hashable (equal
+transforms share compiled code), prints as the expression that makes it, and is re-budgeted by
+`dataclasses.replace`.
+
+There are three moments at which a method may decide something:
+
+- `on_prompt`: a prompt is complete.
+- `on_flush`: every M decode steps, M being the least `Extent.interval` of all layers.
+- `on_step`: after the attention of every decode step.
+
+A method that overrides one of them takes part in that moment; nothing else has to be declared.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import take_slots
 from kvjax.cache.slots import KVCache
 from kvjax.rope import Rope
 
+if TYPE_CHECKING:
+    from kvjax.decisions import Decision
+
 State = Any  # a pytree of arrays that never index by slot
 Phase = Literal["prompt", "decode"]
+Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]
+
+MEMBERS = (  # of a transform; no field may have such a name
+    "stage", "paper", "for_layer", "extent", "needs", "init", "select",
+    "on_prompt", "on_flush", "on_step",
+)  # fmt: skip
+PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer
 
 
 class Stage(IntEnum):
@@ -46,6 +66,9 @@ class Extent:
         `prompt + new` allows.
       longest: most prompt tokens of a row; None: `prompt`, where nothing has compressed yet.
       pinned: most pinned slots, which stand outside the budget of every evictor.
+      interval: M, decode steps after which something is done with the new tokens (`on_flush`, and
+        the encoding of payloads); None: nothing is.
+      passed: most prompt tokens that a model must take to the next layer; None: all.
 
     Example:
       >>> import kvjax
@@ -58,6 +81,8 @@ class Extent:
     limit: int | None = None
     longest: int | None = None
     pinned: int = 0
+    interval: int | None = None
+    passed: int | None = None
 
     @property
     def total(self) -> int:
@@ -71,9 +96,14 @@ class Extent:
         return self.prompt if self.longest is None else self.longest
 
     def keep(self, slots: int) -> Extent:
-        """At most `slots` remain of a prompt, and the pinned ones."""
+        """At most `slots` remain of a prompt, and the pinned ones; all go to the next layer."""
         kept = min(self.prompt, slots + self.pinned)
-        return dataclasses.replace(self, prompt=kept, longest=self.longest_prompt)
+        return dataclasses.replace(self, prompt=kept, longest=self.longest_prompt, passed=None)
+
+    def every(self, steps: int) -> Extent:
+        """Something is done with the new tokens every `steps` decode steps, or more often."""
+        least = steps if self.interval is None else min(self.interval, steps)
+        return dataclasses.replace(self, interval=least)
 
     def hold(self, slots: int) -> Extent:
         """At most `slots` and the pinned ones are live at any time while decoding."""
@@ -125,43 +155,59 @@ class Needs(NamedTuple):
         return max(self.query_window, share)
 
 
+class Logits(NamedTuple):
+    """How attention makes its logits: the `scale`, `window` and `soft_cap` given to `attend`."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """What one attention call saw.
+    """What has just happened, when a transform is asked to decide.
 
     Args:
-      slots: slot of each new token, `[B, H, T]`; `cache.slots` where none was stored.
+      rows: the rows that it concerns: those that had tokens in the prompt or in the step; at a
+        flush, all of them. Decisions about other rows are not carried out.
+      slots: slot of each new token, `[B, H, T]`; `cache.slots` where none was stored. None at a
+        flush.
       mass: attention probability that each slot received from this call's queries, summed over
-        them, per query head, `[B, Q, S]` float32; None unless needed.
-      keys: rotated keys of all slots as attention saw them, `[B, H, S, D]`; None where a selection
-        was read.
+        them, per query head, `[B, Q, S]` float32; None unless needed, and at a flush.
+      keys: rotated keys of all slots as attention sees them, `[B, H, S, D]`; None in a decode step,
+        and at a flush of methods that neither evict nor merge then.
       query: each row's last W queries of this prompt, rotated, oldest first, `[B, Q, W, D]`; None
         unless needed. They are carried across the chunks of a prompt, and under `Every` and
         `WhenFull` go on with the queries of decoding.
       query_position: their positions, -1 where there were fewer, `[B, W]`.
       rope: as given to `attend`; None where q and k came rotated.
-      phase, last: as given to `attend` (static).
-      scale, window, soft_cap, implementation: of the attention (static).
+      moment: `"prompt"`, `"flush"` or `"step"` (static).
+      logits: of the attention (static).
+      room: at a flush, the decode steps until the next one, for whose tokens there must be free
+        slots afterwards (static).
+      implementation: as given to `attend` (static).
     """
 
-    slots: Int[Array, "B H T"]
+    rows: Bool[Array, " B"]
+    slots: Int[Array, "B H T"] | None
     mass: Float[Array, "B Q S"] | None
     keys: Float[Array, "B H S D"] | None
     query: Float[Array, "B Q W D"] | None
     query_position: Int[Array, "B W"] | None
     rope: Rope | None
-    phase: Phase = field(metadata={"static": True})
-    last: bool = field(metadata={"static": True})
-    scale: float = field(metadata={"static": True})
-    window: int | None = field(default=None, metadata={"static": True})
-    soft_cap: float | None = field(default=None, metadata={"static": True})
+    moment: Moment = field(metadata={"static": True})
+    logits: Logits = field(metadata={"static": True})
+    room: int = field(default=0, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
 
-    @property
-    def prompt_done(self) -> bool:
-        """A prompt has just been completed: the moment at which prompt methods compress."""
-        return self.phase == "prompt" and self.last
+    def of_rows(self, new: State, old: State) -> State:
+        """A state whose arrays are `[B, ...]`: `new` in the rows concerned, `old` in the others."""
+
+        def choose(new: Array, old: Array) -> Array:
+            return jnp.where(self.rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+        return jax.tree.map(choose, new, old)
 
 
 @jax.tree_util.register_dataclass
@@ -172,10 +218,10 @@ class View:
     A selection has K lists: one per KV head, or one per query head (K = Q).
 
     Args:
-      cache: the cache.
+      cache: the cache, the new token in it.
+      slots: slot of each new token, `[B, H, T]`; `cache.slots` where none was stored.
       index: slots to see, `[B, K, N]`, -1 = none; None = all of them in place.
       fixed: how many entries at the front every list of a cache has, such as sinks (static).
-      fresh: how many entries at the end of every list are those of the tail (static).
       rows: keys and values of the selection, `[B, K, N, D]` each, where a transform has fetched
         them already; None: attention reads them.
       predicted: what the query was expected to be before this layer began, rotated,
@@ -185,19 +231,19 @@ class View:
     """
 
     cache: KVCache
+    slots: Int[Array, "B H T"]
     index: Int[Array, "B K N"] | None = None
     fixed: int = field(default=0, metadata={"static": True})
-    fresh: int = field(default=0, metadata={"static": True})
     rows: tuple[Array, Array] | None = None
     predicted: Float[Array, "B Q T D"] | None = None
     implementation: str | None = field(default=None, metadata={"static": True})
 
-    def take(self, index: Int[Array, "B K N"], fixed: int = 0, fresh: int = 0) -> View:
+    def take(self, index: Int[Array, "B K N"], fixed: int = 0) -> View:
         """A selection of this view's entries (-1 = none). Only indices are composed."""
         if self.index is not None:
             chosen = take_slots(self.index, jnp.maximum(index, 0))
             index = jnp.where(index >= 0, chosen, -1)
-        return dataclasses.replace(self, index=index, fixed=fixed, fresh=fresh, rows=None)
+        return dataclasses.replace(self, index=index, fixed=fixed, rows=None)
 
     def read(self) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
         """Keys and values as they are stored, and anything where an entry is none."""
@@ -227,6 +273,16 @@ class View:
         return jnp.moveaxis(add(index, jnp.moveaxis(x, 2, 3)), 3, 2)
 
 
+def _equal(one: KVTransform, other: object) -> bool:
+    """Whether two transforms have equal fields, and floats in the same ones."""
+    if type(other) is not type(one):
+        return NotImplemented
+    pairs = [
+        (getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)
+    ]
+    return all(a == b and isinstance(a, float) == isinstance(b, float) for a, b in pairs)
+
+
 @dataclass(frozen=True)
 class KVTransform:
     """A method of compression as a value. All methods default to doing nothing.
@@ -238,6 +294,22 @@ class KVTransform:
 
     stage: ClassVar[Stage] = Stage.EVICT
     paper: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs):
+        """Refuses fields that would replace a member of the protocol without a word.
+
+        Gives the class an equality that tells 1 from 1.0: a budget of one token is not a budget of
+        everything, and equal transforms share compiled code.
+        """
+        super().__init_subclass__(**kwargs)
+        if "__eq__" not in cls.__dict__:
+            cls.__eq__ = _equal
+        for name, kind in inspect.get_annotations(cls).items():
+            if name in MEMBERS and "ClassVar" not in str(kind):
+                raise TypeError(
+                    f"{cls.__name__} has a field {name!r}, which is a member of kvjax.KVTransform: "
+                    "name it otherwise"
+                )
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The transform of one layer: layer budgets and dense layers live here."""
@@ -252,54 +324,123 @@ class KVTransform:
         """What `attend` must compute for it."""
         return Needs()
 
-    @property
-    def bound(self) -> bool:
-        """Whether `for_layer` has nothing left to decide."""
-        return True
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
+        """Adds columns, chooses the payload, and makes the transform's own state.
 
-    @property
-    def frees_while_decoding(self) -> bool:
-        """Whether slots are evicted or merged between prompts (an index would go stale)."""
-        return False
-
-    @property
-    def merges(self) -> bool:
-        """Whether what it frees goes into other slots, so that no wrapper can bring it back."""
-        return False
-
-    @property
-    def indexes(self) -> bool:
-        """Whether it keeps an index of all slots, in a cache with a tail."""
-        return False
-
-    @property
-    def spans_slots(self) -> bool:
-        """Whether it encodes groups of slots together, so that none may go between prompts."""
-        return False
-
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Adds columns, chooses the payload, and makes the transform's own state."""
+        Whatever differs between layers only as a number (seeds, projections) belongs into the
+        state, so that layers are equal values and share compiled code.
+        """
         return cache, ()
 
-    def read(self, view: View, state: State, query: Float[Array, "B Q T D"]) -> tuple[View, State]:
+    def select(
+        self, view: View, state: State, query: Float[Array, "B Q T D"]
+    ) -> tuple[View, State]:
         """Before attention while decoding: chooses a static number of slots to look at."""
         return view, state
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """After attention: evicts, merges, indexes. Shapes stay as they are."""
-        return cache, state
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What to do when a prompt is complete."""
+        return None, state
 
-    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"] | None:
-        """Importance of each slot before query heads are reduced, for wrappers; None if none."""
-        return None
+    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What to do with the tokens that have come since the last flush."""
+        return None, state
 
-    def passes(self, extent: Extent) -> int | None:
-        """Most prompt tokens that a model must take to the next layer; None: it takes all."""
-        return None
+    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What to do after the attention of a decode step: of scalars only."""
+        return None, state
 
-    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"] | None:
-        """How many newest tokens of each row it always keeps, for wrappers; None if none."""
-        return None
+
+@dataclass(frozen=True)
+class Wrapper(KVTransform):
+    """A transform around another one, `base`; forwards everything that it does not change.
+
+    Class attributes:
+      adds: the moments in which it decides something though its base may not.
+    """
+
+    base: KVTransform
+
+    adds: ClassVar[tuple[Moment, ...]] = ()
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """The wrapper around the base of this layer; `Full` where that is."""
+        base = self.base.for_layer(layer, num_layers)
+        return base if isinstance(base, Full) else dataclasses.replace(self, base=base)
+
+    def extent(self, extent: Extent) -> Extent:
+        """The base's."""
+        return self.base.extent(extent)
+
+    @property
+    def needs(self) -> Needs:
+        """The base's."""
+        return self.base.needs
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
+        """The base's."""
+        return self.base.init(cache, layer)
+
+    def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
+        """The base's."""
+        return self.base.select(view, state, query)
+
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """The base's."""
+        return self.base.on_prompt(cache, state, step)
+
+    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """The base's."""
+        return self.base.on_flush(cache, state, step)
+
+    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """The base's."""
+        return self.base.on_step(cache, state, step)
+
+
+def parts_of(transform: KVTransform) -> tuple[KVTransform, ...]:
+    """The parts of a chain, or the transform alone."""
+    return getattr(transform, "parts", (transform,))
+
+
+def takes_part(transform: KVTransform, moment: Moment) -> bool:
+    """Whether a transform decides anything at this moment: whether it overrides its method."""
+    if isinstance(transform, Wrapper):
+        return moment in transform.adds or takes_part(transform.base, moment)
+    parts = parts_of(transform)
+    if len(parts) > 1:
+        return any(takes_part(part, moment) for part in parts)
+    return getattr(type(transform), f"on_{moment}") is not getattr(KVTransform, f"on_{moment}")
+
+
+def returns(transform: KVTransform, moment: Moment) -> str:
+    """What the method of a moment is annotated to return."""
+    return str(getattr(type(transform), f"on_{moment}").__annotations__.get("return", ""))
+
+
+def frees_while_decoding(transform: KVTransform) -> bool:
+    """Whether slots are evicted or merged between prompts, so that an index would go stale.
+
+    A method that takes part in a flush or a step does so, unless it is annotated to return no more
+    than a `Mark`.
+    """
+    return any(
+        part.stage == Stage.EVICT
+        and takes_part(part, moment)
+        and not returns(part, moment).startswith("tuple[Mark,")
+        for part in parts_of(transform)
+        for moment in ("flush", "step")
+    )
+
+
+def is_bound(transform: KVTransform) -> bool:
+    """Whether `for_layer` has nothing left to decide: whether it gives the transform itself."""
+    if type(transform).for_layer is KVTransform.for_layer:
+        return True
+    try:
+        return transform.for_layer(0, 1) == transform
+    except Exception:  # it was made for a model of more layers, or somebody's function was
+        return False
 
 
 def accumulated_attention(cache: KVCache) -> Float[Array, "B Q S"]:
@@ -307,14 +448,6 @@ def accumulated_attention(cache: KVCache) -> Float[Array, "B Q S"]:
     batch, kv_heads, slots = cache.shape
     attention = jnp.moveaxis(cache.column("attention"), -1, 2)
     return attention.reshape(batch, kv_heads * cache.group, slots)
-
-
-def group_scores(
-    scores: Float[Array, "B Q S"], cache: KVCache, reduce: GroupReduce
-) -> Float[Array, "B H S"]:
-    """One score per KV head from those of its group's query heads."""
-    grouped = scores.reshape(*cache.shape[:2], cache.group, -1)
-    return {"mean": jnp.mean, "max": jnp.max, "sum": jnp.sum}[reduce](grouped, axis=2)
 
 
 def check_group_reduce(reduce: str) -> None:

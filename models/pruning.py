@@ -15,7 +15,7 @@ def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
     groups = (
         group for cache in caches for group in (cache if isinstance(cache, tuple) else [cache])
     )
-    return phase == "prompt" and last and not any(group.reading for group in groups)
+    return phase == "prompt" and last and all(group.reading is None for group in groups)
 
 
 def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:
@@ -23,7 +23,7 @@ def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:
     if isinstance(cache, tuple):  # each head group would pass on other tokens
         return False
     extent = kvjax.Extent(cache.kv.max_prompt, cache.kv.max_new)
-    return layer.passes(extent) is not None
+    return layer.extent(extent).passed is not None
 
 
 def pass_on(

@@ -41,7 +41,7 @@ def test_kvjax_shows_its_names_alone():
 
     assert dir(kvjax) == sorted(kvjax.__all__)
     modules = {name for name in dir(kvjax) if inspect.ismodule(getattr(kvjax, name))}
-    assert not modules
+    assert modules == {"kit", "testing"}  # for authors of methods
     star = {}
     exec("from kvjax import *", star)
     assert set(star) - {"__builtins__"} == set(kvjax.__all__)

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, QueryWindow, check_groups
 from kvjax.budgets.budgets import check_count
-from kvjax.cache.payload import Dense, take_slots
-from kvjax.cache.slots import KVCache, append, append_to_tail, compact, settle, widen
-from kvjax.compose.wrappers import HeadGroups
+from kvjax.cache.payload import Dense, Seen, Slots, take_slots
+from kvjax.cache.slots import KVCache, append, compact, widen
+from kvjax.compose.wrappers import HeadGroups, rewrites
+from kvjax.decisions import carry_out
 from kvjax.protocol import (
     KVTransform,
+    Logits,
     Needs,
     Phase,
+    Stage,
+    State,
     Step,
     View,
     check_transform,
+    frees_while_decoding,
+    parts_of,
+    takes_part,
 )
-from kvjax.rope import Rope, Rotation
-from kvjax.storage.encoded_attention import Seen, encoded_attention
-from pallas_kernels import (
-    column_sums,
-    decode_attention,
-    gather_attention,
-    prompt_attention,
-)
+from kvjax.rope import Rope
+from pallas_kernels import column_sums, gather_attention, prompt_attention
 from pallas_kernels.base.dispatch import check_implementation
 
 
@@ -50,9 +53,10 @@ def attend(
 ) -> tuple[Float[Array, "B Q T D"], Cache]:
     """Adds new tokens to a cache, attends over it, and lets the transform compress it.
 
-    In order: append, read, attention, update; when a prompt is complete, the cache is compacted to
-    its capacity. Attention is exact over what is live: `softmax(scale · q·k + log_mass) v`, each
-    query seeing the positions up to its own.
+    In order: append, select, attention, and what the transform decides about a decode step or about
+    a prompt that is complete, whose cache then has its capacity. A cache whose `kv.interval` is M
+    is flushed every M decode steps: see `flush`. Attention is exact over what is live,
+    `softmax(scale · q·k + log_mass) v`, each query seeing the positions up to its own.
 
     Args:
       transform: the layer's transform, the one that the cache was made for.
@@ -93,32 +97,24 @@ def attend(
       ((1, 4, 32, 16), 8)
     """
     check_transform(transform, "attend")
-    options = _Options(phase, last, rope, scale, window, soft_cap, predicted_query, implementation)
+    logits = Logits(q.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
+    options = _Options(phase, last, rope, logits, predicted_query, implementation)
     if isinstance(transform, HeadGroups):
         return _attend_groups(transform, cache, q, k, v, positions, options)
     _check(transform, cache, q, k, v, positions, options)
-    positions = positions.astype(jnp.int32)
-    if scale is None:
-        options = options._replace(scale=q.shape[-1] ** -0.5)
-    return _attend(transform, cache, q, k, v, positions, options)
+    return _attend(transform, cache, q, k, v, positions.astype(jnp.int32), options)
 
 
 class _Options(NamedTuple):
     phase: Phase
     last: bool
     rope: Rope | None
-    scale: float | None
-    window: int | None
-    soft_cap: float | None
+    logits: Logits
     predicted_query: Array | None
     implementation: str | None
 
-    @property
-    def logits(self) -> dict:
-        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
 
-
-def _attend(transform, cache, q, k, v, positions, options: _Options):
+def _attend(transform, cache: LayerCache, q, k, v, positions, options: _Options):
     needs, kv, rope = transform.needs, cache.kv, options.rope
     prompt = options.phase == "prompt"
     predicted = options.predicted_query if needs.predicted_query and not prompt else None
@@ -127,52 +123,178 @@ def _attend(transform, cache, q, k, v, positions, options: _Options):
         predicted = None if predicted is None else rope.rotate(predicted, positions)
     if kv.unfolded > 1:
         k, v = (jnp.repeat(x, kv.unfolded, axis=1) for x in (k, v))
+    rows = (positions >= 0).any(1)
     if prompt:
-        kv = _open(kv)
+        if cache.reading is None:
+            kv = _open(kv)
+        else:
+            rows |= cache.reading
         kv = widen(kv, _working_slots(kv, k.shape[2], options.last))
-    to_tail = kv.tail is not None and not prompt
-    kv, slots = (append_to_tail if to_tail else append)(kv, k, v, positions)
-    view = View(kv, predicted=predicted, implementation=options.implementation)
+    kv, slots = append(kv, k, v, positions)
+    view = View(kv, slots, predicted=predicted, implementation=options.implementation)
     state = cache.state
     if not prompt:
-        view, state = transform.read(view, state, q)
+        view, state = transform.select(view, state, q)
     kv = view.cache
-    keys = values = rotate = None
-    if not _listed(view):
-        keys, values = view.read()
+    keys = rotate = None
     if needs.unrotated_keys:
-        own, others = _late_positions(needs, view, slots, positions)
-        q, keys = rope.rotate(q, own), rope.rotate(keys, others)
-        rotate = Rotation(rope, others, kv.max_tokens)
-    out, mass = _attention(needs, view, q, keys, values, rotate, positions, options)
-    if not prompt and transform.merges and transform.frees_while_decoding:
+        own, others = _late_positions(needs, kv, slots, positions)
+        q, rotate = rope.rotate(q, own), rope.at(others)
+    if prompt:
+        keys = kv.k.read() if rotate is None else rope.rotate(kv.k.read(), rotate.position)
+        out, mass = _prompt_attention(needs, kv, q, keys, positions, options)
+    else:
+        out, mass = _decode_attention(needs, view, q, rotate, positions, options)
+    if not prompt and rewrites(transform, "step"):
         kv = _after(kv, out)
     if needs.accumulated_attention:
         kv = _accumulate(kv, mass)
     window = _last_queries(needs, cache, q, positions, options)
+    kept = {"rope": cache.rope, "logits": cache.logits}
+    if prompt and kv.interval is not None:  # for `flush`
+        kept["logits"] = options.logits
+        if needs.unrotated_keys and takes_part(transform, "flush"):
+            kept["rope"] = jax.tree.map(lambda x: x + 0, rope)  # the cache is donated, not the rope
+    if prompt and not options.last:
+        return out.astype(q.dtype), LayerCache(kv, state, window, rows, transform=transform, **kept)
     step = Step(
+        rows=rows,
         slots=slots,
         mass=mass,
-        keys=keys if view.index is None else None,
+        keys=keys,
         query=None if window is None else window.query,
         query_position=None if window is None else window.position,
         rope=rope,
-        phase=options.phase,
-        last=options.last,
+        moment="prompt" if prompt else "step",
+        logits=options.logits,
         implementation=options.implementation,
-        **options.logits,
     )
-    kv, state = transform.update(kv, state, step)
-    if prompt and options.last and (kv.slots != kv.capacity or kv.tail is not None):
-        kv = compact(kv, kv.capacity)
-    if prompt and options.last:
-        kv = _close(kv)
-    elif to_tail:
-        kv = settle(kv, after=_finite(out))
-    if prompt and options.last and not needs.decode_queries:
-        window = None
-    reading = prompt and not options.last
-    return out.astype(q.dtype), LayerCache(kv, state, window, transform, reading)
+    if prompt:
+        kv, state = _end_prompt(transform, kv, state, step)
+        window = window if needs.decode_queries else None
+    else:
+        kv, state = _decide(transform, kv, state, step)
+    return out.astype(q.dtype), LayerCache(kv, state, window, None, transform=transform, **kept)
+
+
+def _decide(transform: KVTransform, kv: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+    """Carries out what the transform decides, part by part of a chain."""
+    parts = parts_of(transform)
+    kv, states = _decide_parts(parts, kv, _states(parts, state), step)
+    return kv, states if len(parts) > 1 else states[0]
+
+
+def _decide_parts(parts, kv: KVCache, states, step: Step) -> tuple[KVCache, tuple[State, ...]]:
+    after = []
+    for part, own in zip(parts, states, strict=True):
+        decision, own = getattr(part, f"on_{step.moment}")(kv, own, step)
+        kv = carry_out(decision, kv, step)
+        after.append(own)
+    return kv, tuple(after)
+
+
+def _states(parts: tuple[KVTransform, ...], state: State) -> tuple[State, ...]:
+    return state if len(parts) > 1 else (state,)
+
+
+def _end_prompt(
+    transform: KVTransform, kv: KVCache, state: State, step: Step
+) -> tuple[KVCache, State]:
+    """Evicts and merges, brings the slots to the cache's capacity, indexes, and encodes."""
+    parts = parts_of(transform)
+    states = _states(parts, state)
+    first = sum(part.stage == Stage.EVICT for part in parts)
+    kv, evicting = _decide_parts(parts[:first], kv, states[:first], step)
+    if kv.slots != kv.capacity or first < len(parts):
+        kv = compact(kv, kv.capacity, step.rows)
+    kv, others = _decide_parts(parts[first:], kv, states[first:], step)
+    if kv.stored is not None:
+        keys, values = kv.stored
+        slots = Slots(kv.position, kv.live, step.rows)
+        k, v = keys.encode(values, kv.k.read(), kv.v.read(), slots)
+        kv = kv.replace(k=k, v=v, stored=None)
+    states = (*evicting, *others)
+    return kv, states if len(parts) > 1 else states[0]
+
+
+def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
+    """Does what is to be done with new tokens every M decode steps.
+
+    Methods that work now and then (`Every`, `Chelsea`, `ClusterKV`, `Codebook`, ...) leave new
+    tokens as they come, so that a decode step appends, selects, attends and evicts one slot at
+    most. A loop calls `flush` every `flush_interval(caches)` steps. It makes room for the tokens of
+    as many steps more: rows that have it are left as they are, and so is a row that got no token.
+    A prompt's end does the same for the rows of the prompt. Call `flush` once after a further
+    prompt for the others, which may have taken steps since the last time.
+
+    Args:
+      caches: of one layer, or of all layers of a model, in tuples. Donate them.
+      steps: decode steps until the next flush (static); those of `flush_interval` by default.
+
+    Returns:
+      The caches. Those of methods that do nothing now and then come back as they are.
+
+    Raises:
+      ValueError: a prompt is being read.
+
+    Example:
+      >>> import jax.numpy as jnp, kvjax
+      >>> tx = kvjax.Every(kvjax.SnapKV(budget=40), steps=8)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=64, max_new=16)
+      >>> rows = jnp.ones((1, 2, 64, 16))
+      >>> _, cache = kvjax.attend(tx, cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
+      >>> for position in range(64, 80):
+      ...     new, at = rows[:, :, :1], jnp.array([[position]])
+      ...     _, cache = kvjax.attend(tx, cache, new, new, new, at, phase="decode")
+      ...     if (position - 63) % kvjax.flush_interval(cache) == 0:
+      ...         cache = kvjax.flush(cache)
+      >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
+      (40, 0)
+    """
+    steps = flush_interval(caches) if steps is None else steps
+    if steps is None:
+        return caches
+    check_count("steps", steps, 1)
+
+    def one(cache: LayerCache) -> LayerCache:
+        return cache if cache.kv.interval is None else _flush(cache, steps)
+
+    return jax.tree.map(one, caches, is_leaf=lambda x: isinstance(x, LayerCache))
+
+
+def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
+    """M: after so many decode steps the caches must be flushed; None: never.
+
+    The least of all layers' intervals. It is static, as `flush` and the loop around it need it.
+    """
+    leaves = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    intervals = [cache.kv.interval for cache in leaves if cache.kv.interval is not None]
+    return min(intervals, default=None)
+
+
+def _flush(cache: LayerCache, steps: int) -> LayerCache:
+    kv, window = cache.kv, cache.window
+    if cache.reading is not None or kv.stored is not None:
+        raise ValueError("the prompt is not complete: give its last chunk before flush")
+    # Methods that evict or merge alone look at all keys.
+    keys = kv.k.read() if frees_while_decoding(cache.transform) else None
+    if keys is not None and cache.rope is not None:
+        keys = cache.rope.rotate(keys, _key_positions(cache.transform.needs, kv))
+    step = Step(
+        rows=jnp.ones(kv.shape[0], bool),
+        slots=None,
+        mass=None,
+        keys=keys,
+        query=None if window is None else window.query,
+        query_position=None if window is None else window.position,
+        rope=cache.rope,
+        moment="flush",
+        logits=cache.logits,
+        room=steps,
+    )
+    kv, state = _decide(cache.transform, kv, cache.state, step)
+    kv = kv.replace(k=kv.k.flush(steps), v=kv.v.flush(steps))
+    return dataclasses.replace(cache, kv=kv, state=state)
 
 
 def _working_slots(kv: KVCache, tokens: int, last: bool) -> int:
@@ -184,75 +306,64 @@ def _working_slots(kv: KVCache, tokens: int, last: bool) -> int:
 
 
 def _open(kv: KVCache) -> KVCache:
-    """The cache for the time that a prompt is read: all keys and values at hand."""
-    return kv.replace(k=kv.k.open(), v=kv.v.open())
+    """The cache for the time that a prompt is read: keys and values dense."""
+    if isinstance(kv.k, Dense):
+        return kv
+    return kv.replace(k=Dense(kv.k.read()), v=Dense(kv.v.read()), stored=(kv.k, kv.v))
 
 
-def _close(kv: KVCache) -> KVCache:
-    """The cache as it is between prompts."""
-    tail = jnp.zeros((), jnp.int32) if kv.tail is None else kv.tail.start
-    return kv.replace(k=kv.k.close(tail), v=kv.v.close(tail))
+def _wants_mass(needs: Needs, phase: Phase) -> bool:
+    mass = needs.attention_mass or needs.accumulated_attention
+    return mass or (needs.decode_mass and phase == "decode")
 
 
-def _listed(view: View) -> bool:
-    """Whether attention takes the rows of a selection from the store itself."""
-    dense = isinstance(view.cache.k, Dense) and isinstance(view.cache.v, Dense)
-    return view.index is not None and view.rows is None and dense
-
-
-def _attention(needs: Needs, view: View, q, keys, values, rotate, positions, options: _Options):
+def _prompt_attention(needs: Needs, kv: KVCache, q, keys, positions, options: _Options):
     """Output and, where needed, the probability that each slot received per query head."""
-    kv = view.cache
-    batch, lists = len(q), kv.shape[1] if view.index is None else view.index.shape[1]
-    grouped = q.reshape(batch, lists, -1, *q.shape[2:])
-    kind = {**options.logits, "implementation": options.implementation}
-    wants_mass = needs.attention_mass or needs.accumulated_attention
-    wants_mass |= needs.decode_mass and options.phase == "decode"
-    bias = view.per_slot(kv.log_mass, -jnp.inf)
-    key_position = view.per_slot(kv.position, -1)
-    mass = probabilities = None
-    if options.phase == "prompt":
-        check_implementation(options.implementation, offered=("xla",))
-        rows, own = (positions, key_position), options.logits
-        out, lse = prompt_attention(grouped, keys, values, bias, *rows, **own)
-        if wants_mass:
-            mass = column_sums(grouped, keys, bias, lse, *rows, **own)
-    elif _listed(view):
-        out, _, probabilities = gather_attention(
-            grouped, kv.k.data, kv.v.data, view.index, kv.log_mass, positions, kv.position,
-            probabilities=wants_mass, **kind,
-        )  # fmt: skip
-    elif view.index is None and hasattr(kv.k, "logits"):
-        # An encoded payload is attended to as it is; XLA then drops the decoded rows unless an
-        # update uses the keys.
-        seen = Seen(bias, key_position, kv.used, rotate)
-        out, probabilities = encoded_attention(
-            grouped, kv.k, kv.v, seen, positions, wants_mass=wants_mass, **kind
+    grouped = q.reshape(len(q), kv.shape[1], -1, *q.shape[2:])
+    check_implementation(options.implementation, offered=("xla",))
+    rows, logits = (positions, kv.position), options.logits._asdict()
+    out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *rows, **logits)
+    mass = None
+    if _wants_mass(needs, "prompt"):
+        mass = column_sums(grouped, keys, kv.log_mass, lse, *rows, **logits)
+        mass = mass.reshape(len(q), -1, kv.slots)
+    return out.reshape(q.shape), mass
+
+
+def _decode_attention(needs: Needs, view: View, q, rotate, positions, options: _Options):
+    """Output and, where needed, the probability that each slot received per query head."""
+    kv, index = view.cache, view.index
+    lists = kv.shape[1] if index is None else index.shape[1]
+    grouped = q.reshape(len(q), lists, -1, *q.shape[2:])
+    wanted = _wants_mass(needs, "decode")
+    kind = {"implementation": options.implementation, **options.logits._asdict()}
+    kind["probabilities"] = wanted
+    if index is None:
+        seen = Seen(kv.log_mass, kv.position, kv.used, rotate)
+        out, found = kv.k.attention(kv.v, grouped, seen, positions, **kind)
+    elif view.rows is None and isinstance(kv.k, Dense) and isinstance(kv.v, Dense):
+        out, _, found = gather_attention(
+            grouped, kv.k.data, kv.v.data, index, kv.log_mass, positions, kv.position, **kind
         )
     else:
-        out, _, probabilities = decode_attention(
-            grouped, keys, values, bias, positions, key_position,
-            used=kv.used if view.index is None else None, probabilities=wants_mass, **kind,
-        )  # fmt: skip
-    if wants_mass and mass is None:
-        mass = view.to_slots(probabilities.sum(3))
-    if mass is not None:
-        mass = mass.reshape(batch, -1, mass.shape[-1])
+        bias, position = view.per_slot(kv.log_mass, -jnp.inf), view.per_slot(kv.position, -1)
+        seen = Seen(bias, position, jnp.full(index.shape[:2], index.shape[2], jnp.int32), None)
+        keys, values = (Dense(x) for x in view.read())
+        out, found = keys.attention(values, grouped, seen, positions, **kind)
+    mass = None
+    if wanted:
+        mass = view.to_slots(found.sum(3)).reshape(len(q), -1, kv.slots)
     return out.reshape(q.shape), mass
 
 
 def _after(kv: KVCache, out: Float[Array, "B Q T D"]) -> KVCache:
-    """The same cache, computed after `out`: a merge may then write keys and values in place.
+    """The same cache, computed after `out`: a decision may then rewrite values in place.
 
-    XLA goes by data alone. What attention reads and a conditional may overwrite, in no order that
-    the data tells, it copies at every step: both stores, whether anything is merged or not.
+    XLA goes by data alone. What attention reads and a decision overwrites, in no order that the
+    data tells, it copies at every step. No number is above infinity, and XLA does not know.
     """
-    return kv.replace(log_mass=jnp.where(_finite(out), kv.log_mass, -jnp.inf))
-
-
-def _finite(out: Float[Array, "B Q T D"]) -> Bool[Array, ""]:
-    """True, computed from `out`: no number is above infinity, and XLA does not know."""
-    return ~(out.max() > jnp.inf)
+    finite = ~(out.max() > jnp.inf)
+    return kv.replace(log_mass=jnp.where(finite, kv.log_mass, -jnp.inf))
 
 
 def _accumulate(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
@@ -261,16 +372,21 @@ def _accumulate(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
     return kv.with_column("attention", kv.column("attention") + jnp.moveaxis(per_group, 2, -1))
 
 
-def _late_positions(needs: Needs, view: View, slots, positions):
+def _late_positions(needs: Needs, kv: KVCache, slots, positions):
     """What new queries and stored keys are rotated at: their position, or their rank there."""
-    kv = view.cache
+    others = _key_positions(needs, kv)
     if not needs.reposition:
-        return positions, view.per_slot(kv.position, -1)
+        return positions, others
+    own = take_slots(others, jnp.minimum(slots, kv.slots - 1))
+    return jnp.repeat(own, kv.group, axis=1), others
+
+
+def _key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:
+    """What stored keys are rotated at: their position, or their rank among the live slots."""
+    if not needs.reposition:
+        return kv.position
     order = jnp.argsort(jnp.where(kv.live, kv.position, jnp.iinfo(jnp.int32).max), axis=-1)
-    rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
-    own = take_slots(rank, jnp.minimum(slots, kv.slots - 1))
-    own = jnp.repeat(own, kv.group, axis=1)
-    return own, view.per_slot(rank, -1)
+    return jnp.argsort(order, axis=-1).astype(jnp.int32)
 
 
 def _last_queries(
@@ -301,6 +417,7 @@ def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, options: _O
     group = q.shape[1] // k.shape[1]
     outs, caches, order = [], [], []
     named, predicted = options._asdict(), options.predicted_query
+    named.update(named.pop("logits")._asdict())
     for (heads, tx), own in zip(transform.groups, cache, strict=True):
         kv_index = jnp.array(heads)
         q_heads = [head * group + g for head in heads for g in range(group)]
@@ -364,29 +481,27 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
         raise ValueError(
             f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k"
         )
-    if options.phase == "decode" and cache.reading:
+    if options.phase == "decode" and (cache.reading is not None or kv.stored is not None):
         raise ValueError(
             "the prompt is not complete: give its last chunk with last=True before decoding, "
             f"got phase={options.phase!r} after last=False"
         )
-    if options.phase == "decode" and transform.frees_while_decoding and q.shape[2] != 1:
+    one_token = kv.lists is not None or frees_while_decoding(transform)
+    if options.phase == "decode" and one_token and q.shape[2] != 1:
         raise ValueError(
-            f"{transform!r} compresses while decoding: give it one token a step, got {q.shape[2]}"
-        )
-    if options.phase == "decode" and kv.tail is not None and q.shape[2] != 1:
-        raise ValueError(
-            f"{transform!r} adds to its tail while decoding: give it one token a step, "
-            f"got {q.shape[2]}"
+            f"{transform!r} compresses or selects while decoding: give it one token a step, got "
+            f"{q.shape[2]}"
         )
     if options.predicted_query is not None and options.predicted_query.shape != q.shape:
         raise ValueError(
             f"predicted_query must have the shape of q, {q.shape}, got "
             f"{options.predicted_query.shape}"
         )
-    if options.window is not None:
-        check_count("window", options.window, 1)
-    if options.soft_cap is not None and not options.soft_cap > 0:
-        raise ValueError(f"soft_cap must be above 0, got {options.soft_cap}")
+    logits = options.logits
+    if logits.window is not None:
+        check_count("window", logits.window, 1)
+    if logits.soft_cap is not None and not logits.soft_cap > 0:
+        raise ValueError(f"soft_cap must be above 0, got {logits.soft_cap}")
     if options.rope is not None and 2 * options.rope.inv_freq.shape[-1] > q.shape[3]:
         raise ValueError(
             f"rope rotates {2 * options.rope.inv_freq.shape[-1]} channels, got head_dim "

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_count
+from kvjax.cache.payload import Dense
 from kvjax.cache.slots import KVCache, empty_cache
 from kvjax.compose.wrappers import HeadGroups
-from kvjax.protocol import Extent, KVTransform, State, check_transform
+from kvjax.protocol import PASSED, Extent, KVTransform, Logits, State, check_transform, is_bound
+from kvjax.rope import Rope
 
 
 @jax.tree_util.register_dataclass
@@ -57,20 +60,23 @@ class LayerCache:
       state: the transform's own arrays.
       window: each row's last W queries, kept only between the chunks of a prompt (and while
         decoding where a transform needs that); None otherwise.
+      reading: the rows that had tokens in the prompt so far, between its chunks; None otherwise.
+      rope: the last prompt's, where a method looks at unrotated keys at a flush; None otherwise.
       transform: what it was made for (static).
-      reading: between the chunks of a prompt (static).
+      logits: how the last prompt's attention made its logits, where the cache is to be flushed
+        (static).
     """
 
     kv: KVCache
     state: State
     window: QueryWindow | None
+    reading: Bool[Array, " B"] | None
+    rope: Rope | None
     transform: KVTransform = field(metadata={"static": True})
-    reading: bool = field(default=False, metadata={"static": True})
+    logits: Logits | None = field(default=None, metadata={"static": True})
 
 
 Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
-
-PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer
 
 
 def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
@@ -102,7 +108,7 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
         kv = part.kv
         kept = kv.live & kv.column(PASSED) if PASSED in kv.columns else kv.live
         held.append(jnp.where(kept, kv.position, none).reshape(kept.shape[0], -1))
-        passed = part.transform.passes(Extent(kv.max_prompt, kv.max_new))
+        passed = part.transform.extent(Extent(kv.max_prompt, kv.max_new)).passed
         sizes.append(kv.slots if passed is None else min(passed, kv.slots))
     position = jnp.sort(jnp.concatenate(held, axis=1), axis=1)
     # A position stands here once per head that holds it: as often as there are heads, if all do.
@@ -122,6 +128,7 @@ def init_cache(
     max_new: int,
     query_heads: int | None = None,
     dtype: DTypeLike | None = None,
+    layer: int = 0,
 ) -> Cache:
     """An empty cache for one attention layer, of the capacity that the transform promises.
 
@@ -132,6 +139,7 @@ def init_cache(
       query_heads: as in the model; `kv_heads` by default.
       dtype: of keys and values; by default float32 on CPU, where bfloat16 is several times slower,
         and bfloat16 elsewhere.
+      layer: the number of the layer, on which random numbers and calibrations depend.
 
     Returns:
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
@@ -152,6 +160,7 @@ def init_cache(
     for name, value in counts.items():
         check_count(name, value, 1)
     check_count("max_new", max_new, 0)
+    check_count("layer", layer, 0)
     query_heads = kv_heads if query_heads is None else query_heads
     check_count("query_heads", query_heads, 1)
     if query_heads % kv_heads:
@@ -162,14 +171,14 @@ def init_cache(
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be floating, got {jnp.dtype(dtype).name}")
-    if not transform.bound:
+    if not is_bound(transform):
         raise ValueError(
             f"{transform!r} decides per layer: give init_cache and attend one element of "
             "kvjax.bind(transform, num_layers)"
         )
     group = query_heads // kv_heads
     shape = {"batch": batch, "group": group, "head_dim": head_dim}
-    limits = {"max_prompt": max_prompt, "max_new": max_new, "dtype": dtype}
+    limits = {"max_prompt": max_prompt, "max_new": max_new, "dtype": dtype, "layer": layer}
     if isinstance(transform, HeadGroups):
         check_groups(transform, kv_heads)
         return tuple(
@@ -180,15 +189,15 @@ def init_cache(
 
 
 def _init_group(
-    transform: KVTransform, batch, kv_heads, group, head_dim, max_prompt, max_new, dtype
+    transform: KVTransform, batch, kv_heads, group, head_dim, max_prompt, max_new, dtype, layer
 ) -> LayerCache:
-    capacity = transform.extent(Extent(max_prompt, max_new)).total
+    extent = transform.extent(Extent(max_prompt, max_new))
     needs, query_heads = transform.needs, kv_heads * group
     unfolded = group if needs.unfold else 1
     lists, group = kv_heads * unfolded, group // unfolded
     kv = empty_cache(
-        batch, lists, head_dim, capacity,
-        max_prompt=max_prompt, max_new=max_new, dtype=dtype, group=group, unfolded=unfolded,
+        batch, lists, head_dim, extent.total, max_prompt=max_prompt, max_new=max_new, dtype=dtype,
+        group=group, unfolded=unfolded, interval=extent.interval,
     )  # fmt: skip
     if needs.reposition and needs.decode_queries:
         raise ValueError(
@@ -198,12 +207,30 @@ def _init_group(
         )
     if needs.accumulated_attention:
         kv = kv.with_column("attention", jnp.zeros((*kv.shape, group), jnp.float32))
-    kv, state = transform.init(kv)
+    kv, state = transform.init(kv, layer)
     window = None
     if needs.decode_queries:
         size = needs.queries(max_prompt)
         window = QueryWindow.empty(batch, query_heads, size, head_dim, dtype)
-    return LayerCache(kv, state, window, transform)
+    logits = None if extent.interval is None else Logits(head_dim**-0.5)
+    return LayerCache(kv, state, window, None, None, transform, logits)
+
+
+def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...]:
+    """Empty caches as they are while a prompt is read: dense, so that nothing has to be decoded.
+
+    `attend` does the same to any cache when a prompt begins, by reading what is stored. Of a cache
+    that is known to be empty, nothing needs to be read, or brought from host memory.
+    """
+
+    def dense(cache: LayerCache) -> LayerCache:
+        kv = cache.kv
+        if isinstance(kv.k, Dense):
+            return cache
+        k, v = (Dense.zeros(x.shape, x.dtype) for x in (kv.k, kv.v))
+        return dataclasses.replace(cache, kv=kv.replace(k=k, v=v, stored=(kv.k, kv.v)))
+
+    return jax.tree.map(dense, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
 def check_groups(transform: HeadGroups, kv_heads: int) -> None:

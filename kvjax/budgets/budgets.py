@@ -70,6 +70,20 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {known}, got {value!r}")
 
 
+def check_flag(name: str, value: bool) -> None:
+    """Raises TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_dense_layers(layers: tuple[int, ...]) -> None:
+    """Raises unless `layers` is a tuple of layer numbers."""
+    if not isinstance(layers, tuple):
+        raise TypeError(f"dense_layers must be a tuple of layer numbers, got {layers!r}")
+    for layer in layers:
+        check_count("a dense layer", layer, 0)
+
+
 def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.ndarray:
     """Slots for prompts of these lengths: B, or `min(L, max(⌊f·L⌋, minimum))` for a share f.
 

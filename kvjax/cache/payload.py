@@ -1,27 +1,30 @@
 """How the keys and values of a cache are stored.
 
-A payload answers four calls: `read` (dense rows), `take` (the same payload with its slots moved),
-`write` (a few rows) and `fill` (all rows). A method of compression calls nothing else, so that a
-quantised or host-resident payload serves under every one of them. Three more are the cache's own:
-`open` and `close` around a prompt, which is read with all rows at hand, and `settle` for the tail
-of new tokens.
+A payload is the keys, or the values, of all slots in some form. It answers five calls: `read`
+(dense rows), `write` (new rows), `flush` (what is done with new rows every M steps), `encode` (all
+rows in the payload's form, at a prompt's end) and `attention` (of a decode step, over the form as
+it is).
+While a prompt is read, keys and values are `Dense`, whatever they are stored in between prompts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import Turn, decode_attention
 
 # Rows of every (row, KV head). Mapped over both leading axes and not indexed by iota: an indexed
 # gather or scatter brings collectives when a cache is sharded over rows or heads.
 _gather = jax.vmap(jax.vmap(lambda data, index: data[index]))
 _scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, mode="drop")))
+
+Moves = tuple[Int[Array, "B H N"], Int[Array, "B H N"]]  # source slots, and the slots they go to
 
 
 def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
@@ -45,6 +48,40 @@ def sum_into(into: Int[Array, "B H N"], x: Array) -> Array:
     return add(into, x)
 
 
+def of_rows(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
+    """`new` in the rows that are chosen and `old` in the others; both `[B, ...]`."""
+    return jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+
+class Seen(NamedTuple):
+    """What attention knows of all slots.
+
+    Args:
+      bias, position: of each slot, `-inf` and -1 where it is free.
+      used: a number of slots from which on none is live.
+      rotate: how stored keys are rotated; None: they are already.
+    """
+
+    bias: Float[Array, "B H S"]
+    position: Int[Array, "B H S"]
+    used: Int[Array, "B H"]
+    rotate: Turn | None
+
+
+class Slots(NamedTuple):
+    """What a payload knows of the slots when it encodes all of them.
+
+    Args:
+      position: of each slot, -1 where it is free. Live slots stand in front, `0 ... n - 1`.
+      live: which slots hold a token.
+      rows: the rows that had tokens in the prompt that has just been read.
+    """
+
+    position: Int[Array, "B H S"]
+    live: Bool[Array, "B H S"]
+    rows: Bool[Array, " B"]
+
+
 class Payload(Protocol):
     """What stores the keys or the values of a cache: `[B, H, S, D]` in whatever form."""
 
@@ -56,29 +93,39 @@ class Payload(Protocol):
     def dtype(self) -> jnp.dtype:
         """Dtype of the dense rows."""
 
+    @property
+    def room(self) -> Int[Array, " B"] | None:
+        """How many new rows it takes before it has to be flushed; None: any number."""
+
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Dense rows: all slots, or those of `index`."""
 
-    def take(self, index: Int[Array, "B H N"]) -> Payload:
-        """The payload whose slot n is this one's slot `index[..., n]`; N may differ from S."""
+    def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Payload:
+        """Replaces a few slots (slot number S writes nothing), or all of them where None."""
 
-    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Payload:
-        """Replaces a few slots; slot number S writes nothing."""
+    def flush(self, steps: int, moves: Moves | None = None) -> Payload:
+        """Moves rows among slots, then makes room for `steps` new rows where there is less."""
 
-    def fill(self, rows: Float[Array, "B H S D"]) -> Payload:
-        """Replaces all slots."""
+    def encode(
+        self, values: Payload, k: Float[Array, "B H S D"], v: Float[Array, "B H S D"], slots: Slots
+    ) -> tuple[Payload, Payload]:
+        """Keys and values in the forms of these keys and of `values`.
 
-    def open(self) -> Payload:
-        """The payload for the time that a prompt is read, all rows at hand on the device."""
+        Rows that are not in `slots.rows` stay exactly as they are stored.
+        """
 
-    def close(self, tail: Int[Array, ""]) -> Payload:
-        """As it was before `open`; the tail now begins at slot `tail`."""
-
-    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
-        """Dense rows of the tail's `size` slots from `start` on."""
-
-    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Payload:
-        """Sorts the tail's N slots from `start` on by `index`; the tail then begins behind them."""
+    def attention(
+        self,
+        values: Payload,
+        q: Float[Array, "B H G T D"],
+        seen: Seen,
+        positions: Int[Array, "B T"],
+        *,
+        probabilities: bool,
+        implementation: str | None,
+        **logits,
+    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
+        """Attention to all slots: the output and, where asked for, each slot's probability."""
 
 
 @jax.tree_util.register_dataclass
@@ -102,90 +149,48 @@ class Dense:
         """A payload of zeros (free slots must hold finite numbers)."""
         return cls(jnp.zeros(shape, dtype))
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """B, H, S, D."""
-        return self.data.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype of the rows."""
-        return self.data.dtype
+    shape = property(lambda self: self.data.shape)
+    dtype = property(lambda self: self.data.dtype)
+    room = property(lambda self: None)
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Dense rows: all slots, or those of `index`."""
         return self.data if index is None else take_slots(self.data, index)
 
-    def take(self, index: Int[Array, "B H N"]) -> Dense:
-        """The payload whose slot n is this one's slot `index[..., n]`; N may differ from S."""
-        return Dense(take_slots(self.data, index))
-
-    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Dense:
-        """Replaces a few slots; slot number S writes nothing."""
+    def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Dense:
+        """Replaces a few slots (slot number S writes nothing), or all of them where None."""
+        if slots is None:
+            return Dense(rows.astype(self.data.dtype))
         return Dense(write_slots(self.data, slots, rows))
 
-    def fill(self, rows: Float[Array, "B H S D"]) -> Dense:
-        """Replaces all slots."""
-        return Dense(rows.astype(self.data.dtype))
+    def flush(self, steps: int, moves: Moves | None = None) -> Dense:
+        """Moves rows among slots; there is room for any number of new ones."""
+        if moves is None:
+            return self
+        source, slots = moves
+        return self.write(slots, self.read(source))
 
-    def open(self) -> Dense:
-        """Itself."""
-        return self
+    def encode(self, values: Payload, k: Array, v: Array, slots: Slots) -> tuple[Dense, Dense]:
+        """The rows as they are."""
+        return Dense(k), Dense(v)
 
-    def close(self, tail: Int[Array, ""]) -> Dense:
-        """Itself."""
-        return self
-
-    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
-        """Rows of `size` slots from `start` on."""
-        return jax.lax.dynamic_slice_in_dim(self.data, start, size, 2)
-
-    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Dense:
-        """Sorts N slots from `start` on by `index`."""
-        rows = take_slots(self.span(start, index.shape[2]), index)
-        return Dense(jax.lax.dynamic_update_slice_in_dim(self.data, rows, start, 2))
-
-
-@dataclass(frozen=True)
-class OpenRows:
-    """Dense rows for the time that a prompt is read; what they are closed to is the subclass's.
-
-    Args:
-      rows: of all slots.
-    """
-
-    rows: Dense
-
-    shape = property(lambda self: self.rows.shape)
-    dtype = property(lambda self: self.rows.dtype)
-
-    def _with(self, rows: Dense) -> Self:
-        return dataclasses.replace(self, rows=rows)
-
-    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows: all slots, or those of `index`."""
-        return self.rows.read(index)
-
-    def take(self, index: Int[Array, "B H N"]) -> Self:
-        """The payload whose slot n is this one's slot `index[..., n]`; N may differ from S."""
-        return self._with(self.rows.take(index))
-
-    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Self:
-        """Replaces a few slots; slot number S writes nothing."""
-        return self._with(self.rows.write(slots, rows))
-
-    def fill(self, rows: Float[Array, "B H S D"]) -> Self:
-        """Replaces all slots."""
-        return self._with(self.rows.fill(rows))
-
-    def open(self) -> Self:
-        """Itself."""
-        return self
-
-    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
-        """Rows of `size` slots from `start` on."""
-        return self.rows.span(start, size)
-
-    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Self:
-        """Sorts N slots from `start` on by `index`."""
-        return self._with(self.rows.settle(start, index))
+    def attention(
+        self,
+        values: Dense,
+        q: Float[Array, "B H G T D"],
+        seen: Seen,
+        positions: Int[Array, "B T"],
+        *,
+        probabilities: bool,
+        implementation: str | None,
+        **logits,
+    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
+        """Attention to all slots: the output and, where asked for, each slot's probability."""
+        keys = self.data
+        if seen.rotate is not None:
+            keys = seen.rotate.rotate(keys)
+        out, _, found = decode_attention(
+            q, keys, values.data, seen.bias, positions, seen.position, used=seen.used,
+            probabilities=probabilities, implementation=implementation, **logits,
+        )  # fmt: skip
+        return out, found

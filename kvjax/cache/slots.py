@@ -45,37 +45,6 @@ class Column:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Tail:
-    """Where new tokens go while decoding, in caches that a transform keeps an index of.
-
-    They go to the same slot in all rows and heads: a step writes one column of slots, and what is
-    done with the tail from time to time is done at one place, which matters in host memory. The
-    prompts of all rows therefore end at one slot (`compact`), and a step that adds no token to a
-    row leaves a free slot there.
-
-    Args:
-      start: its first slot.
-      count: its slots so far.
-      settled: how many tails were settled since the last prompt.
-      size: when it has so many, it is settled: its slots are sorted, go where the payloads keep
-        what is not new, and an empty tail begins behind them. None: never (static).
-      lists: how many lists of slots a reader of this cache makes, and how long they are (static).
-    """
-
-    start: Int[Array, ""]
-    count: Int[Array, ""]
-    settled: Int[Array, ""]
-    size: int | None = _static(None)
-    lists: tuple[int, int] = _static((0, 0))
-
-    @property
-    def newest(self) -> Int[Array, ""]:
-        """The slot of the step that is being made."""
-        return self.start + self.count - 1
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class KVCache:
     """Keys and values of one attention layer (or of one group of its KV heads).
 
@@ -96,9 +65,11 @@ class KVCache:
       group: query heads per list of slots.
       unfolded: lists of slots per KV head, which are then what H counts: 1, or where every query
         head keeps tokens of its own all query heads of a KV head.
-      tail: where new tokens go while decoding; None: to the lowest free slot of each row and head.
-      order: what slots are to be sorted by, before their positions, when they are next moved: all
-        of them by `compact`, or the tail's by `settle`. None between calls.
+      interval: M, the decode steps after which the cache must be flushed (static; None: never).
+      lists: how many lists of slots a method that selects makes for a row, and how long they are
+        (static; None: no method selects).
+      stored: the payloads as they were before the prompt that is being read, where they are not
+        dense; None between calls.
     """
 
     k: Payload
@@ -115,8 +86,9 @@ class KVCache:
     max_new: int = _static()
     group: int = _static(1)
     unfolded: int = _static(1)
-    tail: Tail | None = None
-    order: Int[Array, "B H N"] | None = None
+    interval: int | None = _static(None)
+    lists: tuple[int, int] | None = _static(None)
+    stored: tuple[Payload, Payload] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -137,18 +109,6 @@ class KVCache:
     def max_tokens(self) -> int:
         """Most tokens that a row may ever get."""
         return self.max_prompt + self.max_new
-
-    @property
-    def settles(self) -> bool:
-        """Whether new tokens can ever fill the tail."""
-        return (
-            self.tail is not None and self.tail.size is not None and self.tail.size <= self.max_new
-        )
-
-    @property
-    def tail_slots(self) -> int:
-        """Most slots of the tail."""
-        return self.tail.size if self.settles else max(self.max_new, 1)
 
     def column(self, name: str) -> Array:
         """Values of one column, `[B, H, S, ...]`."""
@@ -176,6 +136,7 @@ def empty_cache(
     dtype: DTypeLike,
     group: int = 1,
     unfolded: int = 1,
+    interval: int | None = None,
 ) -> KVCache:
     """A cache of `capacity` free slots per row and KV head."""
     shape = (batch, kv_heads, capacity)
@@ -194,6 +155,7 @@ def empty_cache(
         max_new=max_new,
         group=group,
         unfolded=unfolded,
+        interval=interval,
     )
 
 
@@ -204,6 +166,9 @@ def append(
     positions: Int[Array, "B T"],
 ) -> tuple[KVCache, Int[Array, "B H T"]]:
     """Puts new tokens into the lowest free slots, in their order, each with mass 1.
+
+    A payload that encodes rows together takes so many new rows before the next flush and no more;
+    tokens beyond them find no slot.
 
     Args:
       k, v: keys and values of the new tokens.
@@ -223,26 +188,11 @@ def append(
       ([[[0, 4, 1]]], [[[0, 1, -1, -1]]])
     """
     positions = positions.astype(jnp.int32)
-    return _put(cache, _free_slots(cache, positions), k, v, positions)
-
-
-def append_to_tail(
-    cache: KVCache,
-    k: Float[Array, "B H 1 D"],
-    v: Float[Array, "B H 1 D"],
-    positions: Int[Array, "B 1"],
-) -> tuple[KVCache, Int[Array, "B H 1"]]:
-    """As `append`, one token to the end of the tail.
-
-    After `max_new` steps since the last prompt no token finds a slot, whatever rows they were for.
-    """
-    positions, tail = positions.astype(jnp.int32), cache.tail
-    made = tail.count + tail.settled * (tail.size or 0)
-    fits = (made < cache.max_new) & (tail.count < cache.tail_slots)
-    slot = jnp.where(fits, jnp.minimum(tail.start + tail.count, cache.slots), cache.slots)
-    slots = jnp.where(positions >= 0, slot, cache.slots)[:, None, :]
-    slots = jnp.broadcast_to(slots, (*cache.shape[:2], 1))
-    cache = cache.replace(tail=dataclasses.replace(tail, count=tail.count + fits.astype(jnp.int32)))
+    slots = _free_slots(cache, positions)
+    room = cache.k.room
+    if room is not None:
+        number = jnp.cumsum(positions >= 0, axis=1, dtype=jnp.int32)
+        slots = jnp.where((number <= room[:, None])[:, None], slots, cache.slots)
     return _put(cache, slots, k, v, positions)
 
 
@@ -355,7 +305,7 @@ def merge(
     merged, stays = members > 1, live & (into == slot)
 
     def mean(payload: Payload) -> Payload:
-        return payload.fill(segment_merge(payload.read(), into, weights))
+        return payload.write(None, segment_merge(payload.read(), into, weights))
 
     def combine(column: Column) -> Column:
         if column.merge == "keep":
@@ -379,17 +329,15 @@ def merge(
     )
 
 
-def compact(cache: KVCache, slots: int) -> KVCache:
-    """Moves the live slots together, in position order, and cuts or widens to `slots`.
+def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -> KVCache:
+    """Moves the live slots to the front, in the order of positions, and cuts or widens to `slots`.
 
-    They go to the front; in a cache with a tail, the rows end together, where the tail then begins.
-    `cache.order`, where it is set, is sorted by before positions. Besides `settle` the only
-    function that moves slots; every payload and column moves with them. If more slots are live than
-    fit, the last are lost and counted in `dropped`: a transform whose `extent` is right never lets
-    that happen.
+    With `permute` the only function that moves slots; every payload and column moves with them. If
+    more slots are live than fit, the last are lost and counted in `dropped`.
 
     Args:
       slots: how many the cache has afterwards.
+      rows: the rows whose slots move; those of the others stay where they are. None: all.
 
     Example:
       >>> import jax.numpy as jnp, kvjax
@@ -400,31 +348,55 @@ def compact(cache: KVCache, slots: int) -> KVCache:
       >>> kvjax.compact(kvjax.evict(cache, keep=cache.position != 1), 2).position.tolist()
       [[[0, 2]]]
     """
-    index = sorted_slots(cache.live, cache.position, cache.order)
-    count = jnp.minimum(cache.live.sum(-1, keepdims=True, dtype=jnp.int32), slots)
+    index = sorted_slots(cache.live, cache.position)
     place = jax.lax.broadcasted_iota(jnp.int32, (*cache.shape[:2], slots), 2)
-    if cache.tail is not None:
-        end = count.max()
-        place = place - (end - count)
-        zero = jnp.zeros_like(end)
-        begun = dataclasses.replace(cache.tail, start=end, count=zero, settled=zero)
-        cache = cache.replace(tail=begun)
-    # A free slot in front repeats the first token: see `ResidualQuantized`.
-    source = take_slots(index, jnp.clip(place, 0, cache.slots - 1))
-    return _move(cache.replace(order=None), source, (place >= 0) & (place < count))
+    there = place < cache.live.sum(-1, keepdims=True, dtype=jnp.int32)
+    source = take_slots(index, jnp.minimum(place, cache.slots - 1))
+    if rows is not None:
+        moves = rows[:, None, None]
+        source = jnp.where(moves, source, jnp.minimum(place, cache.slots - 1))
+        there = jnp.where(moves, there, place < cache.slots)
+    # A free slot repeats the first token: see `GroupedByChannel`.
+    return _move(cache, jnp.where(there, source, source[..., :1]), there)
 
 
-def sorted_slots(
-    live: Bool[Array, "B H N"],
-    position: Int[Array, "B H N"],
-    order: Int[Array, "B H N"] | None = None,
-) -> Int[Array, "B H N"]:
-    """Slot numbers by `order`, then by position, free slots last."""
-    last = jnp.iinfo(jnp.int32).max
-    keys = (position,) if order is None else (order, position)
-    keys = tuple(jnp.where(live, key, last) for key in keys)
-    number = _slot_numbers(live.shape)
-    return jax.lax.sort((*keys, number), dimension=2, num_keys=len(keys))[-1]
+def permute(
+    cache: KVCache,
+    source: Int[Array, "B H N"],
+    slots: Int[Array, "B H N"] | None = None,
+) -> KVCache:
+    """Slot `slots[n]` becomes what slot `source[n]` was.
+
+    Args:
+      source: every slot of a set once.
+      slots: the same set in another order, S = none; None: `0 ... S - 1`, all of them.
+    """
+    if slots is None:
+        return _move(cache, source, jnp.ones(source.shape, bool))
+    source = jnp.minimum(source, cache.slots - 1)
+
+    def move(x: Array) -> Array:
+        return write_slots(x, slots, take_slots(x, source))
+
+    log_mass = move(cache.log_mass)
+    return cache.replace(
+        k=cache.k.flush(0, (source, slots)),
+        v=cache.v.flush(0, (source, slots)),
+        position=move(cache.position),
+        log_mass=log_mass,
+        columns={
+            name: dataclasses.replace(column, values=move(column.values))
+            for name, column in cache.columns.items()
+        },
+        pinned=move(cache.pinned),
+        used=_used(log_mass > NEG_INF),
+    )
+
+
+def sorted_slots(live: Bool[Array, "B H N"], position: Int[Array, "B H N"]) -> Int[Array, "B H N"]:
+    """Slot numbers by position, free slots last."""
+    key = jnp.where(live, position, jnp.iinfo(jnp.int32).max)
+    return jax.lax.sort((key, _slot_numbers(live.shape)), dimension=2, num_keys=1)[-1]
 
 
 def widen(cache: KVCache, slots: int) -> KVCache:
@@ -441,8 +413,8 @@ def _move(cache: KVCache, index: Int[Array, "B H N"], there: Bool[Array, "B H N"
     live = take_slots(cache.live, index) & there
     lost = cache.live.sum(-1, dtype=jnp.int32) - live.sum(-1, dtype=jnp.int32)
     return cache.replace(
-        k=cache.k.take(index),
-        v=cache.v.take(index),
+        k=Dense(take_slots(cache.k.read(), index)),
+        v=Dense(take_slots(cache.v.read(), index)),
         position=jnp.where(live, take_slots(cache.position, index), FREE),
         log_mass=jnp.where(live, take_slots(cache.log_mass, index), NEG_INF),
         columns={
@@ -453,64 +425,6 @@ def _move(cache: KVCache, index: Int[Array, "B H N"], there: Bool[Array, "B H N"
         used=_used(live),
         dropped=cache.dropped + lost,
     )
-
-
-def settle(cache: KVCache, after: Bool[Array, ""]) -> KVCache:
-    """Where the tail is full, sorts its slots (by `cache.order`, then by position) and ends it.
-
-    Payloads then move the tail's rows to where they keep what is not new, and an empty tail begins
-    behind them.
-
-    Args:
-      after: any scalar that is computed from the keys and values that were read before: XLA then
-        knows that they may be overwritten in place (see `kvjax.attend`). Where it is False nothing
-        is done.
-    """
-    if not cache.settles:
-        return cache.replace(order=None)
-    tail, order = cache.tail, cache.order
-    size = tail.size
-
-    def move(carry):
-        _, cache = carry
-        start = cache.tail.start
-
-        def span(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, size, 2)
-
-        live = span(cache.live)
-        index = sorted_slots(live, span(cache.position), order)
-
-        def sort(x: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(x, take_slots(span(x), index), start, 2)
-
-        log_mass = sort(cache.log_mass)
-        # Free slots get the rows of the first: in a payload that encodes slots together, whatever
-        # stands in them changes nothing.
-        rows = jnp.where(take_slots(live, index), index, index[..., :1])
-        moved = cache.replace(
-            k=cache.k.settle(start, rows),
-            v=cache.v.settle(start, rows),
-            position=sort(cache.position),
-            log_mass=log_mass,
-            columns={
-                name: dataclasses.replace(column, values=sort(column.values))
-                for name, column in cache.columns.items()
-            },
-            pinned=sort(cache.pinned),
-            used=_used(log_mass > NEG_INF),
-            tail=dataclasses.replace(
-                tail, start=start + size, count=jnp.zeros_like(start), settled=tail.settled + 1
-            ),
-        )
-        return jnp.zeros((), bool), moved
-
-    # A loop of no round, where nothing is due, leaves keys and values where they are; the result
-    # of a conditional would be a copy of them.
-    fits = tail.start + size <= cache.slots
-    due = (tail.count == size) & fits & after
-    _, cache = jax.lax.while_loop(lambda c: c[0], move, (due, cache.replace(order=None)))
-    return cache
 
 
 def nbytes(tree) -> int:

@@ -9,19 +9,24 @@ from jaxtyping import Array
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
-from kvjax.compose.wrappers import HeadGroups
+from kvjax.compose.wrappers import HeadGroups, rewrites
+from kvjax.decisions import Changed, Decision, Keep, Retain, carry_out
 from kvjax.protocol import (
     Extent,
     Full,
     KVTransform,
+    Moment,
     Needs,
     Stage,
     State,
     Step,
     View,
     check_transform,
+    frees_while_decoding,
+    takes_part,
 )
 from kvjax.storage.codebook import Codebook
+from kvjax.storage.quantize import Quantize
 
 
 @dataclass(frozen=True)
@@ -70,63 +75,54 @@ class Chain(KVTransform):
         """That of its last part."""
         return self.parts[-1].stage
 
-    @property
-    def bound(self) -> bool:
-        """Whether all parts are, and none splits heads: `for_layer` splits the whole chain."""
-        return all(part.bound and not isinstance(part, HeadGroups) for part in self.parts)
-
-    @property
-    def frees_while_decoding(self) -> bool:
-        """Whether any part does."""
-        return any(part.frees_while_decoding for part in self.parts)
-
-    @property
-    def merges(self) -> bool:
-        """Whether any part does."""
-        return any(part.merges for part in self.parts)
-
-    @property
-    def spans_slots(self) -> bool:
-        """Whether any part does."""
-        return any(part.spans_slots for part in self.parts)
-
-    @property
-    def indexes(self) -> bool:
-        """Whether any part does."""
-        return any(part.indexes for part in self.parts)
-
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Every part's columns and state. An index first: payloads go by its tail."""
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
+        """Every part's columns and state. Those that select come first: they say how many rows."""
         states: list[State] = [()] * len(self.parts)
-        for number in sorted(range(len(self.parts)), key=lambda i: not self.parts[i].indexes):
-            cache, states[number] = self.parts[number].init(cache)
+        for number in sorted(range(len(self.parts)), key=lambda i: -self._selects(i)):
+            cache, states[number] = self.parts[number].init(cache, layer)
         return cache, tuple(states)
 
-    def read(self, view: View, state: State, query: Array) -> tuple[View, State]:
+    def _selects(self, number: int) -> bool:
+        return self.parts[number].stage == Stage.RECALL
+
+    def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
         """Every part's selection, each within the one before."""
         states = []
         for part, own in zip(self.parts, state, strict=True):
-            view, own = part.read(view, own, query)
+            view, own = part.select(view, own, query)
             states.append(own)
         return view, tuple(states)
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Every part's update, in order."""
-        states = []
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What the parts decide, one after the other."""
+        return self._decide("prompt", cache, state, step)
+
+    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What the parts decide, one after the other."""
+        return self._decide("flush", cache, state, step)
+
+    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What the parts decide, one after the other."""
+        return self._decide("step", cache, state, step)
+
+    def _decide(
+        self, moment: Moment, cache: KVCache, state: State, step: Step
+    ) -> tuple[Decision | None, State]:
+        """One decision: a part's own, if no other decides, or what several come to."""
+        before, made, states = cache, [], []
         for part, own in zip(self.parts, state, strict=True):
-            cache, own = part.update(cache, own, step)
+            decision, own = getattr(part, f"on_{moment}")(cache, own, step)
             states.append(own)
-        return cache, tuple(states)
-
-    def passes(self, extent: Extent) -> int | None:
-        """The first part's, unless a later part evicts too: then hidden states all go on."""
-        first, *others = self.parts
-        evicts = any(part.stage == Stage.EVICT for part in others)
-        return None if evicts else first.passes(extent)
-
-    def recent(self, cache: KVCache, state: State) -> Array | None:
-        """The last part's window."""
-        return self.parts[-1].recent(cache, state[-1])
+            if decision is not None:
+                cache = carry_out(decision, cache, step)
+                made.append(decision)
+        if len(made) <= 1:
+            return (made[0] if made else None), tuple(states)
+        if all(isinstance(decision, Keep | Retain) for decision in made):
+            columns = {name: column.values for name, column in cache.columns.items()}
+            pinned = None if cache.pinned is before.pinned else cache.pinned
+            return Retain(cache.live, made[-1].newest, pinned, columns), tuple(states)
+        return Changed(cache), tuple(states)
 
 
 def chain(*transforms: KVTransform) -> KVTransform:
@@ -163,9 +159,9 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
                 f"{after!r} ({after.stage.name.lower()}) cannot follow "
                 f"{before!r} ({before.stage.name.lower()})"
             )
-    freeing = [part for part in parts if part.frees_while_decoding]
+    freeing = [part for part in parts if frees_while_decoding(part)]
     readers = [part for part in parts if part.stage == Stage.RECALL]
-    indexes = [part for part in parts if part.indexes]
+    indexes = [part for part in readers if takes_part(part, "prompt")]
     placing = [part for part in parts if part.stage == Stage.PLACE]
     if len(indexes) > 1:
         raise ValueError(
@@ -187,14 +183,14 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             f"{placing[0]!r} keeps rows as they are in host memory, and {representing[0]!r} stores "
             "them in another form on the device: take one of them"
         )
-    spanning = [part for part in parts if part.spans_slots]
+    spanning = [part for part in parts if isinstance(part, Quantize) and part.groups_slots]
     if freeing and spanning:
         raise ValueError(
             f"{spanning[0]!r} encodes groups of slots together, and {freeing[0]!r} frees slots "
             "while decoding: take key_axis='token'"
         )
     books = [part for part in parts if isinstance(part, Codebook)]
-    merging = [part for part in freeing if part.merges]
+    merging = [part for part in freeing if rewrites(part, "flush", "step")]
     if books and merging:
         raise ValueError(
             f"{books[0]!r} stores references, and {merging[0]!r} merges slots while decoding, "

@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
+from kvjax.decisions import Changed, Decision, Mark, Merge, Order, Rewrite
 from kvjax.protocol import (
     Extent,
     Full,
     KVTransform,
+    Moment,
     Needs,
     Stage,
     State,
     Step,
+    Wrapper,
     check_transform,
+    frees_while_decoding,
+    parts_of,
+    returns,
 )
 
 
@@ -39,8 +44,6 @@ class PerLayer(KVTransform):
     """
 
     choose: Callable[[int, int], KVTransform]
-
-    bound = property(lambda self: False)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The chosen transform, itself for this layer."""
@@ -95,21 +98,6 @@ class HeadGroups(KVTransform):
         """Number of KV heads that the groups name."""
         return sum(len(group) for group, _ in self.groups)
 
-    @property
-    def bound(self) -> bool:
-        """Whether all groups' transforms are."""
-        return all(transform.bound for _, transform in self.groups)
-
-    @property
-    def frees_while_decoding(self) -> bool:
-        """Whether any group's transform does."""
-        return any(transform.frees_while_decoding for _, transform in self.groups)
-
-    @property
-    def merges(self) -> bool:
-        """Whether any group's transform does."""
-        return any(transform.merges for _, transform in self.groups)
-
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The same groups, each with its transform for this layer."""
         return HeadGroups(
@@ -118,11 +106,55 @@ class HeadGroups(KVTransform):
 
 
 @dataclass(frozen=True)
-class Every(KVTransform):
+class _Again(Wrapper):
+    """Compresses again while decoding what its base compresses at a prompt's end.
+
+    The base's budget and `spare` slots more are what a KV head of a row may hold. At a flush, a row
+    that has not room there for the tokens of the steps until the next one is compressed as one
+    prompt.
+    """
+
+    adds: ClassVar[tuple[Moment, ...]] = ("flush",)
+
+    spare: ClassVar[int]  # the subclasses name it
+
+    @property
+    def needs(self) -> Needs:
+        """The base's; its window of queries goes on while decoding."""
+        needs = self.base.needs
+        observes = needs.query_window > 0 or needs.query_share > 0
+        return needs._replace(decode_queries=observes)
+
+    def _hold(self, extent: Extent, interval: int) -> Extent:
+        most = self._most(extent.longest_prompt, extent.new)
+        held = self.base.extent(extent).hold(most.prompt - most.pinned + self.spare)
+        return dataclasses.replace(held.every(interval), passed=None)
+
+    def _most(self, longest: int, new: int) -> Extent:
+        """What the base keeps and pins at most when everything live is compressed."""
+        return self.base.extent(Extent(prompt=longest + new, new=0, longest=longest))
+
+    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What the base decides about everything live, in rows that have not room."""
+        most = self._most(cache.max_prompt, cache.max_new)
+        others_pins = jnp.maximum(cache.pinned.sum(-1) - most.pinned, 0)
+        held = cache.live.sum(-1) - others_pins
+        due = held + step.room > most.prompt + self.spare
+        due &= step.rows[:, None]
+        as_prompt = dataclasses.replace(step, moment="prompt", rows=due.any(-1))
+        decision, state = self.base.on_prompt(cache, state, as_prompt)
+        if decision is None or isinstance(decision, Changed | Mark | Order):
+            return decision, state
+        earlier = decision.rows
+        return dataclasses.replace(decision, rows=due if earlier is None else due & earlier), state
+
+
+@dataclass(frozen=True)
+class Every(_Again):
     """Lets a method that compresses prompts compress again every `steps` generated tokens.
 
     Each time, everything live is compressed as one prompt, so the cache never holds more than the
-    base's budget + `steps`.
+    base's budget + `steps`. Rows to which no token has come since stay as they are.
 
     Args:
       base: an evicting or merging method that does nothing while decoding.
@@ -139,59 +171,26 @@ class Every(KVTransform):
       640
     """
 
-    base: KVTransform
     steps: int
 
     def __post_init__(self):
         _check_prompt_method(self.base, "Every")
         check_count("steps", self.steps, 1)
 
-    bound = property(lambda self: self.base.bound)
-    frees_while_decoding = property(lambda self: True)
-    merges = property(lambda self: self.base.merges)
-    needs = property(lambda self: _while_decoding(self.base.needs))
-
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The wrapper around the base of this layer."""
-        return _rewrap(self, layer, num_layers)
+    spare = property(lambda self: self.steps)
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `steps` tokens more."""
-        most = _most_of(self.base, extent.longest_prompt, extent.new)
-        return self.base.extent(extent).hold(most.prompt - most.pinned + self.steps)
-
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """The base's state and a counter of generated tokens."""
-        cache, state = self.base.init(cache)
-        return cache, (jnp.zeros((), jnp.int32), state)
-
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Runs the base at the prompt's end and whenever the counter is full."""
-        count, inner = state
-        if step.phase == "prompt":
-            cache, inner = self.base.update(cache, inner, step)
-            return cache, (jnp.zeros_like(count), inner)
-        count = count + 1
-        due = count >= self.steps
-        as_prompt = dataclasses.replace(step, phase="prompt", last=True)
-        cache, inner = update_if(due, lambda c, s: self.base.update(c, s, as_prompt), cache, inner)
-        return cache, (jnp.where(due, 0, count), inner)
-
-    def score(self, cache: KVCache, state: State, step: Step) -> Array | None:
-        """The base's score."""
-        return self.base.score(cache, state[1], step)
-
-    def recent(self, cache: KVCache, state: State) -> Array | None:
-        """The base's window."""
-        return self.base.recent(cache, state[1])
+        return self._hold(extent, self.steps)
 
 
 @dataclass(frozen=True)
-class WhenFull(KVTransform):
+class WhenFull(_Again):
     """Lets a method that compresses prompts compress again whenever a row runs out of slots.
 
-    A (row, KV head) that holds `room` live slots more than the base keeps is compressed as one
-    prompt before the next token; the others are left as they are.
+    A (row, KV head) that has less than a quarter of `room` left, of the slots that it has beyond
+    what the base keeps, is compressed as one prompt; the others are left as they are. It is looked
+    at every quarter of `room` steps.
 
     Args:
       base: an evicting or merging method that does nothing while decoding.
@@ -208,53 +207,17 @@ class WhenFull(KVTransform):
       576
     """
 
-    base: KVTransform
     room: int
 
     def __post_init__(self):
         _check_prompt_method(self.base, "WhenFull")
         check_count("room", self.room, 1)
 
-    bound = property(lambda self: self.base.bound)
-    frees_while_decoding = property(lambda self: True)
-    merges = property(lambda self: self.base.merges)
-    needs = property(lambda self: _while_decoding(self.base.needs))
-
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The wrapper around the base of this layer."""
-        return _rewrap(self, layer, num_layers)
+    spare = property(lambda self: self.room)
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `room` tokens more."""
-        most = _most_of(self.base, extent.longest_prompt, extent.new)
-        return self.base.extent(extent).hold(most.prompt - most.pinned + self.room)
-
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """The base's columns and state."""
-        return self.base.init(cache)
-
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Runs the base at the prompt's end, and on the rows and heads that are full."""
-        if step.phase == "prompt":
-            return self.base.update(cache, state, step)
-        most = _most_of(self.base, cache.max_prompt, cache.max_new)
-        others_pins = jnp.maximum(cache.pinned.sum(-1) - most.pinned, 0)
-        full = cache.live.sum(-1) - others_pins >= most.prompt + self.room
-        as_prompt = dataclasses.replace(step, phase="prompt", last=True)
-
-        def compress(cache: KVCache, state: State) -> tuple[KVCache, State]:
-            new, new_state = self.base.update(cache, state, as_prompt)
-            return _select_rows(full, new, cache), new_state
-
-        return update_if(full.any(), compress, cache, state)
-
-    def score(self, cache: KVCache, state: State, step: Step) -> Array | None:
-        """The base's score."""
-        return self.base.score(cache, state, step)
-
-    def recent(self, cache: KVCache, state: State) -> Array | None:
-        """The base's window."""
-        return self.base.recent(cache, state)
+        return self._hold(extent, max(self.room // 4, 1))
 
 
 def _is_group(part: object) -> bool:
@@ -263,19 +226,46 @@ def _is_group(part: object) -> bool:
     return all(isinstance(head, int) for head in part[0])
 
 
+def rewrites(transform: KVTransform, *moments: Moment) -> bool:
+    """Whether a transform merges slots or changes values at one of these moments.
+
+    It is read off the types that its methods are annotated to return; `Every` and its like do at a
+    flush what their base does with a prompt. What is not annotated is found when it is carried out.
+    """
+    if isinstance(transform, _Again):
+        also = ("prompt",) if "flush" in moments else ()
+        return rewrites(transform.base, *moments, *also)
+    if len(parts_of(transform)) > 1:
+        return any(rewrites(part, *moments) for part in parts_of(transform))
+    own = any(
+        kind.__name__ in returns(transform, moment)
+        for moment in moments
+        for kind in (Merge, Rewrite)
+    )
+    return own or (isinstance(transform, Wrapper) and rewrites(transform.base, *moments))
+
+
 def check_evicts(base: object, name: str) -> None:
-    """Raises unless `base` evicts tokens, of which a wrapper can compare before and after.
+    """Raises unless `base` evicts tokens, of which a wrapper can see which ones go.
 
     Raises:
       TypeError: no transform.
       ValueError: it evicts nothing, merges what it frees into other slots, or splits heads.
     """
-    if not _compresses(base, name) or base.merges:
+    if not _compresses(base, name) or rewrites(base, "prompt", "flush", "step"):
         raise ValueError(f"{name} goes around a method that evicts tokens, got {base!r}")
 
 
+def check_kept(decision: Decision | None, name: str) -> None:
+    """Raises ValueError unless a base's decision says which tokens are kept, or is none."""
+    if isinstance(decision, Merge | Order | Changed):
+        raise ValueError(
+            f"{name} goes around a method that evicts tokens, got a {type(decision).__name__}"
+        )
+
+
 def _check_prompt_method(base: object, name: str) -> None:
-    if not _compresses(base, name) or base.frees_while_decoding:
+    if not _compresses(base, name) or frees_while_decoding(base):
         raise ValueError(
             f"{name} repeats a method that evicts or merges at the prompt's end and does nothing "
             f"while decoding, got {base!r}"
@@ -287,57 +277,3 @@ def _compresses(base: object, name: str) -> bool:
     if isinstance(base, HeadGroups):
         raise ValueError(f"{name} goes around the transforms of HeadGroups, one by one: {base!r}")
     return base.stage == Stage.EVICT and not isinstance(base, Full)
-
-
-def _most_of(base: KVTransform, longest: int, new: int) -> Extent:
-    """What `base` keeps and pins at most when everything live, prompt and new, is compressed."""
-    return base.extent(Extent(prompt=longest + new, new=0, longest=longest))
-
-
-def _while_decoding(needs: Needs) -> Needs:
-    return needs._replace(decode_queries=needs.query_window > 0 or needs.query_share > 0)
-
-
-def _rewrap(wrapper: KVTransform, layer: int, num_layers: int) -> KVTransform:
-    base = wrapper.base.for_layer(layer, num_layers)
-    return base if isinstance(base, Full) else dataclasses.replace(wrapper, base=base)
-
-
-def _select_rows(keep_new: Bool[Array, "B H"], new: KVCache, old: KVCache) -> KVCache:
-    """Takes what an update decided for some (row, head) pairs, and undoes it for the others."""
-
-    def pick(a: Array, b: Array) -> Array:
-        if a is b:
-            return a
-        return jnp.where(keep_new.reshape(keep_new.shape + (1,) * (a.ndim - 2)), a, b)
-
-    return jax.tree.map(pick, new, old)
-
-
-def update_if(
-    due: Bool[Array, ""],
-    update: Callable[[KVCache, State], tuple[KVCache, State]],
-    cache: KVCache,
-    state: State,
-) -> tuple[KVCache, State]:
-    """`update(cache, state)` where `due`, else both as they are.
-
-    Only the arrays that the update changes pass through the conditional: keys and values that an
-    evictor leaves alone would otherwise be copied at every step.
-    """
-    before, tree = jax.tree.flatten((cache, state))
-    changed: list[bool] = []
-
-    def probe(leaves: list[Array]) -> None:
-        after = jax.tree.leaves(update(*jax.tree.unflatten(tree, leaves)))
-        changed[:] = [a is not b for a, b in zip(after, leaves, strict=True)]
-
-    def changed_leaves(leaves: list[Array]) -> list[Array]:
-        after = jax.tree.leaves(update(*jax.tree.unflatten(tree, leaves)))
-        return [a for a, c in zip(after, changed, strict=True) if c]
-
-    jax.eval_shape(probe, before)
-    unchanged = [b for b, c in zip(before, changed, strict=True) if c]
-    after = iter(jax.lax.cond(due, changed_leaves, lambda _: unchanged, before))
-    leaves = [next(after) if c else b for b, c in zip(before, changed, strict=True)]
-    return jax.tree.unflatten(tree, leaves)

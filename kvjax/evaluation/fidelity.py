@@ -27,6 +27,7 @@ from kvjax.evaluation.recording import (
 )
 from kvjax.generation.generate import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.steps import scan_steps
 from kvjax.protocol import Full, KVTransform
 
 
@@ -254,15 +255,14 @@ def _method_run(run: Run, layers, budget: int | None, params, tokens, positions,
     """Recall `[L, B, H]` and error `[L, B]` of a method's caches, fed with the full run."""
     _, caches = run.read_prompt(layers, params, tokens, positions)
 
-    def step(carry, truth):
-        position, caches = carry
+    def step(position, caches, truth):
         found = [
             _judge(*each, position, budget) for each in zip(layers, caches, truth, strict=True)
         ]
         caches, recall, error = zip(*found, strict=True)
-        return (position + 1, caches), (jnp.stack(recall), jnp.stack(error))
+        return position + 1, caches, (jnp.stack(recall), jnp.stack(error))
 
-    _, found = jax.lax.scan(step, (positions.max(-1) + 1, caches), truth)
+    _, _, found = scan_steps(step, positions.max(-1) + 1, caches, truth)
     return tuple(x.mean(0) for x in found)
 
 

@@ -13,6 +13,7 @@ from kvjax.attention.layer import init_cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.steps import scan_steps
 from kvjax.protocol import KVTransform
 
 
@@ -84,9 +85,9 @@ def _nll(apply, layers, sizes, prompt: int, params, tokens) -> Float[Array, "B M
     caches = tuple(
         init_cache(
             layer, batch=batch, kv_heads=kv_heads, query_heads=query_heads, head_dim=head_dim,
-            max_prompt=prompt, max_new=length - prompt,
+            max_prompt=prompt, max_new=length - prompt, layer=number,
         )
-        for layer in layers
+        for number, layer in enumerate(layers)
     )  # fmt: skip
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     logits, caches = apply(
@@ -94,19 +95,18 @@ def _nll(apply, layers, sizes, prompt: int, params, tokens) -> Float[Array, "B M
         layers=layers, phase="prompt", last=True, logits_at=jnp.full((batch, 1), prompt - 1),
     )  # fmt: skip
 
-    def step(carry, new):
-        logits, caches = carry
+    def step(logits, caches, new):
         token, position = new
         nll = _token_nll(logits, token)
         logits, caches = apply(
             params, token[:, None], position[:, None], caches,
             layers=layers, phase="decode", last=True, logits_at=None,
         )  # fmt: skip
-        return (logits[:, -1], caches), nll
+        return logits[:, -1], caches, nll
 
     # The last token is predicted and not fed: nothing comes after it.
     fed = tokens[:, prompt:-1].T, positions[:, prompt:-1].T
-    (logits, _), nll = jax.lax.scan(step, (logits[:, -1], caches), fed)
+    logits, _, nll = scan_steps(step, logits[:, -1], caches, fed)
     return jnp.concatenate((nll, _token_nll(logits, tokens[:, -1])[None])).T
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, init_cache
-from kvjax.cache.payload import take_slots
 from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import HeadGroups
-from kvjax.protocol import Extent, Full, KVTransform, Needs, State, Step, View
+from kvjax.decisions import Decision
+from kvjax.protocol import Full, KVTransform, Logits, Moment, Needs, State, Step, View, Wrapper
 from kvjax.rope import Rope
 from pallas_kernels import decode_attention
 
@@ -34,7 +34,7 @@ class Record:
       seen: token positions of the slots that attention looked at, the new tokens' included; -1 =
         none. K lists, one per KV head or one per query head.
       rope: what rotates query and key.
-      scale, window, soft_cap, implementation: of the attention (static).
+      logits, implementation: of the attention (static).
     """
 
     query: Float[Array, "B Q T D"]
@@ -43,48 +43,40 @@ class Record:
     predicted: Float[Array, "B Q T D"] | None
     seen: Int[Array, "B K N"]
     rope: Rope | None
-    scale: float = field(metadata={"static": True})
-    window: int | None = field(metadata={"static": True})
-    soft_cap: float | None = field(metadata={"static": True})
+    logits: Logits = field(metadata={"static": True})
     implementation: str | None = field(metadata={"static": True})
 
     @property
     def options(self) -> dict:
         """The static fields, as the operations of `pallas_kernels` take them."""
-        names = ("scale", "window", "soft_cap", "implementation")
-        return {name: getattr(self, name) for name in names}
+        return {**self.logits._asdict(), "implementation": self.implementation}
 
 
 @dataclass(frozen=True)
-class Recorded(KVTransform):
+class Recorded(Wrapper):
     """A layer's transform that leaves a `Record` of a decode step beside its state."""
 
-    base: KVTransform
+    adds: ClassVar[tuple[Moment, ...]] = ()
 
     needs = property(lambda self: self.base.needs._replace(predicted_query=True))
-    frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
 
-    def extent(self, extent: Extent) -> Extent:
-        """The base's."""
-        return self.base.extent(extent)
-
-    def read(self, view: View, state: State, query: Array) -> tuple[View, State]:
+    def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
         """The base's selection, kept together with the query and the predicted one."""
-        view, inner = self.base.read(view, state[0], query)
+        view, inner = self.base.select(view, state[0], query)
         seen = view.per_slot(view.cache.position, -1)
         return view, (inner, (query, view.predicted, seen))
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """The base's, after the new tokens have been looked up."""
+    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """The base's decision, after the new tokens have been looked up."""
         inner, (query, predicted, seen) = state
-        key, value = (take_slots(x.read(), step.slots) for x in (cache.k, cache.v))
+        slots = jnp.minimum(step.slots, cache.slots - 1)
         rope = step.rope if self.needs.unrotated_keys else None
         own = Record(
-            query, key, value, predicted, seen, rope,
-            step.scale, step.window, step.soft_cap, step.implementation,
+            query, cache.k.read(slots), cache.v.read(slots), predicted, seen, rope,
+            step.logits, step.implementation,
         )  # fmt: skip
-        cache, inner = self.base.update(cache, inner, step)
-        return cache, (inner, own)
+        decision, inner = self.base.on_step(cache, inner, step)
+        return decision, (inner, own)
 
 
 @dataclass(frozen=True)
@@ -159,8 +151,9 @@ class Run:
             init_cache(
                 layer, batch=len(tokens), kv_heads=self.kv_heads, query_heads=self.query_heads,
                 head_dim=self.head_dim, max_prompt=self.max_prompt, max_new=self.new_tokens,
+                layer=number,
             )
-            for layer in layers
+            for number, layer in enumerate(layers)
         )  # fmt: skip
         logits, caches = self.apply(
             params, tokens, positions, caches,

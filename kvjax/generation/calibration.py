@@ -244,9 +244,9 @@ class _AllQueries(KVTransform):
 
     needs = property(lambda self: Needs(query_window=self.tokens))
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[None, State]:
         """Leaves the rotated queries and their positions as the state."""
-        return cache, (step.query, step.query_position)
+        return None, (step.query, step.query_position)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from kvjax.attention.layer import Cache, init_cache
+from kvjax.attention.attend import flush, flush_interval
+from kvjax.attention.layer import Cache, about_to_read, init_cache
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes, nbytes
 from kvjax.compose.chain import bind
@@ -22,7 +24,7 @@ from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.progress import listening, report_layers
 from kvjax.generation.sampling import Sampling
 from kvjax.protocol import Full, KVTransform
-from kvjax.storage.offload import RecallStatistics, opened, recall_statistics
+from kvjax.storage.offload import RecallStatistics, recall_statistics
 
 _STREAM_SECONDS = 0.1  # how often a streaming loop comes back to the host, about
 
@@ -147,9 +149,7 @@ def generate(
         ttft = time.perf_counter() - start
     # Only now: where the caches lie, and so which loop is compiled, follows from the parameters.
     steps = jnp.int32(plan.max_new)
-    compile_loop = _seconds(
-        lambda: _decode.lower(plan, functional.params, loop, steps, key).compile()
-    )
+    compile_loop = _seconds(lambda: _compile_loop(plan, functional.params, loop, steps, key))
     start = time.perf_counter()
     loop = _run(plan, functional.params, loop, key, on_tokens)
     decoded, seconds = int(loop.step) - 1, time.perf_counter() - start
@@ -170,6 +170,15 @@ def generate(
         recall=recall_statistics(loop.caches),
         dropped=_dropped(loop.caches),
     )
+
+
+def _compile_loop(plan: _Plan, params, loop: _Loop, steps: Int[Array, ""], key: Array) -> None:
+    """Compiles the decode loop and, where there is something to flush, the flush."""
+    _decode.lower(plan, params, loop, steps, key).compile()
+    interval = flush_interval(loop.caches)
+    if interval is not None and interval < plan.max_new:
+        for cache in loop.caches:
+            _flush_layer.lower(cache, interval).compile()
 
 
 def _dropped(caches: tuple[Cache, ...]) -> int:
@@ -209,8 +218,9 @@ class _Plan:
                 max_prompt=self.max_prompt,
                 max_new=self.max_new,
                 dtype=self.dtype,
+                layer=number,
             )
-            for layer in layers
+            for number, layer in enumerate(layers)
         )
 
     def ends(self, tokens: Int[Array, " B"]) -> Bool[Array, " B"]:
@@ -235,7 +245,7 @@ def _read_prompt(plan: _Plan, params, tokens, positions, key, listener) -> _Loop
     """The caches after the prompt, and the first new token; layers report to the listener."""
     batch, length = tokens.shape[0], positions.max(-1) + 1
     logits, caches = plan.apply(
-        params, tokens, positions, opened(plan.caches(plan.layers, batch)),
+        params, tokens, positions, about_to_read(plan.caches(plan.layers, batch)),
         layers=plan.layers, phase="prompt", last=True, logits_at=length[:, None] - 1,
     )  # fmt: skip
     if listener is not None:
@@ -264,6 +274,16 @@ def _decode(plan: _Plan, params, loop: _Loop, until: Int[Array, ""], key) -> _Lo
     return jax.lax.while_loop(lambda x: (x.step < until) & ~x.done.all(), step, loop)
 
 
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _flush_layer(cache: Cache, steps: int) -> Cache:
+    """One layer's cache; layers whose caches are alike share the compiled code."""
+    return flush(cache, steps)
+
+
+def _flush(loop: _Loop, steps: int) -> _Loop:
+    return dataclasses.replace(loop, caches=tuple(_flush_layer(c, steps) for c in loop.caches))
+
+
 def _row_keys(key: Array, position: Int[Array, " B"]) -> Array:
     """A key per row and position."""
     rows = jnp.arange(position.shape[0])
@@ -273,19 +293,24 @@ def _row_keys(key: Array, position: Int[Array, " B"]) -> Array:
 
 
 def _run(plan: _Plan, params, loop: _Loop, key, on_tokens) -> _Loop:
-    """The decode loop, in one call, or in short ones that come back with tokens."""
-    if on_tokens is None:
-        return jax.block_until_ready(_decode(plan, params, loop, jnp.int32(plan.max_new), key))
-    sent, chunk = 0, 1
+    """The decode loop in calls that end where caches are flushed, or come back with tokens."""
+    interval = flush_interval(loop.caches) or plan.max_new
+    sent, step, chunk = 0, 1, plan.max_new if on_tokens is None else 1
     while True:
-        sent = _send(plan, loop, sent, on_tokens)
-        if sent == plan.max_new or bool(loop.done.all()):
+        if on_tokens is not None:
+            sent = _send(plan, loop, sent, on_tokens)
+        if step == plan.max_new or bool(loop.done.all()):
             return loop
+        # Step n comes after n - 1 decode steps.
+        until = min(step + chunk, plan.max_new, (step - 1) // interval * interval + interval + 1)
         start = time.perf_counter()
-        until = jnp.int32(min(sent + chunk, plan.max_new))
-        loop = jax.block_until_ready(_decode(plan, params, loop, until, key))
-        per_token = (time.perf_counter() - start) / max(int(loop.step) - sent, 1)
-        chunk = int(np.clip(_STREAM_SECONDS / per_token, 1, 256))
+        loop = jax.block_until_ready(_decode(plan, params, loop, jnp.int32(until), key))
+        per_token = (time.perf_counter() - start) / max(int(loop.step) - step, 1)
+        step = int(loop.step)
+        if (step - 1) % interval == 0 and step < plan.max_new:
+            loop = _flush(loop, interval)
+        if on_tokens is not None:
+            chunk = int(np.clip(_STREAM_SECONDS / per_token, 1, 256))
 
 
 def _send(plan: _Plan, loop: _Loop, sent: int, on_tokens) -> int:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax.budgets.budgets import check_count, check_number
+from kvjax.budgets.budgets import check_count, check_flag, check_number
 from kvjax.cache.slots import KVCache
-from kvjax.protocol import KVTransform, Needs, Stage, State, Step
+from kvjax.protocol import Extent, KVTransform, Needs, Stage, State
 from kvjax.storage.references import Book, CodebookPayload
-from kvjax.transforms.recall import check_flag
 
 
 @dataclass(frozen=True)
@@ -23,11 +21,11 @@ class Codebook(KVTransform):
     layer share. At a prompt's end the live vectors are covered: two are neighbours where their
     cosine is above theta; again and again the uncovered vector with the most uncovered neighbours,
     itself included, gives its direction as an entry, and they point at it. A vector is read as
-    `entry · |x|`, and a key then rotated to its position. While decoding a new vector takes the
-    nearest entry if that is above theta, and becomes an entry else. Where a book is full, vectors
-    go to the nearest entry and are counted in the payload's `overflow`; an entry is given up at the
-    next prompt's end only, whatever a method evicts while decoding. Attention multiplies with the
-    book as it is, a block of slots at a time.
+    `entry · |x|`, and a key then rotated to its position. While decoding, a new vector takes the
+    nearest entry if their cosine is above theta, and becomes an entry otherwise. Where a book is
+    full, vectors go to the nearest entry and are counted in the payload's `overflow`. An entry is
+    given up only when the row's next prompt ends, whatever a method evicts while decoding.
+    Attention multiplies with the book as it is, a block of slots at a time.
 
     Args:
       theta_key: threshold of the keys' cosines, 0.98 as in the paper.
@@ -55,8 +53,8 @@ class Codebook(KVTransform):
 
     Deviations from the paper:
       Books have a capacity. Degrees are those of the graph (equation 10); Algorithm 1 sums
-      similarities. On a further turn everything live of all rows is encoded anew, what was
-      encoded as it reads.
+      similarities. New tokens are encoded every `interval` steps. A row that has tokens in a
+      further turn is encoded anew, with what was encoded as it is read.
     """
 
     theta_key: float = 0.98
@@ -79,7 +77,11 @@ class Codebook(KVTransform):
         else:
             check_count("capacity", self.capacity, 1)
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+    def extent(self, extent: Extent) -> Extent:
+        """New tokens are encoded every `interval` steps."""
+        return extent.every(self.interval)
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
         """Payloads with empty books."""
         shape, dtype = cache.k.shape, cache.k.dtype
         k, v = (
@@ -92,22 +94,9 @@ class Codebook(KVTransform):
         entries = self.capacity
         if not isinstance(entries, int | np.integer):
             entries = max(int(entries * _vectors(cache)), 1)
-        return Book(theta, int(entries), self.magnitude, self.interval, cache.unfolded)
-
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Encodes everything live at the prompt's end."""
-        if not step.prompt_done:
-            return cache, state
-
-        payloads = cache.k, cache.v
-        k, v = CodebookPayload.encode(
-            jnp.stack([payload.read() for payload in payloads]),
-            cache.position,
-            cache.live,
-            [payload.book for payload in payloads],
-            _vectors(cache),
+        return Book(
+            theta, int(entries), self.magnitude, self.interval, cache.unfolded, _vectors(cache)
         )
-        return cache.replace(k=k, v=v), state
 
 
 def _vectors(cache: KVCache) -> int:

@@ -1,109 +1,142 @@
-"""Attention of a decode step over payloads that are encoded, in the form they are stored in."""
+"""What encoded payloads share: recent rows beside their body, and attention over both."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.rope import Rotation
+from kvjax.cache.payload import Seen
+from kvjax.storage.recent import Recent
 from pallas_kernels.attention.call import join_attention, stored_attention
 from pallas_kernels.attention.decode import attention_by_products
-from pallas_kernels.attention.forms import Rows
+from pallas_kernels.attention.forms import Rows, dense_rows
 from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.base.dispatch import choose_implementation
-
-
-class Seen(NamedTuple):
-    """What attention knows of all slots.
-
-    Args:
-      bias, position: of each slot, `-inf` and -1 where it is free.
-      used: a number of slots from which on none is live.
-      rotate: how stored keys are rotated; None: they are already.
-    """
-
-    bias: Float[Array, "B H S"]
-    position: Int[Array, "B H S"]
-    used: Int[Array, "B H"]
-    rotate: Rotation | None
-
-    @property
-    def turn(self) -> Turn | None:
-        """The rotation as a kernel takes it."""
-        return None if self.rotate is None else self.rotate.turn
+from pallas_kernels.base.logits import products
 
 
 class Piece(NamedTuple):
-    """Slots whose keys, and whose values, stand in one form.
+    """Rows that stand in one form, as the kernel takes them.
 
     Args:
-      operation: of `pallas_kernels`, whose tile sizes are taken.
-      k, v: their rows, N places.
+      k, v: keys and values of N places.
       bias, position: of each place.
       turn: how keys are rotated; None: not.
-      first, end: the places that count; None: all.
-      slots: of each place, S = none; None: places are slots.
+      end: a number of places from which on none counts; None: all may.
     """
 
-    operation: str
     k: Rows
     v: Rows
     bias: Float[Array, "B H N"]
     position: Int[Array, "B H N"]
     turn: Turn | None
-    first: Int[Array, "B H"] | None = None
-    end: Int[Array, "B H"] | None = None
-    slots: Int[Array, "B H N"] | None = None
+    end: Int[Array, "B H"] | None
 
 
-def encoded_attention(
-    q: Float[Array, "B H G T D"],
-    k,
-    v,
-    seen: Seen,
-    positions: Int[Array, "B T"],
-    *,
-    wants_mass: bool,
-    implementation: str | None,
-    **kind,
-) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
-    """Output and, if wanted, the probability of each slot.
+class EncodedPayload(ABC):
+    """A body of encoded rows, and the newest rows as they came where it is not written row by row.
 
-    Args:
-      q: queries, rotated.
-      k, v: payloads that have `pieces`, for the kernel, and `logits` and `mix`, for XLA.
+    Class attributes:
+      operation: of `pallas_kernels`, whose tile sizes attention takes.
     """
-    chosen = choose_implementation(implementation, *jax.tree.leaves((k, v)))
-    if chosen == "xla":
-        out, _, p = attention_by_products(
-            q, lambda rows: k.logits(rows, seen.rotate), v.mix, seen.bias, positions,
-            seen.position, dtype=v.dtype, **kind,
-        )  # fmt: skip
-        return out, p
-    pieces = k.pieces(v, seen)
-    found = [
-        stored_attention(
-            piece.operation, q, piece.k, piece.v, piece.bias, positions, piece.position,
-            first=piece.first, end=piece.end, turn=piece.turn, dtype=jnp.float32,
-            probabilities=wants_mass, interpret=chosen == "interpret", **kind,
+
+    operation: ClassVar[str]
+    recent: Recent | None
+
+    @property
+    def room(self) -> Int[Array, " B"] | None:
+        """How many new rows it takes before it has to be flushed; None: any number."""
+        return None if self.recent is None else self.recent.room
+
+    @abstractmethod
+    def _rows(self) -> Rows:
+        """The body as the kernel takes it."""
+
+    @abstractmethod
+    def _logits(self, q: Float[Array, "B H R D"], turn: Turn | None) -> Float[Array, "B H R S"]:
+        """Products of the body's keys, turned or not, with q in float32."""
+
+    @abstractmethod
+    def _mix(self, weights: Float[Array, "B H R S"]) -> Float[Array, "B H R D"]:
+        """Weighted sums of the body's values in float32."""
+
+    def attention(
+        self,
+        values: EncodedPayload,
+        q: Float[Array, "B H G T D"],
+        seen: Seen,
+        positions: Int[Array, "B T"],
+        *,
+        probabilities: bool,
+        implementation: str | None,
+        **logits,
+    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
+        """Attention to all slots: the output and, where asked for, each slot's probability."""
+        chosen = choose_implementation(implementation, *jax.tree.leaves((self, values)))
+        if chosen != "xla":
+            return self._by_kernel(
+                values, q, seen, positions, probabilities, chosen == "interpret", **logits
+            )
+        turn, recent = seen.rotate, self.recent
+
+        def multiply(rows: Array) -> Array:
+            found = self._logits(rows, turn)
+            if recent is None:
+                return found
+            keys = recent.rows
+            if turn is not None:
+                keys = turn.at(recent.of_slots(turn.position)).rotate(keys)
+            return recent.put(found, products(rows, keys))
+
+        def mix(weights: Array) -> Array:
+            if values.recent is None:
+                return values._mix(weights)
+            body, own = values.recent.cut(weights)
+            rows = values.recent.rows
+            new = jnp.einsum(
+                "bhrn,bhnd->bhrd", own.astype(rows.dtype), rows, preferred_element_type=jnp.float32
+            )
+            return new + values._mix(body)
+
+        out, _, found = attention_by_products(
+            q, multiply, mix, seen.bias, positions, seen.position, dtype=values.dtype, **logits
         )
-        for piece in pieces
-    ]  # fmt: skip
-    out, _, weights = join_attention([(out, lse) for out, lse, _ in found])
-    out = out.astype(v.dtype)
-    if not wants_mass:
-        return out, None
-    total = jnp.zeros((*q.shape[:4], seen.bias.shape[2]), jnp.float32)
-    for piece, weight, (_, _, p) in zip(pieces, weights, found, strict=True):
-        total = _add(total, piece.slots, p * weight[..., None])
-    return out, total
+        return out, found if probabilities else None
 
+    def _by_kernel(self, values, q, seen, positions, probabilities: bool, interpret: bool, **kind):
+        """The same in two pieces, of which each slot is in one."""
+        found = [
+            stored_attention(
+                self.operation, q, piece.k, piece.v, piece.bias, positions, piece.position,
+                end=piece.end, turn=piece.turn, dtype=jnp.float32, probabilities=probabilities,
+                interpret=interpret, **kind,
+            )
+            for piece in self._pieces(values, seen)
+        ]  # fmt: skip
+        out, _, weights = join_attention([(out, lse) for out, lse, _ in found])
+        out = out.astype(values.dtype)
+        if not probabilities:
+            return out, None
+        total, *new = (p * w[..., None] for (_, _, p), w in zip(found, weights, strict=True))
+        if new:
+            add = jax.vmap(jax.vmap(lambda x, at, p: x.at[..., at].add(p, mode="drop")))
+            total = add(total, self.recent.slots, new[0])
+        return out, total
 
-def _add(total: Array, slots: Array | None, p: Array) -> Array:
-    """Probabilities of places, added to those of their slots."""
-    if slots is None:
-        return total + p
-    return jax.vmap(jax.vmap(lambda x, at, p: x.at[..., at].add(p, mode="drop")))(total, slots, p)
+    def _pieces(self, values: EncodedPayload, seen: Seen) -> list[Piece]:
+        """The body and, where there are any, the recent rows, these being the keys."""
+        bias, turn, recent = seen.bias, seen.rotate, self.recent
+        k, v = self._rows(), values._rows()
+        if recent is None:
+            return [Piece(k, v, bias, seen.position, turn, seen.used)]
+        hide = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(-jnp.inf, mode="drop")))
+        body = Piece(k, v, hide(bias, recent.slots), seen.position, turn, seen.used)
+        bias = jnp.where(recent.there, recent.of_slots(bias), -jnp.inf)
+        if turn is not None:
+            turn = turn.at(recent.of_slots(turn.position))
+        k, v = dense_rows(recent.rows), dense_rows(values.recent.rows)
+        return [body, Piece(k, v, bias, recent.of_slots(seen.position), turn, None)]

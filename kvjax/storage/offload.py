@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_count
-from kvjax.cache.payload import Dense, OpenRows, take_slots, write_slots
-from kvjax.cache.slots import KVCache, Tail
-from kvjax.protocol import KVTransform, Stage, State, Step, View
+from kvjax.cache.payload import Dense, Moves, Payload, Seen, Slots, of_rows, take_slots
+from kvjax.cache.slots import KVCache
+from kvjax.protocol import Extent, KVTransform, Stage, Step, View
+from kvjax.storage.recent import Recent
 from pallas_kernels import host_rows
 
 HOST_MEMORY = "pinned_host"
-INTERVAL = 320  # ClusterKV's; of readers that have none of their own
+INTERVAL = 320  # ClusterKV's; behind methods that have none of their own
 
 
 def memory_kinds() -> tuple[str, ...]:
@@ -49,118 +50,94 @@ def to_device(x: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Offloaded:
-    """Rows in host memory, and on the device those of the tail, which is where new ones go.
+    """Rows in host memory, and on the device those that are new since the last flush.
+
+    Slots only ever come to the end of a row and head, so that its recent rows are a range of slots,
+    which a flush writes as one block.
 
     Args:
-      store: all slots but the tail's, in host memory.
-      tail: slots `start` to `start + M`.
-      start: first slot of the tail.
+      store: all slots but the recent ones, and M more at the end that are none, in host memory.
+      recent: the newest rows, at most M.
     """
 
-    store: Float[Array, "B H S D"]
-    tail: Float[Array, "B H M D"]
-    start: Int[Array, ""]
+    store: Float[Array, "B H S+M D"]
+    recent: Recent
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int, int, int], tail: int, dtype: DTypeLike) -> Offloaded:
-        """A payload of zeros with a tail of `tail` slots."""
-        batch, kv_heads, _, head_dim = shape
-        rows = jnp.zeros((batch, kv_heads, tail, head_dim), dtype)
-        return cls(to_host(jnp.zeros(shape, dtype)), rows, jnp.zeros((), jnp.int32))
+    def zeros(cls, shape: tuple[int, int, int, int], size: int, dtype: DTypeLike) -> Offloaded:
+        """A payload of zeros that takes M = `size` new rows between two flushes."""
+        recent = Recent.empty(shape, dtype, size)
+        return cls(_in_host_memory(jnp.zeros(shape, dtype), size), recent)
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """B, H, S, D."""
-        return self.store.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype of the rows."""
-        return self.store.dtype
-
-    def in_tail(self, index: Int[Array, "B K N"]) -> Bool[Array, "B K N"]:
-        """Which slots are the tail's."""
-        return (index >= self.start) & (index < self.start + self.tail.shape[2])
-
-    def read_tail(self, index: Int[Array, "B K N"]) -> Float[Array, "B K N D"]:
-        """Rows of slots of the tail."""
-        return take_slots(self.tail, jnp.clip(index - self.start, 0, self.tail.shape[2] - 1))
+    shape = property(lambda self: (*self.store.shape[:2], self.recent.nowhere, self.store.shape[3]))
+    dtype = property(lambda self: self.store.dtype)
+    room = property(lambda self: self.recent.room)
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Dense rows on the device: of all slots, which copies the store, or those of `index`."""
         if index is None:
-            return self.open().read()
-        fresh = self.in_tail(index)
-        rows = jnp.where(fresh[..., None], self.read_tail(index), jnp.zeros((), self.dtype))
-        return host_rows((self.store,), (rows,), index, ~fresh)[0]
+            return self.recent.over(to_device(self.store)[:, :, : self.shape[2]])
+        place = self.recent.places(index)
+        rows = take_slots(self.recent.rows, jnp.maximum(place, 0))
+        return host_rows((self.store,), (rows,), index, place < 0)[0]
 
-    def take(self, index: Int[Array, "B H N"]) -> Offloaded:
-        """The payload whose slot n is this one's slot `index[..., n]`; copies the store."""
-        return self.open().take(index).close(self.start)
+    def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Offloaded:
+        """Adds new rows, which stay on the device; replaces all slots where `slots` is None."""
+        if slots is None:
+            everywhere = jnp.ones(self.shape[0], bool)
+            store = _in_host_memory(rows.astype(self.dtype), self.recent.size)
+            return Offloaded(store, self.recent.cleared(everywhere))
+        return dataclasses.replace(self, recent=self.recent.add(slots, rows))
 
-    def write(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Offloaded:
-        """Replaces a few slots of the tail; slots outside it are not written."""
-        place = jnp.where(self.in_tail(slots), slots - self.start, self.tail.shape[2])
-        return dataclasses.replace(self, tail=write_slots(self.tail, place, rows))
+    def flush(self, steps: int, moves: Moves | None = None) -> Offloaded:
+        """Moves recent rows among slots, then makes room for `steps` new ones where there is less.
 
-    def fill(self, rows: Float[Array, "B H S D"]) -> Offloaded:
-        """Replaces all slots; copies the store."""
-        return self.open().fill(rows).close(self.start)
+        Rows in host memory do not move.
+        """
+        recent = self.recent if moves is None else self.recent.moved(moves)
+        if not steps:
+            return dataclasses.replace(self, recent=recent)
+        due, ordered = recent.due(steps), recent.by_slot()
+        batch, heads, size, head_dim = ordered.rows.shape
+        # A block that is not due goes to the slots at the end that are none.
+        starts = jnp.where(due[:, None], ordered.slots[:, :, 0], recent.nowhere).reshape(-1)
 
-    def open(self) -> Opened:
-        """All rows on the device, for the time that a prompt is read."""
-        size = self.tail.shape[2]
-        slots = self.start + jnp.arange(size, dtype=jnp.int32)
-        slots = jnp.broadcast_to(slots, (*self.shape[:2], size))
-        return Opened(Dense(write_slots(to_device(self.store), slots, self.tail)), size)
+        def put(i: Int[Array, ""], store: Array) -> Array:
+            zero = jnp.zeros_like(i)
+            at = i // heads, i % heads
+            block = jax.lax.dynamic_slice(ordered.rows, (*at, zero, zero), (1, 1, size, head_dim))
+            start = jax.lax.dynamic_index_in_dim(starts, i, keepdims=False)
+            return jax.lax.dynamic_update_slice(store, to_host(block), (*at, start, zero))
 
-    def close(self, tail: Int[Array, ""]) -> Offloaded:
-        """Itself: it is not open."""
-        return self
+        store = jax.lax.fori_loop(0, batch * heads, put, self.store)
+        return Offloaded(store, recent.cleared(due))
 
-    def span(self, start: Int[Array, ""], size: int) -> Float[Array, "B H N D"]:
-        """Rows of `size` slots of the tail from slot `start` on."""
-        return jax.lax.dynamic_slice_in_dim(self.tail, start - self.start, size, 2)
-
-    def settle(self, start: Int[Array, ""], index: Int[Array, "B H N"]) -> Offloaded:
-        """Moves the tail, sorted by `index`, to its place in host memory."""
-        rows = take_slots(self.tail, index)
-        zero = jnp.zeros((), start.dtype)
-        store = jax.lax.dynamic_update_slice(self.store, to_host(rows), (zero, zero, start, zero))
-        return dataclasses.replace(self, store=store, start=start + index.shape[2])
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Opened(OpenRows):
-    """An offloaded payload while a prompt is read: all rows on the device.
-
-    Args:
-      rows: of all slots.
-      tail: slots that its tail has when it is closed (static).
-    """
-
-    tail: int = field(metadata={"static": True})
-
-    def close(self, tail: Int[Array, ""]) -> Offloaded:
-        """All rows in host memory; the tail's, from slot `tail` on, on the device too."""
-        slots = tail + jnp.arange(self.tail, dtype=jnp.int32)
-        slots = jnp.broadcast_to(
-            jnp.minimum(slots, self.shape[2] - 1), (*self.shape[:2], self.tail)
+    def encode(
+        self, values: Payload, k: Float[Array, "B H S D"], v: Float[Array, "B H S D"], slots: Slots
+    ) -> tuple[Offloaded, Offloaded]:
+        """All rows in host memory; what is recent stays so in rows that had no prompt."""
+        k, v = (
+            Offloaded(_in_host_memory(rows, old.recent.size), old.recent.cleared(slots.rows))
+            for old, rows in ((self, k), (values, v))
         )
-        data = self.rows.read()
-        return Offloaded(to_host(data), take_slots(data, slots), tail + 0)
+        return k, v
+
+    def attention(
+        self,
+        values: Payload,
+        q: Float[Array, "B H G T D"],
+        seen: Seen,
+        positions: Int[Array, "B T"],
+        **options,
+    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
+        """Attention to all slots, which copies the stores to the device."""
+        keys = Dense(self.read())
+        return keys.attention(Dense(values.read()), q, seen, positions, **options)
 
 
-def opened(caches: Any) -> Any:
-    """Empty caches that are about to read a prompt: an empty store need not come to the device."""
-
-    def open_empty(x: Any) -> Any:
-        if not isinstance(x, Offloaded):
-            return x
-        return Opened(Dense.zeros(x.shape, x.dtype), x.tail.shape[2])
-
-    return jax.tree.map(open_empty, caches, is_leaf=lambda x: isinstance(x, Offloaded))
+def _in_host_memory(rows: Float[Array, "B H S D"], more: int) -> Float[Array, "B H S+M D"]:
+    """Rows and `more` zeros behind them, in host memory."""
+    return to_host(jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0))))
 
 
 @jax.tree_util.register_dataclass
@@ -224,9 +201,9 @@ class Offload(KVTransform):
     Stands behind a method that selects slots: `chain(ClusterKV(...), Offload())`. After the prompt
     all keys and values go to `pinned_host` memory, in the order of the slots (cluster by cluster,
     or page by page). The device holds the rows that the last `recent_steps` steps selected, and
-    those of new tokens until, every `interval` steps, they move to the host together. Of what a
-    step selects, only the rows cross that are in neither. The result is exactly that of the same
-    method without `Offload`.
+    those of new tokens until `kvjax.flush` moves them to the host, every `interval` steps.
+    Of what a step selects, only the rows cross that are in neither. The result is exactly that of
+    the same method without `Offload`.
 
     Args:
       recent_steps: R; 1 as in ClusterKV.
@@ -266,17 +243,26 @@ class Offload(KVTransform):
         if self.interval is not None:
             check_count("interval", self.interval, 1)
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+    def extent(self, extent: Extent) -> Extent:
+        """Everything; the interval of the method before, if it has one."""
+        if extent.interval is not None:
+            return extent
+        return extent.every(INTERVAL if self.interval is None else self.interval)
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Resident]:
         """Host-resident payloads, and nothing resident yet."""
         check_host_memory()
-        if cache.tail is None:
+        if cache.lists is None:
             raise ValueError(
                 f"{self!r} stands behind a method that indexes all slots (ClusterKV, Quest, "
                 "InfiniGen) in a chain, got it alone"
             )
-        cache = cache.replace(tail=dataclasses.replace(cache.tail, size=self._size(cache.tail)))
-        shape, dtype = cache.k.shape, cache.k.dtype
-        lists, length = cache.tail.lists
+        if self.interval not in (None, cache.interval):
+            raise ValueError(
+                "Offload must move new tokens when they are indexed, every "
+                f"{cache.interval} steps, got interval={self.interval}"
+            )
+        shape, dtype, (lists, length) = cache.k.shape, cache.k.dtype, cache.lists
         entries = (shape[0], lists, self.recent_steps, length)
         resident = Resident(
             slots=jnp.full(entries, -1, jnp.int32),
@@ -287,62 +273,52 @@ class Offload(KVTransform):
             fetched=jnp.zeros(shape[0], jnp.int32),
             steps=jnp.zeros((), jnp.int32),
         )
-        k, v = (Offloaded.zeros(shape, cache.tail_slots, dtype) for _ in range(2))
+        size = min(cache.interval, max(cache.max_new, 1))
+        k, v = (Offloaded.zeros(shape, size, dtype) for _ in range(2))
         return cache.replace(k=k, v=v), resident
 
-    def _size(self, tail: Tail) -> int:
-        """Slots of the tail, as the method before has it or wants none."""
-        if tail.size is None:
-            return INTERVAL if self.interval is None else self.interval
-        if self.interval not in (None, tail.size):
-            raise ValueError(
-                f"Offload must move new tokens when they are indexed, every {tail.size} steps, got "
-                f"interval={self.interval}"
-            )
-        return tail.size
-
-    def read(self, view: View, state: Resident, query: Array) -> tuple[View, State]:
-        """The rows of the selection: from the last steps, from the tail, or from the host."""
-        k, v = view.cache.k, view.cache.v
-        length = view.index.shape[-1] - view.fresh
-        index, fresh = view.index[..., :length], view.index[..., length:]
-        in_tail = k.in_tail(index)
-        stored = (index >= 0) & ~in_tail
+    def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
+        """The rows of the selection: of the last steps, recent ones, and others from the host."""
+        (k, v), index = (view.cache.k, view.cache.v), view.index
+        listed = index >= 0
+        recent = jnp.where(listed, k.recent.places(jnp.maximum(index, 0)), -1)
+        stored = listed & (recent < 0)
         place = jnp.where(stored, state.places(index, k.shape[2]), -1)
         held, missing = place >= 0, stored & (place < 0)
         near = tuple(
-            jnp.where(in_tail[..., None], payload.read_tail(index), rows)
+            jnp.where(
+                recent[..., None] >= 0,
+                take_slots(payload.recent.rows, jnp.maximum(recent, 0)),
+                rows,
+            )
             for payload, rows in zip((k, v), state.rows(place), strict=True)
         )
         rows = host_rows(
             (k.store, v.store), near, index, missing, implementation=view.implementation
         )
-        state = state.put(jnp.where(stored, index, -1), *rows)
+        # What a list has beyond that is recent.
+        length = state.slots.shape[-1]
+        kept = (x[:, :, :length] for x in (jnp.where(stored, index, -1), *rows))
+        state = state.put(*kept)
 
         def count(entries: Bool[Array, "B K N"]) -> Int[Array, " B"]:
             return entries.sum((1, 2), dtype=jnp.int32)
 
-        chosen = stored & self._stepping(view.cache)[:, None, None]
+        # Rows without a token in this step have come to their end.
+        stepping = (view.slots < view.cache.slots).any((1, 2))
+        chosen = stored & stepping[:, None, None]
         state = dataclasses.replace(
             state,
             selected=state.selected + count(chosen[..., view.fixed :]),
             found=state.found + count((chosen & held)[..., view.fixed :]),
             fetched=state.fetched + count(missing),
         )
-        if view.fresh:
-            new = (payload.read_tail(fresh) for payload in (k, v))
-            rows = tuple(jnp.concatenate(both, axis=2) for both in zip(rows, new, strict=True))
         return dataclasses.replace(view, rows=rows), state
 
-    def _stepping(self, cache: KVCache) -> Bool[Array, " B"]:
-        """Rows that have a new token in this step: others have come to their end."""
-        return jax.lax.dynamic_slice_in_dim(cache.live, cache.tail.newest, 1, 2).any((1, 2))
-
-    def update(self, cache: KVCache, state: Resident, step: Step) -> tuple[KVCache, State]:
-        """Forgets what is resident when a prompt has moved the slots."""
-        if step.prompt_done:
-            state = dataclasses.replace(state, slots=jnp.full_like(state.slots, -1))
-        return cache, state
+    def on_prompt(self, cache: KVCache, state: Resident, step: Step) -> tuple[None, Resident]:
+        """Forgets what is resident of rows whose slots a prompt has moved."""
+        none = jnp.full_like(state.slots, -1)
+        return None, dataclasses.replace(state, slots=of_rows(step.rows, none, state.slots))
 
 
 class RecallStatistics(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,9 +10,8 @@ import jax.numpy as jnp
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
-from kvjax.protocol import KVTransform, Stage, State
+from kvjax.protocol import Extent, KVTransform, Stage, State
 from kvjax.storage.quantized import EIGHT_BITS, Axis, Bits, Form
-from kvjax.transforms.recall import begin_tail
 
 GROUP, RESIDUAL = 32, 128  # KIVI's
 
@@ -24,10 +24,11 @@ class Quantize(KVTransform):
     asymmetric, in groups of `group` values: `scale = (max - min) / 15`, `x' = min + scale · q`,
     scale and min in the cache's dtype. Groups of values are consecutive channels of a token. Groups
     of keys are consecutive slots of a channel (`key_axis="channel"`: some channels of keys are much
-    larger than others), and what is newer than the last complete ones, up to `residual` tokens,
-    keys and values, is kept as it is; or channels of a token, as for values.
+    larger than others), or channels of a token, as for values. Groups of slots are counted from the
+    first slot of each row and KV head. The tokens behind its last complete group, keys and values,
+    are kept as they came, and so are new tokens until `residual` of them have come.
 
-    A prompt is read in the cache's dtype and encoded when it is complete; a decode step multiplies
+    A prompt is read in the cache's dtype and encoded when it is complete. A decode step multiplies
     with the numbers as they are stored, block by block of slots, and decodes of a selection only
     the rows that were selected. At head_dim D, K or V of a token takes D + 4 bytes with 8 bits, and
     `D / 2 + 2 · D / group · itemsize` with 4. In a chain, layers and heads that another part leaves
@@ -36,39 +37,37 @@ class Quantize(KVTransform):
     Args:
       bits: 8, 4, or "float8" (float8_e4m3fn with a scale per slot, where the platform has it).
       group: values that share a scale, 4 bits only; 32 as in the paper.
-      key_axis: "channel" as in the paper, or "token"; 4 bits only. Groups of slots need an end of
-        the cache that nothing is freed from, so that methods which free slots while decoding take
-        "token".
-      residual: newest tokens that are kept as they are, a multiple of `group`, with
-        `key_axis="channel"` only; 128 as in the paper. A method that indexes all slots has an
-        interval of its own, which then holds instead: ClusterKV's, while Quest and InfiniGen leave
-        all new tokens as they are.
+      key_axis: "channel" as in the paper, or "token"; 4 bits only. Slots of a group must not be
+        freed one by one, so that methods which free slots while decoding take "token".
+      residual: M, decode steps after which the complete groups of new tokens are encoded, a
+        multiple of `group`, with `key_axis="channel"` only; 128 as in the paper. ClusterKV has an
+        interval of its own, which then holds instead.
 
     Raises:
       TypeError, ValueError: a number out of range, bits or an axis that is not offered, an option
         that says nothing at these bits; in a chain, behind a method that frees slots while decoding
         (groups of slots), or before `Offload`; from `init_cache`, a head_dim that is odd or no
-        multiple of `group`, an interval of an index that is no multiple of it.
+        multiple of `group`.
 
     Example:
       >>> import kvjax
-      >>> size = {"batch": 1, "kv_heads": 2, "head_dim": 64, "max_prompt": 1024, "max_new": 64}
+      >>> size = {"batch": 1, "kv_heads": 2, "head_dim": 64, "max_prompt": 8192, "max_new": 64}
       >>> full = kvjax.nbytes(kvjax.init_cache(kvjax.Full(), **size, dtype="float32").kv.k)
       >>> for bits in (8, 4):
       ...     cache = kvjax.init_cache(kvjax.Quantize(bits), **size, dtype="float32")
       ...     print(round(full / kvjax.nbytes(cache.kv.k), 1))
       3.8
-      4.0
+      4.8
 
     References:
       Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, arXiv 2402.02750.
 
     Deviations from the paper:
-      4 bits; the paper has 2 too. Groups of keys are counted from the end of the prompt, all of
-      which is encoded (the paper keeps its last `length mod residual` keys and `residual` values).
-      From there on the newest 0 to `residual - 1` tokens are kept as they are, keys and values
-      alike, as the paper's keys are. 8 bits and float8 are not the paper's. On a further turn what
-      is there is decoded and encoded again.
+      4 bits; the paper has 2 too. Of a prompt, less than one group of tokens is kept as it came
+      (the paper keeps its last `length mod residual` keys and `residual` values). While decoding,
+      the newest tokens are kept as they came, keys and values alike, as the paper's keys are:
+      between none and `residual + group - 1`. 8 bits and float8 are not the paper's. In a row that
+      has tokens in a further turn, what is there is decoded and encoded again.
     """
 
     bits: Bits = 8
@@ -90,7 +89,7 @@ class Quantize(KVTransform):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
         self._check_options()
-        if self.spans_slots and self._residual % self._group:
+        if self.groups_slots and self._residual % self._group:
             raise ValueError(
                 f"residual must be a multiple of group={self._group}, got {self._residual}"
             )
@@ -98,7 +97,7 @@ class Quantize(KVTransform):
     def _check_options(self) -> None:
         """Raises where an option is given that says nothing."""
         none = [] if self.bits == 4 else ["group", "key_axis"]
-        none += [] if self.spans_slots else ["residual"]
+        none += [] if self.groups_slots else ["residual"]
         given = [name for name in none if getattr(self, name) is not None]
         if given:
             axis = ", key_axis='channel'" if given == ["residual"] else ""
@@ -109,7 +108,7 @@ class Quantize(KVTransform):
             )
 
     @property
-    def spans_slots(self) -> bool:
+    def groups_slots(self) -> bool:
         """Whether keys are encoded in groups of slots."""
         return self.bits == 4 and self.key_axis != "token"
 
@@ -121,26 +120,21 @@ class Quantize(KVTransform):
     def _residual(self) -> int:
         return RESIDUAL if self.residual is None else self.residual
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Encoded payloads; with groups of slots, a tail for the tokens of decoding."""
+    def extent(self, extent: Extent) -> Extent:
+        """New tokens are encoded every `residual` steps where slots are encoded in groups."""
+        return extent.every(self._residual) if self.groups_slots else extent
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
+        """Encoded payloads."""
         shape, dtype = cache.k.shape, cache.k.dtype
         self._check_head_dim(shape[3])
-        if not self.spans_slots:
-            form = Form(self.bits, self._group if self.bits == 4 else 1)
-            return cache.replace(k=form.empty(shape, dtype), v=form.empty(shape, dtype)), ()
-        if cache.tail is None:
-            cache = begin_tail(cache, self._residual, (0, 0))
-        size = cache.tail.size
-        if size is not None and size % self._group:
-            raise ValueError(
-                f"{self!r} encodes new tokens when they are indexed, every {size} steps: the "
-                f"interval must be a multiple of group={self._group}, or key_axis 'token'"
-            )
-        k, v = (
-            Form(4, self._group, axis, cache.tail_slots).empty(shape, dtype)
-            for axis in ("channel", "token")
-        )
-        return cache.replace(k=k, v=v), ()
+        form = Form(self.bits, self._group if self.bits == 4 else 1)
+        k = v = form
+        if self.groups_slots:
+            # New tokens of M steps, and those of the group that the last flush has not completed.
+            v = dataclasses.replace(form, recent=cache.interval + self._group - 1)
+            k = dataclasses.replace(v, axis="channel")
+        return cache.replace(k=k.empty(shape, dtype), v=v.empty(shape, dtype)), ()
 
     def _check_head_dim(self, head_dim: int) -> None:
         if self.bits != 4:

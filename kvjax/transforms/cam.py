@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_count
-from kvjax.cache.payload import Payload, sum_into, take_slots, write_slots
+from kvjax.cache.payload import sum_into, take_slots, write_slots
+from kvjax.cache.selection import oldest
 from kvjax.cache.slots import KVCache
-from kvjax.compose.wrappers import check_evicts
-from kvjax.protocol import Extent, Full, KVTransform, Needs, State, Step
-from kvjax.transforms.random import Seed, check_seed, layer_key, seed_of_layer, uniform
-from kvjax.transforms.selection import oldest
+from kvjax.compose.foreseen import foreseen
+from kvjax.compose.wrappers import check_evicts, check_kept
+from kvjax.decisions import Decision, Mark, Rewrite, carry_out
+from kvjax.protocol import Moment, Needs, State, Step, View, Wrapper
+from kvjax.transforms.random import check_seed, layer_key, uniform
 
 _LAST = jnp.iinfo(jnp.int32).max
 
 
+class CaMState(NamedTuple):
+    """The key of the draws (None where nothing is drawn), and the base's state."""
+
+    key: Array | None
+    base: State
+
+
 @dataclass(frozen=True)
-class CaM(KVTransform):
+class CaM(Wrapper):
     """Adds the values of tokens that its base evicts to those of the next tokens that are kept.
 
     Let `a` be the attention that a slot has received from all queries so far, as in H2O, averaged
@@ -45,7 +53,7 @@ class CaM(KVTransform):
       expected: add `p_i · v_i / m` instead of drawing.
       prompt: merge what is evicted at a prompt's end too.
       seed: of the draws, below 2**32. A draw depends on seed, layer, KV head (within its group of
-        `HeadGroups`) and token position alone. `for_layer` makes it (seed, layer).
+        `HeadGroups`) and token position alone.
 
     Raises:
       TypeError: `base` is not a transform, a number is none.
@@ -65,19 +73,16 @@ class CaM(KVTransform):
       Any evicting method may be the base; the authors' code has StreamingLLM. With grouped queries
       one decision is made per KV head. Received attention counts the prompt's queries. The targets
       of a token are the next ones that its own eviction leaves over. Where all targets have
-      received nothing, a token that has received something is merged.
+      received nothing, a token that has received something is merged. What goes at a flush goes all
+      at once, and nothing is merged in rows of which nothing goes.
     """
 
-    base: KVTransform
     merge_tokens: int | None = None
     expected: bool = False
     prompt: bool = False
-    seed: Seed = 0
+    seed: int = 0
 
     paper: ClassVar[str] = "CaM, ICML 2024"
-    bound = property(lambda self: self.base.bound)
-    frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
-    merges = property(lambda self: True)
 
     def __post_init__(self):
         check_evicts(self.base, "CaM")
@@ -90,55 +95,73 @@ class CaM(KVTransform):
         """The base's, and accumulated attention."""
         return self.base.needs.union(Needs(accumulated_attention=True))
 
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The wrapper around the base of this layer, with draws of its own."""
-        base = self.base.for_layer(layer, num_layers)
-        if isinstance(base, Full):
-            return base
-        seed = self.seed if self.expected else seed_of_layer(self.seed, layer)
-        return dataclasses.replace(self, base=base, seed=seed)
-
-    def extent(self, extent: Extent) -> Extent:
-        """The base's."""
-        return self.base.extent(extent)
-
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, CaMState]:
         """The key of the draws, and the base's state."""
-        cache, inner = self.base.init(cache)
-        if self.merge_tokens is None and self.base.recent(cache, inner) is None:
+        if self.merge_tokens is None:
+            self._check_window()
+        cache, base = self.base.init(cache, layer)
+        return cache, CaMState(None if self.expected else layer_key(self.seed, layer), base)
+
+    def _check_window(self) -> None:
+        moments: tuple[Moment, ...] = ("flush", "step", *(("prompt",) if self.prompt else ()))
+        made = [foreseen(self.base, moment) for moment in moments]
+        if not all(one.newest for one in made if one.kind not in (None, Mark)):
             raise ValueError(
                 "merge_tokens must be given, since this base has no window of newest tokens that "
                 f"it always keeps: got None over {self.base!r}"
             )
-        return cache, (None if self.expected else layer_key(self.seed), inner)
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Lets the base evict, and merges what is gone."""
-        key, inner = state
-        after, inner = self.base.update(cache, inner, step)
-        decoding = step.phase == "decode"
-        if decoding or (self.prompt and step.last):
-            merge = self._merge_each if decoding else self._merge_all
-            tokens = self._merge_tokens(after, inner)[:, None, None]
-            after = after.replace(v=merge(cache, after, tokens, key))
-        return after, (key, inner)
-
-    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"] | None:
-        """The base's score."""
-        return self.base.score(cache, state[1], step)
-
-    def passes(self, extent: Extent) -> int | None:
+    def select(self, view: View, state: CaMState, query: Array) -> tuple[View, CaMState]:
         """The base's."""
-        return self.base.passes(extent)
+        view, base = self.base.select(view, state.base, query)
+        return view, state._replace(base=base)
 
-    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"] | None:
-        """The base's window."""
-        return self.base.recent(cache, state[1])
+    def on_prompt(
+        self, cache: KVCache, state: CaMState, step: Step
+    ) -> tuple[Rewrite | Decision | None, CaMState]:
+        """What the base decides; with `prompt`, what it evicts is merged."""
+        decision, base = self.base.on_prompt(cache, state.base, step)
+        state = state._replace(base=base)
+        if not self.prompt:
+            return decision, state
+        return self._rewrite(decision, cache, state, step, self._merge_all), state
 
-    def _merge_tokens(self, cache: KVCache, inner: State) -> Int[Array, " B"]:
+    def on_flush(
+        self, cache: KVCache, state: CaMState, step: Step
+    ) -> tuple[Rewrite | Decision | None, CaMState]:
+        """Merges what the base evicts."""
+        decision, base = self.base.on_flush(cache, state.base, step)
+        state = state._replace(base=base)
+        return self._rewrite(decision, cache, state, step, self._merge_all), state
+
+    def on_step(
+        self, cache: KVCache, state: CaMState, step: Step
+    ) -> tuple[Rewrite | Decision | None, CaMState]:
+        """Merges the one token of a KV head that the base evicts."""
+        decision, base = self.base.on_step(cache, state.base, step)
+        state = state._replace(base=base)
+        return self._rewrite(decision, cache, state, step, self._merge_one), state
+
+    def _rewrite(
+        self,
+        decision: Decision | None,
+        cache: KVCache,
+        state: CaMState,
+        step: Step,
+        merge: Callable[..., Array],
+    ) -> Rewrite | Mark | None:
+        """The base's decision, and values that hold what it evicts."""
+        check_kept(decision, "CaM")
+        if decision is None or isinstance(decision, Mark):
+            return decision
+        kept = carry_out(decision, cache, step).live
         if self.merge_tokens is None:
-            return self.base.recent(cache, inner)
-        return jnp.full(cache.shape[0], self.merge_tokens, jnp.int32)
+            tokens = decision.newest[:, None, None]
+        else:
+            tokens = jnp.full((cache.shape[0], 1, 1), self.merge_tokens, jnp.int32)
+        values = merge(cache, kept, tokens, state.key)
+        pinned = getattr(decision, "pinned", None)
+        return Rewrite(kept, values, pinned, decision.columns, decision.rows)
 
     def _weigh(
         self,
@@ -153,43 +176,44 @@ class CaM(KVTransform):
         p = jnp.where(some, jnp.minimum(ratio, 1.0), (attention > 0).astype(jnp.float32))
         return p if self.expected else (uniform(key, position) < p).astype(jnp.float32)
 
-    def _merge_each(
-        self, cache: KVCache, after: KVCache, tokens: Int[Array, "B 1 1"], key: Array | None
-    ) -> Payload:
-        """The values, one evicted token of every (row, head) merged after the other.
+    def _merge_one(
+        self,
+        cache: KVCache,
+        kept: Bool[Array, "B H S"],
+        tokens: Int[Array, "B 1 1"],
+        key: Array | None,
+    ) -> Float[Array, "B H S D"]:
+        """The values after a decode step, which evicts none or one token of a (row, KV head).
 
-        For a step of a decode loop, which evicts none or one: no sort, and one pass over the values
-        for each token. The carry of a loop is changed in place, the result of a cond is a copy.
+        No sort, and one pass over the values.
         """
         received = cache.column("attention").mean(-1)
-
-        def merge_oldest(carry: tuple[Payload, Array]) -> tuple[Payload, Array]:
-            values, left = carry
-            position = jnp.where(left, cache.position, _LAST).min(-1, keepdims=True)
-            own = left & (cache.position == position)
-            later = after.live & (cache.position > position)
-            targets = oldest(later, cache.position, tokens)
-            attention = jnp.where(own, received, 0.0).sum(-1, keepdims=True)
-            mean = jnp.mean(received, -1, keepdims=True, where=targets)
-            share = self._weigh(key, attention, mean, position) / tokens.astype(jnp.float32)
-            value = values.read(jnp.argmax(own, axis=-1, keepdims=True)).astype(jnp.float32)
-            rows = values.read()
-            added = (rows.astype(jnp.float32) + share[..., None] * value).astype(rows.dtype)
-            return values.fill(jnp.where(targets[..., None], added, rows)), left & ~own
-
-        gone = cache.live & ~after.live
-        values, _ = jax.lax.while_loop(lambda carry: carry[1].any(), merge_oldest, (after.v, gone))
-        return values
+        gone = cache.live & ~kept
+        position = jnp.where(gone, cache.position, -1).max(-1, keepdims=True)
+        later = kept & (cache.position > position) & (position >= 0)
+        targets = oldest(later, cache.position, tokens)
+        attention = jnp.where(gone, received, 0.0).sum(-1, keepdims=True)
+        mean = jnp.mean(received, -1, keepdims=True, where=targets)
+        share = self._weigh(key, attention, mean, jnp.maximum(position, 0))
+        share = share / tokens.astype(jnp.float32)
+        value = cache.v.read(jnp.argmax(gone, axis=-1, keepdims=True)).astype(jnp.float32)
+        rows = cache.v.read()
+        added = (rows.astype(jnp.float32) + share[..., None] * value).astype(rows.dtype)
+        return jnp.where(targets[..., None], added, rows)
 
     def _merge_all(
-        self, cache: KVCache, after: KVCache, tokens: Int[Array, "B 1 1"], key: Array | None
-    ) -> Payload:
-        """The values, all evicted tokens merged at once, for the end of a prompt.
+        self,
+        cache: KVCache,
+        kept: Bool[Array, "B H S"],
+        tokens: Int[Array, "B 1 1"],
+        key: Array | None,
+    ) -> Float[Array, "B H S D"]:
+        """The values, any number of evicted tokens merged at once, for a prompt's end or a flush.
 
         Let n be the number of kept tokens before a token. A token that is gone goes into the kept
         ones with its n to n + m − 1, and a kept one gets those with its n − m + 1 to n.
         """
-        gone, kept = cache.live & ~after.live, after.live
+        gone = cache.live & ~kept
         order = jnp.argsort(jnp.where(cache.live, cache.position, _LAST), axis=-1)
         in_order = take_slots(kept, order).astype(jnp.int32)
         number = write_slots(order, order, jnp.cumsum(in_order, axis=-1) - in_order)
@@ -201,12 +225,12 @@ class CaM(KVTransform):
         mean = total / count.astype(jnp.float32)
         position = jnp.maximum(cache.position, 0)
         share = self._weigh(key, received, mean, position) / tokens.astype(jnp.float32)
-        rows = after.v.read()
+        rows = cache.v.read()
         moved = share[..., None] * rows.astype(jnp.float32)
         moved = sum_into(jnp.where(gone, number, nowhere), moved)
         sums = jnp.flip(_sum_of_next(jnp.flip(moved, 2), tokens[..., None]), 2)
         added = rows.astype(jnp.float32) + take_slots(sums, number)
-        return after.v.fill(jnp.where(kept[..., None], added.astype(rows.dtype), rows))
+        return jnp.where(kept[..., None], added.astype(rows.dtype), rows)
 
 
 def _sum_of_next(x: Float[Array, "B H N *D"], count: Int[Array, "B 1 1 *1"]) -> Array:

@@ -5,30 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from kvjax.budgets.budgets import Budget, check_budget
-from kvjax.cache.slots import KVCache, evict
+from kvjax.cache.slots import KVCache
+from kvjax.decisions import Keep
 from kvjax.protocol import (
     Extent,
     GroupReduce,
     KVTransform,
     Needs,
-    State,
     Step,
     accumulated_attention,
     check_group_reduce,
-    group_scores,
 )
-from kvjax.transforms.selection import (
-    decoding_budget,
-    decoding_extent,
-    evict_worst,
-    evictable,
-    keep_best,
-    newest,
-)
+from kvjax.transforms.held_budget import decoding_budget, decoding_extent
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,9 @@ class H2O(KVTransform):
 
     Deviations from the paper:
       With grouped queries one decision is made per KV head. A prompt that is shorter than the
-      budget is left alone, and decoding fills the free slots before anything is evicted.
+      budget is left alone, and decoding fills the free slots before anything is evicted. The newest
+      tokens are those of the newest positions: where positions have gaps there are fewer of them,
+      and more heavy hitters. A score that is NaN counts as the lowest.
     """
 
     budget: Budget
@@ -68,7 +61,6 @@ class H2O(KVTransform):
 
     paper: ClassVar[str] = "H2O, arXiv 2306.14048"
     minimum: ClassVar[int] = 2  # smallest workable budget
-    frees_while_decoding = property(lambda self: True)
     needs = property(lambda self: Needs(accumulated_attention=True))
 
     def __post_init__(self):
@@ -79,29 +71,21 @@ class H2O(KVTransform):
         """The budget, and one slot for the token that is being added."""
         return decoding_extent(extent, self.budget, self.minimum)
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Int[Array, " B"]]:
         """Each row's budget; a share is known when the prompt ends."""
         return cache, decoding_budget(self.budget, cache, self.minimum)
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Evicts the least attended tokens outside the recent window until the budget is met."""
-        if step.phase == "prompt" and not step.last:
-            return cache, state
-        score = group_scores(self.score(cache, state, step), cache, self.group_reduce)
-        if step.phase == "decode":
-            others = evictable(cache) & ~self._recent(cache, state)
-            return evict_worst(cache, score, others, state), state
-        budget = decoding_budget(self.budget, cache, self.minimum)
-        score = jnp.where(self._recent(cache, budget), jnp.inf, score)
-        return evict(cache, keep_best(score, evictable(cache), cache.position, budget)), budget
+    def on_prompt(
+        self, cache: KVCache, state: Int[Array, " B"], step: Step
+    ) -> tuple[Keep, Int[Array, " B"]]:
+        """Keeps each row's budget of its prompt."""
+        budget = step.of_rows(decoding_budget(self.budget, cache, self.minimum), state)
+        return self.on_step(cache, budget, step)
 
-    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
-        """Accumulated attention per query head."""
-        return accumulated_attention(cache)
-
-    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
-        """The half of the budget that heavy hitters leave."""
-        return state - state // 2
-
-    def _recent(self, cache: KVCache, budget: Array) -> Array:
-        return newest(cache, self.recent(cache, budget))
+    def on_step(
+        self, cache: KVCache, state: Int[Array, " B"], step: Step
+    ) -> tuple[Keep, Int[Array, " B"]]:
+        """Keeps the newest tokens and those that have received the most attention."""
+        score = accumulated_attention(cache)
+        recent = state - state // 2
+        return Keep(state, score, newest=recent, reduce=self.group_reduce), state

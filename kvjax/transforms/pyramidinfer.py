@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from kvjax.attention.layer import PASSED
 from kvjax.budgets.budgets import (
     Budget,
     check_budget,
@@ -20,11 +20,12 @@ from kvjax.budgets.budgets import (
     slots_for,
 )
 from kvjax.budgets.layers import CosineBudget, TokensEntering, generated_kept
-from kvjax.cache.slots import KVCache, evict
-from kvjax.compose.wrappers import update_if
-from kvjax.protocol import Extent, KVTransform, Needs, State, Step, group_scores
-from kvjax.transforms.selection import evictable, keep_best, newest
-from kvjax.transforms.snapkv import window_attention
+from kvjax.cache.selection import evictable, keep_best
+from kvjax.cache.slots import KVCache
+from kvjax.cache.units import Units
+from kvjax.decisions import Keep, Mark, Retain, group_scores, over_heads
+from kvjax.protocol import PASSED, Extent, KVTransform, Needs, State, Step
+from kvjax.transforms.snapkv import by_query_head, window_attention
 
 OBSERVED = "observed"  # the column of attention that generated tokens have received so far
 
@@ -48,10 +49,11 @@ class PyramidInfer(KVTransform):
     With a budget b, the cache alone: layer l keeps `b + a · cos(π(l + ½)/N)` tokens, with
     `a = min(b, L - b)/2`, whose mean over the layers is b.
 
-    While decoding, in both forms: whenever the newest w have left `interval` generated tokens
-    behind, the best `max(⌊interval · 0.9 · g_l⌋, 1)` of them stay, by the weighted attention of the
-    w queries after them; g_l falls by a cosine from 1.0 to 0.1. The prompt is not touched again.
-    Under a budget that waits until a layer holds more than its part of it.
+    While decoding, in both forms, generated tokens are blocks of `interval`. At a flush, every
+    `interval` steps, the best `max(⌊interval · 0.9 · g_l⌋, 1)` tokens stay of each block that the
+    newest w have left behind, by the weighted attention of the w queries after the block; g_l falls
+    by a cosine from 1.0 to 0.1. The prompt is not touched again. Under a budget just as many of the
+    oldest blocks are compressed as bring a layer to its part of it.
 
     Layer l is a `PyramidInferLayer`: give the transform to `bind`.
 
@@ -85,9 +87,10 @@ class PyramidInfer(KVTransform):
 
     Deviations from the paper:
       Constants and the decoding stage are those of the authors' code, except that w keeps the size
-      that the prompt gave it; there it grows. The form with a budget is ours. Behind a method whose
-      heads keep different tokens, each KV head decides for itself. On a further turn everything
-      live is compressed as one prompt.
+      that the prompt gave it; there it grows; and that a block waits for the next flush. The form
+      with a budget is ours. Behind a method whose heads keep different tokens, each KV head decides
+      for itself. On a further turn everything live is compressed as one prompt, in rows that have
+      tokens in it.
     """
 
     budget: Budget | None = None
@@ -99,8 +102,6 @@ class PyramidInfer(KVTransform):
     interval: int | None = 16
 
     paper: ClassVar[str] = "PyramidInfer, arXiv 2405.12532"
-    bound = property(lambda self: False)
-    frees_while_decoding = property(lambda self: self.interval is not None)
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
@@ -121,21 +122,21 @@ class PyramidInfer(KVTransform):
         else:
             slots = CosineBudget(self.budget, 2 * (self.sinks + 1), num_layers, layer)
             passed = None
-        kept = self.interval and generated_kept(self.interval, num_layers, layer)
-        return PyramidInferLayer(
-            slots, passed, self.newest, self.sinks, self.emphasis, self.interval, kept
-        )
+        prompt = slots, passed, self.newest, self.sinks, self.emphasis
+        if self.interval is None:
+            return PyramidInferPrompt(*prompt)
+        kept = generated_kept(self.interval, num_layers, layer)
+        return PyramidInferLayer(*prompt, self.interval, kept)
 
 
 @dataclass(frozen=True)
-class PyramidInferLayer(KVTransform):
-    """PyramidInfer in one layer; made by `PyramidInfer.for_layer`.
+class PyramidInferPrompt(KVTransform):
+    """PyramidInfer in one layer that compresses prompts alone; made by `PyramidInfer.for_layer`.
 
     Args:
       budget: prompt tokens that stay in this layer's cache.
       passed: those of them that go on to the next layer; None: the cache alone is compressed.
-      newest, sinks, emphasis, interval: as in `PyramidInfer`.
-      kept: generated tokens that stay of every `interval`.
+      newest, sinks, emphasis: as in `PyramidInfer`.
     """
 
     budget: Budget
@@ -143,11 +144,8 @@ class PyramidInferLayer(KVTransform):
     newest: float
     sinks: int
     emphasis: float
-    interval: int | None
-    kept: int | None
 
     paper: ClassVar[str] = PyramidInfer.paper
-    frees_while_decoding = property(lambda self: self.interval is not None)
 
     @property
     def minimum(self) -> int:
@@ -156,8 +154,8 @@ class PyramidInferLayer(KVTransform):
 
     @property
     def needs(self) -> Needs:
-        """The newest share of a prompt's queries, and the attention of every decode step."""
-        return Needs(query_share=self.newest, decode_mass=self.interval is not None)
+        """The newest share of a prompt's queries."""
+        return Needs(query_share=self.newest)
 
     def window(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
         """w, for prompts of these lengths."""
@@ -167,73 +165,42 @@ class PyramidInferLayer(KVTransform):
         return np.maximum(np.minimum(window, room), 1)
 
     def extent(self, extent: Extent) -> Extent:
-        """The layer's budget, and the generated tokens that are never compressed away."""
-        most = most_slots(self.budget, extent.longest_prompt, self.minimum)
-        extent = extent.keep(most)
-        if self.interval is None:
-            return extent
-        window = most_slots(self.window, extent.longest_prompt, 1)
-        tokens = np.arange(extent.new + 1)
-        blocks = np.maximum(tokens - 1 - window, 0) // self.interval  # before the newest came
-        generated = int((tokens - blocks * (self.interval - self.kept)).max())
-        waiting = most + 1 if self.passed is None else 0
-        return extent.hold(max(extent.prompt - extent.pinned + generated, waiting))
-
-    def passes(self, extent: Extent) -> int | None:
-        """Most prompt tokens that go on to the next layer."""
+        """The layer's budget of the prompt, and what goes on to the next layer."""
+        extent = extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
         if self.passed is None:
-            return None
-        return min(most_slots(self.passed, extent.longest_prompt, 0) + extent.pinned, extent.prompt)
+            return extent
+        passed = most_slots(self.passed, extent.longest_prompt, 0) + extent.pinned
+        return dataclasses.replace(extent, passed=min(passed, extent.prompt))
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Per row: w, the budget, and the first generated token that is not yet compressed."""
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
+        """The column of what goes on to the next layer."""
         if self.passed is not None:
             cache = cache.with_column(PASSED, jnp.zeros(cache.shape, bool), merge="keep")
-        if self.interval is not None:
-            cache = cache.with_column(OBSERVED, jnp.zeros(cache.shape, jnp.float32), merge="keep")
-        window, budget, _ = self._rows(cache)
-        return cache, (window, budget, jnp.zeros_like(cache.length))
+        return cache, ()
 
-    def _rows(self, cache: KVCache) -> tuple[Int[Array, " B"], ...]:
-        sizes = (
-            rows_budget(slots, cache.length, cache.max_prompt, self.minimum)
-            for slots in (self.window, self.budget)
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
+        """Keeps the newest w tokens, the sinks, and what those w queries look at."""
+        window, budget, passed = (
+            rows_budget(slots, cache.length, cache.max_prompt, least)
+            for slots, least in (
+                (self.window, 1),
+                (self.budget, self.minimum),
+                (self.passed or self.budget, 1),
+            )
         )
-        return *sizes, cache.length
-
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Compresses a prompt at its end, and generated tokens `interval` at a time."""
-        if step.prompt_done:
-            return self._compress_prompt(cache, state, step)
-        if step.phase == "decode" and self.interval is not None:
-            return self._compress_generated(cache, state, step)
-        return cache, state
-
-    def _compress_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        # A row without a query had no prompt in this call, and nothing to judge its tokens by.
-        asked = (step.query_position >= 0).any(-1)
-        rows = zip(self._rows(cache), state, strict=True)
-        state = tuple(jnp.where(asked, now, before) for now, before in rows)
-        window, budget, _ = state
-        score = over_heads(group_scores(self.score(cache, state, step), cache, "mean"), cache)
-        score = jnp.where(cache.position < self.sinks, jnp.finfo(score.dtype).max, score)
-        score = jnp.where(newest(cache, window), jnp.inf, score)
-
-        def best(count: Int[Array, " B"]) -> Array:
-            count = jnp.where(asked, count, cache.slots)
-            return keep_best(score, evictable(cache), cache.position, count)
-
-        if self.passed is not None:
-            passed = rows_budget(self.passed, cache.length, cache.max_prompt, 1)
-            cache = cache.with_column(PASSED, best(passed) | cache.pinned)
-        return evict(cache, best(budget)), state
-
-    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
-        """Attention that each slot receives from the newest w queries, weighted, per query head."""
-        batch, _, slots = cache.shape
-        window, size = state[0], step.query.shape[2]
         weight = self._weight(step.query_position - (cache.length - window)[:, None], window)
-        return window_attention(cache, step, size, weight).reshape(batch, -1, slots)
+        observed = window_attention(cache, step, step.query.shape[2], weight)
+        keep = Keep(
+            budget,
+            by_query_head(observed),
+            always=cache.position < self.sinks,
+            newest=window,
+            reduce="layer",
+        )
+        if self.passed is not None:
+            going = dataclasses.replace(keep, budget=passed).kept(cache)
+            keep = dataclasses.replace(keep, columns={PASSED: going})
+        return keep, state
 
     def _weight(self, number: Int[Array, "B ..."], window: Int[Array, " B"]) -> Array:
         """Weight of query `number` of w: 1 … `emphasis`, and 0 for what is none of them."""
@@ -242,42 +209,102 @@ class PyramidInferLayer(KVTransform):
         weight = 1.0 + (self.emphasis - 1.0) * place
         return jnp.where((number >= 0) & (number < window), weight, 0.0)
 
-    def _compress_generated(
-        self, cache: KVCache, state: State, step: Step
-    ) -> tuple[KVCache, State]:
-        """Adds the step's attention, and compresses the block that the newest w have left behind.
 
-        A block's observers are known in advance, the w queries after it: a sum over steps will do.
+class Generated(NamedTuple):
+    """What a layer knows of each row's generated tokens.
+
+    Args:
+      window: w.
+      budget: the layer's part of the budget.
+      start: position of the first token of the oldest block that is not compressed.
+    """
+
+    window: Int[Array, " B"]
+    budget: Int[Array, " B"]
+    start: Int[Array, " B"]
+
+
+@dataclass(frozen=True)
+class PyramidInferLayer(PyramidInferPrompt):
+    """PyramidInfer in one layer, generated tokens too; made by `PyramidInfer.for_layer`.
+
+    Args:
+      budget, passed, newest, sinks, emphasis: as in `PyramidInferPrompt`.
+      interval: as in `PyramidInfer`.
+      kept: generated tokens that stay of every `interval`.
+    """
+
+    interval: int
+    kept: int
+
+    @property
+    def needs(self) -> Needs:
+        """The newest share of a prompt's queries, and the attention of every decode step."""
+        return Needs(query_share=self.newest, decode_mass=True)
+
+    def extent(self, extent: Extent) -> Extent:
+        """As for the prompt, and the generated tokens that are never compressed away.
+
+        The tokens of `interval` steps wait for the next flush.
         """
-        window, budget, start = state
-        age = cache.position - start[:, None, None]
+        most = most_slots(self.budget, extent.longest_prompt, self.minimum)
+        window = most_slots(self.window, extent.longest_prompt, 1)
+        extent = super().extent(extent)
+        tokens = np.arange(extent.new + 1)
+        blocks = np.maximum(tokens - self.interval - window, 0) // self.interval
+        generated = int((tokens - blocks * (self.interval - self.kept)).max())
+        waiting = most + self.interval if self.passed is None else 0
+        held = max(extent.prompt - extent.pinned + generated, waiting)
+        return extent.hold(held).every(self.interval)
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Generated]:
+        """The columns, and what is known of rows without a prompt."""
+        cache, _ = super().init(cache, layer)
+        cache = cache.with_column(OBSERVED, jnp.zeros(cache.shape, jnp.float32), merge="keep")
+        return cache, self._rows(cache)
+
+    def on_prompt(self, cache: KVCache, state: Generated, step: Step) -> tuple[Keep, Generated]:
+        """As for the prompt alone; blocks are counted from its end."""
+        keep, _ = super().on_prompt(cache, (), step)
+        return keep, step.of_rows(self._rows(cache), state)
+
+    def _rows(self, cache: KVCache) -> Generated:
+        window, budget = (
+            rows_budget(slots, cache.length, cache.max_prompt, self.minimum)
+            for slots in (self.window, self.budget)
+        )
+        return Generated(window, budget, cache.length + 0)  # not the cache's own array
+
+    def on_step(self, cache: KVCache, state: Generated, step: Step) -> tuple[Mark, Generated]:
+        """Adds the step's attention to what the blocks have received from their observers.
+
+        They are known in advance, the w queries after a block: a sum over steps will do.
+        """
+        age = cache.position - state.start[:, None, None]
         first = (age // self.interval + 1) * self.interval  # age of a block's first observer
-        number = (cache.length - 1 - start)[:, None, None] - first
-        weight = jnp.where(age >= 0, self._weight(number, window), 0.0)
+        number = (cache.length - 1 - state.start)[:, None, None] - first
+        weight = jnp.where(age >= 0, self._weight(number, state.window), 0.0)
         received = weight * group_scores(step.mass, cache, "mean")
-        cache = cache.with_column(OBSERVED, cache.column(OBSERVED) + received)
-        due = cache.length - window - start >= self.interval
-        due &= (step.slots < cache.slots).any((1, 2))  # a row that got no token is left as it is
+        return Mark({OBSERVED: cache.column(OBSERVED) + received}), state
+
+    def on_flush(self, cache: KVCache, state: Generated, step: Step) -> tuple[Retain, Generated]:
+        """Keeps the best tokens of the blocks that the newest w have left behind."""
+        age = cache.position - state.start[:, None, None]
+        blocks = Units(age, max(cache.max_new // self.interval, 1), self.interval)
+        score, there, age = (
+            blocks.grid(x).reshape(len(age), -1, self.interval)
+            for x in (over_heads(cache.column(OBSERVED), cache), evictable(cache), age)
+        )
+        count = jnp.full(there.shape[:2], self.kept, jnp.int32)
+        gone = there & ~keep_best(score, there, age, count)
+        gone = gone.reshape(*cache.shape[:2], -1, self.interval)
+        complete = (cache.length - state.window - state.start) // self.interval
+        due = jnp.arange(blocks.count, dtype=jnp.int32)[None] < complete[:, None]
         if self.passed is None:
-            due &= (evictable(cache).sum(-1) > budget[:, None]).any(-1)
-
-        def compress(cache: KVCache, start: Array) -> tuple[KVCache, Array]:
-            age = cache.position - start[:, None, None]
-            block = evictable(cache) & (age >= 0) & (age < self.interval) & due[:, None, None]
-            count = jnp.full(start.shape, self.kept, jnp.int32)
-            score = over_heads(cache.column(OBSERVED), cache)
-            best = keep_best(score, block, cache.position, count)
-            return evict(cache, best | ~block), start + jnp.where(due, self.interval, 0)
-
-        cache, start = update_if(due.any(), compress, cache, start)
-        return cache, (window, budget, start)
-
-    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
-        """The newest w tokens."""
-        return state[0]
-
-
-def over_heads(score: Float[Array, "B H S"], cache: KVCache) -> Float[Array, "B H S"]:
-    """The mean over all KV heads of a row whose slots hold the same tokens in each."""
-    same = (cache.position == cache.position[:, :1]).all((1, 2), keepdims=True)
-    return jnp.where(same, score.mean(1, keepdims=True), score)
+            freed = gone.sum(-1, dtype=jnp.int32)
+            earlier = jnp.cumsum(freed, axis=-1) - freed
+            over = evictable(cache).sum(-1, dtype=jnp.int32) - state.budget[:, None]
+            due &= (over[..., None] > earlier).any(1)
+        evicted = blocks.slots_of_tokens(gone & due[:, None, :, None])
+        start = state.start + self.interval * due.sum(-1, dtype=jnp.int32)
+        return Retain(~evicted, newest=state.window), state._replace(start=start)

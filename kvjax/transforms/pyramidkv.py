@@ -61,7 +61,6 @@ class PyramidKV(KVTransform):
     beta: float = 20.0
 
     paper: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
-    bound = property(lambda self: False)
 
     def __post_init__(self):
         check_observation(self.window, self.kernel, self.pooling)

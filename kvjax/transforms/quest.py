@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots, rows_budget
-from kvjax.cache.payload import take_slots, write_slots
-from kvjax.cache.slots import NEG_INF, KVCache, sorted_slots
-from kvjax.protocol import Full, KVTransform, Stage, State, Step, View
-from kvjax.transforms.recall import (
-    begin_tail,
-    by_group,
+from kvjax.budgets.budgets import (
+    Budget,
+    check_budget,
+    check_count,
     check_dense_layers,
     check_flag,
-    lists_per_row,
+    most_slots,
+    rows_budget,
 )
+from kvjax.cache.payload import take_slots, write_slots
+from kvjax.cache.slots import NEG_INF, KVCache
+from kvjax.protocol import Full, KVTransform, Stage, Step, View
 from pallas_kernels import page_bounds, page_scores
 
 PAGES = 3  # fewest that a budget must hold
@@ -30,19 +31,15 @@ PAGES = 3  # fewest that a budget must hold
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
-    """The index: page p of a head has its tokens `p · page` to `(p + 1) · page`, by position.
+    """The index: page p of a head is its slots `p · page` to `(p + 1) · page`.
 
     Args:
       low, high: least and greatest value of each channel among a page's keys; 0 for no page.
-      prompt: tokens of each head when the last prompt was complete.
-      end: first slot behind them, in all rows and heads.
       budget: pages to attend to, of each row.
     """
 
     low: Float[Array, "B H P D"]
     high: Float[Array, "B H P D"]
-    prompt: Int[Array, "B H"]
-    end: Int[Array, ""]
     budget: Int[Array, " B"]
 
 
@@ -84,7 +81,8 @@ class Quest(KVTransform):
     Deviations from the paper:
       The default is one choice per KV head; `per_query_head=True` is the paper's. The newest page
       is always taken, however full it is. Over a cache that was evicted or merged at the prompt's
-      end, pages are of the tokens that are left; on a further turn everything live is paged anew.
+      end, pages are of the tokens that are left; on a further turn everything live is paged anew in
+      rows that have tokens in it.
     """
 
     budget: Budget
@@ -94,8 +92,6 @@ class Quest(KVTransform):
 
     stage: ClassVar[Stage] = Stage.RECALL
     paper: ClassVar[str] = "Quest, arXiv 2406.10774"
-    bound = property(lambda self: not self.dense_layers)
-    indexes = property(lambda self: True)
 
     def __post_init__(self):
         check_count("page", self.page, 1)
@@ -114,74 +110,58 @@ class Quest(KVTransform):
         """Itself, or `Full` for a dense layer."""
         return Full() if layer in self.dense_layers else dataclasses.replace(self, dense_layers=())
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """No pages yet, and a tail for the tokens of decoding."""
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Pages]:
+        """No pages yet."""
         batch, kv_heads, slots = cache.shape
         pages = -(-slots // self.page)
         most = max(most_slots(self.budget, cache.max_prompt, self.minimum) // self.page, PAGES)
-        lists = (lists_per_row(cache, self.per_query_head), min(most, pages) * self.page)
-        shape = (batch, kv_heads, pages, cache.k.shape[3])
-        return begin_tail(cache, None, lists), Pages(
-            low=jnp.zeros(shape, cache.k.dtype),
-            high=jnp.zeros(shape, cache.k.dtype),
-            prompt=jnp.zeros(shape[:2], jnp.int32),
-            end=jnp.zeros((), jnp.int32),
-            budget=self._row_pages(cache),
-        )
+        lists = kv_heads * (cache.group if self.per_query_head else 1)
+        bounds = jnp.zeros((batch, kv_heads, pages, cache.k.shape[3]), cache.k.dtype)
+        cache = cache.replace(lists=(lists, min(most, pages) * self.page))
+        return cache, Pages(bounds, bounds + 0, self._row_pages(cache))
 
-    def read(self, view: View, state: Pages, query: Array) -> tuple[View, State]:
+    def select(self, view: View, state: Pages, query: Array) -> tuple[View, Pages]:
         """Adds the new token to its page, and takes the newest page and those of the highest u."""
-        cache = view.cache
-        slots, new = _generated(cache, state.end)
-        count = state.prompt + new
-        state = self._add_newest(cache, state, count)
-        lists, length = cache.tail.lists
+        cache, (lists, length) = view.cache, view.cache.lists
+        state = self._add(state, cache, view.slots)
         score = page_scores(
-            by_group(query, cache), state.low, state.high, implementation=view.implementation
-        )
+            query.reshape(*cache.shape[:2], cache.group, -1), state.low, state.high,
+            implementation=view.implementation,
+        )  # fmt: skip
         if not self.per_query_head:
             score = score.max(2)
         score = score.reshape(len(score), lists, -1)
-        per_list = lists // cache.shape[1]
-        prompt, count = (jnp.repeat(x, per_list, axis=1) for x in (state.prompt, count))
-        pages = self._choose(score, -(-count // self.page), state.budget, length // self.page)
-        token = pages[..., None] * self.page + _numbers(self.page)[None]
-        token = token.reshape(*pages.shape[:2], length)
-        there, prompt = token < count[..., None], prompt[..., None]
-        later = take_slots(slots, jnp.clip(token - prompt, 0, slots.shape[2] - 1))
-        slot = jnp.where(token < prompt, state.end - prompt + token, later)
-        return view.take(jnp.where(there, slot, -1)), state
+        tokens = jnp.repeat(cache.used, lists // cache.shape[1], axis=1)
+        pages = self._choose(score, -(-tokens // self.page), state.budget, length // self.page)
+        slot = pages[..., None] * self.page + _numbers(self.page)[None]
+        slot = slot.reshape(*pages.shape[:2], length)
+        return view.take(jnp.where(slot < tokens[..., None], slot, -1)), state
 
-    def update(self, cache: KVCache, state: Pages, step: Step) -> tuple[KVCache, State]:
-        """Makes the pages of everything live at a prompt's end."""
-        if not step.prompt_done:
-            return cache, state
-        count = cache.live.sum(-1, dtype=jnp.int32)
-        order = sorted_slots(cache.live, cache.position)
+    def on_prompt(self, cache: KVCache, state: Pages, step: Step) -> tuple[None, Pages]:
+        """Makes the pages of everything live, which stands in the order of positions."""
+        slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         # Keys as they are now, not as attention saw them: a part before may have merged them.
-        low, high = page_bounds(cache.k.read(), order, count, self.page, state.low.shape[2])
-        return cache, Pages(low, high, count, count.max(), self._row_pages(cache))
+        bounds = page_bounds(cache.k.read(), slot, cache.used, self.page, state.low.shape[2])
+        return None, step.of_rows(Pages(*bounds, self._row_pages(cache)), state)
 
     def _row_pages(self, cache: KVCache) -> Int[Array, " B"]:
         """Pages that each row attends to."""
         slots = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
         return jnp.maximum(slots // self.page, PAGES)
 
-    def _add_newest(self, cache: KVCache, state: Pages, count: Int[Array, "B H"]) -> Pages:
+    def _add(self, state: Pages, cache: KVCache, slots: Int[Array, "B H 1"]) -> Pages:
         """Bounds with the new token's key in them, unless the row has none in this step.
 
         It is done before attention, where the scores are then computed from the new bounds. XLA
         would copy bounds that are to be overwritten after they have been read.
         """
-        slot = cache.tail.newest
-        key = cache.k.span(slot, 1)
-        there = jax.lax.dynamic_slice_in_dim(cache.live, slot, 1, 2) & (slot < cache.slots)
-        first = ((count - 1) % self.page == 0)[..., None, None]
-        at = jnp.where(there, ((count - 1) // self.page)[..., None], state.low.shape[2])
+        key = cache.k.read(jnp.minimum(slots, cache.slots - 1))
+        first = (slots % self.page == 0)[..., None]
+        page = jnp.where(slots < cache.slots, slots // self.page, state.low.shape[2])
 
         def widen(bound: Array, extremum) -> Array:
-            old = take_slots(bound, jnp.minimum(at, bound.shape[2] - 1))
-            return write_slots(bound, at, jnp.where(first, key, extremum(old, key)))
+            old = take_slots(bound, jnp.minimum(page, bound.shape[2] - 1))
+            return write_slots(bound, page, jnp.where(first, key, extremum(old, key)))
 
         low, high = widen(state.low, jnp.minimum), widen(state.high, jnp.maximum)
         return dataclasses.replace(state, low=low, high=high)
@@ -207,23 +187,3 @@ class Quest(KVTransform):
 
 def _numbers(count: int) -> Int[Array, "1 1 N"]:
     return jnp.arange(count, dtype=jnp.int32)[None, None]
-
-
-def _generated(
-    cache: KVCache, end: Int[Array, ""]
-) -> tuple[Int[Array, "B H M"], Int[Array, "B H"]]:
-    """Slots of the tokens since the prompt, which ends at slot `end`, and how many there are.
-
-    They are in order, but a step that adds no token to a row leaves a free slot between them, and
-    when the tail is settled those that were behind it move up.
-    """
-    size = min(max(cache.max_new, 1), cache.slots)
-    start = jnp.minimum(end, cache.slots - size)
-    slot = start + _numbers(size)
-    live = jax.lax.dynamic_slice_in_dim(cache.log_mass, start, size, 2) > NEG_INF
-    new = live & (slot >= end)
-    number = jnp.cumsum(new, axis=-1, dtype=jnp.int32)
-    put = jax.vmap(
-        jax.vmap(lambda place: jnp.zeros(size, jnp.int32).at[place].set(slot[0, 0], mode="drop"))
-    )
-    return put(jnp.where(new, number - 1, size)), number[..., -1]

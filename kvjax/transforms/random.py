@@ -8,25 +8,16 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import check_count
 
-Seed = int | tuple[int, int]  # of a method, or (seed, layer)
+
+def check_seed(seed: int) -> None:
+    """Raises unless a seed is an integer in [0, 2**32)."""
+    check_count("seed", seed, 0)
+    if seed >= 2**32:
+        raise ValueError(f"seed must be below 2**32, got {seed}")
 
 
-def check_seed(seed: Seed) -> None:
-    """Raises unless a seed, and its layer, are integers in [0, 2**32)."""
-    for number in _seed_and_layer(seed):
-        check_count("seed", number, 0)
-        if number >= 2**32:
-            raise ValueError(f"seed must be below 2**32, got {number}")
-
-
-def seed_of_layer(seed: Seed, layer: int) -> Seed:
-    """The seed with its layer."""
-    return _seed_and_layer(seed)[0], layer
-
-
-def layer_key(seed: Seed) -> Array:
+def layer_key(seed: int, layer: int) -> Array:
     """The key of a layer's draws."""
-    seed, layer = _seed_and_layer(seed)
     return jax.random.fold_in(jax.random.key(seed), layer)
 
 
@@ -38,7 +29,3 @@ def uniform(key: Array, position: Int[Array, "B H N"]) -> Float[Array, "B H N"]:
         return jax.random.uniform(jax.random.fold_in(key, position))
 
     return jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))), (None, 0))(heads, position)
-
-
-def _seed_and_layer(seed: Seed) -> tuple[int, int]:
-    return seed if isinstance(seed, tuple) else (seed, 0)

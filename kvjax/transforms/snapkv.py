@@ -10,7 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots, rows_budget
 from kvjax.cache.payload import take_slots
-from kvjax.cache.slots import KVCache, evict
+from kvjax.cache.selection import newest
+from kvjax.cache.slots import KVCache
+from kvjax.decisions import Keep
 from kvjax.protocol import (
     Extent,
     GroupReduce,
@@ -19,9 +21,7 @@ from kvjax.protocol import (
     State,
     Step,
     check_group_reduce,
-    group_scores,
 )
-from kvjax.transforms.selection import evictable, keep_best, newest
 from pallas_kernels import column_sums, prompt_attention
 
 
@@ -87,38 +87,19 @@ class SnapKV(KVTransform):
         """The budget of the prompt; new tokens come on top."""
         return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Evicts the least observed prefix tokens at the prompt's end."""
-        if not step.prompt_done:
-            return cache, state
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
+        """Keeps the newest tokens and the prefix tokens that they attend to most."""
         budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
-        score = group_scores(self.score(cache, state, step), cache, self.group_reduce)
-        return keep_observed(cache, step, score, self.window, budget), state
-
-    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
-        """Pooled observation of each prefix token per query head; 0 inside the window."""
         observed = window_attention(cache, step, self.window) / self.window
         prefix = cache.live & ~newest(cache, self.window)
-        pooled = _pool(observed, cache.position, prefix, self.kernel, self.pooling)
-        return pooled.reshape(pooled.shape[0], -1, pooled.shape[-1])
-
-    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
-        """The observation window."""
-        return jnp.full(cache.shape[0], self.window, jnp.int32)
+        score = _pool(observed, cache.position, prefix, self.kernel, self.pooling)
+        window = jnp.full_like(budget, self.window)
+        return Keep(budget, by_query_head(score), newest=window, reduce=self.group_reduce), state
 
 
-def keep_observed(
-    cache: KVCache, step: Step, score: Float[Array, "B H S"], window: int, budget: Int[Array, " B"]
-) -> KVCache:
-    """Keeps the newest `window` tokens and the best of the others, `budget` together.
-
-    A row without a query is left alone: it had no prompt in this call, and there is nothing to
-    judge its tokens by.
-    """
-    score = jnp.where(newest(cache, window), jnp.inf, score)
-    asked = (step.query_position >= 0).any(-1)
-    budget = jnp.where(asked, budget, cache.slots)
-    return evict(cache, keep_best(score, evictable(cache), cache.position, budget))
+def by_query_head(score: Float[Array, "B H G S"]) -> Float[Array, "B Q S"]:
+    """Scores per query head, groups of KV heads put one after the other."""
+    return score.reshape(score.shape[0], -1, score.shape[-1])
 
 
 def check_observation(window: int, kernel: int, pooling: str) -> None:
@@ -142,7 +123,7 @@ def window_attention(
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
-    kind = {"scale": step.scale, "window": step.window, "soft_cap": step.soft_cap}
+    kind = step.logits._asdict()
     position = step.query_position[:, -window:]
     if weight is not None:
         position = jnp.where(weight > 0, position, -1)

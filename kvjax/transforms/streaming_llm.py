@@ -5,19 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, check_count
-from kvjax.cache.slots import KVCache, evict
-from kvjax.protocol import Extent, KVTransform, Needs, State, Step
-from kvjax.transforms.selection import (
-    decoding_budget,
-    decoding_extent,
-    evict_worst,
-    evictable,
-    keep_best,
-)
+from kvjax.cache.slots import KVCache
+from kvjax.decisions import Keep
+from kvjax.protocol import Extent, KVTransform, Needs, Step
+from kvjax.transforms.held_budget import decoding_budget, decoding_extent
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,6 @@ class StreamingLLM(KVTransform):
     reposition: bool = False
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
-    frees_while_decoding = property(lambda self: True)
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
@@ -75,22 +68,20 @@ class StreamingLLM(KVTransform):
         """The budget, and one slot for the token that is being added."""
         return decoding_extent(extent, self.budget, self.minimum)
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Int[Array, " B"]]:
         """Each row's budget; a share is known when the prompt ends."""
         return cache, decoding_budget(self.budget, cache, self.minimum)
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Evicts the oldest tokens that are not sinks until the budget is met."""
-        sinks = cache.position < self.sinks
-        if step.phase == "decode":
-            recency = cache.position.astype(jnp.float32)
-            return evict_worst(cache, recency, evictable(cache) & ~sinks, state), state
-        if not step.last:
-            return cache, state
-        budget = decoding_budget(self.budget, cache, self.minimum)
-        recency = jnp.where(sinks, jnp.inf, cache.position.astype(jnp.float32))
-        return evict(cache, keep_best(recency, evictable(cache), cache.position, budget)), budget
+    def on_prompt(
+        self, cache: KVCache, state: Int[Array, " B"], step: Step
+    ) -> tuple[Keep, Int[Array, " B"]]:
+        """Keeps each row's budget of its prompt."""
+        budget = step.of_rows(decoding_budget(self.budget, cache, self.minimum), state)
+        return self.on_step(cache, budget, step)
 
-    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
-        """What the sinks leave of the budget."""
-        return state - self.sinks
+    def on_step(
+        self, cache: KVCache, state: Int[Array, " B"], step: Step
+    ) -> tuple[Keep, Int[Array, " B"]]:
+        """Keeps the sinks and the newest others."""
+        sinks = cache.position < self.sinks
+        return Keep(state, None, always=sinks, newest=state - self.sinks), state

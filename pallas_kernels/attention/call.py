@@ -29,23 +29,22 @@ def stored_attention(
     dtype: DTypeLike,
     probabilities: bool,
     interpret: bool,
-    first: Int[Array, "B H"] | None = None,
     end: Int[Array, "B H"] | None = None,
     turn: Turn | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
-    """`decode_attention` of rows in any form, by the kernel, over the slots `[first, end)` alone.
+    """`decode_attention` of rows in any form, by the kernel.
 
     Args:
       operation: the one whose tile sizes are used.
       dtype: of the output.
-      first, end: the range of slots. None: found from the bias and the positions.
+      end: slots from here on are not looked at. None: found from the bias and the positions.
       turn: how keys are rotated when they are read; None: not at all.
     """
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    first = None
     if end is None or window is not None:
-        seen = _range(bias, query_position, key_position, window)
-        first = seen[0] if first is None else jnp.maximum(first, seen[0])
-        end = seen[1] if end is None else jnp.minimum(end, seen[1])
+        first, last = _range(bias, query_position, key_position, window)
+        end = last if end is None else jnp.minimum(end, last)
     out, lse, logits = split_attention(
         q, k, v, Slots(bias, key_position, end, first), query_position,
         tile=tile_of(operation), with_logits=probabilities, interpret=interpret, dtype=dtype,

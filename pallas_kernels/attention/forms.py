@@ -79,7 +79,7 @@ class Reader:
 
     def address(self, at: dict, slot: Int[Array, " N"], there: Bool[Array, " N"]) -> Array | None:
         """The rows of the arrays that hold these slots, loaded a tile ahead; None: the slots."""
-        return slot + at["offset"][...] if "offset" in at else None
+        return None
 
     def load(self, at: dict, part: Part, row: Int[Array, " N"], wanted: Array) -> Array:
         """Channels of a part of the rows at these addresses, 0 where they are not wanted."""
@@ -108,11 +108,11 @@ class DenseReader(Reader):
         return _load(at["data"], row, part.numbers, wanted[:, None] & part.there[None, :])
 
 
-def dense_rows(data: Float[Array, "B H N D"], offset: Int[Array, ""] | None = None) -> Rows:
-    """Rows as they are; slot s is row `s + offset`."""
+def dense_rows(data: Float[Array, "B H N D"]) -> Rows:
+    """Rows as they are."""
     channels = data.shape[3]
     reader = DenseReader(channels, channels, channels * data.dtype.itemsize, data.dtype)
-    return Rows(reader, {"data": data, **_offset(offset, data)})
+    return Rows(reader, {"data": data})
 
 
 # --- quantised ------------------------------------------------------------------------------------
@@ -176,16 +176,11 @@ class FourBitReader(Reader):
         return _load(ref, row, column, mask).astype(jnp.float32)
 
 
-def quantized_rows(
-    encoded: Encoded,
-    dtype: DTypeLike,
-    axis: Axis = "token",
-    offset: Int[Array, ""] | None = None,
-) -> Rows:
-    """Rows of 8 or 4 bits, read as `dtype`; slot s is row `s + offset`."""
+def quantized_rows(encoded: Encoded, dtype: DTypeLike, axis: Axis = "token") -> Rows:
+    """Rows of 8 or 4 bits, read as `dtype`."""
     values, scale, low = encoded
     bytes_of_row = values.shape[3]
-    arrays = {"values": values, "scale": scale, **_offset(offset, values)}
+    arrays = {"values": values, "scale": scale}
     if low is None:
         reader = EightBitReader(bytes_of_row, bytes_of_row, bytes_of_row, jnp.dtype(dtype))
         return Rows(reader, arrays)
@@ -230,12 +225,6 @@ def codebook_rows(references: References) -> Rows:
     if magnitude is not None:
         arrays["magnitude"] = magnitude
     return Rows(CodebookReader(channels, channels, channels * size, entries.dtype), arrays)
-
-
-def _offset(offset: Int[Array, ""] | None, like: Array) -> dict[str, Array]:
-    if offset is None:
-        return {}
-    return {"offset": jnp.broadcast_to(offset, like.shape[:2]).astype(jnp.int32)}
 
 
 def _load(ref, row: Array, column: Array, mask: Array) -> Array:

@@ -1,9 +1,10 @@
-"""Rotary position embedding of stored keys: by XLA, and tile by tile inside a kernel."""
+"""Rotary position embedding of stored keys: a block of slots by XLA, or a tile inside a kernel."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,9 @@ def _in_parts(number: float) -> list[float]:
 _UNITS = _in_parts(2**32 / (2 * math.pi))  # per radian
 
 
-class Turn(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Turn:
     """How stored keys are rotated when they are read (RoPE, arXiv 2104.09864).
 
     Channel pair i of slot s is turned by the angle `position[s] * inv_freq[i]`, the other channels
@@ -43,30 +46,50 @@ class Turn(NamedTuple):
       inv_freq: inverse frequencies of the R pairs, of each row or of all; below 2π.
       position: of each slot.
       interleaved: pairs are neighbours (0,1), (2,3), ... instead of halves (0,R), (1,R+1), ...
-      factor: what rotated channels are multiplied by.
+        (static).
+      factor: what rotated channels are multiplied by (static).
     """
 
     inv_freq: Float[Array, "#B R"]
     position: Int[Array, "B H S"]
-    interleaved: bool = False
-    factor: float = 1.0
+    interleaved: bool = field(default=False, metadata={"static": True})
+    factor: float = field(default=1.0, metadata={"static": True})
 
     @property
     def channels(self) -> int:
         """Leading channels that are rotated."""
         return 2 * self.inv_freq.shape[-1]
 
+    def at(self, position: Int[Array, "B H N"]) -> Turn:
+        """The same of other slots, or of some of them."""
+        return dataclasses.replace(self, position=position)
+
+    def rotate(self, x: Float[Array, "B H S D"]) -> Float[Array, "B H S D"]:
+        """Vectors of all slots, turned."""
+        return rotate_pairs(x, *self._cos_sin(self.position), self.interleaved)
+
     def product(
         self, q: Float[Array, "B H R D"], keys: Float[Array, "B H N D"], start: Array | int
     ) -> Float[Array, "B H R N"]:
         """Float32 `q · k` of a block of slots from `start` on, whose keys are turned."""
         position = jax.lax.dynamic_slice_in_dim(self.position, start, keys.shape[2], 2)
-        angle = position[..., None].astype(jnp.float32) * self.inv_freq[:, None, None]
-        cos, sin = jnp.cos(angle) * self.factor, jnp.sin(angle) * self.factor
-        return products(q, turn(keys, cos, sin, self.interleaved))
+        cos, sin = self._cos_sin(position)
+        if self.interleaved:
+            return products(q, rotate_pairs(keys, cos, sin, interleaved=True))
+        # Two products of halves: to put the turned halves together first would copy them.
+        pairs = self.inv_freq.shape[-1]
+        a, b, rest = jnp.split(keys, (pairs, 2 * pairs), axis=-1)
+        q_a, q_b, q_rest = jnp.split(q, (pairs, 2 * pairs), axis=-1)
+        a, b = _turned(a, b, cos, sin)
+        out = products(q_a, a.astype(keys.dtype)) + products(q_b, b.astype(keys.dtype))
+        return out + products(q_rest, rest) if rest.shape[-1] else out
+
+    def _cos_sin(self, position: Int[Array, "B H N"]) -> tuple[Array, Array]:
+        phase = position[..., None] * fixed_point(self.inv_freq)[:, None, None]
+        return cos_sin_of_turns(turns_of(phase), self.factor)
 
 
-def turn(
+def rotate_pairs(
     x: Float[Array, "B H T D"],
     cos: Float[Array, "B H T R"],
     sin: Float[Array, "B H T R"],
@@ -76,20 +99,25 @@ def turn(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.attention.rotation import turn
-      >>> x = jnp.array([[[[1.0, 2.0, 3.0]]]])
-      >>> turn(x, jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1)), interleaved=False).tolist()
+      >>> from pallas_kernels.attention.rotation import rotate_pairs
+      >>> x, ones = jnp.array([[[[1.0, 2.0, 3.0]]]]), jnp.ones((1, 1, 1, 1))
+      >>> rotate_pairs(x, 0 * ones, ones, interleaved=False).tolist()
       [[[[-2.0, 1.0, 3.0]]]]
     """
     pairs = cos.shape[-1]
-    rotated, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+    rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if interleaved:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(rotated.shape)
+        a, b = _turned(rotated[..., 0::2], rotated[..., 1::2], cos, sin)
+        turned = jnp.stack((a, b), axis=-1).reshape(rotated.shape)
     else:
-        a, b = rotated[..., :pairs], rotated[..., pairs:]
-        turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+        turned = jnp.concatenate(_turned(*jnp.split(rotated, 2, axis=-1), cos, sin), axis=-1)
     return jnp.concatenate((turned.astype(x.dtype), rest), axis=-1)
+
+
+def _turned(a: Array, b: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    """Both channels of every pair in float32."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return a * cos - b * sin, b * cos + a * sin
 
 
 def fixed_point(inv_freq: Float[Array, "#B R"]) -> Int[Array, "#B R"]:
@@ -121,18 +149,19 @@ def fixed_point(inv_freq: Float[Array, "#B R"]) -> Int[Array, "#B R"]:
     return jax.lax.bitcast_convert_type(whole, jnp.int32)
 
 
-def turns_of(phase: Int[Array, "N W"]) -> Float[Array, "N W"]:
+def turns_of(phase: Int[Array, "*N"]) -> Float[Array, "*N"]:
     """Products of positions and `fixed_point` frequencies as turns, from -1/2 to 1/2."""
     return phase.astype(jnp.float32) * np.float32(2.0**-32)
 
 
 def cos_sin_of_turns(
-    turns: Float[Array, "N W"], factor: float
-) -> tuple[Float[Array, "N W"], Float[Array, "N W"]]:
-    """Cosines and sines of `2 π turns` by polynomials, inside a kernel.
+    turns: Float[Array, "*N"], factor: float
+) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
+    """Cosines and sines of `2 π turns` by polynomials.
 
-    The library's functions have a slow path for angles above 1e5, whose scratch memory every thread
-    pays for, and their fast path has two or three times as many instructions.
+    CUDA's functions have a slow path for angles above 1e5, whose scratch memory every thread pays
+    for, and their fast path has two or three times as many instructions. On CPU, XLA computes its
+    own one number at a time.
     """
     half = jnp.floor(2.0 * turns + 0.5)
     rest = turns - 0.5 * half  # -1/4 to 1/4; exact

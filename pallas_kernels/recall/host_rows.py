@@ -164,6 +164,7 @@ def _run_left(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Int[
     return end + 1 - place
 
 
+@functools.partial(jax.jit, static_argnames="size")
 def _fetch(stores, rows, index, jobs: Bool[Array, "B K N"], size: int):
     """One piece of `size` slots after the other, from every entry that is a job."""
     _, entries, places = index.shape

@@ -16,6 +16,9 @@ import pytest
 import kvjax
 from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
 from kvjax.budgets.budgets import slots_for
+from kvjax.compose.wrappers import rewrites
+from kvjax.generation.steps import scan_steps
+from kvjax.protocol import frees_while_decoding, parts_of
 from kvjax.registry import METHODS
 from tests.references.pyramidkv import layer_budgets
 from tests.support.attending import (
@@ -26,11 +29,12 @@ from tests.support.attending import (
     OPTIONS,
     QUERY_HEADS,
     SIZE,
-    Pinning,
+    Pin,
     Tokens,
     attend,
     attended,
     decode,
+    flushed,
     left,
     live_count,
     middle,
@@ -166,6 +170,12 @@ def quantised(budget: int) -> dict:
     }
 
 
+def merges(transform) -> bool:
+    """Whether a slot may come to stand for several tokens."""
+    everything = rewrites(transform, "prompt", "flush", "step")
+    return everything and not isinstance(transform, CaM)
+
+
 def registered(**changes) -> dict:
     def change(arguments):
         if changes and "reserve" in arguments:
@@ -187,7 +197,11 @@ DECODING_BUDGET = {
     "h2o_quantize_token",
 }  # fmt: skip
 # Attention over a selection: of what was live in `test_<method>.py`.
-SELECTING = {name for name, tx in CASES.items() if tx.indexes}
+SELECTING = {
+    name
+    for name, tx in CASES.items()
+    if any(part.stage == kvjax.Stage.RECALL for part in parts_of(tx))
+}
 KEEPING = SELECTING - {"snapkv_clusterkv"} | {"quantize"}
 # With a codebook that has room for every vector.
 BOOKED = {"spindlekv", "h2o_codebook", "spindlekv_unfold"}
@@ -339,6 +353,7 @@ def test_decoding_may_start_from_an_empty_cache(name):
     for step in range(BUDGET - 2):
         now = np.full((3, 1), step)
         out, cache = decode(CASES[name], cache, tokens(), now)
+        cache = flushed(cache, step + 1)
         full, expected = decode(kvjax.Full(), expected, tokens(), now)
         if name not in SHARES:
             close(out, full, loss(name), f"step {step}")
@@ -387,7 +402,7 @@ def test_evicting_conserves_the_mass_of_what_is_kept_and_merging_all_of_it(name)
     for step, cache in enumerate(standard(name).all_caches):
         for part in every_part(name, cache):
             mass = np.exp(np.asarray(part.cache.kv.log_mass, np.float64)).sum(-1)
-            if part.transform.merges and not isinstance(part.transform, CaM):
+            if merges(part.transform):
                 tokens_so_far = np.array(LENGTHS)[:, None] + step
                 close(mass, np.broadcast_to(tokens_so_far, mass.shape))
             else:
@@ -402,7 +417,7 @@ PINNED = (
 
 @pytest.mark.parametrize("name", names(PINNED))
 def test_pinned_slots_survive(name):
-    transform, pinned = Pinning(CASES[name], (3, 9)), {3, 9}
+    transform, pinned = chain(Pin((3, 9)), CASES[name]), {3, 9}
     ragged = run(transform, tokens(), right([0, 0, 0], LENGTHS, WIDTH), STEPS)
     for step, cache in enumerate(ragged.all_caches):
         assert (np.asarray(cache.kv.dropped) == 0).all(), f"step {step}"
@@ -455,11 +470,11 @@ def scanned(name: str) -> tuple:
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=OPTIONS)
     def loop(cache, inputs):
-        def step(cache, x):
+        def step(nothing, cache, x):
             out, cache = kvjax.attend(transform, cache, *x, phase="decode", rope=the_rope())
-            return cache, out
+            return nothing, cache, out
 
-        return jax.lax.scan(step, cache, inputs)
+        return scan_steps(step, (), cache, inputs)[1:]
 
     positions = right([0, 0, 0], LENGTHS, WIDTH)
     _, given = prompt(transform, new_cache(transform), tokens(), positions)
@@ -660,9 +675,10 @@ def test_a_further_turn(name):
             total = np.broadcast_to((starts + counts)[:, None], (3, KV_HEADS))
             np.testing.assert_array_equal(live_count(part.cache), total)
     now = (starts + counts)[:, None]
-    for _ in range(MAX_NEW - steps):
+    for step in range(MAX_NEW - steps):
         expected = attended(transform, cache, tokens(), now)
         out, cache = decode(transform, cache, tokens(), now)
+        cache = flushed(cache, step + 1)
         if name not in SELECTING:
             close(out, expected)
         for part in every_part(name, cache):
@@ -808,7 +824,7 @@ def test_every_row_has_its_own_share(transform, minimum):
     budgets = np.array([share_of(transform.budget, n, minimum) for n in LENGTHS])
     live = live_count(ragged.prompt_cache)
     np.testing.assert_array_equal(live, np.broadcast_to(budgets[:, None], live.shape))
-    if transform.frees_while_decoding:
+    if frees_while_decoding(transform):
         bound = np.maximum(budgets, minimum)[:, None]
         for cache in ragged.caches:
             assert (live_count(cache) <= bound).all()

@@ -16,6 +16,7 @@ from kvjax import (
     Extent,
     Full,
     HeadGroups,
+    Mark,
     PerLayer,
     PyramidKV,
     SnapKV,
@@ -24,8 +25,10 @@ from kvjax import (
     bind,
     chain,
 )
+from kvjax.compose.chain import Chain
 from kvjax.protocol import Needs, Stage
 from kvjax.registry import METHODS, parameters
+from kvjax.transforms.pyramidkv import LayerBudget
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 from tests.support.attending import (
@@ -78,7 +81,7 @@ every_value = pytest.mark.parametrize("name", VALUES)
 @every_value
 def test_prints_as_the_expression_that_makes_it(name):
     value = VALUES[name]
-    again = eval(repr(value), vars(kvjax).copy())
+    again = eval(repr(value), {**vars(kvjax), "Chain": Chain, "LayerBudget": LayerBudget})
     assert again == value and hash(again) == hash(value) and repr(again) == repr(value)
 
 
@@ -97,7 +100,7 @@ def test_replace_gives_another_budget(name):
     assert small == REGISTERED[name] != large
     with pytest.raises(ValueError, match="got 0"):
         dataclasses.replace(large, budget=0)
-    if small.indexes:  # keeps everything: its budget is that of what it looks at
+    if small.stage == Stage.RECALL:  # keeps everything: its budget is that of what it looks at
         return
 
     def slots(tx):
@@ -128,6 +131,13 @@ def test_equal_transforms_share_compiled_code():
     assert len(traces) == 1
     call(chain(SNAP, H2O(budget=9)), 1.0)
     assert len(traces) == 2
+
+
+def test_one_token_is_not_everything():
+    """1 == 1.0, and equal values would share compiled code."""
+    token, everything = kvjax.InfiniGen(budget=1), kvjax.InfiniGen(budget=1.0)
+    assert token != everything and chain(SNAP, token) != chain(SNAP, everything)
+    assert token == kvjax.InfiniGen(budget=1) and {token: 1}[kvjax.InfiniGen(budget=1)]
 
 
 # --- layers and chains ----------------------------------------------------------------------------
@@ -194,7 +204,7 @@ class Pages(kvjax.KVTransform):
 
     stage = Stage.RECALL
 
-    def read(self, view, state, query):
+    def select(self, view, state, query):
         kv = view.cache
         live = view.per_slot(kv.log_mass, -jnp.inf) > -jnp.inf
         if view.index is None:
@@ -225,12 +235,14 @@ class Observe(kvjax.KVTransform):
 
     needs = property(lambda self: Needs(attention_mass=True))
 
-    def init(self, cache):
+    def init(self, cache, layer):
         return cache.with_column("seen", jnp.zeros((*cache.shape, cache.group))), ()
 
-    def update(self, cache, state, step):
+    def on_step(self, cache, state, step) -> tuple[Mark, tuple]:
         mass = step.mass.reshape(*cache.shape[:2], cache.group, -1)
-        return cache.with_column("seen", jnp.moveaxis(mass, 2, -1)), state
+        return Mark({"seen": jnp.moveaxis(mass, 2, -1)}), state
+
+    on_prompt = on_step
 
 
 READERS = {
@@ -249,11 +261,11 @@ def tokens():
 
 
 def selected(transform, before, arrays, steps_positions):
-    """The slots that `read` chooses once the new tokens are in, by calling it directly."""
+    """The slots that `select` chooses once the new tokens are in, by calling it directly."""
     q, k, v, positions = arrays
     rope = the_rope()
-    kv, _ = kvjax.append(before.kv, rope.rotate(k, positions), v, positions)
-    view, _ = transform.read(kvjax.View(kv), before.state, rope.rotate(q, positions))
+    kv, slots = kvjax.append(before.kv, rope.rotate(k, positions), v, positions)
+    view, _ = transform.select(kvjax.View(kv, slots), before.state, rope.rotate(q, positions))
     return kv, np.asarray(view.index)
 
 
@@ -302,7 +314,7 @@ def test_views_compose_indices_only():
     cache = kvjax.init_cache(Full(), batch=1, kv_heads=1, head_dim=2, max_prompt=6, max_new=0).kv
     position = jnp.arange(6, dtype=jnp.int32)[None, None] * 10
     cache = cache.replace(position=position, log_mass=jnp.zeros((1, 1, 6)))
-    view = kvjax.View(cache)
+    view = kvjax.View(cache, jnp.zeros((1, 1, 1), jnp.int32))
     assert view.per_slot(position, -1) is position
     first = view.take(jnp.array([[[5, -1, 2, 0]]]))
     second = first.take(jnp.array([[[3, 1, 0, -1]]]))

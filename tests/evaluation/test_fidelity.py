@@ -388,7 +388,7 @@ class Look(kvjax.KVTransform):
 
     stage: ClassVar[kvjax.Stage] = kvjax.Stage.RECALL
 
-    def read(self, view, state, query):
+    def select(self, view, state, query):
         kv = view.cache
         grouped = query[:, :, 0].reshape(*kv.shape[:2], kv.group, -1)
         logits = jnp.einsum("bhgd,bhsd->bhs", grouped, kv.k.read())

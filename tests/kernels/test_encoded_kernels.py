@@ -147,7 +147,7 @@ class EncodedCase(Case):
         def call(q, k, v, bias, query, position, other, **options):
             turn = self.turn
             if turn is not None:
-                turn = turn._replace(position=other if turned_elsewhere else position)
+                turn = turn.at(other if turned_elsewhere else position)
             return operation(q, k, v, bias, query, position, turn=turn, **options)
 
         other = self.turn.position if turned_elsewhere else None
@@ -202,12 +202,12 @@ def test_lengths_and_no_probabilities():
     close(lse, expected[1])
 
 
-def test_rows_may_stand_elsewhere_than_their_slots():
-    """Slots from 21 on in an array of their own, those before shifted; two calls that join."""
+def test_newest_rows_in_an_array_of_their_own():
+    """Slots from 21 on as they came, the others encoded, in more rows than slots; joined."""
     case, start = Case(Shape(group=2)), 21
     encoded, k = Form("4 bits", 16).encode(case.k, case.free)
     k[:, :, start:] = np.asarray(case.k, np.float64)[:, :, start:]
-    body = Encoded(*(jnp.pad(x, ((0, 0), (0, 0), (3, 0), (0, 0))) for x in encoded))
+    body = Encoded(*(jnp.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in encoded))
 
     @jax.jit
     def joined(q, body, tail, v, bias, query, position):
@@ -216,14 +216,14 @@ def test_rows_may_stand_elsewhere_than_their_slots():
             **case.options, "window": None, "soft_cap": None, "interpret": True,
             "dtype": jnp.float32, "probabilities": True,
         }  # fmt: skip
+        keys = quantized_rows(body, jnp.float32)
         rest = dense_rows(v), bias, query, position
-        keys = quantized_rows(body, jnp.float32, offset=jnp.int32(3))
         old = stored_attention("quantized_attention", q, keys, *rest, end=first, **kind)
-        keys = dense_rows(tail, jnp.int32(-start))
-        new = stored_attention("quantized_attention", q, keys, *rest, first=first, **kind)
+        rest = dense_rows(v[:, :, start:]), bias[..., start:], query, position[..., start:]
+        new = stored_attention("quantized_attention", q, dense_rows(tail), *rest, **kind)
         out, lse, weights = join_attention([old[:2], new[:2]])
-        parts = zip(weights, (old[2], new[2]), strict=True)
-        return out, lse, sum(w[..., None] * p for w, p in parts)
+        p = old[2] * weights[0][..., None]
+        return out, lse, p.at[..., start:].add(new[2] * weights[1][..., None])
 
     actual = joined(case.q, body, case.k[:, :, start:], case.v, *case.args[3:])
     check(case, actual, case.expected(rows=(k, np.asarray(case.v, np.float64))))

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KEYS = {
     "model", "tokens", "batch", "group", "operation", "implementation", "microseconds", "bytes",
     "gigabytes_per_second", "share_of_copy", "rounds", "calls", "larger_than_caches",

@@ -20,7 +20,7 @@ class CaM:
         p_i  = clip(a_i / mean of a over T_i, 0, 1)         (0 / 0 is 0, a / 0 is 1)
         v_t += z_i / m * v_i      for t in T_i, with z_i = 1 with probability p_i, else 0
 
-    always divided by m.  expected: z_i = p_i.  Only evictions of decode steps count, those of the
+    always divided by m.  expected: z_i = p_i.  Only evictions while decoding count, those of the
     prompt too with `prompt`.
 
     merge: m, or a function of the base that gives it.  draw: position -> u in [0, 1);
@@ -64,6 +64,14 @@ class CaM:
         self._merge(before)
         self._write_scores()
         return out
+
+    def flush(self, room: int) -> None:
+        """What the base does between two decode steps, and the values of what it evicts."""
+        if hasattr(self.base, "flush"):
+            before = list(self.slots.tokens)
+            self.base.flush(room)
+            self._merge(before)
+            self._write_scores()
 
     def _write_scores(self) -> None:
         for token in self.slots.tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
@@ -71,7 +72,8 @@ def merge_clusters(tokens: list[Token], edges: list[tuple[float, int, int]]) -> 
 class Chelsea:
     """Holds at most B + interval tokens, and merges down to B.
 
-    At the prompt's end if more than B are live; while decoding when B + interval are.  Protected
+    At the prompt's end if more than B are live; while decoding at a flush after which the tokens
+    until the next one would come to more than B + interval.  Protected
     are the tokens at positions below `sinks` and the newest `recent` positions.  The others, in the
     order of their positions, go through passes of chunked soft matching.  Pass i merges the
     floor(r_i |A|) most similar edges (at least one, at most half of the tokens, and no more than
@@ -125,7 +127,7 @@ class Chelsea:
         """q [G, T, D], k and v [T, D], positions [T] -> out [G, T, D].  Compresses if `last`."""
         self.slots.append(k, v, positions, len(q))
         out, _ = self.slots.attend(q, positions)
-        if last:
+        if self.slots.ends_prompt(positions, last):
             self.limit = self.slots_for(self.slots.length)
             self._compress()
         return out
@@ -133,10 +135,12 @@ class Chelsea:
     def decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
         """q [G, D], k and v [D] of one token -> out [G, D]."""
         self.slots.append(k[None], v[None], [position], len(q))
-        out = self.slots.attend(q[:, None], [position])[0][:, 0]
-        if len(self.slots) >= self.limit + self.interval:
+        return self.slots.attend(q[:, None], [position])[0][:, 0]
+
+    def flush(self, room: int) -> None:
+        """What happens before `room` more decode steps, for which there must be slots."""
+        if len(self.slots) + room > self.limit + self.interval:
             self._compress()
-        return out
 
     def _compress(self) -> None:
         self.compressions += len(self.slots) > self.limit
@@ -151,8 +155,8 @@ class Chelsea:
         middle = [t for t in tokens if self.sinks <= t.position < oldest_recent]
         keys = np.array([t.key for t in middle])
         edges = soft_matching(keys, self.chunk)
-        ratio_0, decay, steps, floor = self.schedule
-        share = max(ratio_0 - decay * min(self.passes, steps), floor)
+        ratio_0, decay, floor = (Fraction(str(self.schedule[i])) for i in (0, 1, 3))
+        share = max(ratio_0 - decay * min(self.passes, self.schedule[2]), floor)
         count = min(need, len(middle) // 2, max(1, math.floor(share * len(edges))))
         ranked = sorted(edges, key=lambda edge: (-edge[0], edge[1]))
         self._watch(keys, edges, ranked, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,9 +26,10 @@ class Recalling:
         self.options = options
         self.heads: list[Slots] = []
         self.prompt_length = 0  # 1 + the newest position when the last prompt was complete
+        self.stale = True  # whether the index is not of all tokens of the prompt
 
     def index(self) -> None:
-        """Called when a prompt is complete."""
+        """Called when a prompt is complete that brought tokens, and before the first step."""
 
     def update(self) -> None:
         """Called at the end of a decode step."""
@@ -43,9 +45,11 @@ class Recalling:
         self._append(k, v, positions)
         groups = zip(self.heads, self.by_group(q), strict=True)
         out = np.concatenate([slots.attend(group, positions)[0] for slots, group in groups])
-        if last:
+        self.stale |= bool(np.any(np.asarray(positions) >= 0))
+        if last and self.stale:
             self.prompt_length = max(slots.length for slots in self.heads)
             self.index()
+            self.stale = False
         return out
 
     def decode(
@@ -183,8 +187,12 @@ class ClusterKV(Recalling):
 
     Of a prompt's live tokens the first `sinks` are set aside, the others are clustered with
     `cluster_count` clusters.  The tokens of `interval` decode steps are clustered among themselves
-    at the end of the last of them, into min(new_clusters, tokens), numbered after the others.  A
-    further prompt clusters everything anew.
+    at the end of the last of them, into min(new_clusters, tokens), numbered after the others, or
+    where there are `most_clusters` already join the last one, whose centroid becomes
+
+        (size centroid + sum of their keys) / (size + tokens)
+
+    A further prompt clusters everything anew.
 
     draw(head, positions, count) returns the positions whose keys the clusters start from.
     """
@@ -201,10 +209,11 @@ class ClusterKV(Recalling):
         clusters: int | None = None,
         metric: str = "cosine",
         per_query_head: bool = False,
+        most_clusters: float = math.inf,
         **options: float | None,
     ) -> None:
         super().__init__(per_query_head, **options)
-        self.budget, self.draw = budget, draw
+        self.budget, self.draw, self.most_clusters = budget, draw, most_clusters
         self.tokens_per_cluster, self.sinks, self.clusters = tokens_per_cluster, sinks, clusters
         self.interval, self.new_clusters = interval, new_clusters
         self.iterations, self.metric = iterations, metric
@@ -234,11 +243,27 @@ class ClusterKV(Recalling):
 
     def update(self) -> None:
         """Clusters the generated tokens when there are `interval` of them."""
+        self.make_room(1)
+
+    def make_room(self, steps: int) -> None:
+        """Clusters the generated tokens if there are more than `interval` after `steps` more."""
         for head, index in enumerate(self.indices):
-            if len(index.unclustered) == self.interval:
-                count = min(self.new_clusters, len(index.unclustered))
+            if len(index.unclustered) + steps <= self.interval or not index.unclustered:
+                continue
+            room = self.most_clusters - len(index.clusters)
+            count = min(self.new_clusters, len(index.unclustered), room)
+            if count:
                 index.clusters += self._cluster(head, index.unclustered, count)
-                index.unclustered = []
+            else:
+                self._join(head, index.clusters[-1], index.unclustered)
+            index.unclustered = []
+
+    def _join(self, head: int, cluster: Cluster, positions: list[int]) -> None:
+        keys = [token.key for token in self.heads[head].tokens if token.position in positions]
+        size = len(cluster.members)
+        total = size * cluster.centroid + np.sum(keys, axis=0)
+        cluster.centroid = total / (size + len(keys))
+        cluster.members = cluster.members + positions
 
     def select(self, q: np.ndarray) -> list[list[int]]:
         """The lists: sinks, ranked clusters, unclustered tokens."""

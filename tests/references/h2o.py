@@ -36,7 +36,7 @@ class H2O:
     ) -> np.ndarray:
         """q [G, T, D], k and v [T, D], positions [T] -> out [G, T, D].  Evicts if `last`."""
         out = self._step(q, k, v, positions)
-        if last:
+        if self.slots.ends_prompt(positions, last):
             self.limit = max(rows_budget(self.budget, self.slots.length, 2), 2)
             self._evict()
         return out

@@ -125,7 +125,7 @@ class KVMerger:
     ) -> np.ndarray:
         """q [G, T, D], k and v [T, D], positions [T] -> out [G, T, D].  Merges if `last`."""
         out = self._step(q, k, v, positions)
-        if last and len(self.slots):
+        if self.slots.ends_prompt(positions, last):
             self._merge()
         return out
 

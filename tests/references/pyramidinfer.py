@@ -62,12 +62,12 @@ class PyramidInfer:
         sum over the newest w queries t, i = 0 ... w - 1 of them, of
         (1 + (emphasis - 1) * i / (w - 1)) * mean over all heads of p[t, s]
 
-    While decoding, generated tokens form blocks of `interval` from the prompt's end on.  When w
-    tokens have come after a block, the best `kept` of it stay, by the same sum over those w
+    While decoding, generated tokens form blocks of `interval` from the prompt's end on.  At a flush
+    after w tokens have come after a block, the best `kept` of it stay, by the same sum over those w
     queries.
 
     budget None: the paper's ratios.  With a budget, w is at most half of the slots that the sinks
-    leave, and a block waits until more slots than the layer's part are live.
+    leave, and a flush compresses blocks while more slots than the layer's part are live.
     """
 
     def __init__(
@@ -134,23 +134,24 @@ class PyramidInfer:
         """q [Q, D], k and v [H, D] of one token -> out [Q, D]."""
         out, queries = self._attend(q[:, None], k[:, None], v[:, None], [position])
         self.history += queries
-        self._compress_block()
         return out[:, 0]
 
-    def _compress_block(self) -> None:
-        if self.interval is None:
-            return
-        start, end = self.next_block, self.next_block + self.interval
-        waits = self.budget is not None and len(self.tokens) <= self.slots
-        if self.length - self.window >= end and not waits:
-            block = [p for p in self.kept if start <= p < end]
-            scores = self._scores(block, end)
-            keep = kept_of_a_block(self.layer, self.num_layers, self.interval)
-            chosen = best(np.array(scores), keep)
-            gone = [p for i, p in enumerate(block) if i not in chosen]
-            for p in gone:
-                del self.tokens[p]
-            self.next_block = end
+    def flush(self, room: int) -> None:
+        """What happens to the generated tokens before `room` more decode steps."""
+        while self.length - self.window >= self.next_block + self.interval:
+            if self.budget is not None and len(self.tokens) <= self.slots:
+                break
+            self._compress_block(self.next_block, self.next_block + self.interval)
+
+    def _compress_block(self, start: int, end: int) -> None:
+        block = [p for p in self.kept if start <= p < end]
+        scores = self._scores(block, end)
+        keep = kept_of_a_block(self.layer, self.num_layers, self.interval)
+        chosen = best(np.array(scores), keep)
+        gone = [p for i, p in enumerate(block) if i not in chosen]
+        for p in gone:
+            del self.tokens[p]
+        self.next_block = end
 
     def _best(self, scores: list[float], count: int) -> list[int]:
         protected = [p for p in self.kept if p < self.sinks or p >= self.length - self.window]

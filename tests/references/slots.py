@@ -34,6 +34,7 @@ class Slots:
     ) -> None:
         self.tokens: list[Token] = []
         self.options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        self.prompted = False  # whether the prompt that is being read has brought a token
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -75,6 +76,12 @@ class Slots:
                 key, value = np.array(key, np.float64), np.array(value, np.float64)
                 self.tokens.append(Token(int(position), key, value, np.zeros(group)))
         self.tokens.sort(key=lambda token: token.position)
+
+    def ends_prompt(self, positions: np.ndarray, last: bool) -> bool:
+        """Whether a prompt that has brought tokens is complete with these."""
+        brought = self.prompted or bool((np.asarray(positions) >= 0).any())
+        self.prompted = brought and not last
+        return brought and last
 
     def attend(self, q: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """q [G, T, D] at `positions` [T] over all live slots: out [G, T, D], weights [G, T, S]."""

@@ -73,7 +73,7 @@ class SnapKV:
         out, _ = self.slots.attend(q, positions)
         self.queries += [(q[:, t], int(p)) for t, p in enumerate(positions) if p >= 0]
         self.queries = self.queries[-self.observation :]
-        if last and self.queries:
+        if self.slots.ends_prompt(positions, last):
             self._evict(self.row_budget(self.slots.length))
         return out
 

@@ -198,10 +198,11 @@ class SpindleKV(LayerBudgetEviction):
     """Eviction, then one codebook for the keys (unrotated) and one for the values of all heads.
 
     A vertex is a token of a KV head; its weight is how many deciding heads keep it.  Everything
-    live is encoded anew at the end of each prompt, what was encoded before as it is read.
+    live is encoded anew at the end of each prompt in which the row has tokens, what was encoded
+    before as it is read.
 
     Decoding: interval 0 encodes a token's vectors before it attends, head after head.  Else tokens
-    stay as they are until there are `interval` of them, which are encoded when the next one comes.
+    stay as they are until there are `interval` of them, which are then encoded after the attention.
     reserve 1 is the codebook alone.
     """
 
@@ -230,9 +231,10 @@ class SpindleKV(LayerBudgetEviction):
 
     def decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
         """As in `LayerBudgetEviction`."""
+        out = super().decode(q, k, v, position)
         if self.interval and len(self._plain()) == self.interval * self.kv_heads:
             self._encode_plain()
-        return super().decode(q, k, v, position)
+        return out
 
     def _arrived(self) -> None:
         if self.interval == 0:

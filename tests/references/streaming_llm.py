@@ -47,7 +47,7 @@ class StreamingLLM:
         """q [G, T, D], k and v [T, D], positions [T] -> out [G, T, D].  Evicts if `last`."""
         self.slots.append(k, v, positions, len(q))
         out = self._attend(q, positions)
-        if last:
+        if self.slots.ends_prompt(positions, last):
             minimum = self.sinks + 1
             self.limit = max(rows_budget(self.budget, self.slots.length, minimum), minimum)
             self._evict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -11,21 +10,31 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.rope import Rotation
-from kvjax.storage.references import Book, CodebookPayload, Fresh
+from kvjax.cache.payload import Seen, Slots
+from kvjax.storage.recent import Recent
+from kvjax.storage.references import Book, CodebookPayload
 from tests.kernels.test_greedy_cover import around
 from tests.references import codebook as reference
+from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 from tests.support.attending import INV_FREQ, Tokens, decode, new_cache, prompt, right
 from tests.support.tolerances import close
 
 BATCH, LISTS, SLOTS, DIM = 2, 4, 13, 8
-encode_all = functools.partial(jax.jit, static_argnums=3)(CodebookPayload.encode)
+
+
+@jax.jit
+def encode_all(k, v, x, slots):
+    return k.encode(v, x, x, slots)
 
 
 def encode(x, position, live, book):
     """One payload; a second one beside it has a book of its own."""
-    payload, other = encode_all(np.stack([x, x]), position, live, (book, replace(book, theta=1.0)))
+    k, v = (
+        CodebookPayload.zeros(x.shape, x.dtype, own) for own in (book, replace(book, theta=1.0))
+    )
+    every = np.ones(len(x), bool)
+    payload, other = encode_all(k, v, x, Slots(np.where(live, position, -1), live, every))
     assert other.book.theta == 1.0 and (np.asarray(other.count) >= np.asarray(payload.count)).all()
     return payload
 
@@ -69,7 +78,7 @@ def check_row(payload, row, one, codes):
 
 
 BOOKS = [
-    Book(0.9, 60, True), Book(0.97, 12, True, 2),
+    Book(0.9, 60, True, 3), Book(0.97, 12, True, 4),
     Book(0.9, 60, False, 5), Book(0.97, 20, True, 3, 2),
 ]  # fmt: skip
 
@@ -89,9 +98,11 @@ def test_encode_and_write(book):
     slots[1, :, 1] = SLOTS
     payload = jax.jit(CodebookPayload.write)(payload, slots, new)
     read = np.asarray(payload.read())
-    for row, i in np.ndindex(BATCH, LISTS):  # what waits is read as it is
-        np.testing.assert_array_equal(read[row, i, 7], new[row, i, 2])
-    payload = jax.jit(CodebookPayload.encode_fresh)(payload, True)
+    for row, i, t in np.ndindex(BATCH, LISTS, 3):  # what waits is read as it is
+        if slots[row, i, t] < SLOTS:
+            np.testing.assert_array_equal(read[row, i, slots[row, i, t]], new[row, i, t])
+    payload = jax.jit(lambda p: p.flush(book.interval))(payload)
+    assert (np.asarray(payload.room) == book.interval).all()
     heads = range(0, LISTS, book.copies)
     for row, (one, codes) in enumerate(refs):
         there = [(t, i) for t in range(3) for i in heads if slots[row, i, t] < SLOTS]
@@ -119,18 +130,42 @@ def test_moving(book):
     index = rng.integers(SLOTS, size=(BATCH, LISTS, 5))
     picked = np.take_along_axis(dense, index[..., None], axis=2)
     np.testing.assert_array_equal(payload.read(index), picked)
-    np.testing.assert_array_equal(payload.take(index).read(), picked)
-    np.testing.assert_array_equal(payload.span(jnp.int32(3), 4), dense[:, :, 3:7])
-    order = np.broadcast_to([2, 0, 1], (BATCH, LISTS, 3))
-    settled = payload.settle(jnp.int32(4), order).read()
-    np.testing.assert_array_equal(settled[:, :, 4:7], dense[:, :, [6, 4, 5]])
-    opened = payload.open()
-    np.testing.assert_array_equal(opened.read(), dense)
-    np.testing.assert_array_equal(opened.take(index).read(), picked)
+    source, slots = (np.broadcast_to(x, (BATCH, LISTS, 3)) for x in ([6, 4, 5], [4, 5, 6]))
+    moved = payload.flush(0, (source, slots)).read()
+    np.testing.assert_array_equal(moved[:, :, 4:7], dense[:, :, [6, 4, 5]])
     # What has been encoded once is read as it was, whatever its new book.
-    for again in (payload.fill(dense), opened.close(jnp.int32(0))):
-        close(again.read(), dense, "reference")
-        assert jax.tree.structure(again) == jax.tree.structure(payload)
+    again = payload.write(None, dense)
+    close(again.read(), dense, "reference")
+    assert jax.tree.structure(again) == jax.tree.structure(payload)
+
+
+def test_what_has_room_is_not_encoded():
+    """Of two rows, the one that has too little room for the steps to come."""
+    payload, new = payload_of(Book(0.9, 60, True, 3)), rows(50, 3)
+    slots = np.broadcast_to(np.array([4, 0, 7]), (BATCH, LISTS, 3)).copy()
+    slots[1, :, 1:] = SLOTS
+    waiting = jax.jit(CodebookPayload.write)(payload, slots, new)
+    assert waiting.room.tolist() == [0, 2]
+    flushed = jax.jit(lambda p: p.flush(2))(waiting)
+    assert flushed.room.tolist() == [3, 2]
+    for old, after in zip(*map(jax.tree.leaves, (waiting, flushed)), strict=True):
+        np.testing.assert_array_equal(old[1], after[1])
+    assert int(flushed.count[0]) > int(waiting.count[0])
+
+
+def test_a_turn_of_one_row():
+    """What the others have stored stays bit for bit, encoded and recent."""
+    transform = kvjax.Codebook(0.9, 0.9, capacity=60, interval=4)
+    tokens, lengths = Tokens.random(), np.array([20, 9, 5])
+    _, cache = prompt(transform, new_cache(transform), tokens, right((0, 0, 0), lengths, 20))
+    for step in range(3):
+        _, cache = decode(transform, cache, tokens, lengths + step)
+    _, after = prompt(transform, cache, tokens, right(lengths + 3, (4, 0, 0), 4))
+    leaves = [jax.tree.leaves((x.kv.k, x.kv.v)) for x in (cache, after)]
+    for old, new in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(old[1:], new[1:])
+    assert after.kv.k.recent.count[:, 0].tolist() == [0, 3, 3]
+    assert np.asarray(after.kv.live).sum(-1)[:, 0].tolist() == [27, 12, 8]
 
 
 @pytest.mark.parametrize("slots", [13, 2500])
@@ -141,41 +176,58 @@ def test_attention_on_the_codebook(slots, entries, magnitude):
     rng = np.random.default_rng(0)
     book = Book(0.9, entries, magnitude, 3)
     shape = (BATCH, LISTS, slots)
-    payload = CodebookPayload(
-        rng.normal(size=(BATCH, 1, entries, DIM)).astype(np.float32),
-        rng.integers(entries, size=shape).astype(np.uint16),
-        rng.uniform(0.5, 2, size=shape).astype(np.float32) if magnitude else None,
-        np.full(BATCH, entries, np.int32), np.zeros(BATCH, np.int32),
-        Fresh.empty((*shape, DIM), np.float32, 3), book,
-    )  # fmt: skip
-    payload = payload.write(rng.integers(slots, size=(BATCH, LISTS, 2)), rows(slots=2))
-    payload = jax.tree.map(jnp.asarray, payload)
-    dense = np.asarray(payload.read(), np.float64)
-    q = rng.normal(size=(BATCH, LISTS, 3, DIM)).astype(np.float32)
-    weights = rng.uniform(size=(BATCH, LISTS, 3, slots)).astype(np.float32) / slots
-    position = rng.integers(100, size=shape)
-    close(jax.jit(CodebookPayload.logits)(payload, q), np.einsum("bhrd,bhsd->bhrs", q, dense))
-    for frequencies in (INV_FREQ, INV_FREQ[:2]):  # the second leaves half of the channels alone
-        turned = np.array(
-            [
-                [rotate(x, p, frequencies) for x, p in zip(*row, strict=True)]
-                for row in zip(dense, position, strict=True)
-            ]
+    k, v = (
+        CodebookPayload(
+            rng.normal(size=(BATCH, 1, entries, DIM)).astype(np.float32),
+            rng.integers(entries, size=shape).astype(np.uint16),
+            rng.uniform(0.5, 2, size=shape).astype(np.float32) if magnitude else None,
+            np.full(BATCH, entries, np.int32), np.zeros(BATCH, np.int32),
+            Recent.empty((*shape, DIM), np.float32, 3), book,
         )
-        rope = kvjax.Rope(jnp.asarray(frequencies, jnp.float32))
-        late = Rotation(rope, jnp.asarray(position), 100)
-        got = jax.jit(CodebookPayload.logits)(payload, q, late)
-        close(got, np.einsum("bhrd,bhsd->bhrs", q, turned), "accumulated")
-    mixed = jax.jit(CodebookPayload.mix)(payload, weights)
-    close(mixed, np.einsum("bhrs,bhsd->bhrd", weights, dense))
+        for _ in range(2)
+    )  # fmt: skip
+    at = rng.permuted(np.tile(np.arange(slots), (BATCH, LISTS, 1)), axis=-1)[..., :2]
+    k, v = (
+        jax.tree.map(jnp.asarray, payload.write(at, rows(seed, slots=2)))
+        for seed, payload in enumerate((k, v))
+    )
+    keys, values = (np.asarray(payload.read(), np.float64) for payload in (k, v))
+    q = rng.normal(size=(BATCH, LISTS, 3, 1, DIM)).astype(np.float32)
+    position = rng.integers(100, size=shape)
+    log_mass = rng.normal(size=shape).astype(np.float32)
+    where, used = np.full((BATCH, 1), 100), np.full((BATCH, LISTS), slots)
+    for frequencies in (None, INV_FREQ, INV_FREQ[:2]):  # the last leaves half of the channels alone
+        turn = None
+        if frequencies is not None:
+            turn = kvjax.Rope(jnp.asarray(frequencies, jnp.float32)).at(jnp.asarray(position))
+        seen = Seen(*map(jnp.asarray, (log_mass, position, used)), turn)
+        out, found = attention(k, v, q, seen, where)
+        for row, head in np.ndindex(BATCH, LISTS):
+            turned = keys[row, head]
+            if turn is not None:
+                turned = rotate(turned, position[row, head], frequencies)
+            expected, p = softmax_attention(
+                q[row, head].astype(np.float64), turned, values[row, head], where[row],
+                position[row, head], log_mass[row, head],
+            )  # fmt: skip
+            close(out[row, head], expected, "float32" if turn is None else "accumulated")
+            close(found[row, head], p, "float32" if turn is None else "accumulated")
+
+
+@jax.jit
+def attention(k, v, q, seen, where):
+    return k.attention(
+        v, q, seen, where, probabilities=True, implementation=None, scale=DIM**-0.5, window=None,
+        soft_cap=None,
+    )  # fmt: skip
 
 
 def test_bytes():
     """Entries, 16 bits of index, a magnitude in the cache's dtype, two counters; new rows."""
     book = Book(0.9, 100, True, 3)
     payload = CodebookPayload.zeros((2, 4, 50, 8), jnp.bfloat16, book)
-    fresh = 2 * 4 * 3 * (8 * 2 + 4) + 4
-    assert kvjax.nbytes(payload) == 2 * (100 * 8 * 2 + 4 * 50 * (2 + 2) + 8) + fresh
+    recent = 2 * 4 * (3 * (8 * 2 + 4) + 4)
+    assert kvjax.nbytes(payload) == 2 * (100 * 8 * 2 + 4 * 50 * (2 + 2) + 8) + recent
     large = CodebookPayload.zeros((1, 1, 5, 8), jnp.float32, Book(0.9, 2**16 + 1, False))
     assert large.index.dtype == jnp.uint32 and large.magnitude is None
     assert CodebookPayload.zeros(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 
@@ -13,8 +14,10 @@ from flax import nnx
 
 import kvjax
 from kvjax import ClusterKV, Offload, chain
+from kvjax.attention.layer import about_to_read
+from kvjax.cache.payload import Dense, Seen, Slots
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-from kvjax.storage.offload import HOST_MEMORY, Offloaded, memory_kinds, opened, recall_statistics
+from kvjax.storage.offload import HOST_MEMORY, Offloaded, memory_kinds, recall_statistics
 from tests.support import attending
 from tests.support.attending import OPTIONS, attend, new_cache, right, structure
 from tests.support.decode_loops import Watched, decode_loop, read_prompt
@@ -26,6 +29,9 @@ KV_HEADS, GROUP, DIM = 2, 2, 8
 SINKS, INTERVAL, BUDGET = 4, 16, 40
 MAX_PROMPT, STEPS = 160, 400
 LENGTHS = (160, 71, 3)
+
+
+flush = jax.jit(kvjax.flush, compiler_options=OPTIONS)
 
 
 def clusterkv(budget=BUDGET, **changes) -> ClusterKV:
@@ -79,7 +85,7 @@ def both_ways(recent=1, dtype="float32", steps=STEPS, stops=(), before=(), **cha
     first, then = tokens(steps=steps, dtype=dtype, stops=stops)
     out = []
     for tail in ((), (Offload(recent_steps=recent),)):
-        transform = Watched(chain(*before, clusterkv(**changes), *tail))
+        transform = chain(*before, Watched(clusterkv(**changes)), *tail)
         cache = new_cache(transform, len(LENGTHS), **sizes(steps), dtype=jnp.dtype(dtype))
         _, cache = read_prompt(transform, cache, *first)
         out.append(decode_loop(transform, cache, then))
@@ -138,7 +144,7 @@ def recount(done, recent: int, length: int, fixed: int):
         history: list[set[int]] = []
         for step in range(steps):
             entries = done.index[step, row, own, :length]
-            stored = (entries >= 0) & (entries < done.start[step])
+            stored = (entries >= 0) & (entries < done.clustered[step, row, own * KV_HEADS // lists])
             near = set().union(*history[-recent:])
             hit = stored & np.isin(entries, list(near))
             counts[0, step, row] += stored[fixed:].sum()
@@ -183,7 +189,7 @@ def test_a_further_turn_forgets_what_was_resident():
     first, then = tokens(steps=60)
     outs = []
     for tail in ((), (Offload(recent_steps=2),)):
-        transform = Watched(chain(clusterkv(), *tail))
+        transform = chain(Watched(clusterkv()), *tail)
         cache = new_cache(transform, len(LENGTHS), **sizes(60, max_prompt=MAX_PROMPT + 9))
         _, cache = read_prompt(transform, cache, *first)
         cache, one = decode_loop(transform, cache, [x[:20] for x in then])
@@ -192,7 +198,7 @@ def test_a_further_turn_forgets_what_was_resident():
         positions = jnp.asarray(right(starts, counts, 9), jnp.int32)
         out, cache = read_prompt(transform, cache, q, k, v, positions)
         now = then[3][20:] + jnp.asarray(counts, jnp.int32)[None, :, None]
-        cache, two = decode_loop(transform, cache, (*(x[20:] for x in then[:3]), now))
+        cache, two = decode_loop(transform, cache, (*(x[20:] for x in then[:3]), now), since=20)
         outs.append([one.out, np.asarray(out), two.out, two.index])
     for mine, expected in zip(*outs, strict=True):
         close(mine, expected, "exact")
@@ -209,12 +215,15 @@ def test_chunks_and_structure():
         before = structure(chunked)
         _, chunked = attend(transform, chunked, *chunk, phase="prompt", last=at == 120)
         assert at in (0, 120) or structure(chunked) == before
+    start = dataclasses.replace(start, logits=whole.logits)  # a prompt says how logits are made
     assert structure(start) == structure(whole) == structure(chunked)
     close(whole.kv.k.store, chunked.kv.k.store, "exact")
     outs = []
     for cache in (whole, chunked):
         for step in range(INTERVAL + 2):
             out, cache = attend(transform, cache, *(x[step] for x in then), phase="decode")
+            if step == INTERVAL - 1:
+                cache = flush(cache)
         assert structure(cache) == structure(start)
         outs.append(out)
     close(*outs, "exact")
@@ -322,7 +331,7 @@ def test_no_operation_of_a_step_moves_a_store(changes):
     used = uses_of_stores(traced.jaxpr, size)
     names = {name for name, _ in used}
     assert names <= ALLOWED | CONTROL, names
-    assert names >= ALLOWED, "the stores were not found"
+    assert "dynamic_slice" in names, "the stores were not found"
     for name, out in used:
         if name == "dynamic_slice":
             assert max(out) <= 16 * DIM, "a piece is at most 16 rows"
@@ -333,13 +342,24 @@ def test_no_operation_of_a_step_moves_a_store(changes):
     )
 
 
+def test_a_flush_writes_a_block_per_row_and_head():
+    transform = chain(clusterkv(), Offload())
+    cache = new_cache(transform, 3, **sizes(60))
+    _, cache = attend(transform, cache, *tokens(steps=60)[0], phase="prompt")
+    traced = jax.make_jaxpr(kvjax.flush)(cache)
+    size = cache.kv.k.store.size
+    used = [each for each in uses_of_stores(traced.jaxpr, size) if each[0] not in CONTROL]
+    assert used.count(("dynamic_update_slice", [size])) == 2
+    assert all(max(out) <= 16 * DIM for name, out in used if name != "dynamic_update_slice")
+
+
 def test_an_empty_store_stays_where_it_is():
-    """`generate` opens fresh caches; the caches that come out are the same."""
+    """`generate` begins with empty caches; the caches that come out are the same."""
     transform = chain(clusterkv(), Offload())
     cache, prompt = new_cache(transform, 3, **sizes()), tokens()[0]
 
     def read(cache, *prompt):
-        return kvjax.attend(transform, opened(cache), *prompt, phase="prompt")[1]
+        return kvjax.attend(transform, about_to_read(cache), *prompt, phase="prompt")[1]
 
     traced = jax.make_jaxpr(read)(cache, *prompt)
     assert not uses_of_stores(traced.jaxpr, cache.kv.k.store.size)
@@ -348,6 +368,8 @@ def test_an_empty_store_stays_where_it_is():
     assert structure(found) == structure(expected)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert mine.sharding.memory_kind == theirs.sharding.memory_kind
+        if jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            mine, theirs = jax.random.key_data(mine), jax.random.key_data(theirs)
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 
 
@@ -384,19 +406,20 @@ def test_bytes_by_memory(case):
         _, cache = attend(transform, cache, *(some(h, 1) for h in shapes), now, phase="decode")
     slots, lists = max_prompt + max_new, KV_HEADS * (GROUP if case.get("per_query_head") else 1)
     store = batch * KV_HEADS * slots * DIM * dtype.itemsize
+    store += batch * KV_HEADS * INTERVAL * DIM * dtype.itemsize  # where no block belongs
     clusters = round(slots / 12) + 2 * (max_new // INTERVAL)
     rows = batch * lists * recent * BUDGET
     expected = {
         "resident": rows * (2 * DIM * dtype.itemsize + 4) + 3 * 4 * batch + 4,
-        "tails": 2 * (batch * KV_HEADS * INTERVAL * DIM * dtype.itemsize + 4),
-        "clusters": batch * KV_HEADS * (clusters * (4 * DIM + 8) + 8) + 4 * batch + 4,
-        "slots": batch * KV_HEADS * (slots * (4 + 4 + 1) + 8) + 4 * batch + 8,
+        "recent": 2 * batch * KV_HEADS * (INTERVAL * (DIM * dtype.itemsize + 4) + 4),
+        "clusters": batch * KV_HEADS * (clusters * (4 * DIM + 8) + 12) + 4 * batch + 8,
+        "slots": batch * KV_HEADS * (slots * (4 + 4 + 1) + 8) + 4 * batch,
     }
     held = kvjax.memory_bytes(cache)
     assert held == priced
     assert held == {HOST_MEMORY: 2 * store, "device": sum(expected.values())}
     assert kvjax.nbytes(cache) == sum(held.values())
-    both = expected["resident"] + expected["tails"]
+    both = expected["resident"] + expected["recent"]
     assert both < (0.3 if recent > 1 else 0.08) * 2 * store, "keys and values on the device"
 
 
@@ -464,12 +487,14 @@ def test_nothing_is_compiled_twice():
         for step in range(INTERVAL + 2):
             given = [x[step] for x in then[:3]]
             _, cache = attend(transform, cache, *given, lengths + step, phase="decode")
+            if step == INTERVAL - 1:
+                cache = flush(cache)
         return cache
 
     turn(chain(clusterkv(), Offload()), 0)
-    before = attend._cache_size()
+    before = attend._cache_size(), flush._cache_size()
     turn(chain(clusterkv(), Offload()), 1)
-    assert attend._cache_size() == before
+    assert (attend._cache_size(), flush._cache_size()) == before
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -521,7 +546,7 @@ def test_the_interval_is_the_methods():
     with pytest.raises(ValueError, match="every 16 steps, got interval=8"):
         new_cache(chain(clusterkv(), Offload(interval=8)), 1)
     cache = new_cache(chain(clusterkv(), Offload(interval=INTERVAL)), 1, max_new=64)
-    assert cache.kv.tail.size == INTERVAL
+    assert cache.kv.interval == cache.kv.k.recent.size == INTERVAL
 
 
 def test_a_platform_without_host_memory(monkeypatch):
@@ -554,42 +579,73 @@ def test_a_dense_layer_stays_on_the_device():
 # --- the payload by itself ------------------------------------------------------------------------
 
 
-def test_payload_reads_and_writes():
+def random_rows(rng, count: int) -> np.ndarray:
+    return rng.normal(size=(2, 2, count, 4)).astype(np.float32)
+
+
+def test_payload():
+    """What is read is what was written, wherever it lies; a flush moves whole rows of the batch."""
     rng = np.random.default_rng(0)
-    data = rng.normal(size=(2, 2, 24, 4)).astype(np.float32)
-    payload = Offloaded.zeros(data.shape, 5, jnp.float32).open().fill(jnp.asarray(data))
-    payload = payload.close(jnp.int32(16))
+    data = random_rows(rng, 24)
+    empty = Offloaded.zeros(data.shape, 5, jnp.float32)
+    positions = np.broadcast_to(np.where(np.arange(24) < 9, np.arange(24), -1), (2, 2, 24))
+    slots = Slots(jnp.asarray(positions), jnp.asarray(positions >= 0), jnp.array([True, True]))
+    payload, values = empty.encode(empty, jnp.asarray(data), jnp.asarray(-data), slots)
     assert payload.shape == data.shape and payload.dtype == jnp.float32
+    assert payload.room.tolist() == [5, 5]
     close(payload.read(), data, "exact")
+    close(values.read(), -data, "exact")
     index = rng.integers(24, size=(2, 4, 30))
     expected = np.stack([[data[b, k // 2][index[b, k]] for k in range(4)] for b in range(2)])
     close(payload.read(jnp.asarray(index)), expected, "exact")
-    rows = rng.normal(size=(2, 2, 3, 4)).astype(np.float32)
-    slots = jnp.asarray(np.broadcast_to([17, 24, 20], (2, 2, 3)))
-    data[:, :, 17], data[:, :, 20] = rows[:, :, 0], rows[:, :, 2]
-    payload = payload.write(slots, jnp.asarray(rows))
+    for slot in range(9, 13):  # the second row gets every other one
+        new, at = random_rows(rng, 1), np.array([slot, 9 + slot // 2 - 4 if slot % 2 else 24])
+        data[0, :, slot] = new[0, :, 0]
+        if slot % 2:
+            data[1, :, at[1]] = new[1, :, 0]
+        at = np.broadcast_to(at[:, None, None], (2, 2, 1))
+        payload = payload.write(jnp.asarray(at, jnp.int32), jnp.asarray(new))
+    assert payload.room.tolist() == [1, 3]
     close(payload.read(), data, "exact")
-    close(payload.span(jnp.int32(16), 5), data[:, :, 16:21], "exact")
-    order = np.argsort(rng.random((2, 2, 5)), -1)
-    payload = payload.settle(jnp.int32(16), jnp.asarray(order))
-    data[:, :, 16:21] = np.take_along_axis(data[:, :, 16:21], order[..., None], 2)
-    assert int(payload.start) == 21
-    close(np.asarray(payload.store)[:, :, :21], data[:, :, :21], "exact")
-    turned = jnp.asarray(rng.integers(21, size=(2, 2, 24)))
-    moved = np.take_along_axis(data, np.asarray(turned)[..., None], 2)
-    close(payload.take(turned).read(), moved, "exact")
-    assert payload.take(turned).store.sharding.memory_kind == HOST_MEMORY
+    source = np.broadcast_to([[[11, 9, 12, 10]], [[9, 10, 24, 24]]], (2, 2, 4))
+    target = np.broadcast_to([[[9, 10, 11, 12]], [[9, 10, 24, 24]]], (2, 2, 4))
+    moved = payload.flush(0, (jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32)))
+    data[0, :, 9:13] = data[0][:, [11, 9, 12, 10]]
+    close(moved.read(), data, "exact")
+    flushed = moved.flush(3)  # for which the second row has room
+    assert flushed.room.tolist() == [5, 3]
+    close(flushed.read()[:, :, :13], data[:, :, :13], "exact")
+    np.testing.assert_array_equal(np.asarray(flushed.store)[0, :, :13], data[0, :, :13])
+    assert flushed.store.sharding.memory_kind == HOST_MEMORY
+    everything = random_rows(rng, 24)
+    close(flushed.write(None, jnp.asarray(everything)).read(), everything, "exact")
 
 
-@pytest.mark.parametrize("interval", [4, 100])
+def test_attention_to_all_rows_is_that_of_dense_ones():
+    rng = np.random.default_rng(1)
+    k, v, q = random_rows(rng, 24), random_rows(rng, 24), rng.normal(size=(2, 2, 1, 1, 4))
+    empty = Offloaded.zeros(k.shape, 5, jnp.float32)
+    keys, values = (empty.write(None, jnp.asarray(x)) for x in (k, v))
+    position = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (2, 2, 24))
+    seen = Seen(jnp.zeros(position.shape), position, jnp.full((2, 2), 24, jnp.int32), None)
+    given = jnp.asarray(q, jnp.float32), seen, jnp.full((2, 1), 24, jnp.int32)
+    kind = {"probabilities": True, "implementation": "xla", "scale": 0.5}
+    found = keys.attention(values, *given, **kind)
+    expected = Dense(jnp.asarray(k)).attention(Dense(jnp.asarray(v)), *given, **kind)
+    for own, other in zip(found, expected, strict=True):
+        close(own, other, "exact")
+
+
 @pytest.mark.parametrize("offload", [(), (kvjax.Offload(),)], ids=["alone", "offloaded"])
-def test_what_comes_after_the_last_step_is_counted(interval, offload):
-    """A short prompt leaves slots free, but the index has room for `max_new` steps alone."""
+@pytest.mark.parametrize("interval", [4, 100])
+def test_what_comes_after_the_last_step(interval, offload):
+    """A short prompt leaves slots free. What is clustered makes room; what is not is counted."""
     own = kvjax.ClusterKV(32, tokens_per_cluster=4, sinks=2, interval=interval, dense_layers=())
     tx, row = kvjax.chain(own, *offload), attending.Tokens.random(rows=1)
     steps = attending.run(tx, row, right([0], [5], 5), attending.MAX_NEW + 3)
-    full = attending.run(kvjax.Full(), row, right([0], [5], 5), attending.MAX_NEW)
-    for out, expected in zip(steps.outs, full.outs, strict=False):
+    full = attending.run(kvjax.Full(), row, right([0], [5], 5), attending.MAX_NEW + 3)
+    seen = attending.MAX_NEW + 3 * (interval == 4)
+    for out, expected in zip(steps.outs[:seen], full.outs, strict=False):
         close(out, expected)
     dropped = [int(cache.kv.dropped.max()) for cache in steps.caches]
-    assert dropped == [0] * attending.MAX_NEW + [1, 2, 3]
+    assert dropped == [0] * attending.MAX_NEW + ([0, 0, 0] if interval == 4 else [1, 2, 3])

@@ -1,9 +1,12 @@
 """What every way of storing keys and values must hold, whatever its form.
 
-Rows are read, moved, written and filled in; what is stored is what the arrays weigh.
+Rows are read, written, moved, encoded and attended to; what is stored is what the arrays weigh.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +14,36 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.payload import Dense
+from kvjax.cache.payload import Dense, Seen, Slots
+from kvjax.storage.encoded_attention import EncodedPayload
 from kvjax.storage.offload import Offloaded
 from kvjax.storage.quantized import Form
+from kvjax.storage.recent import Recent
 from kvjax.storage.references import Book, CodebookPayload
-from tests.support.attending import structure
+from tests.references.attention import softmax_attention
+from tests.references.rope import rope as rotate
+from tests.support.attending import INV_FREQ, OPTIONS, structure, the_rope
 from tests.support.tolerances import close
 
 SHAPE = B, H, S, D = 2, 2, 18, 8
-START, TAIL, GROUP = 10, 8, 4  # slots from START on are the tail, where there is one
+LIVE = np.array([[13, 10], [10, 13]])  # slots of each row and head that hold a token
+SIZE, GROUP, BOOKED = 8, 4, 3  # new rows between two flushes: of groups, and of a book
+GROUPED = SIZE + GROUP - 1
 FLOAT, INT = 4, 4
+
+
+def recent(size: int) -> int:
+    """Bytes of the rows that are kept as they came."""
+    return B * H * (size * (D * FLOAT + INT) + INT)
+
 
 # An empty payload; the bytes of one; how far a row may be from what was stored, of its largest
 # number: half a step of 127, a sixteenth, or half a step of 15 of the distance of two numbers.
 PAYLOADS = {
     "dense": (lambda: Dense.zeros(SHAPE, jnp.float32), B * H * S * D * FLOAT, 0),
     "offloaded": (
-        lambda: Offloaded.zeros(SHAPE, TAIL, jnp.float32), B * H * (S + TAIL) * D * FLOAT + INT, 0
+        lambda: Offloaded.zeros(SHAPE, SIZE, jnp.float32),
+        B * H * (S + SIZE) * D * FLOAT + recent(SIZE), 0,
     ),
     "8 bits": (lambda: Form(8).empty(SHAPE, jnp.float32), B * H * S * (D + FLOAT), 0.5 / 127),
     "float8": (
@@ -38,23 +54,26 @@ PAYLOADS = {
         B * H * S * (D // 2 + 2 * D // GROUP * FLOAT), 1 / 15,
     ),
     "4 bits, channel": (
-        lambda: Form(4, GROUP, "channel", TAIL).empty(SHAPE, jnp.float32),
-        # The first group of slots may begin before slot 0.
-        B * H * (24 * D // 2 + 2 * 24 // GROUP * D * FLOAT + TAIL * D * FLOAT) + INT, 2 / 15,
+        lambda: Form(4, GROUP, "channel", GROUPED).empty(SHAPE, jnp.float32),
+        # 18 slots take 5 groups of 4.
+        B * H * (20 * D // 2 + 2 * 20 // GROUP * D * FLOAT) + recent(GROUPED), 2 / 15,
+    ),
+    "4 bits, grouped values": (
+        lambda: Form(4, GROUP, "token", GROUPED).empty(SHAPE, jnp.float32),
+        B * H * 20 * (D // 2 + 2 * D // GROUP * FLOAT) + recent(GROUPED), 1 / 15,
     ),
     "codebook": (
-        lambda: CodebookPayload.zeros(SHAPE, jnp.float32, Book(0.999, 60, True, 3)),
-        B * (60 * D * FLOAT + H * S * (2 + FLOAT) + 2 * INT)
-        + B * H * 3 * (D * FLOAT + INT) + INT,  # rows of three steps that are not encoded yet
-        1e-6,
+        lambda: CodebookPayload.zeros(SHAPE, jnp.float32, Book(0.999, 60, True, BOOKED)),
+        B * (60 * D * FLOAT + H * S * (2 + FLOAT) + 2 * INT) + recent(BOOKED), 1e-6,
     ),
 }  # fmt: skip
 SLOW = {"codebook"}  # to be compiled
 every_payload = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PAYLOADS]
 )
-# They begin a tail for new tokens, and write nowhere else.
-WITH_TAIL = ("offloaded", "4 bits, channel")
+
+
+jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 def rows_of(count: int = S, seed: int = 0) -> jnp.ndarray:
@@ -62,20 +81,60 @@ def rows_of(count: int = S, seed: int = 0) -> jnp.ndarray:
     return jnp.asarray(rng.normal(size=(B, H, count, D)), jnp.float32)
 
 
+def slots_of(rows=(True, True)) -> Slots:
+    slot = np.broadcast_to(np.arange(S, dtype=np.int32), (B, H, S))
+    live = slot < LIVE[..., None]
+    return Slots(*map(jnp.asarray, (np.where(live, slot, -1), live, np.array(rows))))
+
+
+def encoded(payload, values, rows=(True, True)):
+    """The payload after the end of a prompt in which these rows had tokens."""
+    encode = jit(lambda p, values, slots: p.encode(p, values, values, slots)[0])
+    return encode(payload, values, slots_of(rows))
+
+
 def stored(name: str):
-    """A payload that holds `rows_of()`."""
-    return PAYLOADS[name][0]().open().fill(rows_of()).close(jnp.int32(START))
+    """A payload that holds `rows_of()` in its live slots, after a prompt's end."""
+    return encoded(PAYLOADS[name][0](), rows_of())
 
 
 def near(name: str, got, rows) -> None:
     """As near as the form allows, of the largest number there is."""
     worst = np.abs(np.asarray(got, np.float64) - np.asarray(rows, np.float64)).max()
     # A group of slots of a channel, or of channels of a token, spans at most twice the largest.
-    assert worst <= 1.01 * PAYLOADS[name][2] * float(jnp.abs(rows).max()) + 1e-12, worst
+    assert worst <= 1.01 * PAYLOADS[name][2] * float(np.abs(rows).max()) + 1e-12, worst
 
 
 def host(x):
     return np.asarray(jax.device_get(x))
+
+
+def same(one, other, row: int) -> None:
+    """Everything that is stored of a row is exactly the same."""
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(host(x)[row], host(y)[row])
+
+
+def fill_up(payload, counts, seed: int = 7):
+    """`counts[b]` new rows for every row, one at a time, and what all slots then hold."""
+    rows, new = host(payload.read()).copy(), rows_of(max(counts), seed)
+    write = jit(lambda p, slots, rows: p.write(slots, rows))
+    for step in range(max(counts)):
+        there = np.array(counts)[:, None] > step
+        slots = np.where(there, LIVE + step, S)
+        payload = write(
+            payload, jnp.asarray(slots[..., None], jnp.int32), new[:, :, step : step + 1]
+        )
+        for row, head in np.argwhere(slots < S):
+            rows[row, head, slots[row, head]] = new[row, head, step]
+    return payload, rows
+
+
+def test_every_call_that_there_is():
+    """Five calls and three properties, found by no other name."""
+    calls = {"read", "write", "flush", "encode", "attention", "shape", "dtype", "room"}
+    for name, (empty, *_) in PAYLOADS.items():
+        assert calls <= set(dir(empty())), name
 
 
 @every_payload
@@ -84,91 +143,177 @@ def test_bytes_are_those_of_the_arrays(name):
     assert kvjax.nbytes(empty()) == kvjax.nbytes(stored(name)) == expected
     assert kvjax.nbytes(jax.eval_shape(empty)) == expected
     assert sum(x.nbytes for x in jax.tree.leaves(stored(name))) == expected
+    assert structure(empty()) == structure(stored(name))
 
 
 @every_payload
 def test_read(name):
-    payload = stored(name)
+    payload, live = stored(name), host(slots_of().live)
     assert payload.shape == SHAPE and payload.dtype == jnp.float32
     rows = payload.read()
     assert rows.shape == SHAPE and rows.dtype == jnp.float32
-    near(name, rows, rows_of())
+    near(name, host(rows)[live], host(rows_of())[live])
     index = jnp.asarray(
         np.random.default_rng(1).integers(S, size=(B, 2 * H, 5))
     )  # two lists a head
     expected = np.take_along_axis(np.repeat(host(rows), 2, axis=1), host(index)[..., None], axis=2)
     np.testing.assert_array_equal(payload.read(index), expected)
-
-
-@every_payload
-def test_take(name):
-    """More slots and fewer; a form that encodes slots together encodes them anew."""
-    payload = stored(name)
-    for count in (5, 25):
-        index = jnp.asarray(np.random.default_rng(2).integers(S, size=(B, H, count)))
-        taken = payload.take(index)
-        expected = np.take_along_axis(host(payload.read()), host(index)[..., None], axis=2)
-        assert taken.shape == (B, H, count, D)
-        if name == "4 bits, channel":
-            near(name, taken.read(), jnp.asarray(expected))
-        else:
-            np.testing.assert_array_equal(taken.read(), expected)
+    twice = jnp.concatenate([index] * 5, axis=2)  # a list may be longer than there are slots
+    np.testing.assert_array_equal(payload.read(twice), np.concatenate([expected] * 5, axis=2))
 
 
 @every_payload
 def test_write(name):
     """Some slots, none where the number is S; others are read as they were."""
     payload, new = stored(name), rows_of(2, seed=3)
-    slots = np.array([[[11, S], [12, 17]], [[S, S], [17, 10]]])
-    if name not in WITH_TAIL:
+    slots = np.array([[[14, S], [15, 17]], [[S, S], [17, 14]]])
+    if payload.room is None:
         slots[0, 0, 0] = 3
-    written = jax.jit(lambda p, slots, rows: p.write(slots, rows))(payload, slots, new)
+    written = jit(lambda p, slots, rows: p.write(slots, rows))(payload, slots, new)
     assert structure(written) == structure(payload)
     before, after = host(payload.read()), host(written.read()).copy()
     for row, head, token in np.ndindex(B, H, 2):
         slot = slots[row, head, token]
         if slot < S:
-            near(name, jnp.asarray(after[row, head, slot]), new[row, head, token])
+            near(name, after[row, head, slot], new[row, head, token])
             after[row, head, slot] = before[row, head, slot]
     np.testing.assert_array_equal(after, before)
 
 
 @every_payload
-def test_fill(name):
+def test_a_slot_that_is_written_again(name):
+    payload, slot = stored(name), jnp.full((B, H, 1), 14)
+    for seed in (3, 4):
+        new = rows_of(1, seed)
+        payload = payload.write(slot, new)
+    near(name, payload.read(slot), new)
+    near(name, payload.read()[:, :, 14:15], new)
+    if payload.room is not None:
+        payload = jit(lambda p: p.flush(SIZE))(payload)
+        near(name, payload.read(slot), new)
+
+
+@every_payload
+def test_write_all(name):
     """With other rows, and with what was read, which changes nothing."""
     payload, new = stored(name), rows_of(seed=4)
-    filled = payload.fill(new)
+    filled = payload.write(None, new)
     assert structure(filled) == structure(payload)
     near(name, filled.read(), new)
-    kind = "reference" if name in ("codebook", "4 bits, channel", "4 bits, token") else "exact"
-    close(payload.fill(payload.read()).read(), payload.read(), kind)
+    close(payload.write(None, payload.read()).read(), payload.read(), "reference")
 
 
 @every_payload
-def test_a_prompt(name):
-    """Opened for a prompt, filled, moved, and closed: the same form, in a prompt or not."""
-    payload = stored(name)
-    opened = payload.open()
-    np.testing.assert_array_equal(opened.read(), payload.read())
-    assert opened.shape == SHAPE and opened.open().shape == SHAPE
-    index = jnp.asarray(np.random.default_rng(5).integers(S, size=(B, H, S)))
-    moved = opened.take(index).close(jnp.int32(START))
-    assert structure(moved) == structure(payload)
-    expected = np.take_along_axis(host(opened.read()), host(index)[..., None], axis=2)
-    near(name, moved.read(), jnp.asarray(expected))
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_a_prompt_of_another_row(name, waiting):
+    """What a row without tokens has stored, encoded or not, stays bit for bit."""
+    payload, _ = fill_up(stored(name), (waiting, waiting))
+    rows = payload.read().at[0].set(rows_of(seed=5)[0])
+    again = encoded(payload, rows, rows=(True, False))
+    assert structure(again) == structure(payload)
+    live = host(slots_of().live)[0]
+    near(name, host(again.read())[0][live], host(rows)[0][live])
+    np.testing.assert_array_equal(again.read()[1], payload.read()[1])
+    if name != "offloaded":  # which brings all rows to host memory, as they are
+        same(again, payload, row=1)
 
 
 @every_payload
-def test_a_tail(name):
-    """What is in it as rows, and what it is when it is sorted and ends."""
-    payload, size = stored(name), S - START
-    np.testing.assert_array_equal(
-        payload.span(jnp.int32(START + 2), 4), payload.read()[:, :, START + 2 : START + 6]
-    )
+def test_flush(name):
+    """Rows with room are left alone; in others new rows are encoded, and nothing else changes."""
+    payload, most = stored(name), {"codebook": BOOKED}.get(name, 5)
+    filled, expected = fill_up(payload, (most, 1))
+    before, steps = host(filled.read()), most - 1
+    if payload.room is not None:
+        steps = int(filled.room[0]) + 1
+        assert int(filled.room[1]) >= steps
+    flushed = jit(lambda p: p.flush(steps))(filled)
+    assert structure(flushed) == structure(payload)
+    assert flushed.room is None or (np.asarray(flushed.room) >= steps).all()
+    after = host(flushed.read())
+    np.testing.assert_array_equal(after[1], before[1])
+    if isinstance(payload, EncodedPayload):
+        bodies = (dataclasses.replace(x, recent=None) for x in (flushed, filled))
+        same(*bodies, row=1)
+    for row, head in np.ndindex(B, H):
+        encoded_before = LIVE[row, head] // GROUP * GROUP
+        old, new = slice(encoded_before), slice(encoded_before, LIVE[row, head] + (most, 1)[row])
+        np.testing.assert_array_equal(after[row, head, old], before[row, head, old])
+        near(name, after[row, head, new], expected[row, head, new])
+
+
+@every_payload
+def test_new_rows_move(name):
+    """Among the slots of new rows, or among all where every row is by itself; and then a flush."""
+    payload, _ = fill_up(stored(name), (3, 3))
+    first, count = LIVE[..., None], 3
+    if payload.room is None:
+        first, count = np.zeros((B, H, 1), int), S
     rng = np.random.default_rng(6)
-    index = jnp.asarray(rng.permuted(np.tile(np.arange(size), (B, H, 1)), axis=-1))
-    settled = jax.jit(lambda p, index: p.settle(jnp.int32(START), index))(payload, index)
-    before, after = host(payload.read()), host(settled.read())
-    np.testing.assert_array_equal(after[:, :, :START], before[:, :, :START])
-    expected = np.take_along_axis(before[:, :, START:], host(index)[..., None], axis=2)
-    near(name, after[:, :, START:], jnp.asarray(expected))
+    slots = first + np.arange(count)
+    source = first + rng.permuted(np.tile(np.arange(count), (B, H, 1)), axis=-1)
+    # A last move is none.
+    moves = [jnp.asarray(np.concatenate((x, np.full((B, H, 1), S)), -1)) for x in (source, slots)]
+    moved = jit(lambda p, moves: p.flush(0, tuple(moves)))(payload, moves)
+    expected = host(payload.read()).copy()
+    picked = np.take_along_axis(expected, source[..., None], axis=2)
+    np.put_along_axis(expected, slots[..., None], picked, axis=2)
+    np.testing.assert_array_equal(moved.read(), expected)
+    room = payload.room
+    steps = 1 if room is None else int(room.max()) + 1
+    flushed = host(jit(lambda p: p.flush(steps))(moved).read())
+    live = np.arange(S) < (LIVE + 3)[..., None]
+    near(name, flushed[live], expected[live])
+
+
+@every_payload
+@pytest.mark.parametrize("turned", [False, True])
+def test_attention(name, turned):
+    """As over the rows that are read, in float64: by products, and by the kernel."""
+    keys, values = (
+        fill_up(encoded(PAYLOADS[name][0](), rows_of(seed=seed)), (2, 1), seed + 1)[0]
+        for seed in (0, 2)
+    )
+    rng = np.random.default_rng(8)
+    live = np.arange(S) < (LIVE + np.array([[2], [1]]))[..., None]
+    position = rng.permuted(np.tile(np.arange(S), (B, H, 1)), axis=-1)
+    log_mass = np.where(live, rng.normal(size=live.shape), -np.inf)
+    q = rng.normal(size=(B, H, 2, 1, D)).astype(np.float32)
+    positions = np.array([[40], [9]])
+    seen = Seen(
+        jnp.asarray(log_mass, jnp.float32), jnp.where(live, position, -1),
+        jnp.asarray(live.sum(-1), jnp.int32), the_rope().at(position) if turned else None,
+    )  # fmt: skip
+    kinds = ("xla", "interpret") if isinstance(keys, EncodedPayload) else ("xla",)
+    read = [np.asarray(host(x.read()), np.float64) for x in (keys, values)]
+    for kind in kinds:
+        out, p = jit(
+            lambda keys, values, seen, kind=kind: keys.attention(
+                values, jnp.asarray(q), seen, jnp.asarray(positions), probabilities=True,
+                implementation=kind, scale=D**-0.5, window=None, soft_cap=None,
+            )
+        )(keys, values, seen)  # fmt: skip
+        for row, head in np.ndindex(B, H):
+            there = live[row, head]
+            k, v = (x[row, head][there] for x in read)
+            where = position[row, head][there]
+            k = rotate(k, where, INV_FREQ) if turned else k
+            expected, weights = softmax_attention(
+                q[row, head].astype(np.float64), k, v, positions[row], where,
+                log_mass[row, head][there],
+            )  # fmt: skip
+            close(out[row, head], expected, what=kind)
+            close(np.asarray(p)[row, head][..., there], weights, what=kind)
+            assert not np.asarray(p)[row, head][..., ~there].any()
+
+
+def test_recent_rows_of_heads_and_padding():
+    """A token that any head stores takes a place in each; padding takes none."""
+    recent = Recent.empty((1, 2, 6, 1), jnp.float32, size=4)
+    recent = recent.add(jnp.array([[[2, 6, 3], [6, 6, 5]]]), jnp.ones((1, 2, 3, 1)))
+    assert recent.slots.tolist() == [[[2, 3, 6, 6], [6, 5, 6, 6]]]
+    assert recent.count.tolist() == [[2, 2]] and recent.room.tolist() == [2]
+    assert recent.places(jnp.array([[[2, 3], [2, 5]]])).tolist() == [[[0, 1], [-1, 1]]]
+    left = recent.without_first(jnp.array([[1, 0]]))
+    assert left.slots.tolist() == [[[3, 6, 6, 6], [6, 5, 6, 6]]] and left.room.tolist() == [2]
+    assert recent.cleared(jnp.array([True])).slots.min() == 6

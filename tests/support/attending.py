@@ -29,8 +29,17 @@ OPTIONS = QUICK if jax.default_backend() == "cpu" else None
 
 STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
 attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC, compiler_options=OPTIONS)
-SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "max_prompt", "max_new", "dtype")
+SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "max_prompt", "max_new", "dtype", "layer")
 init_cache = jax.jit(kvjax.init_cache, static_argnums=0, static_argnames=SIZES)
+
+
+flush = jax.jit(kvjax.flush, static_argnums=1, compiler_options=OPTIONS)
+
+
+def flushed(cache, steps: int):
+    """The cache after so many decode steps: flushed where they are a whole number of intervals."""
+    interval = kvjax.flush_interval(cache)
+    return cache if interval is None or steps % interval else flush(cache, interval)
 
 
 def the_rope() -> kvjax.Rope:
@@ -135,7 +144,7 @@ class Run(NamedTuple):
 
 
 def run(transform, tokens: Tokens, positions, steps: int, **options) -> Run:
-    """One prompt of `positions [B, T]`, and `steps` tokens after it.
+    """One prompt of `positions [B, T]`, and `steps` tokens after it, flushed as the cache asks for.
 
     A row without a prompt gets no token at all.
     """
@@ -148,7 +157,7 @@ def run(transform, tokens: Tokens, positions, steps: int, **options) -> Run:
         now = np.where(lengths > 0, lengths + step, -1)
         step_out, step_cache = decode(transform, caches[-1], tokens, now, **options)
         outs.append(np.asarray(step_out))
-        caches.append(step_cache)
+        caches.append(flushed(step_cache, step + 1))
     return Run(np.asarray(out), cache, outs, caches[1:])
 
 
@@ -215,8 +224,8 @@ def slots_of(cache, row: int, head: int, columns: bool = True) -> dict[str, np.n
 
 
 def stored(payload, rows: np.ndarray) -> np.ndarray:
-    """New rows [T, D] as a decode step finds them in a payload, whose tail is dense."""
-    if not isinstance(payload, Quantized):
+    """New rows [T, D] as a decode step finds them in a payload, which may keep recent ones."""
+    if not isinstance(payload, Quantized) or payload.recent is not None:
         return rows
     encoded = payload.form.encode(jnp.asarray(rows, jnp.float32)[None, None])
     return np.asarray(payload.form.decode(encoded))[0, 0]
@@ -272,26 +281,14 @@ def structure(cache) -> tuple:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pinning(kvjax.KVTransform):
-    """Pins some positions at the prompt's end before its base evicts: what KVCrush will do."""
+class Pin(kvjax.KVTransform):
+    """Pins some positions at the prompt's end, as KVCrush pins representatives."""
 
-    base: kvjax.KVTransform
     positions: tuple[int, ...]
 
-    needs = property(lambda self: self.base.needs)
-    frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
-
     def extent(self, extent):
-        inner = self.base.extent(extent)
-        total = min(extent.total, inner.total + len(self.positions))
-        prompt = min(extent.prompt, inner.prompt + len(self.positions))
-        return kvjax.Extent(prompt, total - prompt)
+        return extent.pin(len(self.positions))
 
-    def init(self, cache):
-        return self.base.init(cache)
-
-    def update(self, cache, state, step):
-        if step.prompt_done:
-            pinned = jnp.isin(cache.position, jnp.array(self.positions)) & cache.live
-            cache = cache.replace(pinned=pinned)
-        return self.base.update(cache, state, step)
+    def on_prompt(self, cache, state, step) -> tuple[kvjax.Retain, tuple]:
+        pinned = jnp.isin(cache.position, jnp.array(self.positions)) & cache.live
+        return kvjax.Retain(cache.live, pinned=pinned), state

@@ -7,55 +7,58 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.transforms.clusterkv.clusterkv import Clusters
+from kvjax.protocol import Wrapper
+from kvjax.storage.offload import Resident
+from kvjax.transforms.clusterkv.clusters import Clusters
 from tests.support.attending import OPTIONS
 
 
+class Seen(NamedTuple):
+    """State of a `Watched`: that of its base, and what it listed in a step."""
+
+    inner: object
+    index: jax.Array | None = None
+    positions: jax.Array | None = None
+
+
 @dataclass(frozen=True)
-class Watched(kvjax.KVTransform):
-    """A method that indexes, and beside its state the slots that it listed and their positions."""
+class Watched(Wrapper):
+    """A method that selects, and beside its state the slots that it listed and their positions."""
 
-    base: kvjax.KVTransform
+    stage = property(lambda self: self.base.stage)
 
-    needs = property(lambda self: self.base.needs)
-    merges = property(lambda self: self.base.merges)
-    indexes = property(lambda self: self.base.indexes)
+    def init(self, cache, layer):
+        cache, state = self.base.init(cache, layer)
+        return cache, Seen(state)
 
-    def extent(self, extent):
-        return self.base.extent(extent)
+    def select(self, view, state, query):
+        view, inner = self.base.select(view, state.inner, query)
+        return view, Seen(inner, view.index, view.per_slot(view.cache.position, -1))
 
-    def init(self, cache):
-        cache, state = self.base.init(cache)
-        lists, length = cache.tail.lists
-        none = (cache.shape[0], lists, length + cache.tail_slots)
-        seen = tuple(jnp.full(none, -1, jnp.int32) + i for i in (0, 0))
-        return cache, (state, seen, jnp.zeros((), jnp.int32))
+    def on_prompt(self, cache, state, step):
+        decision, inner = self.base.on_prompt(cache, state.inner, step)
+        return decision, Seen(inner)
 
-    def read(self, view, state, query):
-        view, inner = self.base.read(view, state[0], query)
-        seen = view.index, view.per_slot(view.cache.position, -1)
-        return view, (inner, seen, view.cache.tail.start + 0)
-
-    def update(self, cache, state, step):
-        cache, inner = self.base.update(cache, state[0], step)
-        return cache, (inner, *state[1:])
+    def on_flush(self, cache, state, step):
+        decision, inner = self.base.on_flush(cache, state.inner, step)
+        return decision, Seen(inner)
 
 
 class Steps(NamedTuple):
     """What T steps did; the first axis counts them.
 
-    index, seen: slots and positions of the lists, [T, B, K, N]; start: where the tail began then.
-    position [T, B, H, S], clusters and resident: after the step.
+    index, seen: slots and positions of the lists, [T, B, K, N]; clustered: how many slots the index
+    had then, [T, B, H]. position [T, B, H, S], clusters and resident: after the step, and after the
+    flush where one follows it.
     """
 
     out: np.ndarray
     index: np.ndarray
     seen: np.ndarray
-    start: np.ndarray
+    clustered: np.ndarray
     position: np.ndarray
     dropped: np.ndarray
     clusters: Clusters
@@ -74,25 +77,58 @@ def read_prompt(transform, cache, q, k, v, positions):
     return kvjax.attend(transform, cache, q, k, v, positions, phase="prompt")
 
 
+def is_seen(x) -> bool:
+    return isinstance(x, Seen)
+
+
+def unseen(cache):
+    """The cache without what its `Watched` listed, as it was before the step."""
+    return jax.tree.map(lambda x: Seen(x.inner) if is_seen(x) else x, cache, is_leaf=is_seen)
+
+
 @functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
 def _loop(transform, cache, tokens):
     def step(cache, x):
+        clusters = found(cache, Clusters)
+        clustered = None if clusters is None else clusters.clustered
         out, cache = kvjax.attend(transform, cache, *x, phase="decode")
-        inner, (index, seen), start = cache.state
-        resident = found(inner, kvjax.offload.Resident)
-        if resident is not None:
-            resident = resident.selected, resident.found, resident.fetched
-        clusters = found(inner, Clusters)
-        kv = cache.kv
-        return cache, Steps(out, index, seen, start, kv.position, kv.dropped, clusters, resident)
+        seen = found(cache, Seen)
+        cache = unseen(cache)
+        return cache, (out, seen.index, seen.positions, clustered, *_after(cache))
 
     return jax.lax.scan(step, cache, tokens)
 
 
-def decode_loop(transform, cache, tokens) -> tuple[object, Steps]:
-    """Steps with `tokens` = q, k, v [T, B, heads, 1, D] and positions [T, B, 1]."""
-    cache, steps = _loop(transform, cache, tokens)
-    return cache, jax.tree.map(np.asarray, steps)
+@functools.partial(jax.jit, compiler_options=OPTIONS)
+def _flush(cache):
+    cache = kvjax.flush(cache)
+    return cache, _after(cache)
+
+
+def _after(cache):
+    resident = found(cache, Resident)
+    if resident is not None:
+        resident = resident.selected, resident.found, resident.fetched
+    return cache.kv.position, cache.kv.dropped, found(cache, Clusters), resident
+
+
+def decode_loop(transform, cache, tokens, since=0) -> tuple[object, Steps]:
+    """Steps with `tokens` = q, k, v [T, B, heads, 1, D] and positions [T, B, 1].
+
+    The cache is flushed as often as it must be; `since` counts the steps after its prompt so far.
+    """
+    interval, total, at, steps = kvjax.flush_interval(cache), len(tokens[0]), 0, []
+    while at < total:
+        count = total - at if interval is None else min(interval - since % interval, total - at)
+        cache, done = _loop(transform, cache, tuple(x[at : at + count] for x in tokens))
+        done = jax.tree.map(np.array, Steps(*done))
+        at, since = at + count, since + count
+        if interval is not None and since % interval == 0:
+            cache, after = _flush(cache)
+            for own, new in zip(jax.tree.leaves(done[4:]), jax.tree.leaves(after), strict=True):
+                own[-1] = new
+        steps.append(done)
+    return cache, jax.tree.map(lambda *x: np.concatenate(x), *steps)
 
 
 def listed(entries: np.ndarray) -> list[int]:

@@ -18,7 +18,7 @@ import numpy as np
 import kvjax
 from tests.references import h2o, kvcrush, kvmerger, pyramidinfer, snapkv
 from tests.references.rope import rope as rotate
-from tests.support.attending import OPTIONS, init_cache
+from tests.support.attending import OPTIONS, flushed, init_cache
 from tests.support.tolerances import close
 
 STATIC = ("transform", "phase", "last", "scale", "window", "soft_cap")
@@ -57,6 +57,7 @@ class Pair:
         max_new: int = 64,
         rope: kvjax.Rope | None = None,
         late: bool = False,
+        layer: int = 0,
         **options: float | None,
     ) -> None:
         self.transform, self.options, self.rope, self.late = transform, options, rope, late
@@ -67,6 +68,7 @@ class Pair:
         q, self.k, self.v = np.split(data, [-2 * self.kv_heads, -self.kv_heads], axis=1)
         self.q = 2 * q  # attention peaked enough for tokens of all ages to become heavy
         self.next = np.zeros(rows, int)
+        self.steps = 0  # decode steps since the last prompt
         self.references = {
             at: reference(**options) for at in itertools.product(range(rows), range(self.kv_heads))
         }
@@ -74,7 +76,7 @@ class Pair:
         shape = {"batch": rows, "kv_heads": self.kv_heads, "head_dim": head_dim}
         query_heads = self.kv_heads * self.group
         self.cache = init_cache(
-            transform, query_heads=query_heads, dtype=jnp.float32, **shape, **limits
+            transform, query_heads=query_heads, dtype=jnp.float32, layer=layer, **shape, **limits
         )
         self.capacity = transform.extent(kvjax.Extent(max_prompt, max_new)).total
 
@@ -88,16 +90,37 @@ class Pair:
         parts = np.array_split(positions, chunks, axis=1)
         for i, part in enumerate(parts):
             self._prompt_chunk(part, last=i == len(parts) - 1)
+        interval = kvjax.flush_interval(self.cache)
+        if interval is not None and self.steps % interval:
+            self._flush(interval)  # rows without a token of this prompt may lack room
+        self.steps = 0
         return self
 
     def decode(self, steps: int, stopped: tuple[int, ...] = ()) -> Pair:
-        """`steps` tokens more, one at a time; `stopped` rows get padding."""
+        """`steps` tokens more, one at a time; `stopped` rows get padding.
+
+        The cache is flushed when it has to be, and the references that have a `flush` too.
+        """
+        interval = kvjax.flush_interval(self.cache)
         for _ in range(steps):
             going = ~np.isin(np.arange(self.rows), stopped)
             positions = np.where(going, self.next, -1)
             self.next += going
             self._decode_token(positions)
+            self.steps += 1
+            if interval is not None and self.steps % interval == 0:
+                self._flush(interval)
         return self
+
+    def _flush(self, interval: int) -> None:
+        self.cache = flushed(self.cache, interval)
+        self.host = jax.device_get(self.cache.kv)
+        for (row, head), reference in self.references.items():
+            if hasattr(reference, "flush"):
+                with clear_choices():
+                    reference.flush(interval)
+            where = f"row {row}, head {head}, flushed at {self.next[row]} tokens"
+            self._check_slots(row, head, where)
 
     def kept(self, row: int, head: int) -> list[int]:
         """Positions that the library holds."""
@@ -162,8 +185,11 @@ class Pair:
 
     def _check(self, row: int, head: int, out: np.ndarray, expected: np.ndarray) -> None:
         where = f"row {row}, head {head}, {self.next[row]} tokens so far"
-        reference, kv = self.references[row, head], self.host
         close(out, expected, "reference", where)
+        self._check_slots(row, head, where)
+
+    def _check_slots(self, row: int, head: int, where: str) -> None:
+        reference, kv = self.references[row, head], self.host
         assert self.kept(row, head) == reference.kept, where
         assert int(kv.dropped[row, head]) == 0, where
         if "attention" in kv.columns and len(reference.slots):

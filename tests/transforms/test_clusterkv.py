@@ -12,16 +12,18 @@ import pytest
 
 import kvjax
 from kvjax import ClusterKV, chain
+from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.random import layer_key, uniform
 from tests.references import clusterkv as reference
 from tests.references.slots import Slots, Token
 from tests.support.attending import attend, new_cache, right, slots_of
-from tests.support.decode_loops import Steps, Watched, decode_loop, listed, read_prompt
+from tests.support.decode_loops import Steps, Watched, decode_loop, found, listed, read_prompt
 from tests.support.tolerances import close
 
 KV_HEADS, GROUP, DIM = 2, 3, 8
 SINKS, INTERVAL, NEW_CLUSTERS = 5, 16, 3
 MAX_PROMPT, STEPS, SHORT = 96, 400, 56
+LAYER = 3
 SMALL = {
     "tokens_per_cluster": 7, "sinks": SINKS, "interval": INTERVAL, "new_clusters": NEW_CLUSTERS,
     "dense_layers": (),
@@ -39,7 +41,7 @@ def clusterkv(budget=24, **changes) -> ClusterKV:
 def numbers(seed, count: int) -> np.ndarray:
     """The library's random numbers of the positions below `count`, [H, count]."""
     position = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (1, KV_HEADS, count))
-    return np.asarray(uniform(layer_key(seed), position))[0]
+    return np.asarray(uniform(layer_key(seed, LAYER), position))[0]
 
 
 def drawn(seed):
@@ -53,16 +55,13 @@ def drawn(seed):
 
 
 class Row(reference.ClusterKV):
-    """A row of a batch, which clusters its generated tokens every `interval` steps of the batch.
-
-    layout: of each head, the position in every slot from its first on up to the tail, -1 = free.
-    """
+    """A row of a batch, clustered every `interval` steps of the batch."""
 
     def __init__(self, tx: ClusterKV, most: int):
         names = "tokens_per_cluster sinks interval new_clusters iterations clusters metric".split()
         options = {name: getattr(tx, name) for name in names}
-        super().__init__(tx.budget, drawn(tx.seed), per_query_head=tx.per_query_head, **options)
-        self.most = most
+        options |= {"per_query_head": tx.per_query_head, "most_clusters": most}
+        super().__init__(tx.budget, drawn(tx.seed), **options)
 
     def load(self, slots: list[dict], length: int) -> Row:
         """Starts with the live slots of every head, as a method before has left them."""
@@ -75,34 +74,19 @@ class Row(reference.ClusterKV):
                 for p, k, v, m in zip(*columns, strict=True)
             ]
         self.index()
+        self.stale = False
         return self
 
-    def index(self):
-        super().index()
-        self.steps, self.layout = 0, []
-        for index in self.indices:
-            members = [p for cluster in index.clusters for p in cluster.members]
-            self.layout.append([*index.sinks, *members])
-            index.clusters += self._nothing(self.most - len(index.clusters))
+    @property
+    def layout(self) -> list[list[int]]:
+        """The position in every slot of each head."""
+        return [
+            [*index.sinks, *(p for c in index.clusters for p in c.members), *index.unclustered]
+            for index in self.indices
+        ]
 
     def update(self):
-        """Not by its own tokens: see `tick`."""
-
-    def tick(self):
-        """After a step of the batch, whether this row had a token or not."""
-        self.steps += 1
-        if self.steps % self.interval:
-            return
-        for head, index in enumerate(self.indices):
-            count = min(self.new_clusters, len(index.unclustered))
-            new = self._cluster(head, index.unclustered, count)
-            free = [-1] * (self.interval - len(index.unclustered))
-            self.layout[head] += [p for cluster in new for p in cluster.members] + free
-            index.clusters += new + self._nothing(self.new_clusters - count)
-            index.unclustered = []
-
-    def _nothing(self, count: int) -> list:
-        return [reference.Cluster(np.zeros(DIM), []) for _ in range(count)]
+        """Not by its own tokens: see `Both.decode`."""
 
     def queries(self, rng) -> np.ndarray:
         """Queries [Q, D] whose ranking of clusters no rounding can change; some rank all as one."""
@@ -157,27 +141,28 @@ def keys_and_values(rng, *shape):
 class Both:
     """A method and one reference per row, step by step on the same tokens.
 
-    transform: ends in ClusterKV. before: what stands before it in its chain.
+    transform: a ClusterKV. before: what stands before it in its chain.
     """
 
     def __init__(self, transform, lengths, before=None, seed=0, dtype=jnp.float32, steps=STEPS):
-        self.transform, self.watched = transform, Watched(transform)
-        self.before = kvjax.Full() if before is None else before
-        self.clusterkv = transform.parts[-1] if before is not None else transform
+        self.clusterkv, self.before = transform, kvjax.Full() if before is None else before
+        self.watched = chain(self.before, Watched(transform))
         self.rng, self.dtype, self.steps = np.random.default_rng(seed), dtype, steps
         self.next = np.array(lengths)
         self.sizes = {
             "kv_heads": KV_HEADS, "query_heads": KV_HEADS * GROUP, "head_dim": DIM,
-            "max_prompt": MAX_PROMPT, "max_new": steps, "dtype": dtype,
+            "max_prompt": MAX_PROMPT, "max_new": steps, "dtype": dtype, "layer": LAYER,
         }  # fmt: skip
         self.cache = new_cache(self.watched, len(lengths), **self.sizes)
-        capacity = self.cache.kv.capacity
-        own = self.clusterkv
+        self.since = 0
+        own, capacity = self.clusterkv, self.cache.kv.capacity
         most = max(
             reference.cluster_count(n, own.tokens_per_cluster, own.sinks, own.clusters)
             for n in range(capacity + 1)
         )
-        self.rows = [Row(self.clusterkv, max(most, 1)) for _ in lengths]
+        most = max(most, 1) + own.new_clusters * (steps // own.interval)
+        assert self.clusters.sizes.shape[2] == most
+        self.rows = [Row(self.clusterkv, most) for _ in lengths]
         positions = right([0] * len(lengths), lengths, max(lengths))
         tokens = self._prompt_tokens(positions)
         out, self.cache = read_prompt(self.watched, self.cache, *tokens)
@@ -187,12 +172,11 @@ class Both:
         with clear_choices:
             for number, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
                 row.load([slots_of(first, number, head) for head in range(KV_HEADS)], length)
-        self.check_index(self.cache.kv.position, self.clusters, self.cache.kv.tail.start)
+        self.check_index(self.cache.kv.position, self.clusters)
 
     @property
     def clusters(self):
-        state = self.cache.state[0]
-        return jax.tree.map(np.asarray, state[-1] if isinstance(state, tuple) else state)
+        return jax.tree.map(np.asarray, found(self.cache, Clusters))
 
     def _prompt_tokens(self, positions):
         shape = positions.shape
@@ -201,7 +185,7 @@ class Both:
         return *(jnp.asarray(x, self.dtype) for x in (q, k, v)), jnp.asarray(positions, jnp.int32)
 
     def turn(self, counts):
-        """A further prompt: everything live is clustered anew."""
+        """A further prompt: everything live is clustered anew in rows that have tokens in it."""
         positions = right(self.next, counts, max(counts))
         tokens = self._prompt_tokens(positions)
         out, self.cache = read_prompt(self.watched, self.cache, *tokens)
@@ -212,7 +196,7 @@ class Both:
                 there = positions[number] >= 0
                 close(np.asarray(out)[number][:, there], expected[:, there], "reference")
         self.next += counts
-        self.check_index(self.cache.kv.position, self.clusters, self.cache.kv.tail.start)
+        self.check_index(self.cache.kv.position, self.clusters)
 
     def decode(self, steps, pads=()) -> Steps:
         """Steps, of which `pads` = (step, row) give a row nothing."""
@@ -234,11 +218,14 @@ class Both:
                         given = (np.float64(x[step, at]) for x in (q, k, v))
                         expected.append(row.decode(*given, now))
                         positions[step, at], self.next[at] = now, now + 1
-                    row.tick()
+                if (self.since + step + 1) % self.clusterkv.interval == 0:
+                    for row in self.rows:
+                        row.make_room(self.clusterkv.interval)
                 indices.append(self._expected_index())
         tokens = (*(jnp.asarray(x[..., None, :], self.dtype) for x in (q, k, v)), positions)
         tokens = (*tokens[:3], jnp.asarray(positions))
-        self.cache, done = decode_loop(self.watched, self.cache, tokens)
+        self.cache, done = decode_loop(self.watched, self.cache, tokens, self.since)
+        self.since += steps
         self._check(done, expected, indices)
         return done
 
@@ -256,39 +243,43 @@ class Both:
             assert [listed(x) for x in done.seen[step, row]] == each[1], where
         for step, index in enumerate(indices):
             clusters = jax.tree.map(lambda x: x[step], done.clusters)  # noqa: B023
-            self.check_index(done.position[step], clusters, None, index, f"step {step}")
+            self.check_index(done.position[step], clusters, index, f"step {step}")
 
     def _expected_index(self):
-        """Layouts, and sinks and clusters: cheap while nothing is clustered."""
+        """Of each row the layout and, of each head, the number of sinks and the clusters."""
         return [
-            ([list(x) for x in row.layout], [(len(i.sinks), list(i.clusters)) for i in row.indices])
+            (
+                row.layout,
+                [
+                    (len(i.sinks), [(c.centroid, list(c.members)) for c in i.clusters])
+                    for i in row.indices
+                ],
+            )
             for row in self.rows
         ]
 
-    def check_index(self, position, clusters, start=None, index=None, what="prompt"):
+    def check_index(self, position, clusters, index=None, what="prompt"):
         """The order of slots, sinks, sizes, starts and centroids are the reference's."""
         index = self._expected_index() if index is None else index
-        most = max(len(layout) for layouts, _ in index for layout in layouts)
-        if start is not None:
-            assert int(start) == most, what
         position = np.asarray(position)
         for row, (layouts, heads) in enumerate(index):
             for head, (layout, (sinks, expected)) in enumerate(zip(layouts, heads, strict=True)):
                 where = f"{what}, row {row}, head {head}"
-                first = most - len(layout)
-                own = position[row, head, :most]
-                assert own.tolist() == [-1] * first + layout, where
-                assert clusters.first[row, head] == first, where
+                own = position[row, head]
+                assert own[: len(layout)].tolist() == layout, where
+                assert (own[len(layout) :] == -1).all(), where
+                members = [members for _, members in expected]
                 assert clusters.sinks[row, head] == sinks, where
+                assert clusters.number[row, head] == len(expected), where
+                assert clusters.clustered[row, head] == sinks + sum(map(len, members)), where
                 sizes = clusters.sizes[row, head]
-                members = [cluster.members for cluster in expected]
                 assert sizes[: len(members)].tolist() == [len(x) for x in members], where
                 assert (sizes[len(members) :] == 0).all(), where
                 for c in np.flatnonzero(sizes):
                     begin = clusters.starts[row, head, c]
                     assert own[begin : begin + sizes[c]].tolist() == members[c], where
                 centroids = clusters.centroids[row, head, : len(members)][sizes[: len(members)] > 0]
-                mine = [x.centroid for x in expected if x.members]
+                mine = [centroid for centroid, members in expected if members]
                 close(centroids, np.reshape(mine, (-1, DIM)), "rounding", where)
 
 
@@ -310,7 +301,7 @@ LENGTHS = (90, 41, 3, 6)  # SINKS = 5: the third has fewer tokens, the fourth on
 def test_400_steps(changes):
     both = Both(clusterkv(**changes), LENGTHS, seed=1)
     done = both.decode(STEPS)
-    assert (np.diff(done.start) == INTERVAL).sum() == (STEPS - 1) // INTERVAL
+    assert (np.diff(done.clustered[:, 0, 0]) == INTERVAL).sum() == (STEPS - 1) // INTERVAL
     row = both.rows[0]
     assert all(len(cluster.members) != 0 for cluster in row.indices[0].clusters[-2:])
     lists = {tuple(listed(x)) for x in done.seen[:, 0, 0]}
@@ -329,7 +320,7 @@ CASES = {
     "an interval of one": {"interval": 1},
     "fewer tokens than new clusters": {"interval": 2, "new_clusters": 4},
     "one round": {"iterations": 1, "tokens_per_cluster": 3},
-    "another seed": {"seed": (7, 3)},
+    "another seed": {"seed": 7},
     "nothing new is clustered": {"interval": 10_000},
 }  # fmt: skip
 
@@ -346,6 +337,15 @@ def test_rows_without_a_token_in_some_steps(per_query_head):
     both.decode(SHORT, padding(4, SHORT, stops={1: 20, 3: 0}))
 
 
+def test_tokens_join_the_last_cluster_where_there_is_no_room_for_others():
+    """A row may get its tokens in more steps than `max_new`, few of them in each interval."""
+    both = Both(clusterkv(interval=8, new_clusters=2, clusters=3), (90, 50), seed=4, steps=24)
+    few = {(step, 0) for step in range(80) if step % 8 > 1}
+    both.decode(80, few | {(step, 1) for step in range(24, 80)})
+    assert both.clusters.number.tolist() == [[9, 9]] * 2
+    assert len(both.rows[0].indices[0].clusters[-1].members) > 10
+
+
 def test_a_step_without_any_token():
     both = Both(clusterkv(), (30, 4), seed=5, steps=SHORT)
     both.decode(SHORT, padding(2, SHORT, stops={}) | {(s, r) for s in range(7, 30) for r in (0, 1)})
@@ -353,7 +353,7 @@ def test_a_step_without_any_token():
 
 @pytest.mark.parametrize("changes", [{}, {"budget": 0.4}], ids=["int", "share"])
 def test_further_turns(changes):
-    """Whatever has been clustered, and what has not, is clustered anew with the new prompt."""
+    """What has been clustered, and what has not, is clustered anew in rows of the new prompt."""
     both = Both(clusterkv(**changes), (40, 20, 0, 5), seed=6, steps=SHORT)
     both.decode(19, padding(4, 19, stops={1: 3}))
     both.turn((12, 0, 9, 1))
@@ -382,7 +382,7 @@ BEFORE = {
 )
 def test_after_another_method(name, interval):
     before = BEFORE[name]
-    transform = chain(before, clusterkv(14, interval=interval, tokens_per_cluster=2))
+    transform = clusterkv(14, interval=interval, tokens_per_cluster=2)
     both = Both(transform, (70, 30, 3, 6), before, seed=8, steps=SHORT)
     if name.startswith("merged"):
         assert (np.asarray(both.cache.kv.log_mass)[0] > 0.5).any(), "nothing was merged"
@@ -391,8 +391,7 @@ def test_after_another_method(name, interval):
 
 def test_the_budget_of_a_row_is_a_share_of_its_prompt_and_not_of_what_is_left():
     before = kvjax.SnapKV(30, window=4, kernel=3)
-    transform = chain(before, clusterkv(0.25))
-    both = Both(transform, (80, 60), before, seed=9, steps=SHORT)
+    both = Both(clusterkv(0.25), (80, 60), before, seed=9, steps=SHORT)
     assert both.clusters.budget.tolist() == [20, 15]
     both.decode(4)
 
@@ -463,8 +462,8 @@ def test_chunks_equal_the_whole():
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype
     np.testing.assert_array_equal(whole.kv.position, chunked.kv.position)
-    for name in ("sizes", "starts", "first", "sinks", "budget"):
-        np.testing.assert_array_equal(getattr(whole.state, name), getattr(chunked.state, name))
+    for name in ("sizes", "starts", "number", "sinks", "clustered", "budget"):
+        np.testing.assert_array_equal(*(getattr(x.state[0], name) for x in (whole, chunked)))
     step = [x[0] for x in then]
     close(
         attend(tx, chunked, *step, phase="decode")[0], attend(tx, whole, *step, phase="decode")[0]
@@ -472,9 +471,12 @@ def test_chunks_equal_the_whole():
 
 
 def test_layers_draw_for_themselves():
+    """Layers are equal values; their draws are in their caches."""
     tx = kvjax.ClusterKV(24, dense_layers=(1,), seed=5)
     first, dense, third = kvjax.bind(tx, 3)
-    assert dense == kvjax.Full() and first.seed == (5, 0) and third.seed == (5, 2)
+    assert dense == kvjax.Full() and first == third
+    for layer in (0, 2):
+        assert new_cache(first, layer=layer).state[1] == layer_key(5, layer)
     assert kvjax.bind(kvjax.ClusterKV(24), 3)[:2] == (kvjax.Full(), kvjax.Full())
 
 

@@ -7,6 +7,15 @@ import pytest
 
 import kvjax
 from tests.references.h2o import H2O
+from tests.support.attending import (
+    Tokens,
+    decode,
+    live_count,
+    new_cache,
+    prompt,
+    right,
+    slots_of,
+)
 from tests.support.method_pair import LENGTHS, SIDES, Pair
 
 CASES = {
@@ -113,3 +122,30 @@ def test_identical_tokens():
     both.q[:], both.k[:], both.v[:] = 1.0, 1.0, 1.0
     both.prompt(LENGTHS).decode(8)
     assert both.kept(0, 1) == [*range(6), *range(39, 45)]
+
+
+def test_nan_counts_as_the_lowest_score():
+    """A row that has seen NaN keeps its budget, and the heavy ones are those with a number."""
+    transform, lengths = kvjax.H2O(8), (20, 20)
+    tokens = Tokens.random(rows=2, seed=11)
+    tokens.k[0, :, 5] = np.nan  # every later query's probabilities are NaN, and the sums with them
+    cache = prompt(transform, new_cache(transform, 2), tokens, right([0, 0], lengths, 20))[1]
+    for step in range(6):
+        cache = decode(transform, cache, tokens, np.array(lengths) + step)[1]
+        assert live_count(cache).tolist() == [[8, 8], [8, 8]]
+        for head in range(2):
+            newest = slots_of(cache, 0, head)["position"][-4:]
+            assert newest.tolist() == list(range(17 + step, 21 + step))
+
+
+def test_newest_are_positions_and_not_tokens():
+    """Of a budget of 8, the newest 4 positions: two of them are gaps, so 6 places go by score."""
+    transform, tokens = kvjax.H2O(8), Tokens.random(rows=1, seed=12)
+    positions = np.array([[*range(16), 18, 19]])  # the newest 4 positions are 16 … 19
+    cache = prompt(transform, new_cache(transform, 1), tokens, positions)[1]
+    full = prompt(kvjax.H2O(32), new_cache(kvjax.H2O(32), 1), tokens, positions)[1].kv
+    score = np.asarray(full.column("attention")).mean(-1)[0]
+    for head in range(2):
+        others = np.argsort(-score[head, :16], kind="stable")[:6]
+        expected = sorted([*others.tolist(), 18, 19])
+        assert slots_of(cache, 0, head)["position"].tolist() == expected

@@ -39,11 +39,14 @@ from tests.references.recall import attention_error, recall_rate
 from tests.references.rope import rope as rotate
 from tests.references.slots import Slots
 from tests.support.attending import INV_FREQ, OPTIONS, init_cache, slots_of, structure, the_rope
+from tests.support.decode_loops import Seen, Watched, found, unseen
 from tests.support.method_pair import LENGTHS, WIDTH, attend
 from tests.support.tolerances import close
 
 DIM, CHANNELS = 8, 3
 MAX_PROMPT, MAX_NEW = 128, 64
+
+flush = jax.jit(kvjax.flush, compiler_options=OPTIONS)
 
 assert quick_compilation  # the module's fixture here, too
 
@@ -102,7 +105,8 @@ class Both:
         self.rng, self.rows = np.random.default_rng(seed), len(LENGTHS)
         self.rope, self.predicts, self.first = rope, predicts, first
         p = projections(self.kv_heads)
-        parts = [part for part in (first, one_layer(p, **fields), last) if part is not None]
+        own = Watched(one_layer(p, **fields))
+        parts = [part for part in (first, own, last) if part is not None]
         self.transform = kvjax.chain(*parts)
         self.references = [reference.InfiniGen(p, **fields) for _ in range(self.rows)]
         query_heads = self.kv_heads * self.group
@@ -110,7 +114,7 @@ class Both:
         cuts = np.cumsum([query_heads, query_heads, self.kv_heads])
         data = 2 * self.rng.normal(size=size).astype(np.float32)
         self.tokens = np.split(data, cuts, axis=1)  # q, what predicts it, k, v
-        self.next = np.zeros(self.rows, int)
+        self.next, self.since = np.zeros(self.rows, int), 0
         self.cache = init_cache(
             self.transform, batch=self.rows, kv_heads=self.kv_heads, query_heads=query_heads,
             head_dim=DIM, max_prompt=MAX_PROMPT, max_new=MAX_NEW, dtype=jnp.float32,
@@ -129,17 +133,19 @@ class Both:
         q, predicted, k, v = self.at(positions)
         if self.predicts and options["phase"] == "decode":
             options["predicted_query"] = predicted
-        decoding = options["phase"] == "decode"
-        transform = recorded(self.transform) if decoding else self.transform
-        cache = record(self.cache) if decoding else self.cache
         where = jnp.asarray(positions, jnp.int32)
         out, cache = attend(
-            transform, cache, q, k, v, where, rope=the_rope() if self.rope else None, **options
-        )
-        if decoding:
-            cache, (found,) = unrecord(cache)
-            self.seen = np.asarray(found.seen)
-        self.cache = cache
+            self.transform, self.cache, q, k, v, where, rope=the_rope() if self.rope else None,
+            **options,
+        )  # fmt: skip
+        if options["phase"] == "decode":
+            seen = found(cache, Seen)
+            self.seen = None if seen is None else np.asarray(seen.positions)
+            self.since += 1
+        self.cache = unseen(cache)
+        interval = kvjax.flush_interval(cache)
+        if interval is not None and self.since and self.since % interval == 0:
+            self.cache = flush(self.cache)
         turned = [q, predicted, k]
         if self.rope:
             turned = [
@@ -170,9 +176,9 @@ class Both:
 
     def _kept(self, row: int, head: int) -> Slots:
         """What the library holds, as the reference's slots."""
-        found, slots = slots_of(self.cache, row, head), Slots()
-        slots.append(found["k"], found["v"], found["position"], 1)
-        for token, log_mass in zip(slots.tokens, found["log_mass"], strict=True):
+        own, slots = slots_of(self.cache, row, head), Slots()
+        slots.append(own["k"], own["v"], own["position"], 1)
+        for token, log_mass in zip(slots.tokens, own["log_mass"], strict=True):
             token.log_mass = float(log_mass)
         return slots
 
@@ -245,7 +251,6 @@ def test_a_second_turn():
     """A row that had stopped goes on, one gets no tokens; slots move and partial keys with them."""
     both = Both(budget=0.4, alpha=3.0, seed=2).prompt().decode(9, stopped=(0,))
     both.decode(9).prompt((9, 30, 0)).decode(20)
-    assert both.cache.kv.tail.count == 20
 
 
 def test_rows_that_start_with_one_token_or_none():
@@ -255,7 +260,8 @@ def test_rows_that_start_with_one_token_or_none():
 
 def test_ties_go_to_the_lower_position():
     both = Both(budget=6, alpha=None, seed=4)
-    both.tokens[2][:] = 1.0
+    # One channel: a sum of several may be rounded otherwise for one key than for many at a time.
+    both.tokens[2][:] = np.eye(DIM, dtype=np.float32)[0]
     both.prompt().decode(5)
     assert [lists[0][0] for lists in both.lists] == [[*range(6), 37 + t] for t in range(5)]
 
@@ -554,15 +560,16 @@ def test_a_calibration_for_another_model(shape, message):
 
 
 def test_layers_have_their_own_projections():
+    """Layers are equal values; their projections are in their caches."""
     given = InfiniGenCalibration(np.stack([projections(2, seed) for seed in range(4)]))
     layers = kvjax.bind(InfiniGen(calibration=given, dense_layers=(1,)), 4)
-    assert layers[1] == kvjax.Full()
+    assert layers[1] == kvjax.Full() and layers[0] == layers[2] == layers[3]
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": DIM, "max_prompt": 4, "max_new": 1}
     for layer in (0, 2, 3):
-        assert layers[layer].bound and layers[layer].calibration == given.layer(layer)
-        cache = init_cache(
-            layers[layer], batch=1, kv_heads=2, head_dim=DIM, max_prompt=4, max_new=1
-        )
+        cache = init_cache(layers[layer], layer=layer, **sizes)
         close(cache.state, given.projections[layer], "exact")
+    with pytest.raises(ValueError, match=r"another model: .*layers=4, .*given layer 4"):
+        kvjax.init_cache(layers[0], layer=4, **sizes)
 
 
 def test_refused_behind_what_frees_while_decoding():

@@ -24,11 +24,11 @@ from kvjax import (
     chain,
 )
 from kvjax.cache.slots import append, compact, widen
-from kvjax.protocol import Step, accumulated_attention
-from kvjax.transforms.kvcrush.base import innermost
+from kvjax.cache.units import Units
+from kvjax.decisions import Keep, carry_out
+from kvjax.protocol import Logits, Step, accumulated_attention
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
 from kvjax.transforms.kvcrush.representatives import anchor_bits
-from kvjax.transforms.kvcrush.units import Units
 from pallas_kernels import hamming_distance, pack_bits
 from tests.references import kvcrush as reference
 from tests.references.budgets import rows_budget
@@ -54,6 +54,11 @@ every_base = pytest.mark.parametrize("name", BASES)
 LARGE = {"h2o": H2O(70), "snapkv": SnapKV(80, window=8), "pyramidinfer": PyramidInfer(60)}
 
 
+def the_method(base: kvjax.KVTransform) -> kvjax.KVTransform:
+    """What stands in `Every` and `WhenFull`."""
+    return getattr(base, "base", base)
+
+
 def newest(method: kvjax.KVTransform, length: int) -> int:
     """How many newest tokens a scoring method always keeps."""
     if isinstance(method, H2O):
@@ -65,6 +70,7 @@ def newest(method: kvjax.KVTransform, length: int) -> int:
 class Seen(NamedTuple):
     """A prompt's end: the cache before, what the base alone makes of it, and KVCrush."""
 
+    rows: jax.Array
     before: kvjax.KVCache
     alone: kvjax.KVCache
     score: jax.Array | None
@@ -79,22 +85,25 @@ def one_prompt(tx, cache, k, v, positions, attention, query, query_position):
     if "attention" in kv.columns:
         shape = kv.column("attention").shape
         kv = kv.with_column("attention", jnp.resize(attention, shape))
+    rows = (positions >= 0).any(1)
     step = Step(
-        slots=slots, mass=None, keys=kv.k.read(), query=query, query_position=query_position,
-        rope=None, phase="prompt", last=True, scale=0.5,
+        rows=rows, slots=slots, mass=None, keys=kv.k.read(), query=query,
+        query_position=query_position, rope=None, moment="prompt", logits=Logits(0.5),
     )  # fmt: skip
     base, _ = tx.split
     before = kv.replace(pinned=kv.pinned & ~kv.column(REPRESENTATIVE))
-    alone, state = base.update(before, cache.state, step)
-    score = base.score(before, state, step)
-    if score is None and not tx.kmeans:
-        score = accumulated_attention(before)
-    bits = None
+    decision, _ = base.on_prompt(before, cache.state.base, step)
+    alone, score, bits = carry_out(decision, before, step), None, None
     if not tx.kmeans:
-        bits = Units.of(before, tx.unit).join(tx._behaviour(before, alone, state, step)[1])
-    after, state = tx.update(kv, cache.state, step)
-    cache = dataclasses.replace(cache, kv=compact(after, after.capacity), state=state)
-    return cache, Seen(before, alone, score, bits, after)
+        scored = isinstance(decision, Keep) and decision.score is not None
+        score = decision.score if scored else accumulated_attention(before)
+        bits = Units.of(before, tx.unit).join(tx._behaviour(before, decision)[1])
+    decision, state = tx.on_prompt(kv, cache.state, step)
+    after = carry_out(decision, kv, step)
+    kv = compact(after, after.capacity, rows)
+    return dataclasses.replace(cache, kv=kv, state=state), Seen(
+        rows, before, alone, score, bits, after
+    )
 
 
 class Crushing:
@@ -106,7 +115,7 @@ class Crushing:
         self.rng, self.next = np.random.default_rng(seed), np.zeros(3, int)
         self.tokens = Tokens.random(3, 144, heads[0], heads[0] * heads[1], 8, seed)
         shape = {"kv_heads": heads[0], "query_heads": heads[0] * heads[1]}
-        self.cache = init_cache(self.tx, batch=3, dtype=jnp.float32, **shape, **LIMITS)
+        self.cache = init_cache(self.tx, batch=3, dtype=jnp.float32, layer=LAYER, **shape, **LIMITS)
 
     def prompt(self, counts):
         width = max(52, *counts)
@@ -129,7 +138,9 @@ class Crushing:
         """Compares a row; returns its representatives."""
         before, after = seen.before, seen.after
         heads = [self._head(seen, row, head) for head in range(self.heads[0])]
-        if self.tx.kmeans:
+        if not seen.rows[row]:  # the base alone has left it as it is
+            expected = [head.kept for head in heads], [[] for _ in heads]
+        elif self.tx.kmeans:
             expected = self._centroids(before, heads, row)
         else:
             expected = self._crushed(seen, heads, row)
@@ -142,7 +153,7 @@ class Crushing:
             assert own["position"].tolist() == sorted([*kept, *chosen])
             assert own["position"][own[REPRESENTATIVE]].tolist() == chosen
             np.testing.assert_array_equal(
-                after.pinned[row, h], after.column(REPRESENTATIVE)[row, h]
+                after.pinned[row, h], (after.column(REPRESENTATIVE) & after.live)[row, h]
             )
             assert (own["log_mass"] == 0).all()
             np.testing.assert_array_equal(own["k"], self.tokens.k[row, h, own["position"]])
@@ -157,7 +168,7 @@ class Crushing:
         group = slice(head * self.heads[1], (head + 1) * self.heads[1])
         if self.tx.kmeans:
             return reference.Head(positions.tolist(), None, None, kept)
-        method, length = innermost(self.tx.split[0]), int(self.next[row])
+        method, length = the_method(self.tx.split[0]), int(self.next[row])
         if hasattr(method, "parts") or isinstance(method, StreamingLLM):
             always = np.isin(positions, kept)
         else:
@@ -167,7 +178,7 @@ class Crushing:
 
     def _crushed(self, seen: Seen, heads, row: int):
         size = self.tx.unit * self.heads[0] * self.heads[1]
-        kind, method = self.tx.anchor, innermost(self.tx.split[0])
+        kind, method = self.tx.anchor, the_method(self.tx.split[0])
         if kind == "random":
             kind = np.asarray(jax.random.bernoulli(KEYS[0], shape=(1, size)))[0]
         scores = not (hasattr(method, "parts") or isinstance(method, StreamingLLM))

@@ -152,6 +152,25 @@ def test_positions_with_gaps_lose_nothing():
     assert (np.asarray(cache.kv.position).max(-1) == 119).all()
 
 
+@pytest.mark.parametrize(
+    ("base", "scored"),
+    [
+        (H2O(16), True),
+        (SnapKV(16, window=4), True),
+        (Every(SnapKV(16, window=4), steps=3), True),
+        (kvjax.bind(PyramidInfer(24), 2)[1], True),
+        (StreamingLLM(16), False),
+        (chain(SnapKV(20, window=4), H2O(16)), False),
+    ],
+    ids=str,
+)
+def test_bits_are_of_the_score_or_of_attention(base, scored):
+    """Accumulated attention is asked for only where nothing else gives the bits."""
+    asked = KVCrush(base, 4).needs.accumulated_attention
+    assert asked == (not scored or base.needs.accumulated_attention)
+    assert KVCrush(base, 4, kmeans=True).needs == base.needs
+
+
 ERRORS = {
     "class": (lambda: KVCrush(H2O), TypeError, "H2O", "instance"),
     "full": (lambda: KVCrush(kvjax.Full()), ValueError, "Full()", "evicts"),
@@ -205,9 +224,18 @@ def test_bad_input(case):
 
 def test_a_layer_that_turns_out_to_keep_everything_is_full():
     tx = KVCrush(kvjax.PerLayer(lambda i, n: kvjax.Full() if i == 0 else H2O(16)), 4)
-    assert kvjax.bind(tx, 2) == (kvjax.Full(), KVCrush(H2O(16), 4, seed=(0, 1)))
+    assert kvjax.bind(tx, 2) == (kvjax.Full(), KVCrush(H2O(16), 4))
 
 
 def test_its_name():
     tx = kvjax.parse("kvcrush(every(snapkv(window=16), steps=4), anchor='mean', share=0.5)", 64)
     assert tx == KVCrush(Every(SnapKV(64, window=16), 4), anchor="mean", share=0.5)
+
+
+def test_around_a_chain_while_decoding():
+    """Each part of the chain finds its own state at every step."""
+    tx = KVCrush(chain(SnapKV(20, window=4), H2O(12)), 4)
+    after = run(tx, Tokens.random(rows=2, seed=17), right([0] * 2, (30, 25), 30), 3)
+    assert (live_count(after.caches[-1]) == 16).all()
+    chosen = [representatives(cache, 0, 0) for cache in after.all_caches]
+    assert len(chosen[0]) == 4 and all(each == chosen[0] for each in chosen)

@@ -131,8 +131,8 @@ def draws(seed: int, layer: int, head: int):
 @pytest.mark.parametrize("layer", [0, 3])
 def test_random_pivots(layer):
     """They depend on seed, layer, head and position alone."""
-    transform = KVMerger(budget=14, pivot="random", seed=7).for_layer(layer, 4)
-    both = smooth(Pair(transform, lambda **o: reference.KVMerger(14, **o), seed=6))
+    transform = KVMerger(budget=14, pivot="random", seed=7)
+    both = smooth(Pair(transform, lambda **o: reference.KVMerger(14, **o), seed=6, layer=layer))
     for (_, head), own in both.references.items():
         own.priority = draws(7, layer, head)
     same(both.prompt(LENGTHS, "scattered"))
@@ -252,7 +252,7 @@ def test_pinned_slots_are_passed_over():
 def test_what_stays_of_1000_tokens(budget, recent, heavy):
     """As in the paper at 50 % and 35 %, linear between, scaled with the budget outside."""
     for own in (KVMerger(budget=budget), KVMerger(budget=int(1000 * budget))):
-        assert [int(x[0]) for x in own.staying.counts(np.array([1000]))] == [recent, heavy]
+        assert [int(x[0]) for x in own.unmerged.counts(np.array([1000]))] == [recent, heavy]
 
 
 # --- mass -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from kvjax.protocol import is_bound
 from kvjax.transforms.chelsea.outlier_heads import RemainingBudget
 from tests.references.chelsea import cosine, soft_matching, unmatched_share
 from tests.support.attending import OPTIONS, Tokens, parts, right, run
@@ -85,7 +86,7 @@ def test_a_share_beside_outliers_is_each_rows_own():
     outliers = kvjax.OutlierHeads(((0, 0),), num_layers=1, kv_heads=3)
     (layer,) = kvjax.bind(kvjax.Chelsea(0.75, **SMALL, outlier_heads=outliers), 1)
     (_, full), (_, rest) = layer.groups
-    assert full == kvjax.Full() and rest.bound
+    assert full == kvjax.Full() and is_bound(rest)
     cache = run(rest, Tokens.random(), right([0, 0, 0], (24, 17, 5), 24), 0).prompt_cache
     live = cache.kv.live.sum(-1)
     assert live.tolist() == [[22, 22], [17, 17], [5, 5]]  # 0.625 · 36, 0.625 · 29 = 18 > 17

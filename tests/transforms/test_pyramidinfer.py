@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CaM, Every, Extent, PyramidInfer, SnapKV, bind, chain, kept_tokens
+from kvjax import CaM, Every, Extent, KVCrush, PyramidInfer, SnapKV, bind, chain, kept_tokens
 from kvjax.budgets.layers import CosineBudget, TokensEntering
 from tests.references import pyramidinfer as reference
 from tests.references.budgets import rows_budget
@@ -45,6 +45,12 @@ class Layer(Pair):
 
     def _decode_token(self, positions):
         self._both(positions[:, None], "decode", phase="decode")
+
+    def _flush(self, interval):
+        with clear_choices():
+            for own in self.row_references:
+                own.flush(interval)
+        super()._flush(interval)
 
     def _both(self, positions, method, **call):
         qkv, out = self._run(positions, **call)
@@ -106,7 +112,7 @@ def test_attention_options():
 
 
 def test_row_that_has_stopped():
-    both = Layer(3, seed=6, **SHARE).prompt(LENGTHS).decode(10)
+    both = Layer(3, seed=6, **SHARE).prompt(LENGTHS).decode(12)
     before = both.kept(0, 1)
     both.decode(20, stopped=(0, 1))
     assert both.kept(0, 1) == before
@@ -189,7 +195,7 @@ def test_under_wrappers():
     plain = PyramidInfer(budget=12, interval=None)
     assert live(caches_of(Every(plain, steps=4))[-1]) == [[12, 12]]
     with pytest.raises(ValueError, match="does nothing while decoding"):
-        Every(PyramidInfer(budget=12), steps=4)
+        bind(Every(PyramidInfer(budget=12), steps=4), 2)
     tx = PyramidInfer(budget=12, interval=4)
     alone, merged = (caches_of(tx)[-1] for tx in (tx, CaM(tx, prompt=True)))
     assert live(merged) == live(alone)
@@ -198,10 +204,15 @@ def test_under_wrappers():
 def test_what_goes_on_to_the_next_layer():
     """A wrapper or a later part that decides for its own cache keeps no token from others."""
     layer, extent = bind(PyramidInfer(), 4)[2], Extent(4096, 10)
-    assert layer.passes(extent) == reference.entering(4096, 4)[3]
-    assert bind(PyramidInfer(budget=64), 4)[2].passes(extent) is None
-    assert CaM(layer).passes(extent) == layer.passes(extent)
-    assert chain(layer, SnapKV(20, window=4)).passes(extent) is None
+    passed = reference.entering(4096, 4)[3]
+    assert layer.extent(extent).passed == passed
+    assert bind(PyramidInfer(budget=64), 4)[2].extent(extent).passed is None
+    assert CaM(layer).extent(extent).passed == passed
+    assert chain(layer, SnapKV(20, window=4)).extent(extent).passed is None
+    assert KVCrush(layer, 8).extent(extent).passed is None
+    prompt_alone = bind(PyramidInfer(interval=None), 4)[2]
+    assert prompt_alone.extent(extent).passed == passed
+    assert Every(prompt_alone, 8).extent(extent).passed is None
 
 
 def test_kept_tokens_of_head_groups():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
 from unittest import mock
 
 import jax
@@ -17,41 +16,24 @@ from kvjax.storage.offload import Offload, recall_statistics
 from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference
 from tests.references.snapkv import SnapKV as ReferenceSnapKV
-from tests.support.attending import Tokens, attend, left, middle, new_cache, right, run, structure
+from tests.support.attending import (
+    OPTIONS,
+    Tokens,
+    attend,
+    left,
+    middle,
+    new_cache,
+    right,
+    run,
+    structure,
+)
+from tests.support.decode_loops import Seen, Watched, found
 from tests.support.tolerances import close
 
 ROWS, HEAD_DIM, LENGTHS = 3, 8, (75, 5, 98)
 MAX_PROMPT, MAX_NEW, WIDTH = 128, 80, 104
 
-
-@dataclass(frozen=True)
-class Watched(kvjax.KVTransform):
-    """A transform that leaves the positions it attended to in its state, -1 padded."""
-
-    base: kvjax.KVTransform
-
-    needs = property(lambda self: self.base.needs)
-    indexes = property(lambda self: True)
-
-    def extent(self, extent):
-        return self.base.extent(extent)
-
-    def init(self, cache):
-        cache, state = self.base.init(cache)
-        lists, length = cache.tail.lists
-        return cache, (state, jnp.full((cache.shape[0], lists, length), -1, jnp.int32))
-
-    def read(self, view, state, query):
-        view, inner = self.base.read(view, state[0], query)
-        return view, (inner, view.per_slot(view.cache.position, -1))
-
-    def update(self, cache, state, step):
-        cache, inner = self.base.update(cache, state[0], step)
-        return cache, (inner, state[1])
-
-
-def is_pages(x: object) -> bool:
-    return isinstance(x, Pages)
+flush = jax.jit(kvjax.flush, compiler_options=OPTIONS)
 
 
 def clear_best(scores: np.ndarray, count: int) -> list[int]:
@@ -72,7 +54,7 @@ class Pair:
     def __init__(self, budget, page=16, per_query_head=False, *, before=(), evicts=None,
                  offload=(), heads=(2, 4), seed=0, **options):  # fmt: skip
         own = Quest(budget, page, per_query_head, dense_layers=())
-        self.transform = Watched(kvjax.chain(*before, own, *offload))
+        self.transform = kvjax.chain(*before, Watched(own), *offload)
         self.page, self.options, self.evicts = page, options, evicts
         self.kv_heads, query_heads = heads
         rng = np.random.default_rng(seed)
@@ -82,7 +64,7 @@ class Pair:
             return rng.normal(size=(ROWS, count, tokens, HEAD_DIM)).astype(np.float32)
 
         self.q, self.k, self.v = draw(query_heads), draw(self.kv_heads), draw(self.kv_heads)
-        self.next, self.outs = np.zeros(ROWS, int), []
+        self.next, self.outs, self.since = np.zeros(ROWS, int), [], 0
         self.references = [
             reference.Quest(budget, page, per_query_head, **options) for _ in range(ROWS)
         ]
@@ -93,8 +75,7 @@ class Pair:
 
     @property
     def pages(self):
-        state = self.cache.state[0]
-        return next(x for x in (state if isinstance(state, tuple) else (state,)) if is_pages(x))
+        return found(self.cache, Pages)
 
     def _run(self, positions, **call):
         index = np.maximum(positions, 0)[:, None, :, None]
@@ -144,7 +125,7 @@ class Pair:
             positions = np.where(going, self.next, -1).astype(np.int32)
             self.next += going
             (q, k, v), out = self._run(positions[:, None], phase="decode")
-            seen = np.asarray(self.cache.state[1])
+            seen = np.asarray(found(self.cache, Seen).positions)
             for row, method in enumerate(self.references):
                 if positions[row] < 0:
                     assert not out[row].any()
@@ -157,6 +138,10 @@ class Pair:
                 assert [own[own >= 0].tolist() for own in seen[row]] == selected, where
                 close(out[row, :, 0], expected, "reference", where)
             self.outs.append(out)
+            self.since += 1
+            interval = kvjax.flush_interval(self.cache)
+            if interval is not None and self.since % interval == 0:
+                self.cache = flush(self.cache)
         assert int(self.cache.kv.dropped.max()) == 0
         self.check_bounds()
         return self
@@ -170,8 +155,8 @@ class Pair:
                 if len(slots):
                     bounds = np.stack(reference.page_bounds(slots.keys, self.page))
                     expected[:, : bounds.shape[1]] = bounds
-                found = np.stack((pages.low[row, head], pages.high[row, head]))
-                np.testing.assert_array_equal(found, expected, f"row {row}, head {head}")
+                own = np.stack((pages.low[row, head], pages.high[row, head]))
+                np.testing.assert_array_equal(own, expected, f"row {row}, head {head}")
 
 
 CASES = {
@@ -200,7 +185,7 @@ def test_padding_and_chunks(layout):
 
 
 def test_rows_that_stop_and_go_on():
-    """A free slot in a page takes no token's place; a row may begin with its first new token."""
+    """A step without a token changes no page; a row may begin with its first new token."""
     both = Pair(12, 4, seed=2).prompt((30, 0, 9)).decode(6, stopped=(1,))
     both.decode(9, stopped=(0, 2)).decode(7).decode(3, stopped=(0,)).decode(20)
 
@@ -212,10 +197,7 @@ def test_attention_options():
 
 @pytest.mark.parametrize("budget", [20, 0.25])
 def test_further_turns(budget):
-    """Everything live is paged anew; the last row gets nothing of the second prompt.
-
-    After the third there is less room than for `max_new` tokens, most of which have come.
-    """
+    """Everything live is paged anew; the last row gets nothing of the second prompt."""
     both = Pair(budget, 4, seed=4).prompt(LENGTHS).decode(21)
     both.prompt((9, 30, 0), middle).decode(20).prompt((1, 2, 3)).decode(20)
 
@@ -237,7 +219,7 @@ def test_behind_snapkv(per_query_head):
 @pytest.mark.parametrize("stopped", [(), (0, 2)])
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_offloaded_is_the_same(per_query_head, stopped):
-    """Token for token, hits and misses, also where settling closes the gaps of stopped rows."""
+    """Token for token, hits and misses, also where rows had no token in some steps."""
     given = (16, 4, per_query_head)
     plain = Pair(*given, seed=6)
     moved = Pair(*given, seed=6, offload=(Offload(interval=8),))
@@ -271,7 +253,8 @@ def test_ties_go_to_the_lower_page():
     both = Pair(12, 4)
     both.k[:] = 1.0  # every page bounds alike
     both.prompt(LENGTHS).decode(3)
-    assert np.asarray(both.cache.state[1])[0, 0].tolist() == [*range(8), 76, 77, -1, -1]
+    seen = np.asarray(found(both.cache, Seen).positions)
+    assert seen[0, 0].tolist() == [*range(8), 76, 77, -1, -1]
 
 
 # --- compiled ---
@@ -328,7 +311,7 @@ def test_bounds_are_in_the_dtype_of_the_keys():
     state = after.caches[-1].state
     low, high = (np.asarray(x, np.float32) for x in (state.low, state.high))
     assert state.low.dtype == jnp.bfloat16
-    keys = np.asarray(after.caches[-1].kv.k.read(), np.float32)[2]  # the longest row begins at 0
+    keys = np.asarray(after.caches[-1].kv.k.read(), np.float32)[2]
     np.testing.assert_array_equal(low[2, :, 1], keys[:, 16:32].min(1))
     np.testing.assert_array_equal(high[2, :, 2], keys[:, 32:35].max(1))
 
@@ -348,8 +331,8 @@ def test_dense_layers():
 def test_lists_are_no_longer_than_the_cache():
     for budget, slots in ((16_384, 48), (0.9, 48), (48, 48), (1.0, 48)):
         cache = new_cache(Quest(budget, dense_layers=()))  # 44 slots
-        assert cache.kv.tail.lists == (2, slots)
-    assert new_cache(Quest(20, 4, True, dense_layers=())).kv.tail.lists == (4, 20)
+        assert cache.kv.lists == (2, slots)
+    assert new_cache(Quest(20, 4, True, dense_layers=())).kv.lists == (4, 20)
 
 
 @pytest.mark.parametrize(

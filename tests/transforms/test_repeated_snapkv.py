@@ -14,13 +14,18 @@ MAX_PROMPT, MAX_NEW = 60, 64
 
 
 class Repeated(SnapKV):
-    """SnapKV that treats everything live as one prompt whenever `due` says so.
+    """SnapKV that treats everything live as one prompt at a flush without enough room after it.
 
-    The observation window goes on with the queries of decoding.  A share is a share of the row's
-    tokens so far, generated ones included, of which no more than max_prompt count.
+    There is room for `spare` slots more than the base may keep of any row. The observation window
+    goes on with the queries of decoding.  A share is a share of the row's tokens so far, generated
+    ones included, of which no more than max_prompt count.
     """
 
     keeps_queries = True
+
+    def __init__(self, *args, spare: int, **options) -> None:
+        super().__init__(*args, **options)
+        self.size = most_kept(self.budget, self.observation) + spare
 
     def row_budget(self, length: int) -> int:
         return super().row_budget(min(length, MAX_PROMPT))
@@ -28,36 +33,21 @@ class Repeated(SnapKV):
     def decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int) -> np.ndarray:
         out = super().decode(q, k, v, position)
         self.queries = [*self.queries, (q, position)][-self.observation :]
-        if self.due():
-            self._evict(self.row_budget(self.slots.length))
         return out
 
-
-class EverySnapKV(Repeated):
-    """Compresses after every `steps` tokens generated since the last prompt."""
-
-    def __init__(self, *args, steps: int, **options) -> None:
-        super().__init__(*args, **options)
-        self.steps, self.generated = steps, 0
-
-    def prompt(self, *args, **kwargs) -> np.ndarray:
-        self.generated = 0
-        return super().prompt(*args, **kwargs)
-
-    def due(self) -> bool:
-        self.generated += 1
-        return self.generated % self.steps == 0
+    def flush(self, room: int) -> None:
+        if len(self.slots) + room > self.size:
+            self._evict(self.row_budget(self.slots.length))
 
 
-class SnapKVWhenFull(Repeated):
-    """Compresses where `room` slots more are live than the base may keep of any row."""
+def EverySnapKV(*args, steps: int, **options) -> Repeated:
+    """Flushed every `steps` tokens, for which there is room."""
+    return Repeated(*args, spare=steps, **options)
 
-    def __init__(self, *args, room: int, **options) -> None:
-        super().__init__(*args, **options)
-        self.size = most_kept(self.budget, self.observation) + room
 
-    def due(self) -> bool:
-        return len(self.slots) >= self.size
+def SnapKVWhenFull(*args, room: int, **options) -> Repeated:
+    """Flushed every quarter of `room` tokens."""
+    return Repeated(*args, spare=room, **options)
 
 
 def most_kept(budget: int | float, window: int) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.transforms.selection import keep_best
+from kvjax.cache.selection import keep_best
 
 SCORES = {
     "random": lambda rng, shape: rng.normal(size=shape),

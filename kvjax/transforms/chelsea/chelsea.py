@@ -4,20 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from fractions import Fraction
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots, rows_budget
-from kvjax.cache.payload import take_slots, write_slots
-from kvjax.cache.slots import KVCache, merge
-from kvjax.protocol import Extent, KVTransform, State, Step
+from kvjax.cache.payload import sum_into, take_slots, write_slots
+from kvjax.cache.selection import evictable, keep_best, newest
+from kvjax.cache.slots import KVCache
+from kvjax.decisions import Merge
+from kvjax.protocol import Extent, KVTransform, Step
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
-from kvjax.transforms.selection import evictable, keep_best, newest
-from pallas_kernels import soft_matching
+from pallas_kernels import segment_merge, soft_matching
+
+_LAST = jnp.iinfo(jnp.int32).max
+
+
+class ChelseaState(NamedTuple):
+    """What a layer remembers: the budget of each row, and how many passes there have been."""
+
+    budget: Int[Array, " B"]
+    passes: Int[Array, "B H"]
+
+
+class Clusters(NamedTuple):
+    """What the passes of one compression have come to.
+
+    Args:
+      into: slot of the cluster that each slot has become part of, its own where it stands for one.
+      key: of the clusters, at their slots.
+      mass: of the clusters, at their slots; 0 elsewhere.
+      need: how many slots must still be freed.
+      passes: passes so far.
+    """
+
+    into: Int[Array, "B H S"]
+    key: Float[Array, "B H S D"]
+    mass: Float[Array, "B H S"]
+    need: Int[Array, "B H"]
+    passes: Int[Array, "B H"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +67,12 @@ class Chelsea(KVTransform):
       chunk: tokens per chunk, 256 as in the paper; `"whole"` for none (bipartite soft matching).
       sinks: tokens at positions 0 … sinks - 1 that are never merged; 16 as in the paper.
       recent: newest positions that are not merged; 64 as in the paper.
-      interval: while decoding, B + interval live slots are compressed to B; 128 is ours.
+      interval: while decoding, a head holds at most B + interval slots: it is compressed to B at
+        the flush (every `interval` steps) after which its new tokens would not fit; 128 is ours.
       ratio_0, decay, steps, floor: pass i merges at most the share
         `r_i = max(ratio_0 - decay · min(i, steps), floor)` of set A, counted from the first pass of
-        all; a constant 1 by default, that is, as few passes as possible.
+        all; a constant 1 by default, that is, as few passes as possible. They are read as the
+        nearest fractions with a denominator up to a million.
       outlier_heads: heads that keep everything, from `calibrate_outlier_heads`; the others then get
         less, so that the total stays. Give the transform to `bind`.
       keep_layers: layers that keep everything, inside the share of the outlier heads: as many heads
@@ -65,7 +96,8 @@ class Chelsea(KVTransform):
       The interval and the constants of the schedule are not in its text. The schedule falls
       linearly and stays where `steps` have taken it. A pass merges one edge at least. An odd last
       token of a chunk is in A; a chunk of one token merges nothing. Similarity is that of the keys
-      as they are stored.
+      as they are stored. A further turn compresses the rows that have tokens in it, with a share
+      taken anew.
     """
 
     budget: Budget | RemainingBudget
@@ -81,9 +113,6 @@ class Chelsea(KVTransform):
     keep_layers: tuple[int, ...] = ()
 
     paper: ClassVar[str] = "Chelsea, arXiv 2506.11418"
-    frees_while_decoding = property(lambda self: True)
-    merges = property(lambda self: True)
-    bound = property(lambda self: self.outlier_heads is None and not self.keep_layers)
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
@@ -112,7 +141,7 @@ class Chelsea(KVTransform):
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The outlier heads apart; the others share what is left of the budget."""
-        if self.bound:
+        if self.outlier_heads is None and not self.keep_layers:
             return self
         outliers = self.outlier_heads or OutlierHeads((), num_layers, kv_heads=1)
         if outliers.num_layers != num_layers:
@@ -127,53 +156,81 @@ class Chelsea(KVTransform):
         """The budget, and `interval` tokens more while decoding."""
         tokens = extent.longest_prompt + extent.new
         most = most_slots(self._budget(tokens), tokens, self.minimum)
-        return extent.keep(most).hold(most + self.interval)
+        return extent.keep(most).hold(most + self.interval).every(self.interval)
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Each row's budget, a share of which is known when the prompt ends, and passes so far."""
-        return cache, (self._rows_budget(cache), jnp.zeros(cache.shape[:2], jnp.int32))
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, ChelseaState]:
+        """Each row's budget, a share of which is known when the prompt ends, and no pass so far."""
+        return cache, ChelseaState(self._rows_budget(cache), jnp.zeros(cache.shape[:2], jnp.int32))
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Merges down to the budget at the prompt's end, and whenever `interval` more are live."""
-        if step.phase == "prompt" and not step.last:
-            return cache, state
-        budget, passes = state
-        if step.prompt_done:
-            budget = self._rows_budget(cache)
-        over = evictable(cache).sum(-1, dtype=jnp.int32) - budget[:, None]
-        need = jnp.where(over >= (1 if step.prompt_done else self.interval), over, 0)
-        # A loop of no round, where nothing is due, leaves keys and values where they are.
-        cache, _, passes = jax.lax.while_loop(
-            lambda carry: carry[1].any(), self._pass, (cache, need, passes)
+    def on_prompt(
+        self, cache: KVCache, state: ChelseaState, step: Step
+    ) -> tuple[Merge, ChelseaState]:
+        """Merges the rows of the prompt down to their budgets."""
+        budget = step.of_rows(self._rows_budget(cache), state.budget)
+        return self._compress(cache, state._replace(budget=budget), step.rows[:, None])
+
+    def on_flush(
+        self, cache: KVCache, state: ChelseaState, step: Step
+    ) -> tuple[Merge, ChelseaState]:
+        """Merges what has no room for the tokens until the next flush down to its budget."""
+        most = state.budget[:, None] + self.interval
+        due = evictable(cache).sum(-1, dtype=jnp.int32) + step.room > most
+        return self._compress(cache, state, due)
+
+    def _compress(
+        self, cache: KVCache, state: ChelseaState, due: Bool[Array, "B N"]
+    ) -> tuple[Merge, ChelseaState]:
+        """One merge that does what all passes do: a mean of means is the mean by masses."""
+        over = evictable(cache).sum(-1, dtype=jnp.int32) - state.budget[:, None]
+        need = jnp.where(due, jnp.maximum(over, 0), 0)
+        mergeable = evictable(cache) & (cache.position >= self.sinks) & ~newest(cache, self.recent)
+        slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
+        mass = jnp.where(cache.live, jnp.exp(cache.log_mass), 0.0)
+        done = jax.lax.while_loop(
+            lambda clusters: clusters.need.any(),
+            lambda clusters: self._pass(clusters, mergeable, cache.position),
+            Clusters(slot, cache.k.read(), mass, need, state.passes),
         )
-        return cache, (budget, passes)
+        return Merge(done.into), state._replace(passes=done.passes)
 
-    def _pass(self, carry):
+    def _pass(
+        self, clusters: Clusters, mergeable: Bool[Array, "B H S"], position: Int[Array, "B H S"]
+    ) -> Clusters:
         """Merges along the most similar edges, in every row and head that still needs to."""
-        cache, need, passes = carry
-        middle = evictable(cache) & (cache.position >= self.sinks) & ~newest(cache, self.recent)
-        count = middle.sum(-1, dtype=jnp.int32)
-        order = jnp.argsort(jnp.where(middle, cache.position, jnp.iinfo(jnp.int32).max), axis=-1)
-        chunk = max(cache.slots, 2) if self.chunk == "whole" else self.chunk
-        similarity, partner = soft_matching(cache.k.read(order), count, chunk=chunk)
+        into, key, mass, need, passes = clusters
+        token = jax.lax.broadcasted_iota(jnp.int32, into.shape, 2)
+        mergeable &= into == token
+        count = mergeable.sum(-1, dtype=jnp.int32)
+        order = jnp.argsort(jnp.where(mergeable, position, _LAST), axis=-1)
+        chunk = max(into.shape[2], 2) if self.chunk == "whole" else self.chunk
+        similarity, partner = soft_matching(take_slots(key, order), count, chunk=chunk)
         edges = similarity > -jnp.inf
-        merges = jnp.minimum(need, self._most_merges(edges.sum(-1), count, passes))
-        token = jax.lax.broadcasted_iota(jnp.int32, edges.shape, 2)
+        table = jnp.asarray(self.most_merges(into.shape[2]))
+        most = table[jnp.minimum(passes, self.steps), edges.sum(-1)]
+        merges = jnp.minimum(need, jnp.clip(most, 1, count // 2))
         kept = keep_best(similarity, edges, token, merges)
-        into = write_slots(order, order, take_slots(order, jnp.where(kept, partner, token)))
-        return merge(cache, into), need - merges, passes + (merges > 0).astype(jnp.int32)
+        joins = write_slots(order, order, take_slots(order, jnp.where(kept, partner, token)))
+        return Clusters(
+            into=take_slots(joins, into),
+            key=segment_merge(key, joins, mass),
+            mass=sum_into(joins, mass),
+            need=need - merges,
+            passes=passes + (merges > 0).astype(jnp.int32),
+        )
 
-    def _most_merges(
-        self, edges: Int[Array, "B H"], count: Int[Array, "B H"], passes: Int[Array, "B H"]
-    ) -> Int[Array, "B H"]:
-        """`⌊r_i · edges⌋` of the next pass i: one at least, half of the tokens at most."""
-        share = jnp.asarray(self._shares, jnp.float32)[jnp.minimum(passes, self.steps)]
-        return jnp.clip((share * edges.astype(jnp.float32)).astype(jnp.int32), 1, count // 2)
+    def most_merges(self, slots: int) -> Int[np.ndarray, "P E"]:
+        """`⌊r_i · e⌋`, exactly, of every pass i and of e edges among so many slots."""
+        edges = np.arange(slots // 2 + 2)
+        return np.array([edges * r.numerator // r.denominator for r in self._shares], np.int32)
 
     @property
-    def _shares(self) -> list[float]:
+    def _shares(self) -> list[Fraction]:
         """Share of set A that each pass merges at most; the last one's holds from there on."""
-        return [max(self.ratio_0 - self.decay * i, self.floor) for i in range(self.steps + 1)]
+        first, less, least = (
+            Fraction(float(x)).limit_denominator(10**6)
+            for x in (self.ratio_0, self.decay, self.floor)
+        )
+        return [max(first - less * i, least) for i in range(self.steps + 1)]
 
     def _rows_budget(self, cache: KVCache) -> Int[Array, " B"]:
         prompt, tokens = jnp.minimum(cache.length, cache.max_prompt), cache.max_tokens
@@ -194,6 +251,6 @@ class Chelsea(KVTransform):
                 raise ValueError(f"{name} must lie in [0, 1], got {value}")
         if self._shares[-1] <= 0:
             raise ValueError(
-                f"the share of a pass must stay above 0, got {self._shares[-1]} after {self.steps} "
-                f"steps of {schedule}"
+                f"the share of a pass must stay above 0, got {float(self._shares[-1])} after "
+                f"{self.steps} steps of {schedule}"
             )

@@ -16,24 +16,21 @@ from kvjax.budgets.budgets import (
     check_budget,
     check_choice,
     check_count,
+    check_dense_layers,
+    check_flag,
     most_slots,
     rows_budget,
 )
+from kvjax.cache.payload import take_slots
 from kvjax.cache.slots import KVCache
-from kvjax.protocol import Full, KVTransform, Stage, State, Step, View
+from kvjax.decisions import Order
+from kvjax.protocol import Extent, Full, KVTransform, Stage, Step, View
 from kvjax.transforms.clusterkv.clusters import Clusters, Found, find_clusters
-from kvjax.transforms.random import Seed, check_seed, layer_key, seed_of_layer
-from kvjax.transforms.recall import (
-    begin_tail,
-    by_group,
-    check_dense_layers,
-    check_flag,
-    lists_per_row,
-)
-from kvjax.transforms.selection import oldest
+from kvjax.transforms.random import check_seed, layer_key
 from pallas_kernels import build_indices, rank_clusters
 
 Metric = Literal["cosine", "l2", "inner_product"]
+ClusterState = tuple[Clusters, Array]  # the index, and the key of the layer's draws
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,9 @@ class ClusterKV(KVTransform):
     At the prompt's end the keys of each KV head, the first `sinks` tokens apart, are clustered by
     k-means under cosine distance. A decode step ranks the clusters by the inner product of query
     and centroid, `q · μ_c`, and attends to the sinks and to whole clusters in that order, up to
-    `budget` slots; the last cluster is trimmed to its earliest tokens. Every `interval` steps the
-    tokens generated since are clustered among themselves.
+    `budget` slots; the last cluster is trimmed to its earliest tokens. Tokens that are generated
+    are attended to as they are, until the `kvjax.flush` that finds `interval` of them in a row
+    clusters them among themselves.
 
     Slots are stored cluster by cluster, so that a cluster is a range of slots and the list of slots
     follows from prefix sums over cluster sizes.
@@ -55,7 +53,7 @@ class ClusterKV(KVTransform):
       tokens_per_cluster: a prompt of n tokens has `round(n / 80)` clusters, as in the paper.
       sinks: first tokens, which stand outside the clusters and are always attended to; 16 as in the
         paper.
-      interval: decode steps between clusterings; 320 as in the paper.
+      interval: generated tokens of a row that are clustered together; 320 as in the paper.
       new_clusters: clusters made each time; 4 as in the paper.
       iterations: most rounds of k-means.
       clusters: number of clusters of a prompt outright, whatever its length.
@@ -82,7 +80,10 @@ class ClusterKV(KVTransform):
     Deviations from the paper:
       The default is one choice per KV head; `per_query_head=True` is the paper's. Clustering is not
       overlapped with the attention of its layer. On a further turn everything live is clustered
-      anew. Over a cache that was evicted or merged, the sinks are the first tokens that are left.
+      anew in rows that have tokens in it. A row that got no token in some steps has fewer than
+      `interval` tokens when the flush comes that must make room: they are clustered all the same,
+      and join the row's last cluster once there is no room for further ones. Over a cache that was
+      evicted or merged, the sinks are the first tokens that are left.
     """
 
     budget: Budget
@@ -95,12 +96,10 @@ class ClusterKV(KVTransform):
     metric: Metric = "cosine"
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)
-    seed: Seed = 0
+    seed: int = 0
 
     stage: ClassVar[Stage] = Stage.RECALL
     paper: ClassVar[str] = "ClusterKV, arXiv 2412.03213"
-    bound = property(lambda self: not self.dense_layers)
-    indexes = property(lambda self: True)
 
     def __post_init__(self):
         for name in ("tokens_per_cluster", "interval", "new_clusters", "iterations"):
@@ -120,102 +119,99 @@ class ClusterKV(KVTransform):
         return self.sinks + 1
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Itself with draws of its own, or `Full` for a dense layer."""
-        if layer in self.dense_layers:
-            return Full()
-        return dataclasses.replace(self, dense_layers=(), seed=seed_of_layer(self.seed, layer))
+        """Itself, or `Full` for a dense layer."""
+        return Full() if layer in self.dense_layers else dataclasses.replace(self, dense_layers=())
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """No clusters yet, and a tail for the tokens of decoding."""
+    def extent(self, extent: Extent) -> Extent:
+        """Everything; its own interval, whatever a method before has."""
+        return dataclasses.replace(extent, interval=self.interval)
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, ClusterState]:
+        """No clusters yet, and the key of the layer's draws."""
         batch, kv_heads, slots = cache.shape
         listed = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
-        lists = (lists_per_row(cache, self.per_query_head), max(listed, self.minimum))
-        count = self._most_clusters(cache) + self.new_clusters * self._blocks(cache)
-        state = Clusters.none(batch, kv_heads, count, cache.k.shape[3], self._rows_budget(cache))
-        return begin_tail(cache, self.interval, lists), state
+        lists = kv_heads * (cache.group if self.per_query_head else 1)
+        none = jnp.zeros((batch, kv_heads), jnp.int32)
+        cache = cache.replace(lists=(lists, max(listed, self.minimum)))
+        return cache, (self._no_clusters(cache, none), layer_key(self.seed, layer))
 
-    def read(self, view: View, state: Clusters, query: Array) -> tuple[View, State]:
-        """The sinks, the clusters of the highest `q · μ` up to the budget, and the tail."""
-        cache, tail = view.cache, view.cache.tail
+    def select(self, view: View, state: ClusterState, query: Array) -> tuple[View, ClusterState]:
+        """The sinks, the clusters of the highest `q · μ` up to the budget, and recent tokens."""
+        cache, (clusters, _) = view.cache, state
         order = rank_clusters(
-            by_group(query, cache), state.centroids, state.sizes,
+            query.reshape(*cache.shape[:2], cache.group, -1), clusters.centroids, clusters.sizes,
             per_query_head=self.per_query_head, implementation=view.implementation,
         )  # fmt: skip
         sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
-        _, length = tail.lists
+        lists, length = cache.lists
         chosen = build_indices(
-            sinks_first, *state.with_sinks(), state.budget[:, None], length=length,
+            sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=length,
             implementation=view.implementation,
         )  # fmt: skip
-        new = jnp.arange(cache.tail_slots, dtype=jnp.int32)
-        new = jnp.where(new < tail.count, tail.start + new, -1)
-        new = jnp.broadcast_to(new, (*chosen.shape[:2], new.size))
-        index = jnp.concatenate((chosen, new), axis=-1)
-        return view.take(index, fixed=self.sinks, fresh=new.shape[-1]), state
+        slots, recent = self._recent(cache, clusters)
+        recent = jnp.repeat(jnp.where(recent, slots, -1), lists // cache.shape[1], axis=1)
+        unseen = (slots[..., -1:] < view.slots) & (view.slots < cache.slots)
+        dropped = cache.dropped + unseen.sum(-1, dtype=jnp.int32)
+        view = dataclasses.replace(view, cache=cache.replace(dropped=dropped))
+        return view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=self.sinks), state
 
-    def update(self, cache: KVCache, state: Clusters, step: Step) -> tuple[KVCache, State]:
-        """Clusters what is live at a prompt's end, and the tail whenever it is full."""
-        if step.prompt_done:
-            return self._cluster_prompt(cache)
-        if step.phase == "decode" and cache.settles:
-            return self._cluster_tail(cache, state)
-        return cache, state
+    def on_prompt(
+        self, cache: KVCache, state: ClusterState, step: Step
+    ) -> tuple[Order, ClusterState]:
+        """Clusters everything but the sinks."""
+        clusters, key = state
+        slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
+        sinks = jnp.minimum(cache.used, self.sinks)
+        rows = step.rows[:, None, None]
+        members = cache.live & (slot >= sinks[..., None]) & rows
+        wanted = jnp.asarray(self._clusters_of(np.arange(cache.slots + 1)), jnp.int32)[cache.used]
+        wanted = jnp.where(rows[..., 0], wanted, 0)
+        # Keys as they are now, not as attention saw them: a part before may have merged them.
+        keys, most = cache.k.read(), self._most_clusters(cache)
+        found = self._find(key, keys, members, cache.position, wanted, most)
+        new = self._no_clusters(cache, sinks).add(found)
+        order = jnp.where(members, found.label, jnp.where(slot < sinks[..., None], -1, most))
+        source = _sorted_by(order, jnp.where(members, cache.position, slot), slot, rows)
+        return Order(source), (step.of_rows(new, clusters), key)
 
-    def _cluster_prompt(self, cache: KVCache) -> tuple[KVCache, State]:
-        """Clusters of everything but the sinks; says how the slots are to be sorted."""
-        (batch, kv_heads, slots), live = cache.shape, cache.live
-        count = live.sum(-1, dtype=jnp.int32)
-        sinks = oldest(live, cache.position, jnp.full((*count.shape, 1), self.sinks, jnp.int32))
-        wanted = jnp.asarray(self._clusters_of(np.arange(slots + 1)), jnp.int32)[count]
-        # Keys as they are now, not as attention saw them: a part before may have merged them. And
-        # no more clusters than there is room for, which the slots of a prompt being read exceed.
-        found = self._find(
-            cache.k.read(), live & ~sinks, cache.position, wanted, self._most_clusters(cache)
-        )
-        room = found.sizes.shape[2] + self.new_clusters * self._blocks(cache)
-        state = Clusters.none(batch, kv_heads, room, cache.k.shape[3], self._rows_budget(cache))
-        there, first = jnp.minimum(count, self.sinks), count.max() - count  # rows end at one slot
-        state = dataclasses.replace(state, first=first, sinks=there).put(0, found, first + there)
-        return cache.replace(order=jnp.where(sinks, -1, found.label)), state
+    def on_flush(
+        self, cache: KVCache, state: ClusterState, step: Step
+    ) -> tuple[Order, ClusterState]:
+        """Clusters recent tokens of rows that have no room for those of the next steps."""
+        clusters, key = state
+        slots, recent = self._recent(cache, clusters)
+        due = recent.sum(-1).max(1) + step.room > slots.shape[2]
+        members = recent & due[:, None, None]
+        index = jnp.minimum(slots, cache.slots - 1)
+        keys, position = cache.k.read(index), take_slots(cache.position, index)
+        count = members.sum(-1, dtype=jnp.int32)
+        most = min(self.new_clusters, slots.shape[2])
+        wanted = jnp.minimum(jnp.minimum(count, most), clusters.room)
+        found = self._find(key, keys, members, position, wanted, most)
+        clusters = clusters.add(found).join_last(keys, members & (wanted == 0)[..., None])
+        place = jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2)
+        order = jnp.where(members, found.label, most + 1)
+        source = _sorted_by(order, jnp.where(members, position, place), slots)
+        return Order(source, slots), (clusters, key)
 
-    def _cluster_tail(self, cache: KVCache, state: Clusters) -> tuple[KVCache, State]:
-        """Clusters of the tail where it is full, behind those that are there."""
-        tail, size, new = cache.tail, cache.tail.size, self.new_clusters
-        before = state.sizes.shape[2] - new * self._blocks(cache)
+    def _recent(self, cache: KVCache, clusters: Clusters):
+        """The slots behind the clusters, at most S, and which of them hold tokens."""
+        size = min(self.interval, max(cache.max_new, 1))
+        slots = clusters.clustered[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
+        return jnp.minimum(slots, cache.slots), slots < cache.used[..., None]
 
-        def span(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, tail.start, size, 2)
-
-        def cluster(carry):
-            _, state, _ = carry
-            live = span(cache.live)
-            count = live.sum(-1, dtype=jnp.int32)
-            found = self._find(
-                cache.k.span(tail.start, size), live, span(cache.position),
-                jnp.minimum(count, new), min(new, size),
-            )  # fmt: skip
-            start = jnp.broadcast_to(tail.start, count.shape)
-            state = state.put(before + new * tail.settled, found, start)
-            return jnp.zeros((), bool), state, found.label
-
-        due = tail.count == size
-        order = jnp.zeros((*cache.shape[:2], size), jnp.int32)
-        # A loop of no round or of one: a conditional would copy the centroids at every step.
-        _, state, order = jax.lax.while_loop(lambda c: c[0], cluster, (due, state, order))
-        return cache.replace(order=order), state
-
-    def _find(self, keys, members, position, wanted, most: int) -> Found:
+    def _find(self, key, keys, members, position, wanted, most: int) -> Found:
         return find_clusters(
             keys, members, position, wanted, most,
-            key=layer_key(self.seed), metric=self.metric, rounds=self.iterations,
+            key=key, metric=self.metric, rounds=self.iterations,
         )  # fmt: skip
 
-    def _rows_budget(self, cache: KVCache) -> Int[Array, " B"]:
-        return rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
-
-    def _blocks(self, cache: KVCache) -> int:
-        """How often the tail can be full."""
-        return cache.max_new // self.interval
+    def _no_clusters(self, cache: KVCache, sinks: Int[Array, "B H"]) -> Clusters:
+        """An index of sinks, with room for the clusters of a prompt and of `max_new` tokens."""
+        blocks = cache.max_new // self.interval
+        most = self._most_clusters(cache) + self.new_clusters * blocks
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
+        return Clusters.none((*cache.shape[:2], most, cache.k.shape[3]), sinks, budget)
 
     def _clusters_of(self, count: np.ndarray) -> np.ndarray:
         """How many clusters a head with so many live tokens gets."""
@@ -228,3 +224,9 @@ class ClusterKV(KVTransform):
     def _most_clusters(self, cache: KVCache) -> int:
         """Most clusters of a head when a prompt is complete."""
         return max(int(self._clusters_of(np.arange(cache.capacity + 1)).max()), 1)
+
+
+def _sorted_by(first: Array, then: Array, slots: Array, rows: Array | None = None) -> Array:
+    """The slots `[B, H, N]` in an order; those of other rows stay as they are."""
+    found = jax.lax.sort((first, then, slots), dimension=2, num_keys=2)[-1]
+    return found if rows is None else jnp.where(rows, found, slots)

@@ -10,19 +10,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_number, most_slots, rows_budget
-from kvjax.cache.payload import write_slots
-from kvjax.cache.slots import KVCache
-from kvjax.protocol import Full, KVTransform, Needs, Stage, State, Step, View
-from kvjax.transforms.infinigen.projections import InfiniGenCalibration
-from kvjax.transforms.recall import (
-    begin_tail,
-    by_group,
+from kvjax.budgets.budgets import (
+    Budget,
+    check_budget,
     check_dense_layers,
     check_flag,
-    lists_per_row,
+    check_number,
+    most_slots,
+    rows_budget,
 )
-from kvjax.transforms.selection import keep_best
+from kvjax.cache.payload import write_slots
+from kvjax.cache.selection import keep_best
+from kvjax.cache.slots import KVCache
+from kvjax.decisions import Mark
+from kvjax.protocol import Full, KVTransform, Needs, Stage, Step, View
+from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 
 PARTIAL_KEYS = "partial_keys"  # the column k P
 EXACT = {"precision": jax.lax.Precision.HIGHEST}  # of products with partial keys
@@ -93,7 +95,6 @@ class InfiniGen(KVTransform):
     stage: ClassVar[Stage] = Stage.RECALL
     paper: ClassVar[str] = "InfiniGen, arXiv 2406.19707"
     needs = property(lambda self: Needs(predicted_query=True))
-    indexes = property(lambda self: True)
 
     def __post_init__(self):
         check_budget(self.budget, 1, "one token")
@@ -107,38 +108,29 @@ class InfiniGen(KVTransform):
         check_flag("per_query_head", self.per_query_head)
         check_dense_layers(self.dense_layers)
 
-    @property
-    def bound(self) -> bool:
-        """Whether it has the projections of one layer, if any."""
-        return not self.dense_layers and (
-            self.calibration is None or self.calibration.num_layers == 1
-        )
-
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Itself with the projections of one layer, or `Full` for a dense layer."""
-        if self.calibration is not None and self.calibration.num_layers != num_layers:
+        """Itself, or `Full` for a dense layer."""
+        found = self.calibration
+        # One that is bound already is asked for the only layer of one, to see whether it is.
+        if found is not None and num_layers not in (found.num_layers, 1):
             raise ValueError(
-                f"a calibration for another model: {self.calibration!r}, expected {num_layers} "
-                "layers"
+                f"a calibration for another model: {found!r}, expected {num_layers} layers"
             )
-        if layer in self.dense_layers:
-            return Full()
-        own = None if self.calibration is None else self.calibration.layer(layer)
-        return dataclasses.replace(self, calibration=own, dense_layers=())
+        return Full() if layer in self.dense_layers else dataclasses.replace(self, dense_layers=())
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Float[Array, "H D r"]]:
         """A column for partial keys, and the layer's projections as the state."""
-        projections = self._projections(cache)
+        projections = self._projections(cache, layer)
         longest = min(most_slots(self.budget, cache.slots, 1), cache.slots)
+        lists = cache.shape[1] * (cache.group if self.per_query_head else 1)
         # One entry more is that of the step's own token.
-        lists = (lists_per_row(cache, self.per_query_head), max(longest, 1) + 1)
+        cache = cache.replace(lists=(lists, max(longest, 1) + 1))
         shape = (*cache.shape, projections.shape[-1])
         partial = jnp.zeros(shape, cache.k.dtype)  # rounded as keys are, and as costly to read
-        cache = cache.with_column(PARTIAL_KEYS, partial, merge="keep")
-        return begin_tail(cache, None, lists), projections
+        return cache.with_column(PARTIAL_KEYS, partial, merge="keep"), projections
 
-    def _projections(self, cache: KVCache) -> Float[Array, "H D r"]:
-        """Those of this layer, checked against the cache."""
+    def _projections(self, cache: KVCache, layer: int) -> Float[Array, "H D r"]:
+        """Those of a layer, checked against the cache."""
         found, (_, kv_heads, _, head_dim) = self.calibration, cache.k.shape
         if found is None:
             raise ValueError(
@@ -150,37 +142,37 @@ class InfiniGen(KVTransform):
                 f"a calibration for another model: {found!r}, expected {kv_heads} KV heads of "
                 f"{head_dim} channels"
             )
-        return jnp.asarray(found.projections[0])
+        if layer >= found.num_layers:
+            raise ValueError(f"a calibration for another model: {found!r}, given layer {layer}")
+        return jnp.asarray(found.projections[layer])
 
-    def read(self, view: View, state: Array, query: Array) -> tuple[View, State]:
+    def select(self, view: View, state: Array, query: Array) -> tuple[View, Array]:
         """The tokens of the highest predicted scores, and the step's own."""
-        newest, (lists, length) = view.cache.tail.newest, view.cache.tail.lists
-        cache = self._add(view.cache, state, newest)
-        own = jnp.arange(cache.slots, dtype=jnp.int32)[None, None] == newest
+        cache, slots, (lists, length) = self._add(view, state), view.slots, view.cache.lists
+        own = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2) == slots
         earlier = cache.live & ~own
         score = self._scores(cache, state, query if view.predicted is None else view.predicted)
         count = self._count(cache, score, earlier)
         per_list = lists // cache.shape[1]
         earlier, position = (jnp.repeat(x, per_list, axis=1) for x in (earlier, cache.position))
         best = keep_best(score, earlier, position, count)
-        new = jnp.where((cache.live & own).any(-1, keepdims=True), newest, -1)
-        index = (_listed(best, length - 1), jnp.repeat(new, per_list, axis=1))
-        view = dataclasses.replace(view, cache=cache)
-        return view.take(jnp.concatenate(index, axis=-1)), state
+        new = jnp.repeat(jnp.where(slots < cache.slots, slots, -1), per_list, axis=1)
+        index = jnp.concatenate((_listed(best, length - 1), new), axis=-1)
+        return dataclasses.replace(view, cache=cache).take(index), state
 
-    def _add(self, cache: KVCache, projections: Array, newest: Int[Array, ""]) -> KVCache:
-        """With the partial key of the new token.
+    def _add(self, view: View, projections: Array) -> KVCache:
+        """The cache with the partial key of the new token.
 
-        Not in `update`: written after the scores are read, in an order that XLA does not see in the
-        data, the whole column would be copied at every step.
+        Not in `on_step`: written after the scores are read, in an order that XLA does not see in
+        the data, the whole column would be copied at every step.
         """
-        slots = jnp.broadcast_to(newest, (*cache.shape[:2], 1))
-        new = _project(cache.k.span(newest, 1), projections)
+        cache, slots = view.cache, view.slots
+        new = _project(cache.k.read(jnp.minimum(slots, cache.slots - 1)), projections)
         return cache.with_column(PARTIAL_KEYS, write_slots(cache.column(PARTIAL_KEYS), slots, new))
 
     def _scores(self, cache: KVCache, projections: Array, query: Array) -> Float[Array, "B K S"]:
         """Predicted scores of all slots, of each list."""
-        query = by_group(query, cache).astype(jnp.float32)
+        query = query.reshape(*cache.shape[:2], cache.group, -1).astype(jnp.float32)
         if not self.per_query_head:
             query = query.mean(2, keepdims=True)  # the mean of q·k is the mean q times k
         keys = cache.column(PARTIAL_KEYS).astype(jnp.float32)
@@ -200,13 +192,11 @@ class InfiniGen(KVTransform):
             limit = jnp.minimum(near.sum((1, 2), dtype=jnp.int32) // score.shape[1], limit)
         return jnp.maximum(limit, 1)
 
-    def update(self, cache: KVCache, state: Array, step: Step) -> tuple[KVCache, State]:
-        """Partial keys of all slots, at a prompt's end."""
-        if not step.prompt_done:
-            return cache, state
+    def on_prompt(self, cache: KVCache, state: Array, step: Step) -> tuple[Mark, Array]:
+        """Partial keys of all slots."""
         # Not `step.keys`: an earlier part of a chain may have merged slots since.
         partial = _project(cache.k.read(), state).astype(cache.k.dtype)
-        return cache.with_column(PARTIAL_KEYS, partial), state
+        return Mark({PARTIAL_KEYS: partial}), state
 
 
 def _project(x: Float[Array, "B H N D"], projections: Float[Array, "H D r"]) -> Array:

@@ -1,43 +1,19 @@
-"""What a wrapper asks of the method that it goes around: its settings, its score, its budget."""
+"""What KVCrush asks of the method that it goes around: its kind and its budget."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
-from jaxtyping import Array, Bool
 
 from kvjax.budgets.budgets import Budget, Share, check_count
-from kvjax.cache.slots import KVCache
-from kvjax.protocol import KVTransform, State
-from kvjax.transforms.selection import newest
-
-
-def innermost(base: KVTransform) -> KVTransform:
-    """The method within wrappers."""
-    while hasattr(base, "base"):
-        base = base.base
-    return base
+from kvjax.protocol import KVTransform
 
 
 def holds(base: KVTransform, kind: type[KVTransform]) -> bool:
     """Whether it is, goes around or chains a transform of this kind."""
     inner = [base.base] if hasattr(base, "base") else getattr(base, "parts", ())
     return isinstance(base, kind) or any(holds(part, kind) for part in inner)
-
-
-def has_score(base: KVTransform) -> bool:
-    """Whether it scores tokens."""
-    return type(innermost(base)).score is not KVTransform.score
-
-
-def always_kept(base: KVTransform, cache: KVCache, state: State) -> Bool[Array, "B H S"]:
-    """Live tokens that it keeps whatever their score: pinned ones, sinks, its newest."""
-    always = cache.pinned | (cache.position < getattr(innermost(base), "sinks", 0))
-    recent = base.recent(cache, state)
-    if recent is not None:
-        always |= newest(cache, recent)
-    return always & cache.live
 
 
 def split_budget(base: KVTransform, share: float) -> tuple[KVTransform, Budget]:

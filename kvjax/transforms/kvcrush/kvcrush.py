@@ -5,24 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, most_slots, rows_budget
-from kvjax.cache.slots import KVCache, evict
-from kvjax.compose.wrappers import check_evicts
-from kvjax.protocol import Extent, Full, KVTransform, Needs, State, Step, accumulated_attention
-from kvjax.transforms.kvcrush.base import (
-    always_kept,
-    check_share,
-    has_score,
-    holds,
-    innermost,
-    split_budget,
+from kvjax.cache.selection import evictable, keep_best
+from kvjax.cache.slots import KVCache
+from kvjax.cache.units import Units
+from kvjax.compose.foreseen import foreseen
+from kvjax.compose.wrappers import check_evicts, check_kept
+from kvjax.decisions import Decision, Keep, Mark, Retain
+from kvjax.protocol import (
+    Extent,
+    KVTransform,
+    Needs,
+    State,
+    Step,
+    View,
+    Wrapper,
+    accumulated_attention,
+    is_bound,
 )
+from kvjax.transforms.kvcrush.base import check_share, holds, split_budget
 from kvjax.transforms.kvcrush.representatives import (
     Anchor,
     Pick,
@@ -31,16 +38,22 @@ from kvjax.transforms.kvcrush.representatives import (
     check_choices,
     nearest_to_centroids,
 )
-from kvjax.transforms.kvcrush.units import Granularity, Units, unit_size, whole_units
-from kvjax.transforms.random import Seed, check_seed, layer_key, seed_of_layer, uniform
-from kvjax.transforms.selection import evictable, keep_best
+from kvjax.transforms.kvcrush.units import Granularity, unit_size, whole_units
+from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import hamming_distance, pack_bits
 
 REPRESENTATIVE = "representative"
 
 
+class KVCrushState(NamedTuple):
+    """The key of the draws (None where nothing is drawn), and the base's state."""
+
+    key: Array | None
+    base: State
+
+
 @dataclass(frozen=True)
-class KVCrush(KVTransform):
+class KVCrush(Wrapper):
     """Keeps, beside what its base keeps, a few of the tokens that the base evicts.
 
     At a prompt's end every token is a vector of bits, one per query head: whether it is among the k
@@ -69,7 +82,6 @@ class KVCrush(KVTransform):
       kmeans: instead of bits and buckets, R clusters of the evicted keys, and the token nearest to
         each centroid: the paper's expensive comparison. Tokens only; no anchor, no pick.
       seed: of the draws, below 2**32; they depend on seed, layer, KV head and position alone.
-        `for_layer` makes it (seed, layer).
 
     Raises:
       TypeError: `base` is not a transform, a number is none.
@@ -100,18 +112,15 @@ class KVCrush(KVTransform):
       PyramidInfer at the paper's ratios, all hidden states go on to the next layer.
     """
 
-    base: KVTransform
     representatives: int | None = None
     share: float | None = None
     anchor: Anchor = "random"
     pick: Pick = "middle"
     granularity: Granularity = "token"
     kmeans: bool = False
-    seed: Seed = 0
+    seed: int = 0
 
     paper: ClassVar[str] = "KVCrush, arXiv 2503.00022"
-    bound = property(lambda self: self.base.bound)
-    frees_while_decoding = property(lambda self: self.base.frees_while_decoding)
 
     def __post_init__(self):
         check_evicts(self.base, "KVCrush")
@@ -123,7 +132,7 @@ class KVCrush(KVTransform):
         if self.kmeans and self.unit > 1:
             raise ValueError(f"kmeans=True clusters tokens, got granularity={self.granularity!r}")
         # Before `for_layer` there are no budgets to look at.
-        number = self.split[1] if self.bound else self.unit
+        number = self.split[1] if is_bound(self.base) else self.unit
         if not callable(number) and number < self.unit:
             raise ValueError(
                 f"representatives must be at least {self.unit}, one unit of "
@@ -144,69 +153,92 @@ class KVCrush(KVTransform):
 
     @property
     def needs(self) -> Needs:
-        """The base's, and accumulated attention where it has no score."""
-        received = not self.kmeans and not has_score(self.base)
+        """The base's, and accumulated attention where its decision has no score."""
+        decision = foreseen(self.base, "prompt")
+        received = not self.kmeans and decision.kind is not None and not decision.score
         return self.base.needs.union(Needs(accumulated_attention=received))
 
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The wrapper around the base of this layer, with draws of its own."""
-        base = self.base.for_layer(layer, num_layers)
-        if isinstance(base, Full):
-            return base
-        draws = not self.kmeans and "random" in (self.anchor, self.pick)
-        seed = seed_of_layer(self.seed, layer) if draws else self.seed
-        return dataclasses.replace(self, base=base, seed=seed)
-
     def extent(self, extent: Extent) -> Extent:
-        """The base's, and the representatives."""
+        """The base's, and the representatives. All hidden states go to the next layer."""
         base, representatives = self.split
-        return base.extent(extent.pin(most_slots(representatives, extent.longest_prompt, 0)))
+        extent = extent.pin(most_slots(representatives, extent.longest_prompt, 0))
+        return dataclasses.replace(base.extent(extent), passed=None)
 
-    def init(self, cache: KVCache) -> tuple[KVCache, State]:
-        """The base's state, and the column that marks representatives."""
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, KVCrushState]:
+        """The key of the draws, the base's state, and the column that marks representatives."""
         none = jnp.zeros(cache.shape, bool)
-        return self.split[0].init(cache.with_column(REPRESENTATIVE, none, merge="keep"))
+        cache = cache.with_column(REPRESENTATIVE, none, merge="keep")
+        draws = not self.kmeans and "random" in (self.anchor, self.pick)
+        cache, base = self.split[0].init(cache, layer)
+        return cache, KVCrushState(layer_key(self.seed, layer) if draws else None, base)
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Lets the base evict; at a prompt's end brings some of the evicted tokens back."""
+    def select(self, view: View, state: KVCrushState, query: Array) -> tuple[View, KVCrushState]:
+        """The base's."""
+        view, base = self.split[0].select(view, state.base, query)
+        return view, state._replace(base=base)
+
+    def on_prompt(
+        self, cache: KVCache, state: KVCrushState, step: Step
+    ) -> tuple[Retain | Mark | None, KVCrushState]:
+        """Retains what the base keeps, and representatives of what it evicts."""
         base, representatives = self.split
-        if not step.prompt_done:
-            return base.update(cache, state, step)
         earlier = cache.column(REPRESENTATIVE) & cache.live
-        before = cache.replace(pinned=cache.pinned & ~earlier)
-        after, state = base.update(before, state, step)
+        cache = cache.replace(pinned=cache.pinned & ~earlier)
+        decision, inner = base.on_prompt(cache, state.base, step)
+        state = state._replace(base=inner)
+        check_kept(decision, "KVCrush")
+        if decision is None or isinstance(decision, Mark):
+            return decision, state
         count = rows_budget(representatives, cache.length, cache.max_prompt, 0)
         most = most_slots(representatives, cache.max_prompt, 0)
         if self.kmeans:
-            kept = after.live
-            gone = before.live & ~kept
-            chosen = nearest_to_centroids(step.keys, gone, before.position, count, most)
+            kept = decision.kept(cache)
+            gone = cache.live & ~kept
+            chosen = nearest_to_centroids(step.keys, gone, cache.position, count, most)
         else:
-            kept, bits = self._behaviour(before, after, state, step)
-            gone = before.live & ~kept
-            chosen = self._representatives(before, bits, gone, count, most)
+            kept, bits = self._behaviour(cache, decision)
+            gone = cache.live & ~kept
+            chosen = self._representatives(cache, bits, gone, count, most, state.key)
         # Where the base evicts nothing, it has left a row alone.
         chosen = jnp.where(gone.any(-1, keepdims=True), chosen, earlier)
-        undone = after.replace(
-            log_mass=before.log_mass, position=before.position, pinned=before.pinned
-        )
-        cache = evict(undone, kept | chosen)
-        cache = cache.replace(pinned=cache.pinned | chosen)
-        return cache.with_column(REPRESENTATIVE, chosen), state
+        return Retain(
+            kept | chosen,
+            newest=decision.newest,
+            pinned=cache.pinned | chosen,
+            columns={**decision.columns, REPRESENTATIVE: chosen},
+            rows=decision.rows,
+        ), state
+
+    def on_flush(
+        self, cache: KVCache, state: KVCrushState, step: Step
+    ) -> tuple[Decision | None, KVCrushState]:
+        """The base's decision, with its part of the budget."""
+        decision, base = self.split[0].on_flush(cache, state.base, step)
+        return decision, state._replace(base=base)
+
+    def on_step(
+        self, cache: KVCache, state: KVCrushState, step: Step
+    ) -> tuple[Decision | None, KVCrushState]:
+        """The base's decision, with its part of the budget."""
+        decision, base = self.split[0].on_step(cache, state.base, step)
+        return decision, state._replace(base=base)
 
     def _behaviour(
-        self, before: KVCache, after: KVCache, state: State, step: Step
+        self, cache: KVCache, decision: Keep | Retain
     ) -> tuple[Bool[Array, "B H S"], Bool[Array, "B Q S"]]:
         """What the base keeps, in whole units, and every token's bits."""
-        if not has_score(self.base):
-            score = accumulated_attention(before)
-            return after.live, head_bits(score, before, after, after.live)
-        score, kept = self.score(before, state, step), after.live
-        always = always_kept(self.split[0], before, state)
+        kept = decision.kept(cache)
+        if not isinstance(decision, Keep) or decision.score is None:
+            return kept, head_bits(accumulated_attention(cache), cache, kept, kept)
+        score, always = decision.score.astype(jnp.float32), decision.stays(cache)
+        if score.shape[1] < cache.shape[1] * cache.group:
+            score = jnp.repeat(score, cache.group, axis=1)
+        score = jnp.where(jnp.isnan(score), -jnp.inf, score)
+        bits = head_bits(score, cache, kept, always)
         if self.unit > 1:
-            reduce = getattr(innermost(self.base), "group_reduce", "mean")
-            kept = whole_units(before, after, self.unit, score, always, reduce)
-        return kept, head_bits(score, before, after, always)
+            reduce = "mean" if decision.reduce == "layer" else decision.reduce
+            kept = whole_units(cache, kept, self.unit, score, always, reduce)
+        return kept, bits
 
     def _representatives(
         self,
@@ -215,11 +247,12 @@ class KVCrush(KVTransform):
         gone: Bool[Array, "B H S"],
         count: Int[Array, " B"],
         most: int,
+        key: Array | None,
     ) -> Bool[Array, "B H S"]:
         """Groups what is gone by the distance to the anchor, and picks one unit of each group."""
         units = Units.of(cache, self.unit)
         vectors, there = units.join(bits), units.any(cache.live).any(1)
-        anchor_key, pick_key = jax.random.split(layer_key(self.seed))
+        anchor_key, pick_key = (None, None) if key is None else jax.random.split(key)
         anchor = anchor_bits(self.anchor, vectors, there, anchor_key)
         distance = hamming_distance(pack_bits(vectors), pack_bits(anchor)[:, None])
         draw = functools.partial(uniform, pick_key) if self.pick == "random" else None
@@ -227,25 +260,20 @@ class KVCrush(KVTransform):
         chosen = bucket_representatives(distance, units.any(gone), buckets, most, draw)
         return gone & units.slots(chosen)
 
-    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"] | None:
-        """The base's score."""
-        return self.split[0].score(cache, state, step)
-
-    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"] | None:
-        """The base's window."""
-        return self.split[0].recent(cache, state)
-
 
 def head_bits(
-    score: Float[Array, "B Q S"], before: KVCache, after: KVCache, always: Bool[Array, "B H S"]
+    score: Float[Array, "B Q S"],
+    cache: KVCache,
+    kept: Bool[Array, "B H S"],
+    always: Bool[Array, "B H S"],
 ) -> Bool[Array, "B Q S"]:
     """Whether a token is among the k with the highest score of a query head, or always kept.
 
     k is how many the KV head keeps: the base's budget, or everything.
     """
-    candidates = evictable(before)
-    k = (candidates & after.live).sum(-1, dtype=jnp.int32)
+    candidates = evictable(cache)
+    k = (candidates & kept).sum(-1, dtype=jnp.int32)
     candidates, position, k, always = (
-        jnp.repeat(x, before.group, axis=1) for x in (candidates, before.position, k, always)
+        jnp.repeat(x, cache.group, axis=1) for x in (candidates, cache.position, k, always)
     )
     return keep_best(score, candidates, position, k) | always

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_choice
 from kvjax.cache.payload import take_slots, write_slots
-from kvjax.transforms.selection import keep_best
+from kvjax.cache.selection import keep_best
 from pallas_kernels import kmeans
 
 Anchor = Literal["random", "mean", "median", "alternate"]
@@ -27,7 +27,7 @@ def check_choices(anchor: Anchor, pick: Pick) -> None:
 
 
 def anchor_bits(
-    kind: Anchor, bits: Bool[Array, "B U N"], there: Bool[Array, "B U"], key: Array
+    kind: Anchor, bits: Bool[Array, "B U N"], there: Bool[Array, "B U"], key: Array | None
 ) -> Bool[Array, "B N"]:
     """The vector that distances are measured from; one for all rows where it ignores their bits.
 
@@ -36,7 +36,7 @@ def anchor_bits(
         have one; `"median"`: ones where more of them have one than at the (lower) median bit.
       bits: zeros where there is no vector.
       there: which vectors there are.
-      key: of the random one.
+      key: of the random one; not looked at otherwise.
     """
     size = bits.shape[-1]
     if kind == "random":

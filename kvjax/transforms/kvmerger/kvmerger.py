@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -14,11 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_choice, check_number, most_slots, rows_budget
 from kvjax.cache.payload import take_slots, write_slots
-from kvjax.cache.slots import KVCache, merge
-from kvjax.protocol import Extent, KVTransform, Needs, State, Step
-from kvjax.transforms.kvmerger.unmerged import Staying
-from kvjax.transforms.random import Seed, check_seed, layer_key, seed_of_layer, uniform
-from kvjax.transforms.selection import evictable, keep_best, newest
+from kvjax.cache.selection import evictable, keep_best, newest
+from kvjax.cache.slots import KVCache
+from kvjax.decisions import Merge
+from kvjax.protocol import Extent, KVTransform, Needs, Step
+from kvjax.transforms.kvmerger.unmerged import Unmerged
+from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import join_anchors, pair_cosine, pair_distance
 
 
@@ -58,7 +58,6 @@ class KVMerger(KVTransform):
         they are multiplied by |S| instead, and the mass is 1. `"none"`: neither. Only the first
         conserves mass.
       seed: of random pivots, below 2**32; they depend on seed, layer, KV head and position alone.
-        `for_layer` makes it (seed, layer).
 
     Raises:
       TypeError, ValueError: neither budget nor epsilon, no numbers, a share outside (0, 1], an
@@ -95,10 +94,9 @@ class KVMerger(KVTransform):
     weights: Literal["gaussian", "mean"] = "gaussian"
     sigma: float | Literal["mean_distance", "literal"] = "mean_distance"
     value_scale: Literal["log_mass", "paper", "none"] = "log_mass"
-    seed: Seed = 0
+    seed: int = 0
 
     paper: ClassVar[str] = "KVMerger, arXiv 2407.08454"
-    merges = property(lambda self: True)
     needs = property(lambda self: Needs(accumulated_attention=True))
 
     def __post_init__(self):
@@ -117,44 +115,40 @@ class KVMerger(KVTransform):
             check_number("epsilon", self.epsilon, -1.0, 1.0)
         elif self.against == "anchor":
             raise ValueError("against='anchor' needs epsilon=, got None")
-        self.staying  # noqa: B018 (its numbers are checked when it is made)
+        self.unmerged  # noqa: B018 (its numbers are checked when it is made)
 
     @property
-    def staying(self) -> Staying:
+    def unmerged(self) -> Unmerged:
         """What stays as it is."""
-        return Staying(self.budget, self.recent, self.heavy)
-
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Itself, with other random pivots in each layer."""
-        if self.pivot == "attention":
-            return self
-        return dataclasses.replace(self, seed=seed_of_layer(self.seed, layer))
+        return Unmerged(self.budget, self.recent, self.heavy)
 
     def extent(self, extent: Extent) -> Extent:
         """The budget of the prompt; new tokens come on top. Without one nothing is promised."""
         if self.budget is None:
             return extent
-        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.staying.minimum))
+        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.unmerged.minimum))
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Merges at the prompt's end."""
-        if not step.prompt_done:
-            return cache, state
-        pivot, weights = self.plan(cache, step.keys)
-        merged = merge(cache, pivot, weights)
-        if self.value_scale != "log_mass":
-            merged = self._without_mass(merged, pivot)
-        return merged, state
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Array | None]:
+        """The key of random pivots."""
+        return cache, layer_key(self.seed, layer) if self.pivot == "random" else None
+
+    def on_prompt(
+        self, cache: KVCache, state: Array | None, step: Step
+    ) -> tuple[Merge, Array | None]:
+        """Merges every set into the slot of its pivot."""
+        pivot, weights = self.plan(cache, step.keys, state)
+        return Merge(pivot, weights, self.value_scale), state
 
     def plan(
-        self, cache: KVCache, keys: Float[Array, "B H S D"]
+        self, cache: KVCache, keys: Float[Array, "B H S D"], key: Array | None = None
     ) -> tuple[Int[Array, "B H S"], Float[Array, "B H S"]]:
         """The pivot's slot of every slot (its own where it is alone) and its weight in the merge.
 
         Args:
           keys: of the slots, as attention saw them.
+          key: of random pivots.
         """
-        pivot = self._pivots(cache, self._merging_sets(cache, keys))
+        pivot = self._pivots(cache, self._merging_sets(cache, keys), key)
         mass = jnp.exp(cache.log_mass)
         if self.weights == "mean":
             return pivot, mass
@@ -183,7 +177,7 @@ class KVMerger(KVTransform):
             joined = pairs & (similarity > self.epsilon)
         if self.budget is None:
             return joined
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.staying.minimum)
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.unmerged.minimum)
         need = evictable(cache).sum(-1, dtype=jnp.int32) - budget[:, None]
         need = jnp.maximum(need, joined.sum(-1, dtype=jnp.int32))
         similarity = jnp.where(joined, jnp.inf, similarity)
@@ -191,19 +185,21 @@ class KVMerger(KVTransform):
 
     def _mergeable(self, cache: KVCache) -> Bool[Array, "B H S"]:
         """What is neither recent nor heavy."""
-        tables = self.staying.counts(np.arange(cache.max_prompt + 1))
+        tables = self.unmerged.counts(np.arange(cache.max_prompt + 1))
         length = jnp.minimum(cache.length, cache.max_prompt)
         recent, heavy = (jnp.asarray(table, jnp.int32)[length] for table in tables)
         others = evictable(cache) & ~newest(cache, recent)
         attention = cache.column("attention").mean(-1)
         return others & ~keep_best(attention, others, cache.position, heavy)
 
-    def _pivots(self, cache: KVCache, sets: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
+    def _pivots(
+        self, cache: KVCache, sets: Int[Array, "B H S"], key: Array | None
+    ) -> Int[Array, "B H S"]:
         """The slot of every slot's pivot, the lowest position where several rank as high."""
         if self.pivot == "attention":
             rank = cache.column("attention").mean(-1)
         else:
-            rank = uniform(layer_key(self.seed), cache.position)
+            rank = uniform(key, cache.position)
         best = rank == _set_max(rank, sets)
         age = jnp.where(best, -cache.position, jnp.iinfo(jnp.int32).min)
         oldest = best & (age == _set_max(age, sets))
@@ -219,16 +215,6 @@ class KVMerger(KVTransform):
         if self.sigma == "literal":
             return _set_sum(_gaussian(distance, 5.0), pivot) / (math.sqrt(2) * members)
         return _set_sum(distance, pivot) / (math.sqrt(2) * jnp.maximum(members - 1, 1))
-
-    def _without_mass(self, merged: KVCache, pivot: Int[Array, "B H S"]) -> KVCache:
-        """The merged slots with mass 1, and with `"paper"` their values times what it was."""
-        changed = merged.live & (_set_sum(jnp.ones_like(pivot), pivot) > 1)
-        tokens = jnp.where(changed, jnp.exp(merged.log_mass), 1.0)
-        merged = merged.replace(log_mass=jnp.where(changed, 0.0, merged.log_mass))
-        if self.value_scale == "none":
-            return merged
-        values = merged.v.read()
-        return merged.replace(v=merged.v.fill((values * tokens[..., None]).astype(values.dtype)))
 
 
 def _gaussian(distance: Float[Array, "B H S"], sigma: float | Array) -> Float[Array, "B H S"]:

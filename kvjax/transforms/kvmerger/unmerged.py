@@ -16,7 +16,7 @@ _ROUNDING = 1e-9  # a share of a prompt that is a whole number but for rounding 
 
 
 @dataclass(frozen=True)
-class Staying:
+class Unmerged:
     """Tokens that are not merged, and a budget that merging the others can meet.
 
     Of n tokens, h heavy ones and r recent ones leave at least n − r − 2h − 1 pairs of neighbours: a
@@ -30,8 +30,8 @@ class Staying:
 
     Example:
       >>> import numpy as np
-      >>> from kvjax.transforms.kvmerger.unmerged import Staying
-      >>> [int(x[0]) for x in Staying(budget=0.35).counts(np.array([1000]))]
+      >>> from kvjax.transforms.kvmerger.unmerged import Unmerged
+      >>> [int(x[0]) for x in Unmerged(budget=0.35).counts(np.array([1000]))]
       [80, 20]
     """
 

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import (
     Budget,
     check_budget,
     check_count,
+    check_flag,
     check_number,
     most_slots,
     rows_budget,
 )
 from kvjax.budgets.layers import SpindleBudget
+from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
-from kvjax.protocol import Extent, KVTransform, Needs, State, Step, group_scores
-from kvjax.transforms.recall import check_flag
-from kvjax.transforms.selection import newest
-from kvjax.transforms.snapkv import keep_observed, window_attention
+from kvjax.decisions import Keep
+from kvjax.protocol import Extent, KVTransform, Needs, State, Step
+from kvjax.transforms.snapkv import by_query_head, window_attention
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ class LayerBudgetEviction(KVTransform):
     unfold: bool = False
 
     paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
-    bound = property(lambda self: False)
 
     def __post_init__(self):
         check_number("reserve", self.reserve, 0.0, 1.0)
@@ -122,23 +121,11 @@ class LayerEviction(KVTransform):
         """The budget of the prompt; new tokens come on top."""
         return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
 
-    def update(self, cache: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-        """Evicts the context tokens of the lowest score at the prompt's end."""
-        if not step.prompt_done:
-            return cache, state
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
+        """Keeps the newest tokens and the others that they attend to most for their age."""
         budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
-        score = group_scores(self.score(cache, state, step), cache, "mean")
-        return keep_observed(cache, step, score, self.window, budget), state
-
-    def score(self, cache: KVCache, state: State, step: Step) -> Float[Array, "B Q S"]:
-        """What the last queries gave each context token, over its age; 0 inside the window."""
         received = window_attention(cache, step, self.window)
         age = (cache.length[:, None, None] - cache.position).astype(jnp.float32)
         context = cache.live & ~newest(cache, self.window)
-        share = jnp.where(context, 1.0 / age, 0.0)
-        score = received * share[:, :, None]
-        return score.reshape(score.shape[0], -1, score.shape[-1])
-
-    def recent(self, cache: KVCache, state: State) -> Int[Array, " B"]:
-        """The observation window."""
-        return jnp.full(cache.shape[0], self.window, jnp.int32)
+        score = received * jnp.where(context, 1.0 / age, 0.0)[:, :, None]
+        return Keep(budget, by_query_head(score), newest=jnp.full_like(budget, self.window)), state

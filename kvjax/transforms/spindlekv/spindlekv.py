@@ -53,7 +53,6 @@ class SpindleKV(KVTransform):
 
     stage: ClassVar[Stage] = Stage.REPRESENT
     paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
-    bound = property(lambda self: False)
 
     def __post_init__(self):
         self._parts()

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.budgets.budgets import Budget, most_slots, rows_budget
 from kvjax.cache.slots import KVCache, evict
-from kvjax.protocol import Extent
 
 
 def evictable(cache: KVCache) -> Bool[Array, "B H S"]:
@@ -17,7 +15,10 @@ def evictable(cache: KVCache) -> Bool[Array, "B H S"]:
 
 
 def newest(cache: KVCache, count: int | Int[Array, " B"]) -> Bool[Array, "B H S"]:
-    """Live slots of each row's newest `count` positions."""
+    """Live slots of each row's newest `count` positions, those from `length - count` on.
+
+    Where positions have gaps there are fewer of them than `count`.
+    """
     first = cache.length - count
     return cache.live & (cache.position >= first[:, None, None])
 
@@ -68,7 +69,8 @@ def _highest(x: UInt32[Array, "B H S"], count: Int[Array, ...]) -> UInt32[Array,
         enough = (x >= tried).sum(-1, keepdims=True, dtype=jnp.int32) >= count
         return jnp.where(enough, tried, found)
 
-    return jax.lax.fori_loop(0, 32, set_bit, jnp.zeros((*x.shape[:2], 1), jnp.uint32))
+    start = jnp.zeros((*x.shape[:2], 1), jnp.uint32)
+    return jax.lax.fori_loop(0, 32, set_bit, start)
 
 
 def evict_worst(
@@ -88,18 +90,3 @@ def evict_worst(
     place = jnp.where(worst, cache.position, -1).max(-1, keepdims=True)
     victim = worst & (cache.position == place) & over[..., None]
     return evict(cache, ~victim)
-
-
-def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, " B"]:
-    """What a method that compresses while decoding holds per row, from its tokens so far.
-
-    A prompt shorter than the smallest workable budget may still grow to that budget. No row gets
-    more than a prompt of `max_prompt` tokens would.
-    """
-    return jnp.maximum(rows_budget(budget, cache.length, cache.max_prompt, minimum), minimum)
-
-
-def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
-    """Slots of a method that holds its budget while decoding: one more during a step."""
-    most = max(most_slots(budget, extent.longest_prompt, minimum), minimum)
-    return extent.keep(most).hold(most + 1)

@@ -1,4 +1,4 @@
-"""Rotation of many vectors by a table, against float64."""
+"""Rotation of stored keys, block by block, against float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvjax import Rope
-from kvjax.rope import Rotation, TurnTable
 
 BATCH, HEADS, COUNT, DIM = 2, 3, 40, 8
 FREQUENCIES = 10_000.0 ** (-np.arange(3) / 3)  # of three pairs: the last two channels pass
@@ -38,49 +37,40 @@ def vectors(most: int):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("tokens", [1, 256, 1000, 40_000])
+@pytest.mark.parametrize("tokens", [1, 256, 1000, 40_000, 10_000_000])
 def test_as_float64_has_it(interleaved, rows, tokens):
-    """To rounding, at large positions too: an angle is the sum of two that are as good as exact."""
+    """To rounding, at large positions too: angles are whole numbers of turns of 2 ** -32."""
     frequencies = np.array([FREQUENCIES, FREQUENCIES / 3]) if rows else FREQUENCIES
     frequencies = frequencies.astype(np.float32)
     rope = Rope(jnp.asarray(frequencies), interleaved, 1.5)
     x, positions = vectors(tokens)
-    table = TurnTable.below(rope, tokens)
-    assert tokens <= table.rows.shape[1] < tokens + 256
-    got = rope.turn(jnp.asarray(x), *table.of(jnp.asarray(positions)))
+    got = jax.jit(lambda x, at: rope.at(at).rotate(x))(x, positions)
     expected = turned(
         x, positions, np.broadcast_to(frequencies, (BATCH, 3)), interleaved, rope.factor
     )
-    # The multiples of 256 are angles rounded to float32, up to 2 ** -24 of themselves.
-    np.testing.assert_allclose(got, expected, atol=2e-6 + 4 * tokens * 2**-24)
-
-
-def products(rope: Rope, q, x, positions, tokens: int):
-    """Over blocks of 16 keys, as a decode step has it."""
-    rotation = Rotation(rope, jnp.asarray(positions), tokens)
-
-    def compute(product):
-        starts = range(0, COUNT, 16)
-        return jnp.concatenate([product(q, x[:, :, s : s + 16], s) for s in starts], -1)
-
-    return rotation.logits(compute)
+    # A frequency is rounded to 2 ** -33 turns.
+    np.testing.assert_allclose(got, expected, atol=4e-6 + 8 * np.pi * tokens * 2**-33)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "table"), [(500, True), (400, True), (10_000_000, False)], ids=str
-)
-def test_products(interleaved, tokens, table):
-    """From a table, one by one where a position is beyond it, and for few of many positions."""
+@pytest.mark.parametrize("most", [500, 10_000_000])
+def test_products(interleaved, most):
+    """Over blocks of 16 keys, as a decode step has it; without a conditional or a loop."""
     rope = Rope(jnp.asarray(FREQUENCIES, jnp.float32), interleaved, 1.5)
-    x, positions = vectors(500)
-    positions[1, 2, 3] = 513 if tokens == 400 else -1  # beyond a table of 512, or a free slot
+    x, positions = vectors(most)
+    positions[1, 2, 3] = -1  # a free slot
     q = np.random.default_rng(1).normal(size=(BATCH, HEADS, 2, DIM)).astype(np.float32)
-    got = jax.jit(products, static_argnums=4)(rope, q, x, positions, tokens)
-    frequencies = np.broadcast_to(FREQUENCIES, (BATCH, 3))
+
+    def products(q, x, positions):
+        turn, starts = rope.at(positions), range(0, COUNT, 16)
+        return jnp.concatenate([turn.product(q, x[:, :, s : s + 16], s) for s in starts], -1)
+
+    got = jax.jit(products)(q, x, positions)
+    frequencies = np.broadcast_to(FREQUENCIES.astype(np.float32), (BATCH, 3))
     keys = turned(x, positions, frequencies, interleaved, rope.factor)
     expected = np.einsum("bhrd,bhsd->bhrs", q, keys)
     there = np.broadcast_to((positions >= 0)[:, :, None], expected.shape)
-    np.testing.assert_allclose(np.asarray(got)[there], expected[there], atol=2e-4)
-    jaxpr = str(jax.make_jaxpr(products, static_argnums=4)(rope, q, x, positions, tokens))
-    assert ("cond[" in jaxpr) == table
+    atol = 2e-5 + 16 * np.pi * most * 2**-33
+    np.testing.assert_allclose(np.asarray(got)[there], expected[there], atol=atol)
+    jaxpr = str(jax.make_jaxpr(products)(q, x, positions))
+    assert "cond[" not in jaxpr and "while[" not in jaxpr

@@ -1,0 +1,271 @@
+"""What a method decides, as values that the library carries out.
+
+A transform's `on_prompt`, `on_flush` and `on_step` return one of these or None. Wrappers such as
+`CaM` and `KVCrush` see the decision of the method that they go around and return another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.selection import evict_worst, evictable, keep_best, newest
+from kvjax.cache.slots import KVCache, evict, merge, permute
+from kvjax.protocol import GroupReduce, Step
+
+Rows = Bool[Array, " B"] | Bool[Array, "B H"] | None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Nothing but new values of the method's own columns.
+
+    Args:
+      columns: `[B, H, S, ...]` each, by name.
+    """
+
+    columns: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep the best tokens and evict the others.
+
+    Pinned slots stay, in addition to the budget. Tokens that always stay come first, then those
+    with the highest score; ties go to the lower position, and NaN counts as the lowest score.
+
+    Args:
+      budget: tokens to keep, of each row, or of each row and KV head.
+      score: importance of each slot, per query head `[B, Q, S]` or per KV head `[B, H, S]`; None:
+        the newer, the more important.
+      always: tokens that stay whatever their score, such as sinks.
+      newest: how many of each row's newest positions stay whatever their score.
+      reduce: how scores of query heads become one of their KV head; `"layer"`: as `"mean"`, and
+        then the mean over all KV heads of a row that hold the same tokens.
+      columns: new values of the method's own columns.
+      rows: the rows, or rows and KV heads, that it concerns; None: all.
+    """
+
+    budget: Int[Array, " B"] | Int[Array, "B H"]
+    score: Float[Array, "B Q S"] | Float[Array, "B H S"] | None
+    always: Bool[Array, "B H S"] | None = None
+    newest: Int[Array, " B"] | None = None
+    reduce: GroupReduce | Literal["layer"] = "mean"
+    columns: dict[str, Array] = field(default_factory=dict)
+    rows: Rows = None
+
+    def stays(self, cache: KVCache) -> Bool[Array, "B H S"]:
+        """Live tokens that stay whatever their score."""
+        stays = cache.pinned
+        if self.always is not None:
+            stays |= self.always
+        if self.newest is not None:
+            stays |= newest(cache, self.newest)
+        return stays & cache.live
+
+    def head_score(self, cache: KVCache) -> Float[Array, "B H S"]:
+        """One score per slot and KV head; NaN is the lowest."""
+        if self.score is None:
+            return cache.position.astype(jnp.float32)
+        score = self.score.astype(jnp.float32)
+        if score.shape[1] != cache.shape[1] or self.reduce == "layer":
+            reduce = "mean" if self.reduce == "layer" else self.reduce
+            score = group_scores(score, cache, reduce)
+        if self.reduce == "layer":
+            score = over_heads(score, cache)
+        return jnp.where(jnp.isnan(score), -jnp.inf, score)
+
+    def kept(self, cache: KVCache) -> Bool[Array, "B H S"]:
+        """The live tokens that are kept."""
+        score = jnp.where(self.stays(cache), jnp.inf, self.head_score(cache))
+        best = keep_best(score, evictable(cache), cache.position, self.budget)
+        return cache.live & (best | cache.pinned | ~_concerned(self.rows, cache))
+
+    def apply(self, cache: KVCache, step: Step) -> KVCache:
+        """The cache with the others evicted."""
+        if step.moment != "step":
+            return evict(cache, self.kept(cache))
+        # At most one token is over the budget: three reductions in place of a ranking.
+        others = evictable(cache) & ~self.stays(cache) & _concerned(self.rows, cache)
+        return evict_worst(cache, self.head_score(cache), others, self.budget)
+
+
+@dataclass(frozen=True)
+class Retain:
+    """Keep just these tokens and evict the others.
+
+    Args:
+      keep: which tokens.
+      newest: how many of each row's newest positions are always among them; None: not known.
+      pinned: slots that are pinned from now on, and no others; None: as they were, and they stay.
+      columns, rows: as in `Keep`.
+    """
+
+    keep: Bool[Array, "B H S"]
+    newest: Int[Array, " B"] | None = None
+    pinned: Bool[Array, "B H S"] | None = None
+    columns: dict[str, Array] = field(default_factory=dict)
+    rows: Rows = None
+
+    def kept(self, cache: KVCache) -> Bool[Array, "B H S"]:
+        """The live tokens that are kept."""
+        keep = self.keep | cache.pinned if self.pinned is None else self.keep
+        return cache.live & (keep | ~_concerned(self.rows, cache))
+
+    def apply(self, cache: KVCache, step: Step) -> KVCache:
+        """The cache with the others evicted."""
+        kept = self.kept(cache)
+        if self.pinned is not None:
+            pinned = jnp.where(_concerned(self.rows, cache), self.pinned, cache.pinned)
+            cache = cache.replace(pinned=pinned & kept)
+        return evict(cache, kept)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """As `Retain`, and values of what is kept change.
+
+    Args:
+      keep: which tokens.
+      values: what all slots' values become, `[B, H, S, D]`.
+      pinned: as in `Retain`.
+      columns, rows: as in `Keep`.
+    """
+
+    keep: Bool[Array, "B H S"]
+    values: Float[Array, "B H S D"]
+    pinned: Bool[Array, "B H S"] | None = None
+    columns: dict[str, Array] = field(default_factory=dict)
+    rows: Rows = None
+
+    def kept(self, cache: KVCache) -> Bool[Array, "B H S"]:
+        """The live tokens that are kept."""
+        return cache.live & (self.keep | ~_concerned(self.rows, cache))
+
+    def apply(self, cache: KVCache, step: Step) -> KVCache:
+        """The cache with new values, and the others evicted."""
+        concerned = _concerned(self.rows, cache)[..., None]
+        values = jnp.where(concerned, self.values, cache.v.read())
+        retained = Retain(self.keep, None, self.pinned, rows=self.rows).apply(cache, step)
+        return retained.replace(v=cache.v.write(None, values))
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merge slots: see `kvjax.merge`.
+
+    Args:
+      into: target slot of every slot, itself if it stays.
+      weights: of the members in the means; None: their masses.
+      value_scale: `"log_mass"`: a merged slot's mass is the sum of its members'. `"paper"`: its
+        values are multiplied by that sum instead, and its mass is 1. `"none"`: neither.
+      columns, rows: as in `Keep`.
+    """
+
+    into: Int[Array, "B H S"]
+    weights: Float[Array, "B H S"] | None = None
+    value_scale: Literal["log_mass", "paper", "none"] = "log_mass"
+    columns: dict[str, Array] = field(default_factory=dict)
+    rows: Rows = None
+
+    def apply(self, cache: KVCache, step: Step) -> KVCache:
+        """The cache with merged slots."""
+        slot = jax.lax.broadcasted_iota(jnp.int32, self.into.shape, 2)
+        into = jnp.where(_concerned(self.rows, cache), self.into, slot)
+        merged = merge(cache, into, self.weights)
+        if self.value_scale == "log_mass":
+            return merged
+        changed = merged.log_mass != cache.log_mass
+        changed &= merged.live
+        tokens = jnp.where(changed, jnp.exp(merged.log_mass), 1.0)
+        merged = merged.replace(log_mass=jnp.where(changed, 0.0, merged.log_mass))
+        if self.value_scale == "none":
+            return merged
+        values = merged.v.read()
+        scaled = (values * tokens[..., None]).astype(values.dtype)
+        return merged.replace(v=merged.v.write(None, scaled))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Put slots into another order: slot `slots[n]` becomes what slot `source[n]` was.
+
+    Args:
+      source, slots: as in `kvjax.cache.slots.permute`. They leave rows that are not concerned as
+        they are.
+      columns: as in `Keep`.
+    """
+
+    source: Int[Array, "B H N"]
+    slots: Int[Array, "B H N"] | None = None
+    columns: dict[str, Array] = field(default_factory=dict)
+
+    def apply(self, cache: KVCache, step: Step) -> KVCache:
+        """The cache with its slots in that order."""
+        return permute(cache, self.source, self.slots)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A cache in which several decisions have been carried out one after the other.
+
+    Args:
+      cache: the cache afterwards.
+    """
+
+    cache: KVCache
+
+    def apply(self, cache: KVCache, step: Step) -> KVCache:
+        """That cache."""
+        return self.cache
+
+
+Decision = Mark | Keep | Retain | Rewrite | Merge | Order | Changed
+
+
+def carry_out(decision: Decision | None, cache: KVCache, step: Step) -> KVCache:
+    """The cache after a decision, of which only `step.rows` are concerned."""
+    if decision is None:
+        return cache
+    rows = getattr(decision, "rows", None)
+    rows = step.rows if rows is None else _both(rows, step.rows)
+    concerned = _concerned(rows, cache)
+    for name, values in getattr(decision, "columns", {}).items():
+        old = cache.column(name)
+        which = concerned.reshape(*concerned.shape, *(1,) * (old.ndim - 3))
+        cache = cache.with_column(name, jnp.where(which, values, old))
+    if isinstance(decision, Mark):
+        return cache
+    if hasattr(decision, "rows"):
+        decision = dataclasses.replace(decision, rows=rows)
+    return decision.apply(cache, step)
+
+
+def group_scores(
+    scores: Float[Array, "B Q S"], cache: KVCache, reduce: GroupReduce
+) -> Float[Array, "B H S"]:
+    """One score per KV head from those of its group's query heads."""
+    grouped = scores.reshape(*cache.shape[:2], cache.group, -1)
+    return {"mean": jnp.mean, "max": jnp.max, "sum": jnp.sum}[reduce](grouped, axis=2)
+
+
+def over_heads(score: Float[Array, "B H S"], cache: KVCache) -> Float[Array, "B H S"]:
+    """The mean over all KV heads of a row whose slots hold the same tokens in each."""
+    same = (cache.position == cache.position[:, :1]).all((1, 2), keepdims=True)
+    return jnp.where(same, score.mean(1, keepdims=True), score)
+
+
+def _both(rows: Bool[Array, "B ..."], others: Bool[Array, " B"]) -> Bool[Array, "B ..."]:
+    return rows & others.reshape(-1, *(1,) * (rows.ndim - 1))
+
+
+def _concerned(rows: Rows, cache: KVCache) -> Bool[Array, "B N 1"]:
+    """Which slots a decision concerns."""
+    if rows is None:
+        return jnp.ones((cache.shape[0], 1, 1), bool)
+    return rows.reshape(rows.shape[0], -1, 1)

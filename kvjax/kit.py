@@ -1,0 +1,70 @@
+"""What authors of methods need beside `kvjax.KVTransform`: the helpers of the shipped methods.
+
+See `docs/writing-a-method.md`.
+"""
+
+from kvjax.budgets.budgets import (
+    Budget,
+    check_budget,
+    check_choice,
+    check_count,
+    check_number,
+    most_slots,
+    rows_budget,
+)
+from kvjax.cache.payload import sum_into, take_slots, write_slots
+from kvjax.cache.selection import evictable, keep_best, newest
+from kvjax.cache.slots import Column, KVCache
+from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, Rewrite, group_scores
+from kvjax.protocol import (
+    Extent,
+    KVTransform,
+    Needs,
+    Stage,
+    State,
+    Step,
+    View,
+    Wrapper,
+    accumulated_attention,
+)
+from kvjax.transforms.held_budget import decoding_budget, decoding_extent
+from kvjax.transforms.snapkv import by_query_head, window_attention
+
+__all__ = [
+    "Budget",
+    "Column",
+    "Decision",
+    "Extent",
+    "KVCache",
+    "KVTransform",
+    "Keep",
+    "Mark",
+    "Merge",
+    "Needs",
+    "Order",
+    "Retain",
+    "Rewrite",
+    "Stage",
+    "State",
+    "Step",
+    "View",
+    "Wrapper",
+    "accumulated_attention",
+    "by_query_head",
+    "check_budget",
+    "check_choice",
+    "check_count",
+    "check_number",
+    "decoding_budget",
+    "decoding_extent",
+    "evictable",
+    "group_scores",
+    "keep_best",
+    "most_slots",
+    "newest",
+    "rows_budget",
+    "sum_into",
+    "take_slots",
+    "window_attention",
+    "write_slots",
+]

@@ -1,0 +1,95 @@
+"""`kvjax.testing.check` finds what is broken and says it in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.kit import Keep, Mark
+from kvjax.testing import ConformanceError, check
+
+
+@dataclass(frozen=True)
+class Newest(kvjax.KVTransform):
+    """Keeps the newest tokens."""
+
+    budget: int = 12
+
+    def extent(self, extent):
+        return extent.keep(self.budget)
+
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        return Keep(jnp.full_like(cache.length, self.budget), None), state
+
+
+class KeepsMore(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        return Keep(jnp.full_like(cache.length, self.budget + 3), None), state
+
+
+class LooksAtPadding(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        padded = step.slots[:, :, :1] == cache.slots  # is the first column padding?
+        score = jnp.where(padded, 1.0, -1.0) * cache.position.astype(jnp.float32)
+        return Keep(jnp.full_like(cache.length, self.budget), score), state
+
+
+class LooksAtOtherRows(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        newest = jnp.where(cache.length[0] > 0, 1.0, -1.0)
+        score = newest * cache.position.astype(jnp.float32)
+        return Keep(jnp.full_like(cache.length, self.budget), score), state
+
+
+class Loops(Newest):
+    def on_step(self, cache, state, step) -> tuple[Mark, tuple]:
+        jax.lax.while_loop(lambda x: x < cache.length[0], lambda x: x + 1, 0)
+        return None, state
+
+
+BROKEN = {
+    "keeps more": (KeepsMore, "promises 12 slots after a prompt, and keeps 15"),
+    "padding": (LooksAtPadding, "padded at the left"),
+    "other rows": (LooksAtOtherRows, "in a batch than of the same row alone"),
+    "loop": (Loops, "has while in a decode step"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_found(name):
+    kind, said = BROKEN[name]
+    with pytest.raises(ConformanceError) as raised:
+        check(kind())
+    message = str(raised.value)
+    assert said in message and "\n" not in message
+
+
+def test_a_right_method_passes():
+    check(Newest())
+
+
+def test_what_is_no_transform():
+    with pytest.raises(TypeError, match="give an instance"):
+        check(Newest.__class__)
+
+
+@pytest.mark.parametrize("name", ["needs", "select", "on_prompt", "extent"])
+def test_a_field_cannot_replace_a_member(name):
+    with pytest.raises(TypeError, match=f"'{name}', which is a member"):
+        type("Mine", (kvjax.KVTransform,), {"__annotations__": {name: "int"}, name: 3})
+
+
+def test_a_field_may_have_an_old_members_name():
+    """What were hooks of the protocol are plain names now."""
+
+    @dataclass(frozen=True)
+    class Mine(Newest):
+        recent: int = 3
+        score: float = 0.5
+        merges: bool = False
+
+    check(Mine())
