@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
@@ -21,6 +22,7 @@ from kvjax.protocol import (
     Stage,
     State,
     Step,
+    View,
     Wrapper,
     check_transform,
     frees_while_decoding,
@@ -109,9 +111,7 @@ class HeadGroups(KVTransform):
 class _Again(Wrapper):
     """Compresses again while decoding what its base compresses at a prompt's end.
 
-    The base's budget and `spare` slots more are what a KV head of a row may hold. At a flush, a row
-    that has not room there for the tokens of the steps until the next one is compressed as one
-    prompt.
+    The base's budget and `spare` slots more are what a KV head of a row may hold.
     """
 
     adds: ClassVar[tuple[Moment, ...]] = ("flush",)
@@ -134,12 +134,10 @@ class _Again(Wrapper):
         """What the base keeps and pins at most when everything live is compressed."""
         return self.base.extent(Extent(prompt=longest + new, new=0, longest=longest))
 
-    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What the base decides about everything live, in rows that have not room."""
-        most = self._most(cache.max_prompt, cache.max_new)
-        others_pins = jnp.maximum(cache.pinned.sum(-1) - most.pinned, 0)
-        held = cache.live.sum(-1) - others_pins
-        due = held + step.room > most.prompt + self.spare
+    def _compress(
+        self, due: Bool[Array, "B H"], cache: KVCache, state: State, step: Step
+    ) -> tuple[Decision | None, State]:
+        """What the base decides about everything live, in the rows and heads that are due."""
         due &= step.rows[:, None]
         as_prompt = dataclasses.replace(step, moment="prompt", rows=due.any(-1))
         decision, state = self.base.on_prompt(cache, state, as_prompt)
@@ -183,6 +181,37 @@ class Every(_Again):
         """What the base keeps of everything, and at most `steps` tokens more."""
         return self._hold(extent, self.steps)
 
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
+        """The base's state, and how long each row was when it was last compressed."""
+        cache, state = self.base.init(cache, layer)
+        return cache, (cache.length + 0, state)  # not the cache's own array
+
+    def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
+        """The base's."""
+        length, inner = state
+        view, inner = self.base.select(view, inner, query)
+        return view, (length, inner)
+
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """The base's."""
+        length, inner = state
+        decision, inner = self.base.on_prompt(cache, inner, step)
+        return decision, (step.of_rows(cache.length, length), inner)
+
+    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What the base decides about rows to which more tokens than may wait would come."""
+        length, inner = state
+        due = step.rows & (cache.length - length + step.room > self.steps)
+        heads = jnp.broadcast_to(due[:, None], cache.shape[:2])
+        decision, inner = self._compress(heads, cache, inner, step)
+        return decision, (jnp.where(due, cache.length, length), inner)
+
+    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """The base's."""
+        length, inner = state
+        decision, inner = self.base.on_step(cache, inner, step)
+        return decision, (length, inner)
+
 
 @dataclass(frozen=True)
 class WhenFull(_Again):
@@ -218,6 +247,13 @@ class WhenFull(_Again):
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `room` tokens more."""
         return self._hold(extent, max(self.room // 4, 1))
+
+    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+        """What the base decides about rows and heads that have not room for the next tokens."""
+        most = self._most(cache.max_prompt, cache.max_new)
+        others_pins = jnp.maximum(cache.pinned.sum(-1) - most.pinned, 0)
+        held = cache.live.sum(-1) - others_pins
+        return self._compress(held + step.room > most.prompt + self.room, cache, state, step)
 
 
 def _is_group(part: object) -> bool:

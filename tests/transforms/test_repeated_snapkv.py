@@ -40,9 +40,26 @@ class Repeated(SnapKV):
             self._evict(self.row_budget(self.slots.length))
 
 
-def EverySnapKV(*args, steps: int, **options) -> Repeated:
-    """Flushed every `steps` tokens, for which there is room."""
-    return Repeated(*args, spare=steps, **options)
+class EverySnapKV(Repeated):
+    """Compresses after every `steps` tokens generated since the last time, prompts included."""
+
+    def __init__(self, *args, steps: int, **options) -> None:
+        super().__init__(*args, spare=steps, **options)
+        self.steps, self.generated = steps, 0
+
+    def prompt(self, q, k, v, positions, last=True) -> np.ndarray:
+        if (np.asarray(positions) >= 0).any():
+            self.generated = 0
+        return super().prompt(q, k, v, positions, last)
+
+    def decode(self, *args) -> np.ndarray:
+        self.generated += 1
+        return super().decode(*args)
+
+    def flush(self, room: int) -> None:
+        if self.generated + room > self.steps:
+            self.generated = 0
+            self._evict(self.row_budget(self.slots.length))
 
 
 def SnapKVWhenFull(*args, room: int, **options) -> Repeated:
