@@ -18,6 +18,7 @@ A method that overrides one of them takes part in that moment; nothing else has 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import take_slots
+from kvjax.cache.payload import of_rows, take_slots
 from kvjax.cache.slots import KVCache
 from kvjax.rope import Rope
 
@@ -203,11 +204,7 @@ class Step:
 
     def of_rows(self, new: State, old: State) -> State:
         """A state whose arrays are `[B, ...]`: `new` in the rows concerned, `old` in the others."""
-
-        def choose(new: Array, old: Array) -> Array:
-            return jnp.where(self.rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
-
-        return jax.tree.map(choose, new, old)
+        return jax.tree.map(functools.partial(of_rows, self.rows), new, old)
 
 
 @jax.tree_util.register_dataclass

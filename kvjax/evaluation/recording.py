@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from kvjax.attention.layer import Cache, LayerCache, init_cache
 from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import Decision
-from kvjax.protocol import Full, KVTransform, Logits, Moment, Needs, State, Step, View, Wrapper
+from kvjax.protocol import Full, KVTransform, Logits, Needs, State, Step, View, Wrapper
 from kvjax.rope import Rope
 from pallas_kernels import decode_attention
 
@@ -55,8 +55,6 @@ class Record:
 @dataclass(frozen=True)
 class Recorded(Wrapper):
     """A layer's transform that leaves a `Record` of a decode step beside its state."""
-
-    adds: ClassVar[tuple[Moment, ...]] = ()
 
     needs = property(lambda self: self.base.needs._replace(predicted_query=True))
 
