@@ -1,4 +1,4 @@
-"""What all tests share: strict promotion, compiled code kept on disk, data folder, gpu marker."""
+"""What all tests share: quick compilation, a cache of it, promotion, data folder, gpu marker."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from pathlib import Path
 import jax
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+# Small functions run a few times: what makes code fast is not worth its compilation, which takes up
+# to 10 times longer with it. Commands that tests start inherit it. What is asked of compiled code
+# itself is asked of code with other options (`tests/attention/test_steps.py`).
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):
+    QUICK += " --xla_cpu_use_fusion_emitters=false"  # later versions have no such option
+if QUICK not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the process before it
+    os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 
 ROOT = Path(__file__).resolve().parent.parent
 MAPS = Path("/proc/self/maps")

@@ -1,6 +1,8 @@
-"""A decode step of every method and composition holds no loop and no condition of its own."""
+"""A decode step of every method and composition holds no loop, no condition and no copy of a store."""
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ import pytest
 
 import kvjax
 from kvjax.testing import control_flow
-from tests.compose.test_conformance import CASES, snapkv
+from tests.compose.test_conformance import CASES, HEAD_DIM, KV_HEADS, QUERY_HEADS, names, snapkv
 from tests.support.attending import Tokens, new_cache, right, the_rope
+from tests.support.hlo_text import Program
 
 ATTENTION = ("_fetch",)  # rows of a store in host memory come run by run
 CHAINS = {
@@ -49,3 +52,50 @@ def test_a_loop_would_be_found():
         return jax.jit(lambda x: jax.lax.cond(x > 2, jnp.sin, jnp.cos, x * 1.0))(x)
 
     assert control_flow(jax.make_jaxpr(loops)(0).jaxpr) == ["while", "cond"]
+
+
+# CaM adds to the values of many tokens: one pass over them, elementwise and so in place.
+REWRITES_VALUES = {"cam": 1}
+# Fusions as users get them; how LLVM compiles each of them makes no difference here.
+FUSED_AS_USERS = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    FUSED_AS_USERS["xla_cpu_use_fusion_emitters"] = True
+
+
+def compiled_loop(transform, rows=2, steps=16, slots=128):
+    """Steps with a donated cache, compiled for CPU, and the elements of its smallest store."""
+
+    def loop(cache, q, k, v, at):
+        def step(number, carry):
+            cache, out = carry
+            out, cache = kvjax.attend(
+                transform, cache, q + out, k, v, at + number, phase="decode", rope=the_rope()
+            )
+            return cache, out
+
+        return jax.lax.fori_loop(0, steps, step, (cache, jnp.zeros_like(q)))
+
+    cache = jax.eval_shape(
+        lambda: kvjax.init_cache(
+            transform, batch=rows, kv_heads=KV_HEADS, query_heads=QUERY_HEADS, head_dim=HEAD_DIM,
+            max_prompt=slots, max_new=64,
+        )
+    )  # fmt: skip
+    q, k = (
+        jax.ShapeDtypeStruct((rows, heads, 1, HEAD_DIM), jnp.float32)
+        for heads in (QUERY_HEADS, KV_HEADS)
+    )
+    at = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    lowered = jax.jit(loop, donate_argnums=0).lower(cache, q, k, k, at)
+    caches = cache if isinstance(cache, tuple) else (cache,)
+    stores = [payload for one in caches for payload in (one.kv.k, one.kv.v)]
+    sizes = [max(math.prod(x.shape) for x in jax.tree.leaves(store)) for store in stores]
+    return Program(lowered.compile(FUSED_AS_USERS).as_text()), min(sizes)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA makes of it on CPU")
+@pytest.mark.parametrize("name", names(CASES))
+def test_no_step_copies_keys_or_values(name):
+    program, elements = compiled_loop(CASES[name])
+    copies = program.copies(elements, kernel="none")
+    assert len(copies) == REWRITES_VALUES.get(name, 0), copies
