@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import of_rows, take_slots
+from kvjax.cache.payload import of_rows, sum_into, take_slots
 from kvjax.cache.slots import KVCache
 from kvjax.rope import Rope
 
@@ -260,12 +260,7 @@ class View:
             return x
         slots = self.cache.slots
         index = jnp.where(self.index >= 0, self.index, slots)
-        add = jax.vmap(
-            jax.vmap(
-                lambda i, x: jnp.zeros((slots, x.shape[-1]), x.dtype).at[i].add(x, mode="drop")
-            )
-        )
-        return jnp.moveaxis(add(index, jnp.moveaxis(x, 2, 3)), 3, 2)
+        return jnp.moveaxis(sum_into(index, jnp.moveaxis(x, 2, 3), slots), 3, 2)
 
 
 def _equal(one: KVTransform, other: object) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, QueryWindow, check_groups
+from kvjax.attention.layer import Cache, LayerCache, QueryWindow
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.payload import Dense, Seen, Slots, take_slots
 from kvjax.cache.slots import KVCache, append, compact, widen
@@ -373,7 +373,7 @@ def _last_queries(needs: Needs, cache: LayerCache, q, positions, call: _Call) ->
 
 def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, predicted, call: _Call):
     """Every head group on its own rectangle; heads come back in their order."""
-    check_groups(transform, k.shape[1])
+    transform.check_heads(k.shape[1])
     if not isinstance(cache, tuple) or len(cache) != len(transform.groups):
         given = f"{len(cache)} of them" if isinstance(cache, tuple) else type(cache).__name__
         raise ValueError(

@@ -177,7 +177,7 @@ def init_cache(
             "kvjax.bind(transform, num_layers)"
         )
     if isinstance(transform, HeadGroups):
-        check_groups(transform, kv_heads)
+        transform.check_heads(kv_heads)
         group = query_heads // kv_heads
         return tuple(
             init_cache(
@@ -223,9 +223,3 @@ def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...
         return dataclasses.replace(cache, kv=kv.replace(k=k, v=v, stored=(kv.k, kv.v)))
 
     return jax.tree.map(dense, caches, is_leaf=lambda x: isinstance(x, LayerCache))
-
-
-def check_groups(transform: HeadGroups, kv_heads: int) -> None:
-    """Raises ValueError unless the groups name as many KV heads as there are."""
-    if transform.kv_heads != kv_heads:
-        raise ValueError(f"{transform!r} names {transform.kv_heads} KV heads, got {kv_heads}")

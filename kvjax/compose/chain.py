@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -64,10 +65,7 @@ class Chain(KVTransform):
     @property
     def needs(self) -> Needs:
         """The union over the parts."""
-        needs = Needs()
-        for part in self.parts:
-            needs = needs.union(part.needs)
-        return needs
+        return functools.reduce(Needs.union, (part.needs for part in self.parts))
 
     @property
     def stage(self) -> Stage:

@@ -56,7 +56,11 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
         )
         return getattr(transform, f"on_{moment}")(cache, state, now)[0]
 
-    return jax.eval_shape(decide)
+    try:
+        return jax.eval_shape(decide)
+    except Exception as error:
+        error.add_note(f"{transform!r} was evaluated over one KV head of {HEAD_DIM} channels")
+        raise
 
 
 def rewrites(transform: KVTransform, *moments: Moment) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -91,10 +91,11 @@ class HeadGroups(KVTransform):
             if isinstance(transform, HeadGroups):
                 raise ValueError("HeadGroups cannot be nested")
 
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads that the groups name."""
-        return sum(len(group) for group, _ in self.groups)
+    def check_heads(self, kv_heads: int) -> None:
+        """Raises ValueError unless the groups name as many KV heads as there are."""
+        named = sum(len(group) for group, _ in self.groups)
+        if named != kv_heads:
+            raise ValueError(f"{self!r} names {named} KV heads, got {kv_heads}")
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The same groups, each with its transform for this layer."""
@@ -105,12 +106,7 @@ class HeadGroups(KVTransform):
 
 @dataclass(frozen=True)
 class _Again(Wrapper):
-    """Compresses again while decoding what its base compresses at a prompt's end.
-
-    The base's budget and `spare` slots more are what a KV head of a row may hold.
-    """
-
-    spare: ClassVar[int]  # the subclasses name it
+    """Compresses again while decoding what its base compresses at a prompt's end."""
 
     def __post_init__(self):
         name = type(self).__name__
@@ -127,9 +123,10 @@ class _Again(Wrapper):
         observes = needs.query_window > 0 or needs.query_share > 0
         return needs._replace(decode_queries=observes)
 
-    def _hold(self, extent: Extent, interval: int) -> Extent:
+    def _hold(self, extent: Extent, spare: int, interval: int) -> Extent:
+        """What the base keeps of everything, and at most `spare` slots more."""
         most = self._most(extent.longest_prompt, extent.new)
-        held = self.base.extent(extent).hold(most.prompt - most.pinned + self.spare)
+        held = self.base.extent(extent).hold(most.prompt - most.pinned + spare)
         return dataclasses.replace(held.every(interval), passed=None)
 
     def _most(self, longest: int, new: int) -> Extent:
@@ -181,11 +178,9 @@ class Every(_Again):
         super().__post_init__()
         check_count("steps", self.steps, 1)
 
-    spare = property(lambda self: self.steps)
-
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `steps` tokens more."""
-        return self._hold(extent, self.steps)
+        return self._hold(extent, self.steps, self.steps)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Repeated]:
         """The base's state, and the length of each row."""
@@ -238,11 +233,9 @@ class WhenFull(_Again):
         super().__post_init__()
         check_count("room", self.room, 1)
 
-    spare = property(lambda self: self.room)
-
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `room` tokens more."""
-        return self._hold(extent, max(self.room // 4, 1))
+        return self._hold(extent, self.room, max(self.room // 4, 1))
 
     def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
         """What the base decides about rows and heads that have not room for the next tokens."""

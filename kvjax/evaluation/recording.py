@@ -53,14 +53,10 @@ class Record:
 
 
 class Recording(NamedTuple):
-    """State of a `Recorded`: its base's, and what a decode step has recorded so far.
-
-    Args:
-      record: a `Record` after the step; before its decision, the arguments that `select` knows.
-    """
+    """State of a `Recorded`: its base's, and a step's `Record` or what `select` knows of it."""
 
     base: State
-    record: Record | tuple | None
+    record: Record | tuple | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,7 @@ class Recorded(Wrapper):
         seen = view.per_slot(view.cache.position, -1)
         return view, state._replace(record=(query, view.predicted, seen))
 
-    def on_step(
-        self, cache: KVCache, state: Recording, step: Step
-    ) -> tuple[Decision | None, Recording]:
+    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
         """The base's decision, after the new tokens have been looked up."""
         query, predicted, seen = state.record
         slots = jnp.minimum(step.slots, cache.slots - 1)
@@ -109,7 +103,7 @@ def record(cache: Cache) -> Cache:
     if not isinstance(cache, LayerCache):
         return tuple(map(record, cache))
     return dataclasses.replace(
-        cache, transform=Recorded(cache.transform), state=Recording(cache.state, None)
+        cache, transform=Recorded(cache.transform), state=Recording(cache.state)
     )
 
 
