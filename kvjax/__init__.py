@@ -9,7 +9,7 @@ from kvjax.attention.layer import LayerCache, init_cache, kept_tokens
 from kvjax.cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes
 from kvjax.compose.chain import bind, chain
 from kvjax.compose.wrappers import Every, HeadGroups, PerLayer, WhenFull
-from kvjax.decisions import Keep, Mark, Merge, Order, Retain, Rewrite
+from kvjax.decisions import Keep, Mark, Merge, Order, Retain
 from kvjax.generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from kvjax.generation.generate import Generation, generate
 from kvjax.generation.model import FunctionalModel, LanguageModel
@@ -75,7 +75,6 @@ __all__ = [
     "Quantize",
     "Quest",
     "Retain",
-    "Rewrite",
     "Rope",
     "Sampling",
     "SnapKV",

@@ -7,8 +7,9 @@ A transform's `on_prompt`, `on_flush` and `on_step` return one of these or None.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +17,58 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.selection import evict_worst, evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, evict, merge, permute
-from kvjax.protocol import GroupReduce, Step
+from kvjax.protocol import GroupReduce, KVTransform, State, Step
 
-Rows = Bool[Array, " B"] | Bool[Array, "B H"] | None
+Rows = Bool[Array, " B"] | Bool[Array, "B H"]
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Nothing but new values of the method's own columns.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What all decisions have. They are pytrees, so that `foreseen` can have them without numbers.
 
     Args:
-      columns: `[B, H, S, ...]` each, by name.
+      columns: new values of the method's own columns, `[B, H, S, ...]` each, by name.
+      rows: the rows, or rows and KV heads, that it concerns; None: all.
+
+    Class attributes:
+      rewrites: whether slots come to have other keys or values.
     """
+
+    columns: dict[str, Array] = field(default_factory=dict)
+    rows: Rows | None = None
+
+    rewrites: ClassVar[bool] = False
+
+    def concerning(self, rows: Rows) -> Decision:
+        """The same decision about these rows, or rows and KV heads, alone."""
+        if self.rows is not None:
+            own, rows = (x.reshape(x.shape[0], -1) for x in (self.rows, rows))
+            rows = own & rows
+        return dataclasses.replace(self, rows=rows)
+
+    def concerned(self) -> Bool[Array, "B N 1"]:
+        """Which slots it concerns."""
+        if self.rows is None:
+            return jnp.ones((1, 1, 1), bool)
+        return self.rows.reshape(self.rows.shape[0], -1, 1)
+
+    def apply(self, cache: KVCache, step: Step) -> KVCache:
+        """The cache after the decision, whose columns are set already."""
+        return cache
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mark(Decision):
+    """Nothing but new values of the method's own columns."""
 
     columns: dict[str, Array]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Keep:
+class Keep(Decision):
     """Keep the best tokens and evict the others.
 
     Pinned slots stay, in addition to the budget. Tokens that always stay come first, then those
@@ -47,17 +82,13 @@ class Keep:
       newest: how many of each row's newest positions stay whatever their score.
       reduce: how scores of query heads become one of their KV head; `"layer"`: as `"mean"`, and
         then the mean over all KV heads of a row that hold the same tokens.
-      columns: new values of the method's own columns.
-      rows: the rows, or rows and KV heads, that it concerns; None: all.
     """
 
     budget: Int[Array, " B"] | Int[Array, "B H"]
     score: Float[Array, "B Q S"] | Float[Array, "B H S"] | None
     always: Bool[Array, "B H S"] | None = None
     newest: Int[Array, " B"] | None = None
-    reduce: GroupReduce | Literal["layer"] = "mean"
-    columns: dict[str, Array] = field(default_factory=dict)
-    rows: Rows = None
+    reduce: GroupReduce | Literal["layer"] = field(default="mean", metadata={"static": True})
 
     def stays(self, cache: KVCache) -> Bool[Array, "B H S"]:
         """Live tokens that stay whatever their score."""
@@ -84,79 +115,56 @@ class Keep:
         """The live tokens that are kept."""
         score = jnp.where(self.stays(cache), jnp.inf, self.head_score(cache))
         best = keep_best(score, evictable(cache), cache.position, self.budget)
-        return cache.live & (best | cache.pinned | ~_concerned(self.rows, cache))
+        return cache.live & (best | cache.pinned | ~self.concerned())
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """The cache with the others evicted."""
         if step.moment != "step":
             return evict(cache, self.kept(cache))
         # At most one token is over the budget: three reductions in place of a ranking.
-        others = evictable(cache) & ~self.stays(cache) & _concerned(self.rows, cache)
+        others = evictable(cache) & ~self.stays(cache) & self.concerned()
         return evict_worst(cache, self.head_score(cache), others, self.budget)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Retain:
+class Retain(Decision):
     """Keep just these tokens and evict the others.
 
     Args:
       keep: which tokens.
       newest: how many of each row's newest positions are always among them; None: not known.
       pinned: slots that are pinned from now on, and no others; None: as they were, and they stay.
-      columns, rows: as in `Keep`.
+      values: what all slots' values become, `[B, H, S, D]`; None: they stay as they are.
     """
 
     keep: Bool[Array, "B H S"]
     newest: Int[Array, " B"] | None = None
     pinned: Bool[Array, "B H S"] | None = None
-    columns: dict[str, Array] = field(default_factory=dict)
-    rows: Rows = None
+    values: Float[Array, "B H S D"] | None = None
+
+    rewrites = property(lambda self: self.values is not None)
 
     def kept(self, cache: KVCache) -> Bool[Array, "B H S"]:
         """The live tokens that are kept."""
         keep = self.keep | cache.pinned if self.pinned is None else self.keep
-        return cache.live & (keep | ~_concerned(self.rows, cache))
+        return cache.live & (keep | ~self.concerned())
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """The cache with the others evicted."""
-        kept = self.kept(cache)
+        """The cache with the others evicted, and with new values."""
+        kept, concerned = self.kept(cache), self.concerned()
+        if self.values is not None:
+            values = jnp.where(concerned[..., None], self.values, cache.v.read())
+            cache = cache.replace(v=cache.v.write(None, values))
         if self.pinned is not None:
-            pinned = jnp.where(_concerned(self.rows, cache), self.pinned, cache.pinned)
+            pinned = jnp.where(concerned, self.pinned, cache.pinned)
             cache = cache.replace(pinned=pinned & kept)
         return evict(cache, kept)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rewrite:
-    """As `Retain`, and values of what is kept change.
-
-    Args:
-      keep: which tokens.
-      values: what all slots' values become, `[B, H, S, D]`.
-      pinned: as in `Retain`.
-      columns, rows: as in `Keep`.
-    """
-
-    keep: Bool[Array, "B H S"]
-    values: Float[Array, "B H S D"]
-    pinned: Bool[Array, "B H S"] | None = None
-    columns: dict[str, Array] = field(default_factory=dict)
-    rows: Rows = None
-
-    def kept(self, cache: KVCache) -> Bool[Array, "B H S"]:
-        """The live tokens that are kept."""
-        return cache.live & (self.keep | ~_concerned(self.rows, cache))
-
-    def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """The cache with new values, and the others evicted."""
-        concerned = _concerned(self.rows, cache)[..., None]
-        values = jnp.where(concerned, self.values, cache.v.read())
-        retained = Retain(self.keep, None, self.pinned, rows=self.rows).apply(cache, step)
-        return retained.replace(v=cache.v.write(None, values))
-
-
-@dataclass(frozen=True)
-class Merge:
+class Merge(Decision):
     """Merge slots: see `kvjax.merge`.
 
     Args:
@@ -164,19 +172,20 @@ class Merge:
       weights: of the members in the means; None: their masses.
       value_scale: `"log_mass"`: a merged slot's mass is the sum of its members'. `"paper"`: its
         values are multiplied by that sum instead, and its mass is 1. `"none"`: neither.
-      columns, rows: as in `Keep`.
     """
 
     into: Int[Array, "B H S"]
     weights: Float[Array, "B H S"] | None = None
-    value_scale: Literal["log_mass", "paper", "none"] = "log_mass"
-    columns: dict[str, Array] = field(default_factory=dict)
-    rows: Rows = None
+    value_scale: Literal["log_mass", "paper", "none"] = field(
+        default="log_mass", metadata={"static": True}
+    )
+
+    rewrites: ClassVar[bool] = True
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """The cache with merged slots."""
         slot = jax.lax.broadcasted_iota(jnp.int32, self.into.shape, 2)
-        into = jnp.where(_concerned(self.rows, cache), self.into, slot)
+        into = jnp.where(self.concerned(), self.into, slot)
         merged = merge(cache, into, self.weights)
         if self.value_scale == "log_mass":
             return merged
@@ -191,27 +200,29 @@ class Merge:
         return merged.replace(v=merged.v.write(None, scaled))
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Order:
+class Order(Decision):
     """Put slots into another order: slot `slots[n]` becomes what slot `source[n]` was.
 
     Args:
       source, slots: as in `kvjax.cache.slots.permute`. They leave rows that are not concerned as
         they are.
-      columns: as in `Keep`.
     """
 
     source: Int[Array, "B H N"]
     slots: Int[Array, "B H N"] | None = None
-    columns: dict[str, Array] = field(default_factory=dict)
+
+    rewrites: ClassVar[bool] = True
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """The cache with its slots in that order."""
         return permute(cache, self.source, self.slots)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Changed:
+class Changed(Decision):
     """A cache in which several decisions have been carried out one after the other.
 
     Args:
@@ -220,30 +231,48 @@ class Changed:
 
     cache: KVCache
 
+    rewrites: ClassVar[bool] = True
+
     def apply(self, cache: KVCache, step: Step) -> KVCache:
         """That cache."""
         return self.cache
-
-
-Decision = Mark | Keep | Retain | Rewrite | Merge | Order | Changed
 
 
 def carry_out(decision: Decision | None, cache: KVCache, step: Step) -> KVCache:
     """The cache after a decision, of which only `step.rows` are concerned."""
     if decision is None:
         return cache
-    rows = getattr(decision, "rows", None)
-    rows = step.rows if rows is None else _both(rows, step.rows)
-    concerned = _concerned(rows, cache)
-    for name, values in getattr(decision, "columns", {}).items():
+    rows = step.rows
+    if decision.rewrites and step.output is not None:
+        # XLA goes by data alone: what attention reads and a decision overwrites, in no order that
+        # the data tells, it copies at every step. No number is above infinity, which XLA does not
+        # know, so these are the same rows, known once attention is.
+        rows &= ~(step.output.max() > jnp.inf)
+    decision = decision.concerning(rows)
+    concerned = decision.concerned()
+    for name, values in decision.columns.items():
         old = cache.column(name)
         which = concerned.reshape(*concerned.shape, *(1,) * (old.ndim - 3))
         cache = cache.with_column(name, jnp.where(which, values, old))
-    if isinstance(decision, Mark):
-        return cache
-    if hasattr(decision, "rows"):
-        decision = dataclasses.replace(decision, rows=rows)
     return decision.apply(cache, step)
+
+
+def decide(
+    transforms: Sequence[KVTransform], cache: KVCache, states: Sequence[State], step: Step
+) -> tuple[KVCache, tuple[State, ...], list[Decision]]:
+    """Carries out what transforms decide at the moment of a step, one after the other.
+
+    Returns:
+      The cache, the transforms' states, and what was decided.
+    """
+    after, made = [], []
+    for transform, state in zip(transforms, states, strict=True):
+        decision, state = getattr(transform, f"on_{step.moment}")(cache, state, step)
+        cache = carry_out(decision, cache, step)
+        after.append(state)
+        if decision is not None:
+            made.append(decision)
+    return cache, tuple(after), made
 
 
 def group_scores(
@@ -258,14 +287,3 @@ def over_heads(score: Float[Array, "B H S"], cache: KVCache) -> Float[Array, "B 
     """The mean over all KV heads of a row whose slots hold the same tokens in each."""
     same = (cache.position == cache.position[:, :1]).all((1, 2), keepdims=True)
     return jnp.where(same, score.mean(1, keepdims=True), score)
-
-
-def _both(rows: Bool[Array, "B ..."], others: Bool[Array, " B"]) -> Bool[Array, "B ..."]:
-    return rows & others.reshape(-1, *(1,) * (rows.ndim - 1))
-
-
-def _concerned(rows: Rows, cache: KVCache) -> Bool[Array, "B N 1"]:
-    """Which slots a decision concerns."""
-    if rows is None:
-        return jnp.ones((cache.shape[0], 1, 1), bool)
-    return rows.reshape(rows.shape[0], -1, 1)

@@ -15,7 +15,7 @@ from kvjax.budgets.budgets import (
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import Column, KVCache
-from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, Rewrite, group_scores
+from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.protocol import (
     Extent,
     KVTransform,
@@ -43,7 +43,6 @@ __all__ = [
     "Needs",
     "Order",
     "Retain",
-    "Rewrite",
     "Stage",
     "State",
     "Step",

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import of_rows, take_slots
+from kvjax.cache.payload import of_rows, sum_into, take_slots
 from kvjax.cache.slots import KVCache
 from kvjax.rope import Rope
 
@@ -40,10 +40,6 @@ Phase = Literal["prompt", "decode"]
 Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]
 
-MEMBERS = (  # of a transform; no field may have such a name
-    "stage", "paper", "for_layer", "extent", "needs", "init", "select",
-    "on_prompt", "on_flush", "on_step",
-)  # fmt: skip
 PASSED = "passed"  # the column in which a transform marks prompt tokens that go to the next layer
 
 
@@ -165,7 +161,7 @@ class Logits(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """What has just happened, when a transform is asked to decide.
 
@@ -188,19 +184,21 @@ class Step:
       room: at a flush, the decode steps until the next one, for whose tokens there must be free
         slots afterwards (static).
       implementation: as given to `attend` (static).
+      output: of the attention of a decode step, `[B, Q, T, D]`; None at other moments.
     """
 
     rows: Bool[Array, " B"]
-    slots: Int[Array, "B H T"] | None
-    mass: Float[Array, "B Q S"] | None
-    keys: Float[Array, "B H S D"] | None
-    query: Float[Array, "B Q W D"] | None
-    query_position: Int[Array, "B W"] | None
-    rope: Rope | None
+    slots: Int[Array, "B H T"] | None = None
+    mass: Float[Array, "B Q S"] | None = None
+    keys: Float[Array, "B H S D"] | None = None
+    query: Float[Array, "B Q W D"] | None = None
+    query_position: Int[Array, "B W"] | None = None
+    rope: Rope | None = None
     moment: Moment = field(metadata={"static": True})
     logits: Logits = field(metadata={"static": True})
     room: int = field(default=0, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
+    output: Float[Array, "B Q T D"] | None = None
 
     def of_rows(self, new: State, old: State) -> State:
         """A state whose arrays are `[B, ...]`: `new` in the rows concerned, `old` in the others."""
@@ -262,12 +260,7 @@ class View:
             return x
         slots = self.cache.slots
         index = jnp.where(self.index >= 0, self.index, slots)
-        add = jax.vmap(
-            jax.vmap(
-                lambda i, x: jnp.zeros((slots, x.shape[-1]), x.dtype).at[i].add(x, mode="drop")
-            )
-        )
-        return jnp.moveaxis(add(index, jnp.moveaxis(x, 2, 3)), 3, 2)
+        return jnp.moveaxis(sum_into(index, jnp.moveaxis(x, 2, 3), slots), 3, 2)
 
 
 def _equal(one: KVTransform, other: object) -> bool:
@@ -293,7 +286,7 @@ class KVTransform:
     paper: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs):
-        """Refuses fields that would replace a member of the protocol without a word.
+        """Refuses fields that would replace a member of a base class without a word.
 
         Gives the class an equality that tells 1 from 1.0: a budget of one token is not a budget of
         everything, and equal transforms share compiled code.
@@ -302,10 +295,11 @@ class KVTransform:
         if "__eq__" not in cls.__dict__:
             cls.__eq__ = _equal
         for name, kind in inspect.get_annotations(cls).items():
-            if name in MEMBERS and "ClassVar" not in str(kind):
+            new = name not in cls.__dataclass_fields__ and "ClassVar" not in str(kind)
+            if new and any(hasattr(base, name) for base in cls.__bases__):
                 raise TypeError(
-                    f"{cls.__name__} has a field {name!r}, which is a member of kvjax.KVTransform: "
-                    "name it otherwise"
+                    f"{cls.__name__} has a field {name!r}, which is a member of "
+                    f"{cls.__bases__[0].__name__}: name it otherwise"
                 )
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
@@ -348,17 +342,25 @@ class KVTransform:
         return None, state
 
 
+class Wrapped(NamedTuple):
+    """The state of a wrapper that remembers nothing itself: its base's.
+
+    A wrapper that does has a NamedTuple of its own, which has its base's state as `base` too.
+    """
+
+    base: State
+
+
 @dataclass(frozen=True)
 class Wrapper(KVTransform):
-    """A transform around another one, `base`; forwards everything that it does not change.
-
-    Class attributes:
-      adds: the moments in which it decides something though its base may not.
-    """
+    """A transform around another one, `base`; forwards everything that it does not change."""
 
     base: KVTransform
 
-    adds: ClassVar[tuple[Moment, ...]] = ()
+    @property
+    def inner(self) -> KVTransform:
+        """What is forwarded to: the base, or what the wrapper makes of it."""
+        return self.base
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The wrapper around the base of this layer; `Full` where that is."""
@@ -366,68 +368,39 @@ class Wrapper(KVTransform):
         return base if isinstance(base, Full) else dataclasses.replace(self, base=base)
 
     def extent(self, extent: Extent) -> Extent:
-        """The base's."""
-        return self.base.extent(extent)
+        """What the base promises."""
+        return self.inner.extent(extent)
 
     @property
     def needs(self) -> Needs:
-        """The base's."""
-        return self.base.needs
+        """What the base needs."""
+        return self.inner.needs
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """The base's."""
-        return self.base.init(cache, layer)
+        """The base's columns and state."""
+        cache, base = self.inner.init(cache, layer)
+        return cache, Wrapped(base)
 
     def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
-        """The base's."""
-        return self.base.select(view, state, query)
+        """What the base selects."""
+        view, base = self.inner.select(view, state.base, query)
+        return view, state._replace(base=base)
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """The base's."""
-        return self.base.on_prompt(cache, state, step)
+        """What the base decides at the moment of the step; so do `on_flush` and `on_step`."""
+        decision, base = getattr(self.inner, f"on_{step.moment}")(cache, state.base, step)
+        return decision, state._replace(base=base)
 
-    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """The base's."""
-        return self.base.on_flush(cache, state, step)
-
-    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """The base's."""
-        return self.base.on_step(cache, state, step)
-
-
-def parts_of(transform: KVTransform) -> tuple[KVTransform, ...]:
-    """The parts of a chain, or the transform alone."""
-    return getattr(transform, "parts", (transform,))
+    on_flush = on_step = on_prompt
 
 
 def takes_part(transform: KVTransform, moment: Moment) -> bool:
-    """Whether a transform decides anything at this moment: whether it overrides its method."""
-    if isinstance(transform, Wrapper):
-        return moment in transform.adds or takes_part(transform.base, moment)
-    parts = parts_of(transform)
-    if len(parts) > 1:
-        return any(takes_part(part, moment) for part in parts)
-    return getattr(type(transform), f"on_{moment}") is not getattr(KVTransform, f"on_{moment}")
-
-
-def returns(transform: KVTransform, moment: Moment) -> str:
-    """What the method of a moment is annotated to return."""
-    return str(getattr(type(transform), f"on_{moment}").__annotations__.get("return", ""))
-
-
-def frees_while_decoding(transform: KVTransform) -> bool:
-    """Whether slots are evicted or merged between prompts, so that an index would go stale.
-
-    A method that takes part in a flush or a step does so, unless it is annotated to return no more
-    than a `Mark`.
-    """
-    return any(
-        part.stage == Stage.EVICT
-        and takes_part(part, moment)
-        and not returns(part, moment).startswith("tuple[Mark,")
-        for part in parts_of(transform)
-        for moment in ("flush", "step")
-    )
+    """Whether a transform, or the base of a wrapper, overrides the method of a moment."""
+    name = f"on_{moment}"
+    own = getattr(type(transform), name)
+    if isinstance(transform, Wrapper) and own is getattr(Wrapper, name):
+        return takes_part(transform.base, moment)
+    return own is not getattr(KVTransform, name)
 
 
 def is_bound(transform: KVTransform) -> bool:
@@ -445,12 +418,6 @@ def accumulated_attention(cache: KVCache) -> Float[Array, "B Q S"]:
     batch, kv_heads, slots = cache.shape
     attention = jnp.moveaxis(cache.column("attention"), -1, 2)
     return attention.reshape(batch, kv_heads * cache.group, slots)
-
-
-def check_group_reduce(reduce: str) -> None:
-    """Raises ValueError for a reduction that is not offered."""
-    if reduce not in ("mean", "max", "sum"):
-        raise ValueError(f"group_reduce must be 'mean', 'max' or 'sum', got {reduce!r}")
 
 
 def check_transform(transform: object, where: str) -> None:

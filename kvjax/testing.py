@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attention.attend import attend, flush, flush_interval
-from kvjax.attention.layer import LayerCache, init_cache
-from kvjax.compose.chain import bind
+from kvjax.attention.layer import Cache, LayerCache, init_cache
+from kvjax.compose.chain import bind, parts_of
+from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
-from kvjax.protocol import Extent, KVTransform, check_transform, frees_while_decoding
+from kvjax.protocol import Extent, KVTransform, check_transform
 from kvjax.rope import Rope
 
 _BATCH, _KV_HEADS, _QUERY_HEADS, _HEAD_DIM = 3, 2, 4, 32
-_LENGTHS = (40, 29, 6)  # of the rows' prompts
+_MAX_PROMPT, _MAX_NEW = 64, 16
+_LENGTHS = np.array((40, 29, 6))  # of the rows' prompts
 _WIDTH = 48  # of every prompt call, so that they share compiled code
 _STEPS = 9
 # These functions run a few times: what makes code fast is not worth its compilation.
@@ -63,231 +64,186 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
             one(case)
 
 
-@dataclass
 class _Case:
-    """One layer's transform, with the tokens that all checks read."""
+    """One layer's transform, the tokens that all checks read, and its cache after a prompt."""
 
-    transform: KVTransform
-    layer: int
-    rtol: float
-    max_prompt: int = 64
-    max_new: int = 16
-    q: np.ndarray = field(init=False)
-    k: np.ndarray = field(init=False)
-    v: np.ndarray = field(init=False)
-
-    def __post_init__(self):
-        rng = np.random.default_rng(0)
-        length = self.max_prompt + self.max_new
-        shapes = [
-            (_BATCH, heads, length, _HEAD_DIM) for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
+    def __init__(self, transform: KVTransform, layer: int, rtol: float):
+        self.transform, self.rtol = transform, rtol
+        rng, length = np.random.default_rng(0), _MAX_PROMPT + _MAX_NEW
+        self.qkv = [
+            rng.normal(size=(_BATCH, heads, length, _HEAD_DIM)).astype(np.float32)
+            for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
         ]
-        self.q, self.k, self.v = (rng.normal(size=s).astype(np.float32) for s in shapes)
         self.rope = Rope(1.0 / 100.0 ** (jnp.arange(0, _HEAD_DIM, 2) / _HEAD_DIM))
         options = _QUICK if jax.default_backend() == "cpu" else None
         self.attend = jax.jit(
             attend, static_argnums=0, static_argnames=("phase", "last"), compiler_options=options
         )
         self.flush = jax.jit(flush, static_argnums=1, compiler_options=options)
-        self.empty = jax.jit(self._empty)()
+        self.empty = jax.jit(
+            lambda: init_cache(
+                transform, batch=_BATCH, kv_heads=_KV_HEADS, query_heads=_QUERY_HEADS,
+                head_dim=_HEAD_DIM, max_prompt=_MAX_PROMPT, max_new=_MAX_NEW,
+                dtype=jnp.float32, layer=layer,
+            )
+        )()  # fmt: skip
+        self.prompted = self.prompt(self.empty, _right(_LENGTHS))
 
-    def _empty(self):
-        return init_cache(
-            self.transform, batch=_BATCH, kv_heads=_KV_HEADS, query_heads=_QUERY_HEADS,
-            head_dim=_HEAD_DIM, max_prompt=self.max_prompt, max_new=self.max_new,
-            dtype=jnp.float32, layer=self.layer,
-        )  # fmt: skip
+    def tokens(self, positions: np.ndarray) -> list[jax.Array]:
+        """q, k, v and positions of the tokens at these positions, garbage where they are -1."""
+        index, none = np.maximum(positions, 0)[:, None, :, None], (positions < 0)[:, None, :, None]
+        taken = (np.where(none, 1e4, np.take_along_axis(x, index, axis=2)) for x in self.qkv)
+        return [*(jnp.asarray(x, jnp.float32) for x in taken), jnp.asarray(positions, jnp.int32)]
 
-    def call(self, cache, positions: np.ndarray, phase: str, last: bool = True):
-        """One call of `attend` with the tokens at these positions, garbage where they are -1."""
-        index = np.maximum(positions, 0)[:, None, :, None]
-        taken = (np.take_along_axis(x, index, axis=2) for x in (self.q, self.k, self.v))
-        none = (positions < 0)[:, None, :, None]
-        q, k, v = (jnp.asarray(np.where(none, 1e4, x), jnp.float32) for x in taken)
+    def prompt(self, cache: Cache, positions: np.ndarray, last: bool = True) -> Cache:
+        """The cache after a prompt."""
+        tokens = self.tokens(positions)
         return self.attend(
-            self.transform, cache, q, k, v, jnp.asarray(positions, jnp.int32),
-            phase=phase, last=last, rope=self.rope,
-        )  # fmt: skip
+            self.transform, cache, *tokens, phase="prompt", last=last, rope=self.rope
+        )[1]
 
-    def decode(self, cache, start: np.ndarray, steps: int, alive=None):
+    def decode(
+        self, cache: Cache, start: np.ndarray, steps: int, alive: tuple = (True,) * _BATCH
+    ) -> tuple[list[np.ndarray], Cache]:
         """Decode steps from these positions on, flushed in between; rows not `alive` get none."""
         interval, outs = flush_interval(cache), []
-        alive = np.ones(len(start), bool) if alive is None else np.asarray(alive)
         for step in range(steps):
-            positions = np.where(alive, start + step, -1)[:, None]
-            out, cache = self.call(cache, positions, "decode")
+            tokens = self.tokens(np.where(alive, start + step, -1)[:, None])
+            out, cache = self.attend(self.transform, cache, *tokens, phase="decode", rope=self.rope)
             outs.append(np.asarray(out))
             if interval is not None and (step + 1) % interval == 0:
                 cache = self.flush(cache, interval)
         return outs, cache
 
-    def groups(self, cache) -> list[tuple[KVTransform, LayerCache]]:
+    def groups(self, cache: Cache) -> list[tuple[KVTransform, LayerCache]]:
+        """The head groups of a cache; a cache without groups is one."""
         if isinstance(self.transform, HeadGroups):
             pairs = zip(self.transform.groups, cache, strict=True)
             return [(tx, group) for (_, tx), group in pairs]
         return [(self.transform, cache)]
 
+    def kept(self, cache: Cache, row: int) -> list[list[int]]:
+        """Live positions of a row, per head."""
+        heads = [head for _, group in self.groups(cache) for head in group.kv.position[row]]
+        return [sorted(head[head >= 0].tolist()) for head in map(np.asarray, heads)]
+
+    def same_tokens(self, one: Cache, other: Cache, rows: range | tuple, what: str) -> None:
+        """Fails where rows keep different tokens."""
+        for row in rows:
+            if self.kept(one, row) != self.kept(other, row):
+                self.fail(what.format(row=row))
+
+    def same_answers(self, one: list, other: list, row: int, what: str) -> None:
+        """Fails where a row's outputs differ."""
+        for a, b in zip(one, other, strict=True):
+            if not np.allclose(a[row], b[row], rtol=self.rtol, atol=self.rtol):
+                most = np.abs(a[row] - b[row]).max()
+                self.fail(f"{what}: outputs differ by up to {most:.3g}")
+
     def fail(self, what: str) -> None:
         raise ConformanceError(f"{self.transform!r} {what}")
 
-    def same(self, mine, other, what: str) -> None:
-        for a, b in zip(mine, other, strict=True):
-            if not np.allclose(a, b, rtol=self.rtol, atol=self.rtol):
-                self.fail(f"{what}: outputs differ by up to {np.abs(a - b).max():.3g}")
 
-
-def _right(lengths) -> np.ndarray:
+def _right(lengths: np.ndarray) -> np.ndarray:
     """Positions of prompts that are padded at the right."""
     place = np.arange(_WIDTH)[None]
-    return np.where(place < np.asarray(lengths)[:, None], place, -1)
-
-
-def _kept(case: _Case, cache, row: int) -> list[list[int]]:
-    """Live positions of a row, per head."""
-    kept = []
-    for _, group in case.groups(cache):
-        position = np.asarray(group.kv.position[row])
-        kept += [sorted(head[head >= 0].tolist()) for head in position]
-    return kept
-
-
-def _prompt(case: _Case):
-    return case.call(case.empty, _right(_LENGTHS), "prompt")
+    return np.where(place < lengths[:, None], place, -1)
 
 
 def _promises(case: _Case) -> None:
     """No more slots live than `extent` says, none lost, shapes as they were."""
-    _, cache = _prompt(case)
-    _, later = case.decode(cache, np.array(_LENGTHS), _STEPS)
-    for (tx, group), (_, after) in zip(case.groups(cache), case.groups(later), strict=True):
-        extent = tx.extent(Extent(case.max_prompt, case.max_new))
-        lost = int(group.kv.dropped.sum())
-        if lost:
-            case.fail(
-                f"promises {extent.prompt} slots after a prompt, and keeps more: {lost} tokens "
-                "found no slot"
-            )
-        kept = int(group.kv.live.sum(-1).max())
+    _, later = case.decode(case.prompted, _LENGTHS, _STEPS)
+    for (tx, group), (_, after) in zip(case.groups(case.prompted), case.groups(later), strict=True):
+        extent, kv = tx.extent(Extent(_MAX_PROMPT, _MAX_NEW)), after.kv
+        kept = int((group.kv.live.sum(-1) + group.kv.dropped).max())
         if kept > extent.prompt:
             case.fail(f"promises {extent.prompt} slots after a prompt, and keeps {kept}")
-        most = int(after.kv.live.sum(-1).max())
-        if int(after.kv.dropped.sum()):
-            case.fail(
-                f"promises {extent.total} slots while decoding, and needs more: "
-                f"{int(after.kv.dropped.sum())} tokens found no slot, {most} are live"
-            )
-        if after.kv.shape[2] != extent.total:
-            case.fail(f"promises {extent.total} slots, and its cache has {after.kv.shape[2]}")
-        for name, column in after.kv.columns.items():
-            if column.values.shape[:3] != after.kv.shape:
-                case.fail(
-                    f"changed the shape of column {name!r} from {after.kv.shape} to "
-                    f"{column.values.shape[:3]}"
-                )
-        if not np.isfinite(np.asarray(after.kv.k.read())).all():
+        if kv.dropped.any():
+            needed = int((kv.live.sum(-1) + kv.dropped).max())
+            case.fail(f"promises {extent.total} slots while decoding, and needs {needed}")
+        if kv.slots != extent.total:
+            case.fail(f"promises {extent.total} slots, and its cache has {kv.slots}")
+        for name, column in kv.columns.items():
+            shape = column.values.shape[:3]
+            if shape != kv.shape:
+                case.fail(f"changed the shape of column {name!r} from {kv.shape} to {shape}")
+        if not jnp.isfinite(kv.k.read()).all():
             case.fail("left keys that are not finite")
 
 
 def _padding(case: _Case) -> None:
     """Padding at the left or at the right changes nothing."""
-    right = _right(_LENGTHS)
-    left = np.stack([np.roll(row, _WIDTH - n) for row, n in zip(right, _LENGTHS, strict=True)])
-    _, one = case.call(case.empty, right, "prompt")
-    _, two = case.call(case.empty, left, "prompt")
-    for row in range(_BATCH):
-        if _kept(case, one, row) != _kept(case, two, row):
-            case.fail(f"keeps other tokens of row {row} when its prompt is padded at the left")
+    pairs = zip(_right(_LENGTHS), _LENGTHS, strict=True)
+    left = np.stack([np.roll(row, _WIDTH - length) for row, length in pairs])
+    what = "keeps other tokens of row {row} when its prompt is padded at the left"
+    case.same_tokens(case.prompt(case.empty, left), case.prompted, range(_BATCH), what)
 
 
 def _row_alone(case: _Case) -> None:
     """A row keeps and answers in a batch what it does when the other rows are empty."""
-    outs, cache = case.decode(_prompt(case)[1], np.array(_LENGTHS), _STEPS)
-    only = np.array([False, True, False])
-    _, alone = case.call(case.empty, _right(np.where(only, _LENGTHS, 0)), "prompt")
-    own, alone = case.decode(alone, np.array(_LENGTHS), _STEPS, alive=only)
-    if _kept(case, cache, 1) != _kept(case, alone, 1):
-        case.fail("keeps other tokens of a row in a batch than of the same row alone")
-    pairs = [out[1] for out in outs], [out[1] for out in own]
-    case.same(*pairs, "answers a row in a batch otherwise than alone")
+    only = (False, True, False)
+    alone = case.prompt(case.empty, _right(np.where(only, _LENGTHS, 0)))
+    outs, cache = case.decode(case.prompted, _LENGTHS, _STEPS)
+    own, alone = case.decode(alone, _LENGTHS, _STEPS, only)
+    what = "keeps other tokens of a row in a batch than of the same row alone"
+    case.same_tokens(cache, alone, (1,), what)
+    case.same_answers(outs, own, 1, "answers a row in a batch otherwise than alone")
 
 
 def _chunks(case: _Case) -> None:
     """A prompt in chunks is the same prompt."""
-    _, whole = _prompt(case)
-    positions = _right(_LENGTHS)
-    half = _WIDTH // 2
-    _, cache = case.call(case.empty, positions[:, :half], "prompt", last=False)
-    _, cache = case.call(cache, positions[:, half:], "prompt")
-    for row in range(_BATCH):
-        if _kept(case, cache, row) != _kept(case, whole, row):
-            case.fail(f"keeps other tokens of row {row} when its prompt comes in chunks")
+    first, second = np.split(_right(_LENGTHS), 2, axis=1)
+    cache = case.prompt(case.prompt(case.empty, first, last=False), second)
+    what = "keeps other tokens of row {row} when its prompt comes in chunks"
+    case.same_tokens(cache, case.prompted, range(_BATCH), what)
 
 
 def _idle_rows(case: _Case) -> None:
     """A row without tokens in steps, flushes and a further prompt stays as it is."""
-    _, cache = _prompt(case)
-    _, cache = case.decode(cache, np.array(_LENGTHS), 1)
+    _, cache = case.decode(case.prompted, _LENGTHS, 1)
     interval = flush_interval(cache)
     cache = cache if interval is None else case.flush(cache, interval)
-    start = np.array(_LENGTHS) + 1
-    before = _kept(case, cache, 1)
-    _, later = case.decode(cache, start, 5, alive=[True, False, True])
-    if _kept(case, later, 1) != before:
-        case.fail("changes what a row keeps in decode steps in which only other rows get tokens")
+    start, only = _LENGTHS + 1, (False, True, False)
+    _, later = case.decode(cache, start, 5, (True, False, True))
+    what = "changes what a row keeps in decode steps in which only other rows get tokens"
+    case.same_tokens(later, cache, (1,), what)
     turn = np.full((_BATCH, _WIDTH), -1)
     turn[0, :12] = np.arange(start[0] + 5, start[0] + 17)
-    _, after = case.call(later, turn, "prompt")
-    if _kept(case, after, 1) != before:
-        case.fail("changes what a row keeps in a prompt in which only another row gets tokens")
-    one, _ = case.decode(later, start, 1, alive=[False, True, False])
-    two, _ = case.decode(after, start, 1, alive=[False, True, False])
-    case.same([one[0][1]], [two[0][1]], "answers a row otherwise after another row's prompt")
+    after = case.prompt(later, turn)
+    what = "changes what a row keeps in a prompt in which only another row gets tokens"
+    case.same_tokens(after, cache, (1,), what)
+    one, _ = case.decode(later, start, 1, only)
+    two, _ = case.decode(after, start, 1, only)
+    case.same_answers(one, two, 1, "answers a row otherwise after another row's prompt")
 
 
 def _pinned(case: _Case) -> None:
     """Pinned slots stay, and stand outside the budget."""
-    _, cache = _prompt(case)
-    if not isinstance(cache, LayerCache) or cache.kv.stored is not None:
-        return
+    cache, extent = case.prompted, case.transform.extent(Extent(_MAX_PROMPT, _MAX_NEW))
+    frees = any(map(frees_while_decoding, parts_of(case.transform)))
+    if not isinstance(cache, LayerCache) or (frees and extent.total < _MAX_PROMPT):
+        return  # the capacity has no room for pins that nobody promised
     kv = cache.kv
     oldest = kv.live & (kv.position == jnp.where(kv.live, kv.position, 10**6).min(-1)[..., None])
-    pinned = kv.replace(pinned=kv.pinned | oldest)
-    extent = case.transform.extent(Extent(case.max_prompt, case.max_new))
-    if extent.total < case.max_prompt and frees_while_decoding(case.transform):
-        return  # the capacity has no room for pins that nobody promised
-    _, later = case.decode(dataclasses.replace(cache, kv=pinned), np.array(_LENGTHS), _STEPS)
+    pinned = dataclasses.replace(cache, kv=kv.replace(pinned=kv.pinned | oldest))
+    _, later = case.decode(pinned, _LENGTHS, _STEPS)
     here = np.asarray(kv.position)[np.asarray(oldest)].reshape(_BATCH, _KV_HEADS)
     for row in range(_BATCH):
-        for head, kept in enumerate(_kept(case, later, row)):
-            if here[row, head] not in kept:
+        for first, kept in zip(here[row], case.kept(later, row), strict=True):
+            if first not in kept:
                 case.fail("evicts a pinned slot")
 
 
 def _step_is_plain(case: _Case) -> None:
     """A decode step holds no `while` and no `cond` but those of attention operations."""
-    _, cache = jax.eval_shape(lambda: _prompt_shape(case))
-    shape = jax.ShapeDtypeStruct
-    rows = [
-        shape((_BATCH, heads, 1, _HEAD_DIM), jnp.float32)
-        for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
-    ]
-    step = jax.make_jaxpr(
-        lambda cache, q, k, v, at: attend(
-            case.transform, cache, q, k, v, at, phase="decode", rope=case.rope
-        )
-    )(cache, *rows, shape((_BATCH, 1), jnp.int32))
-    found = control_flow(step.jaxpr)
+
+    def step(cache: Cache, *tokens: jax.Array) -> Any:
+        return attend(case.transform, cache, *tokens, phase="decode", rope=case.rope)
+
+    jaxpr = jax.make_jaxpr(step)(case.prompted, *case.tokens(_LENGTHS[:, None])).jaxpr
+    found = control_flow(jaxpr)
     if found:
         case.fail(f"has {', '.join(sorted(set(found)))} in a decode step: leave it to on_flush")
-
-
-def _prompt_shape(case: _Case) -> Any:
-    rows = [
-        jnp.zeros((_BATCH, heads, _WIDTH, _HEAD_DIM), jnp.float32)
-        for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
-    ]
-    positions = jnp.zeros((_BATCH, _WIDTH), jnp.int32)
-    return attend(case.transform, case.empty, *rows, positions, phase="prompt", rope=case.rope)
 
 
 def control_flow(jaxpr: Any, skip: Callable[[str], bool] = lambda name: False) -> list[str]:

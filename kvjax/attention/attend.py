@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, QueryWindow, check_groups
+from kvjax.attention.layer import Cache, LayerCache, QueryWindow
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.payload import Dense, Seen, Slots, take_slots
 from kvjax.cache.slots import KVCache, append, compact, widen
-from kvjax.compose.wrappers import HeadGroups, rewrites
-from kvjax.decisions import carry_out
+from kvjax.compose.chain import parts_of
+from kvjax.compose.foreseen import frees_while_decoding
+from kvjax.compose.wrappers import HeadGroups
+from kvjax.decisions import decide
 from kvjax.protocol import (
     KVTransform,
     Logits,
@@ -25,8 +27,6 @@ from kvjax.protocol import (
     Step,
     View,
     check_transform,
-    frees_while_decoding,
-    parts_of,
     takes_part,
 )
 from kvjax.rope import Rope
@@ -97,66 +97,69 @@ def attend(
       ((1, 4, 32, 16), 8)
     """
     check_transform(transform, "attend")
+    _check_tokens(q, k, v, positions)
     logits = Logits(q.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
-    options = _Options(phase, last, rope, logits, predicted_query, implementation)
-    if isinstance(transform, HeadGroups):
-        return _attend_groups(transform, cache, q, k, v, positions, options)
-    _check(transform, cache, q, k, v, positions, options)
-    return _attend(transform, cache, q, k, v, positions.astype(jnp.int32), options)
+    call = _Call(phase == "prompt", last, rope, logits, implementation)
+    _check_options(phase, call, q, predicted_query)
+    attend_layer = _attend_groups if isinstance(transform, HeadGroups) else _attend
+    positions = positions.astype(jnp.int32)
+    return attend_layer(transform, cache, q, k, v, positions, predicted_query, call)
 
 
-class _Options(NamedTuple):
-    phase: Phase
+class _Call(NamedTuple):
+    """What a call of `attend` is given beside its arrays."""
+
+    prompt: bool
     last: bool
     rope: Rope | None
     logits: Logits
-    predicted_query: Array | None
     implementation: str | None
 
 
-def _attend(transform, cache: LayerCache, q, k, v, positions, options: _Options):
-    needs, kv, rope = transform.needs, cache.kv, options.rope
-    prompt = options.phase == "prompt"
-    predicted = options.predicted_query if needs.predicted_query and not prompt else None
+def _attend(transform, cache: LayerCache, q, k, v, positions, predicted, call: _Call):
+    _check_cache(transform, cache, q, k, call)
+    needs, kv, rope, state = transform.needs, cache.kv, call.rope, cache.state
+    if not needs.predicted_query or call.prompt:
+        predicted = None
     if rope is not None and not needs.unrotated_keys:
         q, k = rope.rotate(q, positions), rope.rotate(k, positions)
         predicted = None if predicted is None else rope.rotate(predicted, positions)
     if kv.unfolded > 1:
         k, v = (jnp.repeat(x, kv.unfolded, axis=1) for x in (k, v))
     rows = (positions >= 0).any(1)
-    if prompt:
+    if call.prompt:
         if cache.reading is None:
             kv = _open(kv)
         else:
             rows |= cache.reading
-        kv = widen(kv, _working_slots(kv, k.shape[2], options.last))
+        kv = widen(kv, _working_slots(kv, k.shape[2], call.last))
     kv, slots = append(kv, k, v, positions)
-    view = View(kv, slots, predicted=predicted, implementation=options.implementation)
-    state = cache.state
-    if not prompt:
+    view = View(kv, slots, predicted=predicted, implementation=call.implementation)
+    if not call.prompt:
         view, state = transform.select(view, state, q)
-    kv = view.cache
-    keys = rotate = None
+        kv = view.cache
+    rotate = None
     if needs.unrotated_keys:
-        own, others = _late_positions(needs, kv, slots, positions)
-        q, rotate = rope.rotate(q, own), rope.at(others)
-    if prompt:
+        rotate = rope.at(_key_positions(needs, kv))
+        own = positions
+        if needs.reposition:
+            own = take_slots(rotate.position, jnp.minimum(slots, kv.slots - 1))
+            own = jnp.repeat(own, kv.group, axis=1)
+        q = rope.rotate(q, own)
+    keys = None
+    if call.prompt:
         keys = kv.k.read() if rotate is None else rope.rotate(kv.k.read(), rotate.position)
-        out, mass = _prompt_attention(needs, kv, q, keys, positions, options)
+        out, mass = _prompt_attention(needs, kv, q, keys, positions, call)
     else:
-        out, mass = _decode_attention(needs, view, q, rotate, positions, options)
-    if not prompt and rewrites(transform, "step"):
-        kv = _after(kv, out)
+        out, mass = _decode_attention(needs, view, q, rotate, positions, call)
     if needs.accumulated_attention:
         kv = _accumulate(kv, mass)
-    window = _last_queries(needs, cache, q, positions, options)
-    kept = {"rope": cache.rope, "logits": cache.logits}
-    if prompt and kv.interval is not None:  # for `flush`
-        kept["logits"] = options.logits
-        if needs.unrotated_keys and takes_part(transform, "flush"):
-            kept["rope"] = jax.tree.map(lambda x: x + 0, rope)  # the cache is donated, not the rope
-    if prompt and not options.last:
-        return out.astype(q.dtype), LayerCache(kv, state, window, rows, transform=transform, **kept)
+    window = _last_queries(needs, cache, q, positions, call)
+    after = dataclasses.replace(cache, kv=kv, state=state, window=window, reading=None)
+    if call.prompt and kv.interval is not None:
+        after = _for_flush(after, call)
+    if call.prompt and not call.last:
+        return out.astype(q.dtype), dataclasses.replace(after, reading=rows)
     step = Step(
         rows=rows,
         slots=slots,
@@ -165,56 +168,51 @@ def _attend(transform, cache: LayerCache, q, k, v, positions, options: _Options)
         query=None if window is None else window.query,
         query_position=None if window is None else window.position,
         rope=rope,
-        moment="prompt" if prompt else "step",
-        logits=options.logits,
-        implementation=options.implementation,
+        moment="prompt" if call.prompt else "step",
+        logits=call.logits,
+        implementation=call.implementation,
+        output=None if call.prompt else out,
     )
-    if prompt:
-        kv, state = _end_prompt(transform, kv, state, step)
-        window = window if needs.decode_queries else None
-    else:
-        kv, state = _decide(transform, kv, state, step)
-    return out.astype(q.dtype), LayerCache(kv, state, window, None, transform=transform, **kept)
+    kv, state = _decide(transform, kv, state, step)
+    window = window if needs.decode_queries else None
+    after = dataclasses.replace(after, kv=kv, state=state, window=window)
+    return out.astype(q.dtype), after
 
 
 def _decide(transform: KVTransform, kv: KVCache, state: State, step: Step) -> tuple[KVCache, State]:
-    """Carries out what the transform decides, part by part of a chain."""
+    """Carries out what the transform decides, part by part of a chain.
+
+    At a prompt's end, parts that evict or merge come first. The slots are then brought to the
+    cache's capacity, other parts see them so, and keys and values are encoded.
+    """
     parts = parts_of(transform)
-    kv, states = _decide_parts(parts, kv, _states(parts, state), step)
-    return kv, states if len(parts) > 1 else states[0]
-
-
-def _decide_parts(parts, kv: KVCache, states, step: Step) -> tuple[KVCache, tuple[State, ...]]:
-    after = []
-    for part, own in zip(parts, states, strict=True):
-        decision, own = getattr(part, f"on_{step.moment}")(kv, own, step)
-        kv = carry_out(decision, kv, step)
-        after.append(own)
-    return kv, tuple(after)
-
-
-def _states(parts: tuple[KVTransform, ...], state: State) -> tuple[State, ...]:
-    return state if len(parts) > 1 else (state,)
-
-
-def _end_prompt(
-    transform: KVTransform, kv: KVCache, state: State, step: Step
-) -> tuple[KVCache, State]:
-    """Evicts and merges, brings the slots to the cache's capacity, indexes, and encodes."""
-    parts = parts_of(transform)
-    states = _states(parts, state)
+    states = state if len(parts) > 1 else (state,)
     first = sum(part.stage == Stage.EVICT for part in parts)
-    kv, evicting = _decide_parts(parts[:first], kv, states[:first], step)
-    if kv.slots != kv.capacity or first < len(parts):
+    kv, evicting, _ = decide(parts[:first], kv, states[:first], step)
+    prompt = step.moment == "prompt"
+    if prompt and (kv.slots != kv.capacity or first < len(parts)):
         kv = compact(kv, kv.capacity, step.rows)
-    kv, others = _decide_parts(parts[first:], kv, states[first:], step)
-    if kv.stored is not None:
+    kv, others, _ = decide(parts[first:], kv, states[first:], step)
+    if prompt and kv.stored is not None:
         keys, values = kv.stored
         slots = Slots(kv.position, kv.live, step.rows)
         k, v = keys.encode(values, kv.k.read(), kv.v.read(), slots)
         kv = kv.replace(k=k, v=v, stored=None)
     states = (*evicting, *others)
     return kv, states if len(parts) > 1 else states[0]
+
+
+def _for_flush(cache: LayerCache, call: _Call) -> LayerCache:
+    """The cache with what `flush` has to know of the last prompt's attention."""
+    rope = cache.rope
+    if cache.transform.needs.unrotated_keys and _looks_at_keys(cache.transform):
+        rope = jax.tree.map(lambda x: x + 0, call.rope)  # the cache is donated, not the rope
+    return dataclasses.replace(cache, rope=rope, logits=call.logits)
+
+
+def _looks_at_keys(transform: KVTransform) -> bool:
+    """Whether a part may evict or merge at a flush; only such methods look at all keys."""
+    return any(p.stage == Stage.EVICT and takes_part(p, "flush") for p in parts_of(transform))
 
 
 def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
@@ -276,14 +274,11 @@ def _flush(cache: LayerCache, steps: int) -> LayerCache:
     kv, window = cache.kv, cache.window
     if cache.reading is not None or kv.stored is not None:
         raise ValueError("the prompt is not complete: give its last chunk before flush")
-    # Methods that evict or merge alone look at all keys.
-    keys = kv.k.read() if frees_while_decoding(cache.transform) else None
+    keys = kv.k.read() if _looks_at_keys(cache.transform) else None
     if keys is not None and cache.rope is not None:
         keys = cache.rope.rotate(keys, _key_positions(cache.transform.needs, kv))
     step = Step(
         rows=jnp.ones(kv.shape[0], bool),
-        slots=None,
-        mass=None,
         keys=keys,
         query=None if window is None else window.query,
         query_position=None if window is None else window.position,
@@ -312,32 +307,27 @@ def _open(kv: KVCache) -> KVCache:
     return kv.replace(k=Dense(kv.k.read()), v=Dense(kv.v.read()), stored=(kv.k, kv.v))
 
 
-def _wants_mass(needs: Needs, phase: Phase) -> bool:
-    mass = needs.attention_mass or needs.accumulated_attention
-    return mass or (needs.decode_mass and phase == "decode")
-
-
-def _prompt_attention(needs: Needs, kv: KVCache, q, keys, positions, options: _Options):
+def _prompt_attention(needs: Needs, kv: KVCache, q, keys, positions, call: _Call):
     """Output and, where needed, the probability that each slot received per query head."""
     grouped = q.reshape(len(q), kv.shape[1], -1, *q.shape[2:])
-    check_implementation(options.implementation, offered=("xla",))
-    rows, logits = (positions, kv.position), options.logits._asdict()
+    check_implementation(call.implementation, offered=("xla",))
+    rows, logits = (positions, kv.position), call.logits._asdict()
     out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *rows, **logits)
     mass = None
-    if _wants_mass(needs, "prompt"):
+    if needs.attention_mass or needs.accumulated_attention:
         mass = column_sums(grouped, keys, kv.log_mass, lse, *rows, **logits)
         mass = mass.reshape(len(q), -1, kv.slots)
     return out.reshape(q.shape), mass
 
 
-def _decode_attention(needs: Needs, view: View, q, rotate, positions, options: _Options):
+def _decode_attention(needs: Needs, view: View, q, rotate, positions, call: _Call):
     """Output and, where needed, the probability that each slot received per query head."""
     kv, index = view.cache, view.index
     lists = kv.shape[1] if index is None else index.shape[1]
     grouped = q.reshape(len(q), lists, -1, *q.shape[2:])
-    wanted = _wants_mass(needs, "decode")
-    kind = {"implementation": options.implementation, **options.logits._asdict()}
-    kind["probabilities"] = wanted
+    wanted = needs.attention_mass or needs.accumulated_attention or needs.decode_mass
+    kind = {"implementation": call.implementation, "probabilities": wanted}
+    kind |= call.logits._asdict()
     if index is None:
         seen = Seen(kv.log_mass, kv.position, kv.used, rotate)
         out, found = kv.k.attention(kv.v, grouped, seen, positions, **kind)
@@ -356,29 +346,10 @@ def _decode_attention(needs: Needs, view: View, q, rotate, positions, options: _
     return out.reshape(q.shape), mass
 
 
-def _after(kv: KVCache, out: Float[Array, "B Q T D"]) -> KVCache:
-    """The same cache, computed after `out`: a decision may then rewrite values in place.
-
-    XLA goes by data alone. What attention reads and a decision overwrites, in no order that the
-    data tells, it copies at every step. No number is above infinity, and XLA does not know.
-    """
-    finite = ~(out.max() > jnp.inf)
-    return kv.replace(log_mass=jnp.where(finite, kv.log_mass, -jnp.inf))
-
-
 def _accumulate(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
     """Adds a call's attention to the column of what every slot received so far."""
     per_group = mass.reshape(*kv.shape[:2], kv.group, -1)
     return kv.with_column("attention", kv.column("attention") + jnp.moveaxis(per_group, 2, -1))
-
-
-def _late_positions(needs: Needs, kv: KVCache, slots, positions):
-    """What new queries and stored keys are rotated at: their position, or their rank there."""
-    others = _key_positions(needs, kv)
-    if not needs.reposition:
-        return positions, others
-    own = take_slots(others, jnp.minimum(slots, kv.slots - 1))
-    return jnp.repeat(own, kv.group, axis=1), others
 
 
 def _key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:
@@ -389,25 +360,20 @@ def _key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:
     return jnp.argsort(order, axis=-1).astype(jnp.int32)
 
 
-def _last_queries(
-    needs: Needs, cache: LayerCache, q, positions, options: _Options
-) -> QueryWindow | None:
+def _last_queries(needs: Needs, cache: LayerCache, q, positions, call: _Call) -> QueryWindow | None:
     """Each row's last queries of the prompt (and of decoding, where needed) after this call."""
     size = needs.queries(cache.kv.max_prompt)
-    if not size or (options.phase == "decode" and not needs.decode_queries):
+    if not size or not (call.prompt or needs.decode_queries):
         return None
     window = cache.window
     if window is None:
-        batch, query_heads, _, head_dim = q.shape
-        dtype = cache.kv.k.dtype
-        window = QueryWindow.empty(batch, query_heads, size, head_dim, dtype)
+        window = QueryWindow.empty(*q.shape[:2], size, q.shape[3], cache.kv.k.dtype)
     return window.add(q, positions)
 
 
-def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, options: _Options):
+def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, predicted, call: _Call):
     """Every head group on its own rectangle; heads come back in their order."""
-    _check_tokens(q, k, v, positions)
-    check_groups(transform, k.shape[1])
+    transform.check_heads(k.shape[1])
     if not isinstance(cache, tuple) or len(cache) != len(transform.groups):
         given = f"{len(cache)} of them" if isinstance(cache, tuple) else type(cache).__name__
         raise ValueError(
@@ -416,17 +382,12 @@ def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, options: _O
         )
     group = q.shape[1] // k.shape[1]
     outs, caches, order = [], [], []
-    named, predicted = options._asdict(), options.predicted_query
-    named.update(named.pop("logits")._asdict())
     for (heads, tx), own in zip(transform.groups, cache, strict=True):
-        kv_index = jnp.array(heads)
         q_heads = [head * group + g for head in heads for g in range(group)]
-        q_index = jnp.array(q_heads)
-        if predicted is not None:
-            named["predicted_query"] = predicted[:, q_index]
-        out, own = attend(
-            tx, own, q[:, q_index], k[:, kv_index], v[:, kv_index], positions, **named
-        )
+        kv_index, q_index = jnp.array(heads), jnp.array(q_heads)
+        new = q[:, q_index], k[:, kv_index], v[:, kv_index]
+        expected = None if predicted is None else predicted[:, q_index]
+        out, own = _attend(tx, own, *new, positions, expected, call)
         outs.append(out)
         caches.append(own)
         order.extend(q_heads)
@@ -459,10 +420,24 @@ def _check_tokens(q, k, v, positions) -> None:
         raise TypeError(f"positions must be integers, got {positions.dtype}")
 
 
-def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
-    _check_tokens(q, k, v, positions)
-    if options.phase not in ("prompt", "decode"):
-        raise ValueError(f"phase must be 'prompt' or 'decode', got {options.phase!r}")
+def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
+    if phase not in ("prompt", "decode"):
+        raise ValueError(f"phase must be 'prompt' or 'decode', got {phase!r}")
+    if predicted is not None and predicted.shape != q.shape:
+        raise ValueError(
+            f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
+        )
+    if call.logits.window is not None:
+        check_count("window", call.logits.window, 1)
+    if call.logits.soft_cap is not None and not call.logits.soft_cap > 0:
+        raise ValueError(f"soft_cap must be above 0, got {call.logits.soft_cap}")
+    if call.rope is not None and 2 * call.rope.inv_freq.shape[-1] > q.shape[3]:
+        raise ValueError(
+            f"rope rotates {2 * call.rope.inv_freq.shape[-1]} channels, got head_dim {q.shape[3]}"
+        )
+
+
+def _check_cache(transform: KVTransform, cache: Cache, q, k, call: _Call) -> None:
     if not isinstance(cache, LayerCache):
         raise TypeError(f"attend takes a cache from init_cache, got {type(cache).__name__}")
     if cache.transform != transform:
@@ -477,33 +452,21 @@ def _check(transform, cache, q, k, v, positions, options: _Options) -> None:
         )
     if k.shape[3] != kv.k.shape[3]:
         raise ValueError(f"the cache was made for head_dim {kv.k.shape[3]}, got {k.shape[3]}")
-    if transform.needs.unrotated_keys and options.rope is None:
+    if transform.needs.unrotated_keys and call.rope is None:
         raise ValueError(
             f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k"
         )
-    if options.phase == "decode" and (cache.reading is not None or kv.stored is not None):
+    if call.prompt:
+        return
+    if cache.reading is not None or kv.stored is not None:
         raise ValueError(
             "the prompt is not complete: give its last chunk with last=True before decoding, "
-            f"got phase={options.phase!r} after last=False"
+            "got phase='decode' after last=False"
         )
-    one_token = kv.lists is not None or frees_while_decoding(transform)
-    if options.phase == "decode" and one_token and q.shape[2] != 1:
+    if q.shape[2] != 1 and (
+        kv.lists is not None or any(map(frees_while_decoding, parts_of(transform)))
+    ):
         raise ValueError(
             f"{transform!r} compresses or selects while decoding: give it one token a step, got "
             f"{q.shape[2]}"
-        )
-    if options.predicted_query is not None and options.predicted_query.shape != q.shape:
-        raise ValueError(
-            f"predicted_query must have the shape of q, {q.shape}, got "
-            f"{options.predicted_query.shape}"
-        )
-    logits = options.logits
-    if logits.window is not None:
-        check_count("window", logits.window, 1)
-    if logits.soft_cap is not None and not logits.soft_cap > 0:
-        raise ValueError(f"soft_cap must be above 0, got {logits.soft_cap}")
-    if options.rope is not None and 2 * options.rope.inv_freq.shape[-1] > q.shape[3]:
-        raise ValueError(
-            f"rope rotates {2 * options.rope.inv_freq.shape[-1]} channels, got head_dim "
-            f"{q.shape[3]}"
         )

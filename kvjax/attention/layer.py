@@ -176,42 +176,34 @@ def init_cache(
             f"{transform!r} decides per layer: give init_cache and attend one element of "
             "kvjax.bind(transform, num_layers)"
         )
-    group = query_heads // kv_heads
-    shape = {"batch": batch, "group": group, "head_dim": head_dim}
-    limits = {"max_prompt": max_prompt, "max_new": max_new, "dtype": dtype, "layer": layer}
     if isinstance(transform, HeadGroups):
-        check_groups(transform, kv_heads)
+        transform.check_heads(kv_heads)
+        group = query_heads // kv_heads
         return tuple(
-            _init_group(tx, kv_heads=len(heads), **shape, **limits)
+            init_cache(
+                tx, batch=batch, kv_heads=len(heads), query_heads=len(heads) * group,
+                head_dim=head_dim, max_prompt=max_prompt, max_new=max_new, dtype=dtype, layer=layer,
+            )
             for heads, tx in transform.groups
-        )
-    return _init_group(transform, kv_heads=kv_heads, **shape, **limits)
-
-
-def _init_group(
-    transform: KVTransform, batch, kv_heads, group, head_dim, max_prompt, max_new, dtype, layer
-) -> LayerCache:
-    extent = transform.extent(Extent(max_prompt, max_new))
-    needs, query_heads = transform.needs, kv_heads * group
-    unfolded = group if needs.unfold else 1
-    lists, group = kv_heads * unfolded, group // unfolded
-    kv = empty_cache(
-        batch, lists, head_dim, extent.total, max_prompt=max_prompt, max_new=max_new, dtype=dtype,
-        group=group, unfolded=unfolded, interval=extent.interval,
-    )  # fmt: skip
+        )  # fmt: skip
+    extent, needs = transform.extent(Extent(max_prompt, max_new)), transform.needs
     if needs.reposition and needs.decode_queries:
         raise ValueError(
             f"{transform!r} compares queries of earlier steps with keys whose ranks have changed "
             "since: reposition=True cannot be combined with Every or WhenFull of a method that "
             "observes queries"
         )
+    lists = query_heads if needs.unfold else kv_heads
+    kv = empty_cache(
+        batch, lists, head_dim, extent.total, max_prompt=max_prompt, max_new=max_new, dtype=dtype,
+        group=query_heads // lists, unfolded=lists // kv_heads, interval=extent.interval,
+    )  # fmt: skip
     if needs.accumulated_attention:
-        kv = kv.with_column("attention", jnp.zeros((*kv.shape, group), jnp.float32))
+        kv = kv.with_column("attention", jnp.zeros((*kv.shape, kv.group), jnp.float32))
     kv, state = transform.init(kv, layer)
     window = None
     if needs.decode_queries:
-        size = needs.queries(max_prompt)
-        window = QueryWindow.empty(batch, query_heads, size, head_dim, dtype)
+        window = QueryWindow.empty(batch, query_heads, needs.queries(max_prompt), head_dim, dtype)
     logits = None if extent.interval is None else Logits(head_dim**-0.5)
     return LayerCache(kv, state, window, None, None, transform, logits)
 
@@ -231,9 +223,3 @@ def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...
         return dataclasses.replace(cache, kv=kv.replace(k=k, v=v, stored=(kv.k, kv.v)))
 
     return jax.tree.map(dense, caches, is_leaf=lambda x: isinstance(x, LayerCache))
-
-
-def check_groups(transform: HeadGroups, kv_heads: int) -> None:
-    """Raises ValueError unless the groups name as many KV heads as there are."""
-    if transform.kv_heads != kv_heads:
-        raise ValueError(f"{transform!r} names {transform.kv_heads} KV heads, got {kv_heads}")

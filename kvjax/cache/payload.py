@@ -22,6 +22,7 @@ from pallas_kernels import Turn, decode_attention
 # Rows of every (row, KV head). Mapped over both leading axes and not indexed by iota: an indexed
 # gather or scatter brings collectives when a cache is sharded over rows or heads.
 _gather = jax.vmap(jax.vmap(lambda data, index: data[index]))
+_add = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].add(rows, mode="drop")))
 _scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, mode="drop")))
 
 Moves = tuple[Int[Array, "B H N"], Int[Array, "B H N"]]  # source slots, and the slots they go to
@@ -42,10 +43,15 @@ def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
     return _scatter(x, index, rows.astype(x.dtype))
 
 
-def sum_into(into: Int[Array, "B H N"], x: Array) -> Array:
-    """Sums of the rows of `x [B, H, N, ...]` that go `into` each of N places; N = none."""
-    add = jax.vmap(jax.vmap(lambda into, x: jnp.zeros_like(x).at[into].add(x, mode="drop")))
-    return add(into, x)
+def sum_into(into: Int[Array, "B H N"], x: Array, places: int | None = None) -> Array:
+    """Sums of the rows of `x [B, H, N, ...]` that go `into` each place; numbers beyond: into none.
+
+    Args:
+      places: how many there are; N by default.
+    """
+    places = x.shape[2] if places is None else places
+    nothing = jnp.zeros((*x.shape[:2], places, *x.shape[3:]), x.dtype)
+    return _add(nothing, into, x)
 
 
 def of_rows(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
@@ -180,17 +186,11 @@ class Dense:
         q: Float[Array, "B H G T D"],
         seen: Seen,
         positions: Int[Array, "B T"],
-        *,
-        probabilities: bool,
-        implementation: str | None,
-        **logits,
+        **options,
     ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
         """Attention to all slots: the output and, where asked for, each slot's probability."""
-        keys = self.data
-        if seen.rotate is not None:
-            keys = seen.rotate.rotate(keys)
+        keys = self.data if seen.rotate is None else seen.rotate.rotate(self.data)
         out, _, found = decode_attention(
-            q, keys, values.data, seen.bias, positions, seen.position, used=seen.used,
-            probabilities=probabilities, implementation=implementation, **logits,
-        )  # fmt: skip
+            q, keys, values.data, seen.bias, positions, seen.position, used=seen.used, **options
+        )
         return out, found

@@ -8,6 +8,7 @@ and padding are therefore the same act: writing `log_mass`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -124,6 +125,13 @@ class KVCache:
         new = dataclasses.replace(old, values=values) if old else Column(values, **kind)
         return self.replace(columns={**self.columns, name: new})
 
+    def map_columns(self, values: Callable[[Column], Array]) -> dict[str, Column]:
+        """The columns with new `values`, each from what it was."""
+        return {
+            name: dataclasses.replace(column, values=values(column))
+            for name, column in self.columns.items()
+        }
+
 
 def empty_cache(
     batch: int,
@@ -193,27 +201,22 @@ def append(
     if room is not None:
         number = jnp.cumsum(positions >= 0, axis=1, dtype=jnp.int32)
         slots = jnp.where((number <= room[:, None])[:, None], slots, cache.slots)
-    return _put(cache, slots, k, v, positions)
-
-
-def _put(cache: KVCache, slots: Int[Array, "B H T"], k, v, positions: Int[Array, "B T"]):
-    """Writes new tokens into their slots, and counts those that found none."""
     valid = jnp.broadcast_to((positions >= 0)[:, None, :], slots.shape)
+    token = jnp.broadcast_to(positions[:, None, :], slots.shape)
     stored = slots < cache.slots
-    rows = slots.shape
-    token = jnp.broadcast_to(positions[:, None, :], rows)
 
-    def start(column: Column) -> Column:
-        new = jnp.full((*rows, *column.values.shape[3:]), column.fill, column.values.dtype)
-        return dataclasses.replace(column, values=write_slots(column.values, slots, new))
+    def start(column: Column) -> Array:
+        values = column.values
+        new = jnp.full((*slots.shape, *values.shape[3:]), column.fill, values.dtype)
+        return write_slots(values, slots, new)
 
     cache = cache.replace(
         k=cache.k.write(slots, k),
         v=cache.v.write(slots, v),
         position=write_slots(cache.position, slots, token),
-        log_mass=write_slots(cache.log_mass, slots, jnp.zeros(rows, jnp.float32)),
-        columns={name: start(column) for name, column in cache.columns.items()},
-        pinned=write_slots(cache.pinned, slots, jnp.zeros(rows, bool)),
+        log_mass=write_slots(cache.log_mass, slots, jnp.zeros(slots.shape, jnp.float32)),
+        columns=cache.map_columns(start),
+        pinned=write_slots(cache.pinned, slots, jnp.zeros(slots.shape, bool)),
         used=jnp.maximum(cache.used, jnp.where(stored, slots + 1, 0).max(-1)),
         length=jnp.maximum(cache.length, positions.max(-1) + 1),
         dropped=cache.dropped + (valid & ~stored).sum(-1, dtype=jnp.int32),
@@ -307,14 +310,13 @@ def merge(
     def mean(payload: Payload) -> Payload:
         return payload.write(None, segment_merge(payload.read(), into, weights))
 
-    def combine(column: Column) -> Column:
-        if column.merge == "keep":
-            return column
+    def combine(column: Column) -> Array:
         values = column.values
+        if column.merge == "keep":
+            return values
         keep = live.reshape(live.shape + (1,) * (values.ndim - 3))
         summed = sum_into(into, jnp.where(keep, values, 0))
-        changed = merged.reshape(keep.shape)
-        return dataclasses.replace(column, values=jnp.where(changed, summed, values))
+        return jnp.where(merged.reshape(keep.shape), summed, values)
 
     log_mass = jnp.where(merged, jnp.log(sum_into(into, mass)), cache.log_mass)
     pinned_members = sum_into(into, (cache.pinned & live).astype(jnp.int32))
@@ -323,7 +325,7 @@ def merge(
         v=mean(cache.v),
         log_mass=jnp.where(stays, log_mass, NEG_INF),
         position=jnp.where(stays, cache.position, FREE),
-        columns={name: combine(column) for name, column in cache.columns.items()},
+        columns=cache.map_columns(combine),
         pinned=stays & (pinned_members > 0),
         used=_used(stays),
     )
@@ -384,10 +386,7 @@ def permute(
         v=cache.v.flush(0, (source, slots)),
         position=move(cache.position),
         log_mass=log_mass,
-        columns={
-            name: dataclasses.replace(column, values=move(column.values))
-            for name, column in cache.columns.items()
-        },
+        columns=cache.map_columns(lambda column: move(column.values)),
         pinned=move(cache.pinned),
         used=_used(log_mass > NEG_INF),
     )
@@ -417,10 +416,7 @@ def _move(cache: KVCache, index: Int[Array, "B H N"], there: Bool[Array, "B H N"
         v=Dense(take_slots(cache.v.read(), index)),
         position=jnp.where(live, take_slots(cache.position, index), FREE),
         log_mass=jnp.where(live, take_slots(cache.log_mass, index), NEG_INF),
-        columns={
-            name: dataclasses.replace(column, values=take_slots(column.values, index))
-            for name, column in cache.columns.items()
-        },
+        columns=cache.map_columns(lambda column: take_slots(column.values, index)),
         pinned=take_slots(cache.pinned, index) & live,
         used=_used(live),
         dropped=cache.dropped + lost,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -9,20 +10,19 @@ from jaxtyping import Array
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
-from kvjax.compose.wrappers import HeadGroups, rewrites
-from kvjax.decisions import Changed, Decision, Keep, Retain, carry_out
+from kvjax.compose.foreseen import frees_while_decoding, rewrites
+from kvjax.compose.wrappers import HeadGroups
+from kvjax.decisions import Changed, Decision, Mark, Retain, decide
 from kvjax.protocol import (
     Extent,
     Full,
     KVTransform,
-    Moment,
     Needs,
     Stage,
     State,
     Step,
     View,
     check_transform,
-    frees_while_decoding,
     takes_part,
 )
 from kvjax.storage.codebook import Codebook
@@ -41,7 +41,7 @@ class Chain(KVTransform):
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Each part for this layer. Where one turns dense, only the form of storage remains."""
         parts = tuple(part.for_layer(layer, num_layers) for part in self.parts)
-        flat = [one for part in parts for one in getattr(part, "parts", (part,))]
+        flat = [one for part in parts for one in parts_of(part)]
         dense = chain(*(part for part in flat if part.stage == Stage.REPRESENT))
         if any(isinstance(part, Full) for part in parts):
             return dense
@@ -65,10 +65,7 @@ class Chain(KVTransform):
     @property
     def needs(self) -> Needs:
         """The union over the parts."""
-        needs = Needs()
-        for part in self.parts:
-            needs = needs.union(part.needs)
-        return needs
+        return functools.reduce(Needs.union, (part.needs for part in self.parts))
 
     @property
     def stage(self) -> Stage:
@@ -78,12 +75,10 @@ class Chain(KVTransform):
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
         """Every part's columns and state. Those that select come first: they say how many rows."""
         states: list[State] = [()] * len(self.parts)
-        for number in sorted(range(len(self.parts)), key=lambda i: -self._selects(i)):
+        order = sorted(range(len(self.parts)), key=lambda i: self.parts[i].stage != Stage.RECALL)
+        for number in order:
             cache, states[number] = self.parts[number].init(cache, layer)
         return cache, tuple(states)
-
-    def _selects(self, number: int) -> bool:
-        return self.parts[number].stage == Stage.RECALL
 
     def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
         """Every part's selection, each within the one before."""
@@ -94,35 +89,26 @@ class Chain(KVTransform):
         return view, tuple(states)
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What the parts decide, one after the other."""
-        return self._decide("prompt", cache, state, step)
+        """What the parts come to, one after the other; so do `on_flush` and `on_step`.
 
-    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What the parts decide, one after the other."""
-        return self._decide("flush", cache, state, step)
-
-    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What the parts decide, one after the other."""
-        return self._decide("step", cache, state, step)
-
-    def _decide(
-        self, moment: Moment, cache: KVCache, state: State, step: Step
-    ) -> tuple[Decision | None, State]:
-        """One decision: a part's own, if no other decides, or what several come to."""
-        before, made, states = cache, [], []
-        for part, own in zip(self.parts, state, strict=True):
-            decision, own = getattr(part, f"on_{moment}")(cache, own, step)
-            states.append(own)
-            if decision is not None:
-                cache = carry_out(decision, cache, step)
-                made.append(decision)
+        It is a part's own decision where no other decides. Within a wrapper alone: `attend` carries
+        out what the parts decide one by one.
+        """
+        after, states, made = decide(self.parts, cache, state, step)
         if len(made) <= 1:
-            return (made[0] if made else None), tuple(states)
-        if all(isinstance(decision, Keep | Retain) for decision in made):
-            columns = {name: column.values for name, column in cache.columns.items()}
-            pinned = None if cache.pinned is before.pinned else cache.pinned
-            return Retain(cache.live, made[-1].newest, pinned, columns), tuple(states)
-        return Changed(cache), tuple(states)
+            return (made[0] if made else None), states
+        if any(decision.rewrites or isinstance(decision, Mark) for decision in made):
+            return Changed(after), states
+        columns = {name: column.values for name, column in after.columns.items()}
+        pinned = None if after.pinned is cache.pinned else after.pinned
+        return Retain(after.live, made[-1].newest, pinned, columns=columns), states
+
+    on_flush = on_step = on_prompt
+
+
+def parts_of(transform: KVTransform) -> tuple[KVTransform, ...]:
+    """The parts of a chain, or the transform alone."""
+    return transform.parts if isinstance(transform, Chain) else (transform,)
 
 
 def chain(*transforms: KVTransform) -> KVTransform:
@@ -144,7 +130,7 @@ def chain(*transforms: KVTransform) -> KVTransform:
     parts: list[KVTransform] = []
     for transform in transforms:
         check_transform(transform, "chain")
-        parts.extend(transform.parts if isinstance(transform, Chain) else (transform,))
+        parts.extend(parts_of(transform))
     parts = [part for part in parts if not isinstance(part, Full)]
     if len(parts) == 1:
         return parts[0]
@@ -159,10 +145,10 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
                 f"{after!r} ({after.stage.name.lower()}) cannot follow "
                 f"{before!r} ({before.stage.name.lower()})"
             )
-    freeing = [part for part in parts if frees_while_decoding(part)]
-    readers = [part for part in parts if part.stage == Stage.RECALL]
-    indexes = [part for part in readers if takes_part(part, "prompt")]
-    placing = [part for part in parts if part.stage == Stage.PLACE]
+    evicting, storing, reading, placing = (
+        [part for part in parts if part.stage == stage] for stage in Stage
+    )
+    indexes = [part for part in reading if takes_part(part, "prompt")]
     if len(indexes) > 1:
         raise ValueError(
             f"a chain has one method that indexes all slots, got {indexes[0]!r} and {indexes[1]!r}"
@@ -172,29 +158,15 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             f"{placing[0]!r} stands once in a chain, behind a method that indexes all slots "
             f"(ClusterKV, Quest, InfiniGen), got {parts!r}"
         )
-    representing = [part for part in parts if part.stage == Stage.REPRESENT]
-    if len(representing) > 1:
+    if len(storing) > 1:
         raise ValueError(
             "a chain stores keys and values in one other form, got "
-            f"{representing[0]!r} and {representing[1]!r}"
+            f"{storing[0]!r} and {storing[1]!r}"
         )
-    if representing and placing:
+    if storing and placing:
         raise ValueError(
-            f"{placing[0]!r} keeps rows as they are in host memory, and {representing[0]!r} stores "
+            f"{placing[0]!r} keeps rows as they are in host memory, and {storing[0]!r} stores "
             "them in another form on the device: take one of them"
-        )
-    spanning = [part for part in parts if isinstance(part, Quantize) and part.groups_slots]
-    if freeing and spanning:
-        raise ValueError(
-            f"{spanning[0]!r} encodes groups of slots together, and {freeing[0]!r} frees slots "
-            "while decoding: take key_axis='token'"
-        )
-    books = [part for part in parts if isinstance(part, Codebook)]
-    merging = [part for part in freeing if rewrites(part, "flush", "step")]
-    if books and merging:
-        raise ValueError(
-            f"{books[0]!r} stores references, and {merging[0]!r} merges slots while decoding, "
-            "which would make a new book at every step: merge at the prompt's end only"
         )
     late = [part for part in parts if part.needs.unrotated_keys]
     if indexes and late:
@@ -202,10 +174,28 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             f"{indexes[0]!r} selects by keys as they are stored, and {late[0]!r} stores them "
             "unrotated"
         )
-    if freeing and readers:
+    for before, after in itertools.product(evicting, storing + reading):
+        _check_freeing(before, after)
+
+
+def _check_freeing(before: KVTransform, after: KVTransform) -> None:
+    """Raises where what frees slots while decoding stands before what cannot do with it."""
+    if not frees_while_decoding(before):
+        return
+    if after.stage == Stage.RECALL:
         raise ValueError(
-            f"{readers[0]!r} indexes the slots of the prompt, and {freeing[0]!r} frees slots while "
+            f"{after!r} indexes the slots of the prompt, and {before!r} frees slots while "
             "decoding: the index would go stale. Put a method that compresses only the prompt first"
+        )
+    if isinstance(after, Quantize) and after.groups_slots:
+        raise ValueError(
+            f"{after!r} encodes groups of slots together, and {before!r} frees slots "
+            "while decoding: take key_axis='token'"
+        )
+    if isinstance(after, Codebook) and rewrites(before, "flush", "step"):
+        raise ValueError(
+            f"{after!r} stores references, and {before!r} merges slots while decoding, "
+            "which would make a new book at every step: merge at the prompt's end only"
         )
 
 

@@ -5,29 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
-from kvjax.decisions import Changed, Decision, Mark, Merge, Order, Rewrite
+from kvjax.compose.foreseen import frees_while_decoding, rewrites
+from kvjax.decisions import Decision
 from kvjax.protocol import (
     Extent,
     Full,
     KVTransform,
-    Moment,
     Needs,
     Stage,
     State,
     Step,
-    View,
     Wrapper,
     check_transform,
-    frees_while_decoding,
-    parts_of,
-    returns,
 )
 
 
@@ -95,10 +91,11 @@ class HeadGroups(KVTransform):
             if isinstance(transform, HeadGroups):
                 raise ValueError("HeadGroups cannot be nested")
 
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads that the groups name."""
-        return sum(len(group) for group, _ in self.groups)
+    def check_heads(self, kv_heads: int) -> None:
+        """Raises ValueError unless the groups name as many KV heads as there are."""
+        named = sum(len(group) for group, _ in self.groups)
+        if named != kv_heads:
+            raise ValueError(f"{self!r} names {named} KV heads, got {kv_heads}")
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The same groups, each with its transform for this layer."""
@@ -109,25 +106,27 @@ class HeadGroups(KVTransform):
 
 @dataclass(frozen=True)
 class _Again(Wrapper):
-    """Compresses again while decoding what its base compresses at a prompt's end.
+    """Compresses again while decoding what its base compresses at a prompt's end."""
 
-    The base's budget and `spare` slots more are what a KV head of a row may hold.
-    """
-
-    adds: ClassVar[tuple[Moment, ...]] = ("flush",)
-
-    spare: ClassVar[int]  # the subclasses name it
+    def __post_init__(self):
+        name = type(self).__name__
+        if not _compresses(self.base, name) or frees_while_decoding(self.base):
+            raise ValueError(
+                f"{name} repeats a method that evicts or merges at the prompt's end and does "
+                f"nothing while decoding, got {self.base!r}"
+            )
 
     @property
     def needs(self) -> Needs:
-        """The base's; its window of queries goes on while decoding."""
+        """What the base needs; its window of queries goes on while decoding."""
         needs = self.base.needs
         observes = needs.query_window > 0 or needs.query_share > 0
         return needs._replace(decode_queries=observes)
 
-    def _hold(self, extent: Extent, interval: int) -> Extent:
+    def _hold(self, extent: Extent, spare: int, interval: int) -> Extent:
+        """What the base keeps of everything, and at most `spare` slots more."""
         most = self._most(extent.longest_prompt, extent.new)
-        held = self.base.extent(extent).hold(most.prompt - most.pinned + self.spare)
+        held = self.base.extent(extent).hold(most.prompt - most.pinned + spare)
         return dataclasses.replace(held.every(interval), passed=None)
 
     def _most(self, longest: int, new: int) -> Extent:
@@ -140,11 +139,15 @@ class _Again(Wrapper):
         """What the base decides about everything live, in the rows and heads that are due."""
         due &= step.rows[:, None]
         as_prompt = dataclasses.replace(step, moment="prompt", rows=due.any(-1))
-        decision, state = self.base.on_prompt(cache, state, as_prompt)
-        if decision is None or isinstance(decision, Changed | Mark | Order):
-            return decision, state
-        earlier = decision.rows
-        return dataclasses.replace(decision, rows=due if earlier is None else due & earlier), state
+        decision, state = super().on_prompt(cache, state, as_prompt)
+        return None if decision is None else decision.concerning(due), state
+
+
+class Repeated(NamedTuple):
+    """What `Every` remembers: its base's state, and how long each row was when last compressed."""
+
+    base: State
+    length: Int[Array, " B"]
 
 
 @dataclass(frozen=True)
@@ -172,45 +175,33 @@ class Every(_Again):
     steps: int
 
     def __post_init__(self):
-        _check_prompt_method(self.base, "Every")
+        super().__post_init__()
         check_count("steps", self.steps, 1)
-
-    spare = property(lambda self: self.steps)
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `steps` tokens more."""
-        return self._hold(extent, self.steps)
+        return self._hold(extent, self.steps, self.steps)
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """The base's state, and how long each row was when it was last compressed."""
-        cache, state = self.base.init(cache, layer)
-        return cache, (cache.length + 0, state)  # not the cache's own array
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Repeated]:
+        """The base's state, and the length of each row."""
+        cache, state = super().init(cache, layer)
+        return cache, Repeated(state.base, cache.length + 0)  # not the cache's own array
 
-    def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
-        """The base's."""
-        length, inner = state
-        view, inner = self.base.select(view, inner, query)
-        return view, (length, inner)
+    def on_prompt(
+        self, cache: KVCache, state: Repeated, step: Step
+    ) -> tuple[Decision | None, Repeated]:
+        """What the base decides; the rows of the prompt have been compressed."""
+        decision, state = super().on_prompt(cache, state, step)
+        return decision, state._replace(length=step.of_rows(cache.length, state.length))
 
-    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """The base's."""
-        length, inner = state
-        decision, inner = self.base.on_prompt(cache, inner, step)
-        return decision, (step.of_rows(cache.length, length), inner)
-
-    def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
+    def on_flush(
+        self, cache: KVCache, state: Repeated, step: Step
+    ) -> tuple[Decision | None, Repeated]:
         """What the base decides about rows to which more tokens than may wait would come."""
-        length, inner = state
-        due = step.rows & (cache.length - length + step.room > self.steps)
+        due = step.rows & (cache.length - state.length + step.room > self.steps)
         heads = jnp.broadcast_to(due[:, None], cache.shape[:2])
-        decision, inner = self._compress(heads, cache, inner, step)
-        return decision, (jnp.where(due, cache.length, length), inner)
-
-    def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """The base's."""
-        length, inner = state
-        decision, inner = self.base.on_step(cache, inner, step)
-        return decision, (length, inner)
+        decision, state = self._compress(heads, cache, state, step)
+        return decision, state._replace(length=jnp.where(due, cache.length, state.length))
 
 
 @dataclass(frozen=True)
@@ -239,14 +230,12 @@ class WhenFull(_Again):
     room: int
 
     def __post_init__(self):
-        _check_prompt_method(self.base, "WhenFull")
+        super().__post_init__()
         check_count("room", self.room, 1)
-
-    spare = property(lambda self: self.room)
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `room` tokens more."""
-        return self._hold(extent, max(self.room // 4, 1))
+        return self._hold(extent, self.room, max(self.room // 4, 1))
 
     def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
         """What the base decides about rows and heads that have not room for the next tokens."""
@@ -262,25 +251,6 @@ def _is_group(part: object) -> bool:
     return all(isinstance(head, int) for head in part[0])
 
 
-def rewrites(transform: KVTransform, *moments: Moment) -> bool:
-    """Whether a transform merges slots or changes values at one of these moments.
-
-    It is read off the types that its methods are annotated to return; `Every` and its like do at a
-    flush what their base does with a prompt. What is not annotated is found when it is carried out.
-    """
-    if isinstance(transform, _Again):
-        also = ("prompt",) if "flush" in moments else ()
-        return rewrites(transform.base, *moments, *also)
-    if len(parts_of(transform)) > 1:
-        return any(rewrites(part, *moments) for part in parts_of(transform))
-    own = any(
-        kind.__name__ in returns(transform, moment)
-        for moment in moments
-        for kind in (Merge, Rewrite)
-    )
-    return own or (isinstance(transform, Wrapper) and rewrites(transform.base, *moments))
-
-
 def check_evicts(base: object, name: str) -> None:
     """Raises unless `base` evicts tokens, of which a wrapper can see which ones go.
 
@@ -290,22 +260,6 @@ def check_evicts(base: object, name: str) -> None:
     """
     if not _compresses(base, name) or rewrites(base, "prompt", "flush", "step"):
         raise ValueError(f"{name} goes around a method that evicts tokens, got {base!r}")
-
-
-def check_kept(decision: Decision | None, name: str) -> None:
-    """Raises ValueError unless a base's decision says which tokens are kept, or is none."""
-    if isinstance(decision, Merge | Order | Changed):
-        raise ValueError(
-            f"{name} goes around a method that evicts tokens, got a {type(decision).__name__}"
-        )
-
-
-def _check_prompt_method(base: object, name: str) -> None:
-    if not _compresses(base, name) or frees_while_decoding(base):
-        raise ValueError(
-            f"{name} repeats a method that evicts or merges at the prompt's end and does nothing "
-            f"while decoding, got {base!r}"
-        )
 
 
 def _compresses(base: object, name: str) -> bool:

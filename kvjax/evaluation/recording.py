@@ -52,29 +52,36 @@ class Record:
         return {**self.logits._asdict(), "implementation": self.implementation}
 
 
+class Recording(NamedTuple):
+    """State of a `Recorded`: its base's, and a step's `Record` or what `select` knows of it."""
+
+    base: State
+    record: Record | tuple | None = None
+
+
 @dataclass(frozen=True)
 class Recorded(Wrapper):
     """A layer's transform that leaves a `Record` of a decode step beside its state."""
 
     needs = property(lambda self: self.base.needs._replace(predicted_query=True))
 
-    def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
+    def select(self, view: View, state: Recording, query: Array) -> tuple[View, Recording]:
         """The base's selection, kept together with the query and the predicted one."""
-        view, inner = self.base.select(view, state[0], query)
+        view, state = super().select(view, state, query)
         seen = view.per_slot(view.cache.position, -1)
-        return view, (inner, (query, view.predicted, seen))
+        return view, state._replace(record=(query, view.predicted, seen))
 
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
         """The base's decision, after the new tokens have been looked up."""
-        inner, (query, predicted, seen) = state
+        query, predicted, seen = state.record
         slots = jnp.minimum(step.slots, cache.slots - 1)
         rope = step.rope if self.needs.unrotated_keys else None
         own = Record(
             query, cache.k.read(slots), cache.v.read(slots), predicted, seen, rope,
             step.logits, step.implementation,
         )  # fmt: skip
-        decision, inner = self.base.on_step(cache, inner, step)
-        return decision, (inner, own)
+        decision, state = super().on_step(cache, state, step)
+        return decision, state._replace(record=own)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def record(cache: Cache) -> Cache:
     if not isinstance(cache, LayerCache):
         return tuple(map(record, cache))
     return dataclasses.replace(
-        cache, transform=Recorded(cache.transform), state=(cache.state, None)
+        cache, transform=Recorded(cache.transform), state=Recording(cache.state)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -14,9 +13,9 @@ from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import oldest
 from kvjax.cache.slots import KVCache
 from kvjax.compose.foreseen import foreseen
-from kvjax.compose.wrappers import check_evicts, check_kept
-from kvjax.decisions import Decision, Mark, Rewrite, carry_out
-from kvjax.protocol import Moment, Needs, State, Step, View, Wrapper
+from kvjax.compose.wrappers import check_evicts
+from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out
+from kvjax.protocol import Moment, Needs, State, Step, Wrapper
 from kvjax.transforms.random import check_seed, layer_key, uniform
 
 _LAST = jnp.iinfo(jnp.int32).max
@@ -99,69 +98,45 @@ class CaM(Wrapper):
         """The key of the draws, and the base's state."""
         if self.merge_tokens is None:
             self._check_window()
-        cache, base = self.base.init(cache, layer)
-        return cache, CaMState(None if self.expected else layer_key(self.seed, layer), base)
+        cache, state = super().init(cache, layer)
+        return cache, CaMState(None if self.expected else layer_key(self.seed, layer), state.base)
 
     def _check_window(self) -> None:
         moments: tuple[Moment, ...] = ("flush", "step", *(("prompt",) if self.prompt else ()))
         made = [foreseen(self.base, moment) for moment in moments]
-        if not all(one.newest for one in made if one.kind not in (None, Mark)):
+        if any(one.newest is None for one in made if isinstance(one, Keep | Retain)):
             raise ValueError(
                 "merge_tokens must be given, since this base has no window of newest tokens that "
                 f"it always keeps: got None over {self.base!r}"
             )
 
-    def select(self, view: View, state: CaMState, query: Array) -> tuple[View, CaMState]:
-        """The base's."""
-        view, base = self.base.select(view, state.base, query)
-        return view, state._replace(base=base)
-
     def on_prompt(
         self, cache: KVCache, state: CaMState, step: Step
-    ) -> tuple[Rewrite | Decision | None, CaMState]:
-        """What the base decides; with `prompt`, what it evicts is merged."""
-        decision, base = self.base.on_prompt(cache, state.base, step)
-        state = state._replace(base=base)
-        if not self.prompt:
+    ) -> tuple[Decision | None, CaMState]:
+        """What the base decides, and values that hold what it evicts.
+
+        So do `on_flush` and `on_step`, the one token of a KV head that a decode step evicts.
+        """
+        decision, state = super().on_prompt(cache, state, step)
+        if step.moment == "prompt" and not self.prompt:
             return decision, state
-        return self._rewrite(decision, cache, state, step, self._merge_all), state
-
-    def on_flush(
-        self, cache: KVCache, state: CaMState, step: Step
-    ) -> tuple[Rewrite | Decision | None, CaMState]:
-        """Merges what the base evicts."""
-        decision, base = self.base.on_flush(cache, state.base, step)
-        state = state._replace(base=base)
-        return self._rewrite(decision, cache, state, step, self._merge_all), state
-
-    def on_step(
-        self, cache: KVCache, state: CaMState, step: Step
-    ) -> tuple[Rewrite | Decision | None, CaMState]:
-        """Merges the one token of a KV head that the base evicts."""
-        decision, base = self.base.on_step(cache, state.base, step)
-        state = state._replace(base=base)
-        return self._rewrite(decision, cache, state, step, self._merge_one), state
-
-    def _rewrite(
-        self,
-        decision: Decision | None,
-        cache: KVCache,
-        state: CaMState,
-        step: Step,
-        merge: Callable[..., Array],
-    ) -> Rewrite | Mark | None:
-        """The base's decision, and values that hold what it evicts."""
-        check_kept(decision, "CaM")
         if decision is None or isinstance(decision, Mark):
-            return decision
+            return decision, state
         kept = carry_out(decision, cache, step).live
         if self.merge_tokens is None:
             tokens = decision.newest[:, None, None]
         else:
             tokens = jnp.full((cache.shape[0], 1, 1), self.merge_tokens, jnp.int32)
-        values = merge(cache, kept, tokens, state.key)
-        pinned = getattr(decision, "pinned", None)
-        return Rewrite(kept, values, pinned, decision.columns, decision.rows)
+        merge = self._merge_one if step.moment == "step" else self._merge_all
+        return Retain(
+            kept,
+            pinned=decision.pinned if isinstance(decision, Retain) else None,
+            values=merge(cache, kept, tokens, state.key),
+            columns=decision.columns,
+            rows=decision.rows,
+        ), state
+
+    on_flush = on_step = on_prompt
 
     def _weigh(
         self,

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from jaxtyping import Array, Int
 
-from kvjax.budgets.budgets import Budget, check_budget
+from kvjax.budgets.budgets import Budget, check_budget, check_choice
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
-from kvjax.protocol import (
-    Extent,
-    GroupReduce,
-    KVTransform,
-    Needs,
-    Step,
-    accumulated_attention,
-    check_group_reduce,
-)
+from kvjax.protocol import Extent, GroupReduce, KVTransform, Needs, Step, accumulated_attention
 from kvjax.transforms.held_budget import decoding_budget, decoding_extent
 
 
@@ -65,7 +57,7 @@ class H2O(KVTransform):
 
     def __post_init__(self):
         check_budget(self.budget, self.minimum, "one heavy hitter, one recent token")
-        check_group_reduce(self.group_reduce)
+        check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
 
     def extent(self, extent: Extent) -> Extent:
         """The budget, and one slot for the token that is being added."""

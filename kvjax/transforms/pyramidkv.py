@@ -6,12 +6,12 @@ import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from kvjax.budgets.budgets import Budget, check_budget, slots_for
-from kvjax.protocol import GroupReduce, KVTransform, check_group_reduce
+from kvjax.budgets.budgets import Budget, check_budget, check_choice, slots_for
+from kvjax.protocol import GroupReduce, KVTransform
 from kvjax.transforms.snapkv import SnapKV, check_observation
 
 
@@ -64,7 +64,7 @@ class PyramidKV(KVTransform):
 
     def __post_init__(self):
         check_observation(self.window, self.kernel, self.pooling)
-        check_group_reduce(self.group_reduce)
+        check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_budget(self.budget, self.window + 1, "window + 1")
         if not isinstance(self.beta, int | float) or isinstance(self.beta, bool):
             raise TypeError(f"beta must be a number, got {self.beta!r}")

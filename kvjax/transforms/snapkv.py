@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots, rows_budget
+from kvjax.budgets.budgets import (
+    Budget,
+    check_budget,
+    check_choice,
+    check_count,
+    most_slots,
+    rows_budget,
+)
 from kvjax.cache.payload import take_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
-from kvjax.protocol import (
-    Extent,
-    GroupReduce,
-    KVTransform,
-    Needs,
-    State,
-    Step,
-    check_group_reduce,
-)
+from kvjax.protocol import Extent, GroupReduce, KVTransform, Needs, State, Step
 from pallas_kernels import column_sums, prompt_attention
 
 
@@ -70,7 +69,7 @@ class SnapKV(KVTransform):
 
     def __post_init__(self):
         check_observation(self.window, self.kernel, self.pooling)
-        check_group_reduce(self.group_reduce)
+        check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_budget(self.budget, self.minimum, "window + 1")
 
     @property

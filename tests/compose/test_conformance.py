@@ -16,9 +16,9 @@ import pytest
 import kvjax
 from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
 from kvjax.budgets.budgets import slots_for
-from kvjax.compose.wrappers import rewrites
+from kvjax.compose.chain import parts_of
+from kvjax.compose.foreseen import frees_while_decoding, rewrites
 from kvjax.generation.steps import scan_steps
-from kvjax.protocol import frees_while_decoding, parts_of
 from kvjax.registry import METHODS
 from tests.references.pyramidkv import layer_budgets
 from tests.support.attending import (
@@ -172,7 +172,8 @@ def quantised(budget: int) -> dict:
 
 def merges(transform) -> bool:
     """Whether a slot may come to stand for several tokens."""
-    everything = rewrites(transform, "prompt", "flush", "step")
+    evicting = [part for part in parts_of(transform) if part.stage == kvjax.Stage.EVICT]
+    everything = any(rewrites(part, "prompt", "flush", "step") for part in evicting)
     return everything and not isinstance(transform, CaM)
 
 

@@ -51,6 +51,16 @@ class Place(kvjax.KVTransform):
     stage = Stage.PLACE
 
 
+@dataclasses.dataclass(frozen=True)
+class Merges(kvjax.KVTransform):
+    """Merges slots at every moment; nothing says so but what it returns."""
+
+    def on_prompt(self, cache, state, step):
+        return kvjax.Merge(jnp.zeros(cache.shape, jnp.int32)), state
+
+    on_flush = on_step = on_prompt
+
+
 SNAP = SnapKV(budget=16, window=4)
 
 # What is built, the exception, and what the message must contain: given and expected.
@@ -146,6 +156,17 @@ CONSTRUCTION = {
     ),
     "stale index, every": (
         lambda: chain(Every(SNAP, steps=4), Represent(), Recall()), ValueError, "Recall", "Every",
+    ),
+    "stale index, nothing annotated": (
+        lambda: chain(Merges(), Recall()), ValueError, "Recall", "Merges", "decoding",
+    ),
+    "every, nothing annotated": (lambda: Every(Merges(), 4), ValueError, "Merges", "prompt"),
+    "cam, nothing annotated": (lambda: kvjax.CaM(Merges()), ValueError, "Merges", "evicts tokens"),
+    "kvcrush, nothing annotated": (
+        lambda: kvjax.KVCrush(Merges(), 4), ValueError, "Merges", "evicts tokens",
+    ),
+    "codebook, nothing annotated": (
+        lambda: chain(Merges(), kvjax.Codebook()), ValueError, "Merges", "merges slots",
     ),
     "bind, class": (lambda: bind(H2O, 4), TypeError, "H2O", "instance"),
     "bind, layers": (lambda: bind(SNAP, 0), ValueError, "0", "at least 1"),

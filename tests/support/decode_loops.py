@@ -19,7 +19,7 @@ from tests.support.attending import OPTIONS
 class Seen(NamedTuple):
     """State of a `Watched`: that of its base, and what it listed in a step."""
 
-    inner: object
+    base: object
     index: jax.Array | None = None
     positions: jax.Array | None = None
 
@@ -31,20 +31,18 @@ class Watched(Wrapper):
     stage = property(lambda self: self.base.stage)
 
     def init(self, cache, layer):
-        cache, state = self.base.init(cache, layer)
-        return cache, Seen(state)
+        cache, state = super().init(cache, layer)
+        return cache, Seen(state.base)
 
     def select(self, view, state, query):
-        view, inner = self.base.select(view, state.inner, query)
-        return view, Seen(inner, view.index, view.per_slot(view.cache.position, -1))
+        view, state = super().select(view, state, query)
+        return view, Seen(state.base, view.index, view.per_slot(view.cache.position, -1))
 
     def on_prompt(self, cache, state, step):
-        decision, inner = self.base.on_prompt(cache, state.inner, step)
-        return decision, Seen(inner)
+        decision, state = super().on_prompt(cache, state, step)
+        return decision, Seen(state.base)
 
-    def on_flush(self, cache, state, step):
-        decision, inner = self.base.on_flush(cache, state.inner, step)
-        return decision, Seen(inner)
+    on_flush = on_prompt
 
 
 class Steps(NamedTuple):
@@ -83,7 +81,7 @@ def is_seen(x) -> bool:
 
 def unseen(cache):
     """The cache without what its `Watched` listed, as it was before the step."""
-    return jax.tree.map(lambda x: Seen(x.inner) if is_seen(x) else x, cache, is_leaf=is_seen)
+    return jax.tree.map(lambda x: Seen(x.base) if is_seen(x) else x, cache, is_leaf=is_seen)
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)

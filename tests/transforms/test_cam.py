@@ -13,8 +13,9 @@ import pytest
 
 import kvjax
 from kvjax import H2O, CaM, Every, PyramidInfer, PyramidKV, SnapKV, StreamingLLM, WhenFull, chain
+from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.decisions import Retain
-from kvjax.protocol import Stage, frees_while_decoding
+from kvjax.protocol import Stage
 from kvjax.registry import METHODS
 from kvjax.transforms.cam import _sum_of_next
 from kvjax.transforms.random import uniform

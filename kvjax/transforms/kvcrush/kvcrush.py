@@ -16,15 +16,14 @@ from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
 from kvjax.compose.foreseen import foreseen
-from kvjax.compose.wrappers import check_evicts, check_kept
-from kvjax.decisions import Decision, Keep, Mark, Retain
+from kvjax.compose.wrappers import check_evicts
+from kvjax.decisions import Keep, Mark, Retain
 from kvjax.protocol import (
     Extent,
     KVTransform,
     Needs,
     State,
     Step,
-    View,
     Wrapper,
     accumulated_attention,
     is_bound,
@@ -152,41 +151,39 @@ class KVCrush(Wrapper):
         return split_budget(self.base, 0.25 if self.share is None else float(self.share))
 
     @property
+    def inner(self) -> KVTransform:
+        """The base with its part of the budget."""
+        return self.split[0]
+
+    @property
     def needs(self) -> Needs:
         """The base's, and accumulated attention where its decision has no score."""
         decision = foreseen(self.base, "prompt")
-        received = not self.kmeans and decision.kind is not None and not decision.score
+        scored = isinstance(decision, Keep) and decision.score is not None
+        received = not (self.kmeans or scored or decision is None)
         return self.base.needs.union(Needs(accumulated_attention=received))
 
     def extent(self, extent: Extent) -> Extent:
         """The base's, and the representatives. All hidden states go to the next layer."""
-        base, representatives = self.split
-        extent = extent.pin(most_slots(representatives, extent.longest_prompt, 0))
-        return dataclasses.replace(base.extent(extent), passed=None)
+        extent = extent.pin(most_slots(self.split[1], extent.longest_prompt, 0))
+        return dataclasses.replace(super().extent(extent), passed=None)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, KVCrushState]:
         """The key of the draws, the base's state, and the column that marks representatives."""
         none = jnp.zeros(cache.shape, bool)
         cache = cache.with_column(REPRESENTATIVE, none, merge="keep")
         draws = not self.kmeans and "random" in (self.anchor, self.pick)
-        cache, base = self.split[0].init(cache, layer)
-        return cache, KVCrushState(layer_key(self.seed, layer) if draws else None, base)
-
-    def select(self, view: View, state: KVCrushState, query: Array) -> tuple[View, KVCrushState]:
-        """The base's."""
-        view, base = self.split[0].select(view, state.base, query)
-        return view, state._replace(base=base)
+        cache, state = super().init(cache, layer)
+        return cache, KVCrushState(layer_key(self.seed, layer) if draws else None, state.base)
 
     def on_prompt(
         self, cache: KVCache, state: KVCrushState, step: Step
     ) -> tuple[Retain | Mark | None, KVCrushState]:
         """Retains what the base keeps, and representatives of what it evicts."""
-        base, representatives = self.split
+        representatives = self.split[1]
         earlier = cache.column(REPRESENTATIVE) & cache.live
         cache = cache.replace(pinned=cache.pinned & ~earlier)
-        decision, inner = base.on_prompt(cache, state.base, step)
-        state = state._replace(base=inner)
-        check_kept(decision, "KVCrush")
+        decision, state = super().on_prompt(cache, state, step)
         if decision is None or isinstance(decision, Mark):
             return decision, state
         count = rows_budget(representatives, cache.length, cache.max_prompt, 0)
@@ -208,20 +205,6 @@ class KVCrush(Wrapper):
             columns={**decision.columns, REPRESENTATIVE: chosen},
             rows=decision.rows,
         ), state
-
-    def on_flush(
-        self, cache: KVCache, state: KVCrushState, step: Step
-    ) -> tuple[Decision | None, KVCrushState]:
-        """The base's decision, with its part of the budget."""
-        decision, base = self.split[0].on_flush(cache, state.base, step)
-        return decision, state._replace(base=base)
-
-    def on_step(
-        self, cache: KVCache, state: KVCrushState, step: Step
-    ) -> tuple[Decision | None, KVCrushState]:
-        """The base's decision, with its part of the budget."""
-        decision, base = self.split[0].on_step(cache, state.base, step)
-        return decision, state._replace(base=base)
 
     def _behaviour(
         self, cache: KVCache, decision: Keep | Retain
