@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import empty_cache
 from kvjax.protocol import Extent, KVTransform, Logits, Moment, Step
 
@@ -50,7 +51,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Foreseen:
         )  # fmt: skip
         if needs.accumulated_attention:
             cache = cache.with_column("attention", jnp.zeros((*cache.shape, 1)))
-        cache, state = transform.init(cache, 0)
+        cache, state = transform.init(cache, (layers_of(transform) or (0,))[0])
         step, flush = moment == "step", moment == "flush"
         mass = needs.attention_mass or needs.accumulated_attention or (needs.decode_mass and step)
         window = needs.queries(MAX_PROMPT) if moment == "prompt" or needs.decode_queries else 0

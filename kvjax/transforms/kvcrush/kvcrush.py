@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, most_slots, rows_budget
+from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
@@ -46,9 +47,10 @@ REPRESENTATIVE = "representative"
 
 
 class KVCrushState(NamedTuple):
-    """The key of the draws (None where nothing is drawn), and the base's state."""
+    """The key of the draws (None: nothing is drawn), the layer's budgets, and the base's state."""
 
     key: Array | None
+    count: Table
     base: State
 
 
@@ -165,12 +167,14 @@ class KVCrush(Wrapper):
         return dataclasses.replace(base.extent(extent), passed=None)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, KVCrushState]:
-        """The key of the draws, the base's state, and the column that marks representatives."""
+        """The layer's key and budgets, and the column that marks representatives."""
         none = jnp.zeros(cache.shape, bool)
         cache = cache.with_column(REPRESENTATIVE, none, merge="keep")
         draws = not self.kmeans and "random" in (self.anchor, self.pick)
-        cache, base = self.split[0].init(cache, layer)
-        return cache, KVCrushState(layer_key(self.seed, layer) if draws else None, base)
+        base, representatives = self.split
+        cache, inner = base.init(cache, layer)
+        count = layer_table(representatives, layer, cache.max_prompt)
+        return cache, KVCrushState(layer_key(self.seed, layer) if draws else None, count, inner)
 
     def select(self, view: View, state: KVCrushState, query: Array) -> tuple[View, KVCrushState]:
         """The base's."""
@@ -189,7 +193,7 @@ class KVCrush(Wrapper):
         check_kept(decision, "KVCrush")
         if decision is None or isinstance(decision, Mark):
             return decision, state
-        count = rows_budget(representatives, cache.length, cache.max_prompt, 0)
+        count = rows_budget(representatives, cache.length, cache.max_prompt, 0, state.count)
         most = most_slots(representatives, cache.max_prompt, 0)
         if self.kmeans:
             kept = decision.kept(cache)
