@@ -167,11 +167,11 @@ class PyramidInferPrompt(KVTransform):
         """The newest share of a prompt's queries."""
         return Needs(query_share=self.newest)
 
-    def _share(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
+    def observing(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
         """The newest share of prompts of these lengths, and one token more."""
         return 1 + np.floor(self.newest * lengths).astype(np.int64)
 
-    def _window(self, share: Int[Array, " L"], slots: Int[Array, " L"]) -> Int[Array, " L"]:
+    def window(self, share: Int[Array, " L"], slots: Int[Array, " L"]) -> Int[Array, " L"]:
         """w: that share, where a budget has so many slots."""
         room = (slots - self.sinks + 1) // 2 if self.passed is None else slots
         return share.clip(max=room).clip(min=1)
@@ -181,7 +181,7 @@ class PyramidInferPrompt(KVTransform):
     ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         length, longest = cache.length, cache.max_prompt
         budget = rows_budget(self.budget, length, longest, self.minimum, tables[0])
-        return self._window(rows_budget(self._share, length, longest, 1), budget), budget
+        return self.window(rows_budget(self.observing, length, longest, 1), budget), budget
 
     def extent(self, extent: Extent) -> Extent:
         """The layer's budget of the prompt, and what goes on to the next layer."""
@@ -267,7 +267,7 @@ class PyramidInferLayer(PyramidInferPrompt):
         """
         most = most_slots(self.budget, extent.longest_prompt, self.minimum)
         lengths = np.arange(extent.longest_prompt + 1)
-        window = int(self._window(self._share(lengths), self.budget(lengths)).max())
+        window = int(self.window(self.observing(lengths), self.budget(lengths)).max())
         extent = super().extent(extent)
         tokens = np.arange(extent.new + 1)
         blocks = np.maximum(tokens - self.interval - window, 0) // self.interval
