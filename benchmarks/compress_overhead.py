@@ -74,6 +74,7 @@ def empty_cache(transform: kvjax.KVTransform, tokens: int) -> kvjax.LayerCache:
     return kvjax.init_cache(
         transform, batch=1, kv_heads=LAYER.kv_heads, query_heads=LAYER.query_heads,
         head_dim=LAYER.head_dim, max_prompt=tokens, max_new=0, dtype=jnp.float32,
+        layer=0,
     )  # fmt: skip
 
 

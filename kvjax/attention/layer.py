@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_count
+from kvjax.budgets.layers import layers_of
 from kvjax.cache.payload import Dense
 from kvjax.cache.slots import KVCache, empty_cache
 from kvjax.compose.wrappers import HeadGroups
@@ -128,7 +129,7 @@ def init_cache(
     max_new: int,
     query_heads: int | None = None,
     dtype: DTypeLike | None = None,
-    layer: int = 0,
+    layer: int | None = None,
 ) -> Cache:
     """An empty cache for one attention layer, of the capacity that the transform promises.
 
@@ -139,14 +140,16 @@ def init_cache(
       query_heads: as in the model; `kv_heads` by default.
       dtype: of keys and values; by default float32 on CPU, where bfloat16 is several times slower,
         and bfloat16 elsewhere.
-      layer: the number of the layer, on which random numbers and calibrations depend.
+      layer: the number of the layer, on which budgets, random numbers and calibrations depend. By
+        default 0, or the layer that the transform was bound to, if it stands for that one alone.
 
     Returns:
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
 
     Raises:
       TypeError, ValueError: a count that is no positive int, heads that don't divide, a dtype that
-        is not floating, a transform that must be bound to a layer first.
+        is not floating, a transform that must be bound to a layer first, or that was bound to
+        others than `layer`.
 
     Example:
       >>> import kvjax
@@ -160,6 +163,14 @@ def init_cache(
     for name, value in counts.items():
         check_count(name, value, 1)
     check_count("max_new", max_new, 0)
+    bound = layers_of(transform)
+    if layer is None and len(bound or (0,)) == 1:
+        layer = (bound or (0,))[0]
+    if bound is not None and layer not in bound:
+        raise ValueError(
+            f"{transform!r} stands for some layers of a model: give init_cache layer=, one of "
+            f"{list(bound)}, got {layer}"
+        )
     check_count("layer", layer, 0)
     query_heads = kv_heads if query_heads is None else query_heads
     check_count("query_heads", query_heads, 1)

@@ -109,13 +109,21 @@ def most_slots(budget: Budget, max_length: int, minimum: int) -> int:
 
 
 def rows_budget(
-    budget: Budget, length: Int[Array, " B"], max_length: int, minimum: int
+    budget: Budget,
+    length: Int[Array, " B"],
+    max_length: int,
+    minimum: int,
+    own: Int[Array, " L"] | tuple[()] = (),
 ) -> Int[Array, " B"]:
-    """Each row's budget, from its own length (at most `max_length`)."""
+    """Each row's budget, from its own length (at most `max_length`).
+
+    A layer that has a table of its `own` (`kvjax.budgets.layers.layer_table`) looks it up there.
+    """
     if isinstance(budget, int | np.integer):
         return jnp.full(length.shape, budget, jnp.int32)
-    table = slots_for(budget, np.arange(max_length + 1), minimum).astype(np.int32)
-    return jnp.asarray(table)[jnp.minimum(length, max_length)]
+    if isinstance(own, tuple):
+        own = jnp.asarray(slots_for(budget, np.arange(max_length + 1), minimum))
+    return own[jnp.minimum(length, own.size - 1)].astype(jnp.int32)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import empty_cache
 from kvjax.decisions import Decision, Mark
 from kvjax.protocol import Extent, KVTransform, Logits, Moment, Stage, Step, takes_part
@@ -42,7 +43,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
         )  # fmt: skip
         if needs.accumulated_attention:
             cache = cache.with_column("attention", jnp.zeros((*cache.shape, 1)))
-        cache, state = transform.init(cache, 0)
+        cache, state = transform.init(cache, (layers_of(transform) or (0,))[0])
         now = Step(
             rows=jnp.ones(1, bool),
             slots=None if flush else jnp.zeros((1, 1, 1), jnp.int32),

@@ -210,7 +210,8 @@ class WhenFull(_Again):
 
     A (row, KV head) that has less than a quarter of `room` left, of the slots that it has beyond
     what the base keeps, is compressed as one prompt; the others are left as they are. It is looked
-    at every quarter of `room` steps.
+    at every quarter of `room` steps. Where budgets differ by layer (PyramidKV), a cache has slots
+    for the largest layer of its quarter of the model, and is full when these are.
 
     Args:
       base: an evicting or merging method that does nothing while decoding.

@@ -17,16 +17,24 @@ from kvjax.budgets.budgets import (
     check_number,
     most_slots,
     rows_budget,
-    slots_for,
 )
-from kvjax.budgets.layers import CosineBudget, TokensEntering, generated_kept
+from kvjax.budgets.layers import (
+    CosineBudget,
+    LayerBudget,
+    Table,
+    TokensEntering,
+    generated_kept,
+    layer_table,
+    layers_alike,
+)
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
 from kvjax.decisions import Keep, Mark, Retain, group_scores, over_heads
-from kvjax.protocol import PASSED, Extent, KVTransform, Needs, State, Step
+from kvjax.protocol import PASSED, Extent, KVTransform, Needs, Step
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
+Tables = tuple[Table, Table]  # of what stays in a layer's cache, and of what goes on
 OBSERVED = "observed"  # the column of attention that generated tokens have received so far
 
 
@@ -116,16 +124,18 @@ class PyramidInfer(KVTransform):
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The method of one layer, with its schedule."""
+        layers, passed = layers_alike(layer, num_layers), None
         if self.budget is None:
-            schedule = self.newest, self.ratio, self.context, num_layers
-            slots, passed = (TokensEntering(*schedule, at) for at in (layer, layer + 1))
+            entering = TokensEntering(self.newest, self.ratio, self.context, num_layers)
+            slots = LayerBudget(entering, layers)
+            passed = LayerBudget(entering, range(layers.start + 1, layers.stop + 1))
         else:
-            slots = CosineBudget(self.budget, 2 * (self.sinks + 1), num_layers, layer)
-            passed = None
+            schedule = CosineBudget(self.budget, 2 * (self.sinks + 1), num_layers)
+            slots = LayerBudget(schedule, layers)
         prompt = slots, passed, self.newest, self.sinks, self.emphasis
         if self.interval is None:
             return PyramidInferPrompt(*prompt)
-        kept = generated_kept(self.interval, num_layers, layer)
+        kept = tuple(generated_kept(self.interval, num_layers, layer) for layer in layers)
         return PyramidInferLayer(*prompt, self.interval, kept)
 
 
@@ -134,13 +144,13 @@ class PyramidInferPrompt(KVTransform):
     """PyramidInfer in one layer that compresses prompts alone; made by `PyramidInfer.for_layer`.
 
     Args:
-      budget: prompt tokens that stay in this layer's cache.
+      budget: prompt tokens that stay in the layer's cache.
       passed: those of them that go on to the next layer; None: the cache alone is compressed.
       newest, sinks, emphasis: as in `PyramidInfer`.
     """
 
-    budget: Budget
-    passed: Budget | None
+    budget: LayerBudget
+    passed: LayerBudget | None
     newest: float
     sinks: int
     emphasis: float
@@ -157,12 +167,21 @@ class PyramidInferPrompt(KVTransform):
         """The newest share of a prompt's queries."""
         return Needs(query_share=self.newest)
 
-    def window(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
-        """w, for prompts of these lengths."""
-        window = 1 + np.floor(self.newest * lengths).astype(np.int64)
-        slots = slots_for(self.budget, lengths, self.minimum)
+    def observing(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
+        """The newest share of prompts of these lengths, and one token more."""
+        return 1 + np.floor(self.newest * lengths).astype(np.int64)
+
+    def window(self, share: Int[Array, " L"], slots: Int[Array, " L"]) -> Int[Array, " L"]:
+        """w: that share, where a budget has so many slots."""
         room = (slots - self.sinks + 1) // 2 if self.passed is None else slots
-        return np.maximum(np.minimum(window, room), 1)
+        return share.clip(max=room).clip(min=1)
+
+    def _window_and_budget(
+        self, cache: KVCache, tables: Tables
+    ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        length, longest = cache.length, cache.max_prompt
+        budget = rows_budget(self.budget, length, longest, self.minimum, tables[0])
+        return self.window(rows_budget(self.observing, length, longest, 1), budget), budget
 
     def extent(self, extent: Extent) -> Extent:
         """The layer's budget of the prompt, and what goes on to the next layer."""
@@ -172,22 +191,16 @@ class PyramidInferPrompt(KVTransform):
         passed = most_slots(self.passed, extent.longest_prompt, 0) + extent.pinned
         return dataclasses.replace(extent, passed=min(passed, extent.prompt))
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """The column of what goes on to the next layer."""
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Tables]:
+        """Tables of the layer's own budget and of what goes on, and the column of the latter."""
         if self.passed is not None:
             cache = cache.with_column(PASSED, jnp.zeros(cache.shape, bool), merge="keep")
-        return cache, ()
+        budgets = (self.budget, layer), (self.passed, layer + 1)
+        return cache, tuple(layer_table(*budget, cache.max_prompt) for budget in budgets)
 
-    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
+    def on_prompt(self, cache: KVCache, state: Tables, step: Step) -> tuple[Keep, Tables]:
         """Keeps the newest w tokens, the sinks, and what those w queries look at."""
-        window, budget, passed = (
-            rows_budget(slots, cache.length, cache.max_prompt, least)
-            for slots, least in (
-                (self.window, 1),
-                (self.budget, self.minimum),
-                (self.passed or self.budget, 1),
-            )
-        )
+        window, budget = self._window_and_budget(cache, state)
         weight = self._weight(step.query_position - (cache.length - window)[:, None], window)
         observed = window_attention(cache, step, step.query.shape[2], weight)
         keep = Keep(
@@ -198,6 +211,7 @@ class PyramidInferPrompt(KVTransform):
             reduce="layer",
         )
         if self.passed is not None:
+            passed = rows_budget(self.passed, cache.length, cache.max_prompt, 1, state[1])
             going = dataclasses.replace(keep, budget=passed).kept(cache)
             keep = dataclasses.replace(keep, columns={PASSED: going})
         return keep, state
@@ -211,14 +225,18 @@ class PyramidInferPrompt(KVTransform):
 
 
 class Generated(NamedTuple):
-    """What a layer knows of each row's generated tokens.
+    """What a layer knows of itself, and of each row's generated tokens.
 
     Args:
+      tables: the state of `PyramidInferPrompt`.
+      kept: generated tokens that stay of every `interval`.
       window: w.
       budget: the layer's part of the budget.
       start: position of the first token of the oldest block that is not compressed.
     """
 
+    tables: Tables
+    kept: Int[Array, ""]
     window: Int[Array, " B"]
     budget: Int[Array, " B"]
     start: Int[Array, " B"]
@@ -231,11 +249,11 @@ class PyramidInferLayer(PyramidInferPrompt):
     Args:
       budget, passed, newest, sinks, emphasis: as in `PyramidInferPrompt`.
       interval: as in `PyramidInfer`.
-      kept: generated tokens that stay of every `interval`.
+      kept: generated tokens that stay of every `interval`, in each of the layers of `budget`.
     """
 
     interval: int
-    kept: int
+    kept: tuple[int, ...]
 
     @property
     def needs(self) -> Needs:
@@ -248,32 +266,32 @@ class PyramidInferLayer(PyramidInferPrompt):
         The tokens of `interval` steps wait for the next flush.
         """
         most = most_slots(self.budget, extent.longest_prompt, self.minimum)
-        window = most_slots(self.window, extent.longest_prompt, 1)
+        lengths = np.arange(extent.longest_prompt + 1)
+        window = int(self.window(self.observing(lengths), self.budget(lengths)).max())
         extent = super().extent(extent)
         tokens = np.arange(extent.new + 1)
         blocks = np.maximum(tokens - self.interval - window, 0) // self.interval
-        generated = int((tokens - blocks * (self.interval - self.kept)).max())
+        generated = int((tokens - blocks * (self.interval - max(self.kept))).max())
         waiting = most + self.interval if self.passed is None else 0
         held = max(extent.prompt - extent.pinned + generated, waiting)
         return extent.hold(held).every(self.interval)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Generated]:
-        """The columns, and what is known of rows without a prompt."""
-        cache, _ = super().init(cache, layer)
+        """The columns, the layer's numbers, and what is known of rows without a prompt."""
+        cache, tables = super().init(cache, layer)
         cache = cache.with_column(OBSERVED, jnp.zeros(cache.shape, jnp.float32), merge="keep")
-        return cache, self._rows(cache)
+        kept = jnp.int32(self.kept[self.budget.layers.index(layer)])
+        return cache, Generated(tables, kept, *self._rows(cache, tables))
 
     def on_prompt(self, cache: KVCache, state: Generated, step: Step) -> tuple[Keep, Generated]:
         """As for the prompt alone; blocks are counted from its end."""
-        keep, _ = super().on_prompt(cache, (), step)
-        return keep, step.of_rows(self._rows(cache), state)
+        keep, tables = super().on_prompt(cache, state.tables, step)
+        rows = step.of_rows(self._rows(cache, tables), state[2:])
+        return keep, Generated(tables, state.kept, *rows)
 
-    def _rows(self, cache: KVCache) -> Generated:
-        window, budget = (
-            rows_budget(slots, cache.length, cache.max_prompt, self.minimum)
-            for slots in (self.window, self.budget)
-        )
-        return Generated(window, budget, cache.length + 0)  # not the cache's own array
+    def _rows(self, cache: KVCache, tables: Tables) -> tuple[Array, Array, Array]:
+        start = cache.length + 0  # not the cache's own array
+        return *self._window_and_budget(cache, tables), start
 
     def on_step(self, cache: KVCache, state: Generated, step: Step) -> tuple[Mark, Generated]:
         """Adds the step's attention to what the blocks have received from their observers.
@@ -295,7 +313,7 @@ class PyramidInferLayer(PyramidInferPrompt):
             blocks.grid(x).reshape(len(age), -1, self.interval)
             for x in (over_heads(cache.column(OBSERVED), cache), evictable(cache), age)
         )
-        count = jnp.full(there.shape[:2], self.kept, jnp.int32)
+        count = jnp.broadcast_to(state.kept, there.shape[:2])
         gone = there & ~keep_best(score, there, age, count)
         gone = gone.reshape(*cache.shape[:2], -1, self.interval)
         complete = (cache.length - state.window - state.start) // self.interval

@@ -16,6 +16,7 @@ from kvjax.budgets.budgets import (
     most_slots,
     rows_budget,
 )
+from kvjax.budgets.layers import layer_table
 from kvjax.cache.payload import take_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
@@ -86,9 +87,13 @@ class SnapKV(KVTransform):
         """The budget of the prompt; new tokens come on top."""
         return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
 
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
+        """The table of the layer's own budgets."""
+        return cache, layer_table(self.budget, layer, cache.max_prompt)
+
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
         """Keeps the newest tokens and the prefix tokens that they attend to most."""
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, state)
         observed = window_attention(cache, step, self.window) / self.window
         prefix = cache.live & ~newest(cache, self.window)
         score = _pool(observed, cache.position, prefix, self.kernel, self.pooling)

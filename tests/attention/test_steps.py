@@ -1,4 +1,4 @@
-"""A decode step of every method and composition holds no loop, no condition and no copy of a store."""
+"""A decode step of every method holds no loop, no condition and no copy of keys or values."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import pytest
 import kvjax
 from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
 from kvjax.budgets.budgets import slots_for
+from kvjax.budgets.layers import layer_table
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
 from kvjax.generation.steps import scan_steps
@@ -838,7 +839,8 @@ def test_layer_budgets_of_every_length(budget, beta, num_layers):
     """PyramidKV's layers add up, and are those of the formula in exact arithmetic."""
     layers = kvjax.bind(kvjax.PyramidKV(budget=budget, beta=beta), num_layers)
     lengths = np.array([1, 8, 9, 10, 63, 64, 65, 127, 128, 700, 2000, 5000])
-    mine = np.stack([slots_for(layer.budget, lengths, 9) for layer in layers], axis=1)
+    tables = [np.asarray(layer_table(tx.budget, layer, 5000)) for layer, tx in enumerate(layers)]
+    mine = np.stack([own[np.minimum(lengths, own.size - 1)] for own in tables], axis=1)
     for length, slots in zip(lengths.tolist(), mine.tolist(), strict=True):
         if length <= budget:  # left whole in every layer
             assert all(slots_of_layer >= length for slots_of_layer in slots), length

@@ -25,10 +25,11 @@ from kvjax import (
     bind,
     chain,
 )
+from kvjax.budgets.layers import LayerBudget
 from kvjax.compose.chain import Chain
 from kvjax.protocol import Needs, Stage
 from kvjax.registry import METHODS, parameters
-from kvjax.transforms.pyramidkv import LayerBudget
+from kvjax.transforms.pyramidkv import PyramidBudget
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 from tests.support.attending import (
@@ -81,7 +82,8 @@ every_value = pytest.mark.parametrize("name", VALUES)
 @every_value
 def test_prints_as_the_expression_that_makes_it(name):
     value = VALUES[name]
-    again = eval(repr(value), {**vars(kvjax), "Chain": Chain, "LayerBudget": LayerBudget})
+    inner = {kind.__name__: kind for kind in (Chain, LayerBudget, PyramidBudget)}
+    again = eval(repr(value), {**vars(kvjax), **inner})
     assert again == value and hash(again) == hash(value) and repr(again) == repr(value)
 
 

@@ -57,7 +57,7 @@ class Pair:
         max_new: int = 64,
         rope: kvjax.Rope | None = None,
         late: bool = False,
-        layer: int = 0,
+        layer: int | None = None,
         **options: float | None,
     ) -> None:
         self.transform, self.options, self.rope, self.late = transform, options, rope, late

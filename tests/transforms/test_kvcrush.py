@@ -64,7 +64,10 @@ def newest(method: kvjax.KVTransform, length: int) -> int:
     if isinstance(method, H2O):
         budget = rows_budget(method.budget, length, 2)
         return max(budget, 2) - max(budget, 2) // 2
-    return method.window if isinstance(method, SnapKV) else int(method.window(np.array(length)))
+    if isinstance(method, SnapKV):
+        return method.window
+    lengths = np.array([length])
+    return int(method.window(method.observing(lengths), method.budget(lengths))[0])
 
 
 class Seen(NamedTuple):

@@ -23,14 +23,18 @@ SHARE = {"budget": 0.5, "interval": 6}
 class Layer(Pair):
     """One layer of the library, and a reference per row, whose heads decide together."""
 
-    def __init__(self, layer=2, *, seed=0, heads=(2, 2), attention=None, **method):
+    def __init__(
+        self, layer=2, *, seed=0, heads=(2, 2), attention=None, num_layers=LAYERS, **method
+    ):
         transform = PyramidInfer(**method)
         budget = method.pop("budget", None)
-        bound = bind(transform, LAYERS)[layer]
+        bound = bind(transform, num_layers)[layer]
         attention = attention or {}
-        super().__init__(bound, lambda **options: None, seed=seed, heads=heads, **attention)
+        super().__init__(
+            bound, lambda **options: None, seed=seed, heads=heads, layer=layer, **attention
+        )
         self.row_references = [
-            reference.PyramidInfer(budget, layer, LAYERS, heads[0], **method, **attention)
+            reference.PyramidInfer(budget, layer, num_layers, heads[0], **method, **attention)
             for _ in range(self.rows)
         ]
 
@@ -73,6 +77,12 @@ class Layer(Pair):
 @pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
 def test_prompt_and_64_decode_steps(layer, method):
     Layer(layer, **method).prompt(LENGTHS, "scattered").decode(64)
+
+
+@pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
+def test_layer_among_others_of_its_kind(method):
+    """The second of three layers with the same room."""
+    Layer(1, num_layers=9, seed=8, **method).prompt(LENGTHS).decode(40)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (3, 2), (1, 4)], ids=str)
@@ -130,19 +140,17 @@ def test_no_prompt():
 def test_tokens_that_enter_each_layer(num_layers, context):
     lengths = np.arange(1, 400)
     expected = np.array([reference.entering(n, num_layers, context=context) for n in lengths])
-    for layer in range(num_layers + 1):
-        got = TokensEntering(0.2, 0.9, context, num_layers, layer)(lengths)
-        np.testing.assert_array_equal(got, expected[:, layer])
+    got = TokensEntering(0.2, 0.9, context, num_layers)(lengths)
+    np.testing.assert_array_equal(got, expected.T)
 
 
 def test_the_papers_average():
     """methods.md: 76.6 % on average for 4k tokens and 32 layers."""
-    layers = bind(PyramidInfer(), 32)
-    entering = [int(layer.budget(np.array([4096]))[0]) for layer in layers]
+    entering = TokensEntering(0.2, 0.9, 64, 32)(np.array([4096]))[:-1, 0].tolist()
     assert round(np.mean(entering) / 4096, 3) == 0.766
     assert entering[0] == 4096 and entering == sorted(entering, reverse=True)
-    capacity = [layer.extent(Extent(4096, 0)).prompt for layer in layers]
-    assert capacity == entering
+    capacity = [layer.extent(Extent(4096, 0)).prompt for layer in bind(PyramidInfer(), 32)]
+    assert capacity == [entering[layer // 8 * 8] for layer in range(32)]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 32])
@@ -150,8 +158,7 @@ def test_the_papers_average():
 def test_layer_budgets_add_up(budget, num_layers):
     lengths = np.arange(1, 200)
     mean = [rows_budget(budget, int(n), 10) for n in lengths]
-    layers = (CosineBudget(budget, 10, num_layers, layer) for layer in range(num_layers))
-    got = np.stack([layer(lengths) for layer in layers], axis=1)
+    got = CosineBudget(budget, 10, num_layers)(lengths).T
     expected = [
         reference.layer_shares(b, int(n), num_layers) for b, n in zip(mean, lengths, strict=True)
     ]
@@ -161,11 +168,26 @@ def test_layer_budgets_add_up(budget, num_layers):
 
 
 def test_generated_tokens_that_stay():
-    kept = [layer.kept for layer in bind(PyramidInfer(), 32)]
+    layers = bind(PyramidInfer(), 32)
+    kept = [layer.kept[number % 8] for number, layer in enumerate(layers)]
     assert kept == [reference.kept_of_a_block(layer, 32) for layer in range(32)]
     assert kept[0] == 14 and kept[-1] == 1
-    long = bind(PyramidInfer(), 32)[31].extent(Extent(1024, 100_000))
-    assert long.total < 1024 + 8000
+
+
+def test_room_for_generated_tokens():
+    """A layer alone has room for what it keeps; with others of its kind, at most a quarter more."""
+    layers, long = bind(PyramidInfer(), 32), Extent(1024, 100_000)
+    alone = [
+        dataclasses.replace(
+            layer,
+            budget=dataclasses.replace(layer.budget, layers=range(number, number + 1)),
+            kept=(layer.kept[number % 8],),
+        )
+        for number, layer in enumerate(layers)
+    ]
+    assert alone[31].extent(long).total < 1024 + 8000
+    exact, shared = (sum(layer.extent(long).total for layer in each) for each in (alone, layers))
+    assert exact < shared < 1.25 * exact
 
 
 # --- composition ----------------------------------------------------------------------------------

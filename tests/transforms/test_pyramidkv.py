@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.transforms.pyramidkv import pyramid
+from kvjax.transforms.pyramidkv import PyramidBudget
 from tests.references.budgets import rows_budget
 from tests.references.pyramidkv import PyramidKV, layer_budgets
 from tests.support.method_pair import Pair
@@ -26,7 +26,7 @@ def pairs(budget, num_layers, seed=0, **chosen) -> list[Pair]:
         def reference(**options):
             return PyramidKV(budget, layer, num_layers, **chosen, **options)
 
-        return Pair(layers[layer], reference, seed=seed + layer)
+        return Pair(layers[layer], reference, seed=seed + layer, layer=layer)
 
     return [layer_pair(layer) for layer in range(num_layers)]
 
@@ -65,8 +65,9 @@ def test_one_layer_is_snapkv():
     assert totals([layer]) == [[20, 20], [18, 18], [20, 20]]
 
 
-def int64(lengths) -> bytes:
-    return np.array(lengths, np.int64).tobytes()
+def schedule(budget, window, beta, num_layers, lengths) -> np.ndarray:
+    """Slots per prompt length and layer."""
+    return PyramidBudget(budget, window, beta, num_layers)(np.array(lengths)).T
 
 
 SHAPES = [
@@ -84,7 +85,7 @@ def test_layer_budgets(shape):
     """Every length from 1 to 140, which passes all three regimes: short, capped, full pyramid."""
     budget, window, beta, num_layers = shape
     lengths = range(1, 141)
-    got = pyramid(budget, window, beta, num_layers, int64(lengths))
+    got = schedule(budget, window, beta, num_layers, lengths)
     expected = [layer_budgets(budget, window, beta, length, num_layers) for length in lengths]
     np.testing.assert_array_equal(got, expected)
     np.testing.assert_array_equal(got.sum(1), num_layers * budget)
@@ -94,7 +95,7 @@ def test_layer_budgets(shape):
 @pytest.mark.parametrize("num_layers", [1, 2, 5, 32])
 def test_layer_budgets_of_a_share(budget, num_layers):
     lengths = range(1, 200)
-    got = pyramid(budget, 8, 20, num_layers, int64(lengths))
+    got = schedule(budget, 8, 20, num_layers, lengths)
     mean = [rows_budget(budget, length, 9) for length in lengths]
     expected = [
         layer_budgets(b, 8, 20, length, num_layers) for b, length in zip(mean, lengths, strict=True)
@@ -109,6 +110,6 @@ def test_layer_budgets_of_a_share(budget, num_layers):
 def test_layer_budgets_of_an_awkward_beta(beta):
     """A beta of 16 digits would make fractions that no integer holds."""
     lengths = (10, 100, 1000, 30_000)
-    got = pyramid(1024, 8, beta, 32, int64(lengths))
+    got = schedule(1024, 8, beta, 32, lengths)
     expected = [layer_budgets(1024, 8, beta, length, 32) for length in lengths]
     np.testing.assert_array_equal(got, expected)

@@ -51,7 +51,7 @@ class Layer:
     def __init__(self, transform, layer, num_layers, reserve, kind="LayerBudgetEviction", **own):
         self.tokens = Tokens.random(length=SIZES["max_prompt"] + SIZES["max_new"], seed=layer)
         self.transform = kvjax.bind(transform, num_layers)[layer]
-        self.cache, self.next = new_cache(self.transform, **SIZES), np.zeros(3, int)
+        self.cache, self.next = new_cache(self.transform, **SIZES, layer=layer), np.zeros(3, int)
         rope = functools.partial(rotate, inv_freq=INV_FREQ)
         self.references = [
             getattr(spindlekv, kind)(
@@ -133,9 +133,7 @@ ALL_LENGTHS = np.array([0, 1, 31, 32, 33, 34, 50, 100, 257, 1000, 4097])
 @pytest.mark.parametrize("reserve", [*np.arange(1, 11) / 10, 1 / 3, 0.5357])
 def test_schedule(reserve, num_layers):
     """As the reference has it; the mean is the reserve, within a token of each layer."""
-    got = np.array(
-        [SpindleBudget(reserve, 32, 0.05, num_layers, i)(ALL_LENGTHS) for i in range(num_layers)]
-    )
+    got = SpindleBudget(reserve, 32, 0.05, num_layers)(ALL_LENGTHS)
     expected = [
         [32 + layer_tokens(reserve, int(n), 32, i, num_layers) for n in ALL_LENGTHS]
         for i in range(num_layers)
@@ -151,7 +149,7 @@ def test_schedule_of_awkward_fractions():
     """Products beyond 64 bits."""
     reserve, beta = 0.123457, 0.076543
     lengths = np.array([40, 100_000, 131_072])
-    got = SpindleBudget(reserve, 32, beta, 101, 50)(lengths)
+    got = SpindleBudget(reserve, 32, beta, 101)(lengths)[50]
     expected = [32 + layer_tokens(reserve, int(n), 32, 50, 101, beta) for n in lengths]
     assert got.dtype == np.int64 and got.tolist() == expected
 

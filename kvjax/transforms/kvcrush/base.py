@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from kvjax.budgets.budgets import Budget, Share, check_count
+from kvjax.budgets.layers import LayerBudget
 from kvjax.protocol import KVTransform
 
 
@@ -38,13 +39,22 @@ def split_budget(base: KVTransform, share: float) -> tuple[KVTransform, Budget]:
             f"share= divides the budget of the base, and {base!r} has none: give representatives="
         )
     if not isinstance(base.budget, int | np.integer):
-        taken = Share(base.budget, share, getattr(base, "minimum", 1))
-        return dataclasses.replace(base, budget=dataclasses.replace(taken, rest=True)), taken
+        taken, rest = (_part(base, share, rest) for rest in (False, True))
+        return dataclasses.replace(base, budget=rest), taken
     taken = round(share * base.budget)
     try:
         return dataclasses.replace(base, budget=base.budget - taken), taken
     except ValueError as error:
         raise ValueError(f"share={share} of {base!r} leaves it too little: {error}") from None
+
+
+def _part(base: KVTransform, share: float, rest: bool) -> Budget:
+    """A share of a base's budget, or what that leaves; of every layer's, where layers differ."""
+    whole, minimum = base.budget, getattr(base, "minimum", 1)
+    if isinstance(whole, LayerBudget):
+        schedule = Share(whole.schedule, share, minimum, rest)
+        return dataclasses.replace(whole, schedule=schedule)
+    return Share(whole, share, minimum, rest)
 
 
 def check_share(number: int | None, share: float | None) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, most_slots, rows_budget
+from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
@@ -45,9 +46,10 @@ REPRESENTATIVE = "representative"
 
 
 class KVCrushState(NamedTuple):
-    """The key of the draws (None where nothing is drawn), and the base's state."""
+    """The key of the draws (None: nothing is drawn), the layer's budgets, and the base's state."""
 
     key: Array | None
+    count: Table
     base: State
 
 
@@ -169,12 +171,14 @@ class KVCrush(Wrapper):
         return dataclasses.replace(super().extent(extent), passed=None)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, KVCrushState]:
-        """The key of the draws, the base's state, and the column that marks representatives."""
+        """The layer's key and budgets, and the column that marks representatives."""
         none = jnp.zeros(cache.shape, bool)
         cache = cache.with_column(REPRESENTATIVE, none, merge="keep")
         draws = not self.kmeans and "random" in (self.anchor, self.pick)
         cache, state = super().init(cache, layer)
-        return cache, KVCrushState(layer_key(self.seed, layer) if draws else None, state.base)
+        key = layer_key(self.seed, layer) if draws else None
+        count = layer_table(self.split[1], layer, cache.max_prompt)
+        return cache, KVCrushState(key, count, state.base)
 
     def on_prompt(
         self, cache: KVCache, state: KVCrushState, step: Step
@@ -186,7 +190,7 @@ class KVCrush(Wrapper):
         decision, state = super().on_prompt(cache, state, step)
         if decision is None or isinstance(decision, Mark):
             return decision, state
-        count = rows_budget(representatives, cache.length, cache.max_prompt, 0)
+        count = rows_budget(representatives, cache.length, cache.max_prompt, 0, state.count)
         most = most_slots(representatives, cache.max_prompt, 0)
         if self.kmeans:
             kept = decision.kept(cache)

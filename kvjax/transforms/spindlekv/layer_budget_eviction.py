@@ -8,15 +8,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
     check_count,
     check_flag,
     check_number,
     most_slots,
     rows_budget,
 )
-from kvjax.budgets.layers import SpindleBudget
+from kvjax.budgets.layers import LayerBudget, SpindleBudget, layer_table, layers_alike
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
@@ -80,7 +78,8 @@ class LayerBudgetEviction(KVTransform):
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The eviction of one layer, with its schedule."""
-        budget = SpindleBudget(self.reserve, self.window, self.beta, num_layers, layer)
+        schedule = SpindleBudget(self.reserve, self.window, self.beta, num_layers)
+        budget = LayerBudget(schedule, layers_alike(layer, num_layers))
         return LayerEviction(budget, self.window, self.unfold)
 
 
@@ -91,21 +90,13 @@ class LayerEviction(KVTransform):
     Args:
       budget: slots kept of the prompt, window included.
       window, unfold: as in `LayerBudgetEviction`.
-
-    Raises:
-      TypeError, ValueError: as `LayerBudgetEviction`; `budget` below the window.
     """
 
-    budget: Budget
-    window: int = 32
-    unfold: bool = False
+    budget: LayerBudget
+    window: int
+    unfold: bool
 
-    paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
-
-    def __post_init__(self):
-        check_count("window", self.window, 1)
-        check_budget(self.budget, self.minimum, "window")
-        check_flag("unfold", self.unfold)
+    paper: ClassVar[str] = LayerBudgetEviction.paper
 
     @property
     def minimum(self) -> int:
@@ -121,9 +112,13 @@ class LayerEviction(KVTransform):
         """The budget of the prompt; new tokens come on top."""
         return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
 
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
+        """The table of the layer's own budgets."""
+        return cache, layer_table(self.budget, layer, cache.max_prompt)
+
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
         """Keeps the newest tokens and the others that they attend to most for their age."""
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, state)
         received = window_attention(cache, step, self.window)
         age = (cache.length[:, None, None] - cache.position).astype(jnp.float32)
         context = cache.live & ~newest(cache, self.window)

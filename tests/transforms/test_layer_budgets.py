@@ -1,0 +1,241 @@
+"""Methods whose budgets fall from layer to layer: few kinds of layer, each layer its own budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+    Every,
+    Extent,
+    HeadGroups,
+    KVCrush,
+    LayerBudgetEviction,
+    PyramidInfer,
+    PyramidKV,
+    Quantize,
+    SpindleKV,
+    WhenFull,
+    bind,
+    chain,
+    init_cache,
+)
+from kvjax.compose.foreseen import foreseen
+from tests.references import pyramidinfer
+from tests.references.budgets import rows_budget
+from tests.references.pyramidkv import PyramidKV as Reference
+from tests.references.pyramidkv import layer_budgets
+from tests.references.spindlekv import layer_tokens
+from tests.support.attending import (
+    SIZE,
+    Tokens,
+    live_count,
+    prompt,
+    right,
+    run,
+    structure,
+    the_rope,
+)
+from tests.support.method_pair import LENGTHS, Pair
+from tests.support.tolerances import close
+
+LAYERS, KINDS, WINDOW = 30, 4, 4
+METHODS = {
+    "pyramidkv": PyramidKV(16, window=WINDOW),
+    "pyramidkv, share": PyramidKV(0.4, window=WINDOW),
+    "pyramidinfer": PyramidInfer(context=6, ratio=0.5, interval=3),
+    "pyramidinfer, slots": PyramidInfer(16, interval=3),
+    "pyramidinfer, share": PyramidInfer(0.5, interval=None),
+    "layer_budget": LayerBudgetEviction(0.5, window=WINDOW),
+    "spindlekv": SpindleKV(0.5, window=WINDOW, capacity=60),
+    "every": Every(PyramidKV(0.4, window=WINDOW), steps=3),
+    "when_full": WhenFull(PyramidKV(16, window=WINDOW), room=4),
+    "kvcrush": KVCrush(PyramidKV(0.6, window=WINDOW)),
+    "chain": chain(PyramidKV(0.4, window=WINDOW), Quantize(8)),
+    "groups": HeadGroups((((0,), PyramidKV(0.4, window=WINDOW)), ((1,), kvjax.H2O(8)))),
+}
+ROWS = (30, 17, 9, 3)
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+@every_method
+@pytest.mark.parametrize("num_layers", [1, 3, 4, 5, 30, 61])
+def test_few_kinds_of_layer(name, num_layers):
+    """Neighbours are of one kind; up to four layers have room for their own budget alone."""
+    layers = bind(METHODS[name], num_layers)
+    kinds = list(dict.fromkeys(layers))
+    assert len(kinds) == min(num_layers, KINDS)
+    order = [kinds.index(layer) for layer in layers]
+    assert order == sorted(order)
+    assert np.ptp([order.count(i) for i in range(len(kinds))]) <= 1
+
+
+@every_method
+def test_layers_of_a_kind_share_one_trace(name):
+    """As many traces of a prompt, and of caches, as there are kinds of layer."""
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def counted(transform, cache, *tokens):
+        traced.append(transform)
+        return kvjax.attend(transform, cache, *tokens, phase="prompt", rope=the_rope())
+
+    tokens = Tokens.random(seed=1).at(right([0] * 3, ROWS[:3], 30))
+    found = {}
+    for number, layer in enumerate(bind(METHODS[name], LAYERS)):
+        empty = functools.partial(init_cache, layer, **SIZE, layer=number)
+        cache = jax.eval_shape(empty)
+        found.setdefault(layer, []).append(structure(cache))
+        counted.eval_shape(layer, cache, *tokens)
+    assert len(traced) == len(found) == KINDS
+    assert all(own == other for own, *others in found.values() for other in others)
+
+
+def pyramid(budget, layer: int, length: int) -> int:
+    mean = rows_budget(budget, length, WINDOW + 1)
+    return layer_budgets(mean, WINDOW, 20, length, LAYERS)[layer]
+
+
+def cosine(budget, layer: int, length: int) -> int:
+    return pyramidinfer.layer_shares(rows_budget(budget, length, 10), length, LAYERS)[layer]
+
+
+def entering(layer: int, length: int) -> int:
+    return pyramidinfer.entering(length, LAYERS, ratio=0.5, context=6)[layer]
+
+
+def spindle(layer: int, length: int) -> int:
+    return WINDOW + layer_tokens(0.5, length, WINDOW, layer, LAYERS)
+
+
+SCHEDULES = {
+    "pyramidkv": functools.partial(pyramid, 16),
+    "pyramidkv, share": functools.partial(pyramid, 0.4),
+    "pyramidinfer": entering,
+    "pyramidinfer, slots": functools.partial(cosine, 16),
+    "pyramidinfer, share": functools.partial(cosine, 0.5),
+    "layer_budget": spindle,
+    "spindlekv": spindle,
+    "kvcrush": functools.partial(pyramid, 0.6),
+    "chain": functools.partial(pyramid, 0.4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_layer_keeps_its_own_budget(name):
+    """Of ragged rows, in all 30 layers, by the references' schedules."""
+    tokens = Tokens.random(rows=4, seed=2)
+    for number, layer in enumerate(bind(METHODS[name], LAYERS)):
+        cache = init_cache(layer, **{**SIZE, "batch": 4}, layer=number)
+        _, cache = prompt(layer, cache, tokens, right([0] * 4, ROWS, 30))
+        expected = [min(SCHEDULES[name](number, length), length) for length in ROWS]
+        live = live_count(cache)
+        np.testing.assert_array_equal(live, np.broadcast_to(np.c_[expected], live.shape))
+        assert int(cache.kv.dropped.sum()) == 0
+
+
+@pytest.mark.parametrize("budget", [16, 0.4])
+def test_every_goes_back_to_the_layers_own_budget(budget):
+    """A share is of the tokens so far, of which no more than `max_prompt` count."""
+    tokens, steps = Tokens.random(rows=4, seed=3), 9
+    for number in (1, 12, 28):
+        layer = bind(Every(PyramidKV(budget, window=WINDOW), steps=3), LAYERS)[number]
+        after = run(layer, tokens, right([0] * 4, ROWS, 30), steps, layer=number).caches[-1]
+        lengths = [min(length + steps, 32) for length in ROWS]
+        expected = [min(pyramid(budget, number, n), n) for n in lengths]
+        assert live_count(after).tolist() == [[n, n] for n in expected]
+
+
+@pytest.mark.parametrize(("budget", "layer"), [(16, 2), (0.5, 0), (0.5, 2), (0.5, 8)])
+def test_layers_of_a_kind_are_those_of_the_reference(budget, layer):
+    """Nine layers, of which three, two, two and two are of a kind."""
+    bound = bind(PyramidKV(budget), 9)[layer]
+    one = Pair(bound, functools.partial(Reference, budget, layer, 9), seed=layer, layer=layer)
+    one.prompt(LENGTHS, "scattered").decode(10).prompt((9, 30, 0), "left").decode(2)
+
+
+SMOLLM2 = {"kv_heads": 3, "query_heads": 9, "head_dim": 64, "dtype": jnp.bfloat16}
+OVERHEADS = {  # budgets at 4,096 tokens, and most slots above those of 30 layers together
+    "pyramidkv, slots": (PyramidKV(512), layer_budgets(512, 8, 20, 4096, LAYERS), 0.09),
+    "pyramidkv": (PyramidKV(0.2), layer_budgets(819, 8, 20, 4096, LAYERS), 0.22),
+    "pyramidinfer, slots": (PyramidInfer(512), pyramidinfer.layer_shares(512, 4096, LAYERS), 0.05),
+    "pyramidinfer": (PyramidInfer(0.2), pyramidinfer.layer_shares(819, 4096, LAYERS), 0.12),
+    "pyramidinfer, paper": (PyramidInfer(), pyramidinfer.entering(4096, LAYERS)[:-1], 0.09),
+    "layer_budget": (
+        LayerBudgetEviction(0.2),
+        [32 + layer_tokens(0.2, 4096, 32, layer, LAYERS) for layer in range(LAYERS)],
+        0.17,
+    ),
+    "layer_budget, half": (
+        LayerBudgetEviction(0.5),
+        [32 + layer_tokens(0.5, 4096, 32, layer, LAYERS) for layer in range(LAYERS)],
+        0.21,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERHEADS)
+def test_capacities_are_little_above_the_budgets(name):
+    """At most a quarter; and what layers have in their states is at most 2 % of keys and values."""
+    transform, budgets, most = OVERHEADS[name]
+    if getattr(transform, "budget", None) == 512:  # so long a prompt is kept whole in every layer
+        budgets = np.maximum(budgets, 512)
+    slots = np.array([layer.extent(Extent(4096, 0)).prompt for layer in bind(transform, LAYERS)])
+    assert (slots >= budgets).all()
+    assert most - 0.015 < slots.sum() / np.sum(budgets) - 1 < most <= 0.25
+    make = functools.partial(init_cache, batch=1, max_prompt=4096, max_new=0, **SMOLLM2)
+    caches = [
+        jax.eval_shape(functools.partial(make, layer, layer=number))
+        for number, layer in enumerate(bind(transform, LAYERS))
+    ]
+    state = kvjax.nbytes([cache.state for cache in caches])
+    assert state <= 0.02 * kvjax.nbytes([(cache.kv.k, cache.kv.v) for cache in caches])
+
+
+def test_budgets_of_slots_need_small_tables():
+    """Beyond some length they do not change, so that a long prompt costs no more."""
+    layer = bind(PyramidKV(512), LAYERS)[3]
+    make = functools.partial(init_cache, layer, batch=1, max_new=0, layer=3, **SMOLLM2)
+    sizes = [
+        kvjax.nbytes(jax.eval_shape(functools.partial(make, max_prompt=n)).state)
+        for n in (4096, 65_536)
+    ]
+    assert sizes[0] == sizes[1] <= 2 * 1024
+
+
+def test_the_layers_number_is_needed():
+    layers = bind(PyramidKV(16, window=WINDOW), 9)
+    size = {"batch": 1, "kv_heads": 1, "head_dim": 8, "max_prompt": 32, "max_new": 0}
+    for number in (None, 3, 9):
+        with pytest.raises(ValueError, match=rf"layer=, one of \[0, 1, 2\], got {number}"):
+            init_cache(layers[0], **size, layer=number)
+    with pytest.raises(ValueError, match=r"one of \[3, 4\], got 0"):
+        init_cache(KVCrush(Every(layers[3], 4)), **size, layer=0)
+    only = bind(PyramidKV(16, window=WINDOW), 3)[2]
+    assert structure(init_cache(only, **size)) == structure(init_cache(only, **size, layer=2))
+    with pytest.raises(ValueError, match=r"one of \[2\], got 1"):
+        init_cache(only, **size, layer=1)
+
+
+def test_what_a_layer_of_any_kind_will_decide():
+    for layer in bind(KVCrush(PyramidKV(0.6, window=WINDOW), 2), LAYERS):
+        assert foreseen(layer.base, "prompt").score and foreseen(layer, "prompt").newest
+
+
+def test_outputs_are_those_of_a_layer_alone():
+    """Room for more slots changes nothing: attention over a layer of a kind, and over its own."""
+    tokens = Tokens.random(rows=4, seed=4)
+    transform = PyramidKV(0.4, window=WINDOW)
+    bound = bind(transform, LAYERS)[7]
+    alone = dataclasses.replace(bound, budget=dataclasses.replace(bound.budget, layers=range(7, 8)))
+    assert alone.extent(Extent(32, 0)).total < bound.extent(Extent(32, 0)).total
+    shared, own = (run(tx, tokens, right([0] * 4, ROWS, 30), 4, layer=7) for tx in (bound, alone))
+    for a, b in zip(shared.all_caches, own.all_caches, strict=True):
+        np.testing.assert_array_equal(live_count(a), live_count(b))
+    close(shared.outs, own.outs, "rounding")
