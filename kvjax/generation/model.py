@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -80,6 +81,8 @@ class FunctionalModel:
         `LanguageModel.__call__`. Hashable: compiled code is kept per `apply`.
       params: any pytree of arrays.
       num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as `LanguageModel`.
+
+    It is a pytree itself, of the arrays of `params`; all else is static.
     """
 
     apply: Callable[..., tuple[Array, tuple[Cache, ...]]]
@@ -90,6 +93,11 @@ class FunctionalModel:
     head_dim: int
     vocab_size: int
     max_positions: int | None = None
+
+
+jax.tree_util.register_dataclass(
+    FunctionalModel, data_fields=["params"], meta_fields=["apply", *_COUNTS, "max_positions"]
+)
 
 
 @dataclass(frozen=True)
@@ -128,17 +136,16 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
             f"model needs int attributes {', '.join(_COUNTS)}; {type(model).__name__} lacks "
             f"{', '.join(missing)}"
         )
-    if not isinstance(model, nnx.Module) and model.__hash__ is None:
+    if isinstance(model, nnx.Module):
+        graphdef, params = nnx.split(model)
+        apply = _ApplyNNX(graphdef)
+    elif model.__hash__ is None:
         raise TypeError(
             f"a callable model must be hashable, {type(model).__name__} is not: "
             "give a kvjax.FunctionalModel"
         )
-    if isinstance(model, nnx.Module):
-        graphdef, params = nnx.split(model)
-        apply = _ApplyNNX(graphdef)
     else:
         apply, params = _ApplyCallable(model), ()
     sizes = {name: getattr(model, name) for name in _COUNTS}
-    return FunctionalModel(
-        apply=apply, params=params, max_positions=getattr(model, "max_positions", None), **sizes
-    )
+    max_positions = getattr(model, "max_positions", None)
+    return FunctionalModel(apply, params, max_positions=max_positions, **sizes)
