@@ -60,10 +60,10 @@ def import_module(given: str) -> None:
       ValueError: there is no such module or file, or it raises an exception.
     """
     try:
-        if given.endswith(".py"):
-            _import_file(Path(given).resolve())
-        else:
+        if not given.endswith(".py"):
             importlib.import_module(given)
+        elif (name := str(Path(given).resolve())) not in sys.modules:
+            _run_file(name)
     except Exception as error:  # their code may fail in any way
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if last.filename.startswith("<") else f" ({last.filename}, line {last.lineno})"
@@ -71,14 +71,11 @@ def import_module(given: str) -> None:
         raise ValueError(f"cannot import {given}: {reason}{where}") from error
 
 
-def _import_file(path: Path) -> None:
+def _run_file(name: str) -> None:
     """Runs a file as a module whose name is its path, so that it hides no other module."""
-    name = str(path)
-    if name in sys.modules:
-        return
-    if not path.is_file():
+    if not Path(name).is_file():
         raise FileNotFoundError("there is no such file")
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, name)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

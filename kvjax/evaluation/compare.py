@@ -71,9 +71,6 @@ def compare(
         in tokens to read, roughly), and a name for what is measured next.
       grid: methods, budgets, lengths, depths, tasks, cases, seed; see `Grid.of`.
 
-    Returns:
-      `Results`.
-
     Raises:
       TypeError, ValueError: before anything is computed or written: what `Grid.of` and
         `kvjax.generate` raise, a text too short, a folder that cannot be written to or that holds

@@ -35,9 +35,6 @@ def continuation_nll(
       tokens: token ids `[B, N]`, without padding.
       prompt: tokens of the prompt, 1 to N − 1.
 
-    Returns:
-      Negative log-likelihoods in nats, `[B, M]`.
-
     Raises:
       TypeError: `tokens` or `prompt` are no integers.
       ValueError: `tokens` is not `[B, N]` or one lies outside the vocabulary, `prompt` is outside

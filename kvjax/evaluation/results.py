@@ -10,6 +10,11 @@ from typing import Any, NamedTuple
 
 from .grid import Cell
 
+_COMBINED = (  # figures of a candidate's caches, over all lengths
+    "nll_difference", "recall", "attention_error", "cache_bytes", "full_cache_bytes",
+    "ttft_s", "tpot_s",
+)  # fmt: skip
+
 
 class Proportion(NamedTuple):
     """`right` of `cases`, with a confidence interval of the true share.
@@ -152,7 +157,7 @@ class Results:
         """One row per retrieval cell."""
         return [
             Row(
-                *(cell.method, cell.budget, cell.length, cell.task, cell.depth),
+                *cell[1:],
                 accuracy=None if "failed" in found else Proportion(found["right"], found["cases"]),
                 cache_bytes=found.get("cache_bytes"),
                 full_cache_bytes=found.get("full_cache_bytes"),
@@ -180,8 +185,9 @@ class Results:
                 for task in self.settings["tasks"]
             }
             figures = {}
-            for name, combine in _COMBINED.items():
+            for name in _COMBINED:
                 values = [getattr(row, name) for row in caches if row[:2] == key]
+                combine = sum if name.endswith("bytes") else statistics.fmean
                 figures[name] = None if None in values else combine(values)
             ratio = _exp(figures["nll_difference"])
             found.append(Average(*key, accuracy=accuracy, perplexity_ratio=ratio, **figures))
@@ -224,17 +230,6 @@ class Results:
             **{name: statistics.median(all_) if all_ else None for name, all_ in times.items()},
             failed="; ".join(dict.fromkeys(reasons)) or None,
         )
-
-
-_COMBINED = {  # figures of a candidate's caches at all lengths
-    "nll_difference": statistics.fmean,
-    "recall": statistics.fmean,
-    "attention_error": statistics.fmean,
-    "cache_bytes": sum,
-    "full_cache_bytes": sum,
-    "ttft_s": statistics.fmean,
-    "tpot_s": statistics.fmean,
-}
 
 
 def _pool(found: Sequence[Proportion | None]) -> Proportion | None:

@@ -114,9 +114,6 @@ class Haystack:
             four times as many. They are spread at random.
           wording: of needles and questions; lists and links have their own.
 
-        Returns:
-          A `Case`.
-
         Raises:
           ValueError: an unknown task, a depth outside 0 to 1, or a length that the pieces and the
             text cannot fill.

@@ -100,33 +100,20 @@ def _scores(
     positions: Int[Array, "B T"],
     threshold: Float[Array, ""],
 ) -> Float[Array, "N H"]:
-    """Share of A without an edge above the threshold, per layer and KV head."""
+    """Share of set A without an edge above the threshold, per layer and KV head."""
+    chunk, sinks, recent = matching
     layers = (Full(),) * model.num_layers
     _, caches = read_prompt(model, layers, tokens, positions, max_new=0)
-    length = positions.max(-1) + 1
-    keys = (cache.kv.k.read() for cache in caches)
-    return jnp.stack([unmatched_share(each, length, matching, threshold) for each in keys])
-
-
-def unmatched_share(
-    keys: Float[Array, "B H S D"],
-    length: Int[Array, " B"],
-    matching: tuple[int, int, int],
-    threshold: Float[Array, ""],
-) -> Float[Array, " H"]:
-    """Share of set A without an edge above the threshold, averaged over the rows.
-
-    Args:
-      keys: in position order, padded on the right to S.
-      length: tokens of each row.
-      matching: chunk, sinks and recent tokens.
-    """
-    chunk, sinks, recent = matching
-    count = jnp.broadcast_to((length - sinks - recent)[:, None], keys.shape[:2])
-    similarity, _ = soft_matching(keys[:, :, sinks:], count, chunk=chunk)
-    edges = similarity > -jnp.inf
-    unmatched = edges & (similarity <= threshold)
-    return (unmatched.sum(-1) / edges.sum(-1)).mean(0)
+    length = positions.max(-1, keepdims=True) + 1
+    shares = []
+    for cache in caches:
+        keys = cache.kv.k.read()[:, :, sinks:]
+        count = jnp.broadcast_to(length - sinks - recent, keys.shape[:2])
+        similarity, _ = soft_matching(keys, count, chunk=chunk)
+        edges = similarity > -jnp.inf
+        unmatched = edges & (similarity <= threshold)
+        shares.append((unmatched.sum(-1) / edges.sum(-1)).mean(0))
+    return jnp.stack(shares)
 
 
 def calibrate_infinigen(

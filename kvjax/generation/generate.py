@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.attention.attend import flush, flush_interval
 from kvjax.attention.layer import Cache, LayerCache
 from kvjax.budgets.budgets import check_count
-from kvjax.cache.slots import KVCache, memory_bytes, nbytes
+from kvjax.cache.slots import memory_bytes, nbytes
 from kvjax.compose.chain import bind
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.progress import listening, report_layers
@@ -108,9 +108,6 @@ def generate(
       buckets: padded prompt lengths to choose from; by default four per power of two, from 64 on.
       dtype: of keys and values; see `init_cache`.
 
-    Returns:
-      Tokens and measurements.
-
     Raises:
       TypeError, ValueError: before anything is computed: no prompts, an empty one, a token outside
         the vocabulary, more tokens than the model has positions or the buckets hold.
@@ -150,7 +147,10 @@ def generate(
     ended = [bool(row) and row[-1] in ends for row in rows]
     decoded = int(loop.step) - 1
     full = (Full(),) * len(layers)
-    full_caches = functools.partial(init_caches, functional, full, *tokens.shape, plan.max_new)
+    full_caches = jax.eval_shape(
+        lambda: init_caches(functional, full, *tokens.shape, max_new_tokens, dtype)
+    )
+    parts = jax.tree.leaves(loop.caches, is_leaf=lambda x: isinstance(x, LayerCache))
     return Generation(
         tokens=[row[:-1] if end else row for row, end in zip(rows, ended, strict=True)],
         ended=ended,
@@ -159,29 +159,19 @@ def generate(
         tpot_s=seconds / decoded if decoded else None,
         compile_s=compile_prompt + compile_loop,
         cache_bytes=nbytes(loop.caches),
-        full_cache_bytes=nbytes(jax.eval_shape(lambda: full_caches(dtype))),
+        full_cache_bytes=nbytes(full_caches),
         memory_bytes=memory_bytes(loop.caches),
         recall=recall_statistics(loop.caches),
-        dropped=sum(int(kv.dropped.sum()) for kv in _slots(loop.caches)),
+        dropped=sum(int(part.kv.dropped.sum()) for part in parts),
     )
 
 
-def _slots(caches: tuple[Cache, ...]) -> list[KVCache]:
-    """The slots of all layers and head groups."""
-    parts = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
-    return [part.kv for part in parts]
-
-
 def _compile_loop(plan: _Plan, model: FunctionalModel, loop: _Loop, key: Array) -> None:
-    """Compiles the decode loop and, where caches are flushed, each kind of layer's flush."""
+    """Compiles the decode loop and, where there is something to flush, the flush."""
     _decode.lower(plan, model, loop, jnp.int32(plan.max_new), key).compile()
     interval = flush_interval(loop.caches)
     if interval is not None and interval < plan.max_new:
-        kinds = {
-            (jax.tree.structure(cache), *map(jax.typeof, jax.tree.leaves(cache))): cache
-            for cache in loop.caches
-        }
-        for cache in kinds.values():
+        for cache in loop.caches:  # JAX lowers equal layers once
             _flush_layer.lower(cache, interval).compile()
 
 

@@ -101,23 +101,15 @@ jax.tree_util.register_dataclass(
 
 
 @dataclass(frozen=True)
-class _ApplyNNX:
-    """An NNX module's call as a function of its state; equal for modules of equal structure."""
+class _Apply:
+    """A model's call as a function of its arrays; equal for NNX modules of equal structure."""
 
-    graphdef: nnx.GraphDef
-
-    def __call__(self, params, *args, **kwargs):
-        return nnx.merge(self.graphdef, params)(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _ApplyCallable:
-    """A callable that holds its own arrays."""
-
-    model: Callable
+    model: nnx.GraphDef | Callable
 
     def __call__(self, params, *args, **kwargs):
-        return self.model(*args, **kwargs)
+        is_graph = isinstance(self.model, nnx.GraphDef)
+        model = nnx.merge(self.model, params) if is_graph else self.model
+        return model(*args, **kwargs)
 
 
 def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
@@ -136,16 +128,12 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
             f"model needs int attributes {', '.join(_COUNTS)}; {type(model).__name__} lacks "
             f"{', '.join(missing)}"
         )
-    if isinstance(model, nnx.Module):
-        graphdef, params = nnx.split(model)
-        apply = _ApplyNNX(graphdef)
-    elif model.__hash__ is None:
+    called, params = nnx.split(model) if isinstance(model, nnx.Module) else (model, ())
+    if called.__hash__ is None:
         raise TypeError(
             f"a callable model must be hashable, {type(model).__name__} is not: "
             "give a kvjax.FunctionalModel"
         )
-    else:
-        apply, params = _ApplyCallable(model), ()
     sizes = {name: getattr(model, name) for name in _COUNTS}
     max_positions = getattr(model, "max_positions", None)
-    return FunctionalModel(apply, params, max_positions=max_positions, **sizes)
+    return FunctionalModel(_Apply(called), params, max_positions=max_positions, **sizes)

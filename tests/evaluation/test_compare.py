@@ -318,6 +318,19 @@ def test_json_on_the_command_line(command, measured, tmp_path, capsys):
     assert record == results(tmp_path / "out")
 
 
+def test_lost_tokens_are_told(command, measured, monkeypatch, tmp_path, capsys):
+    assert command("--json") == 0 and capsys.readouterr().err == ""
+    retrieval = _Measure.retrieval
+
+    def losing(self, transform, cell):
+        return {**retrieval(self, transform, cell), "dropped": 3 if cell.budget == 0.5 else 0}
+
+    monkeypatch.setattr(_Measure, "retrieval", losing)
+    assert command("--json", out=tmp_path / "other") == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("h2o 0.5 lost 12 tokens that found no free slot")  # of four cells
+
+
 # Going on, and failing
 
 

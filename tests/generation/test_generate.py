@@ -575,3 +575,14 @@ def test_committed_parameters_compile_the_loop_once(caplog):
         if "Finished XLA compilation" in record.getMessage() and "_decode" in record.getMessage()
     ]  # fmt: skip
     assert len(compiled) == 1
+
+
+def test_flushes_of_equal_layers_are_lowered_once(caplog):
+    transform = kvjax.Every(kvjax.SnapKV(24, window=8), steps=4)
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        generate([[5, 6, 7]], transform)
+    lowered = [
+        record for record in caplog.records
+        if "MLIR module conversion jit(_flush_layer)" in record.getMessage()
+    ]  # fmt: skip
+    assert len(lowered) == 1
