@@ -118,24 +118,21 @@ def run(
         "new_tokens": material.new_tokens,
         **grid.settings(),
     }
-    report = on_progress or (lambda done, total, what: None)
-    if out is None:
-        return Results(settings, _records(measure, {}, lambda cell, found: None, report))
-    journal = files.Journal(Path(out), settings)
-    results = Results(settings, _records(measure, journal.finished, journal.add, report))
-    files.write(results, Path(out))
-    plots.draw(results, Path(out))
+    journal = None if out is None else files.Journal(Path(out), settings)
+    results = Results(settings, _records(measure, journal, on_progress))
+    if out is not None:
+        files.write(results, Path(out))
+        plots.draw(results, Path(out))
     return results
 
 
 def _records(
-    measure: _Measure,
-    finished: Mapping[Cell, dict[str, Any]],
-    keep: Callable[[Cell, dict[str, Any]], None],
-    report: OnProgress,
+    measure: _Measure, journal: files.Journal | None, on_progress: OnProgress | None
 ) -> dict[Cell, dict[str, Any]]:
     """All cells of the grid in order: those that are finished, and those that are measured now."""
     grid, costs = measure.material.grid, _costs(measure.material.grid)
+    finished = {} if journal is None else journal.finished
+    report = on_progress or (lambda done, total, what: None)
     done, total = sum(costs[cell] for cell in finished), sum(costs.values())
     records = {}
     for number, (candidate, cells) in enumerate(grid.groups(), 1):
@@ -145,7 +142,8 @@ def _records(
                 continue
             report(done, total, str(cell))
             records[cell] = _try(measure, candidate.transform, cell)
-            keep(cell, records[cell])
+            if journal is not None:
+                journal.add(cell, records[cell])
             done += costs[cell]
         if number % _CLEAR_AFTER == 0:
             jax.clear_caches()
