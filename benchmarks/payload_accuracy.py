@@ -30,7 +30,7 @@ from common import write
 import kvjax
 from kvjax.evaluation import Grid, Proportion, continuation_nll, is_right
 from kvjax.evaluation.material import Material
-from kvjax.generation.continuation import Continuation
+from kvjax.generation.continuation import decoder, new_text
 from kvjax.models import demo, from_pretrained, load_tokenizer
 
 TASK = "needle"
@@ -66,9 +66,7 @@ class Measure:
         self.model, self.material = model, material
         self.length, self.depths = material.grid.lengths[0], material.grid.depths
         self.end_tokens = (material.tokenizer.eos_token_id,)
-        self.decode = functools.partial(
-            material.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        self.decode = decoder(material.tokenizer)
         # Once, for all forms alike.
         self.calibrated = functools.cache(
             lambda tx: kvjax.calibrated(tx, model, [material.sample()])
@@ -112,14 +110,11 @@ class Measure:
             self.model, [case.prompt for case in cases], transform=transform,
             max_new_tokens=self.material.new_tokens, end_tokens=self.end_tokens,
         )  # fmt: skip
-        texts = [self._text(*row) for row in zip(cases, result.tokens, strict=True)]
-        right = [is_right(text, case.answer) for text, case in zip(texts, cases, strict=True)]
+        right = [
+            is_right(new_text(self.decode, case.prompt, tokens), case.answer)
+            for case, tokens in zip(cases, result.tokens, strict=True)
+        ]
         return sum(right), result
-
-    def _text(self, case, tokens: list[int]) -> str:
-        continuation = Continuation(self.decode, case.prompt)
-        continuation.add(tokens)
-        return continuation.text
 
     def nll(self, transform) -> dict[str, float]:
         """Nats per token of held-out text."""

@@ -26,8 +26,8 @@ from payload_accuracy import TASK, Measure
 import kvjax
 from kvjax.evaluation import Grid
 from kvjax.evaluation.material import Material
-from kvjax.evaluation.recording import Run
 from kvjax.generation.model import as_functional
+from kvjax.generation.steps import read_prompt
 from kvjax.models import demo, from_pretrained, load_tokenizer
 from kvjax.storage.references import CodebookPayload
 
@@ -51,13 +51,9 @@ def reserve(model, transform: kvjax.KVTransform, rows: np.ndarray) -> dict[str, 
     functional = as_functional(model)
     layers = kvjax.bind(transform, functional.num_layers)
     batch, length = rows.shape
-    run = Run(
-        functional.apply, functional.num_layers, functional.kv_heads, functional.query_heads,
-        functional.head_dim, length, 1,
-    )  # fmt: skip
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), rows.shape)
-    _, caches = jax.jit(lambda p, t, at: run.read_prompt(layers, p, t, at))(
-        functional.params, jnp.asarray(rows, jnp.int32), positions
+    _, caches = jax.jit(lambda model, t, at: read_prompt(model, layers, t, at, max_new=1))(
+        functional, jnp.asarray(rows, jnp.int32), positions
     )
     if not isinstance(caches[0].kv.k, CodebookPayload):
         kept = sum(int(cache.kv.live.sum()) for cache in caches)

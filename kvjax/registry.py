@@ -136,15 +136,6 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
     return _build(node, text, budget)
 
 
-def parameters(kind: type[KVTransform]) -> list[tuple[str, str]]:
-    """A method's parameters and their defaults as text; "required" where there is none."""
-
-    def default(field: dataclasses.Field) -> str:
-        return "required" if field.default is dataclasses.MISSING else repr(field.default)
-
-    return [(field.name, default(field)) for field in dataclasses.fields(kind)]
-
-
 def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name):
@@ -163,22 +154,21 @@ def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform
     given = {word.arg: _literal(word, text) for word in call.keywords}
     if len(given) < len(call.keywords):
         raise ValueError(f"a parameter of {name} is given twice in {text!r}")
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    wrapped = 1 if "base" in fields else 0
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    wrapped = "base" in fields
     if len(inner) != wrapped:
         what = "one method to wrap" if wrapped else "keywords only"
         raise ValueError(f"{name} takes {what}, got {len(inner)} methods in {text!r}")
-    unknown = [word for word in given if word not in fields or word == "base"]
-    if unknown:
-        takes = ", ".join(field for field in fields if field != "base") or "nothing"
-        raise ValueError(f"{name} has no parameter {unknown[0]!r}; it takes {takes}")
-    for field in ("budget", "reserve"):
-        if field in fields and budget is not None:
-            given.setdefault(field, budget)
-    required = [f.name for f in fields.values() if f.default is dataclasses.MISSING]
-    missing = [field for field in required if field != "base" and field not in given]
-    if missing:
-        raise ValueError(f"{name} needs {missing[0]}=")
+    fields.pop("base", None)
+    for word in given:
+        if word not in fields:
+            takes = ", ".join(fields) or "nothing"
+            raise ValueError(f"{name} has no parameter {word!r}; it takes {takes}")
+    if budget is not None:
+        given = {word: budget for word in ("budget", "reserve") if word in fields} | given
+    for word, default in fields.items():
+        if default is dataclasses.MISSING and word not in given:
+            raise ValueError(f"{name} needs {word}=")
     return kind(*inner, **given)
 
 

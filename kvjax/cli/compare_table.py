@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from kvjax.evaluation.results import Average, Proportion, Results
 
 _WIDE = 110  # columns from which the table says everything
 _UNBOUNDED = 10_000
+_FAILED = Text("failed", style="red")
 _REASONS = 5  # failed cells that are told with their reasons
 
 
@@ -81,10 +81,10 @@ def _table(results: Results, wide: bool, *, answers: bool, figures: bool) -> Tab
     for heading in (tasks if answers else []) + (numbers if figures else []):
         table.add_column(heading, justify="right", no_wrap=True)
     averages = results.averages()
-    pairs = [(row.method, after.method) for row, after in itertools.pairwise(averages)]
-    grouped = any(method == after for method, after in pairs)  # several budgets of a method
+    names = [row.method for row in averages]
+    grouped = len(set(names)) < len(names)  # several budgets of a method
     for number, row in enumerate(averages):
-        if grouped and number and len(set(pairs[number - 1])) > 1:
+        if grouped and number and row.method != names[number - 1]:
             table.add_section()
         accuracy = [
             _accuracy(found, averages[0].accuracy[task]) for task, found in row.accuracy.items()
@@ -97,7 +97,7 @@ def _table(results: Results, wide: bool, *, answers: bool, figures: bool) -> Tab
 def _accuracy(found: Proportion | None, full: Proportion | None) -> Text:
     """Share and interval, green where the full cache's share lies in the interval."""
     if found is None:
-        return _failed()
+        return _FAILED
     low, high = found.interval
     as_full = full is not None and low <= full.share <= high
     text = Text(found.percent, style="green" if as_full else "")
@@ -107,7 +107,7 @@ def _accuracy(found: Proportion | None, full: Proportion | None) -> Text:
 
 def _figures(row: Average, wide: bool) -> list[Text]:
     def cell(value: float | None, text: str) -> Text:
-        return _failed() if value is None else Text(text.format(value))
+        return _FAILED if value is None else Text(text.format(value))
 
     share = None if row.cache_bytes is None else row.cache_bytes / row.full_cache_bytes
     cache = cell(share, "{:.1%}" if wide else "{:.0%}")
@@ -128,7 +128,3 @@ def _milliseconds(seconds: float | None) -> Text:
         return Text("-")
     value = 1000 * seconds
     return Text(f"{value:,.0f}" if value >= 10 else f"{value:.2f}")
-
-
-def _failed() -> Text:
-    return Text("failed", style="red")

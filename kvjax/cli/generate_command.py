@@ -5,32 +5,100 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
+from rich.filesize import decimal
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from kvjax.cli.generation_request import GenerationRequest
-from kvjax.cli.model_folder import model_folder
-from kvjax.cli.terminal import Display, answers, comparison, print_dropped, print_figures
-from kvjax.cli.text_file import read_text
-from kvjax.cli.tokenized_prompt import TokenizedPrompt
+import kvjax
+from kvjax.budgets.budgets import check_count
+from kvjax.cli.inputs import model_folder, read_text
+from kvjax.cli.terminal import Display, host_bytes, print_dropped, print_figures, seconds, share
+from kvjax.evaluation import is_right
+from kvjax.evaluation.grid import Candidate
+from kvjax.generation.continuation import Continuation, decoder, new_text
+from kvjax.generation.generate import check_prompts
+
+if TYPE_CHECKING:
+    from kvjax.models.demo import Document
 
 _TEXT_TOKENS, _ANSWER_TOKENS = 128, 16  # most new tokens where none are given
+_CALIBRATION_TOKENS = 1024  # of the prompt, for methods that are calibrated
+_FIGURES = (  # of a generation, as `--json` prints them
+    "ttft_s", "tpot_s", "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "dropped",
+)  # fmt: skip
 
 
 def generate(args: argparse.Namespace) -> None:
     """`kvjax generate`: continues a prompt; without model and prompt, answers a question."""
+    # Imported here: kvjax does without kvjax.models, and help without what they import.
+    from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
+
     text = _prompt_text(args)
+    asks = text is None
+    candidates = {
+        name: Candidate.of(name, args.budget)
+        for name in dict.fromkeys(("full", args.method) if asks else (args.method,))
+    }
     if args.max_new is None:
-        args.max_new = _ANSWER_TOKENS if args.model is None and text is None else _TEXT_TOKENS
-    request = GenerationRequest.from_args(args, args.method)
-    if args.model is not None and text is None:
+        args.max_new = _ANSWER_TOKENS if asks else _TEXT_TOKENS
+    check_count("--max-new", args.max_new, 1)
+    sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    if asks and args.model is not None:
         raise ValueError("--model needs a --prompt or a --prompt-file")
     folder = model_folder(args.model)
-    if text is None:
-        _answer(args, request, folder)
+    document = demo.document() if asks else None
+    with Display(not args.json) as display:
+        display.show(0, None, f"loading the {'bundled ' if args.model is None else ''}model")
+        config = read_config(folder)  # before the tokenizer: it says what is not supported
+        tokenizer = load_tokenizer(folder)
+        prompt = tokenizer(document.text + document.question if asks else text).input_ids
+        for one in candidates.values():
+            layers = kvjax.bind(one.transform, config.num_layers)
+            check_prompts(config, [prompt], layers, args.max_new)
+        model = from_pretrained(folder)
+        decode = decoder(tokenizer)
+        continuation = Continuation(decode, prompt)
+
+        def stream(rows: list[list[int]]) -> None:
+            display.stop()
+            _write(continuation.add(rows[0]))
+
+        results = {}
+        for name, one in candidates.items():
+            transform = kvjax.calibrated(one.transform, model, [prompt[:_CALIBRATION_TOKENS]])
+            display.show(0, None, f"compiling for {name}")
+            results[name] = kvjax.generate(
+                model, [prompt], transform=transform, max_new_tokens=args.max_new,
+                sampling=sampling, seed=args.seed, end_tokens=config.eos_token_ids,
+                on_tokens=None if asks or args.json else stream,
+                on_layer=_on_layer(display, model.num_layers, len(prompt)),
+            )  # fmt: skip
+    texts = {name: new_text(decode, prompt, one.tokens[0]) for name, one in results.items()}
+    if args.json:
+        records = {
+            name: _record(one, results[name], texts[name]) for name, one in candidates.items()
+        }
+        about = {"model": "bundled" if args.model is None else args.model}
+        if asks:
+            for name, record in records.items():
+                record["correct"] = is_right(texts[name], document.answer)
+            about |= {"question": document.question.strip(), "expected": document.answer}
+            about["full"] = records["full"]
+        _write(json.dumps({**about, **records[args.method]}) + "\n")
+        return
+    if asks:
+        _print_answers(document, args.max_new, candidates, results, texts)
     else:
-        _continue(args, request, folder, text)
+        _write(continuation.finish() + "\n")
+        print_figures(results[args.method])
+    for name, result in results.items():
+        print_dropped(name, result.dropped)
 
 
 def _prompt_text(args: argparse.Namespace) -> str | None:
@@ -47,79 +115,71 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
     return text
 
 
-def _continue(
-    args: argparse.Namespace, request: GenerationRequest, folder: Path, text: str
-) -> None:
-    """Continues a text: prints new text as it comes, or one JSON object."""
-    from kvjax.models import from_pretrained
-
-    with Display(not args.json) as display:
-        display.stage("loading the model")
-        prompt = TokenizedPrompt.of(text, folder)
-        request.check(prompt)
-        continuation = prompt.continuation()
-
-        def on_tokens(rows: list[list[int]]) -> None:
-            display.stop()
-            _write(continuation.add(rows[0]))
-
-        model = from_pretrained(folder)
-        result = request.run(model, prompt, display, None if args.json else on_tokens)
-    if args.json:
-        model_name = "bundled" if args.model is None else args.model
-        record = request.record(result, prompt.new_text(result))
-        _write(json.dumps({"model": model_name, **record}) + "\n")
-    else:
-        _write(continuation.finish() + "\n")
-        print_figures(result)
-        print_dropped(result, request.method)
-
-
 def _write(text: str) -> None:
     """Text as it is, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _answer(args: argparse.Namespace, request: GenerationRequest, folder: Path) -> None:
-    """Asks the question about the bundled document, with the full cache and with a method."""
-    from kvjax.evaluation import is_right
-    from kvjax.models import demo, from_pretrained
+def _on_layer(display: Display, layers: int, tokens: int) -> Callable[[int], None] | None:
+    """An `on_layer` that displays progress; None where nothing is shown."""
 
-    names = dict.fromkeys(("full", request.method))
-    requests = {name: GenerationRequest.from_args(args, name) for name in names}
-    document = demo.document()
-    with Display(not args.json) as display:
-        display.stage("loading the bundled model")
-        prompt = TokenizedPrompt.of(document.text + document.question, folder)
-        for one in requests.values():
-            one.check(prompt)
-        model = from_pretrained(folder)
-        results = {name: one.run(model, prompt, display) for name, one in requests.items()}
-    texts = {name: prompt.new_text(result) for name, result in results.items()}
-    right = {name: is_right(text, document.answer) for name, text in texts.items()}
-    question = document.question.strip()
-    if args.json:
-        records = {
-            name: {**one.record(results[name], texts[name]), "correct": right[name]}
-            for name, one in requests.items()
-        }
-        asked = {"model": "bundled", "question": question, "expected": document.answer}
-        _write(json.dumps({**asked, **records[request.method], "full": records["full"]}) + "\n")
-        return
+    def show(layer: int) -> None:
+        what = f"reading {tokens:,} tokens: layer {layer + 1}/{layers}"
+        display.show(layer + 1, layers, what)
+
+    return None if display.disable else show
+
+
+def _record(candidate: Candidate, result: kvjax.Generation, text: str) -> dict[str, Any]:
+    """The result as `--json` prints it."""
+    return {
+        "text": text,
+        "method": candidate.method,
+        "budget": candidate.budget,
+        "prompt_tokens": result.prompt_tokens[0],
+        "new_tokens": len(result.tokens[0]),
+        **{name: getattr(result, name) for name in _FIGURES},
+        "recall": None if result.recall is None else result.recall._asdict(),
+    }
+
+
+def _print_answers(
+    document: Document,
+    max_new: int,
+    candidates: Mapping[str, Candidate],
+    results: Mapping[str, kvjax.Generation],
+    texts: Mapping[str, str],
+) -> None:
+    """The question, the answer of each method, and what each one's cache costs."""
+    answers = Table.grid(padding=(0, 3, 0, 0))
+    answers.add_column(style="bold", overflow="fold")
+    answers.add_column(no_wrap=True)
+    answers.add_column(overflow="fold")
+    answers.add_row("expected", "", document.answer, style="dim")
+    costs = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    costs.add_column("method", style="bold", overflow="fold")
+    for heading in ("budget", "cache", "of full", "first token", "per token"):
+        costs.add_column(heading, justify="right", no_wrap=True)
+    for name, result in results.items():
+        right = is_right(texts[name], document.answer)
+        verdict = Text("right", "green") if right else Text("wrong", "red")
+        answers.add_row(Text(name), verdict, Text(" ".join(texts[name].split())))
+        budget = "-" if candidates[name].budget is None else str(candidates[name].budget)
+        times = seconds(result.ttft_s), seconds(result.tpot_s)
+        costs.add_row(Text(name), budget, decimal(result.cache_bytes), share(result), *times)
+        if host_bytes(result):
+            costs.caption = f"{decimal(host_bytes(result))} of {name} are in host memory."
+    tokens = next(iter(results.values())).prompt_tokens[0]
     console = Console(highlight=False)
+    console.print(f"The bundled model read a document and a question, {tokens:,} tokens:\n")
+    console.print(f"{document.question.strip()} ...\n", style="bold", markup=False)
+    console.print(Padding(answers, (0, 0, 0, 1)))  # in line with the other table
+    console.print(costs)
     console.print(
-        f"The bundled model read a document and a question, {len(prompt.tokens):,} tokens:\n"
-    )
-    console.print(f"{question} ...\n", style="bold", markup=False)
-    console.print(answers(document.answer, texts, right))
-    console.print(comparison(results, {name: one.budget for name, one in requests.items()}))
-    console.print(
-        f"Bytes are those of the whole cache, with room for {args.max_new:,} new tokens.\n"
+        f"Bytes are those of the whole cache, with room for {max_new:,} new tokens.\n"
         "Other methods: kvjax methods\n"
         "Many questions: kvjax compare\n"
         "Your own text: kvjax generate --model DIR_OR_ID --prompt TEXT",
         style="dim",
     )
-    for name, result in results.items():
-        print_dropped(result, name)

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-import kvjax
-from kvjax.cli.terminal import listing, summary
+from kvjax.protocol import KVTransform
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 
 
 def methods(args: argparse.Namespace) -> None:
     """`kvjax methods`: a table, or one JSON object."""
+    kinds = {"methods": METHODS, "wrappers": WRAPPERS, "storage": STORAGE}
+    described = {
+        heading: {name: _description(kind) for name, kind in names.items()}
+        for heading, names in kinds.items()
+    }
     if args.json:
-        kinds = {"methods": METHODS, "wrappers": WRAPPERS, "storage": STORAGE}
-        described = {part: _describe(names) for part, names in kinds.items()}
         sys.stdout.write(json.dumps(described) + "\n")
         return
     console = Console(highlight=False)
-    width = console.width, max(map(len, METHODS | WRAPPERS | STORAGE))
-    console.print(listing(METHODS, "method", *width))
-    console.print(listing(WRAPPERS, "wrapper", *width))
-    console.print(listing(STORAGE, "storage", *width))
+    name_width = max(map(len, METHODS | WRAPPERS | STORAGE))
+    for heading, rows in described.items():
+        console.print(_table(heading.removesuffix("s"), rows, console.width, name_width))
     console.print(
         "budget: slots per KV head (256), or a share of the prompt (0.2).\n"
         "Compositions: chain(snapkv(window=16), h2o(budget=64)), every(snapkv, steps=64),\n"
@@ -36,18 +42,38 @@ def methods(args: argparse.Namespace) -> None:
     )
 
 
-def _describe(kinds: dict[str, type[kvjax.KVTransform]]) -> dict[str, Any]:
-    """Methods as JSON: a parameter without `default` is required."""
+def _description(kind: type[KVTransform]) -> dict[str, Any]:
+    """A method as `--json` prints it: a parameter without `default` is required."""
+    parameters = [
+        {"name": field.name}
+        | ({} if field.default is dataclasses.MISSING else {"default": field.default})
+        for field in dataclasses.fields(kind)
+    ]
+    summary = (inspect.getdoc(kind) or "").partition("\n")[0].replace("`", "")
+    return {"parameters": parameters, "summary": summary, "paper": kind.paper}
 
-    def parameter(field: dataclasses.Field) -> dict[str, Any]:
-        required = field.default is dataclasses.MISSING
-        return {"name": field.name} | ({} if required else {"default": field.default})
 
-    return {
-        name: {
-            "parameters": [parameter(field) for field in dataclasses.fields(kind)],
-            "summary": summary(kind),
-            "paper": kind.paper,
-        }
-        for name, kind in kinds.items()
-    }
+def _table(
+    heading: str, rows: Mapping[str, Mapping[str, Any]], width: int, name_width: int
+) -> Table:
+    """Names, parameters with defaults, what the methods do, papers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, width=min(width, 120))
+    table.add_column(heading, style="bold", no_wrap=True, width=name_width)
+    table.add_column("parameters", ratio=4)
+    table.add_column("what it does", ratio=5)
+    for number, (name, row) in enumerate(rows.items()):
+        if number:
+            table.add_row()
+        about = Text(row["summary"])
+        if row["paper"]:
+            about.append(f"\n{row['paper']}", style="dim")
+        parameters = ", ".join(map(_parameter, row["parameters"]))
+        table.add_row(name, Text(parameters or "-"), about)
+    return table
+
+
+def _parameter(given: Mapping[str, Any]) -> str:
+    """`"window=32"`; what has no default stands alone, a wrapper's base as "method"."""
+    if given["name"] == "base":
+        return "method"
+    return f"{given['name']}={given['default']!r}" if "default" in given else given["name"]

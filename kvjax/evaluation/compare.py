@@ -14,14 +14,14 @@ import jax
 import numpy as np
 
 from kvjax.generation.calibration import calibrated
-from kvjax.generation.continuation import Continuation
+from kvjax.generation.continuation import decoder, new_text
 from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.protocol import KVTransform
 
 from . import files, plots
 from .fidelity import measure_fidelity
-from .grid import BUDGETS, CASES, DEFAULT_TASKS, DEPTHS, LENGTHS, METHODS, Cell, Grid
+from .grid import Cell, Grid
 from .material import WINDOWS, Material
 from .perplexity import continuation_nll
 from .results import Results
@@ -38,17 +38,11 @@ def compare(
     tokenizer: Any,
     text: str,
     *,
-    methods: Sequence[str] = METHODS,
-    budgets: Sequence[int | float] = BUDGETS,
-    lengths: Sequence[int] = LENGTHS,
-    depths: Sequence[float] = DEPTHS,
-    tasks: Sequence[str] = DEFAULT_TASKS,
-    cases: int = CASES,
-    seed: int = 0,
     end_tokens: Sequence[int] | None = None,
     name: str = "",
     out: str | os.PathLike[str] | None = None,
     on_progress: OnProgress | None = None,
+    **grid: Any,
 ) -> Results:
     """Compares methods of compression by what a model still answers.
 
@@ -68,7 +62,6 @@ def compare(
       model: as for `kvjax.generate`.
       tokenizer: of the model, from `transformers`.
       text: filler of the retrieval tasks and text of the perplexity; the model should not know it.
-      methods, budgets, lengths, depths, tasks, cases, seed: see `Grid.of`.
       end_tokens: a continuation ends at one of them; the tokenizer's by default.
       name: of the model, for the files.
       out: folder for `results.json`, `results.csv`, `timings.json` and pictures. Finished cells are
@@ -76,9 +69,7 @@ def compare(
         nothing.
       on_progress: called before every cell and at the end with the work done, the whole work (both
         in tokens to read, roughly), and a name for what is measured next.
-
-    Returns:
-      `Results`.
+      grid: methods, budgets, lengths, depths, tasks, cases, seed; see `Grid.of`.
 
     Raises:
       TypeError, ValueError: before anything is computed or written: what `Grid.of` and
@@ -96,13 +87,9 @@ def compare(
       >>> [(row.method, row.budget) for row in results.averages()]
       [('full', None), ('snapkv', 0.2)]
     """
-    grid = Grid.of(
-        methods=methods, budgets=budgets, lengths=lengths, depths=depths, tasks=tasks,
-        cases=cases, seed=seed,
-    )  # fmt: skip
     return run(
-        Material(grid, tokenizer, text), model, end_tokens=end_tokens, name=name, out=out,
-        on_progress=on_progress,
+        Material(Grid.of(**grid), tokenizer, text), model, end_tokens=end_tokens, name=name,
+        out=out, on_progress=on_progress,
     )  # fmt: skip
 
 
@@ -131,25 +118,21 @@ def run(
         "new_tokens": material.new_tokens,
         **grid.settings(),
     }
-    report = on_progress or (lambda done, total, what: None)
-    if out is None:
-        return Results(settings, _records(measure, {}, lambda cell, found: None, report))
-    journal = files.Journal(Path(out), settings)
-    finished = journal.finished()
-    results = Results(settings, _records(measure, finished, journal.open().add, report))
-    files.write(results, Path(out))
-    plots.draw(results, Path(out))
+    journal = None if out is None else files.Journal(Path(out), settings)
+    results = Results(settings, _records(measure, journal, on_progress))
+    if out is not None:
+        files.write(results, Path(out))
+        plots.draw(results, Path(out))
     return results
 
 
 def _records(
-    measure: _Measure,
-    finished: Mapping[Cell, dict[str, Any]],
-    keep: Callable[[Cell, dict[str, Any]], None],
-    report: OnProgress,
+    measure: _Measure, journal: files.Journal | None, on_progress: OnProgress | None
 ) -> dict[Cell, dict[str, Any]]:
     """All cells of the grid in order: those that are finished, and those that are measured now."""
     grid, costs = measure.material.grid, _costs(measure.material.grid)
+    finished = {} if journal is None else journal.finished
+    report = on_progress or (lambda done, total, what: None)
     done, total = sum(costs[cell] for cell in finished), sum(costs.values())
     records = {}
     for number, (candidate, cells) in enumerate(grid.groups(), 1):
@@ -159,7 +142,8 @@ def _records(
                 continue
             report(done, total, str(cell))
             records[cell] = _try(measure, candidate.transform, cell)
-            keep(cell, records[cell])
+            if journal is not None:
+                journal.add(cell, records[cell])
             done += costs[cell]
         if number % _CLEAR_AFTER == 0:
             jax.clear_caches()
@@ -198,9 +182,7 @@ class _Measure:
         self, material: Material, model: FunctionalModel, end_tokens: tuple[int, ...]
     ) -> None:
         self.material, self.model, self.end_tokens = material, model, end_tokens
-        self._decode = functools.partial(
-            material.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        self._decode = decoder(material.tokenizer)
 
     @functools.cache  # noqa: B019  (one instance, as long as its grid)
     def calibrated(self, transform: KVTransform) -> KVTransform:
@@ -209,24 +191,26 @@ class _Measure:
 
     def retrieval(self, transform: KVTransform, cell: Cell) -> dict[str, Any]:
         """Right answers, bytes and times."""
-        right, ttft, tpot = 0, [], []
-        for case in self.material.cases(cell.task, cell.length, cell.depth):
-            result = generate(
+        cases = self.material.cases(cell.task, cell.length, cell.depth)
+        results = [
+            generate(
                 self.model, [case.prompt], transform=transform,
                 max_new_tokens=self.material.new_tokens, end_tokens=self.end_tokens,
-            )  # fmt: skip
-            continuation = Continuation(self._decode, case.prompt)
-            continuation.add(result.tokens[0])
-            right += is_right(continuation.text, case.answer)
-            ttft.append(result.ttft_s)
-            tpot += [] if result.tpot_s is None else [result.tpot_s]
+            )
+            for case in cases
+        ]  # fmt: skip
+        right = [
+            is_right(new_text(self._decode, case.prompt, result.tokens[0]), case.answer)
+            for case, result in zip(cases, results, strict=True)
+        ]
         return {
-            "right": right,
-            "cases": self.material.grid.cases,
-            "cache_bytes": result.cache_bytes,
-            "full_cache_bytes": result.full_cache_bytes,
-            "ttft_s": ttft,
-            "tpot_s": tpot,
+            "right": sum(right),
+            "cases": len(cases),
+            "cache_bytes": results[-1].cache_bytes,
+            "full_cache_bytes": results[-1].full_cache_bytes,
+            "ttft_s": [one.ttft_s for one in results],
+            "tpot_s": [one.tpot_s for one in results if one.tpot_s is not None],
+            "dropped": sum(one.dropped for one in results),
         }
 
     def perplexity(self, transform: KVTransform, cell: Cell) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.evaluation.recording import (
-    Run,
     Truth,
     full_run,
     record,
@@ -27,7 +26,7 @@ from kvjax.evaluation.recording import (
 )
 from kvjax.generation.generate import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.steps import scan_steps
+from kvjax.generation.steps import pad, read_prompt, scan_steps
 from kvjax.protocol import Full, KVTransform
 
 
@@ -223,15 +222,11 @@ def measure_fidelity(
                 f"budget must be at most the {longest + new_tokens} tokens of the longest row, "
                 f"got {budget}"
             )
-    tokens, positions = _pad(prompts, longest)
-    run = Run(
-        functional.apply, functional.num_layers, functional.kv_heads, functional.query_heads,
-        functional.head_dim, longest, new_tokens,
-    )  # fmt: skip
+    tokens, positions = pad(prompts)
     rotated = not any(map(_late, layers))
-    truth = full_run(run, rotated, functional.params, tokens, positions)
-    found = _method_run(run, layers, budget, functional.params, tokens, positions, truth)
-    return Fidelity(*(np.asarray(x) for x in found))
+    truth = full_run(rotated, new_tokens, functional, tokens, positions)
+    found = _method_run(layers, budget, functional, tokens, positions, truth)
+    return Fidelity(*map(np.asarray, found))
 
 
 def _late(layer: KVTransform) -> bool:
@@ -240,20 +235,12 @@ def _late(layer: KVTransform) -> bool:
     return any(part.needs.unrotated_keys for part in parts)
 
 
-def _pad(prompts, size: int) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Tokens and positions, padded on the right."""
-    tokens = np.zeros((len(prompts), size), np.int32)
-    positions = np.full((len(prompts), size), -1, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        positions[row, : len(prompt)] = np.arange(len(prompt))
-    return jnp.asarray(tokens), jnp.asarray(positions)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _method_run(run: Run, layers, budget: int | None, params, tokens, positions, truth):
-    """Recall `[L, B, H]` and error `[L, B]` of a method's caches, fed with the full run."""
-    _, caches = run.read_prompt(layers, params, tokens, positions)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _method_run(
+    layers, budget: int | None, model: FunctionalModel, tokens, positions, truth: tuple[Truth, ...]
+) -> tuple[Float[Array, "L B H"], Float[Array, "L B"]]:
+    """Recall and error of a method's caches, fed with the full run."""
+    _, caches = read_prompt(model, layers, tokens, positions, max_new=len(truth[0].output))
 
     def step(position, caches, truth):
         found = [

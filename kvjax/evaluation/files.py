@@ -8,7 +8,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,47 +27,43 @@ _CACHE_COLUMNS = ("nll", "nll_difference", "perplexity_ratio", "recall", "attent
 class Journal:
     """The finished cells of a run, one line each, so that an interrupted run can be resumed.
 
+    Makes the folder and writes the settings, unless they are there already.
+
     Args:
       folder: where; it need not exist yet.
       settings: of the run.
+
+    Attributes:
+      finished: the cells that need not be measured again, those that did not fail.
 
     Raises:
       ValueError: the path is no folder, cannot be written to, or holds something else.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder, self._settings = folder, settings
+        self._path, kept = folder / CELLS, folder / SETTINGS
         check_folder(folder)
         _check_settings(folder, settings)
-
-    def finished(self) -> dict[Cell, dict[str, Any]]:
-        """The cells that need not be measured again: those that did not fail."""
-        path = self.folder / CELLS
-        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        records = {}
         # An interruption may have left a part of a line after the last line end.
-        for number, line in enumerate(lines[:-1], 1):
+        *lines, _ = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
+        self.finished: dict[Cell, dict[str, Any]] = {}
+        for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                records[Cell(*record["cell"])] = record["found"]
+                cell, found = Cell(*record["cell"]), record["found"]
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path} is damaged in line {number}: remove it") from error
-        return {cell: found for cell, found in records.items() if "failed" not in found}
-
-    def open(self) -> Journal:
-        """Makes the folder and writes the settings, unless they are there already."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / SETTINGS).exists():
-            _replace(self.folder / SETTINGS, _dumps(self._settings))
-        path = self.folder / CELLS
-        if path.exists():  # cuts off a part of a line, or the next one would be added to it
-            whole = path.read_bytes()
-            os.truncate(path, whole.rfind(b"\n") + 1)
-        return self
+                raise ValueError(f"{self._path} is damaged in line {number}: remove it") from error
+            self.finished[cell] = found
+        self.finished = {cell: r for cell, r in self.finished.items() if "failed" not in r}
+        folder.mkdir(parents=True, exist_ok=True)
+        if not kept.exists():
+            _replace(kept, _dumps(settings))
+        if self._path.exists():  # the next line would be added to that part
+            os.truncate(self._path, sum(len(line) + 1 for line in lines))
 
     def add(self, cell: Cell, found: Mapping[str, Any]) -> None:
         """Keeps a cell; it is on the disk when this returns."""
-        with open(self.folder / CELLS, "a", encoding="utf-8") as file:
+        with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"cell": cell, "found": found}) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -95,11 +91,10 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         kept = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not the settings of a comparison") from error
+    if not isinstance(kept, dict):
+        kept = {}
     asked = json.loads(_dumps(settings))
-    if kept != asked:
-        names = [
-            name for name in asked if not isinstance(kept, dict) or kept.get(name) != asked[name]
-        ]
+    if names := [name for name in asked if kept.get(name) != asked[name]]:
         raise ValueError(
             f"{folder} holds a comparison with other {', '.join(names)}: "
             "choose another folder or remove this one"
@@ -115,26 +110,17 @@ def write(results: Results, folder: Path) -> None:
 
 def as_json(results: Results) -> dict[str, Any]:
     """What `results.json` holds: a function of model, text, settings and seed, without times."""
-    return _rounded({
-        "settings": dict(results.settings),
-        "cells": [
-            {**row._asdict(), "accuracy": _share(row.accuracy)} for row in results.rows()
-        ],
-        "caches": [_without_times(row) for row in results.caches()],
-        "averages": [
-            {
-                **_without_times(row),
-                "accuracy": {task: _share(found) for task, found in row.accuracy.items()},
-            }
-            for row in results.averages()
-        ],
-    })  # fmt: skip
+    rows = {"cells": results.rows(), "caches": results.caches(), "averages": results.averages()}
+    return _plain({"settings": dict(results.settings)}) | {
+        name: [_plain(row._asdict(), without=_TIMES) for row in found]
+        for name, found in rows.items()
+    }
 
 
 def timings(results: Results) -> dict[str, Any]:
     """What `timings.json` holds: times, and what they were measured on."""
     names = (*CacheRow._fields[:3], *_TIMES)
-    return _rounded({
+    return _plain({
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "python": platform.python_version(),
@@ -153,14 +139,13 @@ def _as_csv(results: Results) -> str:
     caches = {row[:3]: row for row in results.caches()}
     lines = []
     for row in results.rows():
-        cache = caches[row[:3]]
-        right, cases = row.accuracy or (None, None)
-        low, high = row.accuracy.interval if row.accuracy else (None, None)
+        cache, found = caches[row[:3]], row.accuracy
+        low, high = found.interval if found else (None, None)
         lines.append({
             **dict(zip(row._fields[:5], row, strict=False)),
-            "right": right,
-            "cases": cases,
-            "accuracy": row.accuracy and row.accuracy.share,
+            "right": found and found.right,
+            "cases": found and found.cases,
+            "accuracy": found and found.share,
             "interval_low": low,
             "interval_high": high,
             "cache_bytes": row.cache_bytes,
@@ -171,27 +156,19 @@ def _as_csv(results: Results) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_rounded(lines))
+    writer.writerows(_plain(lines))
     return text.getvalue()
 
 
-def _share(found: Proportion | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {**found._asdict(), "share": found.share, "interval": list(found.interval)}
-
-
-def _without_times(row) -> dict[str, Any]:
-    return {name: value for name, value in row._asdict().items() if name not in _TIMES}
-
-
-def _rounded(value: Any) -> Any:
-    """The same with floats rounded to six decimals; further ones are noise."""
-    if isinstance(value, float):
-        return round(value, 6)
+def _plain(value: Any, without: Sequence[str] = ()) -> Any:
+    """The same in dicts, with floats rounded to six decimals: further ones are noise."""
+    if isinstance(value, Proportion):
+        value = {**value._asdict(), "share": value.share, "interval": list(value.interval)}
     if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
+        return {name: _plain(item) for name, item in value.items() if name not in without}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def _dumps(value: Any) -> str:

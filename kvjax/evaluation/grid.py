@@ -43,6 +43,15 @@ class Candidate:
     budget: int | float | None
     transform: KVTransform
 
+    @classmethod
+    def of(cls, method: str, budget: int | float) -> Candidate:
+        """A method with a budget, or with None where budgets change nothing."""
+        transform = parse(method, budget)
+        with contextlib.suppress(ValueError):
+            if parse(method) == transform:
+                budget = None
+        return cls(method, budget, transform)
+
 
 class Cell(NamedTuple):
     """One unit of work.
@@ -61,12 +70,16 @@ class Cell(NamedTuple):
     task: str | None = None
     depth: float | None = None
 
+    @property
+    def candidate(self) -> str:
+        """Method and budget for people."""
+        return self.method if self.budget is None else f"{self.method} {self.budget}"
+
     def __str__(self) -> str:
         """What a progress display says of it."""
         what = self.measure if self.task is None else self.task.replace("_", " ")
-        budget = "" if self.budget is None else f" {self.budget}"
         where = "" if self.depth is None else f" · depth {self.depth:g}"
-        return f"{self.method}{budget} · {what} · {self.length:,} tokens{where}"
+        return f"{self.candidate} · {what} · {self.length:,} tokens{where}"
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,9 @@ class Grid:
                 raise TypeError(f"{name} must be a sequence, got {values!r}")
             if not len(values):
                 raise ValueError(f"{name} must not be empty")
+        for method in methods:
+            if not isinstance(method, str):
+                raise TypeError(f"a method must be text such as 'snapkv', got {method!r}")
         for task in tasks:
             if task not in TASKS:
                 raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
@@ -135,18 +151,16 @@ class Grid:
                 raise TypeError(f"depth must be a number, got {depth!r}")
             if not 0 <= depth <= 1:
                 raise ValueError(f"depth must lie between 0 and 1, got {depth}")
-        if len(set(budgets)) < len(_once(budgets)):
+        if len(set(budgets)) < len(set(map(repr, budgets))):
             raise ValueError("budgets 1 (slot) and 1.0 (the whole prompt) cannot be told apart")
         for length in lengths:
             check_count("length", length, 1)
         check_count("cases", cases, 1)
         check_count("seed", seed, 0)
-        candidates = itertools.chain.from_iterable(
-            _candidates(method, budgets) for method in _once(["full", *map(_stripped, methods)])
-        )
+        every = itertools.product(["full", *(method.strip() for method in methods)], budgets)
         return cls(
-            candidates=tuple(candidates),
-            tasks=tuple(_once(tasks)),
+            candidates=tuple(dict.fromkeys(itertools.starmap(Candidate.of, every))),
+            tasks=tuple(dict.fromkeys(tasks)),
             lengths=tuple(sorted({int(length) for length in lengths})),
             depths=tuple(sorted({float(depth) for depth in depths})),
             cases=int(cases),
@@ -182,23 +196,3 @@ class Grid:
     def case_seed(self, number: int) -> int:
         """The seed of case `number`: a function of the grid's seed and nothing else."""
         return int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0])
-
-
-def _stripped(method: str) -> str:
-    if not isinstance(method, str):
-        raise TypeError(f"a method must be text such as 'snapkv', got {method!r}")
-    return method.strip()
-
-
-def _once(values: Sequence) -> list:
-    """The values in order, each once; 1 and 1.0 are two budgets."""
-    return list({repr(value): value for value in values}.values())
-
-
-def _candidates(method: str, budgets: Sequence[int | float]) -> list[Candidate]:
-    """A method with every budget, or alone where budgets change nothing."""
-    found = [Candidate(method, budget, parse(method, budget)) for budget in _once(budgets)]
-    with contextlib.suppress(ValueError):
-        if parse(method) == found[0].transform:
-            return [Candidate(method, None, found[0].transform)]
-    return found

@@ -12,7 +12,7 @@ from kvjax.generation.generate import Sized, check_prompts
 from kvjax.protocol import Full
 
 from .grid import Grid
-from .retrieval import Case, Haystack, start_tokens
+from .retrieval import Case, Haystack
 
 WINDOWS = 8
 """Rows of held-out text."""
@@ -35,9 +35,7 @@ class Material:
     def __init__(self, grid: Grid, tokenizer: Any, text: str) -> None:
         self.grid, self.tokenizer = grid, tokenizer
         self._haystack = Haystack(tokenizer, text)
-        self._start = start_tokens(tokenizer)
-        encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        self._tokens = np.array(encoded.input_ids, np.int32)
+        self._tokens = self._haystack.filler
         longest = grid.lengths[-1]
         if len(self._tokens) < longest:
             raise ValueError(
@@ -78,9 +76,9 @@ class Material:
 
     def windows(self, length: int) -> tuple[Int[np.ndarray, "B N"], int]:
         """Windows of held-out text, `[8, length]`, and how many tokens of each are the prompt."""
-        room = length - len(self._start)
+        room = length - len(self._haystack.start)
         starts = np.linspace(0, len(self._tokens) - room, WINDOWS).astype(int)
-        rows = [[*self._start, *self._tokens[start : start + room]] for start in starts]
+        rows = [[*self._haystack.start, *self._tokens[start : start + room]] for start in starts]
         return np.array(rows, np.int32), length - min(_CONTINUATION, length // 4)
 
     def sample(self) -> list[int]:

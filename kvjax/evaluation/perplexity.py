@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import init_cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.steps import scan_steps
+from kvjax.generation.steps import decode_step, read_prompt, scan_steps
 from kvjax.protocol import KVTransform
 
 
@@ -35,9 +34,6 @@ def continuation_nll(
       transform: how to compress; `kvjax.Full()` is what to compare with.
       tokens: token ids `[B, N]`, without padding.
       prompt: tokens of the prompt, 1 to N − 1.
-
-    Returns:
-      Negative log-likelihoods in nats, `[B, M]`.
 
     Raises:
       TypeError: `tokens` or `prompt` are no integers.
@@ -71,42 +67,24 @@ def continuation_nll(
     if outside.size:
         raise ValueError(f"tokens must lie in [0, {functional.vocab_size}), got {outside[0]}")
     layers = bind(transform, functional.num_layers)
-    sizes = functional.kv_heads, functional.query_heads, functional.head_dim
-    nll = _nll(
-        functional.apply, layers, sizes, int(prompt), functional.params,
-        jnp.asarray(tokens, jnp.int32),
-    )  # fmt: skip
-    return np.asarray(nll)
+    return np.asarray(_nll(layers, int(prompt), functional, jnp.asarray(tokens, jnp.int32)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _nll(apply, layers, sizes, prompt: int, params, tokens) -> Float[Array, "B M"]:
-    (batch, length), (kv_heads, query_heads, head_dim) = tokens.shape, sizes
-    caches = tuple(
-        init_cache(
-            layer, batch=batch, kv_heads=kv_heads, query_heads=query_heads, head_dim=head_dim,
-            max_prompt=prompt, max_new=length - prompt, layer=number,
-        )
-        for number, layer in enumerate(layers)
-    )  # fmt: skip
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _nll(layers, prompt: int, model: FunctionalModel, tokens) -> Float[Array, "B M"]:
+    length = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    logits, caches = apply(
-        params, tokens[:, :prompt], positions[:, :prompt], caches,
-        layers=layers, phase="prompt", last=True, logits_at=jnp.full((batch, 1), prompt - 1),
-    )  # fmt: skip
+    read = tokens[:, :prompt], positions[:, :prompt]
+    logits, caches = read_prompt(model, layers, *read, max_new=length - prompt)
 
     def step(logits, caches, new):
         token, position = new
         nll = _token_nll(logits, token)
-        logits, caches = apply(
-            params, token[:, None], position[:, None], caches,
-            layers=layers, phase="decode", last=True, logits_at=None,
-        )  # fmt: skip
-        return logits[:, -1], caches, nll
+        return *decode_step(model, layers, caches, token, position), nll
 
     # The last token is predicted and not fed: nothing comes after it.
     fed = tokens[:, prompt:-1].T, positions[:, prompt:-1].T
-    logits, _, nll = scan_steps(step, logits[:, -1], caches, fed)
+    logits, _, nll = scan_steps(step, logits, caches, fed)
     return jnp.concatenate((nll, _token_nll(logits, tokens[:, -1])[None])).T
 
 

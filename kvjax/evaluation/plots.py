@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,18 +24,13 @@ _STYLES = (
     ("#7F7F7F", "X", (0, (7, 1, 1, 1, 1, 1))), ("#332288", "<", (0, (2, 2))),
     ("#882255", "*", (0, (6, 1, 2, 1))), ("#117733", "h", (0, (4, 4))),
 )  # fmt: skip
-_DPI = 150
-_GAP = (math.nan,) * 3
 
 
-def draw(results: Results, folder: Path) -> list[Path]:
+def draw(results: Results, folder: Path) -> None:
     """Writes all pictures of a comparison to a folder.
 
     `accuracy_vs_budget.png` and `bytes_vs_accuracy.png` with a line per method, and for each method
     `heatmap_<method>.png`, depth × length for every task and budget. A failed cell is a gap.
-
-    Returns:
-      The files.
     """
     figures = {
         "accuracy_vs_budget": accuracy_vs_budget(results),
@@ -44,38 +39,32 @@ def draw(results: Results, folder: Path) -> list[Path]:
     for method in _methods(results):
         name = re.sub(r"[^\w.=-]+", "_", method).strip("_")
         figures[f"heatmap_{name}"] = heatmap(results, method)
-    paths = []
     for name, figure in figures.items():
-        paths.append(folder / f"{name}.png")
         beside = folder / f"{name}.png.part"
-        figure.savefig(beside, dpi=_DPI, format="png")
-        beside.replace(paths[-1])
-    return paths
+        figure.savefig(beside, dpi=150, format="png")
+        beside.replace(folder / f"{name}.png")
 
 
 def accuracy_vs_budget(results: Results) -> Figure:
     """A panel per task: accuracy over all lengths and depths against the budget."""
-    averages = results.averages()
-    budgets = sorted(
-        {row.budget for row in averages if row.budget is not None},
-        key=lambda budget: (isinstance(budget, int), budget),
-    )
-    figure, panels = _panels(results)
-    for task, axes in panels.items():
-        _full_line(axes, averages, task)
-        for number, method in enumerate(_methods(results)[1:]):
-            # Shifted sideways, or the bars of equally good methods would hide each other.
-            aside = 0.08 * (number - (len(_methods(results)) - 2) / 2)
-            own = [row for row in averages if row.method == method]
-            if own[0].budget is None:
-                found, at = own * max(1, len(budgets)), list(range(max(1, len(budgets))))
-            else:
-                found, at = own, [budgets.index(row.budget) for row in own]
-            _line(axes, [x + aside for x in at], found, task, number)
+    given = {budget for _, budget in results.settings["methods"] if budget is not None}
+    budgets = sorted(given, key=lambda budget: (isinstance(budget, int), budget))
+    places = range(max(1, len(budgets)))
+    kinds = {float: "share of the prompt", int: "slots per KV head"}
+    units = [kinds[kind] for kind in kinds if any(isinstance(one, kind) for one in budgets)]
+
+    def points(rows: list[Average], number: int) -> tuple[list[float], list[Average]]:
+        # Shifted sideways, or the bars of equally good methods would hide each other.
+        aside = 0.08 * (number - (len(_methods(results)) - 2) / 2)
+        if rows[0].budget is None:
+            return [x + aside for x in places], rows * len(places)
+        return [budgets.index(row.budget) + aside for row in rows], rows
+
+    figure = _lines(results, "Right answers by budget", points)
+    for axes in figure.axes:
         axes.set_xticks(range(len(budgets)), map(str, budgets))
-        axes.set_xlim(-0.5, max(1, len(budgets)) - 0.5)
-        axes.set_xlabel(f"budget ({_unit(budgets)})")
-    _finish(figure, results, "Right answers by budget")
+        axes.set_xlim(-0.5, len(places) - 0.5)
+        axes.set_xlabel(f"budget ({', or '.join(units) or 'share of the prompt'})")
     return figure
 
 
@@ -90,22 +79,21 @@ def bytes_vs_accuracy(results: Results) -> Figure:
         for row in averages
         if row.cache_bytes is not None
     }
-    left = min(share.values(), default=0.1)
-    figure, panels = _panels(results)
-    for task, axes in panels.items():
-        _full_line(axes, averages, task)
-        for number, method in enumerate(_methods(results)[1:]):
-            own = [row for row in averages if row.method == method and row[:2] in share]
-            _line(axes, [share[row[:2]] for row in own], own, task, number)
-        if (full := averages[0].accuracy[task]) is not None:
+
+    def points(rows: list[Average], number: int) -> tuple[list[float], list[Average]]:
+        rows = [row for row in rows if row[:2] in share]
+        return [share[row[:2]] for row in rows], rows
+
+    figure = _lines(results, "Right answers by bytes", points)
+    for axes, full in zip(figure.axes, averages[0].accuracy.values(), strict=True):
+        if full is not None:
             axes.plot(1.0, full.share, marker="*", markersize=12, color="black", linestyle="")
         axes.set_xscale("log")
         axes.set_xticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
-        axes.set_xlim(left * 0.8, 1.15)
+        axes.set_xlim(min(share.values(), default=0.1) * 0.8, 1.15)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("bytes of the cache, share of the full cache's (log scale)")
-    _finish(figure, results, "Right answers by bytes")
     return figure
 
 
@@ -174,54 +162,38 @@ def _fields(
     return image
 
 
-def _panels(results: Results) -> tuple[Figure, dict[str, Axes]]:
-    """An empty panel per task."""
+def _lines(
+    results: Results,
+    title: str,
+    points: Callable[[list[Average], int], tuple[list[float], list[Average]]],
+) -> Figure:
+    """A panel per task with a line per method; the full cache is a line across and a band.
+
+    Args:
+      results: of a comparison.
+      title: of the figure.
+      points: a method's averages and its number → x, and the averages to draw there.
+    """
     from matplotlib.figure import Figure
 
-    tasks = results.settings["tasks"]
+    settings, averages = results.settings, results.averages()
+    tasks, methods = settings["tasks"], _methods(results)[1:]
     figure = Figure(figsize=(1.2 + 4.6 * len(tasks), 4.8), layout="constrained")
-    line = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
-    for task, axes in zip(tasks, line, strict=True):
+    panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
+    for task, axes in zip(tasks, panels, strict=True):
         axes.set_title(_label(task))
         axes.set_ylim(-0.03, 1.03)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    line[0].set_ylabel("right answers, with 95 % interval")
-    return figure, dict(zip(tasks, line, strict=True))
-
-
-def _full_line(axes: Axes, averages: list[Average], task: str) -> None:
-    """The full cache as a line across, its interval as a band."""
-    full = averages[0].accuracy[task]
-    if full is not None:
-        axes.axhspan(*full.interval, color="0.88", zorder=0)
-        axes.axhline(full.share, color="black", linewidth=1.2, label="full cache")
-
-
-def _line(axes: Axes, x: Sequence[float], rows: list[Average], task: str, number: int) -> None:
-    """A method's points with their intervals; failed ones are left out and break the line.
-
-    Later methods have smaller markers, so that a marker in the same place below them is visible.
-    """
-    colour, marker, dash = _STYLES[number % len(_STYLES)]
-    found = [row.accuracy[task] for row in rows]
-    points = [_GAP if one is None else (one.share, *one.interval) for one in found]
-    y, low, high = zip(*points, strict=True) if points else ((), (), ())
-    # For shares of 0 and 1, rounding may put an end of the interval on the wrong side.
-    below = np.maximum(np.subtract(y, low), 0)
-    above = np.maximum(np.subtract(high, y), 0)
-    axes.errorbar(
-        x, y, yerr=(below, above), label=rows[0].method if rows else None, color=colour,
-        marker=marker, markersize=max(6, 11 - 1.5 * number), markeredgecolor="white",
-        linestyle=dash, linewidth=1.8, elinewidth=1, capsize=3,
-    )  # fmt: skip
-
-
-def _finish(figure: Figure, results: Results, title: str) -> None:
-    """Title, legend below the panels, and what was averaged."""
-    settings = results.settings
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+        if (full := averages[0].accuracy[task]) is not None:
+            axes.axhspan(*full.interval, color="0.88", zorder=0)
+            axes.axhline(full.share, color="black", linewidth=1.2, label="full cache")
+        for number, method in enumerate(methods):
+            x, rows = points([row for row in averages if row.method == method], number)
+            _line(axes, x, [row.accuracy[task] for row in rows], method, number)
+    panels[0].set_ylabel("right answers, with 95 % interval")
+    handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False
     )
@@ -231,6 +203,25 @@ def _finish(figure: Figure, results: Results, title: str) -> None:
         f"{title}\nprompts of {lengths} tokens, {len(settings['depths'])} depths, "
         f"{per_point:,} cases a point; the question is inside the compressed prompt", fontsize=9,
     )  # fmt: skip
+    return figure
+
+
+def _line(
+    axes: Axes, x: list[float], found: list[Proportion | None], method: str, number: int
+) -> None:
+    """A method's points with their intervals; failed ones are left out and break the line.
+
+    Later methods have smaller markers, so that a marker in the same place below them is visible.
+    """
+    colour, marker, dash = _STYLES[number % len(_STYLES)]
+    points = [(math.nan,) * 3 if one is None else (one.share, *one.interval) for one in found]
+    y, low, high = np.array(points).reshape(-1, 3).T
+    axes.errorbar(
+        # For shares of 0 and 1, rounding may put an end of the interval on the wrong side.
+        x, y, yerr=np.maximum((y - low, high - y), 0), label=method if found else None,
+        color=colour, marker=marker, markersize=max(6, 11 - 1.5 * number),
+        markeredgecolor="white", linestyle=dash, linewidth=1.8, elinewidth=1, capsize=3,
+    )  # fmt: skip
 
 
 def _methods(results: Results) -> list[str]:
@@ -239,10 +230,3 @@ def _methods(results: Results) -> list[str]:
 
 def _label(task: str) -> str:
     return task.replace("_", " ")
-
-
-def _unit(budgets: Sequence[int | float]) -> str:
-    kinds = {isinstance(budget, int): None for budget in budgets}
-    if len(kinds) == 2:
-        return "share of the prompt, or slots per KV head"
-    return "slots per KV head" if True in kinds else "share of the prompt"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, init_cache
+from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import Decision
+from kvjax.generation.model import FunctionalModel
+from kvjax.generation.steps import decode_step, read_prompt
 from kvjax.protocol import Full, KVTransform, Logits, Needs, State, Step, View, Wrapper
 from kvjax.rope import Rope
 from pallas_kernels import decode_attention
@@ -133,40 +134,6 @@ def seen_by_head(layer: KVTransform, records: list[Record]) -> Int[Array, "B H N
     return jnp.concatenate(padded, axis=1)[:, order]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A model and the sizes of a run, all of it static.
-
-    Args:
-      apply, num_layers, kv_heads, query_heads, head_dim: as in `kvjax.FunctionalModel`.
-      max_prompt, new_tokens: tokens of a row that are read as a prompt, and decode steps after it.
-    """
-
-    apply: Callable
-    num_layers: int
-    kv_heads: int
-    query_heads: int
-    head_dim: int
-    max_prompt: int
-    new_tokens: int
-
-    def read_prompt(self, layers, params, tokens, positions) -> tuple[Array, tuple[Cache, ...]]:
-        """The last logits of each row, `[B, V]`, and the caches."""
-        caches = tuple(
-            init_cache(
-                layer, batch=len(tokens), kv_heads=self.kv_heads, query_heads=self.query_heads,
-                head_dim=self.head_dim, max_prompt=self.max_prompt, max_new=self.new_tokens,
-                layer=number,
-            )
-            for number, layer in enumerate(layers)
-        )  # fmt: skip
-        logits, caches = self.apply(
-            params, tokens, positions, caches,
-            layers=layers, phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),
-        )  # fmt: skip
-        return logits[:, -1], caches
-
-
 class Truth(NamedTuple):
     """One layer of the full cache's run at a decode step.
 
@@ -182,27 +149,28 @@ class Truth(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def full_run(run: Run, rotated: bool, params, tokens, positions) -> tuple[Truth, ...]:
+def full_run(
+    rotated: bool, new_tokens: int, model: FunctionalModel, tokens, positions
+) -> tuple[Truth, ...]:
     """What every layer does with the full cache; a leading axis counts the new tokens."""
-    layers = (Full() if rotated else FullUnrotated(),) * run.num_layers
-    logits, caches = run.read_prompt(layers, params, tokens, positions)
+    layers = (Full() if rotated else FullUnrotated(),) * model.num_layers
+    logits, caches = read_prompt(model, layers, tokens, positions, new_tokens)
+    recording = tuple(map(recorded, layers))
 
     def step(carry, _):
         logits, position, caches = carry
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits, caches = run.apply(
-            params, token[:, None], position[:, None], tuple(map(record, caches)),
-            layers=tuple(map(recorded, layers)), phase="decode", last=True, logits_at=None,
-        )  # fmt: skip
+        caches = tuple(map(record, caches))
+        logits, caches = decode_step(model, recording, caches, token, position)
         caches, records = zip(*map(unrecord, caches), strict=True)
         truth = tuple(
             _attend_in_full(cache, own, position)
             for cache, (own,) in zip(caches, records, strict=True)
         )
-        return (logits[:, -1], position + 1, caches), truth
+        return (logits, position + 1, caches), truth
 
     start = logits, positions.max(-1) + 1, caches
-    return jax.lax.scan(step, start, length=run.new_tokens)[1]
+    return jax.lax.scan(step, start, length=new_tokens)[1]
 
 
 def _attend_in_full(cache: Cache, own: Record, position: Int[Array, " B"]) -> Truth:

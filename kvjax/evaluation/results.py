@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .grid import Cell
+
+_COMBINED = (  # figures of a candidate's caches, over all lengths
+    "nll_difference", "recall", "attention_error", "cache_bytes", "full_cache_bytes",
+    "ttft_s", "tpot_s",
+)  # fmt: skip
 
 
 class Proportion(NamedTuple):
@@ -152,7 +157,7 @@ class Results:
         """One row per retrieval cell."""
         return [
             Row(
-                *(cell.method, cell.budget, cell.length, cell.task, cell.depth),
+                *cell[1:],
                 accuracy=None if "failed" in found else Proportion(found["right"], found["cases"]),
                 cache_bytes=found.get("cache_bytes"),
                 full_cache_bytes=found.get("full_cache_bytes"),
@@ -174,75 +179,63 @@ class Results:
         """One row per candidate, over all lengths and depths."""
         rows, caches = self.rows(), self.caches()
         found = []
-        for method, budget in self.settings["methods"]:
-            own = [row for row in rows if row[:2] == (method, budget)]
+        for key in map(tuple, self.settings["methods"]):
             accuracy = {
-                task: pool(row for row in own if row.task == task)
+                task: _pool([row.accuracy for row in rows if row[:2] == key and row.task == task])
                 for task in self.settings["tasks"]
             }
-            lengths = [row for row in caches if row[:2] == (method, budget)]
-            found.append(_average(method, budget, accuracy, lengths))
+            figures = {}
+            for name in _COMBINED:
+                values = [getattr(row, name) for row in caches if row[:2] == key]
+                combine = sum if name.endswith("bytes") else statistics.fmean
+                figures[name] = None if None in values else combine(values)
+            ratio = _exp(figures["nll_difference"])
+            found.append(Average(*key, accuracy=accuracy, perplexity_ratio=ratio, **figures))
+        return found
+
+    def dropped(self) -> dict[str, int]:
+        """Method and budget → tokens that were lost in retrieval, where there are any."""
+        found = {}
+        for cell, record in self.records.items():
+            if record.get("dropped"):
+                found[cell.candidate] = found.get(cell.candidate, 0) + record["dropped"]
         return found
 
     def _cache(self, method: str, budget: int | float | None, length: int) -> CacheRow:
-        own = {
-            cell: found
-            for cell, found in self.records.items()
-            if cell[1:4] == (method, budget, length)
-        }
-        answered = [r for cell, r in own.items() if cell.measure == "retrieval" and "right" in r]
-        nll = self.records[Cell("perplexity", method, budget, length)].get("nll")
+        key = method, budget, length
+        own = {cell: found for cell, found in self.records.items() if cell[1:4] == key}
+        answered = [found for found in own.values() if "right" in found]
+        first = answered[0] if answered else {}
+        nll = own[Cell("perplexity", *key)].get("nll")
         full = self.records[Cell("perplexity", "full", None, length)].get("nll")
         difference = None if nll is None or full is None else nll - full
-        fidelity = self.records[Cell("fidelity", method, budget, length)]
+        fidelity = own[Cell("fidelity", *key)]
         recall, error = fidelity.get("recall"), fidelity.get("error")
-        reasons = [
-            f"{c.measure}: {found['failed']}" for c, found in own.items() if "failed" in found
-        ]
+        reasons = [f"{cell.measure}: {r['failed']}" for cell, r in own.items() if "failed" in r]
+        times = {
+            name: [seconds for found in answered for seconds in found[name]]
+            for name in ("ttft_s", "tpot_s")
+        }
         return CacheRow(
-            *(method, budget, length),
-            cache_bytes=answered[0]["cache_bytes"] if answered else None,
-            full_cache_bytes=answered[0]["full_cache_bytes"] if answered else None,
+            *key,
+            cache_bytes=first.get("cache_bytes"),
+            full_cache_bytes=first.get("full_cache_bytes"),
             nll=nll,
             nll_difference=difference,
-            perplexity_ratio=None if difference is None else math.exp(difference),
-            recall=None if recall is None else statistics.fmean(recall),
-            attention_error=None if error is None else statistics.fmean(error),
+            perplexity_ratio=_exp(difference),
+            recall=recall and statistics.fmean(recall),
+            attention_error=error and statistics.fmean(error),
             layer_recall=recall,
             layer_error=error,
-            ttft_s=_median(seconds for r in answered for seconds in r["ttft_s"]),
-            tpot_s=_median(seconds for r in answered for seconds in r["tpot_s"]),
+            **{name: statistics.median(all_) if all_ else None for name, all_ in times.items()},
             failed="; ".join(dict.fromkeys(reasons)) or None,
         )
 
 
-def pool(rows: Iterable[Row]) -> Proportion | None:
+def _pool(found: Sequence[Proportion | None]) -> Proportion | None:
     """The cases of several cells together; None if one of them failed."""
-    found = [row.accuracy for row in rows]
-    if None in found:
-        return None
-    return Proportion(sum(one.right for one in found), sum(one.cases for one in found))
+    return None if None in found else Proportion(*map(sum, zip(*found, strict=True)))
 
 
-def _average(method, budget, accuracy, lengths: list[CacheRow]) -> Average:
-    def over(name: str, combine) -> Any:
-        values = [getattr(row, name) for row in lengths]
-        return None if None in values else combine(values)
-
-    difference = over("nll_difference", statistics.fmean)
-    return Average(
-        *(method, budget, accuracy),
-        nll_difference=difference,
-        perplexity_ratio=None if difference is None else math.exp(difference),
-        recall=over("recall", statistics.fmean),
-        attention_error=over("attention_error", statistics.fmean),
-        cache_bytes=over("cache_bytes", sum),
-        full_cache_bytes=over("full_cache_bytes", sum),
-        ttft_s=over("ttft_s", statistics.fmean),
-        tpot_s=over("tpot_s", statistics.fmean),
-    )
-
-
-def _median(values: Iterable[float]) -> float | None:
-    values = list(values)
-    return statistics.median(values) if values else None
+def _exp(value: float | None) -> float | None:
+    return None if value is None else math.exp(value)

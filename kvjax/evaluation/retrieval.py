@@ -65,6 +65,10 @@ class Haystack:
         puts before a text. A special token that is spelled out in the text is read as text.
       text: the filler, longer than the longest prompt.
 
+    Attributes:
+      start: the special tokens that prompts begin with.
+      filler: the tokens of the text.
+
     Raises:
       ValueError: the text is empty.
 
@@ -79,15 +83,15 @@ class Haystack:
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer = tokenizer
-        self._start = start_tokens(tokenizer)
-        self._filler = np.array(self._encode(text), np.int32)
-        if not len(self._filler):
+        self.start = _start_tokens(tokenizer)
+        self.filler = np.array(self._encode(text), np.int32)
+        if not len(self.filler):
             raise ValueError("the filler text is empty")
         ends = {
             token: tokenizer.decode([token]).rstrip(" ").endswith((".", "\n"))
-            for token in np.unique(self._filler).tolist()
+            for token in np.unique(self.filler).tolist()
         }
-        self._ends_sentence = np.array([ends[token] for token in self._filler.tolist()])
+        self._ends_sentence = np.array([ends[token] for token in self.filler.tolist()])
 
     def case(
         self,
@@ -110,9 +114,6 @@ class Haystack:
             four times as many. They are spread at random.
           wording: of needles and questions; lists and links have their own.
 
-        Returns:
-          A `Case`.
-
         Raises:
           ValueError: an unknown task, a depth outside 0 to 1, or a length that the pieces and the
             text cannot fill.
@@ -132,16 +133,16 @@ class Haystack:
     def _assemble(self, rng: np.random.Generator, pieces: _Pieces, length: int) -> Case:
         inserts = [(at, self._encode(text)) for at, text in [*pieces.others, pieces.asked]]
         asked, question = inserts[-1][1], self._encode(pieces.question)
-        room = length - len(self._start) - len(question) - sum(len(ids) for _, ids in inserts)
-        if not 0 <= room <= len(self._filler):
+        room = length - len(self.start) - len(question) - sum(len(ids) for _, ids in inserts)
+        if not 0 <= room <= len(self.filler):
             raise ValueError(
                 f"a prompt of {length} tokens leaves {room} for filler, "
-                f"and the text has {len(self._filler)}"
+                f"and the text has {len(self.filler)}"
             )
-        start = int(rng.integers(len(self._filler) - room + 1))
-        text = self._filler[start : start + room].tolist()
+        start = int(rng.integers(len(self.filler) - room + 1))
+        text = self.filler[start : start + room].tolist()
         ends = np.flatnonzero(self._ends_sentence[start : start + room]) + 1
-        prompt, done, position = list(self._start), 0, 0
+        prompt, done, position = list(self.start), 0, 0
         for at, ids in sorted(inserts, key=lambda insert: insert[0]):
             place = _place(ends, at, room)
             prompt += text[done:place]
@@ -158,7 +159,7 @@ class Haystack:
         return list(encoded.input_ids)
 
 
-def start_tokens(tokenizer: Any) -> list[int]:
+def _start_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that a tokenizer puts before a text; not those that it puts behind."""
     whole, text = (
         list(tokenizer("a", add_special_tokens=special).input_ids) for special in (True, False)

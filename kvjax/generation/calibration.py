@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, init_cache
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cache.slots import KVCache
 from kvjax.compose.chain import Chain, chain
 from kvjax.generation.generate import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.steps import pad, read_prompt
 from kvjax.protocol import Full, KVTransform, Needs, State, Step
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.infinigen import InfiniGen
@@ -85,77 +85,35 @@ def calibrate_outlier_heads(
             f"every row of the sample must have at least sinks + recent + 2 = "
             f"{sinks + recent + 2} tokens, got {lengths.min()}"
         )
-    tokens, positions = _padded(sample)
-    empty = _empty_cache(functional, Full(), positions)
-    scores = _scores(
-        functional.apply, (chunk, sinks, recent),
-        functional.params, (empty,) * functional.num_layers, tokens, positions, threshold,
-    )  # fmt: skip
+    scores = _scores((chunk, sinks, recent), functional, *pad(sample), threshold)
     count = max(1, round(fraction * scores.size))
     ranked = np.argsort(-np.asarray(scores), axis=None, kind="stable")[:count]
     heads = tuple(divmod(int(head), functional.kv_heads) for head in ranked)
     return OutlierHeads(heads, functional.num_layers, functional.kv_heads)
 
 
-def _padded(sample: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and positions `[B, T]`, padded on the right."""
-    lengths = np.array([len(row) for row in sample])
-    place = np.arange(lengths.max(), dtype=np.int32)
-    positions = np.where(place < lengths[:, None], place, -1)
-    tokens = np.zeros_like(positions)
-    tokens[positions >= 0] = np.concatenate(sample)
-    return tokens, positions
-
-
-def _empty_cache(
-    model: FunctionalModel, transform: KVTransform, positions: np.ndarray, **options
-) -> Cache:
-    """A cache for one layer that reads the sample."""
-    return init_cache(
-        transform, batch=len(positions), kv_heads=model.kv_heads, query_heads=model.query_heads,
-        head_dim=model.head_dim, max_prompt=positions.shape[1], max_new=0, **options,
-    )  # fmt: skip
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _scores(
-    apply: Callable,
     matching: tuple[int, int, int],
-    params,
-    caches: tuple[Cache, ...],
+    model: FunctionalModel,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     threshold: Float[Array, ""],
 ) -> Float[Array, "N H"]:
-    """Share of A without an edge above the threshold, per layer and KV head."""
-    length = positions.max(-1) + 1
-    _, caches = apply(
-        params, tokens, positions, caches,
-        layers=(Full(),) * len(caches), phase="prompt", last=True, logits_at=length[:, None] - 1,
-    )  # fmt: skip
-    keys = (cache.kv.k.read() for cache in caches)
-    return jnp.stack([unmatched_share(each, length, matching, threshold) for each in keys])
-
-
-def unmatched_share(
-    keys: Float[Array, "B H S D"],
-    length: Int[Array, " B"],
-    matching: tuple[int, int, int],
-    threshold: Float[Array, ""],
-) -> Float[Array, " H"]:
-    """Share of set A without an edge above the threshold, averaged over the rows.
-
-    Args:
-      keys: in position order, padded on the right to S.
-      length: tokens of each row.
-      matching: chunk, sinks and recent tokens.
-    """
+    """Share of set A without an edge above the threshold, per layer and KV head."""
     chunk, sinks, recent = matching
-    count = jnp.broadcast_to((length - sinks - recent)[:, None], keys.shape[:2])
-    similarity, _ = soft_matching(keys[:, :, sinks:], count, chunk=chunk)
-    edges = similarity > -jnp.inf
-    unmatched = edges & (similarity <= threshold)
-    return (unmatched.sum(-1) / edges.sum(-1)).mean(0)
+    layers = (Full(),) * model.num_layers
+    _, caches = read_prompt(model, layers, tokens, positions, max_new=0)
+    length = positions.max(-1, keepdims=True) + 1
+    shares = []
+    for cache in caches:
+        keys = cache.kv.k.read()[:, :, sinks:]
+        count = jnp.broadcast_to(length - sinks - recent, keys.shape[:2])
+        similarity, _ = soft_matching(keys, count, chunk=chunk)
+        edges = similarity > -jnp.inf
+        unmatched = edges & (similarity <= threshold)
+        shares.append((unmatched.sum(-1) / edges.sum(-1)).mean(0))
+    return jnp.stack(shares)
 
 
 def calibrate_infinigen(
@@ -200,11 +158,7 @@ def calibrate_infinigen(
     functional = as_functional(model)
     check_number("share", share, above=0, most=1)
     check_prompts(functional, sample, (Full(),), 0)
-    tokens, positions = _padded(sample)
-    # float32: a calibration should not depend on the dtype in which a platform stores keys.
-    empty = _empty_cache(functional, _AllQueries(positions.shape[1]), positions, dtype=jnp.float32)
-    caches = (empty,) * functional.num_layers
-    layers = _queries_and_keys(functional.apply, functional.params, caches, tokens, positions)
+    layers = _queries_and_keys(functional, *pad(sample))
     found = [[partial_projection(q, k, share) for q, k in _per_head(layer)] for layer in layers]
     most = max(p.shape[1] for heads in found for p in heads)
     padded = [[np.pad(p, ((0, 0), (0, most - p.shape[1]))) for p in heads] for heads in found]
@@ -249,19 +203,14 @@ class _AllQueries(KVTransform):
         return None, (step.query, step.query_position)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit
 def _queries_and_keys(
-    apply: Callable,
-    params,
-    caches: tuple[Cache, ...],
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
+    model: FunctionalModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> tuple[tuple[Array, ...], ...]:
     """Of each layer: rotated queries, their positions, rotated keys and their positions."""
-    _, caches = apply(
-        params, tokens, positions, caches, layers=tuple(cache.transform for cache in caches),
-        phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),
-    )  # fmt: skip
+    layers = (_AllQueries(tokens.shape[1]),) * model.num_layers
+    # float32: a calibration should not depend on the dtype in which a platform stores keys.
+    _, caches = read_prompt(model, layers, tokens, positions, max_new=0, dtype=jnp.float32)
     return tuple((*cache.state, cache.kv.k.read(), cache.kv.position) for cache in caches)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import Any
 
 _UNREADABLE = "\ufffd"  # what decoders write for bytes that form no whole character
 _CONTEXT = 32  # prompt tokens decoded together with new ones; decoders look back at a few
@@ -58,3 +60,19 @@ class Continuation:
         piece = text[sum(1 for _ in same) :]
         self._given += piece
         return piece
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Token ids → text, without special tokens and with every space."""
+    return functools.partial(
+        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def new_text(
+    decode: Callable[[list[int]], str], prompt: Sequence[int], tokens: Sequence[int]
+) -> str:
+    """The text that new tokens add to a prompt."""
+    continuation = Continuation(decode, prompt)
+    continuation.add(tokens)
+    return continuation.text

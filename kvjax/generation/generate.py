@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.attend import flush, flush_interval
-from kvjax.attention.layer import Cache, about_to_read, init_cache
+from kvjax.attention.layer import Cache, LayerCache
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes, nbytes
 from kvjax.compose.chain import bind
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.progress import listening, report_layers
 from kvjax.generation.sampling import Sampling
+from kvjax.generation.steps import decode_step, init_caches, pad, read_prompt
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import RecallStatistics, recall_statistics
 
@@ -107,9 +108,6 @@ def generate(
       buckets: padded prompt lengths to choose from; by default four per power of two, from 64 on.
       dtype: of keys and values; see `init_cache`.
 
-    Returns:
-      Tokens and measurements.
-
     Raises:
       TypeError, ValueError: before anything is computed: no prompts, an empty one, a token outside
         the vocabulary, more tokens than the model has positions or the buckets hold.
@@ -132,31 +130,27 @@ def generate(
     if seed >= 2**32:  # JAX would drop the upper bits
         raise ValueError(f"seed must be below 2**32, got {seed}")
     check_prompts(functional, prompts, layers, max_new_tokens)
-    tokens, positions = _pad(prompts, functional.max_positions, buckets)
-    plan = _Plan(
-        functional.apply, layers, functional.kv_heads, functional.query_heads,
-        functional.head_dim, tokens.shape[1], max_new_tokens, dtype,
-        sampling, tuple(int(token) for token in end_tokens),
-    )  # fmt: skip
+    size = _bucket(max(map(len, prompts)), functional.max_positions, buckets)
+    tokens, positions = map(jnp.asarray, pad(prompts, size))
+    ends = tuple(int(token) for token in end_tokens)
+    plan = _Plan(layers, max_new_tokens, dtype, sampling, ends)
     key = jax.random.key(seed)
     with listening(on_layer) as listener:
-        prompt_args = (
-            plan, functional.params, jnp.asarray(tokens), jnp.asarray(positions), key, listener
-        )  # fmt: skip
-        compile_prompt = _seconds(lambda: _read_prompt.lower(*prompt_args).compile())
-        start = time.perf_counter()
-        loop = jax.block_until_ready(_read_prompt(*prompt_args))
-        ttft = time.perf_counter() - start
+        given = plan, functional, tokens, positions, key, listener
+        _, compile_prompt = _timed(lambda: _read_prompt.lower(*given).compile())
+        loop, ttft = _timed(lambda: jax.block_until_ready(_read_prompt(*given)))
     # Only now: where the caches lie, and so which loop is compiled, follows from the parameters.
-    steps = jnp.int32(plan.max_new)
-    compile_loop = _seconds(lambda: _compile_loop(plan, functional.params, loop, steps, key))
-    start = time.perf_counter()
-    loop = _run(plan, functional.params, loop, key, on_tokens)
-    decoded, seconds = int(loop.step) - 1, time.perf_counter() - start
+    _, compile_loop = _timed(lambda: _compile_loop(plan, functional, loop, key))
+    loop, seconds = _timed(lambda: _run(plan, functional, loop, key, on_tokens))
 
-    new = np.asarray(loop.tokens)
-    rows = [[int(token) for token in row if token >= 0] for row in new]
-    ended = [bool(row) and row[-1] in plan.end_tokens for row in rows]
+    rows = [[int(token) for token in row if token >= 0] for row in np.asarray(loop.tokens)]
+    ended = [bool(row) and row[-1] in ends for row in rows]
+    decoded = int(loop.step) - 1
+    full = (Full(),) * len(layers)
+    full_caches = jax.eval_shape(
+        lambda: init_caches(functional, full, *tokens.shape, max_new_tokens, dtype)
+    )
+    parts = jax.tree.leaves(loop.caches, is_leaf=lambda x: isinstance(x, LayerCache))
     return Generation(
         tokens=[row[:-1] if end else row for row, end in zip(rows, ended, strict=True)],
         ended=ended,
@@ -165,63 +159,37 @@ def generate(
         tpot_s=seconds / decoded if decoded else None,
         compile_s=compile_prompt + compile_loop,
         cache_bytes=nbytes(loop.caches),
-        full_cache_bytes=_full_bytes(plan, len(prompts)),
+        full_cache_bytes=nbytes(full_caches),
         memory_bytes=memory_bytes(loop.caches),
         recall=recall_statistics(loop.caches),
-        dropped=_dropped(loop.caches),
+        dropped=sum(int(part.kv.dropped.sum()) for part in parts),
     )
 
 
-def _compile_loop(plan: _Plan, params, loop: _Loop, steps: Int[Array, ""], key: Array) -> None:
+def _compile_loop(plan: _Plan, model: FunctionalModel, loop: _Loop, key: Array) -> None:
     """Compiles the decode loop and, where there is something to flush, the flush."""
-    _decode.lower(plan, params, loop, steps, key).compile()
+    _decode.lower(plan, model, loop, jnp.int32(plan.max_new), key).compile()
     interval = flush_interval(loop.caches)
     if interval is not None and interval < plan.max_new:
-        for cache in loop.caches:
+        for cache in loop.caches:  # JAX lowers equal layers once
             _flush_layer.lower(cache, interval).compile()
 
 
-def _dropped(caches: tuple[Cache, ...]) -> int:
-    parts = [part for layer in caches for part in (layer if isinstance(layer, tuple) else (layer,))]
-    return sum(int(part.kv.dropped.sum()) for part in parts)
-
-
-def _seconds(work: Callable[[], object]) -> float:
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    result = work()
+    return result, time.perf_counter() - start
 
 
 @dataclass(frozen=True)
 class _Plan:
     """Everything static: one compiled prompt pass and one compiled loop per value."""
 
-    apply: Callable
     layers: tuple[KVTransform, ...]
-    kv_heads: int
-    query_heads: int
-    head_dim: int
-    max_prompt: int
     max_new: int
     dtype: DTypeLike | None
     sampling: Sampling
     end_tokens: tuple[int, ...]
-
-    def caches(self, layers: tuple[KVTransform, ...], batch: int) -> tuple[Cache, ...]:
-        return tuple(
-            init_cache(
-                layer,
-                batch=batch,
-                kv_heads=self.kv_heads,
-                query_heads=self.query_heads,
-                head_dim=self.head_dim,
-                max_prompt=self.max_prompt,
-                max_new=self.max_new,
-                dtype=self.dtype,
-                layer=number,
-            )
-            for number, layer in enumerate(layers)
-        )
 
     def ends(self, tokens: Int[Array, " B"]) -> Bool[Array, " B"]:
         return jnp.isin(tokens, jnp.array(self.end_tokens, jnp.int32))
@@ -241,31 +209,26 @@ class _Loop:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _read_prompt(plan: _Plan, params, tokens, positions, key, listener) -> _Loop:
+def _read_prompt(plan: _Plan, model: FunctionalModel, tokens, positions, key, listener) -> _Loop:
     """The caches after the prompt, and the first new token; layers report to the listener."""
-    batch, length = tokens.shape[0], positions.max(-1) + 1
-    logits, caches = plan.apply(
-        params, tokens, positions, about_to_read(plan.caches(plan.layers, batch)),
-        layers=plan.layers, phase="prompt", last=True, logits_at=length[:, None] - 1,
-    )  # fmt: skip
+    logits, caches = read_prompt(model, plan.layers, tokens, positions, plan.max_new, plan.dtype)
     if listener is not None:
         report_layers(caches, listener)
-    token = plan.sampling.choose(logits[:, -1], _row_keys(key, length))
-    new = jnp.full((batch, plan.max_new), -1, jnp.int32).at[:, 0].set(token)
+    length = positions.max(-1) + 1
+    token = plan.sampling.choose(logits, _row_keys(key, length))
+    new = jnp.full((len(tokens), plan.max_new), -1, jnp.int32).at[:, 0].set(token)
     return _Loop(caches, token, length, new, plan.ends(token), jnp.ones((), jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _decode(plan: _Plan, params, loop: _Loop, until: Int[Array, ""], key) -> _Loop:
+def _decode(plan: _Plan, model: FunctionalModel, loop: _Loop, until: Int[Array, ""], key) -> _Loop:
     """Goes on until `until` new tokens are there or every row is finished."""
 
     def step(loop: _Loop) -> _Loop:
-        logits, caches = plan.apply(
-            params, loop.token[:, None], jnp.where(loop.done, -1, loop.position)[:, None],
-            loop.caches, layers=plan.layers, phase="decode", last=True, logits_at=None,
-        )  # fmt: skip
+        at = jnp.where(loop.done, -1, loop.position)
+        logits, caches = decode_step(model, plan.layers, loop.caches, loop.token, at)
         position = loop.position + 1
-        token = plan.sampling.choose(logits[:, -1], _row_keys(key, position))
+        token = plan.sampling.choose(logits, _row_keys(key, position))
         kept = jnp.where(loop.done, -1, token)
         tokens = jax.lax.dynamic_update_slice_in_dim(loop.tokens, kept[:, None], loop.step, 1)
         done = loop.done | plan.ends(token)
@@ -280,10 +243,6 @@ def _flush_layer(cache: Cache, steps: int) -> Cache:
     return flush(cache, steps)
 
 
-def _flush(loop: _Loop, steps: int) -> _Loop:
-    return dataclasses.replace(loop, caches=tuple(_flush_layer(c, steps) for c in loop.caches))
-
-
 def _row_keys(key: Array, position: Int[Array, " B"]) -> Array:
     """A key per row and position."""
     rows = jnp.arange(position.shape[0])
@@ -292,56 +251,32 @@ def _row_keys(key: Array, position: Int[Array, " B"]) -> Array:
     )
 
 
-def _run(plan: _Plan, params, loop: _Loop, key, on_tokens) -> _Loop:
+def _run(plan: _Plan, model: FunctionalModel, loop: _Loop, key, on_tokens) -> _Loop:
     """The decode loop in calls that end where caches are flushed, or come back with tokens."""
     interval = flush_interval(loop.caches) or plan.max_new
     sent, step, chunk = 0, 1, plan.max_new if on_tokens is None else 1
     while True:
         if on_tokens is not None:
-            sent = _send(plan, loop, sent, on_tokens)
+            new = np.asarray(loop.tokens)[:, sent:step].tolist()
+            skip = {-1, *plan.end_tokens}
+            on_tokens([[token for token in row if token not in skip] for row in new])
+            sent = step
         if step == plan.max_new or bool(loop.done.all()):
             return loop
         # Step n comes after n - 1 decode steps.
         until = min(step + chunk, plan.max_new, (step - 1) // interval * interval + interval + 1)
-        start = time.perf_counter()
-        loop = jax.block_until_ready(_decode(plan, params, loop, jnp.int32(until), key))
-        per_token = (time.perf_counter() - start) / max(int(loop.step) - step, 1)
+        start, before = time.perf_counter(), step
+        loop = jax.block_until_ready(_decode(plan, model, loop, jnp.int32(until), key))
         step = int(loop.step)
-        if (step - 1) % interval == 0 and step < plan.max_new:
-            loop = _flush(loop, interval)
         if on_tokens is not None:
+            per_token = (time.perf_counter() - start) / max(step - before, 1)
             chunk = int(np.clip(_STREAM_SECONDS / per_token, 1, 256))
+        if (step - 1) % interval == 0 and step < plan.max_new:
+            flushed = tuple(_flush_layer(cache, interval) for cache in loop.caches)
+            loop = dataclasses.replace(loop, caches=flushed)
 
 
-def _send(plan: _Plan, loop: _Loop, sent: int, on_tokens) -> int:
-    """Hands over the tokens from number `sent` on; says how many there are now."""
-    step = int(loop.step)
-    new = np.asarray(loop.tokens)[:, sent:step]
-    skip = {-1, *plan.end_tokens}
-    on_tokens([[int(token) for token in row if int(token) not in skip] for row in new])
-    return step
-
-
-def _full_bytes(plan: _Plan, batch: int) -> int:
-    full = (Full(),) * len(plan.layers)
-    return nbytes(jax.eval_shape(lambda: plan.caches(full, batch)))
-
-
-def _pad(prompts, max_positions: int | None, buckets) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and positions padded on the right to a bucket, `[B, T]` each."""
-    longest = max(len(prompt) for prompt in prompts)
-    size = _bucket(longest, buckets)
-    if buckets is None and max_positions is not None:
-        size = max(longest, min(size, max_positions))
-    tokens = np.zeros((len(prompts), size), np.int32)
-    positions = np.full((len(prompts), size), -1, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        positions[row, : len(prompt)] = np.arange(len(prompt))
-    return tokens, positions
-
-
-def _bucket(length: int, buckets: Sequence[int] | None) -> int:
+def _bucket(length: int, max_positions: int | None, buckets: Sequence[int] | None) -> int:
     """The smallest bucket that holds a prompt: at most a quarter of it is padding from 64 on."""
     if buckets is not None:
         fitting = [size for size in buckets if size >= length]
@@ -349,7 +284,8 @@ def _bucket(length: int, buckets: Sequence[int] | None) -> int:
             raise ValueError(f"the longest bucket must hold {length} tokens, got {tuple(buckets)}")
         return min(fitting)
     step = max(64, 2 ** (length.bit_length() - 3))
-    return -(-length // step) * step
+    size = -(-length // step) * step
+    return size if max_positions is None else max(length, min(size, max_positions))
 
 
 def check_prompts(

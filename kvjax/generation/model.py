@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -80,6 +81,8 @@ class FunctionalModel:
         `LanguageModel.__call__`. Hashable: compiled code is kept per `apply`.
       params: any pytree of arrays.
       num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as `LanguageModel`.
+
+    It is a pytree itself, of the arrays of `params`; all else is static.
     """
 
     apply: Callable[..., tuple[Array, tuple[Cache, ...]]]
@@ -92,24 +95,21 @@ class FunctionalModel:
     max_positions: int | None = None
 
 
-@dataclass(frozen=True)
-class _ApplyNNX:
-    """An NNX module's call as a function of its state; equal for modules of equal structure."""
-
-    graphdef: nnx.GraphDef
-
-    def __call__(self, params, *args, **kwargs):
-        return nnx.merge(self.graphdef, params)(*args, **kwargs)
+jax.tree_util.register_dataclass(
+    FunctionalModel, data_fields=["params"], meta_fields=["apply", *_COUNTS, "max_positions"]
+)
 
 
 @dataclass(frozen=True)
-class _ApplyCallable:
-    """A callable that holds its own arrays."""
+class _Apply:
+    """A model's call as a function of its arrays; equal for NNX modules of equal structure."""
 
-    model: Callable
+    model: nnx.GraphDef | Callable
 
     def __call__(self, params, *args, **kwargs):
-        return self.model(*args, **kwargs)
+        is_graph = isinstance(self.model, nnx.GraphDef)
+        model = nnx.merge(self.model, params) if is_graph else self.model
+        return model(*args, **kwargs)
 
 
 def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
@@ -128,17 +128,12 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
             f"model needs int attributes {', '.join(_COUNTS)}; {type(model).__name__} lacks "
             f"{', '.join(missing)}"
         )
-    if not isinstance(model, nnx.Module) and model.__hash__ is None:
+    called, params = nnx.split(model) if isinstance(model, nnx.Module) else (model, ())
+    if called.__hash__ is None:
         raise TypeError(
             f"a callable model must be hashable, {type(model).__name__} is not: "
             "give a kvjax.FunctionalModel"
         )
-    if isinstance(model, nnx.Module):
-        graphdef, params = nnx.split(model)
-        apply = _ApplyNNX(graphdef)
-    else:
-        apply, params = _ApplyCallable(model), ()
     sizes = {name: getattr(model, name) for name in _COUNTS}
-    return FunctionalModel(
-        apply=apply, params=params, max_positions=getattr(model, "max_positions", None), **sizes
-    )
+    max_positions = getattr(model, "max_positions", None)
+    return FunctionalModel(_Apply(called), params, max_positions=max_positions, **sizes)

@@ -43,7 +43,6 @@ class _Listener:
 # Compiled code knows a listener by its number only, so one prompt pass serves all of them.
 _listeners: dict[int, _Listener] = {}
 _numbers = itertools.count()
-_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -59,16 +58,13 @@ def listening(on_layer: Callable[[int], None] | None) -> Iterator[Int[Array, ""]
     if on_layer is None:
         yield None
         return
-    listener = _Listener(on_layer)
-    with _lock:
-        number = next(_numbers) % 2**31
-        _listeners[number] = listener
+    number = next(_numbers) % 2**31
+    listener = _listeners[number] = _Listener(on_layer)
     try:
         yield jnp.int32(number)
         jax.effects_barrier()
     finally:
-        with _lock:
-            del _listeners[number]
+        del _listeners[number]
     if listener.error is not None:
         raise listener.error
 
@@ -97,7 +93,6 @@ def _mark(cache: Cache) -> Int[Array, ""]:
 
 
 def _report(layer: int, number: Array, mark: Array) -> None:
-    with _lock:
-        listener = _listeners.get(int(number))
+    listener = _listeners.get(int(number))
     if listener is not None:
         listener.read_up_to(layer)

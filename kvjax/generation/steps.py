@@ -1,16 +1,83 @@
-"""Decode steps in a compiled loop, with the flushes between them."""
+"""A model's calls as all programs make them: a padded prompt, decode steps, flushes between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from kvjax.attention.attend import flush, flush_interval
+from kvjax.attention.layer import Cache, about_to_read, init_cache
+from kvjax.generation.model import FunctionalModel
+from kvjax.protocol import KVTransform
 
 Carry, Caches = Any, Any
+
+
+def pad(
+    prompts: Sequence[Sequence[int]], size: int | None = None
+) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
+    """Tokens and positions, padded on the right to `size`; by default to the longest prompt."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    place = np.arange(lengths.max() if size is None else size, dtype=np.int32)
+    positions = np.where(place < lengths[:, None], place, -1)
+    tokens = np.zeros_like(positions)
+    tokens[positions >= 0] = np.concatenate(prompts)
+    return tokens, positions
+
+
+def init_caches(
+    model: FunctionalModel,
+    layers: Sequence[KVTransform],
+    batch: int,
+    max_prompt: int,
+    max_new: int,
+    dtype: DTypeLike | None = None,
+) -> tuple[Cache, ...]:
+    """`init_cache` for every layer of a model."""
+    sizes = {"kv_heads": model.kv_heads, "query_heads": model.query_heads}
+    sizes |= {"head_dim": model.head_dim, "max_prompt": max_prompt, "max_new": max_new}
+    return tuple(
+        init_cache(transform, batch=batch, dtype=dtype, layer=layer, **sizes)
+        for layer, transform in enumerate(layers)
+    )
+
+
+def read_prompt(
+    model: FunctionalModel,
+    layers: tuple[KVTransform, ...],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    max_new: int,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
+    """Logits of each row's last token, and new caches that hold the prompt."""
+    caches = about_to_read(init_caches(model, layers, *tokens.shape, max_new, dtype))
+    logits, caches = model.apply(
+        model.params, tokens, positions, caches,
+        layers=layers, phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),
+    )  # fmt: skip
+    return logits[:, -1], caches
+
+
+def decode_step(
+    model: FunctionalModel,
+    layers: tuple[KVTransform, ...],
+    caches: tuple[Cache, ...],
+    token: Int[Array, " B"],
+    position: Int[Array, " B"],
+) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
+    """Logits after one more token of each row, none where the position is -1, and the caches."""
+    logits, caches = model.apply(
+        model.params, token[:, None], position[:, None], caches,
+        layers=layers, phase="decode", last=True, logits_at=None,
+    )  # fmt: skip
+    return logits[:, -1], caches
 
 
 def scan_steps(

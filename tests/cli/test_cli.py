@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import models
-from kvjax.cli import generate_command, methods_command, text_file
-from kvjax.cli import main as cli
-from kvjax.cli.generation_request import GenerationRequest
+from kvjax.cli import arguments, generate_command, inputs, methods_command
 from kvjax.cli.main import main
+from kvjax.evaluation.grid import Candidate
 from kvjax.generation.continuation import Continuation
 from kvjax.models import demo
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
@@ -423,8 +422,8 @@ def test_lists_import_nothing_heavy(args):
     ],
 )
 def test_which_method_and_budget(args, budget, transform):
-    parsed = cli._parser().parse_args(["generate", "--max-new", "8", *args])
-    asked = GenerationRequest.from_args(parsed, parsed.method)
+    parsed = arguments.parser().parse_args(["generate", "--max-new", "8", *args])
+    asked = Candidate.of(parsed.method, parsed.budget)
     assert (asked.budget, asked.transform) == (budget, transform)
     assert type(asked.budget) is type(budget)
 
@@ -502,7 +501,7 @@ def test_prompt_file_without_permission(capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(text_file.Path, "read_bytes", refuse)
+    monkeypatch.setattr(inputs.Path, "read_bytes", refuse)
     said = error(capsys, "generate", "--prompt-file", "secret.txt")
     assert "cannot read secret.txt: Permission denied" in said
 

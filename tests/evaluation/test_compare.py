@@ -20,9 +20,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import kvjax
-from kvjax.cli import compare_command
-from kvjax.cli.compare_command import depth_list, method_list
+from kvjax.cli.arguments import depth_list, method_list
+from kvjax.cli.compare_table import print_report
 from kvjax.cli.main import main
+from kvjax.cli.terminal import Display
 from kvjax.evaluation import Grid, Proportion, compare, plots
 from kvjax.evaluation.compare import _Measure
 from kvjax.models import DecoderConfig, RopeConfig, load_tokenizer, random_decoder
@@ -315,6 +316,19 @@ def test_json_on_the_command_line(command, measured, tmp_path, capsys):
     assert record.pop("out") == str(tmp_path / "out")
     assert record.pop("timings")["versions"]["kvjax"] == kvjax.__version__
     assert record == results(tmp_path / "out")
+
+
+def test_lost_tokens_are_told(command, measured, monkeypatch, tmp_path, capsys):
+    assert command("--json") == 0 and capsys.readouterr().err == ""
+    retrieval = _Measure.retrieval
+
+    def losing(self, transform, cell):
+        return {**retrieval(self, transform, cell), "dropped": 3 if cell.budget == 0.5 else 0}
+
+    monkeypatch.setattr(_Measure, "retrieval", losing)
+    assert command("--json", out=tmp_path / "other") == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("h2o 0.5 lost 12 tokens that found no free slot")  # of four cells
 
 
 # Going on, and failing
@@ -643,7 +657,7 @@ def test_fields_of_the_heat_map(found):
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
 def test_the_table_fits_the_terminal(found, columns):
     console = Console(width=columns, record=True, highlight=False, file=io.StringIO())
-    compare_command.print_report(console, found, Path("folder"))
+    print_report(console, found, Path("folder"))
     text = console.export_text()
     lines = text.splitlines()
     assert max(map(len, lines)) <= columns and "…" not in text
@@ -675,8 +689,8 @@ def test_progress(folder, measured):
 
 
 def test_the_bar(capsys):
-    bar = compare_command._Bar(shown=False)
-    bar.now("loading the model")
+    bar = Display(wanted=False)
+    bar.show(0, None, "loading the model")
     bar.show(30, 120, "snapkv 0.1 · needle · 1,024 tokens · depth 0.5")
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(bar.get_renderable())
@@ -686,7 +700,6 @@ def test_the_bar(capsys):
 
 
 def test_all_methods_are_every_one_there_is():
-    from kvjax.cli.compare_command import method_list
     from kvjax.registry import METHODS, WRAPPERS
 
     names = {text.partition("(")[0] for text in method_list("all")}

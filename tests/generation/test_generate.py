@@ -554,13 +554,12 @@ def test_dtype_of_the_cache():
 
 
 def test_buckets():
-    at = [MODULE._bucket(n, None) for n in (1, 64, 65, 256, 257, 511, 513, 1025, 4097)]
+    at = [MODULE._bucket(n, None, None) for n in (1, 64, 65, 256, 257, 511, 513, 1025, 4097)]
     assert at == [64, 64, 128, 256, 320, 512, 640, 1280, 5120]
     for length in range(256, 5000):
-        assert length <= MODULE._bucket(length, None) <= 1.25 * length + 1
-    assert MODULE._bucket(30, (128, 32, 64)) == 32
-    tokens, positions = MODULE._pad([[5] * 250], POSITIONS, None)
-    assert tokens.shape == positions.shape == (1, POSITIONS)
+        assert length <= MODULE._bucket(length, None, None) <= 1.25 * length + 1
+    assert MODULE._bucket(30, None, (128, 32, 64)) == 32
+    assert MODULE._bucket(250, POSITIONS, None) == POSITIONS
 
 
 def test_committed_parameters_compile_the_loop_once(caplog):
@@ -576,3 +575,14 @@ def test_committed_parameters_compile_the_loop_once(caplog):
         if "Finished XLA compilation" in record.getMessage() and "_decode" in record.getMessage()
     ]  # fmt: skip
     assert len(compiled) == 1
+
+
+def test_flushes_of_equal_layers_are_lowered_once(caplog):
+    transform = kvjax.Every(kvjax.SnapKV(24, window=8), steps=4)
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        generate([[5, 6, 7]], transform)
+    lowered = [
+        record for record in caplog.records
+        if "MLIR module conversion jit(_flush_layer)" in record.getMessage()
+    ]  # fmt: skip
+    assert len(lowered) == 1
