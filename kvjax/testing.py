@@ -25,7 +25,7 @@ _WIDTH = 48  # of every prompt call, so that they share compiled code
 _STEPS = 9
 # These functions run a few times: what makes code fast is not worth its compilation.
 _QUICK = {"xla_backend_optimization_level": 0}
-_CONTROL = ("while", "cond")
+_CONTROL = ("while", "cond", "scan")
 
 
 class ConformanceError(AssertionError):
@@ -264,7 +264,7 @@ def _pinned(case: _Case) -> None:
 
 
 def _step_is_plain(case: _Case) -> None:
-    """A decode step holds no `while` and no `cond` but those of attention operations."""
+    """A decode step holds no loop and no condition but those of attention operations."""
     _, cache = jax.eval_shape(lambda: _prompt_shape(case))
     shape = jax.ShapeDtypeStruct
     rows = [
@@ -291,7 +291,7 @@ def _prompt_shape(case: _Case) -> Any:
 
 
 def control_flow(jaxpr: Any, skip: Callable[[str], bool] = lambda name: False) -> list[str]:
-    """Names of the `while` and `cond` equations of a jaxpr and of those within it.
+    """Names of the loops and conditions of a jaxpr and of those within it.
 
     Args:
       jaxpr: of a function.

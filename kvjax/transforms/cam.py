@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -12,25 +11,17 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import oldest
-from kvjax.cache.slots import KVCache
+from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.wrappers import check_evicts, check_kept
 from kvjax.decisions import Decision, Mark, Rewrite, carry_out
-from kvjax.protocol import Moment, Needs, State, Step, View, Wrapper
-from kvjax.transforms.random import check_seed, layer_key, uniform
-
-_LAST = jnp.iinfo(jnp.int32).max
-
-
-class CaMState(NamedTuple):
-    """The key of the draws (None where nothing is drawn), and the base's state."""
-
-    key: Array | None
-    base: State
+from kvjax.protocol import Moment, Needs, Step
+from kvjax.transforms.drawing import DrawingWrapper, Drawn
+from kvjax.transforms.random import check_seed, uniform
 
 
 @dataclass(frozen=True)
-class CaM(Wrapper):
+class CaM(DrawingWrapper):
     """Adds the values of tokens that its base evicts to those of the next tokens that are kept.
 
     Let `a` be the attention that a slot has received from all queries so far, as in H2O, averaged
@@ -83,6 +74,7 @@ class CaM(Wrapper):
     seed: int = 0
 
     paper: ClassVar[str] = "CaM, ICML 2024"
+    draws = property(lambda self: not self.expected)
 
     def __post_init__(self):
         check_evicts(self.base, "CaM")
@@ -95,73 +87,54 @@ class CaM(Wrapper):
         """The base's, and accumulated attention."""
         return self.base.needs.union(Needs(accumulated_attention=True))
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, CaMState]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Drawn]:
         """The key of the draws, and the base's state."""
         if self.merge_tokens is None:
-            self._check_window()
-        cache, base = self.base.init(cache, layer)
-        return cache, CaMState(None if self.expected else layer_key(self.seed, layer), base)
-
-    def _check_window(self) -> None:
-        moments: tuple[Moment, ...] = ("flush", "step", *(("prompt",) if self.prompt else ()))
-        made = [foreseen(self.base, moment) for moment in moments]
-        if not all(one.newest for one in made if one.kind not in (None, Mark)):
-            raise ValueError(
-                "merge_tokens must be given, since this base has no window of newest tokens that "
-                f"it always keeps: got None over {self.base!r}"
-            )
-
-    def select(self, view: View, state: CaMState, query: Array) -> tuple[View, CaMState]:
-        """The base's."""
-        view, base = self.base.select(view, state.base, query)
-        return view, state._replace(base=base)
+            moments: tuple[Moment, ...] = ("flush", "step", *(("prompt",) if self.prompt else ()))
+            made = [foreseen(self.base, moment) for moment in moments]
+            if not all(one.newest for one in made if one.kind not in (None, Mark)):
+                raise ValueError(
+                    "merge_tokens must be given, since this base has no window of newest tokens "
+                    f"that it always keeps: got None over {self.base!r}"
+                )
+        return super().init(cache, layer)
 
     def on_prompt(
-        self, cache: KVCache, state: CaMState, step: Step
-    ) -> tuple[Rewrite | Decision | None, CaMState]:
+        self, cache: KVCache, state: Drawn, step: Step
+    ) -> tuple[Rewrite | Decision | None, Drawn]:
         """What the base decides; with `prompt`, what it evicts is merged."""
-        decision, base = self.base.on_prompt(cache, state.base, step)
-        state = state._replace(base=base)
-        if not self.prompt:
-            return decision, state
-        return self._rewrite(decision, cache, state, step, self._merge_all), state
+        decide = self._merge if self.prompt else self.decide
+        return decide("prompt", cache, state, step)
 
     def on_flush(
-        self, cache: KVCache, state: CaMState, step: Step
-    ) -> tuple[Rewrite | Decision | None, CaMState]:
+        self, cache: KVCache, state: Drawn, step: Step
+    ) -> tuple[Rewrite | Decision | None, Drawn]:
         """Merges what the base evicts."""
-        decision, base = self.base.on_flush(cache, state.base, step)
-        state = state._replace(base=base)
-        return self._rewrite(decision, cache, state, step, self._merge_all), state
+        return self._merge("flush", cache, state, step)
 
     def on_step(
-        self, cache: KVCache, state: CaMState, step: Step
-    ) -> tuple[Rewrite | Decision | None, CaMState]:
+        self, cache: KVCache, state: Drawn, step: Step
+    ) -> tuple[Rewrite | Decision | None, Drawn]:
         """Merges the one token of a KV head that the base evicts."""
-        decision, base = self.base.on_step(cache, state.base, step)
-        state = state._replace(base=base)
-        return self._rewrite(decision, cache, state, step, self._merge_one), state
+        return self._merge("step", cache, state, step)
 
-    def _rewrite(
-        self,
-        decision: Decision | None,
-        cache: KVCache,
-        state: CaMState,
-        step: Step,
-        merge: Callable[..., Array],
-    ) -> Rewrite | Mark | None:
+    def _merge(
+        self, moment: Moment, cache: KVCache, state: Drawn, step: Step
+    ) -> tuple[Rewrite | Mark | None, Drawn]:
         """The base's decision, and values that hold what it evicts."""
+        decision, state = self.decide(moment, cache, state, step)
         check_kept(decision, "CaM")
         if decision is None or isinstance(decision, Mark):
-            return decision
+            return decision, state
         kept = carry_out(decision, cache, step).live
         if self.merge_tokens is None:
             tokens = decision.newest[:, None, None]
         else:
             tokens = jnp.full((cache.shape[0], 1, 1), self.merge_tokens, jnp.int32)
+        merge = self._merge_one if moment == "step" else self._merge_all
         values = merge(cache, kept, tokens, state.key)
         pinned = getattr(decision, "pinned", None)
-        return Rewrite(kept, values, pinned, decision.columns, decision.rows)
+        return Rewrite(kept, values, pinned, decision.columns, decision.rows), state
 
     def _weigh(
         self,
@@ -191,7 +164,7 @@ class CaM(Wrapper):
         gone = cache.live & ~kept
         position = jnp.where(gone, cache.position, -1).max(-1, keepdims=True)
         later = kept & (cache.position > position) & (position >= 0)
-        targets = oldest(later, cache.position, tokens)
+        targets = oldest(later, cache.position, tokens, unroll=True)
         attention = jnp.where(gone, received, 0.0).sum(-1, keepdims=True)
         mean = jnp.mean(received, -1, keepdims=True, where=targets)
         share = self._weigh(key, attention, mean, jnp.maximum(position, 0))
@@ -214,7 +187,7 @@ class CaM(Wrapper):
         ones with its n to n + m − 1, and a kept one gets those with its n − m + 1 to n.
         """
         gone = cache.live & ~kept
-        order = jnp.argsort(jnp.where(cache.live, cache.position, _LAST), axis=-1)
+        order = sorted_slots(cache.live, cache.position)
         in_order = take_slots(kept, order).astype(jnp.int32)
         number = write_slots(order, order, jnp.cumsum(in_order, axis=-1) - in_order)
         nowhere = cache.slots

@@ -5,55 +5,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, most_slots, rows_budget
+from kvjax.budgets.budgets import Budget, check_choice, most_slots, rows_budget
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.wrappers import check_evicts, check_kept
-from kvjax.decisions import Decision, Keep, Mark, Retain
-from kvjax.protocol import (
-    Extent,
-    KVTransform,
-    Needs,
-    State,
-    Step,
-    View,
-    Wrapper,
-    accumulated_attention,
-    is_bound,
-)
+from kvjax.decisions import Keep, Mark, Retain
+from kvjax.protocol import Extent, KVTransform, Needs, Step, accumulated_attention, is_bound
+from kvjax.transforms.drawing import DrawingWrapper, Drawn
 from kvjax.transforms.kvcrush.base import check_share, holds, split_budget
 from kvjax.transforms.kvcrush.representatives import (
     Anchor,
     Pick,
     anchor_bits,
     bucket_representatives,
-    check_choices,
     nearest_to_centroids,
 )
 from kvjax.transforms.kvcrush.units import Granularity, unit_size, whole_units
-from kvjax.transforms.random import check_seed, layer_key, uniform
+from kvjax.transforms.random import check_seed, uniform
 from pallas_kernels import hamming_distance, pack_bits
 
 REPRESENTATIVE = "representative"
 
 
-class KVCrushState(NamedTuple):
-    """The key of the draws (None where nothing is drawn), and the base's state."""
-
-    key: Array | None
-    base: State
-
-
 @dataclass(frozen=True)
-class KVCrush(Wrapper):
+class KVCrush(DrawingWrapper):
     """Keeps, beside what its base keeps, a few of the tokens that the base evicts.
 
     At a prompt's end every token is a vector of bits, one per query head: whether it is among the k
@@ -121,6 +104,9 @@ class KVCrush(Wrapper):
     seed: int = 0
 
     paper: ClassVar[str] = "KVCrush, arXiv 2503.00022"
+    draws = property(lambda self: not self.kmeans and "random" in (self.anchor, self.pick))
+    inner = property(lambda self: self.split[0])
+    unit = property(lambda self: unit_size(self.granularity))  # tokens per unit
 
     def __post_init__(self):
         check_evicts(self.base, "KVCrush")
@@ -128,7 +114,8 @@ class KVCrush(Wrapper):
             raise ValueError(f"KVCrush cannot go around another one, got {self.base!r}")
         check_share(self.representatives, self.share)
         check_seed(self.seed)
-        check_choices(self.anchor, self.pick)
+        check_choice("anchor", self.anchor, get_args(Anchor))
+        check_choice("pick", self.pick, get_args(Pick))
         if self.kmeans and self.unit > 1:
             raise ValueError(f"kmeans=True clusters tokens, got granularity={self.granularity!r}")
         # Before `for_layer` there are no budgets to look at.
@@ -138,11 +125,6 @@ class KVCrush(Wrapper):
                 f"representatives must be at least {self.unit}, one unit of "
                 f"granularity={self.granularity!r}, got {number}"
             )
-
-    @property
-    def unit(self) -> int:
-        """Tokens per unit."""
-        return unit_size(self.granularity)
 
     @property
     def split(self) -> tuple[KVTransform, Budget]:
@@ -164,31 +146,22 @@ class KVCrush(Wrapper):
         extent = extent.pin(most_slots(representatives, extent.longest_prompt, 0))
         return dataclasses.replace(base.extent(extent), passed=None)
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, KVCrushState]:
-        """The key of the draws, the base's state, and the column that marks representatives."""
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Drawn]:
+        """The column that marks representatives, the key of the draws, and the base's state."""
         none = jnp.zeros(cache.shape, bool)
-        cache = cache.with_column(REPRESENTATIVE, none, merge="keep")
-        draws = not self.kmeans and "random" in (self.anchor, self.pick)
-        cache, base = self.split[0].init(cache, layer)
-        return cache, KVCrushState(layer_key(self.seed, layer) if draws else None, base)
-
-    def select(self, view: View, state: KVCrushState, query: Array) -> tuple[View, KVCrushState]:
-        """The base's."""
-        view, base = self.split[0].select(view, state.base, query)
-        return view, state._replace(base=base)
+        return super().init(cache.with_column(REPRESENTATIVE, none, merge="keep"), layer)
 
     def on_prompt(
-        self, cache: KVCache, state: KVCrushState, step: Step
-    ) -> tuple[Retain | Mark | None, KVCrushState]:
+        self, cache: KVCache, state: Drawn, step: Step
+    ) -> tuple[Retain | Mark | None, Drawn]:
         """Retains what the base keeps, and representatives of what it evicts."""
-        base, representatives = self.split
         earlier = cache.column(REPRESENTATIVE) & cache.live
         cache = cache.replace(pinned=cache.pinned & ~earlier)
-        decision, inner = base.on_prompt(cache, state.base, step)
-        state = state._replace(base=inner)
+        decision, state = self.decide("prompt", cache, state, step)
         check_kept(decision, "KVCrush")
         if decision is None or isinstance(decision, Mark):
             return decision, state
+        representatives = self.split[1]
         count = rows_budget(representatives, cache.length, cache.max_prompt, 0)
         most = most_slots(representatives, cache.max_prompt, 0)
         if self.kmeans:
@@ -208,20 +181,6 @@ class KVCrush(Wrapper):
             columns={**decision.columns, REPRESENTATIVE: chosen},
             rows=decision.rows,
         ), state
-
-    def on_flush(
-        self, cache: KVCache, state: KVCrushState, step: Step
-    ) -> tuple[Decision | None, KVCrushState]:
-        """The base's decision, with its part of the budget."""
-        decision, base = self.split[0].on_flush(cache, state.base, step)
-        return decision, state._replace(base=base)
-
-    def on_step(
-        self, cache: KVCache, state: KVCrushState, step: Step
-    ) -> tuple[Decision | None, KVCrushState]:
-        """The base's decision, with its part of the budget."""
-        decision, base = self.split[0].on_step(cache, state.base, step)
-        return decision, state._replace(base=base)
 
     def _behaviour(
         self, cache: KVCache, decision: Keep | Retain
