@@ -26,7 +26,7 @@ _WIDTH = 48  # of every prompt call, so that they share compiled code
 _STEPS = 9
 # These functions run a few times: what makes code fast is not worth its compilation.
 _QUICK = {"xla_backend_optimization_level": 0}
-_CONTROL = ("while", "cond")
+_CONTROL = ("while", "cond", "scan")
 
 
 class ConformanceError(AssertionError):
@@ -235,7 +235,7 @@ def _pinned(case: _Case) -> None:
 
 
 def _step_is_plain(case: _Case) -> None:
-    """A decode step holds no `while` and no `cond` but those of attention operations."""
+    """A decode step holds no loop and no condition but those of attention operations."""
 
     def step(cache: Cache, *tokens: jax.Array) -> Any:
         return attend(case.transform, cache, *tokens, phase="decode", rope=case.rope)
@@ -247,7 +247,7 @@ def _step_is_plain(case: _Case) -> None:
 
 
 def control_flow(jaxpr: Any, skip: Callable[[str], bool] = lambda name: False) -> list[str]:
-    """Names of the `while` and `cond` equations of a jaxpr and of those within it.
+    """Names of the loops and conditions of a jaxpr and of those within it.
 
     Args:
       jaxpr: of a function.

@@ -76,12 +76,12 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_dense_layers(layers: tuple[int, ...]) -> None:
+def check_layers(name: str, layers: tuple[int, ...]) -> None:
     """Raises unless `layers` is a tuple of layer numbers."""
     if not isinstance(layers, tuple):
-        raise TypeError(f"dense_layers must be a tuple of layer numbers, got {layers!r}")
+        raise TypeError(f"{name} must be a tuple of layer numbers, got {layers!r}")
     for layer in layers:
-        check_count("a dense layer", layer, 0)
+        check_count(f"a layer of {name}", layer, 0)
 
 
 def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.ndarray:

@@ -10,7 +10,7 @@ While a prompt is read, keys and values are `Dense`, whatever they are stored in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +18,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Turn, decode_attention
+from pallas_kernels.base.rows import take_slots
 
-# Rows of every (row, KV head). Mapped over both leading axes and not indexed by iota: an indexed
-# gather or scatter brings collectives when a cache is sharded over rows or heads.
-_gather = jax.vmap(jax.vmap(lambda data, index: data[index]))
+T = TypeVar("T")
+# Mapped over rows and heads, as `take_slots` is, and not indexed by iota.
 _add = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].add(rows, mode="drop")))
 _scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, mode="drop")))
 
 Moves = tuple[Int[Array, "B H N"], Int[Array, "B H N"]]  # source slots, and the slots they go to
-
-
-def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
-    """Gathers slots of a per-slot array: `x [B, H, S, ...]` to `[B, K, N, ...]`.
-
-    K is H, or a multiple of it: list k then reads head `k // (K / H)`.
-    """
-    batch, kv_heads = x.shape[:2]
-    rows = _gather(x, index.reshape(batch, kv_heads, -1))
-    return rows.reshape(*index.shape, *x.shape[3:])
 
 
 def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
@@ -54,9 +44,13 @@ def sum_into(into: Int[Array, "B H N"], x: Array, places: int | None = None) -> 
     return _add(nothing, into, x)
 
 
-def of_rows(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
-    """`new` in the rows that are chosen and `old` in the others; both `[B, ...]`."""
-    return jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+def of_rows(rows: Bool[Array, " B"], new: T, old: T) -> T:
+    """`new` in the rows that are chosen and `old` in the others: trees of arrays `[B, ...]`."""
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+    return jax.tree.map(choose, new, old)
 
 
 class Seen(NamedTuple):

@@ -358,7 +358,7 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
         moves = rows[:, None, None]
         source = jnp.where(moves, source, jnp.minimum(place, cache.slots - 1))
         there = jnp.where(moves, there, place < cache.slots)
-    # A free slot repeats the first token: see `GroupedByChannel`.
+    # A free slot repeats the first token, so that a group of slots encoded together has its range.
     return _move(cache, jnp.where(there, source, source[..., :1]), there)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,6 @@ from pallas_kernels.attention.forms import Rows, dense_rows
 from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.logits import products
-
-
-class Piece(NamedTuple):
-    """Rows that stand in one form, as the kernel takes them.
-
-    Args:
-      k, v: keys and values of N places.
-      bias, position: of each place.
-      turn: how keys are rotated; None: not.
-      end: a number of places from which on none counts; None: all may.
-    """
-
-    k: Rows
-    v: Rows
-    bias: Float[Array, "B H N"]
-    position: Int[Array, "B H N"]
-    turn: Turn | None
-    end: Int[Array, "B H"] | None
 
 
 class EncodedPayload(ABC):
@@ -108,15 +90,26 @@ class EncodedPayload(ABC):
         return out, found if probabilities else None
 
     def _by_kernel(self, values, q, seen, positions, probabilities: bool, interpret: bool, **kind):
-        """The same in two pieces, of which each slot is in one."""
-        found = [
-            stored_attention(
-                self.operation, q, piece.k, piece.v, piece.bias, positions, piece.position,
-                end=piece.end, turn=piece.turn, dtype=jnp.float32, probabilities=probabilities,
-                interpret=interpret, **kind,
-            )
-            for piece in self._pieces(values, seen)
-        ]  # fmt: skip
+        """The same in two pieces, the body and the recent rows; each slot is in one."""
+        recent, turn = self.recent, seen.rotate
+
+        def attend(k: Rows, v: Rows, bias, position, turn: Turn | None, end):
+            return stored_attention(
+                self.operation, q, k, v, bias, positions, position, end=end, turn=turn,
+                dtype=jnp.float32, probabilities=probabilities, interpret=interpret, **kind,
+            )  # fmt: skip
+
+        bias = seen.bias
+        if recent is not None:
+            hide = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(-jnp.inf, mode="drop")))
+            bias = hide(bias, recent.slots)
+        found = [attend(self._rows(), values._rows(), bias, seen.position, turn, seen.used)]
+        if recent is not None:
+            k, v = dense_rows(recent.rows), dense_rows(values.recent.rows)
+            bias = jnp.where(recent.there, recent.of_slots(seen.bias), -jnp.inf)
+            if turn is not None:
+                turn = turn.at(recent.of_slots(turn.position))
+            found.append(attend(k, v, bias, recent.of_slots(seen.position), turn, None))
         out, _, weights = join_attention([(out, lse) for out, lse, _ in found])
         out = out.astype(values.dtype)
         if not probabilities:
@@ -124,19 +117,5 @@ class EncodedPayload(ABC):
         total, *new = (p * w[..., None] for (_, _, p), w in zip(found, weights, strict=True))
         if new:
             add = jax.vmap(jax.vmap(lambda x, at, p: x.at[..., at].add(p, mode="drop")))
-            total = add(total, self.recent.slots, new[0])
+            total = add(total, recent.slots, new[0])
         return out, total
-
-    def _pieces(self, values: EncodedPayload, seen: Seen) -> list[Piece]:
-        """The body and, where there are any, the recent rows, these being the keys."""
-        bias, turn, recent = seen.bias, seen.rotate, self.recent
-        k, v = self._rows(), values._rows()
-        if recent is None:
-            return [Piece(k, v, bias, seen.position, turn, seen.used)]
-        hide = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(-jnp.inf, mode="drop")))
-        body = Piece(k, v, hide(bias, recent.slots), seen.position, turn, seen.used)
-        bias = jnp.where(recent.there, recent.of_slots(bias), -jnp.inf)
-        if turn is not None:
-            turn = turn.at(recent.of_slots(turn.position))
-        k, v = dense_rows(recent.rows), dense_rows(values.recent.rows)
-        return [body, Piece(k, v, bias, recent.of_slots(seen.position), turn, None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -16,7 +17,7 @@ from kvjax.budgets.budgets import check_count
 from kvjax.cache.payload import Dense, Moves, Payload, Seen, Slots, of_rows, take_slots
 from kvjax.cache.slots import KVCache
 from kvjax.protocol import Extent, KVTransform, Stage, Step, View
-from kvjax.storage.recent import Recent
+from kvjax.storage.recent import Recent, places
 from pallas_kernels import host_rows
 
 HOST_MEMORY = "pinned_host"
@@ -28,23 +29,9 @@ def memory_kinds() -> tuple[str, ...]:
     return tuple(memory.kind for memory in jax.devices()[0].addressable_memories())
 
 
-def check_host_memory() -> None:
-    """Raises ValueError where the device has no host memory of the kind that is needed."""
-    if HOST_MEMORY not in memory_kinds():
-        raise ValueError(
-            f"Offload keeps keys and values in {HOST_MEMORY} memory, which the platform "
-            f"{jax.default_backend()!r} does not have: it has {', '.join(memory_kinds())}"
-        )
-
-
 def to_host(x: Array) -> Array:
     """The array in host memory."""
     return jax.device_put(x, jax.memory.Space.Host)
-
-
-def to_device(x: Array) -> Array:
-    """The array in device memory."""
-    return jax.device_put(x, jax.memory.Space.Device)
 
 
 @jax.tree_util.register_dataclass
@@ -76,17 +63,16 @@ class Offloaded:
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Dense rows on the device: of all slots, which copies the store, or those of `index`."""
         if index is None:
-            return self.recent.over(to_device(self.store)[:, :, : self.shape[2]])
+            return self.recent.over(
+                jax.device_put(self.store, jax.memory.Space.Device)[:, :, : self.shape[2]]
+            )
         place = self.recent.places(index)
-        rows = take_slots(self.recent.rows, jnp.maximum(place, 0))
-        return host_rows((self.store,), (rows,), index, place < 0)[0]
+        return host_rows((self.store,), (self.recent.at(place, 0),), index, place < 0)[0]
 
     def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Offloaded:
         """Adds new rows, which stay on the device; replaces all slots where `slots` is None."""
         if slots is None:
-            everywhere = jnp.ones(self.shape[0], bool)
-            store = _in_host_memory(rows.astype(self.dtype), self.recent.size)
-            return Offloaded(store, self.recent.cleared(everywhere))
+            return self._filled(rows.astype(self.dtype), jnp.ones(self.shape[0], bool))
         return dataclasses.replace(self, recent=self.recent.add(slots, rows))
 
     def flush(self, steps: int, moves: Moves | None = None) -> Offloaded:
@@ -116,11 +102,11 @@ class Offloaded:
         self, values: Payload, k: Float[Array, "B H S D"], v: Float[Array, "B H S D"], slots: Slots
     ) -> tuple[Offloaded, Offloaded]:
         """All rows in host memory; what is recent stays so in rows that had no prompt."""
-        k, v = (
-            Offloaded(_in_host_memory(rows, old.recent.size), old.recent.cleared(slots.rows))
-            for old, rows in ((self, k), (values, v))
-        )
-        return k, v
+        return self._filled(k, slots.rows), values._filled(v, slots.rows)
+
+    def _filled(self, rows: Float[Array, "B H S D"], cleared: Bool[Array, " B"]) -> Offloaded:
+        """With other rows in host memory, and in `cleared` rows of the batch no recent ones."""
+        return Offloaded(_in_host_memory(rows, self.recent.size), self.recent.cleared(cleared))
 
     def attention(
         self,
@@ -143,10 +129,10 @@ def _in_host_memory(rows: Float[Array, "B H S D"], more: int) -> Float[Array, "B
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Resident:
-    """What the last R steps selected, on the device; entry by entry, as the lists had it.
+    """What the last R steps selected, on the device; N entries a step, as the lists had them.
 
     Args:
-      slots: of each entry, -1 = none.
+      slots: of each entry, S = none.
       k, v: their rows.
       selected: entries of all steps so far that lay in host memory, but for those that every list
         has and those of rows without a new token; per row.
@@ -155,41 +141,24 @@ class Resident:
       steps: decode steps so far.
     """
 
-    slots: Int[Array, "B K R N"]
-    k: Float[Array, "B K R N D"]
-    v: Float[Array, "B K R N D"]
+    slots: Int[Array, "B K R*N"]
+    k: Float[Array, "B K R*N D"]
+    v: Float[Array, "B K R*N D"]
     selected: Int[Array, " B"]
     found: Int[Array, " B"]
     fetched: Int[Array, " B"]
     steps: Int[Array, ""]
 
-    def places(self, index: Int[Array, "B K N"], slots: int) -> Int[Array, "B K N"]:
-        """Where the rows of these slots are among the R × N entries; -1 = nowhere."""
-        held = self.slots.reshape(*self.slots.shape[:2], -1)
-        number = jnp.arange(held.shape[2], dtype=jnp.int32)
-        put = jax.vmap(
-            jax.vmap(lambda held: jnp.full(slots, -1, jnp.int32).at[held].set(number, mode="drop"))
-        )
-        table = put(jnp.where(held >= 0, held, slots))
-        return jnp.where(index >= 0, take_slots(table, jnp.maximum(index, 0)), -1)
-
-    def rows(self, place: Int[Array, "B K N"]) -> tuple[Array, Array]:
-        """Keys and values of the entries at `place`."""
-        flat = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (self.k, self.v))
-        return tuple(take_slots(x, jnp.maximum(place, 0)) for x in flat)
-
     def put(self, slots: Int[Array, "B K N"], k: Array, v: Array) -> Resident:
         """With a step's entries in place of the oldest step's."""
-        at = self.steps % self.slots.shape[2]
-
-        def write(old: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], at, 2)
-
+        entries = slots.shape[2]
+        at = self.steps * entries % self.slots.shape[2]
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=2)
         return dataclasses.replace(
             self,
-            slots=write(self.slots, slots),
-            k=write(self.k, k),
-            v=write(self.v, v),
+            slots=put(self.slots, slots),
+            k=put(self.k, k),
+            v=put(self.v, v),
             steps=self.steps + 1,
         )
 
@@ -251,7 +220,11 @@ class Offload(KVTransform):
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Resident]:
         """Host-resident payloads, and nothing resident yet."""
-        check_host_memory()
+        if HOST_MEMORY not in memory_kinds():
+            raise ValueError(
+                f"Offload keeps keys and values in {HOST_MEMORY} memory, which the platform "
+                f"{jax.default_backend()!r} does not have: it has {', '.join(memory_kinds())}"
+            )
         if cache.lists is None:
             raise ValueError(
                 f"{self!r} stands behind a method that indexes all slots (ClusterKV, Quest, "
@@ -263,14 +236,15 @@ class Offload(KVTransform):
                 f"{cache.interval} steps, got interval={self.interval}"
             )
         shape, dtype, (lists, length) = cache.k.shape, cache.k.dtype, cache.lists
-        entries = (shape[0], lists, self.recent_steps, length)
+        batch, _, slots, head_dim = shape
+        entries = (batch, lists, self.recent_steps * length)
         resident = Resident(
-            slots=jnp.full(entries, -1, jnp.int32),
-            k=jnp.zeros((*entries, shape[3]), dtype),
-            v=jnp.zeros((*entries, shape[3]), dtype),
-            selected=jnp.zeros(shape[0], jnp.int32),
-            found=jnp.zeros(shape[0], jnp.int32),
-            fetched=jnp.zeros(shape[0], jnp.int32),
+            slots=jnp.full(entries, slots, jnp.int32),
+            k=jnp.zeros((*entries, head_dim), dtype),
+            v=jnp.zeros((*entries, head_dim), dtype),
+            selected=jnp.zeros(batch, jnp.int32),
+            found=jnp.zeros(batch, jnp.int32),
+            fetched=jnp.zeros(batch, jnp.int32),
             steps=jnp.zeros((), jnp.int32),
         )
         size = min(cache.interval, max(cache.max_new, 1))
@@ -279,26 +253,21 @@ class Offload(KVTransform):
 
     def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
         """The rows of the selection: of the last steps, recent ones, and others from the host."""
-        (k, v), index = (view.cache.k, view.cache.v), view.index
-        listed = index >= 0
-        recent = jnp.where(listed, k.recent.places(jnp.maximum(index, 0)), -1)
-        stored = listed & (recent < 0)
-        place = jnp.where(stored, state.places(index, k.shape[2]), -1)
-        held, missing = place >= 0, stored & (place < 0)
+        (k, v), index, (_, length) = (view.cache.k, view.cache.v), view.index, view.cache.lists
+        recent = k.recent.places(index)
+        stored = (index >= 0) & (recent < 0)
+        place = places(state.slots, index, k.shape[2])
+        held, missing = stored & (place >= 0), stored & (place < 0)
+        place = jnp.maximum(place, 0)
         near = tuple(
-            jnp.where(
-                recent[..., None] >= 0,
-                take_slots(payload.recent.rows, jnp.maximum(recent, 0)),
-                rows,
-            )
-            for payload, rows in zip((k, v), state.rows(place), strict=True)
+            payload.recent.at(recent, take_slots(rows, place))
+            for payload, rows in ((k, state.k), (v, state.v))
         )
         rows = host_rows(
             (k.store, v.store), near, index, missing, implementation=view.implementation
         )
-        # What a list has beyond that is recent.
-        length = state.slots.shape[-1]
-        kept = (x[:, :, :length] for x in (jnp.where(stored, index, -1), *rows))
+        # What a list has beyond its length is recent.
+        kept = (x[:, :, :length] for x in (jnp.where(stored, index, k.shape[2]), *rows))
         state = state.put(*kept)
 
         def count(entries: Bool[Array, "B K N"]) -> Int[Array, " B"]:
@@ -317,7 +286,7 @@ class Offload(KVTransform):
 
     def on_prompt(self, cache: KVCache, state: Resident, step: Step) -> tuple[None, Resident]:
         """Forgets what is resident of rows whose slots a prompt has moved."""
-        none = jnp.full_like(state.slots, -1)
+        none = jnp.full_like(state.slots, cache.slots)
         return None, dataclasses.replace(state, slots=of_rows(step.rows, none, state.slots))
 
 

@@ -77,6 +77,10 @@ class Quantize(KVTransform):
 
     stage: ClassVar[Stage] = Stage.REPRESENT
     paper: ClassVar[str] = "KIVI, arXiv 2402.02750"
+    # Whether keys are encoded in groups of slots.
+    groups_slots = property(lambda self: self.bits == 4 and self.key_axis != "token")
+    _group = property(lambda self: GROUP if self.group is None else self.group)
+    _residual = property(lambda self: RESIDUAL if self.residual is None else self.residual)
 
     def __post_init__(self):
         if isinstance(self.bits, bool) or self.bits not in (4, *EIGHT_BITS):
@@ -106,19 +110,6 @@ class Quantize(KVTransform):
                 f"{getattr(self, given[0])!r} with bits={self.bits!r}"
                 + (f", key_axis={self.key_axis!r}" if axis else "")
             )
-
-    @property
-    def groups_slots(self) -> bool:
-        """Whether keys are encoded in groups of slots."""
-        return self.bits == 4 and self.key_axis != "token"
-
-    @property
-    def _group(self) -> int:
-        return GROUP if self.group is None else self.group
-
-    @property
-    def _residual(self) -> int:
-        return RESIDUAL if self.residual is None else self.residual
 
     def extent(self, extent: Extent) -> Extent:
         """New tokens are encoded every `residual` steps where slots are encoded in groups."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, Literal
 
 import jax
@@ -49,10 +48,8 @@ class Form:
     axis: Axis = "token"
     recent: int = 0
 
-    @property
-    def together(self) -> int:
-        """Slots that are encoded together."""
-        return self.group if self.recent else 1
+    # How many slots are encoded together.
+    together = property(lambda self: self.group if self.recent else 1)
 
     def encode(self, rows: Float[Array, "B H S D"]) -> Encoded:
         """Dense rows in this form."""
@@ -173,7 +170,7 @@ class Quantized(EncodedPayload):
             own = take_slots(rows, jnp.minimum(last, self.slots - 1))
             recent = empty.add(jnp.where(last < count, last, self.slots), own)
             new = dataclasses.replace(new, recent=recent)
-        return jax.tree.map(partial(of_rows, slots.rows), new, self)
+        return of_rows(slots.rows, new, self)
 
     def _fill(self, rows: Float[Array, "B H S D"]) -> Quantized:
         """All rows; groups in which none has changed stay exactly as they are."""

@@ -13,6 +13,15 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.payload import Moves, take_slots, write_slots
 
 
+def places(
+    held: Int[Array, "B H N"], index: Int[Array, "B K M"], slots: int
+) -> Int[Array, "B K M"]:
+    """Where each slot of `index` is among those of `held` (S = none); -1 where it is not."""
+    place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
+    table = write_slots(jnp.full((*held.shape[:2], slots), -1, jnp.int32), held, place)
+    return jnp.where(index >= 0, take_slots(table, jnp.maximum(index, 0)), -1)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Recent:
@@ -51,20 +60,9 @@ class Recent:
             slots,
         )
 
-    @property
-    def size(self) -> int:
-        """R, the number of places."""
-        return self.slots.shape[2]
-
-    @property
-    def room(self) -> Int[Array, " B"]:
-        """How many more rows every KV head of a row has places for."""
-        return self.size - self.count.max(1)
-
-    @property
-    def there(self) -> Bool[Array, "B H R"]:
-        """Places whose row is that of a slot."""
-        return self.slots < self.nowhere
+    size = property(lambda self: self.slots.shape[2])  # R
+    room = property(lambda self: self.size - self.count.max(1))  # of each row, in every KV head
+    there = property(lambda self: self.slots < self.nowhere)  # places whose row is that of a slot
 
     def add(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Recent:
         """T rows more; a token that no KV head of a row stores takes no place.
@@ -85,10 +83,12 @@ class Recent:
 
     def places(self, index: Int[Array, "B K N"]) -> Int[Array, "B K N"]:
         """The place of each slot of `index`, -1 where its row is not among these."""
-        batch, lists = self.count.shape
-        table = jnp.full((batch, lists, self.nowhere), -1, jnp.int32)
-        place = jax.lax.broadcasted_iota(jnp.int32, self.slots.shape, 2)
-        return take_slots(write_slots(table, self.slots, place), index)
+        return places(self.slots, index, self.nowhere)
+
+    def at(self, place: Int[Array, "B K N"], rows: Array | float) -> Float[Array, "B K N D"]:
+        """The rows at these places, and `rows` where a place is -1."""
+        own = take_slots(self.rows, jnp.maximum(place, 0))
+        return jnp.where(place[..., None] >= 0, own, rows)
 
     def over(
         self, rows: Float[Array, "B K N D"], index: Int[Array, "B K N"] | None = None
@@ -96,9 +96,7 @@ class Recent:
         """Rows of slots `index` (None: all) from the body, those that are here in their place."""
         if index is None:
             return write_slots(rows, self.slots, self.rows)
-        place = self.places(index)
-        own = take_slots(self.rows, jnp.maximum(place, 0))
-        return jnp.where(place[..., None] >= 0, own, rows)
+        return self.at(self.places(index), rows)
 
     def of_slots(self, x: Array) -> Array:
         """What `x [B, H, S, ...]` has for the slot of each place; anything where it has none."""

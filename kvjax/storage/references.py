@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -88,22 +87,18 @@ class CodebookPayload(EncodedPayload):
             book,
         )
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """B, H, S, D."""
-        return (*self.index.shape, self.entries.shape[3])
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype of the dense rows."""
-        return self.entries.dtype
+    shape = property(lambda self: (*self.index.shape, self.entries.shape[3]))
+    dtype = property(lambda self: self.entries.dtype)
+    _references = property(lambda self: References(self.entries, self.index, self.magnitude))
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Decoded rows: all slots, or those of `index`."""
-        if index is None:
-            return self.recent.over(self._decode(self.index, self.magnitude))
-        magnitude = None if self.magnitude is None else take_slots(self.magnitude, index)
-        return self.recent.over(self._decode(take_slots(self.index, index), magnitude), index)
+        part = self if index is None else self._with(lambda x: take_slots(x, index))
+        flat = part.index.astype(jnp.int32).reshape(len(part.index), 1, -1)
+        rows = take_slots(self.entries, flat).reshape(*part.index.shape, -1)
+        if part.magnitude is not None:
+            rows = rows * part.magnitude[..., None]
+        return self.recent.over(rows, index)
 
     def write(
         self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]
@@ -145,10 +140,7 @@ class CodebookPayload(EncodedPayload):
         """New books of all that is live in `slots.rows`."""
         live = slots.live & slots.rows[:, None, None]
         new = make_books(jnp.stack([k, v]), slots.position, live, (self.book, values.book))
-        return tuple(
-            jax.tree.map(partial(of_rows, slots.rows), *pair)
-            for pair in zip(new, (self, values), strict=True)
-        )
+        return of_rows(slots.rows, new, (self, values))
 
     def _encode_recent(self, due: Bool[Array, " B"]) -> CodebookPayload:
         """The new rows encoded in the order in which they came, in the rows that are due."""
@@ -187,19 +179,10 @@ class CodebookPayload(EncodedPayload):
     def _mix(self, weights: Float[Array, "B H R S"]) -> Float[Array, "B H R D"]:
         return codebook_mix(weights, *self._references)
 
-    @property
-    def _references(self) -> References:
-        return References(self.entries, self.index, self.magnitude)
-
     def _with(self, change: Callable[[Array], Array]) -> CodebookPayload:
         """The payload with its per-slot arrays changed."""
         magnitude = None if self.magnitude is None else change(self.magnitude)
         return dataclasses.replace(self, index=change(self.index), magnitude=magnitude)
-
-    def _decode(self, index: Array, magnitude: Array | None) -> Float[Array, "B K N D"]:
-        flat = index.astype(jnp.int32).reshape(index.shape[0], 1, -1)
-        rows = take_slots(self.entries, flat).reshape(*index.shape, -1)
-        return rows if magnitude is None else rows * magnitude[..., None]
 
     def _add(self, vectors: Float[Array, "B M D"], valid: Bool[Array, "B M"]):
         """Entries for M vectors, one after the other: their index, entries, count, overflow."""
@@ -257,9 +240,11 @@ def make_books(
     room = size if book.vectors is None else min(size, book.vectors)
     head = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) // book.copies
     position = jnp.where(live, position, jnp.iinfo(jnp.int32).max)
-    flat = (x.reshape(batch, size) for x in (position, head, live))
+    position, head, alive = (x.reshape(batch, size) for x in (position, head, live))
     number = jax.lax.broadcasted_iota(jnp.int32, (batch, size), 1)
-    position, head, order, alive = _sort(*flat, number)
+    position, head, order, alive = jax.lax.sort(
+        (position, head, number, alive), dimension=1, num_keys=3
+    )
     first = (position != jnp.roll(position, 1, 1)) | (head != jnp.roll(head, 1, 1))
     first |= number == 0
     if book.copies == 1:
@@ -311,9 +296,3 @@ def _index_dtype(entries: int) -> type:
 def _stored(vectors: Float[Array, "... D"], book: Book) -> Float[Array, "... D"]:
     """What becomes of a vector as an entry."""
     return directions(vectors)[0] if book.magnitude else vectors.astype(jnp.float32)
-
-
-def _sort(position: Array, head: Array, live: Array, number: Array) -> tuple[Array, ...]:
-    """Positions, heads, numbers and what is live by position, then by head, then by number."""
-    keys = (position, head, number, live)
-    return jax.lax.sort(keys, dimension=1, num_keys=3)

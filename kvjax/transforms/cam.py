@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -11,14 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import oldest
-from kvjax.cache.slots import KVCache
+from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out
-from kvjax.protocol import Moment, Needs, State, Step, Wrapper
+from kvjax.protocol import Moment, Needs, State, Step
 from kvjax.transforms.random import check_seed, layer_key, uniform
-
-_LAST = jnp.iinfo(jnp.int32).max
 
 
 class CaMState(NamedTuple):
@@ -166,7 +164,7 @@ class CaM(Wrapper):
         gone = cache.live & ~kept
         position = jnp.where(gone, cache.position, -1).max(-1, keepdims=True)
         later = kept & (cache.position > position) & (position >= 0)
-        targets = oldest(later, cache.position, tokens)
+        targets = oldest(later, cache.position, tokens, unroll=True)
         attention = jnp.where(gone, received, 0.0).sum(-1, keepdims=True)
         mean = jnp.mean(received, -1, keepdims=True, where=targets)
         share = self._weigh(key, attention, mean, jnp.maximum(position, 0))
@@ -189,7 +187,7 @@ class CaM(Wrapper):
         ones with its n to n + m − 1, and a kept one gets those with its n − m + 1 to n.
         """
         gone = cache.live & ~kept
-        order = jnp.argsort(jnp.where(cache.live, cache.position, _LAST), axis=-1)
+        order = sorted_slots(cache.live, cache.position)
         in_order = take_slots(kept, order).astype(jnp.int32)
         number = write_slots(order, order, jnp.cumsum(in_order, axis=-1) - in_order)
         nowhere = cache.slots

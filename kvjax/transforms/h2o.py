@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from jaxtyping import Array, Int
-
 from kvjax.budgets.budgets import Budget, check_budget, check_choice
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
-from kvjax.protocol import Extent, GroupReduce, KVTransform, Needs, Step, accumulated_attention
-from kvjax.transforms.held_budget import decoding_budget, decoding_extent
+from kvjax.protocol import GroupReduce, Needs, Step, accumulated_attention
+from kvjax.transforms.held_budget import Budgets, HeldBudget
 
 
 @dataclass(frozen=True)
-class H2O(KVTransform):
+class H2O(HeldBudget):
     """Keeps the newest tokens and those that have received the most attention so far.
 
     Of a budget B, `⌊B/2⌋` slots are for heavy hitters and the rest for the newest tokens. The score
@@ -59,24 +57,7 @@ class H2O(KVTransform):
         check_budget(self.budget, self.minimum, "one heavy hitter, one recent token")
         check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
 
-    def extent(self, extent: Extent) -> Extent:
-        """The budget, and one slot for the token that is being added."""
-        return decoding_extent(extent, self.budget, self.minimum)
-
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Int[Array, " B"]]:
-        """Each row's budget; a share is known when the prompt ends."""
-        return cache, decoding_budget(self.budget, cache, self.minimum)
-
-    def on_prompt(
-        self, cache: KVCache, state: Int[Array, " B"], step: Step
-    ) -> tuple[Keep, Int[Array, " B"]]:
-        """Keeps each row's budget of its prompt."""
-        budget = step.of_rows(decoding_budget(self.budget, cache, self.minimum), state)
-        return self.on_step(cache, budget, step)
-
-    def on_step(
-        self, cache: KVCache, state: Int[Array, " B"], step: Step
-    ) -> tuple[Keep, Int[Array, " B"]]:
+    def on_step(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:
         """Keeps the newest tokens and those that have received the most attention."""
         score = accumulated_attention(cache)
         recent = state - state // 2

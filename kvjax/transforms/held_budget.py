@@ -7,7 +7,10 @@ from jaxtyping import Array, Int
 
 from kvjax.budgets.budgets import Budget, most_slots, rows_budget
 from kvjax.cache.slots import KVCache
-from kvjax.protocol import Extent
+from kvjax.decisions import Keep
+from kvjax.protocol import Extent, KVTransform, Step
+
+Budgets = Int[Array, " B"]  # of each row
 
 
 def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, " B"]:
@@ -23,3 +26,23 @@ def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
     """Slots of a method that holds its budget while decoding: one more during a step."""
     most = max(most_slots(budget, extent.longest_prompt, minimum), minimum)
     return extent.keep(most).hold(most + 1)
+
+
+class HeldBudget(KVTransform):
+    """A method with a field `budget` and a `minimum`, which it holds from a prompt's end on.
+
+    Its state is each row's budget. A prompt is treated as a step is: `on_step` says what is kept.
+    """
+
+    def extent(self, extent: Extent) -> Extent:
+        """The budget, and one slot for the token that is being added."""
+        return decoding_extent(extent, self.budget, self.minimum)
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Budgets]:
+        """Each row's budget; a share is known when the prompt ends."""
+        return cache, decoding_budget(self.budget, cache, self.minimum)
+
+    def on_prompt(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:
+        """Keeps each row's budget of its prompt."""
+        budget = step.of_rows(decoding_budget(self.budget, cache, self.minimum), state)
+        return self.on_step(cache, budget, step)

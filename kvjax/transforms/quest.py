@@ -11,18 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_count,
-    check_dense_layers,
-    check_flag,
-    most_slots,
-    rows_budget,
-)
+from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.slots import NEG_INF, KVCache
-from kvjax.protocol import Full, KVTransform, Stage, Step, View
+from kvjax.protocol import Step, View
+from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels import page_bounds, page_scores
 
 PAGES = 3  # fewest that a budget must hold
@@ -44,7 +37,7 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class Quest(KVTransform):
+class Quest(Recall):
     """Keeps everything, and attends to the pages whose keys may score highest.
 
     Tokens stand in pages of `page`, in the order of their positions. Of each page P the index has
@@ -90,35 +83,24 @@ class Quest(KVTransform):
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)
 
-    stage: ClassVar[Stage] = Stage.RECALL
     paper: ClassVar[str] = "Quest, arXiv 2406.10774"
+    minimum = property(lambda self: PAGES * self.page)  # the smallest workable budget
 
     def __post_init__(self):
+        super().__post_init__()
         check_count("page", self.page, 1)
-        check_flag("per_query_head", self.per_query_head)
-        check_dense_layers(self.dense_layers)
         check_budget(self.budget, self.minimum, f"{PAGES} pages of {self.page}")
         if isinstance(self.budget, int | np.integer) and self.budget % self.page:
             raise ValueError(f"budget must be a multiple of page={self.page}, got {self.budget}")
-
-    @property
-    def minimum(self) -> int:
-        """The smallest workable budget."""
-        return PAGES * self.page
-
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Itself, or `Full` for a dense layer."""
-        return Full() if layer in self.dense_layers else dataclasses.replace(self, dense_layers=())
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Pages]:
         """No pages yet."""
         batch, kv_heads, slots = cache.shape
         pages = -(-slots // self.page)
         most = max(most_slots(self.budget, cache.max_prompt, self.minimum) // self.page, PAGES)
-        lists = kv_heads * (cache.group if self.per_query_head else 1)
         bounds = jnp.zeros((batch, kv_heads, pages, cache.k.shape[3]), cache.k.dtype)
-        cache = cache.replace(lists=(lists, min(most, pages) * self.page))
-        return cache, Pages(bounds, bounds + 0, self._row_pages(cache))
+        cache = self.with_lists(cache, min(most, pages) * self.page)
+        return cache, Pages(bounds, bounds + 0, self._pages(cache))
 
     def select(self, view: View, state: Pages, query: Array) -> tuple[View, Pages]:
         """Adds the new token to its page, and takes the newest page and those of the highest u."""
@@ -131,7 +113,7 @@ class Quest(KVTransform):
         if not self.per_query_head:
             score = score.max(2)
         score = score.reshape(len(score), lists, -1)
-        tokens = jnp.repeat(cache.used, lists // cache.shape[1], axis=1)
+        tokens = of_lists(cache.used, cache)
         pages = self._choose(score, -(-tokens // self.page), state.budget, length // self.page)
         slot = pages[..., None] * self.page + _numbers(self.page)[None]
         slot = slot.reshape(*pages.shape[:2], length)
@@ -142,12 +124,11 @@ class Quest(KVTransform):
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         # Keys as they are now, not as attention saw them: a part before may have merged them.
         bounds = page_bounds(cache.k.read(), slot, cache.used, self.page, state.low.shape[2])
-        return None, step.of_rows(Pages(*bounds, self._row_pages(cache)), state)
+        return None, step.of_rows(Pages(*bounds, self._pages(cache)), state)
 
-    def _row_pages(self, cache: KVCache) -> Int[Array, " B"]:
+    def _pages(self, cache: KVCache) -> Int[Array, " B"]:
         """Pages that each row attends to."""
-        slots = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
-        return jnp.maximum(slots // self.page, PAGES)
+        return jnp.maximum(self.rows_budget(cache) // self.page, PAGES)
 
     def _add(self, state: Pages, cache: KVCache, slots: Int[Array, "B H 1"]) -> Pages:
         """Bounds with the new token's key in them, unless the row has none in this step.

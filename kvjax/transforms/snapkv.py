@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -17,9 +18,9 @@ from kvjax.budgets.budgets import (
     rows_budget,
 )
 from kvjax.budgets.layers import layer_table
-from kvjax.cache.payload import take_slots
+from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
-from kvjax.cache.slots import KVCache
+from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Keep
 from kvjax.protocol import Extent, GroupReduce, KVTransform, Needs, State, Step
 from pallas_kernels import column_sums, prompt_attention
@@ -67,21 +68,13 @@ class SnapKV(KVTransform):
     group_reduce: GroupReduce = "mean"
 
     paper: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    needs = property(lambda self: Needs(query_window=self.window))
+    minimum = property(lambda self: self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):
         check_observation(self.window, self.kernel, self.pooling)
         check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_budget(self.budget, self.minimum, "window + 1")
-
-    @property
-    def minimum(self) -> int:
-        """The smallest workable budget."""
-        return self.window + 1
-
-    @property
-    def needs(self) -> Needs:
-        """The last W prompt queries."""
-        return Needs(query_window=self.window)
 
     def extent(self, extent: Extent) -> Extent:
         """The budget of the prompt; new tokens come on top."""
@@ -146,18 +139,14 @@ def _pool(
     pooling: str,
 ) -> Float[Array, "B H G S"]:
     """Pools scores over neighbours in position order, zeros beyond both ends of the prefix."""
-    order = jnp.argsort(jnp.where(prefix, position, jnp.iinfo(jnp.int32).max), axis=-1)
-    score = jnp.moveaxis(jnp.where(prefix[:, :, None], score, 0.0), 2, 3)
-    ordered = jnp.moveaxis(take_slots(score, order), 3, 2)
-    size, half = ordered.shape[-1], kernel // 2
-    padded = jnp.pad(ordered, ((0, 0), (0, 0), (0, 0), (half, half)))
-    shifted = [padded[..., i : i + size] for i in range(kernel)]
-    combine = jnp.maximum if pooling == "max" else jnp.add
-    pooled = shifted[0]
-    for neighbour in shifted[1:]:
-        pooled = combine(pooled, neighbour)
+    order = sorted_slots(prefix, position)
+    ordered = jnp.moveaxis(jnp.where(prefix[:, :, None], score, 0.0), 2, 3)
+    ordered = take_slots(ordered, order)
+    size, half = ordered.shape[2], kernel // 2
+    padded = jnp.pad(ordered, ((0, 0), (0, 0), (half, half), (0, 0)))
+    neighbours = [padded[:, :, i : i + size] for i in range(kernel)]
+    pooled = functools.reduce(jnp.maximum if pooling == "max" else jnp.add, neighbours)
     if pooling == "avg":
         pooled = pooled / kernel
-    back = jnp.argsort(order, axis=-1)
-    pooled = jnp.moveaxis(take_slots(jnp.moveaxis(pooled, 2, 3), back), 3, 2)
+    pooled = jnp.moveaxis(write_slots(pooled, order, pooled), 3, 2)
     return jnp.where(prefix[:, :, None], pooled, 0.0)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Array, Int
-
 from kvjax.budgets.budgets import Budget, check_budget, check_count
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
-from kvjax.protocol import Extent, KVTransform, Needs, Step
-from kvjax.transforms.held_budget import decoding_budget, decoding_extent
+from kvjax.protocol import Needs, Step
+from kvjax.transforms.held_budget import Budgets, HeldBudget
 
 
 @dataclass(frozen=True)
-class StreamingLLM(KVTransform):
+class StreamingLLM(HeldBudget):
     """Keeps the first `sinks` tokens and the newest `budget - sinks`.
 
     While decoding, each new token pushes out the oldest one that is not a sink, so that the cache
@@ -49,39 +47,18 @@ class StreamingLLM(KVTransform):
     reposition: bool = False
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
         check_budget(self.budget, self.minimum, "sinks + 1")
 
     @property
-    def minimum(self) -> int:
-        """The smallest workable budget."""
-        return self.sinks + 1
-
-    @property
     def needs(self) -> Needs:
         """Unrotated keys, rotated by rank, when repositioning."""
         return Needs(unrotated_keys=self.reposition, reposition=self.reposition)
 
-    def extent(self, extent: Extent) -> Extent:
-        """The budget, and one slot for the token that is being added."""
-        return decoding_extent(extent, self.budget, self.minimum)
-
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Int[Array, " B"]]:
-        """Each row's budget; a share is known when the prompt ends."""
-        return cache, decoding_budget(self.budget, cache, self.minimum)
-
-    def on_prompt(
-        self, cache: KVCache, state: Int[Array, " B"], step: Step
-    ) -> tuple[Keep, Int[Array, " B"]]:
-        """Keeps each row's budget of its prompt."""
-        budget = step.of_rows(decoding_budget(self.budget, cache, self.minimum), state)
-        return self.on_step(cache, budget, step)
-
-    def on_step(
-        self, cache: KVCache, state: Int[Array, " B"], step: Step
-    ) -> tuple[Keep, Int[Array, " B"]]:
+    def on_step(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:
         """Keeps the sinks and the newest others."""
         sinks = cache.position < self.sinks
         return Keep(state, None, always=sinks, newest=state - self.sinks), state

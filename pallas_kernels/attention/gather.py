@@ -11,7 +11,7 @@ from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.attention.kernel import Slots, split_attention
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.logits import visible_slots
-from pallas_kernels.base.rows import take_rows
+from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import tile_of
 
 
@@ -71,7 +71,7 @@ def gather_attention(
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
     index = index.astype(jnp.int32)
     if chosen == "xla":
-        rows = (take_rows(x, jnp.maximum(index, 0)) for x in (k, v))
+        rows = (take_slots(x, jnp.maximum(index, 0)) for x in (k, v))
         own = _own(bias, key_position, index)
         return decode_attention(
             q, *rows, own[0], query_position, own[1],
@@ -98,6 +98,6 @@ def _own(bias, key_position, index) -> tuple[Float[Array, "B K N"], Int[Array, "
     """The bias and position of the listed slots; those of a free slot where an entry is -1."""
     named, slot = index >= 0, jnp.maximum(index, 0)
     return (
-        jnp.where(named, take_rows(bias, slot), -jnp.inf),
-        jnp.where(named, take_rows(key_position, slot), -1),
+        jnp.where(named, take_slots(bias, slot), -jnp.inf),
+        jnp.where(named, take_slots(key_position, slot), -1),
     )

@@ -16,15 +16,15 @@ T = TypeVar("T")
 _take = jax.vmap(jax.vmap(lambda x, index: x[index]))
 
 
-def take_rows(x: Array, index: Int[Array, "B K N"]) -> Array:
-    """Rows of every head: `x [B, H, S, ...]` at `index` is `[B, K, N, ...]`.
+def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
+    """Slots of every head: `x [B, H, S, ...]` at `index` is `[B, K, N, ...]`.
 
     K is H or a multiple of it: list k reads head `k // (K / H)`.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels.base.rows import take_rows
-      >>> take_rows(jnp.array([[[5, 6, 7]]]), jnp.array([[[2, 0], [1, 1]]])).tolist()
+      >>> from pallas_kernels.base.rows import take_slots
+      >>> take_slots(jnp.array([[[5, 6, 7]]]), jnp.array([[[2, 0], [1, 1]]])).tolist()
       [[[7, 5], [6, 6]]]
     """
     by_head = index.reshape(*x.shape[:2], -1)

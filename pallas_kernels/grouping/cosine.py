@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 EPSILON = 2.0**-23  # the rounding of float32
 
@@ -35,6 +35,20 @@ def round_cosine(cosine: Float[Array, ...], channels: int) -> Float[Array, ...]:
     """
     step = cosine_step(channels)
     return jnp.round(cosine / step) * step  # both exact: a step is a power of two
+
+
+def above(cosine: Float[Array, ...], threshold: float, channels: int) -> Bool[Array, ...]:
+    """Whether cosines of D channels, rounded by `round_cosine`, are above a threshold.
+
+    They must be above it by more than a step, so that a cosine equal to the threshold never is.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.grouping.cosine import above, round_cosine
+      >>> above(round_cosine(jnp.array([0.6, 0.60001]), 4), 0.6, 4).tolist()
+      [False, True]
+    """
+    return cosine > threshold + cosine_step(channels)
 
 
 def inverse_length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:

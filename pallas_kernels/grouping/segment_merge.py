@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.rows import take_rows
+from pallas_kernels.base.rows import take_slots
 
 BLOCK = 512  # rows that are added at a time: on CPU, what stays in its caches
 
@@ -46,7 +46,7 @@ def segment_merge(
     # A target is scaled in place and the others are added to it. This takes fewer passes over the
     # rows than summing all of them and then choosing between sums and rows.
     own = jnp.where(received & (total < jnp.inf), weights / total, 1.0)
-    share = jnp.where(moves, weights / take_rows(total, jnp.minimum(into, size - 1)), 0.0)
+    share = jnp.where(moves, weights / take_slots(total, jnp.minimum(into, size - 1)), 0.0)
 
     def add(start: Array | int, count: int, out: Array) -> Array:
         """Adds the rows from `start` on to their targets'."""

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.base.rows import take_rows
-from pallas_kernels.grouping.cosine import cosine_step, inverse_length, round_cosine
+from pallas_kernels.base.rows import take_slots
+from pallas_kernels.grouping.cosine import above, inverse_length, round_cosine
 
 BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
 
@@ -70,19 +70,20 @@ def join_anchors(
     """Which entries of `order` join the run after them, from the last to the first.
 
     An entry joins where `pairs` allows it and the cosine of its key and that of the run's last
-    entry, the anchor, is above the threshold by more than half a step of `pair_cosine`, so that a
-    cosine equal to the threshold is not above it; elsewhere the entry is the anchor of a new run.
+    entry, the anchor, rounded as by `pair_cosine`, is above the threshold by more than a step;
+    elsewhere the entry is the anchor of a new run.
 
     Args:
       order: slots.
       pairs: whether an entry may join the next one; the last may not.
     """
-    least = threshold + cosine_step(keys.shape[3]) / 2
+    channels = keys.shape[3]
 
     def step(anchor: Array, entry: tuple[Array, Array]) -> tuple[Array, Array]:
         slot, pair = entry
-        key = take_rows(keys, slot[..., None]).astype(jnp.float32)
-        joins = pair & (_cosine(key, anchor)[..., 0] > least)
+        key = take_slots(keys, slot[..., None]).astype(jnp.float32)
+        cosine = round_cosine(_cosine(key, anchor)[..., 0], channels)
+        joins = pair & above(cosine, threshold, channels)
         return jnp.where(joins[..., None, None], anchor, key), joins
 
     entries = tuple(jnp.moveaxis(x, -1, 0) for x in (order, pairs))
@@ -101,7 +102,7 @@ def _in_blocks(
     blocks = jnp.moveaxis(pairs.reshape(*pairs.shape[:3], -1, block), 3, 0)
 
     def measure_block(pair: Int[Array, "2 B H N"]) -> Float[Array, "B H N"]:
-        return measure(*(take_rows(keys, index).astype(jnp.float32) for index in pair))
+        return measure(*(take_slots(keys, index).astype(jnp.float32) for index in pair))
 
     measured = jnp.moveaxis(jax.lax.map(measure_block, blocks), 0, 2)
     return measured.reshape(*first.shape[:2], -1)[..., :count]

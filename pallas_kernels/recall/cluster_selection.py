@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import head_part, own_part, zero
-from pallas_kernels.base.rows import take_rows
+from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import power_of_two
 
 # Sizes of the kernels' tiles, all powers of two. 4 warps keep a few thousand numbers in registers.
@@ -150,7 +150,7 @@ def build_indices(
         raise ValueError(f"length must be at least 1, got {length}")
     if chosen != "xla":
         return _list(order, sizes, starts, count, length, chosen == "interpret")
-    size, start = (take_rows(x, order) for x in (sizes, starts))
+    size, start = (take_slots(x, order) for x in (sizes, starts))
     end = jnp.cumsum(size, axis=-1)
     # The difference between a slot and its place in the list is the same for a whole cluster. Its
     # changes are written where clusters begin, and summed up. Where several begin at one place, all

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.rows import take_rows
+from pallas_kernels.base.rows import take_slots
 
 AT_ONCE = 1024  # slots of a head whose keys are gathered at a time
 
@@ -45,7 +45,7 @@ def page_bounds(
 
     def block(start: Int[Array, ""]) -> tuple[Array, Array]:
         index = jax.lax.dynamic_slice_in_dim(order, start, each * page, 2)
-        rows = take_rows(keys, index).reshape(batch, kv_heads, each, page, -1)
+        rows = take_slots(keys, index).reshape(batch, kv_heads, each, page, -1)
         token = start + jnp.arange(each * page, dtype=jnp.int32)[None, None]
         there = (token < count[..., None]).reshape(batch, kv_heads, each, page, 1)
         low = jnp.where(there, rows, jnp.inf).min(3)

@@ -49,9 +49,10 @@ def test_a_step_holds_no_loop_and_no_condition(name):
 def test_a_loop_would_be_found():
     def loops(x):
         x = jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, x)
-        return jax.jit(lambda x: jax.lax.cond(x > 2, jnp.sin, jnp.cos, x * 1.0))(x)
+        x = jax.jit(lambda x: jax.lax.cond(x > 2, jnp.sin, jnp.cos, x * 1.0))(x)
+        return jax.lax.fori_loop(0, 3, lambda i, x: x + i, x)
 
-    assert control_flow(jax.make_jaxpr(loops)(0).jaxpr) == ["while", "cond"]
+    assert control_flow(jax.make_jaxpr(loops)(0).jaxpr) == ["while", "cond", "scan"]
 
 
 # CaM adds to the values of many tokens: one pass over them, elementwise and so in place.

@@ -216,6 +216,16 @@ def test_the_anchor_ends_a_run_that_drifts():
     assert into[:8].tolist() == [1, 1, 4, 4, 4, 7, 7, 7]
 
 
+@pytest.mark.parametrize("against", ["neighbour", "anchor"])
+@pytest.mark.parametrize("epsilon", [0.8, 0.28, 5 / 13])
+def test_a_cosine_that_is_epsilon_is_not_above_it(epsilon, against):
+    angle = np.arccos(epsilon) * np.arange(2)
+    cache = filled(np.stack([np.cos(angle), np.sin(angle)], -1), np.arange(2.0))
+    for less, expected in ((0.0, [0, 1]), (1e-5, [1, 1])):
+        transform = KVMerger(epsilon=epsilon - less, recent=0, heavy=0, against=against)
+        assert plan(transform, cache)[0][:2].tolist() == expected
+
+
 def test_ties_go_to_the_lower_position():
     """Equal keys and equal attention: the first pairs are merged, into the first token."""
     cache = filled(np.ones((10, 3)), np.ones(10))

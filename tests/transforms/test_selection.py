@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,8 @@ SCORES = {
     "tiny": lambda rng, shape: rng.integers(-3, 3, shape) * 1e-37,
 }
 
+LOOP, UNROLLED = (jax.jit(functools.partial(keep_best, unroll=unroll)) for unroll in (False, True))
+
 
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("per_head", [False, True])
@@ -31,9 +35,11 @@ def test_keep_best(name, per_head):
     for count in (0, 1, 3, 20, 33, 40):
         counts = np.array([count, max(count - 1, 0), count, count])
         counts = np.stack([counts, counts + 1], 1) if per_head else counts
-        kept = jax.jit(keep_best)(
+        given = (
             score, candidates, jnp.asarray(position, jnp.int32), jnp.asarray(counts, jnp.int32)
-        )
+        )  # fmt: skip
+        kept = LOOP(*given)
+        np.testing.assert_array_equal(UNROLLED(*given), kept)
         for row, head in np.ndindex(4, 2):
             own = np.flatnonzero(candidates[row, head]).tolist()
             own.sort(key=lambda i: (-score[row, head, i], position[row, head, i]))

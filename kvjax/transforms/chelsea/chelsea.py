@@ -12,19 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots, rows_budget
+from kvjax.budgets.budgets import (
+    Budget,
+    check_budget,
+    check_count,
+    check_layers,
+    most_slots,
+    rows_budget,
+)
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
-from kvjax.cache.slots import KVCache
+from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Merge
 from kvjax.protocol import Extent, KVTransform, Step
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
 from pallas_kernels import segment_merge, soft_matching
 
-_LAST = jnp.iinfo(jnp.int32).max
 
-
-class ChelseaState(NamedTuple):
+class Passes(NamedTuple):
     """What a layer remembers: the budget of each row, and how many passes there have been."""
 
     budget: Int[Array, " B"]
@@ -113,6 +118,7 @@ class Chelsea(KVTransform):
     keep_layers: tuple[int, ...] = ()
 
     paper: ClassVar[str] = "Chelsea, arXiv 2506.11418"
+    minimum = property(lambda self: self.sinks + self.recent + 1)  # the smallest workable budget
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
@@ -129,15 +135,7 @@ class Chelsea(KVTransform):
                 "outlier_heads must be OutlierHeads (calibrate_outlier_heads gives them), got "
                 f"{self.outlier_heads!r}"
             )
-        if not isinstance(self.keep_layers, tuple):
-            raise TypeError(f"keep_layers must be a tuple of layers, got {self.keep_layers!r}")
-        for layer in self.keep_layers:
-            check_count("keep_layers", layer, 0)
-
-    @property
-    def minimum(self) -> int:
-        """The smallest workable budget."""
-        return self.sinks + self.recent + 1
+        check_layers("keep_layers", self.keep_layers)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """The outlier heads apart; the others share what is left of the budget."""
@@ -158,28 +156,24 @@ class Chelsea(KVTransform):
         most = most_slots(self._budget(tokens), tokens, self.minimum)
         return extent.keep(most).hold(most + self.interval).every(self.interval)
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, ChelseaState]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Passes]:
         """Each row's budget, a share of which is known when the prompt ends, and no pass so far."""
-        return cache, ChelseaState(self._rows_budget(cache), jnp.zeros(cache.shape[:2], jnp.int32))
+        return cache, Passes(self._rows_budget(cache), jnp.zeros(cache.shape[:2], jnp.int32))
 
-    def on_prompt(
-        self, cache: KVCache, state: ChelseaState, step: Step
-    ) -> tuple[Merge, ChelseaState]:
+    def on_prompt(self, cache: KVCache, state: Passes, step: Step) -> tuple[Merge, Passes]:
         """Merges the rows of the prompt down to their budgets."""
         budget = step.of_rows(self._rows_budget(cache), state.budget)
         return self._compress(cache, state._replace(budget=budget), step.rows[:, None])
 
-    def on_flush(
-        self, cache: KVCache, state: ChelseaState, step: Step
-    ) -> tuple[Merge, ChelseaState]:
+    def on_flush(self, cache: KVCache, state: Passes, step: Step) -> tuple[Merge, Passes]:
         """Merges what has no room for the tokens until the next flush down to its budget."""
         most = state.budget[:, None] + self.interval
         due = evictable(cache).sum(-1, dtype=jnp.int32) + step.room > most
         return self._compress(cache, state, due)
 
     def _compress(
-        self, cache: KVCache, state: ChelseaState, due: Bool[Array, "B N"]
-    ) -> tuple[Merge, ChelseaState]:
+        self, cache: KVCache, state: Passes, due: Bool[Array, "B N"]
+    ) -> tuple[Merge, Passes]:
         """One merge that does what all passes do: a mean of means is the mean by masses."""
         over = evictable(cache).sum(-1, dtype=jnp.int32) - state.budget[:, None]
         need = jnp.where(due, jnp.maximum(over, 0), 0)
@@ -201,7 +195,7 @@ class Chelsea(KVTransform):
         token = jax.lax.broadcasted_iota(jnp.int32, into.shape, 2)
         mergeable &= into == token
         count = mergeable.sum(-1, dtype=jnp.int32)
-        order = jnp.argsort(jnp.where(mergeable, position, _LAST), axis=-1)
+        order = sorted_slots(mergeable, position)
         chunk = max(into.shape[2], 2) if self.chunk == "whole" else self.chunk
         similarity, partner = soft_matching(take_slots(key, order), count, chunk=chunk)
         edges = similarity > -jnp.inf

@@ -49,10 +49,7 @@ class OutlierHeads:
         if len(self.heads) >= self.total:
             raise ValueError(f"heads must leave some of {model} over, got all {self.total}")
 
-    @property
-    def total(self) -> int:
-        """KV heads of the model."""
-        return self.num_layers * self.kv_heads
+    total = property(lambda self: self.num_layers * self.kv_heads)  # heads of the model
 
     def with_layers(self, layers: tuple[int, ...]) -> OutlierHeads:
         """All heads of these layers, and as many of the first others as there were heads.

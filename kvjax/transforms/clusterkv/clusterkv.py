@@ -9,32 +9,25 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_choice,
-    check_count,
-    check_dense_layers,
-    check_flag,
-    most_slots,
-    rows_budget,
-)
-from kvjax.cache.payload import take_slots
-from kvjax.cache.slots import KVCache
+from kvjax.budgets.budgets import Budget, check_budget, check_choice, check_count, most_slots
+from kvjax.cache.payload import sum_into, take_slots
+from kvjax.cache.selection import keep_best
+from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Order
-from kvjax.protocol import Extent, Full, KVTransform, Stage, Step, View
-from kvjax.transforms.clusterkv.clusters import Clusters, Found, find_clusters
-from kvjax.transforms.random import check_seed, layer_key
-from pallas_kernels import build_indices, rank_clusters
+from kvjax.protocol import Extent, Step, View
+from kvjax.transforms.clusterkv.clusters import Clusters
+from kvjax.transforms.random import check_seed, layer_key, uniform
+from kvjax.transforms.recall import Recall, of_lists
+from pallas_kernels import build_indices, kmeans, rank_clusters
 
 Metric = Literal["cosine", "l2", "inner_product"]
-ClusterState = tuple[Clusters, Array]  # the index, and the key of the layer's draws
+Index = tuple[Clusters, Array]  # the index, and the key of the layer's draws
 
 
 @dataclass(frozen=True)
-class ClusterKV(KVTransform):
+class ClusterKV(Recall):
     """Keeps everything, and attends to the clusters of tokens that the query points at.
 
     At the prompt's end the keys of each KV head, the first `sinks` tokens apart, are clustered by
@@ -98,44 +91,33 @@ class ClusterKV(KVTransform):
     dense_layers: tuple[int, ...] = (0, 1)
     seed: int = 0
 
-    stage: ClassVar[Stage] = Stage.RECALL
     paper: ClassVar[str] = "ClusterKV, arXiv 2412.03213"
+    minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("tokens_per_cluster", "interval", "new_clusters", "iterations"):
             check_count(name, getattr(self, name), 1)
         check_count("sinks", self.sinks, 0)
         if self.clusters is not None:
             check_count("clusters", self.clusters, 1)
         check_choice("metric", self.metric, ("cosine", "l2", "inner_product"))
-        check_flag("per_query_head", self.per_query_head)
-        check_dense_layers(self.dense_layers)
         check_seed(self.seed)
         check_budget(self.budget, self.minimum, "sinks + 1, the smallest cluster")
-
-    @property
-    def minimum(self) -> int:
-        """The smallest workable budget."""
-        return self.sinks + 1
-
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Itself, or `Full` for a dense layer."""
-        return Full() if layer in self.dense_layers else dataclasses.replace(self, dense_layers=())
 
     def extent(self, extent: Extent) -> Extent:
         """Everything; its own interval, whatever a method before has."""
         return dataclasses.replace(extent, interval=self.interval)
 
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, ClusterState]:
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Index]:
         """No clusters yet, and the key of the layer's draws."""
         batch, kv_heads, slots = cache.shape
         listed = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
-        lists = kv_heads * (cache.group if self.per_query_head else 1)
+        cache = self.with_lists(cache, max(listed, self.minimum))
         none = jnp.zeros((batch, kv_heads), jnp.int32)
-        cache = cache.replace(lists=(lists, max(listed, self.minimum)))
         return cache, (self._no_clusters(cache, none), layer_key(self.seed, layer))
 
-    def select(self, view: View, state: ClusterState, query: Array) -> tuple[View, ClusterState]:
+    def select(self, view: View, state: Index, query: Array) -> tuple[View, Index]:
         """The sinks, the clusters of the highest `q · μ` up to the budget, and recent tokens."""
         cache, (clusters, _) = view.cache, state
         order = rank_clusters(
@@ -143,21 +125,18 @@ class ClusterKV(KVTransform):
             per_query_head=self.per_query_head, implementation=view.implementation,
         )  # fmt: skip
         sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
-        lists, length = cache.lists
         chosen = build_indices(
-            sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=length,
+            sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=cache.lists[1],
             implementation=view.implementation,
         )  # fmt: skip
         slots, recent = self._recent(cache, clusters)
-        recent = jnp.repeat(jnp.where(recent, slots, -1), lists // cache.shape[1], axis=1)
+        recent = of_lists(jnp.where(recent, slots, -1), cache)
         unseen = (slots[..., -1:] < view.slots) & (view.slots < cache.slots)
         dropped = cache.dropped + unseen.sum(-1, dtype=jnp.int32)
         view = dataclasses.replace(view, cache=cache.replace(dropped=dropped))
         return view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=self.sinks), state
 
-    def on_prompt(
-        self, cache: KVCache, state: ClusterState, step: Step
-    ) -> tuple[Order, ClusterState]:
+    def on_prompt(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
         """Clusters everything but the sinks."""
         clusters, key = state
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
@@ -168,15 +147,14 @@ class ClusterKV(KVTransform):
         wanted = jnp.where(rows[..., 0], wanted, 0)
         # Keys as they are now, not as attention saw them: a part before may have merged them.
         keys, most = cache.k.read(), self._most_clusters(cache)
-        found = self._find(key, keys, members, cache.position, wanted, most)
-        new = self._no_clusters(cache, sinks).add(found)
-        order = jnp.where(members, found.label, jnp.where(slot < sinks[..., None], -1, most))
-        source = _sorted_by(order, jnp.where(members, cache.position, slot), slot, rows)
+        label, found = self._find(keys, members, cache.position, wanted, most, key)
+        new = self._no_clusters(cache, sinks).add(*found)
+        cluster = jnp.where(members, label, jnp.where(slot < sinks[..., None], -1, most))
+        order = cluster, jnp.where(members, cache.position, slot), slot
+        source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
         return Order(source), (step.of_rows(new, clusters), key)
 
-    def on_flush(
-        self, cache: KVCache, state: ClusterState, step: Step
-    ) -> tuple[Order, ClusterState]:
+    def on_flush(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
         """Clusters recent tokens of rows that have no room for those of the next steps."""
         clusters, key = state
         slots, recent = self._recent(cache, clusters)
@@ -187,11 +165,12 @@ class ClusterKV(KVTransform):
         count = members.sum(-1, dtype=jnp.int32)
         most = min(self.new_clusters, slots.shape[2])
         wanted = jnp.minimum(jnp.minimum(count, most), clusters.room)
-        found = self._find(key, keys, members, position, wanted, most)
-        clusters = clusters.add(found).join_last(keys, members & (wanted == 0)[..., None])
+        label, found = self._find(keys, members, position, wanted, most, key)
+        clusters = clusters.add(*found).join_last(keys, members & (wanted == 0)[..., None])
         place = jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2)
-        order = jnp.where(members, found.label, most + 1)
-        source = _sorted_by(order, jnp.where(members, position, place), slots)
+        cluster = jnp.where(members, label, most + 1)
+        order = cluster, jnp.where(members, position, place), slots
+        source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
         return Order(source, slots), (clusters, key)
 
     def _recent(self, cache: KVCache, clusters: Clusters):
@@ -200,18 +179,42 @@ class ClusterKV(KVTransform):
         slots = clusters.clustered[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         return jnp.minimum(slots, cache.slots), slots < cache.used[..., None]
 
-    def _find(self, key, keys, members, position, wanted, most: int) -> Found:
-        return find_clusters(
-            keys, members, position, wanted, most,
-            key=key, metric=self.metric, rounds=self.iterations,
-        )  # fmt: skip
+    def _find(
+        self,
+        keys: Float[Array, "B H N D"],
+        members: Bool[Array, "B H N"],
+        position: Int[Array, "B H N"],
+        wanted: Int[Array, "B H"],
+        most: int,
+        key: Array,
+    ) -> tuple[Int[Array, "B H N"], tuple[Array, Array, Array]]:
+        """k-means from the keys of `wanted` members that are drawn, at most `most`.
+
+        Returns:
+          The cluster of each member, and of the clusters centroids, sizes and how many they are.
+        """
+        drawn = keep_best(uniform(key, position), members, position, wanted)
+        start = take_slots(keys, sorted_slots(drawn, position)[..., :most])
+        there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
+        label, centroids = kmeans(
+            keys, members, start, there, metric=self.metric, rounds=self.iterations
+        )
+        sizes = sum_into(label, jnp.ones_like(label))[..., :most]
+        return label, (centroids, sizes, wanted)
 
     def _no_clusters(self, cache: KVCache, sinks: Int[Array, "B H"]) -> Clusters:
         """An index of sinks, with room for the clusters of a prompt and of `max_new` tokens."""
         blocks = cache.max_new // self.interval
-        most = self._most_clusters(cache) + self.new_clusters * blocks
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
-        return Clusters.none((*cache.shape[:2], most, cache.k.shape[3]), sinks, budget)
+        shape = (*cache.shape[:2], self._most_clusters(cache) + self.new_clusters * blocks)
+        return Clusters(
+            centroids=jnp.zeros((*shape, cache.k.shape[3]), jnp.float32),
+            sizes=jnp.zeros(shape, jnp.int32),
+            starts=jnp.zeros(shape, jnp.int32),
+            number=jnp.zeros(shape[:2], jnp.int32),
+            sinks=sinks,
+            clustered=sinks + 0,  # two arrays: caches are donated
+            budget=self.rows_budget(cache),
+        )
 
     def _clusters_of(self, count: np.ndarray) -> np.ndarray:
         """How many clusters a head with so many live tokens gets."""
@@ -224,9 +227,3 @@ class ClusterKV(KVTransform):
     def _most_clusters(self, cache: KVCache) -> int:
         """Most clusters of a head when a prompt is complete."""
         return max(int(self._clusters_of(np.arange(cache.capacity + 1)).max()), 1)
-
-
-def _sorted_by(first: Array, then: Array, slots: Array, rows: Array | None = None) -> Array:
-    """The slots `[B, H, N]` in an order; those of other rows stay as they are."""
-    found = jax.lax.sort((first, then, slots), dimension=2, num_keys=2)[-1]
-    return found if rows is None else jnp.where(rows, found, slots)

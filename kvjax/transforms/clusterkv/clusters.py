@@ -10,9 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import take_slots, write_slots
-from kvjax.cache.selection import keep_best
-from kvjax.transforms.random import uniform
-from pallas_kernels import kmeans
 
 
 @jax.tree_util.register_dataclass
@@ -38,43 +35,26 @@ class Clusters:
     clustered: Int[Array, "B H"]
     budget: Int[Array, " B"]
 
-    @classmethod
-    def none(
-        cls,
-        shape: tuple[int, int, int, int],
-        sinks: Int[Array, "B H"],
-        budget: Int[Array, " B"],
+    room = property(lambda self: self.sizes.shape[2] - self.number)  # for further clusters
+
+    def add(
+        self,
+        centroids: Float[Array, "B H N D"],
+        sizes: Int[Array, "B H N"],
+        number: Int[Array, "B H"],
     ) -> Clusters:
-        """Sinks alone, with room for C clusters per row and KV head; `shape` is B, H, C, D."""
-        return cls(
-            centroids=jnp.zeros(shape, jnp.float32),
-            sizes=jnp.zeros(shape[:3], jnp.int32),
-            starts=jnp.zeros(shape[:3], jnp.int32),
-            number=jnp.zeros(shape[:2], jnp.int32),
-            sinks=sinks,
-            clustered=sinks + 0,  # two arrays: caches are donated
-            budget=budget,
-        )
-
-    @property
-    def room(self) -> Int[Array, "B H"]:
-        """How many more clusters there can be."""
-        return self.sizes.shape[2] - self.number
-
-    def add(self, found: Found) -> Clusters:
-        """With further clusters, whose slots follow those of the others."""
-        number = jax.lax.broadcasted_iota(jnp.int32, found.sizes.shape, 2)
-        at = jnp.where(
-            number < found.number[..., None], self.number[..., None] + number, self.sizes.shape[2]
-        )
-        before = jnp.cumsum(found.sizes, axis=-1, dtype=jnp.int32) - found.sizes
+        """With `number` further clusters, whose slots follow those of the others."""
+        place = jax.lax.broadcasted_iota(jnp.int32, sizes.shape, 2)
+        there = place < number[..., None]
+        at = jnp.where(there, self.number[..., None] + place, self.sizes.shape[2])
+        before = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
         return dataclasses.replace(
             self,
-            centroids=write_slots(self.centroids, at, found.centroids),
-            sizes=write_slots(self.sizes, at, found.sizes),
+            centroids=write_slots(self.centroids, at, centroids),
+            sizes=write_slots(self.sizes, at, sizes),
             starts=write_slots(self.starts, at, self.clustered[..., None] + before),
-            number=self.number + found.number,
-            clustered=self.clustered + found.sizes.sum(-1, dtype=jnp.int32),
+            number=self.number + number,
+            clustered=self.clustered + sizes.sum(-1, dtype=jnp.int32),
         )
 
     def join_last(self, keys: Float[Array, "B H N D"], members: Bool[Array, "B H N"]) -> Clusters:
@@ -97,43 +77,3 @@ class Clusters:
         """Sizes and starts of all clusters, and before them of the sinks, as if they were one."""
         sizes = jnp.concatenate((self.sinks[..., None], self.sizes), axis=-1)
         return sizes, jnp.pad(self.starts, ((0, 0), (0, 0), (1, 0)))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Found:
-    """What k-means found.
-
-    Args:
-      label: cluster of each slot, C where it is in none.
-      centroids, sizes: of the clusters.
-      number: how many clusters there are.
-    """
-
-    label: Int[Array, "B H N"]
-    centroids: Float[Array, "B H C D"]
-    sizes: Int[Array, "B H C"]
-    number: Int[Array, "B H"]
-
-
-def find_clusters(
-    keys: Float[Array, "B H N D"],
-    members: Bool[Array, "B H N"],
-    position: Int[Array, "B H N"],
-    wanted: Int[Array, "B H"],
-    most: int,
-    *,
-    key: Array,
-    metric: str,
-    rounds: int,
-) -> Found:
-    """k-means from the keys of `wanted` members that are drawn, at most `most`."""
-    drawn = keep_best(uniform(key, position), members, position, wanted)
-    later = jnp.where(drawn, position, jnp.iinfo(jnp.int32).max)
-    start = take_slots(keys, jnp.argsort(later, axis=-1)[..., :most])
-    there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
-    label, centroids = kmeans(keys, members, start, there, metric=metric, rounds=rounds)
-    count = jax.vmap(
-        jax.vmap(lambda label: jnp.zeros(most, jnp.int32).at[label].add(1, mode="drop"))
-    )
-    return Found(label, centroids, count(label), wanted)

@@ -10,28 +10,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_dense_layers,
-    check_flag,
-    check_number,
-    most_slots,
-    rows_budget,
-)
+from kvjax.budgets.budgets import Budget, check_budget, check_number, most_slots, rows_budget
 from kvjax.cache.payload import write_slots
 from kvjax.cache.selection import keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Mark
-from kvjax.protocol import Full, KVTransform, Needs, Stage, Step, View
+from kvjax.protocol import KVTransform, Needs, Step, View
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
+from kvjax.transforms.recall import Recall, of_lists
 
 PARTIAL_KEYS = "partial_keys"  # the column k P
 EXACT = {"precision": jax.lax.Precision.HIGHEST}  # of products with partial keys
 
 
 @dataclass(frozen=True)
-class InfiniGen(KVTransform):
+class InfiniGen(Recall):
     """Keeps everything, and attends to the tokens whose attention scores are predicted to be high.
 
     A calibration gives each KV head a projection P `[D, r]` to a few channels in which queries and
@@ -92,12 +85,13 @@ class InfiniGen(KVTransform):
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)
 
-    stage: ClassVar[Stage] = Stage.RECALL
+    minimum: ClassVar[int] = 1
     paper: ClassVar[str] = "InfiniGen, arXiv 2406.19707"
     needs = property(lambda self: Needs(predicted_query=True))
 
     def __post_init__(self):
-        check_budget(self.budget, 1, "one token")
+        super().__post_init__()
+        check_budget(self.budget, self.minimum, "one token")
         if self.alpha is not None:
             check_number("alpha", self.alpha, above=0)
         if not isinstance(self.calibration, InfiniGenCalibration | None):
@@ -105,8 +99,6 @@ class InfiniGen(KVTransform):
                 "calibration must be what kvjax.calibrate_infinigen returns, got "
                 f"{self.calibration!r:.80}"
             )
-        check_flag("per_query_head", self.per_query_head)
-        check_dense_layers(self.dense_layers)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Itself, or `Full` for a dense layer."""
@@ -116,15 +108,14 @@ class InfiniGen(KVTransform):
             raise ValueError(
                 f"a calibration for another model: {found!r}, expected {num_layers} layers"
             )
-        return Full() if layer in self.dense_layers else dataclasses.replace(self, dense_layers=())
+        return super().for_layer(layer, num_layers)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Float[Array, "H D r"]]:
         """A column for partial keys, and the layer's projections as the state."""
         projections = self._projections(cache, layer)
-        longest = min(most_slots(self.budget, cache.slots, 1), cache.slots)
-        lists = cache.shape[1] * (cache.group if self.per_query_head else 1)
+        longest = min(most_slots(self.budget, cache.slots, self.minimum), cache.slots)
         # One entry more is that of the step's own token.
-        cache = cache.replace(lists=(lists, max(longest, 1) + 1))
+        cache = self.with_lists(cache, max(longest, 1) + 1)
         shape = (*cache.shape, projections.shape[-1])
         partial = jnp.zeros(shape, cache.k.dtype)  # rounded as keys are, and as costly to read
         return cache.with_column(PARTIAL_KEYS, partial, merge="keep"), projections
@@ -148,15 +139,14 @@ class InfiniGen(KVTransform):
 
     def select(self, view: View, state: Array, query: Array) -> tuple[View, Array]:
         """The tokens of the highest predicted scores, and the step's own."""
-        cache, slots, (lists, length) = self._add(view, state), view.slots, view.cache.lists
+        cache, slots, (_, length) = self._add(view, state), view.slots, view.cache.lists
         own = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2) == slots
         earlier = cache.live & ~own
         score = self._scores(cache, state, query if view.predicted is None else view.predicted)
         count = self._count(cache, score, earlier)
-        per_list = lists // cache.shape[1]
-        earlier, position = (jnp.repeat(x, per_list, axis=1) for x in (earlier, cache.position))
-        best = keep_best(score, earlier, position, count)
-        new = jnp.repeat(jnp.where(slots < cache.slots, slots, -1), per_list, axis=1)
+        earlier, position = (of_lists(x, cache) for x in (earlier, cache.position))
+        best = keep_best(score, earlier, position, count, unroll=True)
+        new = of_lists(jnp.where(slots < cache.slots, slots, -1), cache)
         index = jnp.concatenate((_listed(best, length - 1), new), axis=-1)
         return dataclasses.replace(view, cache=cache).take(index), state
 
@@ -184,9 +174,9 @@ class InfiniGen(KVTransform):
     ) -> Int[Array, " B"]:
         """How many earlier tokens every list of a row gets."""
         longest = earlier.sum(-1, dtype=jnp.int32).max(-1)
-        limit = rows_budget(self.budget, longest, cache.slots, 1)
+        limit = rows_budget(self.budget, longest, cache.slots, self.minimum)
         if self.alpha is not None:
-            earlier = jnp.repeat(earlier, score.shape[1] // earlier.shape[1], axis=1)
+            earlier = of_lists(earlier, cache)
             highest = jnp.where(earlier, score, -jnp.inf).max(-1, keepdims=True)
             near = earlier & (score >= highest - self.alpha)
             limit = jnp.minimum(near.sum((1, 2), dtype=jnp.int32) // score.shape[1], limit)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zipfile
 from dataclasses import dataclass, field
+from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float
@@ -98,14 +98,10 @@ class InfiniGenCalibration:
             try:
                 with np.load(file, allow_pickle=False) as arrays:
                     return cls(arrays[NAME])
-            except (AttributeError, EOFError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(_wrong_file(path)) from error
-            except zipfile.BadZipFile as error:
-                raise ValueError(_wrong_file(path)) from error
-
-
-def _wrong_file(path: str | os.PathLike) -> str:
-    return f"{os.fspath(path)!r} is no file that InfiniGenCalibration.save wrote"
+            except (AttributeError, EOFError, KeyError, TypeError, ValueError, BadZipFile) as error:
+                raise ValueError(
+                    f"{os.fspath(path)!r} is no file that InfiniGenCalibration.save wrote"
+                ) from error
 
 
 def partial_projection(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, most_slots, rows_budget
+from kvjax.budgets.budgets import Budget, check_choice, most_slots, rows_budget
 from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
@@ -25,7 +25,6 @@ from kvjax.protocol import (
     Needs,
     State,
     Step,
-    Wrapper,
     accumulated_attention,
     is_bound,
 )
@@ -35,11 +34,10 @@ from kvjax.transforms.kvcrush.representatives import (
     Pick,
     anchor_bits,
     bucket_representatives,
-    check_choices,
     nearest_to_centroids,
 )
 from kvjax.transforms.kvcrush.units import Granularity, unit_size, whole_units
-from kvjax.transforms.random import check_seed, layer_key, uniform
+from kvjax.transforms.random import check_seed, uniform
 from pallas_kernels import hamming_distance, pack_bits
 
 REPRESENTATIVE = "representative"
@@ -122,6 +120,8 @@ class KVCrush(Wrapper):
     seed: int = 0
 
     paper: ClassVar[str] = "KVCrush, arXiv 2503.00022"
+    draws = property(lambda self: not self.kmeans and "random" in (self.anchor, self.pick))
+    unit = property(lambda self: unit_size(self.granularity))  # tokens per unit
 
     def __post_init__(self):
         check_evicts(self.base, "KVCrush")
@@ -129,7 +129,8 @@ class KVCrush(Wrapper):
             raise ValueError(f"KVCrush cannot go around another one, got {self.base!r}")
         check_share(self.representatives, self.share)
         check_seed(self.seed)
-        check_choices(self.anchor, self.pick)
+        check_choice("anchor", self.anchor, get_args(Anchor))
+        check_choice("pick", self.pick, get_args(Pick))
         if self.kmeans and self.unit > 1:
             raise ValueError(f"kmeans=True clusters tokens, got granularity={self.granularity!r}")
         # Before `for_layer` there are no budgets to look at.
@@ -139,11 +140,6 @@ class KVCrush(Wrapper):
                 f"representatives must be at least {self.unit}, one unit of "
                 f"granularity={self.granularity!r}, got {number}"
             )
-
-    @property
-    def unit(self) -> int:
-        """Tokens per unit."""
-        return unit_size(self.granularity)
 
     @property
     def split(self) -> tuple[KVTransform, Budget]:
@@ -174,9 +170,8 @@ class KVCrush(Wrapper):
         """The layer's key and budgets, and the column that marks representatives."""
         none = jnp.zeros(cache.shape, bool)
         cache = cache.with_column(REPRESENTATIVE, none, merge="keep")
-        draws = not self.kmeans and "random" in (self.anchor, self.pick)
         cache, state = super().init(cache, layer)
-        key = layer_key(self.seed, layer) if draws else None
+        key = layer_key(self.seed, layer) if self.draws else None
         count = layer_table(self.split[1], layer, cache.max_prompt)
         return cache, KVCrushState(key, count, state.base)
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import check_choice
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import keep_best
+from kvjax.cache.slots import sorted_slots
 from pallas_kernels import kmeans
 
 Anchor = Literal["random", "mean", "median", "alternate"]
 Pick = Literal["middle", "random"]
 Draw = Callable[[Int[Array, "B H R"]], Float[Array, "B H R"]]
 _LAST = jnp.iinfo(jnp.int32).max
-
-
-def check_choices(anchor: Anchor, pick: Pick) -> None:
-    """Raises ValueError for an anchor, or a pick, that is not offered."""
-    check_choice("anchor", anchor, get_args(Anchor))
-    check_choice("pick", pick, get_args(Pick))
 
 
 def anchor_bits(
@@ -120,7 +114,7 @@ def nearest_to_centroids(
     the tokens farthest from their centroids. Ties go to the lower position.
     """
     most = min(most, keys.shape[2])
-    order = jnp.argsort(jnp.where(evicted, position, _LAST), axis=-1)
+    order = sorted_slots(evicted, position)
     start, length = cut(evicted.sum(-1, dtype=jnp.int32), count, most)
     middle = take_slots(order, jnp.maximum(start + (length - 1) // 2, 0))
     initial = take_slots(keys, middle)

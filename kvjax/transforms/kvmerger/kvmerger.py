@@ -14,12 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.budgets.budgets import Budget, check_choice, check_number, most_slots, rows_budget
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
-from kvjax.cache.slots import KVCache
+from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Merge
 from kvjax.protocol import Extent, KVTransform, Needs, Step
 from kvjax.transforms.kvmerger.unmerged import Unmerged
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import join_anchors, pair_cosine, pair_distance
+from pallas_kernels.grouping.cosine import above
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class KVMerger(KVTransform):
 
     paper: ClassVar[str] = "KVMerger, arXiv 2407.08454"
     needs = property(lambda self: Needs(accumulated_attention=True))
+    unmerged = property(lambda self: Unmerged(self.budget, self.recent, self.heavy))
 
     def __post_init__(self):
         check_choice("against", self.against, ("neighbour", "anchor"))
@@ -116,11 +118,6 @@ class KVMerger(KVTransform):
         elif self.against == "anchor":
             raise ValueError("against='anchor' needs epsilon=, got None")
         self.unmerged  # noqa: B018 (its numbers are checked when it is made)
-
-    @property
-    def unmerged(self) -> Unmerged:
-        """What stays as it is."""
-        return Unmerged(self.budget, self.recent, self.heavy)
 
     def extent(self, extent: Extent) -> Extent:
         """The budget of the prompt; new tokens come on top. Without one nothing is promised."""
@@ -157,8 +154,7 @@ class KVMerger(KVTransform):
 
     def _merging_sets(self, cache: KVCache, keys: Array) -> Int[Array, "B H S"]:
         """Algorithm 1: the number of every slot's set."""
-        last = jnp.iinfo(jnp.int32).max
-        order = jnp.argsort(jnp.where(evictable(cache), cache.position, last), axis=-1)
+        order = sorted_slots(evictable(cache), cache.position)
         joined = self._joined(cache, keys, order)
         starts = ~jnp.roll(joined, 1, axis=-1)  # the last one joins nothing
         return write_slots(order, order, jnp.cumsum(starts, axis=-1) - 1)
@@ -174,7 +170,7 @@ class KVMerger(KVTransform):
         if self.against == "anchor":
             joined = join_anchors(keys, order, pairs, self.epsilon)
         elif self.epsilon is not None:
-            joined = pairs & (similarity > self.epsilon)
+            joined = pairs & above(similarity, self.epsilon, keys.shape[3])
         if self.budget is None:
             return joined
         budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.unmerged.minimum)
