@@ -38,8 +38,8 @@ def keep_best(
     faster than a sort.
 
     Args:
-      unroll: write the rounds of the bisections one after the other, for a decode step, which holds
-        no loop. It takes longer to compile.
+      unroll: write the rounds of the bisections one after the other, for a decode step on a GPU,
+        which a loop would keep waiting. It takes longer to compile.
     """
     count = count.reshape(*count.shape, *(1,) * (3 - count.ndim))
     value = jnp.where(candidates, _ordered(score), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -15,8 +15,9 @@ from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out
-from kvjax.protocol import Moment, Needs, State, Step
+from kvjax.protocol import Moment, Needs, State, Step, Wrapper
 from kvjax.transforms.random import check_seed, layer_key, uniform
+from pallas_kernels.base.dispatch import choose_implementation
 
 
 class CaMState(NamedTuple):
@@ -129,7 +130,7 @@ class CaM(Wrapper):
         return Retain(
             kept,
             pinned=decision.pinned if isinstance(decision, Retain) else None,
-            values=merge(cache, kept, tokens, state.key),
+            values=merge(cache, kept, tokens, state.key, step),
             columns=decision.columns,
             rows=decision.rows,
         ), state
@@ -155,6 +156,7 @@ class CaM(Wrapper):
         kept: Bool[Array, "B H S"],
         tokens: Int[Array, "B 1 1"],
         key: Array | None,
+        step: Step,
     ) -> Float[Array, "B H S D"]:
         """The values after a decode step, which evicts none or one token of a (row, KV head).
 
@@ -164,7 +166,8 @@ class CaM(Wrapper):
         gone = cache.live & ~kept
         position = jnp.where(gone, cache.position, -1).max(-1, keepdims=True)
         later = kept & (cache.position > position) & (position >= 0)
-        targets = oldest(later, cache.position, tokens, unroll=True)
+        unroll = choose_implementation(step.implementation) != "xla"
+        targets = oldest(later, cache.position, tokens, unroll=unroll)
         attention = jnp.where(gone, received, 0.0).sum(-1, keepdims=True)
         mean = jnp.mean(received, -1, keepdims=True, where=targets)
         share = self._weigh(key, attention, mean, jnp.maximum(position, 0))
@@ -180,6 +183,7 @@ class CaM(Wrapper):
         kept: Bool[Array, "B H S"],
         tokens: Int[Array, "B 1 1"],
         key: Array | None,
+        step: Step,
     ) -> Float[Array, "B H S D"]:
         """The values, any number of evicted tokens merged at once, for a prompt's end or a flush.
 

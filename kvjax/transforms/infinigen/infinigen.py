@@ -18,6 +18,7 @@ from kvjax.decisions import Mark
 from kvjax.protocol import KVTransform, Needs, Step, View
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.recall import Recall, of_lists
+from pallas_kernels.base.dispatch import choose_implementation
 
 PARTIAL_KEYS = "partial_keys"  # the column k P
 EXACT = {"precision": jax.lax.Precision.HIGHEST}  # of products with partial keys
@@ -145,7 +146,8 @@ class InfiniGen(Recall):
         score = self._scores(cache, state, query if view.predicted is None else view.predicted)
         count = self._count(cache, score, earlier)
         earlier, position = (of_lists(x, cache) for x in (earlier, cache.position))
-        best = keep_best(score, earlier, position, count, unroll=True)
+        unroll = choose_implementation(view.implementation) != "xla"
+        best = keep_best(score, earlier, position, count, unroll=unroll)
         new = of_lists(jnp.where(slots < cache.slots, slots, -1), cache)
         index = jnp.concatenate((_listed(best, length - 1), new), axis=-1)
         return dataclasses.replace(view, cache=cache).take(index), state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from kvjax.protocol import (
     Needs,
     State,
     Step,
+    Wrapper,
     accumulated_attention,
     is_bound,
 )
@@ -37,7 +38,7 @@ from kvjax.transforms.kvcrush.representatives import (
     nearest_to_centroids,
 )
 from kvjax.transforms.kvcrush.units import Granularity, unit_size, whole_units
-from kvjax.transforms.random import check_seed, uniform
+from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import hamming_distance, pack_bits
 
 REPRESENTATIVE = "representative"

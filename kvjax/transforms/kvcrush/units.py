@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.selection import keep_best
