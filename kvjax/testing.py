@@ -247,7 +247,7 @@ def _step_is_plain(case: _Case) -> None:
 
 
 def control_flow(jaxpr: Any, skip: Callable[[str], bool] = lambda name: False) -> list[str]:
-    """Names of the loops and conditions of a jaxpr and of those within it.
+    """Names of the loops and conditions of a jaxpr and of those within it, but for kernels.
 
     Args:
       jaxpr: of a function.
@@ -258,7 +258,7 @@ def control_flow(jaxpr: Any, skip: Callable[[str], bool] = lambda name: False) -
         name = equation.primitive.name
         if name in _CONTROL:
             found.append(name)
-        if skip(str(equation.params.get("name", ""))):
+        if name == "pallas_call" or skip(str(equation.params.get("name", ""))):
             continue
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
