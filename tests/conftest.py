@@ -96,6 +96,13 @@ def forget_compiled_code():
     _forget()
 
 
+def pytest_collection_finish(session):
+    """Leaves imported modules out of the garbage collections that tracing sets off by the thousand."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 @pytest.hookimpl(trylast=True)  # once the test has put back whatever it replaced
 def pytest_runtest_teardown(item):
     """Frees compiled code before there is too much of it.
