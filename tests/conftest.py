@@ -97,7 +97,7 @@ def forget_compiled_code():
 
 
 def pytest_collection_finish(session):
-    """Leaves imported modules out of the garbage collections that tracing sets off by the thousand."""
+    """Tracing sets off garbage collections by the thousand: imported modules are left out of them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
