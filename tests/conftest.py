@@ -97,7 +97,7 @@ def forget_compiled_code():
 
 
 def pytest_collection_finish(session):
-    """Tracing sets off garbage collections by the thousand: imported modules are left out of them."""
+    """Leaves what is imported out of garbage collections, which tracing sets off by the thousand."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
