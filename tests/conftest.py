@@ -97,7 +97,7 @@ def forget_compiled_code():
 
 
 def pytest_collection_finish(session):
-    """Leaves what is imported out of garbage collections, which tracing sets off by the thousand."""
+    """Leaves modules out of garbage collections, of which tracing sets off thousands."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
