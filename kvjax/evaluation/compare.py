@@ -19,7 +19,7 @@ from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.protocol import KVTransform
 
-from . import files, plots
+from . import files
 from .fidelity import measure_fidelity
 from .grid import Cell, Grid
 from .material import WINDOWS, Material
@@ -121,6 +121,9 @@ def run(
     journal = None if out is None else files.Journal(Path(out), settings)
     results = Results(settings, _records(measure, journal, on_progress))
     if out is not None:
+        # Imported here: `kvjax.evaluation` takes less time to import without matplotlib.
+        from . import plots
+
         files.write(results, Path(out))
         plots.draw(results, Path(out))
     return results
