@@ -142,10 +142,7 @@ def _lines(
 ) -> Figure:
     """A panel per task with a line per method; the full cache is a line across and a band.
 
-    Args:
-      results: of a comparison.
-      title: of the figure.
-      points: a method's averages and its number → x, and the averages to draw there.
+    `points` takes a method's averages and its number, and returns x and the averages to draw there.
     """
     settings, averages = results.settings, results.averages()
     tasks, methods = settings["tasks"], _methods(results)[1:]
