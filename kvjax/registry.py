@@ -93,7 +93,7 @@ def register(name: str, method: type[KVTransform]) -> None:
             f"name must be a word of letters, digits and underscores that is no word of Python's, "
             f"got {name!r}"
         )
-    known = _known()
+    known = METHODS | WRAPPERS | STORAGE
     if name in known or name in _OTHER_MEANINGS:
         taken = known[name].__qualname__ if name in known else "something else"
         raise ValueError(f"name must be new, {name!r} already means {taken}")
@@ -103,10 +103,6 @@ def register(name: str, method: type[KVTransform]) -> None:
         STORAGE[name] = method
     else:
         METHODS[name] = method
-
-
-def _known() -> dict[str, type[KVTransform]]:
-    return METHODS | WRAPPERS | STORAGE
 
 
 def parse(text: str, budget: int | float | None = None) -> KVTransform:
@@ -146,12 +142,15 @@ def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform
         if call.keywords:
             raise ValueError(f"chain takes methods only, got {call.keywords[0].arg}= in {text!r}")
         return chain(*inner)
-    known = _known()
+    known = METHODS | WRAPPERS | STORAGE
     if name not in known:
         names = ", ".join((*known, "chain"))
         raise ValueError(f"unknown method {name!r}; there are {names}")
     kind = known[name]
-    given = {word.arg: _literal(word, text) for word in call.keywords}
+    try:
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    except (ValueError, TypeError):
+        raise ValueError(f"parameters must be literals in {text!r}") from None
     if len(given) < len(call.keywords):
         raise ValueError(f"a parameter of {name} is given twice in {text!r}")
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
@@ -170,10 +169,3 @@ def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform
         if default is dataclasses.MISSING and word not in given:
             raise ValueError(f"{name} needs {word}=")
     return kind(*inner, **given)
-
-
-def _literal(word: ast.keyword, text: str) -> object:
-    try:
-        return ast.literal_eval(word.value)
-    except (ValueError, TypeError):
-        raise ValueError(f"{word.arg}= must be a literal in {text!r}") from None

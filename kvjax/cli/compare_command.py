@@ -51,7 +51,7 @@ def compare(args: argparse.Namespace) -> int:
             raise
     if args.json:
         record = {**as_json(results), "timings": timings(results), "out": str(out)}
-        sys.stdout.write(json.dumps(record) + "\n")
+        print(json.dumps(record))
     else:
         print_report(Console(highlight=False), results, out)
     for method, dropped in results.dropped().items():

@@ -8,14 +8,12 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from kvjax.evaluation.results import Average, Proportion, Results
 
 _WIDE = 110  # columns from which the table says everything
-_UNBOUNDED = 10_000
 _FAILED = Text("failed", style="red")
 _REASONS = 5  # failed cells that are told with their reasons
 
@@ -23,12 +21,16 @@ _REASONS = 5  # failed cells that are told with their reasons
 def print_report(console: Console, results: Results, folder: Path) -> None:
     """The table, what its columns are, the cells that failed and where the files are.
 
-    Args:
-      console: where to; its width decides how much room the columns have.
-      results: of a finished comparison.
-      folder: that holds the files.
+    A console that is too narrow for one table gets two, with the answers and with the figures.
     """
-    for table in report_tables(console, results):
+    averages, wide = results.averages(), console.width >= _WIDE
+    answers = [_answers(row, averages[0]) for row in averages]
+    figures = [_figures(row, wide) for row in averages]
+    tables = [_table(averages, [a | b for a, b in zip(answers, figures, strict=True)], wide)]
+    unbounded = console.options.update(width=10_000)
+    if console.measure(tables[0], options=unbounded).maximum > console.width:
+        tables = [_table(averages, cells, wide) for cells in (answers, figures)]
+    for table in tables:
         console.print(table)
         console.print()
     settings = results.settings
@@ -53,45 +55,27 @@ def print_report(console: Console, results: Results, folder: Path) -> None:
     console.print(Text(f"Files: {folder}/results.json, results.csv, timings.json, *.png"))
 
 
-def report_tables(console: Console, results: Results) -> list[Table]:
-    """One row per method and budget; two tables where the terminal is too narrow for one.
-
-    Args:
-      console: that they must fit.
-      results: of a finished comparison.
-    """
-    wide = console.width >= _WIDE
-    table = _table(results, wide, answers=True, figures=True)
-    natural = Measurement.get(console, console.options.update(width=_UNBOUNDED), table)
-    if natural.maximum <= console.width:
-        return [table]
-    return [
-        _table(results, wide, answers=True, figures=False),
-        _table(results, wide, answers=False, figures=True),
-    ]
-
-
-def _table(results: Results, wide: bool, *, answers: bool, figures: bool) -> Table:
-    """The columns of the tasks, or those of the cache, or both."""
+def _table(averages: list[Average], cells: list[dict[str, Text]], wide: bool) -> Table:
+    """A row per method and budget; its cells by the headings of their columns."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, int(wide)))
     table.add_column("method", style="bold", overflow="fold")
     table.add_column("budget", justify="right", no_wrap=True)
-    tasks = [f"{task.replace('_', chr(10))} %" for task in results.settings["tasks"]]
-    numbers = ["Δ nats", "cache", "recall", "error", "TTFT\nms", "TPOT\nms"]
-    for heading in (tasks if answers else []) + (numbers if figures else []):
+    for heading in cells[0]:
         table.add_column(heading, justify="right", no_wrap=True)
-    averages = results.averages()
-    names = [row.method for row in averages]
-    grouped = len(set(names)) < len(names)  # several budgets of a method
-    for number, row in enumerate(averages):
-        if grouped and number and row.method != names[number - 1]:
-            table.add_section()
-        accuracy = [
-            _accuracy(found, averages[0].accuracy[task]) for task, found in row.accuracy.items()
-        ]
-        cells = (accuracy if answers else []) + (_figures(row, wide) if figures else [])
-        table.add_row(Text(row.method), "-" if row.budget is None else str(row.budget), *cells)
+    methods = [row.method for row in averages]
+    grouped = len(set(methods)) < len(methods)  # several budgets of a method
+    for row, own, following in zip(averages, cells, [*methods[1:], None], strict=True):
+        budget = "-" if row.budget is None else str(row.budget)
+        ends = grouped and row.method != following
+        table.add_row(Text(row.method), budget, *own.values(), end_section=ends)
     return table
+
+
+def _answers(row: Average, full: Average) -> dict[str, Text]:
+    return {
+        f"{task.replace('_', chr(10))} %": _accuracy(found, full.accuracy[task])
+        for task, found in row.accuracy.items()
+    }
 
 
 def _accuracy(found: Proportion | None, full: Proportion | None) -> Text:
@@ -105,7 +89,7 @@ def _accuracy(found: Proportion | None, full: Proportion | None) -> Text:
     return text.append(f" {math.floor(100 * low)}-{math.ceil(100 * high)}", style="dim")
 
 
-def _figures(row: Average, wide: bool) -> list[Text]:
+def _figures(row: Average, wide: bool) -> dict[str, Text]:
     def cell(value: float | None, text: str) -> Text:
         return _FAILED if value is None else Text(text.format(value))
 
@@ -113,14 +97,14 @@ def _figures(row: Average, wide: bool) -> list[Text]:
     cache = cell(share, "{:.1%}" if wide else "{:.0%}")
     if wide and share is not None:
         cache = Text(f"{decimal(row.cache_bytes)} ").append(cache)
-    return [
-        cell(row.nll_difference, "{:+.3f}"),
-        cache,
-        cell(row.recall, "{:.0%}"),
-        cell(row.attention_error, "{:.2f}"),
-        _milliseconds(row.ttft_s),
-        _milliseconds(row.tpot_s),
-    ]
+    return {
+        "Δ nats": cell(row.nll_difference, "{:+.3f}"),
+        "cache": cache,
+        "recall": cell(row.recall, "{:.0%}"),
+        "error": cell(row.attention_error, "{:.2f}"),
+        "TTFT\nms": _milliseconds(row.ttft_s),
+        "TPOT\nms": _milliseconds(row.tpot_s),
+    }
 
 
 def _milliseconds(seconds: float | None) -> Text:

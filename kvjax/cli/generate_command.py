@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,38 +66,35 @@ def generate(args: argparse.Namespace) -> None:
 
         def stream(rows: list[list[int]]) -> None:
             display.stop()
-            _write(continuation.add(rows[0]))
+            print(continuation.add(rows[0]), end="", flush=True)
 
-        results = {}
+        records = {}
         for name, one in candidates.items():
             transform = kvjax.calibrated(one.transform, model, [prompt[:_CALIBRATION_TOKENS]])
             display.show(0, None, f"compiling for {name}")
-            results[name] = kvjax.generate(
+            result = kvjax.generate(
                 model, [prompt], transform=transform, max_new_tokens=args.max_new,
                 sampling=sampling, seed=args.seed, end_tokens=config.eos_token_ids,
                 on_tokens=None if asks or args.json else stream,
                 on_layer=_on_layer(display, model.num_layers, len(prompt)),
             )  # fmt: skip
-    texts = {name: new_text(decode, prompt, one.tokens[0]) for name, one in results.items()}
+            records[name] = _record(one, result, new_text(decode, prompt, result.tokens[0]))
+            if asks:
+                records[name]["correct"] = is_right(records[name]["text"], document.answer)
     if args.json:
-        records = {
-            name: _record(one, results[name], texts[name]) for name, one in candidates.items()
-        }
         about = {"model": "bundled" if args.model is None else args.model}
         if asks:
-            for name, record in records.items():
-                record["correct"] = is_right(texts[name], document.answer)
             about |= {"question": document.question.strip(), "expected": document.answer}
             about["full"] = records["full"]
-        _write(json.dumps({**about, **records[args.method]}) + "\n")
+        print(json.dumps({**about, **records[args.method]}))
         return
     if asks:
-        _print_answers(document, args.max_new, candidates, results, texts)
+        _print_answers(document, args.max_new, records)
     else:
-        _write(continuation.finish() + "\n")
-        print_figures(results[args.method])
-    for name, result in results.items():
-        print_dropped(name, result.dropped)
+        print(continuation.finish(), flush=True)
+        print_figures(records[args.method])
+    for name, record in records.items():
+        print_dropped(name, record["dropped"])
 
 
 def _prompt_text(args: argparse.Namespace) -> str | None:
@@ -113,12 +109,6 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
     except UnicodeEncodeError as error:
         raise ValueError("the prompt is not UTF-8 text") from error
     return text
-
-
-def _write(text: str) -> None:
-    """Text as it is, at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _on_layer(display: Display, layers: int, tokens: int) -> Callable[[int], None] | None:
@@ -144,13 +134,7 @@ def _record(candidate: Candidate, result: kvjax.Generation, text: str) -> dict[s
     }
 
 
-def _print_answers(
-    document: Document,
-    max_new: int,
-    candidates: Mapping[str, Candidate],
-    results: Mapping[str, kvjax.Generation],
-    texts: Mapping[str, str],
-) -> None:
+def _print_answers(document: Document, max_new: int, records: Mapping[str, dict]) -> None:
     """The question, the answer of each method, and what each one's cache costs."""
     answers = Table.grid(padding=(0, 3, 0, 0))
     answers.add_column(style="bold", overflow="fold")
@@ -161,16 +145,15 @@ def _print_answers(
     costs.add_column("method", style="bold", overflow="fold")
     for heading in ("budget", "cache", "of full", "first token", "per token"):
         costs.add_column(heading, justify="right", no_wrap=True)
-    for name, result in results.items():
-        right = is_right(texts[name], document.answer)
-        verdict = Text("right", "green") if right else Text("wrong", "red")
-        answers.add_row(Text(name), verdict, Text(" ".join(texts[name].split())))
-        budget = "-" if candidates[name].budget is None else str(candidates[name].budget)
-        times = seconds(result.ttft_s), seconds(result.tpot_s)
-        costs.add_row(Text(name), budget, decimal(result.cache_bytes), share(result), *times)
-        if host_bytes(result):
-            costs.caption = f"{decimal(host_bytes(result))} of {name} are in host memory."
-    tokens = next(iter(results.values())).prompt_tokens[0]
+    for name, record in records.items():
+        verdict = Text("right", "green") if record["correct"] else Text("wrong", "red")
+        answers.add_row(Text(name), verdict, Text(" ".join(record["text"].split())))
+        budget = "-" if record["budget"] is None else str(record["budget"])
+        times = seconds(record["ttft_s"]), seconds(record["tpot_s"])
+        costs.add_row(Text(name), budget, decimal(record["cache_bytes"]), share(record), *times)
+        if host_bytes(record):
+            costs.caption = f"{decimal(host_bytes(record))} of {name} are in host memory."
+    tokens = records["full"]["prompt_tokens"]
     console = Console(highlight=False)
     console.print(f"The bundled model read a document and a question, {tokens:,} tokens:\n")
     console.print(f"{document.question.strip()} ...\n", style="bold", markup=False)

@@ -14,11 +14,7 @@ _BUNDLED = (
 
 
 def read_text(path: str) -> str:
-    """The text of a UTF-8 file, line ends as they are.
-
-    Raises:
-      ValueError: it cannot be read, or is not UTF-8.
-    """
+    """The text of a UTF-8 file, line ends as they are; ValueError where it is none."""
     try:
         return Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -29,14 +25,9 @@ def read_text(path: str) -> str:
 
 
 def model_folder(given: str | None) -> Path:
-    """The folder of a model.
+    """The folder of a model; None stands for the bundled one, an id for files of the hub.
 
-    Args:
-      given: path of a folder or id on the Hugging Face hub, whose files are downloaded; None: the
-        bundled model.
-
-    Raises:
-      ValueError: there is no such model, or files of the bundled model are missing.
+    Raises ValueError if there is no such model, or files of the bundled model are missing.
     """
     # Imported here: kvjax does without kvjax.models, and help without what they import.
     from kvjax.models import demo
@@ -54,10 +45,8 @@ def model_folder(given: str | None) -> Path:
 def import_module(given: str) -> None:
     """Imports an installed module by its name, or a Python file by a path that ends in `.py`.
 
-    Once per process: what has been imported is not run again.
-
-    Raises:
-      ValueError: there is no such module or file, or it raises an exception.
+    Once per process: what has been imported is not run again. Raises ValueError if there is no such
+    module or file, or if it raises an exception.
     """
     try:
         if not given.endswith(".py"):

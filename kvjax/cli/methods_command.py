@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import inspect
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ def methods(args: argparse.Namespace) -> None:
         for heading, names in kinds.items()
     }
     if args.json:
-        sys.stdout.write(json.dumps(described) + "\n")
+        print(json.dumps(described))
         return
     console = Console(highlight=False)
     name_width = max(map(len, METHODS | WRAPPERS | STORAGE))
@@ -57,13 +56,11 @@ def _table(
     heading: str, rows: Mapping[str, Mapping[str, Any]], width: int, name_width: int
 ) -> Table:
     """Names, parameters with defaults, what the methods do, papers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, width=min(width, 120))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, width=min(width, 120), leading=1)
     table.add_column(heading, style="bold", no_wrap=True, width=name_width)
     table.add_column("parameters", ratio=4)
     table.add_column("what it does", ratio=5)
-    for number, (name, row) in enumerate(rows.items()):
-        if number:
-            table.add_row()
+    for name, row in rows.items():
         about = Text(row["summary"])
         if row["paper"]:
             about.append(f"\n{row['paper']}", style="dim")

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from rich import progress
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskProgressColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
-from kvjax.generation.generate import Generation
 
-
-class Display(Progress):
+class Display(progress.Progress):
     """Progress on standard error: a bar with times, and below it what is done now.
 
-    It disappears when it is stopped or the block ends. Nothing is shown where standard error is no
-    terminal.
-
-    Args:
-      wanted: False: nothing is shown on a terminal either.
+    It disappears when it is stopped or the block ends. Nothing is shown unless it is `wanted` and
+    standard error is a terminal.
     """
 
     def __init__(self, wanted: bool = True) -> None:
@@ -35,12 +24,12 @@ class Display(Progress):
         shown = wanted and sys.stderr.isatty() and not console.is_dumb_terminal
         self._now = Text(no_wrap=True, overflow="ellipsis", style="dim")
         super().__init__(
-            SpinnerColumn(),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
+            progress.SpinnerColumn(),
+            progress.BarColumn(bar_width=None),
+            progress.TaskProgressColumn(),
+            progress.TimeElapsedColumn(),
             "elapsed,",
-            TimeRemainingColumn(),
+            progress.TimeRemainingColumn(),
             "left",
             console=console,
             transient=True,
@@ -78,28 +67,30 @@ def seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
-def share(result: Generation) -> str:
+def share(record: Mapping[str, Any]) -> str:
     """The cache's bytes as a percentage of the full cache's."""
-    return f"{result.cache_bytes / result.full_cache_bytes:.1%}"
+    return f"{record['cache_bytes'] / record['full_cache_bytes']:.1%}"
 
 
-def host_bytes(result: Generation) -> int:
+def host_bytes(record: Mapping[str, Any]) -> int:
     """Bytes of the cache that are not in the device's memory."""
-    return result.cache_bytes - result.memory_bytes["device"]
+    return record["cache_bytes"] - record["memory_bytes"]["device"]
 
 
-def print_figures(result: Generation) -> None:
-    """One line on standard error: tokens, times, bytes."""
+def print_figures(record: Mapping[str, Any]) -> None:
+    """One line on standard error: tokens, times, bytes; from what `--json` prints."""
     line = (
-        f"{result.prompt_tokens[0]} + {len(result.tokens[0])} tokens · first after "
-        f"{seconds(result.ttft_s)} · {seconds(result.tpot_s)} per token · cache "
-        f"{decimal(result.cache_bytes)} of {decimal(result.full_cache_bytes)} ({share(result)})"
+        f"{record['prompt_tokens']} + {record['new_tokens']} tokens · first after "
+        f"{seconds(record['ttft_s'])} · {seconds(record['tpot_s'])} per token · cache "
+        f"{decimal(record['cache_bytes'])} of {decimal(record['full_cache_bytes'])} "
+        f"({share(record)})"
     )
-    if host_bytes(result):
-        line += f", {decimal(host_bytes(result))} of it in host memory"
-    if result.recall is not None and result.recall.hit_rate is not None:
-        fetched = decimal(round(result.recall.fetched_bytes_per_step))
-        line += f" · {100 * result.recall.hit_rate:.0f}% hits, {fetched} fetched per token"
+    if host_bytes(record):
+        line += f", {decimal(host_bytes(record))} of it in host memory"
+    recall = record["recall"]
+    if recall is not None and recall["hit_rate"] is not None:
+        fetched = decimal(round(recall["fetched_bytes_per_step"]))
+        line += f" · {100 * recall['hit_rate']:.0f}% hits, {fetched} fetched per token"
     _print_line(line, "dim")
 
 

@@ -19,7 +19,7 @@ from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.protocol import KVTransform
 
-from . import files, plots
+from . import files
 from .fidelity import measure_fidelity
 from .grid import Cell, Grid
 from .material import WINDOWS, Material
@@ -121,6 +121,9 @@ def run(
     journal = None if out is None else files.Journal(Path(out), settings)
     results = Results(settings, _records(measure, journal, on_progress))
     if out is not None:
+        # Imported here: `kvjax.evaluation` takes less time to import without matplotlib.
+        from . import plots
+
         files.write(results, Path(out))
         plots.draw(results, Path(out))
     return results
@@ -183,11 +186,8 @@ class _Measure:
     ) -> None:
         self.material, self.model, self.end_tokens = material, model, end_tokens
         self._decode = decoder(material.tokenizer)
-
-    @functools.cache  # noqa: B019  (one instance, as long as its grid)
-    def calibrated(self, transform: KVTransform) -> KVTransform:
-        """The transform, calibrated on the first tokens of the text."""
-        return calibrated(transform, self.model, [self.material.sample()])
+        # On the first tokens of the text, and once per transform.
+        self.calibrated = functools.cache(lambda tx: calibrated(tx, model, [material.sample()]))
 
     def retrieval(self, transform: KVTransform, cell: Cell) -> dict[str, Any]:
         """Right answers, bytes and times."""
@@ -199,12 +199,11 @@ class _Measure:
             )
             for case in cases
         ]  # fmt: skip
-        right = [
-            is_right(new_text(self._decode, case.prompt, result.tokens[0]), case.answer)
-            for case, result in zip(cases, results, strict=True)
-        ]
         return {
-            "right": sum(right),
+            "right": sum(
+                is_right(new_text(self._decode, case.prompt, result.tokens[0]), case.answer)
+                for case, result in zip(cases, results, strict=True)
+            ),
             "cases": len(cases),
             "cache_bytes": results[-1].cache_bytes,
             "full_cache_bytes": results[-1].full_cache_bytes,

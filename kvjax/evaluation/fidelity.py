@@ -9,25 +9,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.attend import attend
 from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import HeadGroups
-from kvjax.evaluation.recording import (
-    Truth,
-    full_run,
-    record,
-    recorded,
-    seen_by_head,
-    unrecord,
-)
 from kvjax.generation.generate import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.steps import pad, read_prompt, scan_steps
 from kvjax.protocol import Full, KVTransform
+
+from .recording import Truth, full_run, holds, looked_at, record, recorded, unrecord
 
 
 def recall_rate(
@@ -70,22 +64,18 @@ def recall_rate(
       arXiv 2412.03213, Figure 11.
     """
     _check_recall(attention, kept, budget)
-    (batch, _, length), kv_heads = attention.shape, kept.shape[1]
-    grouped = attention.reshape(batch, kv_heads, -1, length).astype(jnp.float32)
-    total = grouped.sum(2)
+    return _recall(attention, holds(kept, attention.shape[-1]), budget)
+
+
+def _recall(attention, held: Bool[Array, "B H L"], budget) -> Float[Array, "B H"]:
+    """`recall_rate` for tokens that are marked."""
+    batch, kv_heads, length = held.shape
+    total = attention.reshape(batch, kv_heads, -1, length).astype(jnp.float32).sum(2)
     rank = jnp.argsort(jnp.argsort(-total, axis=-1, stable=True), axis=-1)
-    if isinstance(budget, jax.Array | np.ndarray):
-        budget = budget[:, :, None]
-    top = (rank < budget) & (total > 0)
-    hits = (top & _holds(kept, length)).sum(-1, dtype=jnp.float32)
+    top = (rank < jnp.broadcast_to(budget, held.shape[:2])[..., None]) & (total > 0)
+    hits = (top & held).sum(-1, dtype=jnp.float32)
     count = top.sum(-1, dtype=jnp.float32)
     return jnp.where(count > 0, hits / jnp.maximum(count, 1.0), 1.0)
-
-
-def _holds(kept: Int[Array, "B H S"], length: int) -> Array:
-    """Whether each token position is among those kept, `[B, H, L]`."""
-    mark = jax.vmap(jax.vmap(lambda at: jnp.zeros(length, bool).at[at].set(True, mode="drop")))
-    return mark(jnp.where(kept >= 0, kept, length))
 
 
 def _check_recall(attention, kept, budget) -> None:
@@ -261,9 +251,6 @@ def _judge(layer: KVTransform, cache: Cache, truth: Truth, position, budget: int
         phase="decode", rope=own.rope, predicted_query=own.predicted, **own.options,
     )  # fmt: skip
     cache, records = unrecord(cache)
-    seen = seen_by_head(layer, records)
-    looked_at = budget
-    if budget is None:
-        looked_at = _holds(seen, truth.attention.shape[-1]).sum(-1, dtype=jnp.int32)
-    recall = recall_rate(truth.attention, seen, looked_at)
+    held = looked_at(layer, records, truth.attention.shape[-1])
+    recall = _recall(truth.attention, held, held.sum(-1) if budget is None else budget)
     return cache, recall, attention_error(out, truth.output)

@@ -21,27 +21,25 @@ SETTINGS, CELLS = "settings.json", "cells.jsonl"
 RESULTS, TABLE, TIMINGS = "results.json", "results.csv", "timings.json"
 _PACKAGES = ("kvjax", "jax", "jaxlib", "numpy")
 _TIMES = ("ttft_s", "tpot_s")
-_CACHE_COLUMNS = ("nll", "nll_difference", "perplexity_ratio", "recall", "attention_error")
+_COLUMNS = (  # of `results.csv`
+    "method", "budget", "length", "task", "depth", "right", "cases", "accuracy", "interval_low",
+    "interval_high", "cache_bytes", "full_cache_bytes", "nll", "nll_difference",
+    "perplexity_ratio", "recall", "attention_error", "failed",
+)  # fmt: skip
 
 
 class Journal:
     """The finished cells of a run, one line each, so that an interrupted run can be resumed.
 
-    Makes the folder and writes the settings, unless they are there already.
-
-    Args:
-      folder: where; it need not exist yet.
-      settings: of the run.
+    Makes the folder and writes the settings. Raises ValueError if the path is no folder, cannot be
+    written to, or holds something else.
 
     Attributes:
       finished: the cells that need not be measured again, those that did not fail.
-
-    Raises:
-      ValueError: the path is no folder, cannot be written to, or holds something else.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._path, kept = folder / CELLS, folder / SETTINGS
+        self._path = folder / CELLS
         check_folder(folder)
         _check_settings(folder, settings)
         # An interruption may have left a part of a line after the last line end.
@@ -53,11 +51,10 @@ class Journal:
                 cell, found = Cell(*record["cell"]), record["found"]
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{self._path} is damaged in line {number}: remove it") from error
-            self.finished[cell] = found
-        self.finished = {cell: r for cell, r in self.finished.items() if "failed" not in r}
+            if "failed" not in found:
+                self.finished[cell] = found
         folder.mkdir(parents=True, exist_ok=True)
-        if not kept.exists():
-            _replace(kept, _dumps(settings))
+        _replace(folder / SETTINGS, _dumps(settings))
         if self._path.exists():  # the next line would be added to that part
             os.truncate(self._path, sum(len(line) + 1 for line in lines))
 
@@ -71,11 +68,10 @@ class Journal:
 
 def check_folder(folder: Path) -> None:
     """Raises ValueError unless results can be written to a folder, without making it."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"cannot write to {folder}: it is not a directory")
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():
-        raise ValueError(f"cannot write to {folder}: {above} is not a directory")
+        what = "it" if above == folder else above
+        raise ValueError(f"cannot write to {folder}: {what} is not a directory")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ValueError(f"cannot write to {folder}: no permission for {above}")
 
@@ -88,11 +84,9 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{folder} holds a {foreign[0]} of something else: choose another")
         return
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        kept = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the settings of a comparison") from error
-    if not isinstance(kept, dict):
-        kept = {}
     asked = json.loads(_dumps(settings))
     if names := [name for name in asked if kept.get(name) != asked[name]]:
         raise ValueError(
@@ -111,9 +105,9 @@ def write(results: Results, folder: Path) -> None:
 def as_json(results: Results) -> dict[str, Any]:
     """What `results.json` holds: a function of model, text, settings and seed, without times."""
     rows = {"cells": results.rows(), "caches": results.caches(), "averages": results.averages()}
-    return _plain({"settings": dict(results.settings)}) | {
-        name: [_plain(row._asdict(), without=_TIMES) for row in found]
-        for name, found in rows.items()
+    return {"settings": _plain(results.settings)} | {
+        heading: [_plain(row._asdict(), without=_TIMES) for row in found]
+        for heading, found in rows.items()
     }
 
 
@@ -137,26 +131,17 @@ def timings(results: Results) -> dict[str, Any]:
 def _as_csv(results: Results) -> str:
     """A line per retrieval cell, followed by the figures of its cache."""
     caches = {row[:3]: row for row in results.caches()}
-    lines = []
-    for row in results.rows():
-        cache, found = caches[row[:3]], row.accuracy
-        low, high = found.interval if found else (None, None)
-        lines.append({
-            **dict(zip(row._fields[:5], row, strict=False)),
-            "right": found and found.right,
-            "cases": found and found.cases,
-            "accuracy": found and found.share,
-            "interval_low": low,
-            "interval_high": high,
-            "cache_bytes": row.cache_bytes,
-            "full_cache_bytes": row.full_cache_bytes,
-            **{name: getattr(cache, name) for name in _CACHE_COLUMNS},
-            "failed": row.failed or cache.failed,
-        })  # fmt: skip
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_plain(lines))
+    for row in results.rows():
+        cache = caches[row[:3]]
+        line = {**cache._asdict(), **row._asdict(), "failed": row.failed or cache.failed}
+        del line["accuracy"]
+        if found := row.accuracy:
+            line |= {**found._asdict(), "accuracy": found.share}
+            line["interval_low"], line["interval_high"] = found.interval
+        writer.writerow(_plain(line))
     return text.getvalue()
 
 
@@ -166,7 +151,7 @@ def _plain(value: Any, without: Sequence[str] = ()) -> Any:
         value = {**value._asdict(), "share": value.share, "interval": list(value.interval)}
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items() if name not in without}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return round(value, 6) if isinstance(value, float) else value
 

@@ -174,14 +174,8 @@ class Grid:
 
     def settings(self) -> dict[str, Any]:
         """The grid in the form that is written to files."""
-        return {
-            "methods": [[one.method, one.budget] for one in self.candidates],
-            "tasks": list(self.tasks),
-            "lengths": list(self.lengths),
-            "depths": list(self.depths),
-            "cases": self.cases,
-            "seed": self.seed,
-        }
+        rest = dict(vars(self))
+        return {"methods": [(one.method, one.budget) for one in rest.pop("candidates")], **rest}
 
     def groups(self) -> Iterator[tuple[Candidate, list[Cell]]]:
         """Each candidate at each length with its cells, which share compiled code."""
@@ -192,7 +186,3 @@ class Grid:
                 for task, depth in itertools.product(self.tasks, self.depths)
             ]
             yield one, [*retrieval, Cell("perplexity", *key), Cell("fidelity", *key)]
-
-    def case_seed(self, number: int) -> int:
-        """The seed of case `number`: a function of the grid's seed and nothing else."""
-        return int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0])

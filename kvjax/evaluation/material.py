@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,7 @@ _CONTINUATION = 128  # most tokens of a row that are predicted after the prompt
 class Material:
     """The prompts and texts of a grid.
 
-    Args:
-      grid: what is compared.
-      tokenizer: of the model, from `transformers`.
-      text: filler, and text for the perplexity.
-
-    Raises:
-      ValueError: the text is too short, or a length too small for a task.
+    Raises ValueError if the text is too short, or a length too small for a task.
     """
 
     def __init__(self, grid: Grid, tokenizer: Any, text: str) -> None:
@@ -45,10 +40,8 @@ class Material:
         # One number for all cells, so that all tasks share compiled code.
         self.new_tokens = max(
             case.reply_tokens
-            for length in grid.lengths
-            for task in grid.tasks
-            for depth in grid.depths
-            for case in self.cases(task, length, depth)
+            for cell in itertools.product(grid.tasks, grid.lengths, grid.depths)
+            for case in self.cases(*cell)
         )
 
     def check(self, model: Sized) -> None:
@@ -62,11 +55,12 @@ class Material:
             )
 
     def cases(self, task: str, length: int, depth: float) -> list[Case]:
-        """The cases of one task, length and depth."""
-        return [
-            self._haystack.case(task, length=length, depth=depth, seed=self.grid.case_seed(number))
+        """The cases of one task, length and depth; their seeds follow from the grid's alone."""
+        seeds = [
+            int(np.random.SeedSequence((self.grid.seed, number)).generate_state(1)[0])
             for number in range(self.grid.cases)
         ]
+        return [self._haystack.case(task, length=length, depth=depth, seed=seed) for seed in seeds]
 
     def fidelity_prompts(self, length: int) -> list[list[int]]:
         """One prompt of the first task per depth."""

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from .results import Average, Proportion, Results
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Each has a marker and a dash
-# of its own, so that prints in grey can be read too.
-_STYLES = (
-    ("#0072B2", "o", "-"), ("#D55E00", "s", (0, (5, 2))), ("#009E73", "^", (0, (5, 1, 1, 1))),
-    ("#CC79A7", "D", (0, (1, 1))), ("#E69F00", "v", (0, (9, 2))), ("#56B4E9", "P", (0, (3, 1))),
-    ("#7F7F7F", "X", (0, (7, 1, 1, 1, 1, 1))), ("#332288", "<", (0, (2, 2))),
-    ("#882255", "*", (0, (6, 1, 2, 1))), ("#117733", "h", (0, (4, 4))),
+# of its own, so that prints in grey can be read too. Later methods have smaller markers, so that a
+# marker in the same place below them is visible.
+_STYLES = cycler(
+    color=[
+        "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#332288",
+        "#882255", "#117733",
+    ],
+    marker="os^DvPX<*h",
+    markersize=np.linspace(11, 6, 10),
+    linestyle=[
+        "-", (0, (5, 2)), (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (9, 2)), (0, (3, 1)),
+        (0, (7, 1, 1, 1, 1, 1)), (0, (2, 2)), (0, (6, 1, 2, 1)), (0, (4, 4)),
+    ],
 )  # fmt: skip
 
 
@@ -32,17 +39,11 @@ def draw(results: Results, folder: Path) -> None:
     `accuracy_vs_budget.png` and `bytes_vs_accuracy.png` with a line per method, and for each method
     `heatmap_<method>.png`, depth × length for every task and budget. A failed cell is a gap.
     """
-    figures = {
-        "accuracy_vs_budget": accuracy_vs_budget(results),
-        "bytes_vs_accuracy": bytes_vs_accuracy(results),
-    }
+    accuracy_vs_budget(results).savefig(folder / "accuracy_vs_budget.png", dpi=150)
+    bytes_vs_accuracy(results).savefig(folder / "bytes_vs_accuracy.png", dpi=150)
     for method in _methods(results):
         name = re.sub(r"[^\w.=-]+", "_", method).strip("_")
-        figures[f"heatmap_{name}"] = heatmap(results, method)
-    for name, figure in figures.items():
-        beside = folder / f"{name}.png.part"
-        figure.savefig(beside, dpi=150, format="png")
-        beside.replace(folder / f"{name}.png")
+        heatmap(results, method).savefig(folder / f"heatmap_{name}.png", dpi=150)
 
 
 def accuracy_vs_budget(results: Results) -> Figure:
@@ -50,8 +51,6 @@ def accuracy_vs_budget(results: Results) -> Figure:
     given = {budget for _, budget in results.settings["methods"] if budget is not None}
     budgets = sorted(given, key=lambda budget: (isinstance(budget, int), budget))
     places = range(max(1, len(budgets)))
-    kinds = {float: "share of the prompt", int: "slots per KV head"}
-    units = [kinds[kind] for kind in kinds if any(isinstance(one, kind) for one in budgets)]
 
     def points(rows: list[Average], number: int) -> tuple[list[float], list[Average]]:
         # Shifted sideways, or the bars of equally good methods would hide each other.
@@ -64,14 +63,12 @@ def accuracy_vs_budget(results: Results) -> Figure:
     for axes in figure.axes:
         axes.set_xticks(range(len(budgets)), map(str, budgets))
         axes.set_xlim(-0.5, len(places) - 0.5)
-        axes.set_xlabel(f"budget ({', or '.join(units) or 'share of the prompt'})")
+        axes.set_xlabel("budget (share of the prompt, or slots per KV head)")
     return figure
 
 
 def bytes_vs_accuracy(results: Results) -> Figure:
     """A panel per task: accuracy against the cache's bytes, as a share of the full cache's."""
-    from matplotlib.ticker import NullFormatter, PercentFormatter
-
     averages = results.averages()
     # A candidate with a failed cell may have no bytes, and then it has no point.
     share = {
@@ -99,66 +96,42 @@ def bytes_vs_accuracy(results: Results) -> Figure:
 
 def heatmap(results: Results, method: str) -> Figure:
     """A method's accuracy by depth and length: a row of panels per task, a column per budget."""
-    from matplotlib.figure import Figure
-
-    settings = results.settings
-    budgets = [budget for name, budget in settings["methods"] if name == method]
-    tasks, shape = settings["tasks"], (len(settings["depths"]), len(settings["lengths"]))
-    width, height = 1.0 + 0.72 * shape[1], 1.0 + 0.52 * shape[0]
-    figure = Figure(
-        figsize=(max(4.8, 1.6 + width * len(budgets)), 1.0 + height * len(tasks)),
-        layout="constrained",
-    )
+    tasks, depths, lengths = (results.settings[name] for name in ("tasks", "depths", "lengths"))
+    budgets = [budget for name, budget in results.settings["methods"] if name == method]
+    width = max(4.8, 1.6 + len(budgets) * (1.0 + 0.72 * len(lengths)))
+    height = 1.0 + len(tasks) * (1.0 + 0.52 * len(depths))
+    figure = Figure(figsize=(width, height), layout="constrained")
     panels = figure.subplots(len(tasks), len(budgets), squeeze=False, sharex=True, sharey=True)
-    rows = results.rows()
+    found = {row[:5]: row.accuracy for row in results.rows()}
     for line, task in zip(panels, tasks, strict=True):
         for axes, budget in zip(line, budgets, strict=True):
-            found = {
-                (row.depth, row.length): row.accuracy
-                for row in rows
-                if row[:2] == (method, budget) and row.task == task
-            }
-            image = _fields(axes, settings["depths"], settings["lengths"], found)
-            axes.set_title(
-                _label(task) if budget is None else f"{_label(task)}, budget {budget}", fontsize=9
-            )
+            image = _fields(axes, [
+                [found[method, budget, length, task, depth] for length in lengths]
+                for depth in depths
+            ])  # fmt: skip
+            axes.set_xticks(np.arange(len(lengths)) + 0.5, [f"{x:,}" for x in lengths], fontsize=8)
+            axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{y:g}" for y in depths], fontsize=8)
+            title = _label(task) if budget is None else f"{_label(task)}, budget {budget}"
+            axes.set_title(title, fontsize=9)
         line[0].set_ylabel("depth (0 = start)")
     for axes in panels[-1]:
         axes.set_xlabel("prompt tokens")
-    bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02)
-    bar.set_label("accuracy")
+    figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02, label="accuracy")
     figure.suptitle(f"{method}: answers by depth and length", fontsize=11)
     return figure
 
 
-def _fields(
-    axes: Axes,
-    depths: Sequence[float],
-    lengths: Sequence[int],
-    found: dict[tuple[float, int], Proportion | None],
-):
+def _fields(axes: Axes, grid: list[list[Proportion | None]]) -> Any:
     """One heat map, accuracy and cases written into each field; hatched where a cell failed."""
-    from matplotlib.patches import Rectangle
-
-    grid = [[found[depth, length] for length in lengths] for depth in depths]
-    shares = [[float("nan") if one is None else one.share for one in line] for line in grid]
-    image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    shares = [[math.nan if one is None else one.share for one in line] for line in grid]
+    axes.patch.set(facecolor="0.9", edgecolor="0.6", hatch="///")
+    image = axes.pcolormesh(shares, vmin=0, vmax=1, cmap="cividis", edgecolors="white")
+    axes.set_ylim(len(grid), 0)  # the first depth is at the top
     for y, line in enumerate(grid):
         for x, one in enumerate(line):
-            if one is None:
-                box = Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="0.9", edgecolor="0.6")
-                axes.add_patch(box).set_hatch("///")
-                text, colour = "failed", "black"
-            else:
-                text = f"{one.percent}%\n{one.right}/{one.cases}"
-                colour = "black" if one.share >= 0.5 else "white"
-            axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=8)
-    axes.set_xticks(np.arange(1, len(lengths)) - 0.5, minor=True)
-    axes.set_yticks(np.arange(1, len(depths)) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.5)
-    axes.tick_params(which="minor", length=0)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
-    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=8)
+            text = "failed" if one is None else f"{one.percent}%\n{one.right}/{one.cases}"
+            colour = "black" if one is None or one.share >= 0.5 else "white"
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=colour, fontsize=8)
     return image
 
 
@@ -169,13 +142,8 @@ def _lines(
 ) -> Figure:
     """A panel per task with a line per method; the full cache is a line across and a band.
 
-    Args:
-      results: of a comparison.
-      title: of the figure.
-      points: a method's averages and its number → x, and the averages to draw there.
+    `points` takes a method's averages and its number, and returns x and the averages to draw there.
     """
-    from matplotlib.figure import Figure
-
     settings, averages = results.settings, results.averages()
     tasks, methods = settings["tasks"], _methods(results)[1:]
     figure = Figure(figsize=(1.2 + 4.6 * len(tasks), 4.8), layout="constrained")
@@ -183,7 +151,8 @@ def _lines(
     for task, axes in zip(tasks, panels, strict=True):
         axes.set_title(_label(task))
         axes.set_ylim(-0.03, 1.03)
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_prop_cycle(_STYLES)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if (full := averages[0].accuracy[task]) is not None:
@@ -191,7 +160,7 @@ def _lines(
             axes.axhline(full.share, color="black", linewidth=1.2, label="full cache")
         for number, method in enumerate(methods):
             x, rows = points([row for row in averages if row.method == method], number)
-            _line(axes, x, [row.accuracy[task] for row in rows], method, number)
+            _line(axes, x, [row.accuracy[task] for row in rows], method)
     panels[0].set_ylabel("right answers, with 95 % interval")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
@@ -206,21 +175,14 @@ def _lines(
     return figure
 
 
-def _line(
-    axes: Axes, x: list[float], found: list[Proportion | None], method: str, number: int
-) -> None:
-    """A method's points with their intervals; failed ones are left out and break the line.
-
-    Later methods have smaller markers, so that a marker in the same place below them is visible.
-    """
-    colour, marker, dash = _STYLES[number % len(_STYLES)]
+def _line(axes: Axes, x: list[float], found: list[Proportion | None], method: str) -> None:
+    """A method's points with their intervals; failed ones are left out and break the line."""
     points = [(math.nan,) * 3 if one is None else (one.share, *one.interval) for one in found]
     y, low, high = np.array(points).reshape(-1, 3).T
     axes.errorbar(
         # For shares of 0 and 1, rounding may put an end of the interval on the wrong side.
         x, y, yerr=np.maximum((y - low, high - y), 0), label=method if found else None,
-        color=colour, marker=marker, markersize=max(6, 11 - 1.5 * number),
-        markeredgecolor="white", linestyle=dash, linewidth=1.8, elinewidth=1, capsize=3,
+        markeredgecolor="white", linewidth=1.8, elinewidth=1, capsize=3,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
@@ -117,21 +117,22 @@ def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
     return dataclasses.replace(cache, transform=cache.transform.base, state=state), [own]
 
 
-def seen_by_head(layer: KVTransform, records: list[Record]) -> Int[Array, "B H N"]:
-    """The positions that each KV head looked at, of all groups in the order of the heads.
+def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Array, "B H L"]:
+    """Whether each KV head looked at each of `length` positions, from the records of all groups.
 
-    Where query heads have lists of their own, a KV head's list joins those of its query heads, so a
-    position may occur more than once.
+    Where query heads have lists of their own, a KV head's list joins those of its query heads.
     """
-    seen = [own.seen.reshape(*own.key.shape[:2], -1) for own in records]
+    marks = [holds(own.seen.reshape(*own.key.shape[:2], -1), length) for own in records]
     if not isinstance(layer, HeadGroups):
-        return seen[0]
-    widest = max(x.shape[-1] for x in seen)
-    padded = [
-        jnp.pad(x, ((0, 0), (0, 0), (0, widest - x.shape[-1])), constant_values=-1) for x in seen
-    ]
+        return marks[0]
     order = np.argsort([head for heads, _ in layer.groups for head in heads])
-    return jnp.concatenate(padded, axis=1)[:, order]
+    return jnp.concatenate(marks, axis=1)[:, order]
+
+
+def holds(kept: Int[Array, "B H S"], length: int) -> Bool[Array, "B H L"]:
+    """Whether each token position is among those kept; -1 is none."""
+    mark = jax.vmap(jax.vmap(lambda at: jnp.zeros(length, bool).at[at].set(True, mode="drop")))
+    return mark(jnp.where(kept >= 0, kept, length))
 
 
 class Truth(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -195,22 +196,20 @@ class Results:
 
     def dropped(self) -> dict[str, int]:
         """Method and budget → tokens that were lost in retrieval, where there are any."""
-        found = {}
+        found = Counter()
         for cell, record in self.records.items():
-            if record.get("dropped"):
-                found[cell.candidate] = found.get(cell.candidate, 0) + record["dropped"]
-        return found
+            found[cell.candidate] += record.get("dropped", 0)
+        return dict(+found)
 
     def _cache(self, method: str, budget: int | float | None, length: int) -> CacheRow:
         key = method, budget, length
         own = {cell: found for cell, found in self.records.items() if cell[1:4] == key}
         answered = [found for found in own.values() if "right" in found]
         first = answered[0] if answered else {}
-        nll = own[Cell("perplexity", *key)].get("nll")
+        figures = {**own[Cell("perplexity", *key)], **own[Cell("fidelity", *key)]}
+        nll, recall, error = map(figures.get, ("nll", "recall", "error"))
         full = self.records[Cell("perplexity", "full", None, length)].get("nll")
-        difference = None if nll is None or full is None else nll - full
-        fidelity = own[Cell("fidelity", *key)]
-        recall, error = fidelity.get("recall"), fidelity.get("error")
+        difference = None if None in (nll, full) else nll - full
         reasons = [f"{cell.measure}: {r['failed']}" for cell, r in own.items() if "failed" in r]
         times = {
             name: [seconds for found in answered for seconds in found[name]]

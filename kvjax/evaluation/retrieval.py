@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,12 +41,10 @@ class Case:
     reply_tokens: int
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """What goes into the filler, as (share of the filler before it, text), and the question."""
+class _Pieces(NamedTuple):
+    """What goes into the filler, and the question."""
 
-    asked: tuple[float, str]
-    others: list[tuple[float, str]]
+    inserts: list[tuple[float, str]]  # share of the filler before a text, and the text; asked last
     question: str
     reply: str
     answer: str
@@ -131,7 +129,7 @@ class Haystack:
         return self._assemble(rng, _pieces(rng, task, depth, needles, wording), length)
 
     def _assemble(self, rng: np.random.Generator, pieces: _Pieces, length: int) -> Case:
-        inserts = [(at, self._encode(text)) for at, text in [*pieces.others, pieces.asked]]
+        inserts = [(at, self._encode(text)) for at, text in pieces.inserts]
         asked, question = inserts[-1][1], self._encode(pieces.question)
         room = length - len(self.start) - len(question) - sum(len(ids) for _, ids in inserts)
         if not 0 <= room <= len(self.filler):
@@ -161,11 +159,8 @@ class Haystack:
 
 def _start_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that a tokenizer puts before a text; not those that it puts behind."""
-    whole, text = (
-        list(tokenizer("a", add_special_tokens=special).input_ids) for special in (True, False)
-    )
-    sizes = range(len(whole) - len(text) + 1)
-    return next((whole[:size] for size in sizes if whole[size : size + len(text)] == text), [])
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    return list(encoded.input_ids[: encoded.special_tokens_mask.index(0)])
 
 
 def _place(ends: np.ndarray, at: float, room: int) -> int:
@@ -197,27 +192,22 @@ def _pieces(
     keys, values = _keys(rng, count), _values(rng, count)
     others = list(zip(rng.random(count - 1).tolist(), keys[1:], values[1:], strict=True))
     if task == "key_value":
-        which = int(rng.integers(count))
         lines = [
             f"{_LINE.statement.format(key=key)} {value}\n"
             for key, value in zip(keys, values, strict=True)
         ]
-        block = (depth, "\n\n" + "".join(lines) + "\n")
-        reply, line = f" {values[which]}.", ("\n\n" + "".join(lines[:which]), lines[which])
-        return _Pieces(block, [], _LINE.ask(keys[which]), reply, values[which], line)
+        which = int(rng.integers(count))
+        before, value = "\n\n" + "".join(lines[:which]), values[which]
+        inserts, question = [(depth, "\n\n" + "".join(lines) + "\n")], _LINE.ask(keys[which])
+        return _Pieces(inserts, question, f" {value}.", value, (before, lines[which]))
     if task == "chain":
-        (at, key, value), *_ = others
-        link = (depth, _LINK.format(key=keys[0], other=key))
-        source = (at, WORDINGS[0].needle(key, value))
-        reply = f" the code of the {key} is {value}."
-        return _Pieces(link, [source], WORDINGS[0].ask(keys[0]), reply, value)
-    return _Pieces(
-        asked=(depth, wording.needle(keys[0], values[0])),
-        others=[(at, wording.needle(key, value)) for at, key, value in others],
-        question=wording.ask(keys[0]),
-        reply=f" {values[0]}.",
-        answer=values[0],
-    )
+        ((at, key, value),) = others
+        link = depth, _LINK.format(key=keys[0], other=key)
+        inserts, question = [(at, WORDINGS[0].needle(key, value)), link], WORDINGS[0].ask(keys[0])
+        return _Pieces(inserts, question, f" the code of the {key} is {value}.", value)
+    needles = [*others, (depth, keys[0], values[0])]
+    inserts = [(at, wording.needle(key, value)) for at, key, value in needles]
+    return _Pieces(inserts, wording.ask(keys[0]), f" {values[0]}.", values[0])
 
 
 def _keys(rng: np.random.Generator, count: int) -> list[str]:
