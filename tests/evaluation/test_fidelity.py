@@ -314,7 +314,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(("budget", "new_tokens"), [(None, 3), (6, 1)])
+@pytest.mark.parametrize(("budget", "new_tokens"), [(None, 2), (6, 2)])
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_against_the_reference(name, budget, new_tokens):
     """Ragged rows and grouped queries, every layer on what the full cache's run gives it."""
