@@ -104,11 +104,10 @@ class Keep(Decision):
         if self.score is None:
             return cache.position.astype(jnp.float32)
         score = self.score.astype(jnp.float32)
-        if score.shape[1] != cache.shape[1] or self.reduce == "layer":
-            reduce = "mean" if self.reduce == "layer" else self.reduce
-            score = group_scores(score, cache, reduce)
         if self.reduce == "layer":
-            score = over_heads(score, cache)
+            score = over_heads(group_scores(score, cache, "mean"), cache)
+        elif score.shape[1] != cache.shape[1]:
+            score = group_scores(score, cache, self.reduce)
         return jnp.where(jnp.isnan(score), -jnp.inf, score)
 
     def kept(self, cache: KVCache) -> Bool[Array, "B H S"]:
@@ -189,8 +188,7 @@ class Merge(Decision):
         merged = merge(cache, into, self.weights)
         if self.value_scale == "log_mass":
             return merged
-        changed = merged.log_mass != cache.log_mass
-        changed &= merged.live
+        changed = merged.live & (merged.log_mass != cache.log_mass)
         tokens = jnp.where(changed, jnp.exp(merged.log_mass), 1.0)
         merged = merged.replace(log_mass=jnp.where(changed, 0.0, merged.log_mass))
         if self.value_scale == "none":
@@ -238,10 +236,8 @@ class Changed(Decision):
         return self.cache
 
 
-def carry_out(decision: Decision | None, cache: KVCache, step: Step) -> KVCache:
+def carry_out(decision: Decision, cache: KVCache, step: Step) -> KVCache:
     """The cache after a decision, of which only `step.rows` are concerned."""
-    if decision is None:
-        return cache
     rows = step.rows
     if decision.rewrites and step.output is not None:
         # XLA goes by data alone: what attention reads and a decision overwrites, in no order that
@@ -268,9 +264,9 @@ def decide(
     after, made = [], []
     for transform, state in zip(transforms, states, strict=True):
         decision, state = getattr(transform, f"on_{step.moment}")(cache, state, step)
-        cache = carry_out(decision, cache, step)
         after.append(state)
         if decision is not None:
+            cache = carry_out(decision, cache, step)
             made.append(decision)
     return cache, tuple(after), made
 

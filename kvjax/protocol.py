@@ -18,7 +18,6 @@ A method that overrides one of them takes part in that moment; nothing else has 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -202,7 +201,7 @@ class Step:
 
     def of_rows(self, new: State, old: State) -> State:
         """A state whose arrays are `[B, ...]`: `new` in the rows concerned, `old` in the others."""
-        return jax.tree.map(functools.partial(of_rows, self.rows), new, old)
+        return of_rows(self.rows, new, old)
 
 
 @jax.tree_util.register_dataclass

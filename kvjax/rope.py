@@ -49,11 +49,9 @@ class Rope:
         Angles, sines and cosines are float32; the result has the dtype of `x`. A position below
         zero (padding) is rotated like any other number: nothing reads such a vector.
         """
-        pairs = self.inv_freq.shape[-1]
         if positions.ndim == 2:
             positions = positions[:, None, :]
-        frequencies = self.inv_freq.astype(jnp.float32)
-        frequencies = frequencies.reshape((-1, 1, 1, pairs))
+        frequencies = self.inv_freq.reshape(-1, 1, 1, self.inv_freq.shape[-1]).astype(jnp.float32)
         angle = positions[..., None].astype(jnp.float32) * frequencies
         cos, sin = jnp.cos(angle) * self.factor, jnp.sin(angle) * self.factor
         return rotate_pairs(x, cos, sin, self.interleaved)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, QueryWindow
-from kvjax.budgets.budgets import check_count
+from kvjax.attention.layer import Cache, LayerCache, QueryWindow, layer_caches
+from kvjax.budgets.budgets import check_choice, check_count, check_number
 from kvjax.cache.payload import Dense, Seen, Slots, take_slots
-from kvjax.cache.slots import KVCache, append, compact, widen
+from kvjax.cache.slots import KVCache, append, compact, opened, sorted_slots, widen
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
@@ -128,11 +129,11 @@ def _attend(transform, cache: LayerCache, q, k, v, positions, predicted, call: _
         k, v = (jnp.repeat(x, kv.unfolded, axis=1) for x in (k, v))
     rows = (positions >= 0).any(1)
     if call.prompt:
-        if cache.reading is None:
-            kv = _open(kv)
-        else:
-            rows |= cache.reading
-        kv = widen(kv, _working_slots(kv, k.shape[2], call.last))
+        rows = rows if cache.reading is None else rows | cache.reading
+        kv = opened(kv)
+        if kv.slots <= kv.capacity:  # no earlier chunk has made room for the whole prompt
+            slots = kv.slots + (k.shape[2] if call.last else kv.max_prompt)
+            kv = widen(kv, min(slots, kv.max_tokens))
     kv, slots = append(kv, k, v, positions)
     view = View(kv, slots, predicted=predicted, implementation=call.implementation)
     if not call.prompt:
@@ -153,20 +154,25 @@ def _attend(transform, cache: LayerCache, q, k, v, positions, predicted, call: _
     else:
         out, mass = _decode_attention(needs, view, q, rotate, positions, call)
     if needs.accumulated_attention:
-        kv = _accumulate(kv, mass)
+        received = jnp.moveaxis(mass.reshape(*kv.shape[:2], kv.group, -1), 2, -1)
+        kv = kv.with_column("attention", kv.column("attention") + received)
     window = _last_queries(needs, cache, q, positions, call)
+    query, query_position = window or (None, None)
     after = dataclasses.replace(cache, kv=kv, state=state, window=window, reading=None)
-    if call.prompt and kv.interval is not None:
-        after = _for_flush(after, call)
     if call.prompt and not call.last:
         return out.astype(q.dtype), dataclasses.replace(after, reading=rows)
+    if call.prompt and kv.interval is not None:  # what a flush has to know of this attention
+        after = dataclasses.replace(after, logits=call.logits)
+        if needs.unrotated_keys and _looks_at_keys(transform):
+            own = jax.tree.map(lambda x: x + 0, rope)  # the cache is donated, not the rope
+            after = dataclasses.replace(after, rope=own)
     step = Step(
         rows=rows,
         slots=slots,
         mass=mass,
         keys=keys,
-        query=None if window is None else window.query,
-        query_position=None if window is None else window.position,
+        query=query,
+        query_position=query_position,
         rope=rope,
         moment="prompt" if call.prompt else "step",
         logits=call.logits,
@@ -200,14 +206,6 @@ def _decide(transform: KVTransform, kv: KVCache, state: State, step: Step) -> tu
         kv = kv.replace(k=k, v=v, stored=None)
     states = (*evicting, *others)
     return kv, states if len(parts) > 1 else states[0]
-
-
-def _for_flush(cache: LayerCache, call: _Call) -> LayerCache:
-    """The cache with what `flush` has to know of the last prompt's attention."""
-    rope = cache.rope
-    if cache.transform.needs.unrotated_keys and _looks_at_keys(cache.transform):
-        rope = jax.tree.map(lambda x: x + 0, call.rope)  # the cache is donated, not the rope
-    return dataclasses.replace(cache, rope=rope, logits=call.logits)
 
 
 def _looks_at_keys(transform: KVTransform) -> bool:
@@ -253,11 +251,8 @@ def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
     if steps is None:
         return caches
     check_count("steps", steps, 1)
-
-    def one(cache: LayerCache) -> LayerCache:
-        return cache if cache.kv.interval is None else _flush(cache, steps)
-
-    return jax.tree.map(one, caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    flushed = functools.partial(_flush, steps=steps)
+    return jax.tree.map(flushed, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
@@ -265,13 +260,14 @@ def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
 
     The least of all layers' intervals. It is static, as `flush` and the loop around it need it.
     """
-    leaves = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
-    intervals = [cache.kv.interval for cache in leaves if cache.kv.interval is not None]
-    return min(intervals, default=None)
+    intervals = (cache.kv.interval for cache in layer_caches(caches))
+    return min((steps for steps in intervals if steps is not None), default=None)
 
 
 def _flush(cache: LayerCache, steps: int) -> LayerCache:
-    kv, window = cache.kv, cache.window
+    kv, (query, query_position) = cache.kv, cache.window or (None, None)
+    if kv.interval is None:
+        return cache
     if cache.reading is not None or kv.stored is not None:
         raise ValueError("the prompt is not complete: give its last chunk before flush")
     keys = kv.k.read() if _looks_at_keys(cache.transform) else None
@@ -280,8 +276,8 @@ def _flush(cache: LayerCache, steps: int) -> LayerCache:
     step = Step(
         rows=jnp.ones(kv.shape[0], bool),
         keys=keys,
-        query=None if window is None else window.query,
-        query_position=None if window is None else window.position,
+        query=query,
+        query_position=query_position,
         rope=cache.rope,
         moment="flush",
         logits=cache.logits,
@@ -290,21 +286,6 @@ def _flush(cache: LayerCache, steps: int) -> LayerCache:
     kv, state = _decide(cache.transform, kv, cache.state, step)
     kv = kv.replace(k=kv.k.flush(steps), v=kv.v.flush(steps))
     return dataclasses.replace(cache, kv=kv, state=state)
-
-
-def _working_slots(kv: KVCache, tokens: int, last: bool) -> int:
-    """Slots while a prompt is read: what is there and the new tokens, never more than can come."""
-    if kv.slots > kv.capacity:  # an earlier chunk has made room for the whole prompt
-        return kv.slots
-    wanted = kv.slots + (tokens if last else kv.max_prompt)
-    return max(kv.slots, min(wanted, kv.max_tokens))
-
-
-def _open(kv: KVCache) -> KVCache:
-    """The cache for the time that a prompt is read: keys and values dense."""
-    if isinstance(kv.k, Dense):
-        return kv
-    return kv.replace(k=Dense(kv.k.read()), v=Dense(kv.v.read()), stored=(kv.k, kv.v))
 
 
 def _prompt_attention(needs: Needs, kv: KVCache, q, keys, positions, call: _Call):
@@ -346,18 +327,11 @@ def _decode_attention(needs: Needs, view: View, q, rotate, positions, call: _Cal
     return out.reshape(q.shape), mass
 
 
-def _accumulate(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
-    """Adds a call's attention to the column of what every slot received so far."""
-    per_group = mass.reshape(*kv.shape[:2], kv.group, -1)
-    return kv.with_column("attention", kv.column("attention") + jnp.moveaxis(per_group, 2, -1))
-
-
 def _key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:
     """What stored keys are rotated at: their position, or their rank among the live slots."""
     if not needs.reposition:
         return kv.position
-    order = jnp.argsort(jnp.where(kv.live, kv.position, jnp.iinfo(jnp.int32).max), axis=-1)
-    return jnp.argsort(order, axis=-1).astype(jnp.int32)
+    return jnp.argsort(sorted_slots(kv.live, kv.position), axis=-1).astype(jnp.int32)
 
 
 def _last_queries(needs: Needs, cache: LayerCache, q, positions, call: _Call) -> QueryWindow | None:
@@ -365,9 +339,7 @@ def _last_queries(needs: Needs, cache: LayerCache, q, positions, call: _Call) ->
     size = needs.queries(cache.kv.max_prompt)
     if not size or not (call.prompt or needs.decode_queries):
         return None
-    window = cache.window
-    if window is None:
-        window = QueryWindow.empty(*q.shape[:2], size, q.shape[3], cache.kv.k.dtype)
+    window = cache.window or QueryWindow.empty(*q.shape[:2], size, q.shape[3], cache.kv.k.dtype)
     return window.add(q, positions)
 
 
@@ -421,16 +393,15 @@ def _check_tokens(q, k, v, positions) -> None:
 
 
 def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
-    if phase not in ("prompt", "decode"):
-        raise ValueError(f"phase must be 'prompt' or 'decode', got {phase!r}")
+    check_choice("phase", phase, ("prompt", "decode"))
     if predicted is not None and predicted.shape != q.shape:
         raise ValueError(
             f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
         )
     if call.logits.window is not None:
         check_count("window", call.logits.window, 1)
-    if call.logits.soft_cap is not None and not call.logits.soft_cap > 0:
-        raise ValueError(f"soft_cap must be above 0, got {call.logits.soft_cap}")
+    if call.logits.soft_cap is not None:
+        check_number("soft_cap", call.logits.soft_cap, above=0)
     if call.rope is not None and 2 * call.rope.inv_freq.shape[-1] > q.shape[3]:
         raise ValueError(
             f"rope rotates {2 * call.rope.inv_freq.shape[-1]} channels, got head_dim {q.shape[3]}"
@@ -444,14 +415,12 @@ def _check_cache(transform: KVTransform, cache: Cache, q, k, call: _Call) -> Non
         raise ValueError(f"the cache was made for {cache.transform!r}, got {transform!r}")
     kv = cache.kv
     batch, lists, _ = kv.shape
-    kv_heads, query_heads = lists // kv.unfolded, lists * kv.group
-    if k.shape[:2] != (batch, kv_heads) or q.shape[1] != query_heads:
+    kv_heads, query_heads, head_dim = lists // kv.unfolded, lists * kv.group, kv.k.shape[3]
+    if (*k.shape[:2], k.shape[3], q.shape[1]) != (batch, kv_heads, head_dim, query_heads):
         raise ValueError(
-            f"the cache holds {batch} rows, {kv_heads} KV heads and {query_heads} query heads, "
-            f"got q {q.shape} and k {k.shape}"
+            f"the cache holds {batch} rows, {kv_heads} KV heads and {query_heads} query heads of "
+            f"head_dim {head_dim}, got q {q.shape} and k {k.shape}"
         )
-    if k.shape[3] != kv.k.shape[3]:
-        raise ValueError(f"the cache was made for head_dim {kv.k.shape[3]}, got {k.shape[3]}")
     if transform.needs.unrotated_keys and call.rope is None:
         raise ValueError(
             f"{transform!r} keeps keys unrotated: give attend rope= and unrotated q, k"

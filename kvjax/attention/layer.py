@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_count
 from kvjax.budgets.layers import layers_of
-from kvjax.cache.payload import Dense
-from kvjax.cache.slots import KVCache, empty_cache
+from kvjax.cache.slots import KVCache, empty_cache, opened
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.protocol import PASSED, Extent, KVTransform, Logits, State, check_transform, is_bound
 from kvjax.rope import Rope
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class QueryWindow:
+class QueryWindow(NamedTuple):
     """The last W queries of each row, oldest first.
 
     Args:
@@ -80,6 +78,11 @@ class LayerCache:
 Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
 
 
+def layer_caches(caches: Cache | tuple[Cache, ...]) -> list[LayerCache]:
+    """The caches of one layer or of several, one for each head group, in order."""
+    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
+
+
 def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
     """Positions of the tokens that survive in every KV head of a layer, in order, -1 padded.
 
@@ -102,8 +105,7 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
       >>> kvjax.kept_tokens(cache).tolist()
       [[0, 3, 4, -1]]
     """
-    parts = cache if isinstance(cache, tuple) else (cache,)
-    none = jnp.iinfo(jnp.int32).max
+    parts, none = layer_caches(cache), jnp.iinfo(jnp.int32).max
     held, sizes = [], []
     for part in parts:
         kv = part.kv
@@ -159,8 +161,9 @@ def init_cache(
       (2, 4, 96)
     """
     check_transform(transform, "init_cache")
-    counts = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "max_prompt": max_prompt}
-    for name, value in counts.items():
+    query_heads = kv_heads if query_heads is None else query_heads
+    counts = {"batch": batch, "kv_heads": kv_heads, "query_heads": query_heads}
+    for name, value in (counts | {"head_dim": head_dim, "max_prompt": max_prompt}).items():
         check_count(name, value, 1)
     check_count("max_new", max_new, 0)
     bound = layers_of(transform)
@@ -172,8 +175,6 @@ def init_cache(
             f"{list(bound)}, got {layer}"
         )
     check_count("layer", layer, 0)
-    query_heads = kv_heads if query_heads is None else query_heads
-    check_count("query_heads", query_heads, 1)
     if query_heads % kv_heads:
         raise ValueError(
             f"query_heads must be a multiple of kv_heads, got {query_heads} and {kv_heads}"
@@ -189,14 +190,13 @@ def init_cache(
         )
     if isinstance(transform, HeadGroups):
         transform.check_heads(kv_heads)
+        same = {"batch": batch, "head_dim": head_dim, "max_prompt": max_prompt}
+        same |= {"max_new": max_new, "dtype": dtype, "layer": layer}
         group = query_heads // kv_heads
         return tuple(
-            init_cache(
-                tx, batch=batch, kv_heads=len(heads), query_heads=len(heads) * group,
-                head_dim=head_dim, max_prompt=max_prompt, max_new=max_new, dtype=dtype, layer=layer,
-            )
+            init_cache(tx, kv_heads=len(heads), query_heads=len(heads) * group, **same)
             for heads, tx in transform.groups
-        )  # fmt: skip
+        )
     extent, needs = transform.extent(Extent(max_prompt, max_new)), transform.needs
     if needs.reposition and needs.decode_queries:
         raise ValueError(
@@ -227,10 +227,6 @@ def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...
     """
 
     def dense(cache: LayerCache) -> LayerCache:
-        kv = cache.kv
-        if isinstance(kv.k, Dense):
-            return cache
-        k, v = (Dense.zeros(x.shape, x.dtype) for x in (kv.k, kv.v))
-        return dataclasses.replace(cache, kv=kv.replace(k=k, v=v, stored=(kv.k, kv.v)))
+        return dataclasses.replace(cache, kv=opened(cache.kv, empty=True))
 
     return jax.tree.map(dense, caches, is_leaf=lambda x: isinstance(x, LayerCache))

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Turn, decode_attention
@@ -131,23 +130,18 @@ class Payload(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense:
-    """Rows as they are, `data [B, H, S, D]`.
+    """Rows as they are, `data [B, H, S, D]`, finite in free slots too.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from kvjax.cache.payload import Dense
-      >>> payload = Dense.zeros((1, 2, 8, 4), jnp.float32)
+      >>> payload = Dense(jnp.zeros((1, 2, 8, 4)))
       >>> payload = payload.write(jnp.array([[[3], [5]]]), jnp.ones((1, 2, 1, 4)))
       >>> payload.read().sum(axis=(0, 2, 3)).tolist()
       [4.0, 4.0]
     """
 
     data: Float[Array, "B H S D"]
-
-    @classmethod
-    def zeros(cls, shape: tuple[int, int, int, int], dtype: DTypeLike) -> Dense:
-        """A payload of zeros (free slots must hold finite numbers)."""
-        return cls(jnp.zeros(shape, dtype))
 
     shape = property(lambda self: self.data.shape)
     dtype = property(lambda self: self.data.dtype)

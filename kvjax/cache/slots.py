@@ -125,6 +125,11 @@ class KVCache:
         new = dataclasses.replace(old, values=values) if old else Column(values, **kind)
         return self.replace(columns={**self.columns, name: new})
 
+    def map_slots(self, change: Callable[[Array], Array]) -> KVCache:
+        """A copy with every per-slot array changed: columns too, but not keys and values."""
+        names = ("position", "log_mass", "pinned", "columns")
+        return self.replace(**{name: jax.tree.map(change, getattr(self, name)) for name in names})
+
     def map_columns(self, values: Callable[[Column], Array]) -> dict[str, Column]:
         """The columns with new `values`, each from what it was."""
         return {
@@ -139,18 +144,14 @@ def empty_cache(
     head_dim: int,
     capacity: int,
     *,
-    max_prompt: int,
-    max_new: int,
     dtype: DTypeLike,
-    group: int = 1,
-    unfolded: int = 1,
-    interval: int | None = None,
+    **static: int | None,
 ) -> KVCache:
-    """A cache of `capacity` free slots per row and KV head."""
+    """A cache of `capacity` free slots per row and KV head, and its `static` fields."""
     shape = (batch, kv_heads, capacity)
     return KVCache(
-        k=Dense.zeros((*shape, head_dim), dtype),
-        v=Dense.zeros((*shape, head_dim), dtype),
+        k=Dense(jnp.zeros((*shape, head_dim), dtype)),
+        v=Dense(jnp.zeros((*shape, head_dim), dtype)),
         position=jnp.full(shape, FREE, jnp.int32),
         log_mass=jnp.full(shape, NEG_INF, jnp.float32),
         columns={},
@@ -159,11 +160,7 @@ def empty_cache(
         length=jnp.zeros(batch, jnp.int32),
         dropped=jnp.zeros(shape[:2], jnp.int32),
         capacity=capacity,
-        max_prompt=max_prompt,
-        max_new=max_new,
-        group=group,
-        unfolded=unfolded,
-        interval=interval,
+        **static,
     )
 
 
@@ -201,25 +198,22 @@ def append(
     if room is not None:
         number = jnp.cumsum(positions >= 0, axis=1, dtype=jnp.int32)
         slots = jnp.where((number <= room[:, None])[:, None], slots, cache.slots)
-    valid = jnp.broadcast_to((positions >= 0)[:, None, :], slots.shape)
-    token = jnp.broadcast_to(positions[:, None, :], slots.shape)
     stored = slots < cache.slots
+    lost = (positions >= 0)[:, None] & ~stored
 
-    def start(column: Column) -> Array:
-        values = column.values
-        new = jnp.full((*slots.shape, *values.shape[3:]), column.fill, values.dtype)
-        return write_slots(values, slots, new)
+    def start(x: Array, value: Array | float) -> Array:
+        return write_slots(x, slots, jnp.full((*slots.shape, *x.shape[3:]), value, x.dtype))
 
     cache = cache.replace(
         k=cache.k.write(slots, k),
         v=cache.v.write(slots, v),
-        position=write_slots(cache.position, slots, token),
-        log_mass=write_slots(cache.log_mass, slots, jnp.zeros(slots.shape, jnp.float32)),
-        columns=cache.map_columns(start),
-        pinned=write_slots(cache.pinned, slots, jnp.zeros(slots.shape, bool)),
+        position=start(cache.position, positions[:, None]),
+        log_mass=start(cache.log_mass, 0.0),
+        columns=cache.map_columns(lambda column: start(column.values, column.fill)),
+        pinned=start(cache.pinned, False),
         used=jnp.maximum(cache.used, jnp.where(stored, slots + 1, 0).max(-1)),
         length=jnp.maximum(cache.length, positions.max(-1) + 1),
-        dropped=cache.dropped + (valid & ~stored).sum(-1, dtype=jnp.int32),
+        dropped=cache.dropped + lost.sum(-1, dtype=jnp.int32),
     )
     return cache, slots
 
@@ -241,8 +235,7 @@ def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H
 def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
     """Frees every slot that is neither kept nor pinned.
 
-    It only marks: keys, values and columns stay where they are, so that a wrapper that holds the
-    cache from before can compare and undo.
+    It only marks: keys, values and columns stay where they are.
 
     Args:
       keep: which slots stay, `[B, H, S]`.
@@ -256,17 +249,17 @@ def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
       >>> kvjax.evict(cache, keep=cache.position != 1).position.tolist()
       [[[0, -1, 2]]]
     """
-    live = cache.live & (keep | cache.pinned)
+    return _free_others(cache, cache.live & (keep | cache.pinned))
+
+
+def _free_others(cache: KVCache, live: Bool[Array, "B H S"]) -> KVCache:
+    """The cache in which only these slots are live."""
     return cache.replace(
         log_mass=jnp.where(live, cache.log_mass, NEG_INF),
         position=jnp.where(live, cache.position, FREE),
         pinned=cache.pinned & live,
-        used=_used(live),
+        used=jnp.where(live, _slot_numbers(live.shape) + 1, 0).max(-1),
     )
-
-
-def _used(live: Bool[Array, "B H S"]) -> Int[Array, "B H"]:
-    return jnp.where(live, _slot_numbers(live.shape) + 1, 0).max(-1)
 
 
 def _slot_numbers(shape: tuple[int, int, int]) -> Int[Array, "B H S"]:
@@ -300,12 +293,11 @@ def merge(
       ([[[-1, 1, 2]]], [2.0, 8.0])
     """
     size, live = cache.slots, cache.live
-    slot = _slot_numbers(cache.shape)
     into = jnp.where(live, into, size).astype(jnp.int32)  # size = ignored
-    mass = jnp.where(live, jnp.exp(cache.log_mass), 0.0)
+    mass = jnp.exp(cache.log_mass)
     weights = mass if weights is None else jnp.where(live, weights, 0.0).astype(jnp.float32)
-    members = sum_into(into, live.astype(jnp.int32))
-    merged, stays = members > 1, live & (into == slot)
+    several = sum_into(into, live.astype(jnp.int32)) > 1
+    stays = live & (into == _slot_numbers(cache.shape))
 
     def mean(payload: Payload) -> Payload:
         return payload.write(None, segment_merge(payload.read(), into, weights))
@@ -314,21 +306,15 @@ def merge(
         values = column.values
         if column.merge == "keep":
             return values
-        keep = live.reshape(live.shape + (1,) * (values.ndim - 3))
-        summed = sum_into(into, jnp.where(keep, values, 0))
-        return jnp.where(merged.reshape(keep.shape), summed, values)
+        which = several.reshape(*cache.shape, *(1,) * (values.ndim - 3))
+        return jnp.where(which, sum_into(into, values), values)
 
-    log_mass = jnp.where(merged, jnp.log(sum_into(into, mass)), cache.log_mass)
-    pinned_members = sum_into(into, (cache.pinned & live).astype(jnp.int32))
-    return cache.replace(
-        k=mean(cache.k),
-        v=mean(cache.v),
-        log_mass=jnp.where(stays, log_mass, NEG_INF),
-        position=jnp.where(stays, cache.position, FREE),
-        columns=cache.map_columns(combine),
-        pinned=stays & (pinned_members > 0),
-        used=_used(stays),
-    )
+    log_mass = jnp.where(several, jnp.log(sum_into(into, mass)), cache.log_mass)
+    pinned = sum_into(into, cache.pinned.astype(jnp.int32)) > 0
+    columns = cache.map_columns(combine)
+    k, v = mean(cache.k), mean(cache.v)
+    merged = cache.replace(k=k, v=v, log_mass=log_mass, columns=columns, pinned=pinned)
+    return _free_others(merged, stays)
 
 
 def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -> KVCache:
@@ -351,15 +337,15 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
       [[[0, 2]]]
     """
     index = sorted_slots(cache.live, cache.position)
-    place = jax.lax.broadcasted_iota(jnp.int32, (*cache.shape[:2], slots), 2)
+    place = _slot_numbers((*cache.shape[:2], slots))
     there = place < cache.live.sum(-1, keepdims=True, dtype=jnp.int32)
-    source = take_slots(index, jnp.minimum(place, cache.slots - 1))
+    own = jnp.minimum(place, cache.slots - 1)
+    source = take_slots(index, own)
     if rows is not None:
         moves = rows[:, None, None]
-        source = jnp.where(moves, source, jnp.minimum(place, cache.slots - 1))
+        source = jnp.where(moves, source, own)
         there = jnp.where(moves, there, place < cache.slots)
-    # A free slot repeats the first token, so that a group of slots encoded together has its range.
-    return _move(cache, jnp.where(there, source, source[..., :1]), there)
+    return _move(cache, source, there)
 
 
 def permute(
@@ -376,20 +362,9 @@ def permute(
     if slots is None:
         return _move(cache, source, jnp.ones(source.shape, bool))
     source = jnp.minimum(source, cache.slots - 1)
-
-    def move(x: Array) -> Array:
-        return write_slots(x, slots, take_slots(x, source))
-
-    log_mass = move(cache.log_mass)
-    return cache.replace(
-        k=cache.k.flush(0, (source, slots)),
-        v=cache.v.flush(0, (source, slots)),
-        position=move(cache.position),
-        log_mass=log_mass,
-        columns=cache.map_columns(lambda column: move(column.values)),
-        pinned=move(cache.pinned),
-        used=_used(log_mass > NEG_INF),
-    )
+    moved = cache.map_slots(lambda x: write_slots(x, slots, take_slots(x, source)))
+    k, v = (payload.flush(0, (source, slots)) for payload in (cache.k, cache.v))
+    return _free_others(moved.replace(k=k, v=v), moved.live)
 
 
 def sorted_slots(live: Bool[Array, "B H N"], position: Int[Array, "B H N"]) -> Int[Array, "B H N"]:
@@ -398,29 +373,32 @@ def sorted_slots(live: Bool[Array, "B H N"], position: Int[Array, "B H N"]) -> I
     return jax.lax.sort((key, _slot_numbers(live.shape)), dimension=2, num_keys=1)[-1]
 
 
+def opened(cache: KVCache, *, empty: bool = False) -> KVCache:
+    """The cache while a prompt is read: keys and values dense, and zeros where it is `empty`."""
+    if isinstance(cache.k, Dense):
+        return cache
+    stored = cache.k, cache.v
+    k, v = (Dense(jnp.zeros(x.shape, x.dtype) if empty else x.read()) for x in stored)
+    return cache.replace(k=k, v=v, stored=stored)
+
+
 def widen(cache: KVCache, slots: int) -> KVCache:
     """Adds free slots at the end, up to `slots`; slots that are there stay where they are."""
     if slots <= cache.slots:
         return cache
-    place = jax.lax.broadcasted_iota(jnp.int32, (*cache.shape[:2], slots), 2)
-    # A new slot copies some finite row: what a free slot holds is never read.
-    return _move(cache, jnp.where(place < cache.slots, place, 0), place < cache.slots)
+    place = _slot_numbers((*cache.shape[:2], slots))
+    return _move(cache, place, place < cache.slots)
 
 
 def _move(cache: KVCache, index: Int[Array, "B H N"], there: Bool[Array, "B H N"]) -> KVCache:
     """A cache whose slot n is this one's slot `index[..., n]`, free where not `there`."""
-    live = take_slots(cache.live, index) & there
+    # A free slot repeats the first token, so that a group of slots encoded together has its range.
+    index = jnp.where(there, index, index[..., :1])
+    k, v = (Dense(take_slots(payload.read(), index)) for payload in (cache.k, cache.v))
+    moved = cache.map_slots(lambda x: take_slots(x, index))
+    live = moved.live & there
     lost = cache.live.sum(-1, dtype=jnp.int32) - live.sum(-1, dtype=jnp.int32)
-    return cache.replace(
-        k=Dense(take_slots(cache.k.read(), index)),
-        v=Dense(take_slots(cache.v.read(), index)),
-        position=jnp.where(live, take_slots(cache.position, index), FREE),
-        log_mass=jnp.where(live, take_slots(cache.log_mass, index), NEG_INF),
-        columns=cache.map_columns(lambda column: take_slots(column.values, index)),
-        pinned=take_slots(cache.pinned, index) & live,
-        used=_used(live),
-        dropped=cache.dropped + lost,
-    )
+    return _free_others(moved.replace(k=k, v=v, dropped=cache.dropped + lost), live)
 
 
 def nbytes(tree) -> int:

@@ -149,19 +149,14 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
         [part for part in parts if part.stage == stage] for stage in Stage
     )
     indexes = [part for part in reading if takes_part(part, "prompt")]
-    if len(indexes) > 1:
-        raise ValueError(
-            f"a chain has one method that indexes all slots, got {indexes[0]!r} and {indexes[1]!r}"
-        )
+    alone = (("indexes all slots", indexes), ("stores keys and values in one other form", storing))
+    for what, several in alone:
+        if len(several) > 1:
+            raise ValueError(f"one part of a chain {what}, got {several[0]!r} and {several[1]!r}")
     if placing and (len(placing) > 1 or not indexes):
         raise ValueError(
             f"{placing[0]!r} stands once in a chain, behind a method that indexes all slots "
             f"(ClusterKV, Quest, InfiniGen), got {parts!r}"
-        )
-    if len(storing) > 1:
-        raise ValueError(
-            "a chain stores keys and values in one other form, got "
-            f"{storing[0]!r} and {storing[1]!r}"
         )
     if storing and placing:
         raise ValueError(
@@ -175,28 +170,24 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             "unrotated"
         )
     for before, after in itertools.product(evicting, storing + reading):
-        _check_freeing(before, after)
-
-
-def _check_freeing(before: KVTransform, after: KVTransform) -> None:
-    """Raises where what frees slots while decoding stands before what cannot do with it."""
-    if not frees_while_decoding(before):
-        return
-    if after.stage == Stage.RECALL:
-        raise ValueError(
-            f"{after!r} indexes the slots of the prompt, and {before!r} frees slots while "
-            "decoding: the index would go stale. Put a method that compresses only the prompt first"
-        )
-    if isinstance(after, Quantize) and after.groups_slots:
-        raise ValueError(
-            f"{after!r} encodes groups of slots together, and {before!r} frees slots "
-            "while decoding: take key_axis='token'"
-        )
-    if isinstance(after, Codebook) and rewrites(before, "flush", "step"):
-        raise ValueError(
-            f"{after!r} stores references, and {before!r} merges slots while decoding, "
-            "which would make a new book at every step: merge at the prompt's end only"
-        )
+        if not frees_while_decoding(before):
+            continue
+        if after.stage == Stage.RECALL:
+            raise ValueError(
+                f"{after!r} indexes the slots of the prompt, and {before!r} frees slots while "
+                "decoding: the index would go stale. Put a method that compresses only the prompt "
+                "first"
+            )
+        if isinstance(after, Quantize) and after.groups_slots:
+            raise ValueError(
+                f"{after!r} encodes groups of slots together, and {before!r} frees slots "
+                "while decoding: take key_axis='token'"
+            )
+        if isinstance(after, Codebook) and rewrites(before, "flush", "step"):
+            raise ValueError(
+                f"{after!r} stores references, and {before!r} merges slots while decoding, "
+                "which would make a new book at every step: merge at the prompt's end only"
+            )
 
 
 def bind(transform: KVTransform, num_layers: int) -> tuple[KVTransform, ...]:

@@ -106,7 +106,10 @@ class HeadGroups(KVTransform):
 
 @dataclass(frozen=True)
 class _Again(Wrapper):
-    """Compresses again while decoding what its base compresses at a prompt's end."""
+    """Compresses again while decoding what its base compresses at a prompt's end.
+
+    A subclass has one more field: how many new tokens may wait for that.
+    """
 
     def __post_init__(self):
         name = type(self).__name__
@@ -115,13 +118,14 @@ class _Again(Wrapper):
                 f"{name} repeats a method that evicts or merges at the prompt's end and does "
                 f"nothing while decoding, got {self.base!r}"
             )
+        _, waiting = dataclasses.fields(self)
+        check_count(waiting.name, getattr(self, waiting.name), 1)
 
     @property
     def needs(self) -> Needs:
         """What the base needs; its window of queries goes on while decoding."""
         needs = self.base.needs
-        observes = needs.query_window > 0 or needs.query_share > 0
-        return needs._replace(decode_queries=observes)
+        return needs._replace(decode_queries=needs.queries(max_prompt=1) > 0)
 
     def _hold(self, extent: Extent, spare: int, interval: int) -> Extent:
         """What the base keeps of everything, and at most `spare` slots more."""
@@ -174,10 +178,6 @@ class Every(_Again):
 
     steps: int
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_count("steps", self.steps, 1)
-
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `steps` tokens more."""
         return self._hold(extent, self.steps, self.steps)
@@ -229,10 +229,6 @@ class WhenFull(_Again):
     """
 
     room: int
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_count("room", self.room, 1)
 
     def extent(self, extent: Extent) -> Extent:
         """What the base keeps of everything, and at most `room` tokens more."""

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from kvjax.attention.attend import flush, flush_interval
-from kvjax.attention.layer import Cache, LayerCache
+from kvjax.attention.layer import Cache, layer_caches
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes, nbytes
 from kvjax.compose.chain import bind
@@ -150,7 +150,6 @@ def generate(
     full_caches = jax.eval_shape(
         lambda: init_caches(functional, full, *tokens.shape, max_new_tokens, dtype)
     )
-    parts = jax.tree.leaves(loop.caches, is_leaf=lambda x: isinstance(x, LayerCache))
     return Generation(
         tokens=[row[:-1] if end else row for row, end in zip(rows, ended, strict=True)],
         ended=ended,
@@ -162,7 +161,7 @@ def generate(
         full_cache_bytes=nbytes(full_caches),
         memory_bytes=memory_bytes(loop.caches),
         recall=recall_statistics(loop.caches),
-        dropped=sum(int(part.kv.dropped.sum()) for part in parts),
+        dropped=sum(int(part.kv.dropped.sum()) for part in layer_caches(loop.caches)),
     )
 
 
@@ -237,18 +236,14 @@ def _decode(plan: _Plan, model: FunctionalModel, loop: _Loop, until: Int[Array, 
     return jax.lax.while_loop(lambda x: (x.step < until) & ~x.done.all(), step, loop)
 
 
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _flush_layer(cache: Cache, steps: int) -> Cache:
-    """One layer's cache; layers whose caches are alike share the compiled code."""
-    return flush(cache, steps)
+# Of one layer: layers whose caches are alike share the compiled code.
+_flush_layer = jax.jit(flush, static_argnums=1, donate_argnums=0)
 
 
 def _row_keys(key: Array, position: Int[Array, " B"]) -> Array:
     """A key per row and position."""
-    rows = jnp.arange(position.shape[0])
-    return jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(
-        rows, position
-    )
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(position)))
+    return jax.vmap(jax.random.fold_in)(keys, position)
 
 
 def _run(plan: _Plan, model: FunctionalModel, loop: _Loop, key, on_tokens) -> _Loop:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.attention.layer import Cache, LayerCache
+from kvjax.attention.layer import Cache, layer_caches
 
 
 class _Listener:
@@ -84,12 +84,12 @@ def report_layers(caches: Sequence[Cache], number: Int[Array, ""]) -> None:
 
 def _mark(cache: Cache) -> Int[Array, ""]:
     """A number that cannot be computed before the cache is complete."""
-    if not isinstance(cache, LayerCache):
-        return sum((_mark(group) for group in cache), jnp.zeros((), jnp.int32))
-    # Which slots are used may not depend on the layers below; a key does.
-    first = jnp.zeros((*cache.kv.shape[:2], 1), jnp.int32)
-    key = cache.kv.k.read(first)[..., 0]
-    return cache.kv.used.sum(dtype=jnp.int32) + jnp.isfinite(key).sum(dtype=jnp.int32)
+    mark = jnp.zeros((), jnp.int32)
+    for kv in (group.kv for group in layer_caches(cache)):
+        # Which slots are used may not depend on the layers below; a key does.
+        key = kv.k.read(jnp.zeros((*kv.shape[:2], 1), jnp.int32))[..., 0]
+        mark += kv.used.sum(dtype=jnp.int32) + jnp.isfinite(key).sum(dtype=jnp.int32)
+    return mark
 
 
 def _report(layer: int, number: Array, mark: Array) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax.budgets.budgets import check_count
+from kvjax.budgets.budgets import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class Sampling:
         if self.top_k is not None:
             check_count("top_k", self.top_k, 1)
         for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must lie in (0, 1], got {value}")
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0, most=1)
         cuts = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
         if self.temperature == 0 and cuts:
             raise ValueError(f"{cuts[0]} needs a temperature above 0; at 0 the choice is greedy")

@@ -583,6 +583,6 @@ def test_flushes_of_equal_layers_are_lowered_once(caplog):
         generate([[5, 6, 7]], transform)
     lowered = [
         record for record in caplog.records
-        if "MLIR module conversion jit(_flush_layer)" in record.getMessage()
+        if "MLIR module conversion jit(flush)" in record.getMessage()
     ]  # fmt: skip
     assert len(lowered) == 1

@@ -40,7 +40,7 @@ def recent(size: int) -> int:
 # An empty payload; the bytes of one; how far a row may be from what was stored, of its largest
 # number: half a step of 127, a sixteenth, or half a step of 15 of the distance of two numbers.
 PAYLOADS = {
-    "dense": (lambda: Dense.zeros(SHAPE, jnp.float32), B * H * S * D * FLOAT, 0),
+    "dense": (lambda: Dense(jnp.zeros(SHAPE)), B * H * S * D * FLOAT, 0),
     "offloaded": (
         lambda: Offloaded.zeros(SHAPE, SIZE, jnp.float32),
         B * H * (S + SIZE) * D * FLOAT + recent(SIZE), 0,
