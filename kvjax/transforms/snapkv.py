@@ -9,25 +9,19 @@ from typing import ClassVar, Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_choice,
-    check_count,
-    most_slots,
-    rows_budget,
-)
-from kvjax.budgets.layers import layer_table
+from kvjax.budgets.budgets import Budget, check_budget, check_choice, check_count
+from kvjax.budgets.layers import Table
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Keep
-from kvjax.protocol import Extent, GroupReduce, KVTransform, Needs, State, Step
+from kvjax.protocol import GroupReduce, Needs, Step
+from kvjax.transforms.held_budget import PromptBudget
 from pallas_kernels import column_sums, prompt_attention
 
 
 @dataclass(frozen=True)
-class SnapKV(KVTransform):
+class SnapKV(PromptBudget):
     """Keeps the prompt tokens that the last prompt queries attend to, and those queries' own.
 
     The last W queries of the prompt attend over all keys. A prefix token's score is the mean over
@@ -76,17 +70,9 @@ class SnapKV(KVTransform):
         check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_budget(self.budget, self.minimum, "window + 1")
 
-    def extent(self, extent: Extent) -> Extent:
-        """The budget of the prompt; new tokens come on top."""
-        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
-
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """The table of the layer's own budgets."""
-        return cache, layer_table(self.budget, layer, cache.max_prompt)
-
-    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
+    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep, Table]:
         """Keeps the newest tokens and the prefix tokens that they attend to most."""
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, state)
+        budget = self.rows_budget(cache, state)
         observed = window_attention(cache, step, self.window) / self.window
         prefix = cache.live & ~newest(cache, self.window)
         score = _pool(observed, cache.position, prefix, self.kernel, self.pooling)
