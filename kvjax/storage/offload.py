@@ -109,13 +109,8 @@ class Offloaded:
         return Offloaded(_in_host_memory(rows, self.recent.size), self.recent.cleared(cleared))
 
     def attention(
-        self,
-        values: Payload,
-        q: Float[Array, "B H G T D"],
-        seen: Seen,
-        positions: Int[Array, "B T"],
-        **options,
-    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
+        self, values: Payload, q: Array, seen: Seen, positions: Array, **options
+    ) -> tuple[Array, Array | None]:
         """Attention to all slots, which copies the stores to the device."""
         keys = Dense(self.read())
         return keys.attention(Dense(values.read()), q, seen, positions, **options)

@@ -100,16 +100,14 @@ class Quantize(KVTransform):
 
     def _check_options(self) -> None:
         """Raises where an option is given that says nothing."""
-        none = [] if self.bits == 4 else ["group", "key_axis"]
-        none += [] if self.groups_slots else ["residual"]
-        given = [name for name in none if getattr(self, name) is not None]
-        if given:
-            axis = ", key_axis='channel'" if given == ["residual"] else ""
-            raise ValueError(
-                f"{given[0]} is an option of bits=4{axis}, got {given[0]}="
-                f"{getattr(self, given[0])!r} with bits={self.bits!r}"
-                + (f", key_axis={self.key_axis!r}" if axis else "")
-            )
+        four, slots = ("bits=4", self.bits == 4), ("bits=4, key_axis='channel'", self.groups_slots)
+        for name, (kind, there) in {"group": four, "key_axis": four, "residual": slots}.items():
+            value = getattr(self, name)
+            if value is not None and not there:
+                raise ValueError(
+                    f"{name} is an option of {kind}, got {name}={value!r} with "
+                    f"bits={self.bits!r}, key_axis={self.key_axis!r}"
+                )
 
     def extent(self, extent: Extent) -> Extent:
         """New tokens are encoded every `residual` steps where slots are encoded in groups."""

@@ -127,12 +127,11 @@ class PyramidInfer(KVTransform):
         """The method of one layer, with its schedule."""
         layers, passed = layers_alike(layer, num_layers), None
         if self.budget is None:
-            entering = TokensEntering(self.newest, self.ratio, self.context, num_layers)
-            slots = LayerBudget(entering, layers)
-            passed = LayerBudget(entering, range(layers.start + 1, layers.stop + 1))
+            schedule = TokensEntering(self.newest, self.ratio, self.context, num_layers)
+            passed = LayerBudget(schedule, range(layers.start + 1, layers.stop + 1))
         else:
             schedule = CosineBudget(self.budget, 2 * (self.sinks + 1), num_layers)
-            slots = LayerBudget(schedule, layers)
+        slots = LayerBudget(schedule, layers)
         prompt = slots, passed, self.newest, self.sinks, self.emphasis
         if self.interval is None:
             return PyramidInferPrompt(*prompt)

@@ -20,13 +20,8 @@ class Unmerged:
     """Tokens that are not merged, and a budget that merging the others can meet.
 
     Of n tokens, h heavy ones and r recent ones leave at least n − r − 2h − 1 pairs of neighbours: a
-    heavy one parts two sets. A budget must therefore be above r + 2h.
-
-    Args:
-      budget, recent, heavy: as in `KVMerger`.
-
-    Raises:
-      TypeError, ValueError: as in `KVMerger`.
+    heavy one parts two sets. A budget must therefore be above r + 2h. Fields and errors are those
+    of `KVMerger`.
 
     Example:
       >>> import numpy as np
