@@ -307,10 +307,8 @@ def recall_statistics(caches: object) -> RecallStatistics | None:
       None where nothing is offloaded or no step was made.
     """
 
-    def is_resident(x: object) -> bool:
-        return isinstance(x, Resident)
-
-    found = [x for x in jax.tree.leaves(caches, is_leaf=is_resident) if is_resident(x)]
+    leaves = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Resident))
+    found = [x for x in leaves if isinstance(x, Resident)]
     steps = max((int(x.steps) for x in found), default=0)
     if not steps:
         return None

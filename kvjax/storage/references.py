@@ -131,11 +131,7 @@ class CodebookPayload(EncodedPayload):
         return payload._encode_recent(payload.recent.due(steps)) if steps else payload
 
     def encode(
-        self,
-        values: CodebookPayload,
-        k: Float[Array, "B H S D"],
-        v: Float[Array, "B H S D"],
-        slots: Slots,
+        self, values: CodebookPayload, k: Array, v: Array, slots: Slots
     ) -> tuple[CodebookPayload, CodebookPayload]:
         """New books of all that is live in `slots.rows`."""
         live = slots.live & slots.rows[:, None, None]
@@ -222,12 +218,7 @@ def make_books(
 
     Copies of a token's vector under several lists of a KV head are one vertex, which weighs as
     many. Of equals, the lowest position comes first, then the lowest head. All covers are rows of
-    one, made one after the other.
-
-    Args:
-      payloads: as they were, with books of one size.
-      rows: of each payload, such as keys and values.
-      position, live: of all slots.
+    one, made one after the other, so that books must have one size.
     """
     _, batch, lists, slots, _ = rows.shape
     size, book = lists * slots, payloads[0].book

@@ -43,7 +43,7 @@ class PromptBudget(KVTransform):
         """The table of the layer's own budgets."""
         return cache, layer_table(self.budget, layer, cache.max_prompt)
 
-    def rows_budget(self, cache: KVCache, table: Table) -> Budgets:
+    def rows_budget(self, cache: KVCache, table: Table = ()) -> Budgets:
         """Prompt tokens that each row keeps."""
         return rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, table)
 

@@ -511,7 +511,7 @@ def test_projections_that_are_none(given, error, message):
         ({"calibration": projections(2)}, TypeError, "what kvjax.calibrate_infinigen returns"),
         ({"per_query_head": 1}, TypeError, "per_query_head must be True or False"),
         ({"dense_layers": 2}, TypeError, "tuple of layer numbers"),
-        ({"dense_layers": (-1,)}, ValueError, "a dense layer must be at least 0"),
+        ({"dense_layers": (-1,)}, ValueError, "a layer of dense_layers must be at least 0"),
     ],
 )
 def test_bad_fields(fields, error, message):

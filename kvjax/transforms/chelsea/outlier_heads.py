@@ -53,11 +53,7 @@ class OutlierHeads:
     total = property(lambda self: self.num_layers * self.kv_heads)  # heads of the model
 
     def with_layers(self, layers: tuple[int, ...]) -> OutlierHeads:
-        """All heads of these layers, and as many of the first others as there were heads.
-
-        Raises:
-          ValueError: a layer that the model does not have or that is named twice.
-        """
+        """All heads of these layers, and as many of the first others as there were heads."""
         if len(set(layers)) < len(layers) or not all(0 <= i < self.num_layers for i in layers):
             raise ValueError(
                 f"keep_layers must name some of {self.num_layers} layers, each once, got {layers}"
@@ -128,11 +124,7 @@ class RemainingBudget:
     minimum: int
 
     def __call__(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
-        """`⌊(N · B - n · T) / (N - n)⌋`, T being the greatest of these lengths.
-
-        Raises:
-          ValueError: that is less than the minimum.
-        """
+        """`⌊(N · B - n · T) / (N - n)⌋`, T being the greatest of these lengths."""
         tokens = int(lengths.max())
         left = (self.heads * self.average - self.whole * tokens) // (self.heads - self.whole)
         if left < self.minimum:

@@ -34,11 +34,8 @@ class Clusters:
     budget: Int[Array, " B"]
 
     room = property(lambda self: self.sizes.shape[2] - self.number)  # for further clusters
-
-    @property
-    def clustered(self) -> Int[Array, "B H"]:
-        """Slots of the sinks and of all clusters."""
-        return self.sinks + self.sizes.sum(-1, dtype=jnp.int32)
+    # Slots of the sinks and of all clusters.
+    clustered = property(lambda self: self.sinks + self.sizes.sum(-1, dtype=jnp.int32))
 
     def add(
         self,
