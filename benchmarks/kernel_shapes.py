@@ -274,7 +274,6 @@ def clustered_cache(
         starts=put(clusters.starts, starts),
         number=jnp.full_like(clusters.number, shape.clusters),
         sinks=jnp.full_like(clusters.sinks, SINKS),
-        clustered=jnp.full_like(clusters.clustered, shape.tokens),
         budget=jnp.full_like(clusters.budget, transform.budget),
     )
     return dataclasses.replace(cache, kv=kv, state=(clusters, key))

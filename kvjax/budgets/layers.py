@@ -21,7 +21,7 @@ from kvjax.budgets.budgets import Budget, slots_for
 KINDS = 4  # of layers, at most
 GENERATED_RATIO = 0.9  # of generated tokens, times a cosine from 1.0 ...
 GENERATED_FLOOR = 0.1  # ... to this
-_ROUNDING = 1e-9  # a product that is a whole number but for rounding is that number
+ROUNDING = 1e-9  # a product that is a whole number but for rounding is that number
 
 Slots = Int[np.ndarray, "N L"]
 Table = Int[Array, " L"] | tuple[()]  # a layer's slots for prompts of 0, 1, ... tokens
@@ -98,9 +98,7 @@ def layers_of(transform: object) -> range | None:
 class TokensEntering:
     """Prompt tokens that enter PyramidInfer's layers at the paper's ratios, and leave the last one.
 
-    Args:
-      newest, ratio, context: as in `PyramidInfer`.
-      num_layers: N; the result has N + 1 rows.
+    Fields are those of `PyramidInfer`. For N layers the result has N + 1 rows.
 
     Example:
       >>> import numpy as np
@@ -121,7 +119,7 @@ class TokensEntering:
         entering = [lengths]
         for layer in range(self.num_layers):
             ratio = self.ratio + (1 - self.ratio) * _cosine(layer, self.num_layers)
-            passed = np.floor(context * ratio + _ROUNDING).astype(np.int64)
+            passed = np.floor(context * ratio + ROUNDING).astype(np.int64)
             context = np.where(passed > self.context, passed, context)
             entering.append(window + context)
         return np.stack(entering)
@@ -158,7 +156,7 @@ class CosineBudget:
         # The cosines of the layers before a layer add up to a sine.
         sine = np.sin(math.pi * layer / self.num_layers)
         cosines = sine / (2 * math.sin(math.pi / (2 * self.num_layers)))
-        before = np.floor(mean * layer + reach * cosines + _ROUNDING).astype(np.int64)
+        before = np.floor(mean * layer + reach * cosines + ROUNDING).astype(np.int64)
         return np.diff(before, axis=0)
 
 
@@ -168,11 +166,8 @@ class SpindleBudget:
 
     The layers' mean falls short of the reserve of a prompt by less than a token, but for prompts
     whose reserve is less than the window. Shares are read as the nearest fraction with a
-    denominator up to a million, and the arithmetic is exact.
-
-    Args:
-      reserve, window, beta: as in `LayerBudgetEviction`.
-      num_layers: N.
+    denominator up to a million, and the arithmetic is exact. Fields are those of
+    `LayerBudgetEviction`, and the number of layers.
 
     Example:
       >>> import numpy as np
@@ -216,7 +211,7 @@ def generated_kept(interval: int, num_layers: int, layer: int) -> int:
       [14, 12, 7, 3]
     """
     falling = GENERATED_FLOOR + (1 - GENERATED_FLOOR) * _cosine(layer, num_layers)
-    return max(math.floor(interval * GENERATED_RATIO * falling + _ROUNDING), 1)
+    return max(math.floor(interval * GENERATED_RATIO * falling + ROUNDING), 1)
 
 
 def _cosine(layer: int, num_layers: int) -> float:

@@ -91,15 +91,9 @@ class Codebook(KVTransform):
         return cache.replace(k=k, v=v), ()
 
     def _book(self, theta: float, cache: KVCache) -> Book:
-        entries = self.capacity
+        entries, lists, copies = self.capacity, cache.shape[1], cache.unfolded
+        # The most vectors that a row keeps, copies counted once.
+        vectors = min(lists * cache.capacity, lists // copies * cache.max_tokens)
         if not isinstance(entries, int | np.integer):
-            entries = max(int(entries * _vectors(cache)), 1)
-        return Book(
-            theta, int(entries), self.magnitude, self.interval, cache.unfolded, _vectors(cache)
-        )
-
-
-def _vectors(cache: KVCache) -> int:
-    """The most vectors that a row keeps, copies counted once."""
-    lists = cache.shape[1]
-    return min(lists * cache.capacity, lists // cache.unfolded * cache.max_tokens)
+            entries = max(int(entries * vectors), 1)
+        return Book(theta, int(entries), self.magnitude, self.interval, copies, vectors)

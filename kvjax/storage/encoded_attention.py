@@ -28,11 +28,7 @@ class EncodedPayload(ABC):
 
     operation: ClassVar[str]
     recent: Recent | None
-
-    @property
-    def room(self) -> Int[Array, " B"] | None:
-        """How many new rows it takes before it has to be flushed; None: any number."""
-        return None if self.recent is None else self.recent.room
+    room = property(lambda self: None if self.recent is None else self.recent.room)
 
     @abstractmethod
     def _rows(self) -> Rows:

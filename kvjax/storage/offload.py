@@ -109,13 +109,8 @@ class Offloaded:
         return Offloaded(_in_host_memory(rows, self.recent.size), self.recent.cleared(cleared))
 
     def attention(
-        self,
-        values: Payload,
-        q: Float[Array, "B H G T D"],
-        seen: Seen,
-        positions: Int[Array, "B T"],
-        **options,
-    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
+        self, values: Payload, q: Array, seen: Seen, positions: Array, **options
+    ) -> tuple[Array, Array | None]:
         """Attention to all slots, which copies the stores to the device."""
         keys = Dense(self.read())
         return keys.attention(Dense(values.read()), q, seen, positions, **options)
@@ -312,10 +307,8 @@ def recall_statistics(caches: object) -> RecallStatistics | None:
       None where nothing is offloaded or no step was made.
     """
 
-    def is_resident(x: object) -> bool:
-        return isinstance(x, Resident)
-
-    found = [x for x in jax.tree.leaves(caches, is_leaf=is_resident) if is_resident(x)]
+    leaves = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Resident))
+    found = [x for x in leaves if isinstance(x, Resident)]
     steps = max((int(x.steps) for x in found), default=0)
     if not steps:
         return None

@@ -79,8 +79,8 @@ class Quantize(KVTransform):
     paper: ClassVar[str] = "KIVI, arXiv 2402.02750"
     # Whether keys are encoded in groups of slots.
     groups_slots = property(lambda self: self.bits == 4 and self.key_axis != "token")
-    _group = property(lambda self: GROUP if self.group is None else self.group)
-    _residual = property(lambda self: RESIDUAL if self.residual is None else self.residual)
+    _group = property(lambda self: (self.group or GROUP) if self.bits == 4 else 1)
+    _residual = property(lambda self: self.residual or RESIDUAL)
 
     def __post_init__(self):
         if isinstance(self.bits, bool) or self.bits not in (4, *EIGHT_BITS):
@@ -100,16 +100,14 @@ class Quantize(KVTransform):
 
     def _check_options(self) -> None:
         """Raises where an option is given that says nothing."""
-        none = [] if self.bits == 4 else ["group", "key_axis"]
-        none += [] if self.groups_slots else ["residual"]
-        given = [name for name in none if getattr(self, name) is not None]
-        if given:
-            axis = ", key_axis='channel'" if given == ["residual"] else ""
-            raise ValueError(
-                f"{given[0]} is an option of bits=4{axis}, got {given[0]}="
-                f"{getattr(self, given[0])!r} with bits={self.bits!r}"
-                + (f", key_axis={self.key_axis!r}" if axis else "")
-            )
+        four, slots = ("bits=4", self.bits == 4), ("bits=4, key_axis='channel'", self.groups_slots)
+        for name, (kind, there) in {"group": four, "key_axis": four, "residual": slots}.items():
+            value = getattr(self, name)
+            if value is not None and not there:
+                raise ValueError(
+                    f"{name} is an option of {kind}, got {name}={value!r} with "
+                    f"bits={self.bits!r}, key_axis={self.key_axis!r}"
+                )
 
     def extent(self, extent: Extent) -> Extent:
         """New tokens are encoded every `residual` steps where slots are encoded in groups."""
@@ -117,20 +115,14 @@ class Quantize(KVTransform):
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
         """Encoded payloads."""
-        shape, dtype = cache.k.shape, cache.k.dtype
-        self._check_head_dim(shape[3])
-        form = Form(self.bits, self._group if self.bits == 4 else 1)
-        k = v = form
-        if self.groups_slots:
-            # New tokens of M steps, and those of the group that the last flush has not completed.
-            v = dataclasses.replace(form, recent=cache.interval + self._group - 1)
-            k = dataclasses.replace(v, axis="channel")
-        return cache.replace(k=k.empty(shape, dtype), v=v.empty(shape, dtype)), ()
-
-    def _check_head_dim(self, head_dim: int) -> None:
-        if self.bits != 4:
-            return
-        if head_dim % 2:
+        shape, dtype, head_dim = cache.k.shape, cache.k.dtype, cache.k.shape[3]
+        if self.bits == 4 and head_dim % 2:
             raise ValueError(f"4 bits need an even head_dim, two values a byte, got {head_dim}")
         if head_dim % self._group:
             raise ValueError(f"head_dim must be a multiple of group={self._group}, got {head_dim}")
+        k = v = Form(self.bits, self._group)
+        if self.groups_slots:
+            # New tokens of M steps, and those of the group that the last flush has not completed.
+            v = dataclasses.replace(v, recent=cache.interval + self._group - 1)
+            k = dataclasses.replace(v, axis="channel")
+        return cache.replace(k=k.empty(shape, dtype), v=v.empty(shape, dtype)), ()

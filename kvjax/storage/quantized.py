@@ -154,9 +154,8 @@ class Quantized(EncodedPayload):
         return dataclasses.replace(self._each(put, new), recent=recent.without_first(done))
 
     def encode(
-        self, values: Quantized, k: Float[Array, "B H S D"], v: Float[Array, "B H S D"],
-        slots: Slots,
-    ) -> tuple[Quantized, Quantized]:  # fmt: skip
+        self, values: Quantized, k: Array, v: Array, slots: Slots
+    ) -> tuple[Quantized, Quantized]:
         """Keys and values in the forms of these keys and of `values`, in `slots.rows` alone."""
         return self._anew(k, slots), values._anew(v, slots)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -79,7 +79,7 @@ class CodebookPayload(EncodedPayload):
         batch, lists, slots, head_dim = shape
         return cls(
             jnp.zeros((batch, 1, book.entries, head_dim), dtype),
-            jnp.zeros((batch, lists, slots), _index_dtype(book.entries)),
+            jnp.zeros((batch, lists, slots), "uint16" if book.entries <= 2**16 else "uint32"),
             jnp.zeros((batch, lists, slots), dtype) if book.magnitude else None,
             jnp.zeros(batch, jnp.int32),
             jnp.zeros(batch, jnp.int32),
@@ -111,9 +111,9 @@ class CodebookPayload(EncodedPayload):
             return dataclasses.replace(self, recent=self.recent.add(slots, rows))
         slot = jax.lax.broadcasted_iota(jnp.int32, self.index.shape, 2)
         # Any two slots may differ, also those of lists that get the same new tokens.
-        alone = dataclasses.replace(self.book, copies=1, vectors=None)
-        rows = rows.astype(self.dtype)[None]
-        (new,) = make_books(rows, slot, jnp.ones_like(slot, bool), (alone,))
+        book = dataclasses.replace(self.book, copies=1, vectors=None)
+        alone, rows = dataclasses.replace(self, book=book), rows.astype(self.dtype)[None]
+        (new,) = make_books((alone,), rows, slot, jnp.ones_like(slot, bool))
         return dataclasses.replace(new, book=self.book)
 
     def flush(self, steps: int, moves: Moves | None = None) -> CodebookPayload:
@@ -131,15 +131,11 @@ class CodebookPayload(EncodedPayload):
         return payload._encode_recent(payload.recent.due(steps)) if steps else payload
 
     def encode(
-        self,
-        values: CodebookPayload,
-        k: Float[Array, "B H S D"],
-        v: Float[Array, "B H S D"],
-        slots: Slots,
+        self, values: CodebookPayload, k: Array, v: Array, slots: Slots
     ) -> tuple[CodebookPayload, CodebookPayload]:
         """New books of all that is live in `slots.rows`."""
         live = slots.live & slots.rows[:, None, None]
-        new = make_books(jnp.stack([k, v]), slots.position, live, (self.book, values.book))
+        new = make_books((self, values), jnp.stack([k, v]), slots.position, live)
         return of_rows(slots.rows, new, (self, values))
 
     def _encode_recent(self, due: Bool[Array, " B"]) -> CodebookPayload:
@@ -151,23 +147,14 @@ class CodebookPayload(EncodedPayload):
         stored = slots < self.recent.nowhere
         stored = stored.reshape(batch, heads, copies, tokens).any(2)
         vectors = jnp.moveaxis(self.recent.rows[:, ::copies], 1, 2).reshape(batch, -1, head_dim)
-        index, entries, count, overflow = self._add(
-            vectors, jnp.moveaxis(stored, 1, 2).reshape(batch, -1)
-        )
+        payload, index = self._add(vectors, jnp.moveaxis(stored, 1, 2).reshape(batch, -1))
         index = jnp.moveaxis(index.reshape(batch, tokens, heads), 1, 2)
         index = jnp.repeat(index, copies, axis=1)
         magnitude = self.magnitude
         if magnitude is not None:
             magnitude = write_slots(magnitude, slots, directions(self.recent.rows)[1])
-        return dataclasses.replace(
-            self,
-            entries=entries,
-            index=write_slots(self.index, slots, index),
-            magnitude=magnitude,
-            count=count,
-            overflow=overflow,
-            recent=self.recent.cleared(due),
-        )
+        index, recent = write_slots(self.index, slots, index), self.recent.cleared(due)
+        return dataclasses.replace(payload, index=index, magnitude=magnitude, recent=recent)
 
     def _rows(self) -> Rows:
         return codebook_rows(self._references)
@@ -184,8 +171,10 @@ class CodebookPayload(EncodedPayload):
         magnitude = None if self.magnitude is None else change(self.magnitude)
         return dataclasses.replace(self, index=change(self.index), magnitude=magnitude)
 
-    def _add(self, vectors: Float[Array, "B M D"], valid: Bool[Array, "B M"]):
-        """Entries for M vectors, one after the other: their index, entries, count, overflow."""
+    def _add(
+        self, vectors: Float[Array, "B M D"], valid: Bool[Array, "B M"]
+    ) -> tuple[CodebookPayload, Int[Array, "B M"]]:
+        """With entries for M vectors, one after the other, and the entry of each."""
         entries, count = self.entries[:, 0], self.count
         nearest, cosine = nearest_entries(vectors, entries, count)
         units, norms = directions(vectors)
@@ -215,28 +204,24 @@ class CodebookPayload(EncodedPayload):
         index, made, count, over = jax.vmap(one_row)(nearest, cosine, mutual, there, count)
         place = jnp.where(made >= 0, made, room)[:, None]
         entries = write_slots(self.entries, place, _stored(vectors, self.book)[:, None])
-        return index, entries, count, self.overflow + over
+        overflow = self.overflow + over
+        return dataclasses.replace(self, entries=entries, count=count, overflow=overflow), index
 
 
 def make_books(
+    payloads: tuple[CodebookPayload, ...],
     rows: Float[Array, "P B H S D"],
     position: Int[Array, "B H S"],
     live: Bool[Array, "B H S"],
-    books: Sequence[Book],
 ) -> tuple[CodebookPayload, ...]:
-    """New books for the live rows of P payloads: see `pallas_kernels.greedy_cover`.
+    """P payloads with new books for their live rows: see `pallas_kernels.greedy_cover`.
 
     Copies of a token's vector under several lists of a KV head are one vertex, which weighs as
     many. Of equals, the lowest position comes first, then the lowest head. All covers are rows of
-    one, made one after the other.
-
-    Args:
-      rows: keys and values.
-      position, live: of all slots.
-      books: how they are made; of one size.
+    one, made one after the other, so that books must have one size.
     """
-    _, batch, lists, slots, head_dim = rows.shape
-    size, book = lists * slots, books[0]
+    _, batch, lists, slots, _ = rows.shape
+    size, book = lists * slots, payloads[0].book
     room = size if book.vectors is None else min(size, book.vectors)
     head = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) // book.copies
     position = jnp.where(live, position, jnp.iinfo(jnp.int32).max)
@@ -258,12 +243,12 @@ def make_books(
         return add(zeros, jnp.where(chosen, vertex, room), x)
 
     def of_all(x: Array) -> Array:
-        return jnp.concatenate([x] * len(books))
+        return jnp.concatenate([x] * len(payloads))
 
     source = of_all(of_vertices(order, first & alive))
     weights = of_all(of_vertices(alive.astype(jnp.int32), alive))
-    theta = jnp.repeat(jnp.array([book.theta for book in books], jnp.float32), batch)
-    vectors = take_slots(rows.reshape(-1, 1, size, head_dim), source[:, None])[:, 0]
+    theta = jnp.repeat(jnp.array([x.book.theta for x in payloads], jnp.float32), batch)
+    vectors = take_slots(rows.reshape(len(source), 1, size, -1), source[:, None])[:, 0]
     cover = greedy_cover(vectors, weights > 0, weights, theta=theta, capacity=book.entries)
     index = jnp.take_along_axis(cover.index, of_all(jnp.clip(vertex, 0, room - 1)), axis=1)
     put = jax.vmap(lambda at, x: jnp.zeros_like(x).at[at].set(x))
@@ -272,25 +257,21 @@ def make_books(
     entries = take_slots(vectors[:, None], jnp.minimum(cover.centers, room - 1)[:, None])
     entries = jnp.where(made[:, None, :, None], _stored(entries, book), 0)
 
-    def payload(n: int) -> CodebookPayload:
+    def payload(n: int, old: CodebookPayload) -> CodebookPayload:
         own, magnitude = slice(n * batch, (n + 1) * batch), None
         if book.magnitude:
-            magnitude = jnp.where(live, directions(rows[n])[1], 0.0).astype(rows.dtype)
-        return CodebookPayload(
-            entries[own].astype(rows.dtype),
-            index[own].reshape(batch, lists, slots).astype(_index_dtype(book.entries)),
-            magnitude,
-            cover.count[own],
-            cover.overflow[own],
-            Recent.empty((batch, lists, slots, head_dim), rows.dtype, book.interval),
-            books[n],
+            magnitude = jnp.where(live, directions(rows[n])[1], 0.0).astype(old.dtype)
+        return dataclasses.replace(
+            old,
+            entries=entries[own].astype(old.dtype),
+            index=index[own].reshape(old.index.shape).astype(old.index.dtype),
+            magnitude=magnitude,
+            count=cover.count[own],
+            overflow=cover.overflow[own],
+            recent=old.recent.cleared(jnp.ones(batch, bool)),
         )
 
-    return tuple(payload(n) for n in range(len(books)))
-
-
-def _index_dtype(entries: int) -> type:
-    return jnp.uint16 if entries <= 2**16 else jnp.uint32
+    return tuple(payload(n, old) for n, old in enumerate(payloads))
 
 
 def _stored(vectors: Float[Array, "... D"], book: Book) -> Float[Array, "... D"]:

@@ -81,17 +81,13 @@ class CaM(Wrapper):
     seed: int = 0
 
     paper: ClassVar[str] = "CaM, ICML 2024"
+    needs = property(lambda self: self.base.needs.union(Needs(accumulated_attention=True)))
 
     def __post_init__(self):
         check_evicts(self.base, "CaM")
         if self.merge_tokens is not None:
             check_count("merge_tokens", self.merge_tokens, 1)
         check_seed(self.seed)
-
-    @property
-    def needs(self) -> Needs:
-        """The base's, and accumulated attention."""
-        return self.base.needs.union(Needs(accumulated_attention=True))
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, CaMState]:
         """The key of the draws, and the base's state."""

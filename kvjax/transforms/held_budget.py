@@ -1,4 +1,4 @@
-"""Budgets of methods that hold them while decoding, one token out for every token in."""
+"""Budgets of methods that hold them at a prompt's end alone, or while decoding too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.budgets.budgets import Budget, most_slots, rows_budget
+from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
 from kvjax.protocol import Extent, KVTransform, Step
@@ -26,6 +27,25 @@ def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
     """Slots of a method that holds its budget while decoding: one more during a step."""
     most = max(most_slots(budget, extent.longest_prompt, minimum), minimum)
     return extent.keep(most).hold(most + 1)
+
+
+class PromptBudget(KVTransform):
+    """A method with a field `budget` and a `minimum`, which compresses prompts alone.
+
+    Its state is the table of the layer's own budgets.
+    """
+
+    def extent(self, extent: Extent) -> Extent:
+        """The budget of the prompt; new tokens come on top."""
+        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
+
+    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Table]:
+        """The table of the layer's own budgets."""
+        return cache, layer_table(self.budget, layer, cache.max_prompt)
+
+    def rows_budget(self, cache: KVCache, table: Table = ()) -> Budgets:
+        """Prompt tokens that each row keeps."""
+        return rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, table)
 
 
 class HeldBudget(KVTransform):

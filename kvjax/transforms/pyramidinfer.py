@@ -32,6 +32,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
 from kvjax.decisions import Keep, Mark, Retain, group_scores, over_heads
 from kvjax.protocol import PASSED, Extent, KVTransform, Needs, Step
+from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
 Tables = tuple[Table, Table]  # of what stays in a layer's cache, and of what goes on
@@ -126,12 +127,11 @@ class PyramidInfer(KVTransform):
         """The method of one layer, with its schedule."""
         layers, passed = layers_alike(layer, num_layers), None
         if self.budget is None:
-            entering = TokensEntering(self.newest, self.ratio, self.context, num_layers)
-            slots = LayerBudget(entering, layers)
-            passed = LayerBudget(entering, range(layers.start + 1, layers.stop + 1))
+            schedule = TokensEntering(self.newest, self.ratio, self.context, num_layers)
+            passed = LayerBudget(schedule, range(layers.start + 1, layers.stop + 1))
         else:
             schedule = CosineBudget(self.budget, 2 * (self.sinks + 1), num_layers)
-            slots = LayerBudget(schedule, layers)
+        slots = LayerBudget(schedule, layers)
         prompt = slots, passed, self.newest, self.sinks, self.emphasis
         if self.interval is None:
             return PyramidInferPrompt(*prompt)
@@ -140,7 +140,7 @@ class PyramidInfer(KVTransform):
 
 
 @dataclass(frozen=True)
-class PyramidInferPrompt(KVTransform):
+class PyramidInferPrompt(PromptBudget):
     """PyramidInfer in one layer that compresses prompts alone; made by `PyramidInfer.for_layer`.
 
     Args:
@@ -156,16 +156,8 @@ class PyramidInferPrompt(KVTransform):
     emphasis: float
 
     paper: ClassVar[str] = PyramidInfer.paper
-
-    @property
-    def minimum(self) -> int:
-        """The smallest workable budget."""
-        return self.sinks + 1
-
-    @property
-    def needs(self) -> Needs:
-        """The newest share of a prompt's queries."""
-        return Needs(query_share=self.newest)
+    minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
+    needs = property(lambda self: Needs(query_share=self.newest))
 
     def observing(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
         """The newest share of prompts of these lengths, and one token more."""
@@ -176,16 +168,15 @@ class PyramidInferPrompt(KVTransform):
         room = (slots - self.sinks + 1) // 2 if self.passed is None else slots
         return share.clip(max=room).clip(min=1)
 
-    def _window_and_budget(
-        self, cache: KVCache, tables: Tables
-    ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-        length, longest = cache.length, cache.max_prompt
-        budget = rows_budget(self.budget, length, longest, self.minimum, tables[0])
-        return self.window(rows_budget(self.observing, length, longest, 1), budget), budget
+    def _window_and_budget(self, cache: KVCache, tables: Tables) -> tuple[Array, Array]:
+        """w and the budget of each row."""
+        budget = self.rows_budget(cache, tables[0])
+        share = rows_budget(self.observing, cache.length, cache.max_prompt, 1)
+        return self.window(share, budget), budget
 
     def extent(self, extent: Extent) -> Extent:
         """The layer's budget of the prompt, and what goes on to the next layer."""
-        extent = extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
+        extent = super().extent(extent)
         if self.passed is None:
             return extent
         passed = most_slots(self.passed, extent.longest_prompt, 0) + extent.pinned
@@ -255,10 +246,7 @@ class PyramidInferLayer(PyramidInferPrompt):
     interval: int
     kept: tuple[int, ...]
 
-    @property
-    def needs(self) -> Needs:
-        """The newest share of a prompt's queries, and the attention of every decode step."""
-        return Needs(query_share=self.newest, decode_mass=True)
+    needs = property(lambda self: Needs(query_share=self.newest, decode_mass=True))
 
     def extent(self, extent: Extent) -> Extent:
         """As for the prompt, and the generated tokens that are never compressed away.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_choice, slots_for
+from kvjax.budgets.budgets import Budget, slots_for
 from kvjax.budgets.layers import LayerBudget, layers_alike
 from kvjax.protocol import GroupReduce, KVTransform
-from kvjax.transforms.snapkv import SnapKV, check_observation
+from kvjax.transforms.snapkv import SnapKV
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ class PyramidKV(KVTransform):
     paper: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
 
     def __post_init__(self):
-        check_observation(self.window, self.kernel, self.pooling)
-        check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
-        check_budget(self.budget, self.window + 1, "window + 1")
+        self._snapkv(self.budget)
         if not isinstance(self.beta, int | float) or isinstance(self.beta, bool):
             raise TypeError(f"beta must be a number, got {self.beta!r}")
         if not 1 <= self.beta < math.inf:
@@ -76,7 +74,10 @@ class PyramidKV(KVTransform):
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """SnapKV with this layer's budget."""
         schedule = PyramidBudget(self.budget, self.window, self.beta, num_layers)
-        budget = LayerBudget(schedule, layers_alike(layer, num_layers))
+        return self._snapkv(LayerBudget(schedule, layers_alike(layer, num_layers)))
+
+    def _snapkv(self, budget: Budget) -> SnapKV:
+        """SnapKV with this budget, which checks what it is given."""
         return SnapKV(budget, self.window, self.kernel, self.pooling, self.group_reduce)
 
 

@@ -7,27 +7,21 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_choice,
-    check_count,
-    most_slots,
-    rows_budget,
-)
-from kvjax.budgets.layers import layer_table
+from kvjax.budgets.budgets import Budget, check_budget, check_choice, check_count
+from kvjax.budgets.layers import Table
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Keep
-from kvjax.protocol import Extent, GroupReduce, KVTransform, Needs, State, Step
+from kvjax.protocol import GroupReduce, Needs, Step
+from kvjax.transforms.held_budget import PromptBudget
 from pallas_kernels import column_sums, prompt_attention
 
 
 @dataclass(frozen=True)
-class SnapKV(KVTransform):
+class SnapKV(PromptBudget):
     """Keeps the prompt tokens that the last prompt queries attend to, and those queries' own.
 
     The last W queries of the prompt attend over all keys. A prefix token's score is the mean over
@@ -72,41 +66,40 @@ class SnapKV(KVTransform):
     minimum = property(lambda self: self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):
-        check_observation(self.window, self.kernel, self.pooling)
+        check_count("window", self.window, 1)
+        check_count("kernel", self.kernel, 1)
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be odd, got {self.kernel}")
+        check_choice("pooling", self.pooling, ("max", "avg"))
         check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_budget(self.budget, self.minimum, "window + 1")
 
-    def extent(self, extent: Extent) -> Extent:
-        """The budget of the prompt; new tokens come on top."""
-        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
-
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """The table of the layer's own budgets."""
-        return cache, layer_table(self.budget, layer, cache.max_prompt)
-
-    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
+    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep, Table]:
         """Keeps the newest tokens and the prefix tokens that they attend to most."""
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, state)
+        budget = self.rows_budget(cache, state)
         observed = window_attention(cache, step, self.window) / self.window
-        prefix = cache.live & ~newest(cache, self.window)
-        score = _pool(observed, cache.position, prefix, self.kernel, self.pooling)
-        window = jnp.full_like(budget, self.window)
+        score, window = self._pool(observed, cache), jnp.full_like(budget, self.window)
         return Keep(budget, by_query_head(score), newest=window, reduce=self.group_reduce), state
+
+    def _pool(self, score: Float[Array, "B H G S"], cache: KVCache) -> Float[Array, "B H G S"]:
+        """Pools scores over neighbours in position order, zeros beyond both ends of the prefix."""
+        prefix = cache.live & ~newest(cache, self.window)
+        order = sorted_slots(prefix, cache.position)
+        ordered = jnp.moveaxis(jnp.where(prefix[:, :, None], score, 0.0), 2, 3)
+        ordered = take_slots(ordered, order)
+        size, half = ordered.shape[2], self.kernel // 2
+        padded = jnp.pad(ordered, ((0, 0), (0, 0), (half, half), (0, 0)))
+        neighbours = [padded[:, :, i : i + size] for i in range(self.kernel)]
+        pooled = functools.reduce(jnp.maximum if self.pooling == "max" else jnp.add, neighbours)
+        if self.pooling == "avg":
+            pooled = pooled / self.kernel
+        pooled = jnp.moveaxis(write_slots(pooled, order, pooled), 3, 2)
+        return jnp.where(prefix[:, :, None], pooled, 0.0)
 
 
 def by_query_head(score: Float[Array, "B H G S"]) -> Float[Array, "B Q S"]:
     """Scores per query head, groups of KV heads put one after the other."""
     return score.reshape(score.shape[0], -1, score.shape[-1])
-
-
-def check_observation(window: int, kernel: int, pooling: str) -> None:
-    """Raises unless window and kernel are counts, the kernel odd and the pooling known."""
-    check_count("window", window, 1)
-    check_count("kernel", kernel, 1)
-    if kernel % 2 == 0:
-        raise ValueError(f"kernel must be odd, got {kernel}")
-    if pooling not in ("max", "avg"):
-        raise ValueError(f"pooling must be 'max' or 'avg', got {pooling!r}")
 
 
 def window_attention(
@@ -129,24 +122,3 @@ def window_attention(
     if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
         lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
     return column_sums(q, step.keys, cache.log_mass, lse, *rows, **kind)
-
-
-def _pool(
-    score: Float[Array, "B H G S"],
-    position: Int[Array, "B H S"],
-    prefix: Bool[Array, "B H S"],
-    kernel: int,
-    pooling: str,
-) -> Float[Array, "B H G S"]:
-    """Pools scores over neighbours in position order, zeros beyond both ends of the prefix."""
-    order = sorted_slots(prefix, position)
-    ordered = jnp.moveaxis(jnp.where(prefix[:, :, None], score, 0.0), 2, 3)
-    ordered = take_slots(ordered, order)
-    size, half = ordered.shape[2], kernel // 2
-    padded = jnp.pad(ordered, ((0, 0), (0, 0), (half, half), (0, 0)))
-    neighbours = [padded[:, :, i : i + size] for i in range(kernel)]
-    pooled = functools.reduce(jnp.maximum if pooling == "max" else jnp.add, neighbours)
-    if pooling == "avg":
-        pooled = pooled / kernel
-    pooled = jnp.moveaxis(write_slots(pooled, order, pooled), 3, 2)
-    return jnp.where(prefix[:, :, None], pooled, 0.0)

@@ -47,16 +47,12 @@ class StreamingLLM(HeldBudget):
     reposition: bool = False
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    needs = property(lambda self: Needs(unrotated_keys=self.reposition, reposition=self.reposition))
     minimum = property(lambda self: self.sinks + 1)  # the smallest workable budget
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
         check_budget(self.budget, self.minimum, "sinks + 1")
-
-    @property
-    def needs(self) -> Needs:
-        """Unrotated keys, rotated by rank, when repositioning."""
-        return Needs(unrotated_keys=self.reposition, reposition=self.reposition)
 
     def on_step(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:
         """Keeps the sinks and the newest others."""

@@ -207,7 +207,7 @@ BAD = {
     ),
     "nothing left": (lambda: caches_of(bind(300), 4), ValueError, "300", "66", "at least 81"),
     "no share left": (lambda: bind(0.25), ValueError, "0.25", "more than 0.25"),
-    "twice": (lambda: bind(RemainingBudget(9, 1, 4)), TypeError, "RemainingBudget"),
+    "twice": (lambda: bind(RemainingBudget(9, 1, 4, 1)), TypeError, "RemainingBudget"),
     "no such layer": (lambda: bind(keep_layers=(4,)), ValueError, "(4,)", "4 layers"),
     "layer twice": (lambda: bind(keep_layers=(0, 0)), ValueError, "(0, 0)", "once"),
     "all layers": (lambda: bind(heads=None, layers=1, keep_layers=(0,)), ValueError, "all 1"),

@@ -349,7 +349,7 @@ def test_lists_are_no_longer_than_the_cache():
         ({"page": 16.0}, TypeError, "page must be an int, got 16.0"),
         ({"per_query_head": 1}, TypeError, "per_query_head must be True or False, got 1"),
         ({"dense_layers": [0]}, TypeError, "tuple of layer numbers, got [0]"),
-        ({"dense_layers": (-1,)}, ValueError, "a dense layer must be at least 0, got -1"),
+        ({"dense_layers": (-1,)}, ValueError, "a layer of dense_layers must be at least 0, got -1"),
     ],
 )
 def test_refused(given, error, message):

@@ -25,7 +25,7 @@ from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Merge
 from kvjax.protocol import Extent, KVTransform, Step
-from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
+from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
 
 
@@ -105,7 +105,7 @@ class Chelsea(KVTransform):
       taken anew.
     """
 
-    budget: Budget | RemainingBudget
+    budget: Budget
     chunk: int | Literal["whole"] = 256
     sinks: int = 16
     recent: int = 64
@@ -126,8 +126,7 @@ class Chelsea(KVTransform):
         check_count("interval", self.interval, 1)
         if self.chunk != "whole":
             check_count("chunk", self.chunk, 2)
-        if not isinstance(self.budget, RemainingBudget):
-            check_budget(self.budget, self.minimum, "sinks + recent + 1")
+        check_budget(self.budget, self.minimum, "sinks + recent + 1")
         check_count("steps", self.steps, 0)
         self._check_schedule()
         if not isinstance(self.outlier_heads, OutlierHeads | None):
@@ -145,15 +144,14 @@ class Chelsea(KVTransform):
         if outliers.num_layers != num_layers:
             raise ValueError(f"{outliers!r} is of another model, got {num_layers} layers")
         outliers = outliers.with_layers(self.keep_layers)
-        rest = dataclasses.replace(
-            self, budget=outliers.remaining(self.budget), outlier_heads=None, keep_layers=()
-        )
+        budget = outliers.remaining(self.budget, self.minimum)
+        rest = dataclasses.replace(self, budget=budget, outlier_heads=None, keep_layers=())
         return outliers.split(layer, rest)
 
     def extent(self, extent: Extent) -> Extent:
         """The budget, and `interval` tokens more while decoding."""
         tokens = extent.longest_prompt + extent.new
-        most = most_slots(self._budget(tokens), tokens, self.minimum)
+        most = most_slots(self.budget, tokens, self.minimum)
         return extent.keep(most).hold(most + self.interval).every(self.interval)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Passes]:
@@ -228,13 +226,7 @@ class Chelsea(KVTransform):
 
     def _rows_budget(self, cache: KVCache) -> Int[Array, " B"]:
         prompt, tokens = jnp.minimum(cache.length, cache.max_prompt), cache.max_tokens
-        return rows_budget(self._budget(tokens), prompt + cache.max_new, tokens, self.minimum)
-
-    def _budget(self, tokens: int) -> Budget:
-        """Slots or a share, in a cache for rows of up to so many tokens."""
-        if isinstance(self.budget, RemainingBudget):
-            return self.budget.slots(tokens, self.minimum)
-        return self.budget
+        return rows_budget(self.budget, prompt + cache.max_new, tokens, self.minimum)
 
     def _check_schedule(self) -> None:
         schedule = {"ratio_0": self.ratio_0, "decay": self.decay, "floor": self.floor}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int
 
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.wrappers import HeadGroups
@@ -52,11 +53,7 @@ class OutlierHeads:
     total = property(lambda self: self.num_layers * self.kv_heads)  # heads of the model
 
     def with_layers(self, layers: tuple[int, ...]) -> OutlierHeads:
-        """All heads of these layers, and as many of the first others as there were heads.
-
-        Raises:
-          ValueError: a layer that the model does not have or that is named twice.
-        """
+        """All heads of these layers, and as many of the first others as there were heads."""
         if len(set(layers)) < len(layers) or not all(0 <= i < self.num_layers for i in layers):
             raise ValueError(
                 f"keep_layers must name some of {self.num_layers} layers, each once, got {layers}"
@@ -66,7 +63,7 @@ class OutlierHeads:
         heads = first + others[: max(len(self.heads) - len(first), 0)]
         return OutlierHeads(heads, self.num_layers, self.kv_heads)
 
-    def remaining(self, budget: int | float) -> float | RemainingBudget:
+    def remaining(self, budget: int | float, minimum: int = 1) -> float | RemainingBudget:
         """What an average budget B leaves for each of the other heads, so that the total stays.
 
         With N heads, n of them whole, and T tokens of a row, that is `(N · B - n · T) / (N - n)`:
@@ -83,7 +80,7 @@ class OutlierHeads:
         """
         whole, heads = len(self.heads), self.total
         if isinstance(budget, int | np.integer):
-            return RemainingBudget(int(budget), whole, heads)
+            return RemainingBudget(int(budget), whole, heads, minimum)
         if not isinstance(budget, float | np.floating):
             raise TypeError(f"outlier heads need a budget that is a number, got {budget!r}")
         if budget * heads <= whole:
@@ -106,36 +103,37 @@ class OutlierHeads:
 class RemainingBudget:
     """What an average number of slots leaves for each head where some heads keep everything.
 
-    It is known once the longest row is: whole heads store that many slots, whatever a row has.
+    Of all rows it is that of the longest one: whole heads store that many slots, whatever a row
+    has.
 
     Args:
       average: slots per head B.
       whole, heads: n and N.
+      minimum: the smallest workable number of slots.
 
     Example:
+      >>> import numpy as np
       >>> from kvjax.transforms.chelsea.outlier_heads import RemainingBudget
-      >>> RemainingBudget(200, whole=4, heads=100).slots(tokens=1000, minimum=81)
-      166
+      >>> RemainingBudget(200, whole=4, heads=100, minimum=81)(np.array([10, 1000])).tolist()
+      [166, 166]
     """
 
     average: int
     whole: int
     heads: int
+    minimum: int
 
-    def slots(self, tokens: int, minimum: int) -> int:
-        """`⌊(N · B - n · T) / (N - n)⌋` for rows of up to T tokens.
-
-        Raises:
-          ValueError: that is less than `minimum`.
-        """
+    def __call__(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
+        """`⌊(N · B - n · T) / (N - n)⌋`, T being the greatest of these lengths."""
+        tokens = int(lengths.max())
         left = (self.heads * self.average - self.whole * tokens) // (self.heads - self.whole)
-        if left < minimum:
+        if left < self.minimum:
             raise ValueError(
                 f"{self.whole} of {self.heads} heads keep all of up to {tokens} tokens: a budget "
                 f"of {self.average} leaves {left} slots for each of the others, expected at least "
-                f"{minimum}"
+                f"{self.minimum}"
             )
-        return left
+        return np.full(lengths.shape, left)
 
 
 def _is_pair(head: object) -> bool:

@@ -212,7 +212,6 @@ class ClusterKV(Recall):
             starts=jnp.zeros(shape, jnp.int32),
             number=jnp.zeros(shape[:2], jnp.int32),
             sinks=sinks,
-            clustered=sinks + 0,  # two arrays: caches are donated
             budget=self.rows_budget(cache),
         )
 

@@ -23,7 +23,6 @@ class Clusters:
       starts: its first slot.
       number: clusters so far.
       sinks: how many there are.
-      clustered: slots of the sinks and of all clusters.
       budget: slots to attend to, of each row.
     """
 
@@ -32,10 +31,11 @@ class Clusters:
     starts: Int[Array, "B H C"]
     number: Int[Array, "B H"]
     sinks: Int[Array, "B H"]
-    clustered: Int[Array, "B H"]
     budget: Int[Array, " B"]
 
     room = property(lambda self: self.sizes.shape[2] - self.number)  # for further clusters
+    # Slots of the sinks and of all clusters.
+    clustered = property(lambda self: self.sinks + self.sizes.sum(-1, dtype=jnp.int32))
 
     def add(
         self,
@@ -54,7 +54,6 @@ class Clusters:
             sizes=write_slots(self.sizes, at, sizes),
             starts=write_slots(self.starts, at, self.clustered[..., None] + before),
             number=self.number + number,
-            clustered=self.clustered + sizes.sum(-1, dtype=jnp.int32),
         )
 
     def join_last(self, keys: Float[Array, "B H N D"], members: Bool[Array, "B H N"]) -> Clusters:
@@ -70,7 +69,6 @@ class Clusters:
             self,
             centroids=write_slots(self.centroids, at, (centroid * old + total) / new),
             sizes=write_slots(self.sizes, at, new_size),
-            clustered=self.clustered + count,
         )
 
     def with_sinks(self) -> tuple[Int[Array, "B H C"], Int[Array, "B H C"]]:

@@ -33,8 +33,8 @@ class InfiniGenCalibration:
       >>> found = InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32))
       >>> found.num_layers, found.kv_heads, found.head_dim, found.channels
       (4, 2, 16, 3)
-      >>> found == InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32)), found.layer(1) == found
-      (True, False)
+      >>> found == InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32))
+      True
     """
 
     projections: Float[np.ndarray, "N H D r"]
@@ -76,10 +76,6 @@ class InfiniGenCalibration:
     kv_heads = property(lambda self: self.projections.shape[1])
     head_dim = property(lambda self: self.projections.shape[2])
     channels = property(lambda self: self.projections.shape[3])
-
-    def layer(self, layer: int) -> InfiniGenCalibration:
-        """That of one layer alone."""
-        return InfiniGenCalibration(self.projections[layer : layer + 1])
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes one .npz file, at exactly this path."""

@@ -20,10 +20,8 @@ def holds(base: KVTransform, kind: type[KVTransform]) -> bool:
 def split_budget(base: KVTransform, share: float) -> tuple[KVTransform, Budget]:
     """The base without a share of its budget B, and that share, `round(share · B)`.
 
-    Where B depends on the prompt's length, the base keeps at least as many as it works with.
-
-    Raises:
-      ValueError: it has no budget, or would have too little.
+    Where B depends on the prompt's length, the base keeps at least as many as it works with. Raises
+    where it has no budget, or would have too little.
 
     Example:
       >>> import kvjax
@@ -38,23 +36,20 @@ def split_budget(base: KVTransform, share: float) -> tuple[KVTransform, Budget]:
         raise ValueError(
             f"share= divides the budget of the base, and {base!r} has none: give representatives="
         )
-    if not isinstance(base.budget, int | np.integer):
-        taken, rest = (_part(base, share, rest) for rest in (False, True))
+    budget = base.budget
+    if not isinstance(budget, int | np.integer):
+        of_layers, minimum = isinstance(budget, LayerBudget), getattr(base, "minimum", 1)
+        whole = budget.schedule if of_layers else budget
+        parts = [Share(whole, share, minimum, rest) for rest in (False, True)]
+        if of_layers:
+            parts = [dataclasses.replace(budget, schedule=part) for part in parts]
+        taken, rest = parts
         return dataclasses.replace(base, budget=rest), taken
-    taken = round(share * base.budget)
+    taken = round(share * budget)
     try:
-        return dataclasses.replace(base, budget=base.budget - taken), taken
+        return dataclasses.replace(base, budget=budget - taken), taken
     except ValueError as error:
         raise ValueError(f"share={share} of {base!r} leaves it too little: {error}") from None
-
-
-def _part(base: KVTransform, share: float, rest: bool) -> Budget:
-    """A share of a base's budget, or what that leaves; of every layer's, where layers differ."""
-    whole, minimum = base.budget, getattr(base, "minimum", 1)
-    if isinstance(whole, LayerBudget):
-        schedule = Share(whole.schedule, share, minimum, rest)
-        return dataclasses.replace(whole, schedule=schedule)
-    return Share(whole, share, minimum, rest)
 
 
 def check_share(number: int | None, share: float | None) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from kvjax.budgets.budgets import Budget, check_choice, most_slots, rows_budget
 from kvjax.budgets.layers import Table, layer_table
@@ -123,6 +123,7 @@ class KVCrush(Wrapper):
     paper: ClassVar[str] = "KVCrush, arXiv 2503.00022"
     draws = property(lambda self: not self.kmeans and "random" in (self.anchor, self.pick))
     unit = property(lambda self: unit_size(self.granularity))  # tokens per unit
+    inner = property(lambda self: self.split[0])  # the base with its part of the budget
 
     def __post_init__(self):
         check_evicts(self.base, "KVCrush")
@@ -150,11 +151,6 @@ class KVCrush(Wrapper):
         return split_budget(self.base, 0.25 if self.share is None else float(self.share))
 
     @property
-    def inner(self) -> KVTransform:
-        """The base with its part of the budget."""
-        return self.split[0]
-
-    @property
     def needs(self) -> Needs:
         """The base's, and accumulated attention where its decision has no score."""
         decision = foreseen(self.base, "prompt")
@@ -180,22 +176,14 @@ class KVCrush(Wrapper):
         self, cache: KVCache, state: KVCrushState, step: Step
     ) -> tuple[Retain | Mark | None, KVCrushState]:
         """Retains what the base keeps, and representatives of what it evicts."""
-        representatives = self.split[1]
         earlier = cache.column(REPRESENTATIVE) & cache.live
         cache = cache.replace(pinned=cache.pinned & ~earlier)
         decision, state = super().on_prompt(cache, state, step)
         if decision is None or isinstance(decision, Mark):
             return decision, state
-        count = rows_budget(representatives, cache.length, cache.max_prompt, 0, state.count)
-        most = most_slots(representatives, cache.max_prompt, 0)
-        if self.kmeans:
-            kept = decision.kept(cache)
-            gone = cache.live & ~kept
-            chosen = nearest_to_centroids(step.keys, gone, cache.position, count, most)
-        else:
-            kept, bits = self._behaviour(cache, decision)
-            gone = cache.live & ~kept
-            chosen = self._representatives(cache, bits, gone, count, most, state.key)
+        kept, bits = self._behaviour(cache, decision)
+        gone = cache.live & ~kept
+        chosen = self._representatives(cache, step.keys, bits, gone, state)
         # Where the base evicts nothing, it has left a row alone.
         chosen = jnp.where(gone.any(-1, keepdims=True), chosen, earlier)
         return Retain(
@@ -208,9 +196,11 @@ class KVCrush(Wrapper):
 
     def _behaviour(
         self, cache: KVCache, decision: Keep | Retain
-    ) -> tuple[Bool[Array, "B H S"], Bool[Array, "B Q S"]]:
-        """What the base keeps, in whole units, and every token's bits."""
+    ) -> tuple[Bool[Array, "B H S"], Bool[Array, "B Q S"] | None]:
+        """What the base keeps, in whole units, and every token's bits, which k-means needs not."""
         kept = decision.kept(cache)
+        if self.kmeans:
+            return kept, None
         if not isinstance(decision, Keep) or decision.score is None:
             return kept, head_bits(accumulated_attention(cache), cache, kept, kept)
         score, always = decision.score.astype(jnp.float32), decision.stays(cache)
@@ -226,13 +216,17 @@ class KVCrush(Wrapper):
     def _representatives(
         self,
         cache: KVCache,
-        bits: Bool[Array, "B Q S"],
+        keys: Float[Array, "B H S D"],
+        bits: Bool[Array, "B Q S"] | None,
         gone: Bool[Array, "B H S"],
-        count: Int[Array, " B"],
-        most: int,
-        key: Array | None,
+        state: KVCrushState,
     ) -> Bool[Array, "B H S"]:
-        """Groups what is gone by the distance to the anchor, and picks one unit of each group."""
+        """Groups what is gone by keys, or by the distance to the anchor, and picks one of each."""
+        budget, longest, key = self.split[1], cache.max_prompt, state.key
+        count = rows_budget(budget, cache.length, longest, 0, state.count)
+        most = most_slots(budget, longest, 0)
+        if self.kmeans:
+            return nearest_to_centroids(keys, gone, cache.position, count, most)
         units = Units.of(cache, self.unit)
         vectors, there = units.join(bits), units.any(cache.live).any(1)
         anchor_key, pick_key = (None, None) if key is None else jax.random.split(key)

@@ -25,12 +25,8 @@ def anchor_bits(
 ) -> Bool[Array, "B N"]:
     """The vector that distances are measured from; one for all rows where it ignores their bits.
 
-    Args:
-      kind: `"random"`; `"alternate"`: 0101…; `"mean"`: ones where more than half of the vectors
-        have one; `"median"`: ones where more of them have one than at the (lower) median bit.
-      bits: zeros where there is no vector.
-      there: which vectors there are.
-      key: of the random one; not looked at otherwise.
+    `kind` is `KVCrush.anchor`, whose median is the lower one. Bits are zeros where no vector is
+    `there`. `key` is that of the random one.
     """
     size = bits.shape[-1]
     if kind == "random":
@@ -52,13 +48,9 @@ def bucket_representatives(
 ) -> Bool[Array, "B H U"]:
     """One of each bucket of what a head has evicted, in the order of distance, then of position.
 
-    Args:
-      distance: to the anchor.
-      evicted: what goes into buckets.
-      buckets: R, at most `most`; where fewer are evicted, each is a bucket.
-      most: static bound of R.
-      draw: numbers in [0, 1), one per bucket, from the bucket's first: its member `⌊u · length⌋`
-        is taken. None: its lower median.
+    There are R `buckets`, at most `most` (static); where fewer are evicted, each is a bucket.
+    `draw` gives a number u in [0, 1) for each bucket, from the bucket's first: its member
+    `⌊u · length⌋` is taken. Without it, its lower median is.
     """
     size = evicted.shape[-1]
     number = jnp.arange(size, dtype=jnp.int32)[None]

@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.budgets.budgets import check_count
+from kvjax.budgets.budgets import check_choice, check_count
 from kvjax.cache.selection import keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
@@ -23,11 +23,7 @@ def unit_size(granularity: Granularity) -> int:
     if not isinstance(granularity, str):
         check_count("granularity", granularity, 1)
         return granularity
-    if granularity not in GRANULARITIES:
-        raise ValueError(
-            f"granularity must be a number of tokens or one of {tuple(GRANULARITIES)}, "
-            f"got {granularity!r}"
-        )
+    check_choice("granularity", granularity, tuple(GRANULARITIES))
     return GRANULARITIES[granularity]
 
 
@@ -41,16 +37,9 @@ def whole_units(
 ) -> Bool[Array, "B H S"]:
     """What an evictor would keep if it took whole units, by the sum of their tokens' scores.
 
-    What it always keeps stays; for the others there is room for as many tokens as it kept of them,
-    and what is no whole unit of that is left over. Where it evicted nothing, everything stays.
-
-    Args:
-      cache: before the evictor's decision.
-      kept: the live tokens that it keeps.
-      size: tokens of a unit.
-      score: of every token, per query head.
-      always: live tokens that the evictor always keeps.
-      group_reduce: how the sums of a KV head's query heads become one.
+    What it `always` keeps stays; for the others there is room for as many tokens as it `kept` of
+    them, and what is no whole unit of that is left over. Where it evicted nothing, everything
+    stays. `group_reduce` says how the sums of a KV head's query heads become one.
     """
     units, others = Units.of(cache, size), cache.live & ~always
     of_query_heads = jnp.repeat(others, cache.group, axis=1)

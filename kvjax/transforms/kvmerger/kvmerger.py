@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_choice, check_number, most_slots, rows_budget
+from kvjax.budgets.budgets import Budget, check_choice, check_number
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Merge
-from kvjax.protocol import Extent, KVTransform, Needs, Step
+from kvjax.protocol import Extent, Needs, Step
 from kvjax.transforms.kvmerger.unmerged import Unmerged
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from pallas_kernels import join_anchors, pair_cosine, pair_distance
@@ -24,7 +24,7 @@ from pallas_kernels.grouping.cosine import above
 
 
 @dataclass(frozen=True)
-class KVMerger(KVTransform):
+class KVMerger(Unmerged):
     """Merges neighbours whose keys are similar, at the prompt's end.
 
     The newest tokens and those that have received the most attention stay as they are. Of the
@@ -99,9 +99,9 @@ class KVMerger(KVTransform):
 
     paper: ClassVar[str] = "KVMerger, arXiv 2407.08454"
     needs = property(lambda self: Needs(accumulated_attention=True))
-    unmerged = property(lambda self: Unmerged(self.budget, self.recent, self.heavy))
 
     def __post_init__(self):
+        super().__post_init__()
         check_choice("against", self.against, ("neighbour", "anchor"))
         check_choice("pivot", self.pivot, ("attention", "random"))
         check_choice("weights", self.weights, ("gaussian", "mean"))
@@ -117,13 +117,10 @@ class KVMerger(KVTransform):
             check_number("epsilon", self.epsilon, -1.0, 1.0)
         elif self.against == "anchor":
             raise ValueError("against='anchor' needs epsilon=, got None")
-        self.unmerged  # noqa: B018 (its numbers are checked when it is made)
 
     def extent(self, extent: Extent) -> Extent:
         """The budget of the prompt; new tokens come on top. Without one nothing is promised."""
-        if self.budget is None:
-            return extent
-        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.unmerged.minimum))
+        return extent if self.budget is None else super().extent(extent)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Array | None]:
         """The key of random pivots."""
@@ -141,9 +138,7 @@ class KVMerger(KVTransform):
     ) -> tuple[Int[Array, "B H S"], Float[Array, "B H S"]]:
         """The pivot's slot of every slot (its own where it is alone) and its weight in the merge.
 
-        Args:
-          keys: of the slots, as attention saw them.
-          key: of random pivots.
+        `keys` are those that attention saw, and `key` that of random pivots.
         """
         pivot = self._pivots(cache, self._merging_sets(cache, keys), key)
         mass = jnp.exp(cache.log_mass)
@@ -173,15 +168,14 @@ class KVMerger(KVTransform):
             joined = pairs & above(similarity, self.epsilon, keys.shape[3])
         if self.budget is None:
             return joined
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.unmerged.minimum)
-        need = evictable(cache).sum(-1, dtype=jnp.int32) - budget[:, None]
+        need = evictable(cache).sum(-1, dtype=jnp.int32) - self.rows_budget(cache)[:, None]
         need = jnp.maximum(need, joined.sum(-1, dtype=jnp.int32))
         similarity = jnp.where(joined, jnp.inf, similarity)
         return keep_best(similarity, pairs, take_slots(cache.position, order), need)
 
     def _mergeable(self, cache: KVCache) -> Bool[Array, "B H S"]:
         """What is neither recent nor heavy."""
-        tables = self.unmerged.counts(np.arange(cache.max_prompt + 1))
+        tables = self.counts(np.arange(cache.max_prompt + 1))
         length = jnp.minimum(cache.length, cache.max_prompt)
         recent, heavy = (jnp.asarray(table, jnp.int32)[length] for table in tables)
         others = evictable(cache) & ~newest(cache, recent)

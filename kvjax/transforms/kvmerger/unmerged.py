@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_count, check_number, slots_for
+from kvjax.budgets.budgets import check_budget, check_count, check_number, slots_for
+from kvjax.budgets.layers import ROUNDING
+from kvjax.transforms.held_budget import PromptBudget
 
 # The paper's shares of the prompt at these budgets; linear between them, scaled with the budget
 # outside.
 BUDGETS, RECENT, HEAVY = (0.0, 0.35, 0.5, 1.0), (0.0, 0.08, 0.17, 0.34), (0.0, 0.02, 0.12, 0.24)
-_ROUNDING = 1e-9  # a share of a prompt that is a whole number but for rounding is that number
 
 
-@dataclass(frozen=True)
-class Unmerged:
-    """Tokens that are not merged, and a budget that merging the others can meet.
+class Unmerged(PromptBudget):
+    """A method with the fields `budget`, `recent` and `heavy` of `KVMerger`.
 
     Of n tokens, h heavy ones and r recent ones leave at least n − r − 2h − 1 pairs of neighbours: a
     heavy one parts two sets. A budget must therefore be above r + 2h.
 
-    Args:
-      budget, recent, heavy: as in `KVMerger`.
-
-    Raises:
-      TypeError, ValueError: as in `KVMerger`.
-
     Example:
-      >>> import numpy as np
-      >>> from kvjax.transforms.kvmerger.unmerged import Unmerged
-      >>> [int(x[0]) for x in Unmerged(budget=0.35).counts(np.array([1000]))]
+      >>> import kvjax, numpy as np
+      >>> [int(x[0]) for x in kvjax.KVMerger(budget=0.35).counts(np.array([1000]))]
       [80, 20]
     """
-
-    budget: Budget | None = None
-    recent: int | float | None = None
-    heavy: int | float | None = None
 
     def __post_init__(self):
         for name, value in (("recent", self.recent), ("heavy", self.heavy)):
@@ -53,10 +40,7 @@ class Unmerged:
                 f"{self.recent} and heavy={self.heavy}"
             )
 
-    @property
-    def minimum(self) -> int:
-        """The smallest workable budget."""
-        return self._given(int) + 1
+    minimum = property(lambda self: self._given(int) + 1)  # the smallest workable budget
 
     def _given(self, kind: type) -> float:
         """r + 2h of those that were given as a count, or as a share."""
@@ -74,7 +58,7 @@ class Unmerged:
             if given is not None and not isinstance(given, float):
                 return np.full(lengths.shape, given)
             part = np.interp(share, BUDGETS, paper) if given is None else given
-            return np.floor(part * lengths + _ROUNDING).astype(np.int64)
+            return np.floor(part * lengths + ROUNDING).astype(np.int64)
 
         recent, heavy = tokens(self.recent, RECENT), tokens(self.heavy, HEAVY)
         if budget is not None:

@@ -7,18 +7,13 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.budgets.budgets import (
-    check_count,
-    check_flag,
-    check_number,
-    most_slots,
-    rows_budget,
-)
-from kvjax.budgets.layers import LayerBudget, SpindleBudget, layer_table, layers_alike
+from kvjax.budgets.budgets import check_count, check_flag, check_number
+from kvjax.budgets.layers import LayerBudget, SpindleBudget, Table, layers_alike
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
-from kvjax.protocol import Extent, KVTransform, Needs, State, Step
+from kvjax.protocol import KVTransform, Needs, Step
+from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
 
@@ -84,7 +79,7 @@ class LayerBudgetEviction(KVTransform):
 
 
 @dataclass(frozen=True)
-class LayerEviction(KVTransform):
+class LayerEviction(PromptBudget):
     """SpindleKV's eviction in one layer; made by `LayerBudgetEviction.for_layer`.
 
     Args:
@@ -97,28 +92,12 @@ class LayerEviction(KVTransform):
     unfold: bool
 
     paper: ClassVar[str] = LayerBudgetEviction.paper
+    minimum = property(lambda self: self.window)  # the smallest workable budget
+    needs = property(lambda self: Needs(query_window=self.window, unfold=self.unfold))
 
-    @property
-    def minimum(self) -> int:
-        """The smallest workable budget."""
-        return self.window
-
-    @property
-    def needs(self) -> Needs:
-        """The last W prompt queries, and slots per query head where heads are unfolded."""
-        return Needs(query_window=self.window, unfold=self.unfold)
-
-    def extent(self, extent: Extent) -> Extent:
-        """The budget of the prompt; new tokens come on top."""
-        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
-
-    def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """The table of the layer's own budgets."""
-        return cache, layer_table(self.budget, layer, cache.max_prompt)
-
-    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Keep, State]:
+    def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep, Table]:
         """Keeps the newest tokens and the others that they attend to most for their age."""
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, state)
+        budget = self.rows_budget(cache, state)
         received = window_attention(cache, step, self.window)
         age = (cache.length[:, None, None] - cache.position).astype(jnp.float32)
         context = cache.live & ~newest(cache, self.window)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvjax.compose.chain import chain
-from kvjax.protocol import KVTransform, Needs, Stage
+from kvjax.protocol import KVTransform, Stage
 from kvjax.storage.codebook import Codebook
 from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
 
@@ -53,14 +53,10 @@ class SpindleKV(KVTransform):
 
     stage: ClassVar[Stage] = Stage.REPRESENT
     paper: ClassVar[str] = "SpindleKV, arXiv 2507.06517"
+    needs = property(lambda self: self.for_layer(0, 1).needs)
 
     def __post_init__(self):
         self._parts()
-
-    @property
-    def needs(self) -> Needs:
-        """What both parts need."""
-        return Needs(query_window=self.window, unrotated_keys=True, unfold=self.unfold)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Both parts, the eviction with its schedule."""
