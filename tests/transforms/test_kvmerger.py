@@ -262,7 +262,7 @@ def test_pinned_slots_are_passed_over():
 def test_what_stays_of_1000_tokens(budget, recent, heavy):
     """As in the paper at 50 % and 35 %, linear between, scaled with the budget outside."""
     for own in (KVMerger(budget=budget), KVMerger(budget=int(1000 * budget))):
-        assert [int(x[0]) for x in own.unmerged.counts(np.array([1000]))] == [recent, heavy]
+        assert [int(x[0]) for x in own.counts(np.array([1000]))] == [recent, heavy]
 
 
 # --- mass -----------------------------------------------------------------------------------------
