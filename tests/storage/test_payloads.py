@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -269,8 +270,19 @@ def test_new_rows_move(name):
     near(name, flushed[live], expected[live])
 
 
-@every_payload
-@pytest.mark.parametrize("turned", [False, True])
+SLOW_ATTENTION = {  # each compiles its own: the other of the two is among the fast tests
+    (False, "float8"), (True, "8 bits"), (False, "4 bits, token"), (False, "4 bits, channel"),
+    (True, "4 bits, grouped values"), (False, "codebook"), (True, "codebook"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("turned", "name"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW_ATTENTION))
+        for case in itertools.product((False, True), PAYLOADS)
+    ],
+)
 def test_attention(name, turned):
     """As over the rows that are read, in float64: by products, and by the kernel."""
     keys, values = (fill_up(stored(name, seed), (2, 1), seed + 1)[0] for seed in (0, 2))
