@@ -52,7 +52,7 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
 
     Example:
       >>> import kvjax
-      >>> kvjax.testing.check(kvjax.SnapKV(budget=12, window=4))
+      >>> kvjax.testing.check(kvjax.StreamingLLM(budget=12))
     """
     check_transform(transform, "check")
     if transform != copy.copy(transform) or hash(transform) != hash(copy.copy(transform)):

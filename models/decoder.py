@@ -38,15 +38,17 @@ class Decoder(nnx.Module):
 
     Example:
       >>> import jax.numpy as jnp, kvjax
-      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> from flax import nnx
+      >>> from kvjax.models import Decoder, DecoderConfig, RopeConfig, random_decoder
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
       >>> layers = kvjax.bind(kvjax.Full(), model.num_layers)
       >>> caches = tuple(kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=8, max_prompt=3,
       ...                max_new=2, dtype=jnp.float32, query_heads=4) for layer in layers)
-      >>> logits, caches = model(jnp.array([[5, 6, 7]]), jnp.array([[0, 1, 2]]), caches,
-      ...                        layers=layers, phase="prompt")
+      >>> call = nnx.jit(Decoder.__call__, static_argnames=("layers", "phase"))
+      >>> logits, caches = call(model, jnp.array([[5, 6, 7]]), jnp.array([[0, 1, 2]]), caches,
+      ...                       layers=layers, phase="prompt")
       >>> logits.shape
       (1, 3, 64)
     """

@@ -88,12 +88,13 @@ def attend(
       TypeError, ValueError: at trace time, with what was given and what was expected.
 
     Example:
-      >>> import jax.numpy as jnp, kvjax
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
       >>> tx = kvjax.StreamingLLM(budget=8)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, query_heads=4, head_dim=16,
       ...                          max_prompt=32, max_new=4)
       >>> q, kv = jnp.ones((1, 4, 32, 16)), jnp.ones((1, 2, 32, 16))
-      >>> out, cache = kvjax.attend(tx, cache, q, kv, kv, jnp.arange(32)[None], phase="prompt")
+      >>> out, cache = attend(tx, cache, q, kv, kv, jnp.arange(32)[None], phase="prompt")
       >>> out.shape, int(cache.kv.live[0, 0].sum())
       ((1, 4, 32, 16), 8)
     """
@@ -234,16 +235,18 @@ def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
       ValueError: a prompt is being read.
 
     Example:
-      >>> import jax.numpy as jnp, kvjax
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> flush = jax.jit(kvjax.flush)
       >>> tx = kvjax.Every(kvjax.SnapKV(budget=40), steps=8)
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=64, max_new=16)
       >>> rows = jnp.ones((1, 2, 64, 16))
-      >>> _, cache = kvjax.attend(tx, cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
+      >>> _, cache = attend(tx, cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
       >>> for position in range(64, 80):
       ...     new, at = rows[:, :, :1], jnp.array([[position]])
-      ...     _, cache = kvjax.attend(tx, cache, new, new, new, at, phase="decode")
+      ...     _, cache = attend(tx, cache, new, new, new, at, phase="decode")
       ...     if (position - 63) % kvjax.flush_interval(cache) == 0:
-      ...         cache = kvjax.flush(cache)
+      ...         cache = flush(cache)
       >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
       (40, 0)
     """

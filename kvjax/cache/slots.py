@@ -184,11 +184,11 @@ def append(
       that finds no free slot is counted in `dropped`.
 
     Example:
-      >>> import jax.numpy as jnp, kvjax
+      >>> import jax, jax.numpy as jnp, kvjax
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=4,
       ...                          max_new=0).kv
       >>> rows = jnp.ones((1, 1, 3, 4))
-      >>> cache, slots = kvjax.append(cache, rows, rows, jnp.array([[0, -1, 1]]))
+      >>> cache, slots = jax.jit(kvjax.append)(cache, rows, rows, jnp.array([[0, -1, 1]]))
       >>> slots.tolist(), cache.position.tolist()
       ([[[0, 4, 1]]], [[[0, 1, -1, -1]]])
     """
@@ -241,12 +241,12 @@ def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
       keep: which slots stay, `[B, H, S]`.
 
     Example:
-      >>> import jax.numpy as jnp, kvjax
+      >>> import jax, jax.numpy as jnp, kvjax
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=3,
       ...                          max_new=0).kv
       >>> rows = jnp.ones((1, 1, 3, 4))
-      >>> cache, slots = kvjax.append(cache, rows, rows, jnp.arange(3)[None])
-      >>> kvjax.evict(cache, keep=cache.position != 1).position.tolist()
+      >>> cache, slots = jax.jit(kvjax.append)(cache, rows, rows, jnp.arange(3)[None])
+      >>> jax.jit(kvjax.evict)(cache, keep=cache.position != 1).position.tolist()
       [[[0, -1, 2]]]
     """
     return _free_others(cache, cache.live & (keep | cache.pinned))
@@ -283,12 +283,12 @@ def merge(
         target whose members all weigh nothing keeps its own key and value.
 
     Example:
-      >>> import jax.numpy as jnp, kvjax
+      >>> import jax, jax.numpy as jnp, kvjax
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=1, max_prompt=3,
       ...                          max_new=0).kv
       >>> rows = jnp.array([[[[1.0], [3.0], [8.0]]]])
-      >>> cache, _ = kvjax.append(cache, rows, rows, jnp.arange(3)[None])
-      >>> merged = kvjax.merge(cache, into=jnp.array([[[1, 1, 2]]]))
+      >>> cache, _ = jax.jit(kvjax.append)(cache, rows, rows, jnp.arange(3)[None])
+      >>> merged = jax.jit(kvjax.merge)(cache, into=jnp.array([[[1, 1, 2]]]))
       >>> merged.position.tolist(), merged.k.read()[0, 0, 1:, 0].tolist()
       ([[[-1, 1, 2]]], [2.0, 8.0])
     """
@@ -328,12 +328,13 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
       rows: the rows whose slots move; those of the others stay where they are. None: all.
 
     Example:
-      >>> import jax.numpy as jnp, kvjax
+      >>> import jax, jax.numpy as jnp, kvjax
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=3,
       ...                          max_new=0).kv
       >>> rows = jnp.ones((1, 1, 3, 4))
-      >>> cache, _ = kvjax.append(cache, rows, rows, jnp.arange(3)[None])
-      >>> kvjax.compact(kvjax.evict(cache, keep=cache.position != 1), 2).position.tolist()
+      >>> cache, _ = jax.jit(kvjax.append)(cache, rows, rows, jnp.arange(3)[None])
+      >>> evicted = jax.jit(kvjax.evict)(cache, keep=cache.position != 1)
+      >>> jax.jit(kvjax.compact, static_argnums=1)(evicted, 2).position.tolist()
       [[[0, 2]]]
     """
     index = sorted_slots(cache.live, cache.position)

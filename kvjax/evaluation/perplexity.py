@@ -45,7 +45,7 @@ def continuation_nll(
       >>> from kvjax.evaluation import continuation_nll
       >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
       >>> model = random_decoder(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
       >>> tokens = np.arange(40).reshape(1, 40)
       >>> continuation_nll(model, kvjax.SnapKV(16, window=8), tokens, prompt=32).shape

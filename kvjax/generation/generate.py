@@ -116,7 +116,7 @@ def generate(
       >>> import kvjax
       >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
       >>> model = random_decoder(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
       >>> result = kvjax.generate(model, [[1, 2, 3]], transform=kvjax.SnapKV(64), max_new_tokens=4)
       >>> len(result.tokens[0])

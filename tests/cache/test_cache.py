@@ -107,26 +107,31 @@ class Model:
 
 def agree(cache: kvjax.KVCache, model: Model) -> None:
     """Slot by slot: what is live, where, with what, and the bookkeeping around it."""
-    assert all(np.isfinite(np.asarray(payload.read())).all() for payload in (cache.k, cache.v))
+    found = {
+        "k": cache.k.read(), "v": cache.v.read(), "mass": np.exp(np.asarray(cache.log_mass)),
+        "count": cache.column("count"), "own": cache.column("own"),
+    }  # fmt: skip
+    found = {name: np.asarray(x) for name, x in found.items()}
+    assert np.isfinite(found["k"]).all() and np.isfinite(found["v"]).all()
     np.testing.assert_array_equal(cache.length, model.length)
+    names = ("live", "position", "pinned", "dropped", "used")
+    kept = {name: np.asarray(getattr(cache, name)) for name in names}
     for (b, h), slots in model.slots.items():
         assert cache.slots == len(slots)
-        live = [token is not None for token in slots]
-        at = f"row {b}, head {h}"
-        np.testing.assert_array_equal(np.asarray(cache.live)[b, h], live, at)
-        position = [token["position"] if token else -1 for token in slots]
-        np.testing.assert_array_equal(np.asarray(cache.position)[b, h], position, at)
-        pinned = [bool(token and token["pinned"]) for token in slots]
-        np.testing.assert_array_equal(np.asarray(cache.pinned)[b, h], pinned, at)
-        assert int(cache.dropped[b, h]) == model.dropped[b, h], at
-        assert int(cache.used[b, h]) == max((s + 1 for s, x in enumerate(live) if x), default=0)
-        found = {
-            "k": cache.k.read(), "v": cache.v.read(), "mass": np.exp(np.asarray(cache.log_mass)),
-            "count": cache.column("count"), "own": cache.column("own"),
-        }  # fmt: skip
+        at, live = f"row {b}, head {h}", [token is not None for token in slots]
+        expected = {
+            "live": live,
+            "position": [token["position"] if token else -1 for token in slots],
+            "pinned": [bool(token and token["pinned"]) for token in slots],
+            "dropped": model.dropped[b, h],
+            "used": max((s + 1 for s, x in enumerate(live) if x), default=0),
+        }
+        for name, x in expected.items():
+            np.testing.assert_array_equal(kept[name][b, h], x, f"{at}, {name}")
         for name, x in found.items():
-            for s in np.flatnonzero(live):
-                close(np.asarray(x)[b, h, s], slots[s][name], what=f"{at}, slot {s}, {name}")
+            tokens = [token[name] for token in slots if token]
+            if tokens:
+                close(x[b, h][live], np.stack(tokens), what=f"{at}, {name}")
 
 
 def start() -> kvjax.KVCache:

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from pallas_kernels import column_sums, decode_attention, prompt_attention
 from tests.references.attention import softmax_attention
-from tests.support.attending import OPTIONS
+from tests.support.attending import OPTIONS, attend, new_cache
 from tests.support.tolerances import close
 
 blocks = importlib.import_module("pallas_kernels.attention.prompt")
@@ -176,13 +176,14 @@ def test_column_sums_are_float32_whatever_the_default_is():
 
 def test_large_logits_do_not_overflow():
     case = Case(Shape(tokens=5, slots=20, padded=False))
-    case.q = case.q * 1e3
+    case.q = np.asarray(case.q) * np.float32(1e3)
     args = (case.q, case.k, case.v, case.bias, case.query, case.position)
     out, lse = quick(lambda *x: prompt_attention(*x, **case.options))(*args)
     expected, _, p = case.expected()
     close(out, expected, "bfloat16")  # the logits themselves carry a rounding of 1e-7 · 1e4
     assert np.isfinite(np.asarray(lse)).all()
-    sums = column_sums(case.q, case.k, case.bias, lse, case.query, case.position, **case.options)
+    rows = (case.q, case.k, case.bias, lse, case.query, case.position)
+    sums = quick(lambda *x: column_sums(*x, **case.options))(*rows)
     close(sums, p.sum(3), "bfloat16")
 
 
@@ -191,19 +192,19 @@ def test_an_unknown_implementation_raises():
     args = (case.q, case.k, case.v, case.bias, case.query, case.position)
     with pytest.raises(ValueError, match=r"'xla'.*'nonsense'"):
         decode_attention(*args, scale=1.0, implementation="nonsense")
-    named = jax.tree.leaves(decode_attention(*args, scale=1.0, implementation="xla"))
-    default = jax.tree.leaves(decode_attention(*args, scale=1.0))
+    named = quick(lambda *x: decode_attention(*x, scale=1.0, implementation="xla"))(*args)
+    default = quick(lambda *x: decode_attention(*x, scale=1.0))(*args)
     for a, b in zip(named, default, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_attend_hands_the_implementation_down():
-    cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=2, max_new=1)
-    x = jnp.ones((1, 1, 1, 4))
+    cache = new_cache(kvjax.Full())
+    q, kv = (np.ones((3, heads, 1, 8), np.float32) for heads in (4, 2))
     for phase in ("prompt", "decode"):
         with pytest.raises(ValueError, match=r"'xla'.*'nonsense'"):
-            kvjax.attend(
-                kvjax.Full(), cache, x, x, x, jnp.zeros((1, 1), jnp.int32),
+            attend(
+                kvjax.Full(), cache, q, kv, kv, np.zeros((3, 1), np.int32),
                 phase=phase, implementation="nonsense",
             )  # fmt: skip
 

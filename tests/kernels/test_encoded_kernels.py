@@ -24,11 +24,21 @@ from pallas_kernels.attention.forms import dense_rows, quantized_rows
 from pallas_kernels.attention.rotation import cos_sin_of_turns, fixed_point, turns_of
 from tests.references import quantised
 from tests.references.rope import inverse_frequencies, rope
+from tests.support.attending import OPTIONS
 from tests.support.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
 from tests.support.lowering import KERNEL, lower_for_cuda
 from tests.support.tolerances import close
 
 ENTRIES = 40  # of a book
+jit = functools.partial(jax.jit, compiler_options=OPTIONS)
+to_8_bits = jit(quantise_slots, static_argnums=1)
+to_4_bits = jit(quantise_groups, static_argnums=(1, 2))
+
+
+def finite(x) -> np.ndarray:
+    """Zeros where a slot is free."""
+    x = np.asarray(x)
+    return np.where(np.isnan(x), np.zeros_like(x), x)
 
 
 @pytest.fixture(autouse=True)
@@ -50,22 +60,22 @@ class Form:
 
     def encode(self, x, free, axis="token"):
         """What is stored, with garbage where a slot is free, and what it means in float64."""
-        x = jnp.nan_to_num(x)
+        x = finite(x)
         if self.name == "codebook":
             return self.refer(x, free)
         if self.name == "4 bits":
             group = self.group if axis == self.axis else 16
-            stored = Encoded(*quantise_groups(x, group, axis))
+            stored = Encoded(*map(np.asarray, to_4_bits(x, group, axis)))
             own = [np.asarray(part, np.float64) for part in (stored.scale, stored.low)]
-            q = quantised.unpack(np.asarray(stored.values))
+            q = quantised.unpack(stored.values)
             decoded = quantised.dequantise_4bit(q, own[1], own[0], group, axis)
         else:
             dtype = {"int8": "int8", "float8": "float8_e4m3fn"}[self.name]
-            stored = Encoded(*quantise_slots(x, jnp.dtype(dtype)))
+            stored = Encoded(*map(np.asarray, to_8_bits(x, jnp.dtype(dtype))))
             q = stored.values
             if self.name == "float8":
-                q = jax.lax.bitcast_convert_type(q, jnp.float8_e4m3fn)
-            decoded = np.asarray(q, np.float64) * np.asarray(stored.scale, np.float64)[..., None]
+                q = q.view(jnp.float8_e4m3fn)
+            decoded = q.astype(np.float64) * stored.scale.astype(np.float64)[..., None]
         return self.spoil(stored, free, axis), decoded
 
     def spoil(self, stored, free, axis):
@@ -74,20 +84,20 @@ class Form:
             lone = free.reshape(*free.shape[:2], -1, self.group).all(-1)[..., None]
         else:
             lone = free if stored.scale.ndim == 3 else free[..., None]
-        bad = [None if x is None else jnp.where(lone, jnp.nan, x).astype(x.dtype)
+        bad = [None if x is None else np.where(lone, np.nan, x).astype(x.dtype)
                for x in stored[1:]]  # fmt: skip
         return Encoded(stored.values, *bad)
 
     def refer(self, x, free):
         rng = np.random.default_rng(7)
-        entries = jnp.asarray(rng.normal(size=(len(x), 1, ENTRIES, x.shape[3])), x.dtype)
+        entries = rng.normal(size=(len(x), 1, ENTRIES, x.shape[3])).astype(x.dtype)
         index = rng.integers(0, ENTRIES - 1, size=free.shape)
-        entries = entries.at[:, :, -1].set(jnp.nan)  # the last entry is that of free slots
-        index = jnp.asarray(np.where(free, ENTRIES - 1, index), jnp.uint16)
+        entries[:, :, -1] = np.nan  # the last entry is that of free slots
+        index = np.where(free, ENTRIES - 1, index).astype(np.uint16)
         magnitude = None
         if self.magnitude:
-            magnitude = jnp.asarray(rng.uniform(0.5, 2, size=free.shape), x.dtype)
-            magnitude = jnp.where(free, jnp.nan, magnitude)
+            magnitude = np.where(free, np.nan, rng.uniform(0.5, 2, size=free.shape))
+            magnitude = magnitude.astype(x.dtype)
         pairs = zip(np.asarray(entries, np.float64), np.asarray(index, int), strict=True)
         own = np.stack([rows[0][at] for rows, at in pairs])
         if magnitude is not None:
@@ -105,8 +115,8 @@ class Rope:
     ranks: bool = False  # turned elsewhere than at the position
 
     def turn(self, position):
-        at = jnp.flip(position, axis=2) if self.ranks else position
-        frequencies = jnp.asarray(inverse_frequencies(2 * self.pairs, 100.0), jnp.float32)[None]
+        at = np.flip(position, axis=2) if self.ranks else position
+        frequencies = inverse_frequencies(2 * self.pairs, 100.0).astype(np.float32)[None]
         return Turn(frequencies, at, self.interleaved, self.factor)
 
     def rotate(self, rows, turn):
@@ -128,7 +138,7 @@ class EncodedCase(Case):
     def __init__(self, shape: Shape, form: Form, rotation: Rope | None):
         super().__init__(shape)
         if rotation is not None:  # a live slot's position is turned at, whatever stands in others
-            self.position = jnp.where(self.free, jnp.minimum(self.position, 0), self.position)
+            self.position = np.where(self.free, np.minimum(self.position, 0), self.position)
         self.form = form
         self.k_stored, k = form.encode(self.k, self.free, form.axis)
         self.v_stored, v = form.encode(self.v, self.free)
@@ -185,7 +195,7 @@ def test_attention_over_what_is_stored(form, shape, rotation, implementation):
 def test_the_reference_is_the_same_function(number):
     form, shape, rotation = CASES[number]
     case = EncodedCase(shape, form, rotation)
-    clean = functools.partial(jax.tree.map, jnp.nan_to_num)
+    clean = functools.partial(jax.tree.map, finite)
     case.k_stored, case.v_stored = clean(case.k_stored), clean(case.v_stored)
     check(case, case.attention("xla"), case.expected(rows=case.rows))
 
@@ -207,9 +217,9 @@ def test_newest_rows_in_an_array_of_their_own():
     case, start = Case(Shape(group=2)), 21
     encoded, k = Form("4 bits", 16).encode(case.k, case.free)
     k[:, :, start:] = np.asarray(case.k, np.float64)[:, :, start:]
-    body = Encoded(*(jnp.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in encoded))
+    body = Encoded(*(np.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in encoded))
 
-    @jax.jit
+    @jit
     def joined(q, body, tail, v, bias, query, position):
         first = jnp.full((2, 2), start, jnp.int32)
         kind = {
@@ -225,18 +235,23 @@ def test_newest_rows_in_an_array_of_their_own():
         p = old[2] * weights[0][..., None]
         return out, lse, p.at[..., start:].add(new[2] * weights[1][..., None])
 
-    actual = joined(case.q, body, case.k[:, :, start:], case.v, *case.args[3:])
+    actual = joined(case.q, body, np.asarray(case.k)[:, :, start:], case.v, *case.args[3:])
     check(case, actual, case.expected(rows=(k, np.asarray(case.v, np.float64))))
 
 
 def test_cosines_and_sines_of_turns():
     """As exact as 32 bits of a turn allow: those of each position count as often as it says."""
     position = np.array([0, 1, 2, 3, 1000, 4097, 131_071], np.int32)
-    frequency = jnp.asarray([*inverse_frequencies(16), *inverse_frequencies(128, 5e5), 6.28])
-    fixed = fixed_point(frequency[None].astype(jnp.float32))[0]
-    turns = turns_of(jnp.asarray(position)[:, None] * fixed[None])
-    cos, sin = cos_sin_of_turns(turns, 1.5)
-    angle = position[:, None].astype(np.float64) * np.asarray(frequency, np.float64)
+    frequency = np.array([*inverse_frequencies(16), *inverse_frequencies(128, 5e5), 6.28])
+    frequency = frequency.astype(np.float32)
+
+    @jit
+    def turned(position, frequency):
+        fixed = fixed_point(frequency[None])
+        return cos_sin_of_turns(turns_of(position[:, None] * fixed), 1.5)
+
+    cos, sin = turned(position, frequency)
+    angle = position[:, None].astype(np.float64) * frequency.astype(np.float64)
     bound = 1.5 * (2 * np.pi * position[:, None] * 2.0**-33 + 5e-7)
     for actual, expected in ((cos, np.cos(angle)), (sin, np.sin(angle))):
         assert (np.abs(np.asarray(actual, np.float64) - 1.5 * expected) <= bound).all()
@@ -245,7 +260,7 @@ def test_cosines_and_sines_of_turns():
 def test_small_values_survive_float16():
     """A scale of 1e-6 times a probability is less than float16 knows."""
     case = Case(Shape(dtype="float16", group=2))
-    case.v = (case.v.astype(jnp.float32) * 1e-4).astype(jnp.float16)
+    case.v = (np.asarray(case.v, np.float32) * 1e-4).astype(np.float16)
     form = Form("int8")
     (k, k_rows), (v, v_rows) = (form.encode(x, case.free) for x in (case.k, case.v))
     args = case.q, k, v, *case.args[3:]
@@ -310,12 +325,12 @@ def test_kernels_lower_for_cuda_without_a_decoded_copy(form, dtype):
 )
 def test_bad_arguments_of_quantised_attention(change, message):
     case = Case(Shape())
-    k, v = (Encoded(*quantise_slots(jnp.nan_to_num(x))) for x in (case.k, case.v))
+    k, v = (Encoded(*to_8_bits(finite(x))) for x in (case.k, case.v))
     if "k" in change:
-        k = k._replace(values=k.values[..., :32])
-    bias = jnp.zeros(change.get("bias", (2, 2, SLOTS)))
-    query = jnp.zeros(change.get("query", (2, 1)), jnp.int32)
-    used = jnp.zeros(change["used"], jnp.int32) if "used" in change else None
+        k = k._replace(values=np.asarray(k.values)[..., :32])
+    bias = np.zeros(change.get("bias", (2, 2, SLOTS)), np.float32)
+    query = np.zeros(change.get("query", (2, 1)), np.int32)
+    used = np.zeros(change["used"], np.int32) if "used" in change else None
     with pytest.raises(ValueError, match=message):
         quantized_attention(
             case.q, k, v, bias, query, case.position, scale=1.0, used=used,
@@ -334,7 +349,7 @@ def test_bad_arguments_of_quantised_attention(change, message):
 )
 def test_bad_arguments_of_codebook_attention(part, shape, message):
     case = Case(Shape())
-    v = References(jnp.zeros((2, 1, 9, 64)), jnp.zeros((2, 2, SLOTS), jnp.uint16))
-    k = v._replace(**{part: jnp.zeros(shape, jnp.uint16 if part == "index" else jnp.float32)})
+    v = References(np.zeros((2, 1, 9, 64), np.float32), np.zeros((2, 2, SLOTS), np.uint16))
+    k = v._replace(**{part: np.zeros(shape, np.uint16 if part == "index" else np.float32)})
     with pytest.raises(ValueError, match=message):
         codebook_attention(case.q, k, v, *case.args[3:], scale=1.0)

@@ -50,8 +50,18 @@ def check(vectors, members, weights, theta, capacity, cover=cover_of):
     return got
 
 
-@pytest.mark.parametrize("theta", [0.5, 0.9, 0.97])
-@pytest.mark.parametrize("capacity", [2, 17, 90])
+@pytest.mark.parametrize(
+    ("theta", "capacity"),
+    [
+        (0.5, 17),
+        (0.9, 2),
+        (0.97, 90),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0.5, 2), (0.5, 90), (0.9, 17), (0.9, 90), (0.97, 2), (0.97, 17))
+        ),
+    ],
+)
 def test_cover(theta, capacity):
     """Rows with members and others, zeros, and weights."""
     vectors = np.stack([around(90, seed=s) for s in (0, 1)])
@@ -76,8 +86,17 @@ def cover_with(monkeypatch):
     return compiled
 
 
-@pytest.mark.parametrize("few", [1, 5, 32])
-@pytest.mark.parametrize("capacity", [9, 300])
+@pytest.mark.parametrize(
+    ("few", "capacity"),
+    [
+        (1, 9),
+        (32, 300),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 300), (5, 9), (5, 300), (32, 9))
+        ),
+    ],
+)
 def test_many_tiles(cover_with, few, capacity):
     """Groups across tiles, large and small gains; who is no member may hold anything."""
     cover = cover_with(COSINES=64**2, PIVOTS=8, FEW=few)

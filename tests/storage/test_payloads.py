@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -74,28 +75,33 @@ every_payload = pytest.mark.parametrize(
 
 
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)
+make = jit(lambda name: PAYLOADS[name][0](), static_argnums=0)
+read = jit(lambda payload, *index: payload.read(*index))
+write = jit(lambda payload, slots, rows: payload.write(slots, rows))
+flush = jit(lambda payload, steps, *moves: payload.flush(steps, *moves), static_argnums=1)
+encode = jit(lambda payload, rows, slots: payload.encode(payload, rows, rows, slots)[0])
 
 
-def rows_of(count: int = S, seed: int = 0) -> jnp.ndarray:
+def rows_of(count: int = S, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=(B, H, count, D)), jnp.float32)
+    return rng.normal(size=(B, H, count, D)).astype(np.float32)
 
 
 def slots_of(rows=(True, True)) -> Slots:
     slot = np.broadcast_to(np.arange(S, dtype=np.int32), (B, H, S))
     live = slot < LIVE[..., None]
-    return Slots(*map(jnp.asarray, (np.where(live, slot, -1), live, np.array(rows))))
+    return Slots(np.where(live, slot, -1), live, np.array(rows))
 
 
 def encoded(payload, values, rows=(True, True)):
     """The payload after the end of a prompt in which these rows had tokens."""
-    encode = jit(lambda p, values, slots: p.encode(p, values, values, slots)[0])
     return encode(payload, values, slots_of(rows))
 
 
-def stored(name: str):
-    """A payload that holds `rows_of()` in its live slots, after a prompt's end."""
-    return encoded(PAYLOADS[name][0](), rows_of())
+@functools.cache
+def stored(name: str, seed: int = 0):
+    """A payload that holds `rows_of(seed=seed)` in its live slots, after a prompt's end."""
+    return encoded(make(name), rows_of(seed=seed))
 
 
 def near(name: str, got, rows) -> None:
@@ -117,14 +123,11 @@ def same(one, other, row: int) -> None:
 
 def fill_up(payload, counts, seed: int = 7):
     """`counts[b]` new rows for every row, one at a time, and what all slots then hold."""
-    rows, new = host(payload.read()).copy(), rows_of(max(counts), seed)
-    write = jit(lambda p, slots, rows: p.write(slots, rows))
+    rows, new = host(read(payload)).copy(), rows_of(max(counts), seed)
     for step in range(max(counts)):
         there = np.array(counts)[:, None] > step
         slots = np.where(there, LIVE + step, S)
-        payload = write(
-            payload, jnp.asarray(slots[..., None], jnp.int32), new[:, :, step : step + 1]
-        )
+        payload = write(payload, slots[..., None], new[:, :, step : step + 1])
         for row, head in np.argwhere(slots < S):
             rows[row, head, slots[row, head]] = new[row, head, step]
     return payload, rows
@@ -134,32 +137,30 @@ def test_every_call_that_there_is():
     """Five calls and three properties, found by no other name."""
     calls = {"read", "write", "flush", "encode", "attention", "shape", "dtype", "room"}
     for name, (empty, *_) in PAYLOADS.items():
-        assert calls <= set(dir(empty())), name
+        assert calls <= set(dir(jax.eval_shape(empty))), name
 
 
 @every_payload
 def test_bytes_are_those_of_the_arrays(name):
-    empty, expected, _ = PAYLOADS[name]
-    assert kvjax.nbytes(empty()) == kvjax.nbytes(stored(name)) == expected
+    own, (empty, expected, _) = make(name), PAYLOADS[name]
+    assert kvjax.nbytes(own) == kvjax.nbytes(stored(name)) == expected
     assert kvjax.nbytes(jax.eval_shape(empty)) == expected
     assert sum(x.nbytes for x in jax.tree.leaves(stored(name))) == expected
-    assert structure(empty()) == structure(stored(name))
+    assert structure(own) == structure(stored(name))
 
 
 @every_payload
 def test_read(name):
     payload, live = stored(name), host(slots_of().live)
     assert payload.shape == SHAPE and payload.dtype == jnp.float32
-    rows = payload.read()
+    rows = read(payload)
     assert rows.shape == SHAPE and rows.dtype == jnp.float32
     near(name, host(rows)[live], host(rows_of())[live])
-    index = jnp.asarray(
-        np.random.default_rng(1).integers(S, size=(B, 2 * H, 5))
-    )  # two lists a head
-    expected = np.take_along_axis(np.repeat(host(rows), 2, axis=1), host(index)[..., None], axis=2)
-    np.testing.assert_array_equal(payload.read(index), expected)
-    twice = jnp.concatenate([index] * 5, axis=2)  # a list may be longer than there are slots
-    np.testing.assert_array_equal(payload.read(twice), np.concatenate([expected] * 5, axis=2))
+    index = np.random.default_rng(1).integers(S, size=(B, 2 * H, 5))  # two lists a head
+    expected = np.take_along_axis(np.repeat(host(rows), 2, axis=1), index[..., None], axis=2)
+    np.testing.assert_array_equal(read(payload, index), expected)
+    twice = np.concatenate([index] * 5, axis=2)  # a list may be longer than there are slots
+    np.testing.assert_array_equal(read(payload, twice), np.concatenate([expected] * 5, axis=2))
 
 
 @every_payload
@@ -169,9 +170,9 @@ def test_write(name):
     slots = np.array([[[14, S], [15, 17]], [[S, S], [17, 14]]])
     if payload.room is None:
         slots[0, 0, 0] = 3
-    written = jit(lambda p, slots, rows: p.write(slots, rows))(payload, slots, new)
+    written = write(payload, slots, new)
     assert structure(written) == structure(payload)
-    before, after = host(payload.read()), host(written.read()).copy()
+    before, after = host(read(payload)), host(read(written)).copy()
     for row, head, token in np.ndindex(B, H, 2):
         slot = slots[row, head, token]
         if slot < S:
@@ -182,25 +183,26 @@ def test_write(name):
 
 @every_payload
 def test_a_slot_that_is_written_again(name):
-    payload, slot = stored(name), jnp.full((B, H, 1), 14)
+    payload, slot = stored(name), np.full((B, H, 1), 14)
     for seed in (3, 4):
         new = rows_of(1, seed)
-        payload = payload.write(slot, new)
-    near(name, payload.read(slot), new)
-    near(name, payload.read()[:, :, 14:15], new)
+        payload = write(payload, slot, new)
+    near(name, read(payload, slot), new)
+    near(name, host(read(payload))[:, :, 14:15], new)
     if payload.room is not None:
-        payload = jit(lambda p: p.flush(SIZE))(payload)
-        near(name, payload.read(slot), new)
+        payload = flush(payload, SIZE)
+        near(name, read(payload, slot), new)
 
 
 @every_payload
 def test_write_all(name):
     """With other rows, and with what was read, which changes nothing."""
     payload, new = stored(name), rows_of(seed=4)
-    filled = payload.write(None, new)
+    filled = write(payload, None, new)
     assert structure(filled) == structure(payload)
-    near(name, filled.read(), new)
-    close(payload.write(None, payload.read()).read(), payload.read(), "reference")
+    near(name, read(filled), new)
+    rows = read(payload)
+    close(read(write(payload, None, rows)), rows, "reference")
 
 
 @every_payload
@@ -208,12 +210,14 @@ def test_write_all(name):
 def test_a_prompt_of_another_row(name, waiting):
     """What a row without tokens has stored, encoded or not, stays bit for bit."""
     payload, _ = fill_up(stored(name), (waiting, waiting))
-    rows = payload.read().at[0].set(rows_of(seed=5)[0])
+    before = host(read(payload))
+    rows = np.stack((rows_of(seed=5)[0], before[1]))
     again = encoded(payload, rows, rows=(True, False))
     assert structure(again) == structure(payload)
     live = host(slots_of().live)[0]
-    near(name, host(again.read())[0][live], host(rows)[0][live])
-    np.testing.assert_array_equal(again.read()[1], payload.read()[1])
+    after = host(read(again))
+    near(name, after[0][live], rows[0][live])
+    np.testing.assert_array_equal(after[1], before[1])
     if name != "offloaded":  # which brings all rows to host memory, as they are
         same(again, payload, row=1)
 
@@ -223,14 +227,14 @@ def test_flush(name):
     """Rows with room are left alone; in others new rows are encoded, and nothing else changes."""
     payload, most = stored(name), {"codebook": BOOKED}.get(name, 5)
     filled, expected = fill_up(payload, (most, 1))
-    before, steps = host(filled.read()), most - 1
+    before, steps = host(read(filled)), most - 1
     if payload.room is not None:
         steps = int(filled.room[0]) + 1
         assert int(filled.room[1]) >= steps
-    flushed = jit(lambda p: p.flush(steps))(filled)
+    flushed = flush(filled, steps)
     assert structure(flushed) == structure(payload)
     assert flushed.room is None or (np.asarray(flushed.room) >= steps).all()
-    after = host(flushed.read())
+    after = host(read(flushed))
     np.testing.assert_array_equal(after[1], before[1])
     if isinstance(payload, EncodedPayload):
         bodies = (dataclasses.replace(x, recent=None) for x in (flushed, filled))
@@ -253,27 +257,35 @@ def test_new_rows_move(name):
     slots = first + np.arange(count)
     source = first + rng.permuted(np.tile(np.arange(count), (B, H, 1)), axis=-1)
     # A last move is none.
-    moves = [jnp.asarray(np.concatenate((x, np.full((B, H, 1), S)), -1)) for x in (source, slots)]
-    moved = jit(lambda p, moves: p.flush(0, tuple(moves)))(payload, moves)
-    expected = host(payload.read()).copy()
+    moves = tuple(np.concatenate((x, np.full((B, H, 1), S)), -1) for x in (source, slots))
+    moved = flush(payload, 0, moves)
+    expected = host(read(payload)).copy()
     picked = np.take_along_axis(expected, source[..., None], axis=2)
     np.put_along_axis(expected, slots[..., None], picked, axis=2)
-    np.testing.assert_array_equal(moved.read(), expected)
+    np.testing.assert_array_equal(read(moved), expected)
     room = payload.room
     steps = 1 if room is None else int(room.max()) + 1
-    flushed = host(jit(lambda p: p.flush(steps))(moved).read())
+    flushed = host(read(flush(moved, steps)))
     live = np.arange(S) < (LIVE + 3)[..., None]
     near(name, flushed[live], expected[live])
 
 
-@every_payload
-@pytest.mark.parametrize("turned", [False, True])
+SLOW_ATTENTION = {  # each compiles its own: the other of the two is among the fast tests
+    (False, "float8"), (True, "8 bits"), (False, "4 bits, token"), (False, "4 bits, channel"),
+    (True, "4 bits, grouped values"), (False, "codebook"), (True, "codebook"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("turned", "name"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW_ATTENTION))
+        for case in itertools.product((False, True), PAYLOADS)
+    ],
+)
 def test_attention(name, turned):
     """As over the rows that are read, in float64: by products, and by the kernel."""
-    keys, values = (
-        fill_up(encoded(PAYLOADS[name][0](), rows_of(seed=seed)), (2, 1), seed + 1)[0]
-        for seed in (0, 2)
-    )
+    keys, values = (fill_up(stored(name, seed), (2, 1), seed + 1)[0] for seed in (0, 2))
     rng = np.random.default_rng(8)
     live = np.arange(S) < (LIVE + np.array([[2], [1]]))[..., None]
     position = rng.permuted(np.tile(np.arange(S), (B, H, 1)), axis=-1)
@@ -281,21 +293,16 @@ def test_attention(name, turned):
     q = rng.normal(size=(B, H, 2, 1, D)).astype(np.float32)
     positions = np.array([[40], [9]])
     seen = Seen(
-        jnp.asarray(log_mass, jnp.float32), jnp.where(live, position, -1),
-        jnp.asarray(live.sum(-1), jnp.int32), the_rope().at(position) if turned else None,
+        log_mass.astype(np.float32), np.where(live, position, -1), live.sum(-1),
+        the_rope().at(position) if turned else None,
     )  # fmt: skip
     kinds = ("xla", "interpret") if isinstance(keys, EncodedPayload) else ("xla",)
-    read = [np.asarray(host(x.read()), np.float64) for x in (keys, values)]
+    whole = [np.asarray(host(read(x)), np.float64) for x in (keys, values)]
     for kind in kinds:
-        out, p = jit(
-            lambda keys, values, seen, kind=kind: keys.attention(
-                values, jnp.asarray(q), seen, jnp.asarray(positions), probabilities=True,
-                implementation=kind, scale=D**-0.5, window=None, soft_cap=None,
-            )
-        )(keys, values, seen)  # fmt: skip
+        out, p = map(host, attend(keys, values, q, seen, positions, kind))
         for row, head in np.ndindex(B, H):
             there = live[row, head]
-            k, v = (x[row, head][there] for x in read)
+            k, v = (x[row, head][there] for x in whole)
             where = position[row, head][there]
             k = rotate(k, where, INV_FREQ) if turned else k
             expected, weights = softmax_attention(
@@ -303,17 +310,26 @@ def test_attention(name, turned):
                 log_mass[row, head][there],
             )  # fmt: skip
             close(out[row, head], expected, what=kind)
-            close(np.asarray(p)[row, head][..., there], weights, what=kind)
-            assert not np.asarray(p)[row, head][..., ~there].any()
+            close(p[row, head][..., there], weights, what=kind)
+            assert not p[row, head][..., ~there].any()
+
+
+@functools.partial(jit, static_argnums=5)
+def attend(keys, values, q, seen, positions, implementation):
+    return keys.attention(
+        values, q, seen, positions, probabilities=True, implementation=implementation,
+        scale=D**-0.5, window=None, soft_cap=None,
+    )  # fmt: skip
 
 
 def test_recent_rows_of_heads_and_padding():
     """A token that any head stores takes a place in each; padding takes none."""
     recent = Recent.empty((1, 2, 6, 1), jnp.float32, size=4)
-    recent = recent.add(jnp.array([[[2, 6, 3], [6, 6, 5]]]), jnp.ones((1, 2, 3, 1)))
+    new = np.array([[[2, 6, 3], [6, 6, 5]]]), np.ones((1, 2, 3, 1), np.float32)
+    recent = jit(Recent.add)(recent, *new)
     assert recent.slots.tolist() == [[[2, 3, 6, 6], [6, 5, 6, 6]]]
     assert recent.count.tolist() == [[2, 2]] and recent.room.tolist() == [2]
-    assert recent.places(jnp.array([[[2, 3], [2, 5]]])).tolist() == [[[0, 1], [-1, 1]]]
-    left = recent.without_first(jnp.array([[1, 0]]))
+    assert jit(Recent.places)(recent, np.array([[[2, 3], [2, 5]]])).tolist() == [[[0, 1], [-1, 1]]]
+    left = jit(Recent.without_first)(recent, np.array([[1, 0]]))
     assert left.slots.tolist() == [[[3, 6, 6, 6], [6, 5, 6, 6]]] and left.room.tolist() == [2]
-    assert recent.cleared(jnp.array([True])).slots.min() == 6
+    assert (np.asarray(jit(Recent.cleared)(recent, np.array([True])).slots) == 6).all()

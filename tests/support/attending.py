@@ -152,13 +152,21 @@ def run(transform, tokens: Tokens, positions, steps: int, **options) -> Run:
     sizes = {k: options.pop(k) for k in list(options) if k not in (*STATIC, "dtype")}
     cache = new_cache(transform, len(positions), **sizes, dtype=dtype)
     out, cache = prompt(transform, cache, tokens, positions, **options)
-    outs, caches, lengths = [], [cache], np.max(positions, 1) + 1
+    lengths = np.max(positions, 1) + 1
+    return Run(
+        np.asarray(out), cache, *decoded(transform, cache, tokens, lengths, steps, **options)
+    )
+
+
+def decoded(transform, cache, tokens: Tokens, lengths, steps: int, **options) -> tuple[list, list]:
+    """Outputs and caches of `steps` tokens after prompts of `lengths [B]` tokens."""
+    outs, caches = [], [cache]
     for step in range(steps):
         now = np.where(lengths > 0, lengths + step, -1)
         step_out, step_cache = decode(transform, caches[-1], tokens, now, **options)
         outs.append(np.asarray(step_out))
         caches.append(flushed(step_cache, step + 1))
-    return Run(np.asarray(out), cache, outs, caches[1:])
+    return outs, caches[1:]
 
 
 class Shapes(NamedTuple):

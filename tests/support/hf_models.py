@@ -14,6 +14,9 @@ from flax import nnx
 
 import kvjax
 from kvjax.models import Decoder
+from tests.support.attending import init_cache
+
+torch.set_num_threads(1)  # the models are so small that more threads would only wait
 
 SIZES = {
     "vocab_size": 97,
@@ -78,7 +81,7 @@ class Stepper:
         self.layers = kvjax.bind(kvjax.Full(), model.num_layers)
         self.graphdef, self.state = nnx.split(model)
         make = partial(
-            kvjax.init_cache,
+            init_cache,
             batch=rows,
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
