@@ -667,11 +667,14 @@ def caches_of(layers, size: int):
     )
 
 
-def decode_last(model, layers, tokens: list[int], wrap=lambda layer: layer, wrap_cache=lambda c: c):
+def decode_last(
+    model, layers, tokens: list[int], wrap=lambda layer: layer, wrap_cache=lambda c: c,
+    options=OPTIONS,
+):  # fmt: skip
     """The caches after a decode step with the last token, the others being the prompt."""
     graph, params = nnx.split(model)
 
-    @functools.partial(jax.jit, static_argnames=("layers", "phase"), compiler_options=OPTIONS)
+    @functools.partial(jax.jit, static_argnames=("layers", "phase"), compiler_options=options)
     def call(params, tokens, positions, caches, *, layers, phase):
         run = nnx.merge(graph, params)
         return run(tokens, positions, caches, layers=layers, phase=phase)[1]
@@ -720,7 +723,7 @@ def test_a_decoder_predicts_only_where_it_is_wanted(grouped):
         mock.patch.object(DecoderLayer, "predict_queries", predicts),
         mock.patch.object(kvjax, "attend", attends),
     ):
-        jax.eval_shape(lambda: decode_last(model, layers, PROMPTS[1]))
+        jax.eval_shape(lambda: decode_last(model, layers, PROMPTS[1], options=None))
     assert len(below) == 1
     expected = [("prompt", False)] * 4 + [("decode", layer == 2) for layer in range(4)]
     assert phases == expected
