@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -262,13 +263,13 @@ def tokens():
     return Tokens.random()
 
 
-def selected(transform, before, arrays, steps_positions):
+@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+def selected(transform, before, q, k, v, positions):
     """The slots that `select` chooses once the new tokens are in, by calling it directly."""
-    q, k, v, positions = arrays
     rope = the_rope()
     kv, slots = kvjax.append(before.kv, rope.rotate(k, positions), v, positions)
     view, _ = transform.select(kvjax.View(kv, slots), before.state, rope.rotate(q, positions))
-    return kv, np.asarray(view.index)
+    return kv, view.index
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -280,15 +281,16 @@ def test_reading_equals_attention_over_the_chosen_slots(name, tokens):
         before = ragged.all_caches[step]
         now = np.array(LENGTHS)[:, None] + step
         arrays = tokens.at(now)
-        kv, index = selected(transform, before, arrays, now)
+        kv, index = jax.device_get(selected(transform, before, *arrays))
+        keys, values = kv.k.read(), kv.v.read()
         for row, head in np.ndindex(3, KV_HEADS):
             slots = index[row, head]
             slots = slots[slots >= 0]
             assert len(set(slots.tolist())) == len(slots)
             chosen_fewer |= len(slots) < int(kv.live[row, head].sum())
             heads = slice(head * 2, head * 2 + 2)
-            data = (np.asarray(x)[row, head][slots] for x in (kv.k.read(), kv.v.read()))
-            place, mass = (np.asarray(x)[row, head][slots] for x in (kv.position, kv.log_mass))
+            data = (x[row, head][slots] for x in (keys, values))
+            place, mass = (x[row, head][slots] for x in (kv.position, kv.log_mass))
             q = rotate(np.asarray(arrays[0])[row, heads], now[row], INV_FREQ)
             expected, p = softmax_attention(q, *data, now[row], place, mass)
             close(ragged.outs[step][row, heads], expected, what=f"step {step}, row {row}")

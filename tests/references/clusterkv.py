@@ -71,19 +71,21 @@ class Recalling:
     ) -> np.ndarray:
         """q [Q, D] over the selected tokens alone: the softmax is over the restriction."""
         out = []
-        for i, query in enumerate(q):
-            head = i * len(self.heads) // len(q)
-            chosen = selected[i * len(selected) // len(q)]
-            out.append(self._restricted(query, head, position, chosen))
-        return np.stack(out)
+        for i, (chosen, queries) in enumerate(
+            zip(selected, np.split(q, len(selected)), strict=True)
+        ):
+            head = i * len(self.heads) // len(selected)
+            out.append(self._restricted(queries, head, position, chosen))
+        return np.concatenate(out)
 
     def _restricted(
-        self, query: np.ndarray, head: int, position: int, chosen: list[int]
+        self, queries: np.ndarray, head: int, position: int, chosen: list[int]
     ) -> np.ndarray:
+        """The queries [N, D] of one list, over its tokens of one KV head."""
         tokens = {token.position: token for token in self.heads[head].tokens}
         tokens = [tokens[p] for p in chosen]
         out, _ = softmax_attention(
-            query[None, None],
+            queries[:, None],
             np.array([token.key for token in tokens]),
             np.array([token.value for token in tokens]),
             [position],
@@ -91,7 +93,7 @@ class Recalling:
             [token.log_mass for token in tokens],
             **self.options,
         )
-        return out[0, 0]
+        return out[:, 0]
 
     def _append(self, k: np.ndarray, v: np.ndarray, positions: np.ndarray) -> None:
         if not self.heads:

@@ -216,7 +216,7 @@ def parts(transform, cache) -> list[Part]:
 
 def live_count(cache) -> np.ndarray:
     """Live slots per row and head of one group."""
-    return np.asarray(cache.kv.live).sum(-1)
+    return (np.asarray(cache.kv.log_mass) > -np.inf).sum(-1)
 
 
 def slots_of(cache, row: int, head: int, columns: bool = True) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,12 +116,14 @@ def decode_loop(transform, cache, tokens, since=0) -> tuple[object, Steps]:
 
     The cache is flushed as often as it must be; `since` counts the steps after its prompt so far.
     """
-    interval, total, at, steps = kvjax.flush_interval(cache), len(tokens[0]), 0, []
-    while at < total:
-        count = total - at if interval is None else min(interval - since % interval, total - at)
+    interval, total, steps = kvjax.flush_interval(cache), len(tokens[0]), []
+    tokens = tuple(map(np.asarray, tokens))
+    # Pieces of one length, so that one loop is compiled: flushes come between them.
+    count = total if interval is None else math.gcd(interval, total, since)
+    for at in range(0, total, count):
         cache, done = _loop(transform, cache, tuple(x[at : at + count] for x in tokens))
         done = jax.tree.map(np.array, Steps(*done))
-        at, since = at + count, since + count
+        since += count
         if interval is not None and since % interval == 0:
             cache, after = _flush(cache)
             for own, new in zip(jax.tree.leaves(done[4:]), jax.tree.leaves(after), strict=True):

@@ -88,11 +88,12 @@ class Pair:
             positions[row, columns] = self.next[row] + np.arange(count)
         self.next += counts
         parts = np.array_split(positions, chunks, axis=1)
-        for i, part in enumerate(parts):
-            self._prompt_chunk(part, last=i == len(parts) - 1)
-        interval = kvjax.flush_interval(self.cache)
-        if interval is not None and self.steps % interval:
-            self._flush(interval)  # rows without a token of this prompt may lack room
+        with clear_choices():
+            for i, part in enumerate(parts):
+                self._prompt_chunk(part, last=i == len(parts) - 1)
+            interval = kvjax.flush_interval(self.cache)
+            if interval is not None and self.steps % interval:
+                self._flush(interval)  # rows without a token of this prompt may lack room
         self.steps = 0
         return self
 
@@ -102,14 +103,15 @@ class Pair:
         The cache is flushed when it has to be, and the references that have a `flush` too.
         """
         interval = kvjax.flush_interval(self.cache)
-        for _ in range(steps):
-            going = ~np.isin(np.arange(self.rows), stopped)
-            positions = np.where(going, self.next, -1)
-            self.next += going
-            self._decode_token(positions)
-            self.steps += 1
-            if interval is not None and self.steps % interval == 0:
-                self._flush(interval)
+        with clear_choices():
+            for _ in range(steps):
+                going = ~np.isin(np.arange(self.rows), stopped)
+                positions = np.where(going, self.next, -1)
+                self.next += going
+                self._decode_token(positions)
+                self.steps += 1
+                if interval is not None and self.steps % interval == 0:
+                    self._flush(interval)
         return self
 
     def _flush(self, interval: int) -> None:
@@ -117,8 +119,7 @@ class Pair:
         self.host = jax.device_get(self.cache.kv)
         for (row, head), reference in self.references.items():
             if hasattr(reference, "flush"):
-                with clear_choices():
-                    reference.flush(interval)
+                reference.flush(interval)
             where = f"row {row}, head {head}, flushed at {self.next[row]} tokens"
             self._check_slots(row, head, where)
 
@@ -163,10 +164,9 @@ class Pair:
         (q, k, v), out = self._run(positions, phase="prompt", last=last)
         for (row, head), reference in self.references.items():
             own = slice(head * self.group, (head + 1) * self.group)
-            with clear_choices():
-                expected = reference.prompt(
-                    q[row, own], k[row, head], v[row, head], positions[row], last=last
-                )
+            expected = reference.prompt(
+                q[row, own], k[row, head], v[row, head], positions[row], last=last
+            )
             self._check(row, head, out[row, head], expected)
         if last:
             assert self.cache.kv.slots == self.capacity
@@ -177,10 +177,9 @@ class Pair:
             own = slice(head * self.group, (head + 1) * self.group)
             expected = np.zeros((self.group, out.shape[-1]))
             if positions[row] >= 0:
-                with clear_choices():
-                    expected = reference.decode(
-                        q[row, own, 0], k[row, head, 0], v[row, head, 0], int(positions[row])
-                    )
+                expected = reference.decode(
+                    q[row, own, 0], k[row, head, 0], v[row, head, 0], int(positions[row])
+                )
             self._check(row, head, out[row, head, :, 0], expected)
 
     def _check(self, row: int, head: int, out: np.ndarray, expected: np.ndarray) -> None:

@@ -127,7 +127,7 @@ clear_choices = mock.patch.object(reference, "similarity", clear_similarity)
 
 def short_floats(x) -> np.ndarray:
     """What bfloat16 has of them, as float32."""
-    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+    return np.asarray(x, jnp.bfloat16).astype(np.float32)
 
 
 def keys_and_values(rng, *shape):

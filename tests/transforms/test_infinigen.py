@@ -600,8 +600,8 @@ def decoder():
 
 
 @functools.cache
-def calibrated():
-    return calibrate_infinigen(decoder(), SAMPLE)
+def calibrated(make=decoder):
+    return calibrate_infinigen(make(), SAMPLE)
 
 
 class ByHand:
@@ -667,11 +667,14 @@ def caches_of(layers, size: int):
     )
 
 
-def decode_last(model, layers, tokens: list[int], wrap=lambda layer: layer, wrap_cache=lambda c: c):
+def decode_last(
+    model, layers, tokens: list[int], wrap=lambda layer: layer, wrap_cache=lambda c: c,
+    options=OPTIONS,
+):  # fmt: skip
     """The caches after a decode step with the last token, the others being the prompt."""
     graph, params = nnx.split(model)
 
-    @functools.partial(jax.jit, static_argnames=("layers", "phase"), compiler_options=OPTIONS)
+    @functools.partial(jax.jit, static_argnames=("layers", "phase"), compiler_options=options)
     def call(params, tokens, positions, caches, *, layers, phase):
         run = nnx.merge(graph, params)
         return run(tokens, positions, caches, layers=layers, phase=phase)[1]
@@ -720,10 +723,14 @@ def test_a_decoder_predicts_only_where_it_is_wanted(grouped):
         mock.patch.object(DecoderLayer, "predict_queries", predicts),
         mock.patch.object(kvjax, "attend", attends),
     ):
-        decode_last(model, layers, PROMPTS[1])
+        jax.eval_shape(lambda: decode_last(model, layers, PROMPTS[1], options=None))
     assert len(below) == 1
     expected = [("prompt", False)] * 4 + [("decode", layer == 2) for layer in range(4)]
     assert phases == expected
+
+
+TOKENS = {"budget": 5, "alpha": None}
+SHARES = {"budget": 0.3, "alpha": 0.4, "per_query_head": True}
 
 
 def expected_fidelity(by_hand, calibration, prompt, top, new_tokens, fields):
@@ -755,16 +762,23 @@ def expected_fidelity(by_hand, calibration, prompt, top, new_tokens, fields):
     return recall.reshape(*steps, -1).mean(1), error.reshape(steps).mean(1)
 
 
-@pytest.mark.parametrize("top", [None, 6])
 @pytest.mark.parametrize(
-    "fields", [{"budget": 5, "alpha": None}, {"budget": 0.3, "alpha": 0.4, "per_query_head": True}]
+    ("predicts", "top", "fields"),
+    [
+        (True, None, SHARES),
+        (False, 6, TOKENS),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in itertools.product((True, False), (None, 6), (TOKENS, SHARES))
+            if x not in ((True, None, SHARES), (False, 6, TOKENS))
+        ),
+    ],
 )
-@pytest.mark.parametrize("predicts", [True, False])
-def test_fidelity_is_measured_with_the_prediction(predicts, fields, top):
+def test_fidelity_is_measured_with_the_prediction(predicts, top, fields):
     """Of the decoder, which predicts, and of a model that does not."""
-    model = decoder() if predicts else tiny_model()
+    make = decoder if predicts else tiny_model
+    model, calibration = make(), calibrated(make)
     by_hand = ByHand(model) if predicts else tiny_reference()
-    calibration = calibrate_infinigen(model, SAMPLE)
     tx = InfiniGen(calibration=calibration, dense_layers=(), **fields)
     found = measure_fidelity(model, tx, PROMPTS, top, 2)
     for row, prompt in enumerate(PROMPTS):
