@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -13,11 +14,13 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 # Small functions run a few times: what makes code fast is not worth its compilation, which takes up
-# to 10 times longer with it. Commands that tests start inherit it. What is asked of compiled code
-# itself is asked of code with other options (`tests/attention/test_steps.py`).
+# to 10 times longer with it. Commands that tests start inherit it. Other options are those of tests
+# that look at compiled code (`tests/attention/test_steps.py`) or compute for long (`optimised`).
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+AS_USERS = {"xla_backend_optimization_level": 3}
 if jax.__version_info__ < (0, 11):
     QUICK += " --xla_cpu_use_fusion_emitters=false"  # later versions have no such option
+    AS_USERS["xla_cpu_use_fusion_emitters"] = True
 if QUICK not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the process before it
     os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 
@@ -76,6 +79,20 @@ def strict_promotion(request):
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """`kvjax.generate` compiled as users have it."""
+    module = sys.modules["kvjax.generation.generate"]  # kvjax.generate is the function
+    with pytest.MonkeyPatch.context() as patch:
+        for name, donated in (("_read_prompt", ()), ("_decode", 2)):
+            plain = getattr(module, name).__wrapped__
+            jitted = jax.jit(
+                plain, static_argnums=0, donate_argnums=donated, compiler_options=AS_USERS
+            )
+            patch.setattr(module, name, jitted)
         yield
 
 

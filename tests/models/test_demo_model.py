@@ -12,6 +12,7 @@ from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
 from kvjax.models.demo import measure
 
 MEGABYTES = 2**20
+pytestmark = pytest.mark.usefixtures("optimised")
 
 
 @pytest.fixture(scope="module")
