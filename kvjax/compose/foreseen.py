@@ -12,20 +12,21 @@ from kvjax.cache.slots import empty_cache
 from kvjax.decisions import Decision, Mark
 from kvjax.protocol import Extent, KVTransform, Logits, Moment, Stage, Step, takes_part
 
-MAX_PROMPT, MAX_NEW, HEAD_DIM = 256, 64, 8  # of a cache that is never made
+MAX_PROMPT, MAX_NEW, HEAD_DIM = 16, 8, 8  # of a cache that is never made
 
 
 @functools.lru_cache(maxsize=128)
 def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
     """A transform's decision at a moment, by abstract evaluation: its arrays are shapes.
 
-    It is evaluated over a cache of one row and one KV head, with 8 channels.
+    It is evaluated over a cache of one row and one KV head, with 8 channels and few slots, so that
+    budgets that cover a short prompt alone are no error.
 
     Example:
       >>> import kvjax
       >>> from kvjax.compose.foreseen import foreseen
       >>> foreseen(kvjax.SnapKV(budget=64), "prompt").score.shape
-      (1, 1, 128)
+      (1, 1, 24)
       >>> foreseen(kvjax.StreamingLLM(budget=64), "prompt").score is None
       True
     """
