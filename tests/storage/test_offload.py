@@ -419,7 +419,7 @@ def test_bytes_by_memory(case):
     expected = {
         "resident": rows * (2 * DIM * dtype.itemsize + 4) + 3 * 4 * batch + 4,
         "recent": 2 * batch * KV_HEADS * (INTERVAL * (DIM * dtype.itemsize + 4) + 4),
-        "clusters": batch * KV_HEADS * (clusters * (4 * DIM + 8) + 12) + 4 * batch + 8,
+        "clusters": batch * KV_HEADS * (clusters * (4 * DIM + 8) + 8) + 4 * batch + 8,
         "slots": batch * KV_HEADS * (slots * (4 + 4 + 1) + 8) + 4 * batch,
     }
     held = kvjax.memory_bytes(cache)

@@ -519,7 +519,7 @@ def test_not_after_a_method_that_frees_while_decoding(before):
 
 
 def test_refused_chains_and_wrappers():
-    with pytest.raises(ValueError, match="one method that indexes"):
+    with pytest.raises(ValueError, match="one part of a chain indexes"):
         chain(clusterkv(), clusterkv())
     with pytest.raises(ValueError, match="evict or merge → represent → recall → place"):
         chain(clusterkv(), kvjax.SnapKV(64))
