@@ -122,11 +122,14 @@ class CaM(Wrapper):
             tokens = decision.newest[:, None, None]
         else:
             tokens = jnp.full((cache.shape[0], 1, 1), self.merge_tokens, jnp.int32)
-        merge = self._merge_one if step.moment == "step" else self._merge_all
+        if step.moment == "step":
+            values = self._merge_one(cache, kept, tokens, state.key, step.implementation)
+        else:
+            values = self._merge_all(cache, kept, tokens, state.key)
         return Retain(
             kept,
             pinned=decision.pinned if isinstance(decision, Retain) else None,
-            values=merge(cache, kept, tokens, state.key, step),
+            values=values,
             columns=decision.columns,
             rows=decision.rows,
         ), state
@@ -152,7 +155,7 @@ class CaM(Wrapper):
         kept: Bool[Array, "B H S"],
         tokens: Int[Array, "B 1 1"],
         key: Array | None,
-        step: Step,
+        implementation: str | None,
     ) -> Float[Array, "B H S D"]:
         """The values after a decode step, which evicts none or one token of a (row, KV head).
 
@@ -162,7 +165,7 @@ class CaM(Wrapper):
         gone = cache.live & ~kept
         position = jnp.where(gone, cache.position, -1).max(-1, keepdims=True)
         later = kept & (cache.position > position) & (position >= 0)
-        unroll = choose_implementation(step.implementation) != "xla"
+        unroll = choose_implementation(implementation) != "xla"
         targets = oldest(later, cache.position, tokens, unroll=unroll)
         attention = jnp.where(gone, received, 0.0).sum(-1, keepdims=True)
         mean = jnp.mean(received, -1, keepdims=True, where=targets)
@@ -179,7 +182,6 @@ class CaM(Wrapper):
         kept: Bool[Array, "B H S"],
         tokens: Int[Array, "B 1 1"],
         key: Array | None,
-        step: Step,
     ) -> Float[Array, "B H S D"]:
         """The values, any number of evicted tokens merged at once, for a prompt's end or a flush.
 
