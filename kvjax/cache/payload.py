@@ -20,9 +20,10 @@ from pallas_kernels import Turn, decode_attention
 from pallas_kernels.base.rows import take_slots
 
 T = TypeVar("T")
-# Mapped over rows and heads, as `take_slots` is, and not indexed by iota.
-_add = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].add(rows, mode="drop")))
-_scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, mode="drop")))
+# Mapped over rows and heads, as `take_slots` is, and not indexed by iota. No index is negative.
+_into = {"mode": "drop", "wrap_negative_indices": False}
+_add = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].add(rows, **_into)))
+_scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, **_into)))
 
 Moves = tuple[Int[Array, "B H N"], Int[Array, "B H N"]]  # source slots, and the slots they go to
 

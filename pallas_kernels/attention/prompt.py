@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base.logits import masked_logits
+from pallas_kernels.base.rows import block_of, entry_of
 
 # On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
 QUERY_BLOCK = 128
@@ -116,7 +117,7 @@ def column_sums(
         def query_block(i, sums):
             q_i, position_i = blocks.query(i)
             logits = mask_and_scale(q_i, k_j, *slot_data, position_i)
-            row_lse = lse[i]
+            row_lse = entry_of(lse, i)
             # Rows without any visible slot have lse = -inf: they must give 0, not exp(nan).
             row_lse = jnp.where(row_lse == -jnp.inf, 0.0, row_lse).reshape(logits.shape[:-1])
             probabilities = jnp.exp(logits - row_lse[..., None])
@@ -174,7 +175,7 @@ class _Blocks(NamedTuple):
         return self.num_query * self.query_size
 
     def query(self, i):
-        return self.q[i], self.query_position[i]
+        return entry_of(self.q, i), entry_of(self.query_position, i)
 
     def key(self, j, *rows):
         """Block j of `rows [B, H, S, D]`, of the bias and of the positions.
@@ -184,13 +185,13 @@ class _Blocks(NamedTuple):
         and values need no padding, which would copy them.
         """
         start, arrays = j * self.key_size, (*rows, self.bias, self.key_position)
-        return tuple(jax.lax.dynamic_slice_in_dim(x, start, self.key_size, 2) for x in arrays)
+        return tuple(block_of(x, start, self.key_size, 2) for x in arrays)
 
     def keys_of_query(self, i):
-        return _span(self.meets[i])
+        return _span(entry_of(self.meets, i))
 
     def queries_of_key(self, j):
-        return _span(self.meets[:, j])
+        return _span(entry_of(self.meets, j, axis=1))
 
     def split_queries(self, x):
         """`[B, H, G, T, ...]` to `[I, B, H, G, query_size, ...]`."""

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.base.logits import products
+from pallas_kernels.base.rows import block_of
 
 # Least squares over |r| <= 1/4 at Chebyshev's points, in float32 within 2e-7:
 # sin(2 pi r) = r (s0 + s1 r^2 + ...), cos(2 pi r) = c0 + c1 r^2 + ...
@@ -72,7 +73,7 @@ class Turn:
         self, q: Float[Array, "B H R D"], keys: Float[Array, "B H N D"], start: Array | int
     ) -> Float[Array, "B H R N"]:
         """Float32 `q · k` of a block of slots from `start` on, whose keys are turned."""
-        position = jax.lax.dynamic_slice_in_dim(self.position, start, keys.shape[2], 2)
+        position = block_of(self.position, start, keys.shape[2], 2)
         cos, sin = self._cos_sin(position)
         if self.interleaved:
             return products(q, rotate_pairs(keys, cos, sin, interleaved=True))

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, UInt8
 
 from pallas_kernels.base.logits import Product
-from pallas_kernels.base.rows import BLOCK, over_blocks
+from pallas_kernels.base.rows import BLOCK, block_of, over_blocks
 
 LEVELS = 15  # steps of a 4-bit number
 
@@ -229,7 +229,7 @@ def quantized_mix(
     weights = weights.astype(jnp.float32)
 
     def add(start: Array | int, count: int, total: Array) -> Array:
-        part = jax.lax.dynamic_slice_in_dim(weights, start, count, 3)
+        part = block_of(weights, start, count, 3)
         parts, by = _decoded(values, scale, low, axis, start, count)
         part = part if by is None else part * by[:, :, None]
         return total + _whole([_einsum("bhrs,bhsd->bhrd", part, rows) for rows in parts])
@@ -261,7 +261,7 @@ def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int):
 
     def part(x: Array) -> Array:
         group = slots // x.shape[2]  # slots that share an entry of x
-        return jax.lax.dynamic_slice_in_dim(x, start // group, count // group, 2)
+        return block_of(x, start // group, count // group, 2)
 
     if low is None:
         return [_numbers(part(values))], part(scale)

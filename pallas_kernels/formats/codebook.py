@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
 from pallas_kernels.base.logits import Product, products
-from pallas_kernels.base.rows import BLOCK, over_blocks, take_shared
+from pallas_kernels.base.rows import BLOCK, block_of, over_blocks, take_shared
 
 # On CPU, gathering the entry of a slot takes as long as this many products of a query row with an
 # entry. The kernels always gather, which is cheap on a GPU.
@@ -74,10 +74,10 @@ def codebook_logits(
         out = jnp.moveaxis(_take_own(per_entry, index), 3, 2)
 
     def add(start: Array | int, count: int, out: Array) -> Array:
-        part = jax.lax.dynamic_slice_in_dim(index, start, count, 2)
+        part = block_of(index, start, count, 2)
         logits = multiply(q[..., :width], _take(entries[..., :width], part), start)
         if apart:
-            logits = logits + jax.lax.dynamic_slice_in_dim(out, start, count, 3)
+            logits = logits + block_of(out, start, count, 3)
         return jax.lax.dynamic_update_slice_in_dim(out, logits, start, 3)
 
     if width:
@@ -117,8 +117,8 @@ def codebook_mix(
         return _einsum("bher,bed->bhrd", total.astype(entries.dtype), entries[:, 0])
 
     def add(start: Array | int, count: int, total: Array) -> Array:
-        part = jax.lax.dynamic_slice_in_dim(weights, start, count, 3)
-        rows = _take(entries, jax.lax.dynamic_slice_in_dim(index, start, count, 2))
+        part = block_of(weights, start, count, 3)
+        rows = _take(entries, block_of(index, start, count, 2))
         return total + _einsum("bhrs,bhsd->bhrd", part.astype(rows.dtype), rows)
 
     total = jnp.zeros((*weights.shape[:3], entries.shape[3]), jnp.float32)

@@ -65,4 +65,6 @@ def segment_merge(
     return out.astype(rows.dtype)
 
 
-_add_into = jax.vmap(jax.vmap(lambda x, into, more: x.at[into].add(more, mode="drop")))
+_add_into = jax.vmap(
+    jax.vmap(lambda x, into, more: x.at[into].add(more, mode="drop", wrap_negative_indices=False))
+)

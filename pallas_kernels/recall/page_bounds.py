@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.base.rows import take_slots
+from pallas_kernels.base.rows import block_of, take_slots
 
 AT_ONCE = 1024  # slots of a head whose keys are gathered at a time
 
@@ -44,7 +44,7 @@ def page_bounds(
     order = jnp.pad(order[..., :slots], ((0, 0), (0, 0), (0, max(slots - size, 0))))
 
     def block(start: Int[Array, ""]) -> tuple[Array, Array]:
-        index = jax.lax.dynamic_slice_in_dim(order, start, each * page, 2)
+        index = block_of(order, start, each * page, 2)
         rows = take_slots(keys, index).reshape(batch, kv_heads, each, page, -1)
         token = start + jnp.arange(each * page, dtype=jnp.int32)[None, None]
         there = (token < count[..., None]).reshape(batch, kv_heads, each, page, 1)
