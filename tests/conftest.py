@@ -45,8 +45,28 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "lenient: the module runs other libraries' code under JAX's default promotion"
     )
+    config.addinivalue_line(
+        "markers", "fast_cases(*ids): of a test's cases, those that are not slow; the others are"
+    )
     if not hasattr(config, "workerinput"):
         _drop_oldest_compiled_code()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config, items):
+    """Marks cases as slow that reach no line of the library which the fast ones do not reach."""
+    unknown = {}
+    for item in items:
+        marker = item.get_closest_marker("fast_cases")
+        if marker is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        unknown.setdefault(test, set(marker.args)).discard(item.callspec.id)
+        if item.callspec.id not in marker.args and not item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.slow)
+    wrong = {test: ids for test, ids in unknown.items() if ids}
+    if wrong and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(f"fast_cases names cases that these tests do not have: {wrong}")
 
 
 class ByFileOrCase(LoadScopeScheduling):

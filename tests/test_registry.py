@@ -116,6 +116,7 @@ def test_methods_lists_an_imported_one(capsys, mine):
     assert sys.modules["json"] is json
 
 
+@pytest.mark.slow
 def test_generate_with_an_imported_method(capsys, mine):
     line = ["generate", "--prompt", "The sky is blue. " * 4, "--max-new", "2", "--json"]
     assert main([*line, "--method", "mine", "--budget", "8"]) == 2

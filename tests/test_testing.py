@@ -60,6 +60,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.fast_cases("keeps more", "loop", "other rows")
 def test_what_is_broken_is_found(name):
     kind, said = BROKEN[name]
     with pytest.raises(ConformanceError) as raised:

@@ -65,10 +65,10 @@ def decode(transform, implementation):
     return jnp.stack(outs), cache
 
 
-# What others show nearly as well.
-SLOW = {2, 5, 6, 9, 11, 13, 16}
+# The others show nearly the same, and run with the slow tests.
+FAST = {1, 7, 10, 12}
 SOME_SLOW = [
-    pytest.param(tx, marks=[pytest.mark.slow] * (n in SLOW)) for n, tx in enumerate(TRANSFORMS)
+    pytest.param(tx, marks=[pytest.mark.slow] * (n not in FAST)) for n, tx in enumerate(TRANSFORMS)
 ]
 
 
@@ -82,7 +82,7 @@ def test_steps_are_those_of_xla(transform, implementation):
         close(other, one, what="attention that slots received, and what is left")
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+@pytest.mark.parametrize("transform", SOME_SLOW, ids=repr)
 def test_a_loop_of_steps_lowers_for_cuda_and_never_waits_for_the_host(transform):
     tokens = Tokens.random(rows=2, head_dim=DIM)
 

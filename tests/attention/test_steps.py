@@ -39,6 +39,18 @@ def jaxpr_of_a_step(transform, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("name", [*CASES, *CHAINS])
+@pytest.mark.fast_cases(
+    "chain-xla",
+    "full-pallas",
+    "kvcrush-xla",
+    "kvmerger-xla",
+    "layer_budget-xla",
+    "per_layer-xla",
+    "pyramidinfer_paper-xla",
+    "pyramidkv-xla",
+    "quantize_clusterkv-pallas",
+    "when_full-xla",
+)
 def test_a_step_holds_no_loop_and_no_condition(name, implementation):
     """With kernels, nor a loop of known length, which XLA would run from the host."""
     step = jaxpr_of_a_step({**CASES, **CHAINS}[name], implementation)
@@ -94,6 +106,7 @@ def compiled_steps(transform, cache, count=16):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA makes of it on CPU")
 @pytest.mark.parametrize("name", names(CASES))
+@pytest.mark.fast_cases("chelsea")
 def test_no_step_copies_keys_or_values(name):
     """Nothing of the type and size of a store is made, but by changing rows in place."""
     cache = jax.eval_shape(lambda: new_cache(CASES[name]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +15,15 @@ import kvjax
 from kvjax.cache.slots import Column, empty_cache
 from kvjax.cache.slots import widen as widen_slots
 from pallas_kernels import decode_attention
-from tests.support.attending import OPTIONS
 from tests.support.tolerances import close
 
 ROWS, HEADS, SLOTS, DIM, NEW = 2, 2, 6, 3, 4
 SHAPE = (ROWS, HEADS, SLOTS)
 
-compiled = functools.partial(jax.jit, compiler_options=OPTIONS)
+compiled = jax.jit
 append, evict, merge = compiled(kvjax.append), compiled(kvjax.evict), compiled(kvjax.merge)
-compact = jax.jit(kvjax.compact, static_argnums=1, compiler_options=OPTIONS)
-widen = jax.jit(widen_slots, static_argnums=1, compiler_options=OPTIONS)
+compact = jax.jit(kvjax.compact, static_argnums=1)
+widen = jax.jit(widen_slots, static_argnums=1)
 examples = settings(max_examples=60, deadline=None)
 
 

@@ -179,6 +179,7 @@ def test_prompt_file_and_method(capsys, tinystories, tmp_path):
     assert again["text"] == record["text"] != other["text"]
 
 
+@pytest.mark.slow
 def test_nothing_but_figures_on_standard_error(tinystories):
     """Without PyTorch, transformers has something to say."""
     code = (
@@ -305,6 +306,7 @@ def test_a_short_question_is_answered(capsys, monkeypatch, short_document):
     "columns",
     [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_a_wrong_answer_is_called_wrong(capsys, monkeypatch, short_document, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     args = ["generate", "--method", "streaming_llm(sinks=2)", "--budget", "8", "--max-new", "40"]
@@ -319,6 +321,7 @@ def test_a_wrong_answer_is_called_wrong(capsys, monkeypatch, short_document, col
     assert record["text"] != record["full"]["text"]
 
 
+@pytest.mark.slow
 def test_full_beside_itself(capsys, short_document):
     args = ["generate", "--method", "full", "--max-new", "3"]
     assert len(rows(output(capsys, *args), "full")) == 2  # answer and figures
@@ -405,6 +408,7 @@ def test_version_and_help(capsys):
 
 
 @pytest.mark.parametrize("args", [["--help"], ["methods"]])
+@pytest.mark.fast_cases("args1")
 def test_lists_import_nothing_heavy(args):
     code = (
         "import sys; from kvjax.cli.main import main; main(sys.argv[1:]);"
@@ -667,6 +671,7 @@ def terminal():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+@pytest.mark.slow
 def test_progress_on_a_terminal(terminal):
     own = terminal("generate", "--max-new", "4", "--method", "streaming_llm")
     shown = own.read()
@@ -679,6 +684,7 @@ def test_progress_on_a_terminal(terminal):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+@pytest.mark.slow
 def test_json_shows_no_progress(terminal):
     own = terminal("generate", "--prompt", "The", "--max-new", "1", "--json", "--method", "full")
     assert own.read() == ""
@@ -710,6 +716,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost():
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("seconds", [0, 60])
+@pytest.mark.fast_cases("60")
 def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
     code = f"""if True:
         import os, signal, sys, time
@@ -735,6 +742,7 @@ def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+@pytest.mark.slow
 def test_interrupted_while_compiling(terminal):
     own = terminal("generate")
     own.read(until="compiling")

@@ -27,7 +27,6 @@ from tests.support.attending import (
     KV_HEADS,
     MAX_NEW,
     MAX_PROMPT,
-    OPTIONS,
     QUERY_HEADS,
     SIZE,
     Pin,
@@ -300,6 +299,7 @@ def test_every_registered_method_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", names(COVERING))
+@pytest.mark.fast_cases("full")
 def test_lossless_when_the_budget_covers_everything(name):
     shape = {"max_prompt": 10, "max_new": 8}
     positions = right([0], [10], 10)
@@ -315,6 +315,7 @@ def test_lossless_when_the_budget_covers_everything(name):
 
 
 @pytest.mark.parametrize("name", names([name for name in CASES if name not in SELECTING]))
+@pytest.mark.fast_cases("full", "snapkv")
 def test_output_is_attention_over_what_was_live(name):
     ragged = standard(name)
     positions = right([0, 0, 0], LENGTHS, WIDTH)
@@ -327,6 +328,7 @@ def test_output_is_attention_over_what_was_live(name):
 
 
 @pytest.mark.parametrize("name", names(["full", "streaming_llm", "snapkv", "h2o"]))
+@pytest.mark.fast_cases("full")
 def test_window_soft_cap_and_scale(name):
     options = {"window": 6, "soft_cap": 1.5, "scale": 0.7}
     positions = right([0, 0, 0], LENGTHS, WIDTH)
@@ -338,6 +340,9 @@ def test_window_soft_cap_and_scale(name):
 
 
 @pytest.mark.parametrize("name", names([name for name in CASES if name not in SHARES]))
+@pytest.mark.fast_cases(
+    "chelsea", "full", "h2o", "kvmerger", "pyramidinfer", "quantize", "snapkv", "streaming_llm"
+)
 def test_a_row_within_its_budget_loses_nothing(name):
     full, mine = standard("full"), standard(name)
     for step in range(BUDGET - LENGTHS[2]):
@@ -418,6 +423,7 @@ PINNED = (
 
 
 @pytest.mark.parametrize("name", names(PINNED))
+@pytest.mark.fast_cases("streaming_llm")
 def test_pinned_slots_survive(name):
     transform, pinned = chain(Pin((3, 9)), CASES[name]), {3, 9}
     ragged = run(transform, tokens(), right([0, 0, 0], LENGTHS, WIDTH), STEPS)
@@ -470,7 +476,7 @@ def scanned(name: str) -> tuple:
     steps = [tokens().at(np.array(LENGTHS)[:, None] + step) for step in range(STEPS)]
     inputs = jax.tree.map(lambda *x: np.stack(x), *steps)
 
-    @functools.partial(jax.jit, donate_argnums=0, compiler_options=OPTIONS)
+    @functools.partial(jax.jit, donate_argnums=0)
     def loop(cache, inputs):
         def step(nothing, cache, x):
             out, cache = kvjax.attend(transform, cache, *x, phase="decode", rope=the_rope())
@@ -485,6 +491,7 @@ def scanned(name: str) -> tuple:
 
 
 @every_case
+@pytest.mark.fast_cases("pyramidinfer")
 def test_scan_equals_the_loop(name):
     ragged, (_, outs, cache) = standard(name), scanned(name)
     close(outs, np.stack(ragged.outs))
@@ -585,6 +592,7 @@ def test_a_row_among_others_equals_the_row_alone(name):
 
 
 @pytest.mark.parametrize("name", names(REPRESENTATIVES))
+@pytest.mark.fast_cases("full")
 def test_a_padded_row_equals_the_row_alone(name):
     positions = right([0], [LENGTHS[1]], LENGTHS[1])
     equals_row_1(name, run(CASES[name], tokens().rows([1]), positions, STEPS), 0)
@@ -638,6 +646,7 @@ def test_the_order_of_rows_does_not_matter(name):
 
 
 @every_case
+@pytest.mark.fast_cases("full")
 def test_chunks_equal_the_whole(name):
     """Windows span chunks, and the last chunk is nothing but padding for the short row."""
     transform, ragged = CASES[name], standard(name)
@@ -697,6 +706,7 @@ single_cases = pytest.mark.parametrize("name", names(n for n in CASES if n not i
 
 
 @every_case
+@pytest.mark.fast_cases("chelsea", "full", "h2o", "quantize", "streaming_llm")
 def test_shapes_of_bfloat16_and_as_many_query_heads_as_kv_heads(name):
     transform = COVERING.get(name, CASES[name])
     row = Tokens.random(rows=1, query_heads=KV_HEADS, seed=3)
@@ -709,6 +719,7 @@ def test_shapes_of_bfloat16_and_as_many_query_heads_as_kv_heads(name):
 
 
 @pytest.mark.parametrize("name", names(REPRESENTATIVES))
+@pytest.mark.fast_cases("full")
 def test_bfloat16_and_as_many_query_heads_as_kv_heads(name):
     transform = COVERING[name]
     row = Tokens.random(rows=1, query_heads=KV_HEADS, seed=3)
@@ -721,6 +732,7 @@ def test_bfloat16_and_as_many_query_heads_as_kv_heads(name):
 
 
 @single_cases
+@pytest.mark.fast_cases("full", "pyramidinfer", "quantize", "snapkv", "streaming_llm")
 def test_shapes_of_one_head_one_token(name):
     row = Tokens.random(rows=1, kv_heads=1, query_heads=1, seed=4)
     shapes = shapes_of_run(CASES[name], row, np.array([[0]]), **SINGLE)
@@ -729,6 +741,7 @@ def test_shapes_of_one_head_one_token(name):
 
 
 @pytest.mark.parametrize("name", names(n for n in REPRESENTATIVES if n not in TWO_HEADS))
+@pytest.mark.fast_cases("full", "quantize")
 def test_one_head_one_token(name):
     transform = CASES[name]
     row = Tokens.random(rows=1, kv_heads=1, query_heads=1, seed=4)
@@ -742,6 +755,7 @@ def test_one_head_one_token(name):
 
 
 @every_case
+@pytest.mark.fast_cases("chelsea", "quantize", "snapkv", "streaming_llm")
 def test_no_new_tokens(name):
     transform = CASES[name]
     cache = jax.eval_shape(lambda: new_cache(transform, max_new=0))
@@ -790,6 +804,7 @@ TIGHT = {
 
 
 @pytest.mark.parametrize("name", names(TIGHT))
+@pytest.mark.fast_cases("when_full beyond the prompt")
 def test_a_composition_has_room_for_what_it_keeps(name):
     transform, row = TIGHT[name], tokens().rows([0])
     tight = run(transform, row, right([0], [12], 12), 11, max_prompt=12, max_new=12)
@@ -819,6 +834,7 @@ def test_a_share_of_every_length(fraction, minimum):
     [(kvjax.StreamingLLM(0.4), 5), (kvjax.H2O(0.4), 2), (snapkv(0.4), 5), (kvjax.H2O(0.1), 2)],
     ids=str,
 )
+@pytest.mark.fast_cases("StreamingLLM(budget=0.4, sinks=4, reposition=False)-5")
 def test_every_row_has_its_own_share(transform, minimum):
     ragged = run(transform, tokens(), right([0, 0, 0], LENGTHS, WIDTH), 6)
     budgets = np.array([share_of(transform.budget, n, minimum) for n in LENGTHS])
@@ -870,6 +886,7 @@ def test_a_numpy_budget_is_a_budget():
 
 
 @pytest.mark.parametrize("budget", [16, 32])
+@pytest.mark.fast_cases("32")
 def test_decoding_waits_for_the_last_chunk(budget):
     """Also where the capacity alone would not tell that the prompt is unfinished."""
     transform = snapkv(budget)

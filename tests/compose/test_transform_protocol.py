@@ -37,7 +37,6 @@ from tests.support.attending import (
     HEAD_DIM,
     INV_FREQ,
     KV_HEADS,
-    OPTIONS,
     QUERY_HEADS,
     Tokens,
     attend,
@@ -263,7 +262,7 @@ def tokens():
     return Tokens.random()
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+@functools.partial(jax.jit, static_argnums=0)
 def selected(transform, before, q, k, v, positions):
     """The slots that `select` chooses once the new tokens are in, by calling it directly."""
     rope = the_rope()
@@ -273,6 +272,7 @@ def selected(transform, before, q, k, v, positions):
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.fast_cases("pages of pages")
 def test_reading_equals_attention_over_the_chosen_slots(name, tokens):
     transform = READERS[name]
     ragged = run(transform, tokens, right([0, 0, 0], LENGTHS, WIDTH), DECODE)
@@ -346,6 +346,7 @@ def test_a_step_that_merges_copies_no_store():
 OUT_OF_ORDER = HeadGroups((((2, 0), SNAP), ((1,), Full()), ((3,), H2O(budget=8))))
 
 
+@pytest.mark.slow
 def test_head_groups_equal_a_loop_over_heads():
     """Groups out of order, each a few heads: every head as if it were alone with its transform."""
     heads, group = 4, 2
@@ -397,6 +398,7 @@ def test_when_full_compresses_only_rows_that_are_full(tokens):
     assert live[:, 2].tolist() == [*range(5, 15), 12, 13]
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_never_acts_is_its_base(tokens):
     positions = right([0, 0, 0], LENGTHS, WIDTH)
     base = run(SNAP, tokens, positions, 3)
@@ -433,6 +435,7 @@ def test_keys_may_come_rotated(tokens):
     np.testing.assert_array_equal(rotated[1].kv.position, cache.kv.position)
 
 
+@pytest.mark.slow
 def test_float32_activations_over_a_bfloat16_cache(tokens):
     """A cache may be stored in fewer bits than the model computes in."""
     for transform in (Full(), SNAP, H2O(budget=8), StreamingLLM(budget=8, reposition=True)):
@@ -456,6 +459,7 @@ def test_several_tokens_at_once_while_decoding(tokens):
             close(a[name], b[name])
 
 
+@pytest.mark.slow
 def test_attend_under_vmap(tokens):
     """Pure functions: a leading axis may be mapped."""
     q, k, v, positions = tokens.at(right([0, 0, 0], LENGTHS, WIDTH)[:, :8])
@@ -465,7 +469,7 @@ def test_attend_under_vmap(tokens):
         return kvjax.attend(SNAP, cache, q, k, v, positions, phase="prompt", rope=the_rope())[0]
 
     rows = tuple(x[:, None] for x in (q, k, v, positions))
-    mapped = jax.jit(jax.vmap(one), compiler_options=OPTIONS)(*rows)
+    mapped = jax.jit(jax.vmap(one))(*rows)
     out, _ = prompt(SNAP, new_cache(SNAP), tokens, right([0, 0, 0], LENGTHS, WIDTH)[:, :8])
     close(mapped[:, 0], out)
     assert out.shape == (3, QUERY_HEADS, 8, HEAD_DIM)

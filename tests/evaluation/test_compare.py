@@ -356,6 +356,7 @@ def interrupt_at(monkeypatch, measure: str, number: int):
         ("fidelity", 3, b'{"cell": ["fidelity", "h2o", 0.5, 192, null, null], "found": {}}'),
     ],
 )
+@pytest.mark.fast_cases('retrieval-6-{"cell": ["retr')
 def test_going_on_after_an_interruption(
     command, measured, monkeypatch, tmp_path, capsys, measure, number, torn
 ):

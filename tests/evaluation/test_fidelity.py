@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,27 +22,14 @@ from tests.references.pyramidkv import PyramidKV
 from tests.references.slots import Slots
 from tests.references.snapkv import SnapKV
 from tests.references.streaming_llm import StreamingLLM
-from tests.support.attending import OPTIONS
 from tests.support.tolerances import close
 
-MODULE = sys.modules["kvjax.evaluation.fidelity"]
 VOCAB, WIDTH, LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 16, 3, 4, 2, 8
 INV_FREQ = 1.0 / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 RNG = np.random.default_rng(11)
 PROMPTS = [RNG.integers(VOCAB, size=size).tolist() for size in (38, 9, 27)]
 WINDOW = 4
 SNAPKV = kvjax.SnapKV(budget=12, window=WINDOW, kernel=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Small functions that run a few times: quick code is not worth its compilation."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("full_run", "_method_run"):
-            plain = getattr(MODULE, name).__wrapped__
-            quick = jax.jit(plain, static_argnums=(0, 1), compiler_options=OPTIONS)
-            patch.setattr(MODULE, name, quick)
-        yield
 
 
 def random_layers(query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0):
@@ -316,6 +302,7 @@ METHODS = {
 
 @pytest.mark.parametrize(("budget", "new_tokens"), [(None, 2), (6, 2)])
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.fast_cases("head_groups-6-2", "streaming_llm by rank-None-2")
 def test_methods_against_the_reference(name, budget, new_tokens):
     """Ragged rows and grouped queries, every layer on what the full cache's run gives it."""
     transform, method = METHODS[name]
@@ -336,12 +323,14 @@ def test_the_full_cache_misses_nothing():
     close(found.error, np.zeros_like(found.error), "rounding")
 
 
+@pytest.mark.slow
 def test_a_budget_that_covers_everything_is_the_full_cache():
     found = measure_fidelity(tiny_model(), dataclasses.replace(SNAPKV, budget=64), PROMPTS, 20)
     assert (found.recall == 1).all()
     close(found.error, np.zeros_like(found.error), "rounding")
 
 
+@pytest.mark.slow
 def test_every_compresses_again_between_the_steps():
     """At its second step `Every` makes room, and the third sees less of what was kept before."""
     again = measure_fidelity(tiny_model(), kvjax.Every(SNAPKV, steps=2), PROMPTS, 20, 3)
@@ -359,6 +348,7 @@ def only_last(layer: int, num_layers: int) -> kvjax.KVTransform:
     return kvjax.StreamingLLM(budget=8) if layer == LAYERS - 1 else kvjax.Full()
 
 
+@pytest.mark.slow
 def test_a_layers_error_is_not_counted_again_above():
     model = tiny_model()
     everywhere = measure_fidelity(model, kvjax.StreamingLLM(budget=8), PROMPTS, new_tokens=3)
@@ -398,6 +388,7 @@ class Look(kvjax.KVTransform):
 
 
 @pytest.mark.parametrize("best", [True, False])
+@pytest.mark.fast_cases("False")
 def test_selected_slots_count_as_kept(best):
     """With one query head per KV head the best logits are the most attended tokens."""
     heads = {"query_heads": 2, "kv_heads": 2}
@@ -417,6 +408,7 @@ def test_selected_slots_count_as_kept(best):
             close(found.error[layer, row], reference.attention_error(outs, full), "accumulated")
 
 
+@pytest.mark.slow
 def test_without_a_budget_a_selection_is_compared_with_as_many():
     found = measure_fidelity(tiny_model(query_heads=2), Look(4), PROMPTS)
     assert (found.recall == 1).all()

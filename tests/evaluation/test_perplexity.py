@@ -19,7 +19,6 @@ from tests.support.hf_models import Stepper
 from tests.support.tolerances import close
 
 MODULE = sys.modules["kvjax.evaluation.perplexity"]
-QUICK = {"compiler_options": {"xla_backend_optimization_level": 0}}
 VOCAB, POSITIONS, LENGTH, PROMPT = 64, 48, 40, 30
 CONFIG = DecoderConfig(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
@@ -30,15 +29,6 @@ METHODS = {
     "h2o": kvjax.H2O(10),  # compresses while decoding
     "pyramidkv": kvjax.PyramidKV(12, window=4),  # differs from layer to layer
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Small functions that run a few times: quick code is not worth its compilation."""
-    with pytest.MonkeyPatch.context() as patch:
-        jitted = jax.jit(MODULE._nll.__wrapped__, static_argnums=(0, 1), **QUICK)
-        patch.setattr(MODULE, "_nll", jitted)
-        yield
 
 
 @functools.cache
@@ -69,7 +59,7 @@ def by_hand(transform: kvjax.KVTransform, tokens: np.ndarray, prompt: int) -> np
     )  # fmt: skip
     graph, state = nnx.split(model())
 
-    @functools.partial(jax.jit, static_argnames="phase", **QUICK)
+    @functools.partial(jax.jit, static_argnames="phase")
     def call(tokens, positions, caches, phase):
         return nnx.merge(graph, state)(tokens, positions, caches, layers=layers, phase=phase)
 
@@ -88,12 +78,12 @@ def one_pass() -> np.ndarray:
     """Nats of tokens 1 to N − 1 from one prompt pass without any decoding, `[B, N − 1]`."""
     positions = np.broadcast_to(np.arange(LENGTH), TOKENS.shape)
     step = Stepper(model(), len(TOKENS), LENGTH, 1)
-    step._jitted = jax.jit(step._run, static_argnames="phase", **QUICK)
     logits = step(TOKENS, positions, "prompt")
     return paid(logits[:, :-1], TOKENS[:, 1:])
 
 
 @pytest.mark.parametrize("prompt", [1, PROMPT])
+@pytest.mark.fast_cases("30")
 def test_full_equals_one_uncompressed_pass(prompt):
     nll = continuation_nll(model(), kvjax.Full(), TOKENS, prompt)
     assert nll.shape == (3, LENGTH - prompt) and isinstance(nll, np.ndarray)
@@ -108,6 +98,7 @@ def test_predictions_vary():
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.fast_cases("h2o")
 def test_methods_equal_a_plain_loop(name):
     nll = continuation_nll(model(), METHODS[name], TOKENS, PROMPT)
     close(nll, by_hand(METHODS[name], TOKENS, PROMPT))

@@ -94,6 +94,7 @@ def test_prompts_have_exactly_the_length(task, length):
 
 @pytest.mark.parametrize("depth", [0, 0.1, 0.5, 0.77, 1])
 @pytest.mark.parametrize("length", [300, 2048])
+@pytest.mark.fast_cases("300-0", "300-0.1", "300-0.5", "300-0.77", "300-1")
 def test_needle_stands_at_its_depth(length, depth):
     for seed in range(3):
         case = make(length=length, depth=depth, seed=seed)

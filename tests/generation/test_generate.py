@@ -29,18 +29,6 @@ RNG = np.random.default_rng(5)
 RAGGED = [RNG.integers(VOCAB, size=size).tolist() for size in (53, 9, 41)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Small functions that run a few times: quick code is not worth its compilation."""
-    quick = {"compiler_options": {"xla_backend_optimization_level": 0}}
-    with pytest.MonkeyPatch.context() as patch:
-        prompt, loop = MODULE._read_prompt.__wrapped__, MODULE._decode.__wrapped__
-        patch.setattr(MODULE, "_read_prompt", jax.jit(prompt, static_argnums=0, **quick))
-        jitted = jax.jit(loop, static_argnums=0, donate_argnums=2, **quick)
-        patch.setattr(MODULE, "_decode", jitted)
-        yield
-
-
 @functools.cache
 def model():
     """A random decoder whose weights are large enough for its text to vary."""
@@ -121,6 +109,7 @@ def names(chosen) -> list:
 
 
 @pytest.mark.parametrize("name", names([*kvjax.METHODS, *STORED]))
+@pytest.mark.fast_cases("full")
 def test_a_ragged_batch_equals_its_rows(name):
     together = generate(transform=method(name), buckets=[64])
     alone = [generate([row], transform=method(name), buckets=[64]).tokens[0] for row in RAGGED]
@@ -185,6 +174,7 @@ def cut_at(row: list[int], ends: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("transform", [None, kvjax.H2O(36)], ids=["full", "h2o"])
+@pytest.mark.fast_cases("full")
 def test_end_tokens_stop_rows_separately(transform, monkeypatch):
     whole = generate(transform=transform).tokens
     ends = (whole[0][4], whole[1][0])  # the second row ends at once
@@ -428,6 +418,7 @@ def plain_texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("make", [plain_model, linen_model, NNXModel, CallableModel])
+@pytest.mark.fast_cases("NNXModel", "linen_model")
 def test_other_peoples_models(make):
     own = make()
     expected = plain_texts()
@@ -538,6 +529,7 @@ def test_bytes():
         assert other.full_cache_bytes == full.full_cache_bytes
 
 
+@pytest.mark.slow
 def test_bytes_saved_on_a_longer_prompt():
     prompt = [RNG.integers(VOCAB, size=384).tolist()]
     for name in ("h2o", "snapkv", "streaming_llm"):

@@ -6,7 +6,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import numpy as np
 import pytest
 
@@ -25,18 +24,6 @@ RNG = np.random.default_rng(5)
 RAGGED = [RNG.integers(64, size=size).tolist() for size in (53, 9, 41)]
 GROUPS = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), kvjax.StreamingLLM(16))))
 OFFLOADED = kvjax.parse("chain(clusterkv(tokens_per_cluster=8, sinks=4, interval=5), offload)", 36)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Small functions that run a few times: quick code is not worth its compilation."""
-    quick = {"compiler_options": {"xla_backend_optimization_level": 0}}
-    with pytest.MonkeyPatch.context() as patch:
-        prompt, loop = GENERATE._read_prompt.__wrapped__, GENERATE._decode.__wrapped__
-        patch.setattr(GENERATE, "_read_prompt", jax.jit(prompt, static_argnums=0, **quick))
-        jitted = jax.jit(loop, static_argnums=0, donate_argnums=2, **quick)
-        patch.setattr(GENERATE, "_decode", jitted)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +50,7 @@ def generate(model, transform=None, **options):
     ],
     ids=["full", "snapkv", "groups", "pyramidinfer", "quantize", "offload"],
 )
+@pytest.mark.fast_cases("full")
 def test_layers_report_once_in_order_and_change_nothing(model, transform):
     for _ in range(2):  # the listener is not compiled in
         layers = []
@@ -75,6 +63,7 @@ def test_layers_report_once_in_order_and_change_nothing(model, transform):
     assert not progress._listeners
 
 
+@pytest.mark.slow
 def test_every_listener_shares_one_prompt_pass(model):
     generate(model, kvjax.H2O(30), on_layer=print)
     before = GENERATE._read_prompt._cache_size()

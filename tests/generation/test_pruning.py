@@ -18,7 +18,7 @@ from kvjax.models.pruning import pass_on, states_at
 from tests.references.pyramidinfer import PyramidInfer as Reference
 from tests.references.pyramidinfer import entering
 from tests.references.rope import rope
-from tests.support.attending import OPTIONS, init_cache
+from tests.support.attending import init_cache
 from tests.support.tolerances import close
 
 CONFIG = DecoderConfig(
@@ -42,7 +42,7 @@ def call(*args, **how):
     return _call(nnx.state(model()), *args, **how)
 
 
-@functools.partial(jax.jit, static_argnames=("layers", "phase", "last"), compiler_options=OPTIONS)
+@functools.partial(jax.jit, static_argnames=("layers", "phase", "last"))
 def _call(state, *args, **how):
     return nnx.merge(nnx.graphdef(model()), state)(*args, **how)
 
@@ -148,6 +148,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("layout", ["right", "scattered"])
+@pytest.mark.fast_cases("scattered")
 def test_decoder_equals_the_loop(layout):
     positions = layouts()[layout]
     mine = run(positions=positions)
@@ -204,6 +205,7 @@ def test_padded_rows_equal_rows_alone():
             close(together.steps[step][row], alone.steps[step][0])
 
 
+@pytest.mark.slow
 def test_chunks_are_not_pruned():
     """Every layer then sees every token, and evicts down to as many by its own scores."""
     mine = run(chunks=2, new=2)
@@ -215,6 +217,7 @@ def test_chunks_are_not_pruned():
 
 
 @pytest.mark.parametrize("transform", [PyramidInfer(ratio=1.0, **FULL), PyramidInfer(1.0, **FULL)])
+@pytest.mark.fast_cases("transform1")
 def test_a_full_ratio_equals_the_full_cache(transform):
     """Through the hook that drops nothing, and in the cache-only form."""
     full, mine, tokens = full_cache(), run(transform, new=2), layouts()["right"] >= 0
@@ -222,6 +225,7 @@ def test_a_full_ratio_equals_the_full_cache(transform):
     close(np.stack(mine.steps), np.stack(full.steps))
 
 
+@pytest.mark.slow
 def test_the_cache_only_form_leaves_hidden_states_alone():
     tokens = layouts()["right"] >= 0
     close(run(PyramidInfer(20), new=0).logits[tokens], full_cache().logits[tokens])

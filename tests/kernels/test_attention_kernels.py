@@ -42,6 +42,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.fast_cases("G16 D128 T1 float32-interpret")
 def test_decode(shape, implementation, small_tiles):
     case = Case(shape)
     actual = run(decode_attention, case.args, **case.options, implementation=implementation)
@@ -99,6 +100,7 @@ def test_reading_begins_and_ends_with_what_is_seen(options, row, expected):
     ],
     ids=str,
 )
+@pytest.mark.fast_cases("G2 D80 T1 float32-False-xla", "G3 D96 T1 bfloat16 window-True-xla")
 def test_gather(shape, per_query_head, implementation, small_tiles):
     case, rng = Case(shape), np.random.default_rng(5)
     case.k, case.v = (clean(x) if implementation == "xla" else x for x in (case.k, case.v))
@@ -138,6 +140,7 @@ def _any_list(*args):
 @pytest.mark.parametrize(
     ("group", "dim", "tokens"), [(1, 64, 1), (4, 128, 1), (7, 80, 3), (16, 96, 5)]
 )
+@pytest.mark.fast_cases("4-128-1-bfloat16")
 def test_kernels_lower_for_cuda_and_take_the_store_as_it_is(group, dim, tokens, dtype):
     heads = 8
     slots = 4_200_001 if dtype == "bfloat16" else 4099  # where offsets need 64 bits, and where not

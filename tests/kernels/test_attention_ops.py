@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from pallas_kernels import column_sums, decode_attention, prompt_attention
 from tests.references.attention import softmax_attention
-from tests.support.attending import OPTIONS, attend, new_cache
+from tests.support.attending import attend, new_cache
 from tests.support.tolerances import close
 
 blocks = importlib.import_module("pallas_kernels.attention.prompt")
@@ -119,9 +119,10 @@ class Case:
 
 
 def quick(function):
-    return jax.jit(function, compiler_options=OPTIONS)
+    return jax.jit(function)
 
 
+@pytest.mark.fast_cases("slots in order", "soft cap", "window", "window of one")
 def test_prompt_attention(case):
     args = (case.q, case.k, case.v, case.bias, case.query, case.position)
     out, lse = quick(lambda *x: prompt_attention(*x, **case.options))(*args)
@@ -242,6 +243,7 @@ def temporary_bytes(transform, kv_heads: int, query_heads: int, tokens: int, len
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.fast_cases("2")
 def test_a_long_prompts_scores_take_little_memory(kv_heads):
     """H2O's whole prompt pass: the attention matrix of 16,384 tokens and 8 heads has 8 GiB."""
     transform = kvjax.H2O(budget=1024)

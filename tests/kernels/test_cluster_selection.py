@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels import build_indices, rank_clusters
 from tests.references import cluster_selection as reference
-from tests.support.attending import OPTIONS
 
-ranked = jax.jit(rank_clusters, static_argnames="per_query_head", compiler_options=OPTIONS)
-listed = jax.jit(build_indices, static_argnums=4, compiler_options=OPTIONS)
+ranked = jax.jit(rank_clusters, static_argnames="per_query_head")
+listed = jax.jit(build_indices, static_argnums=4)
 SIZES = np.array([[[3, 2, 0]]], np.int32)
 
 

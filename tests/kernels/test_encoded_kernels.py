@@ -24,15 +24,13 @@ from pallas_kernels.attention.forms import dense_rows, quantized_rows
 from pallas_kernels.attention.rotation import cos_sin_of_turns, fixed_point, turns_of
 from tests.references import quantised
 from tests.references.rope import inverse_frequencies, rope
-from tests.support.attending import OPTIONS
 from tests.support.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
 from tests.support.lowering import KERNEL, lower_for_cuda
 from tests.support.tolerances import close
 
 ENTRIES = 40  # of a book
-jit = functools.partial(jax.jit, compiler_options=OPTIONS)
-to_8_bits = jit(quantise_slots, static_argnums=1)
-to_4_bits = jit(quantise_groups, static_argnums=(1, 2))
+to_8_bits = jax.jit(quantise_slots, static_argnums=1)
+to_4_bits = jax.jit(quantise_groups, static_argnums=(1, 2))
 
 
 def finite(x) -> np.ndarray:
@@ -186,6 +184,10 @@ CASES = [
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(("form", "shape", "rotation"), CASES, ids=str)
+@pytest.mark.fast_cases(
+    "4 bits token16-G2 D80 T1 float32-Rope(pairs=20, interleaved=True, factor=1.0, ranks=False)-interpret",  # noqa: E501
+    "4 bits token5-G2 D80 T1 float32-Rope(pairs=20, interleaved=True, factor=1.0, ranks=False)-interpret",  # noqa: E501
+)
 def test_attention_over_what_is_stored(form, shape, rotation, implementation):
     case = EncodedCase(shape, form, rotation)
     check(case, case.attention(implementation), case.expected(rows=case.rows))
@@ -219,7 +221,7 @@ def test_newest_rows_in_an_array_of_their_own():
     k[:, :, start:] = np.asarray(case.k, np.float64)[:, :, start:]
     body = Encoded(*(np.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in encoded))
 
-    @jit
+    @jax.jit
     def joined(q, body, tail, v, bias, query, position):
         first = jnp.full((2, 2), start, jnp.int32)
         kind = {
@@ -245,7 +247,7 @@ def test_cosines_and_sines_of_turns():
     frequency = np.array([*inverse_frequencies(16), *inverse_frequencies(128, 5e5), 6.28])
     frequency = frequency.astype(np.float32)
 
-    @jit
+    @jax.jit
     def turned(position, frequency):
         fixed = fixed_point(frequency[None])
         return cos_sin_of_turns(turns_of(position[:, None] * fixed), 1.5)
@@ -272,6 +274,7 @@ def test_small_values_survive_float16():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("form", ["int8", "float8", "token", "channel", "codebook"])
+@pytest.mark.fast_cases("codebook-bfloat16", "codebook-float32", "float8-float16")
 def test_kernels_lower_for_cuda_without_a_decoded_copy(form, dtype):
     batch, heads, group, slots, dim = 2, 8, 4, 4096, 128
     struct = jax.ShapeDtypeStruct

@@ -62,6 +62,7 @@ def check(vectors, members, weights, theta, capacity, cover=cover_of):
         ),
     ],
 )
+@pytest.mark.fast_cases("0.9-2")
 def test_cover(theta, capacity):
     """Rows with members and others, zeros, and weights."""
     vectors = np.stack([around(90, seed=s) for s in (0, 1)])
@@ -97,6 +98,7 @@ def cover_with(monkeypatch):
         ),
     ],
 )
+@pytest.mark.fast_cases("1-9")
 def test_many_tiles(cover_with, few, capacity):
     """Groups across tiles, large and small gains; who is no member may hold anything."""
     cover = cover_with(COSINES=64**2, PIVOTS=8, FEW=few)
@@ -136,6 +138,7 @@ def test_products_of_sketches_bound_cosines(dim):
 
 
 @pytest.mark.parametrize("few", [1, 32])
+@pytest.mark.fast_cases("32")
 def test_entries_that_wait_for_each_other(cover_with, few):
     """Along an arc, where each vector is near the next two, and weights rise."""
     angle = 0.1 * np.arange(40)
@@ -147,6 +150,7 @@ def test_entries_that_wait_for_each_other(cover_with, few):
 
 
 @pytest.mark.parametrize("capacity", [1, 20, 63])
+@pytest.mark.fast_cases("63")
 def test_what_has_no_room_goes_to_the_nearest(cover_with, capacity):
     """Heavy vectors that stand alone are entries before light groups."""
     vectors = np.concatenate([around(200, dim=4, seed=3), around(60, dim=4, seed=4, centers=60)])

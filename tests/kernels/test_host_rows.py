@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 
 import jax
@@ -12,12 +11,11 @@ import pytest
 
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds, to_host
 from pallas_kernels import host_rows
-from tests.support.attending import OPTIONS
 from tests.support.tolerances import close
 
 pytestmark = pytest.mark.skipif(HOST_MEMORY not in memory_kinds(), reason="no host memory")
 
-fetch = jax.jit(host_rows, static_argnames="implementation", compiler_options=OPTIONS)
+fetch = jax.jit(host_rows, static_argnames="implementation")
 ROWS, HEADS, SLOTS, DIM = 2, 2, 100, 4
 
 
@@ -84,6 +82,7 @@ def test_any_entries(lists, share):
 
 
 @pytest.mark.parametrize("length", [1, 3, 15, 16])
+@pytest.mark.fast_cases("1")
 def test_short_lists_and_short_stores(length):
     index = np.broadcast_to(np.arange(length), (ROWS, HEADS, length))
     check(index, index >= 0)
@@ -162,7 +161,7 @@ def test_inside_a_loop():
     data = rng.normal(size=(ROWS, HEADS, SLOTS, DIM)).astype(np.float32)
     index = rng.integers(SLOTS, size=(5, ROWS, HEADS, 20)).astype(np.int32)
 
-    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    @jax.jit
     def loop(store, index):
         def step(store, index):
             rows = jnp.zeros((*index.shape, DIM))

@@ -14,7 +14,6 @@ import pytest
 from pallas_kernels import kmeans
 from tests.references.kmeans import assign
 from tests.references.kmeans import kmeans as reference
-from tests.support.attending import OPTIONS
 from tests.support.tolerances import close
 
 METRICS = ("cosine", "l2", "inner_product")
@@ -23,7 +22,7 @@ FULL = np.ones((1, 1, 1), bool)
 
 
 def run(keys, members, centroids, there, **options):
-    jitted = jax.jit(functools.partial(kmeans, **options), compiler_options=OPTIONS)
+    jitted = jax.jit(functools.partial(kmeans, **options))
     label, moved = map(np.asarray, jitted(keys, members, centroids, there))
     assert label.dtype == np.int32 and moved.dtype == np.float32
     return label, moved
@@ -65,6 +64,7 @@ def ragged(seed, dtype="float32"):
 
 @pytest.mark.parametrize("rounds", [0, 1, 3, 20])
 @pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.fast_cases("cosine-20", "inner_product-1", "l2-0", "l2-1")
 def test_ragged_rows(metric, rounds):
     label = check(*ragged(rounds), metric=metric, rounds=rounds)
     assert len(np.unique(label[0, 0])) > 3 and label.max() == CLUSTERS
@@ -78,6 +78,7 @@ def test_bfloat16_keys(metric):
 
 @pytest.mark.parametrize("most", [7, 7 * 13, 3 * 7 * TOKENS])
 @pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.fast_cases("cosine-91", "l2-7", "l2-91")
 def test_few_similarities_at_a_time(metric, most):
     """Token by token, in blocks with a rest, and three heads at a time."""
     module = sys.modules["pallas_kernels.grouping.kmeans"]  # the package's name is the function's

@@ -62,6 +62,7 @@ def test_an_implementation_that_is_not_offered():
 
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("slots", [1, 37, 2100])  # the last takes more than one block
+@pytest.mark.fast_cases("1-16", "1-4", "37-16", "37-4")
 def test_bounds(slots, page):
     """Heads with more and fewer tokens, which stand anywhere; no token reaches a page twice."""
     rng = np.random.default_rng(slots)

@@ -14,6 +14,7 @@ from tests.support.tolerances import close
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 7, 512, 700])
+@pytest.mark.fast_cases("1-bfloat16", "1-float32", "512-float32", "7-bfloat16", "7-float32")
 def test_segments_of_any_shape(size, dtype):
     """In whole blocks, none, and a rest; what is no target stays bit for bit."""
     rng = np.random.default_rng(size)

@@ -17,7 +17,6 @@ from kvjax.storage.offload import HOST_MEMORY, memory_kinds, to_host
 from pallas_kernels import build_indices, host_rows, page_scores, rank_clusters
 from tests.references import cluster_selection as clusters_reference
 from tests.references import quest as quest_reference
-from tests.support.attending import OPTIONS
 from tests.support.lowering import KERNEL, lower_for_cuda
 from tests.support.tolerances import close
 
@@ -48,7 +47,7 @@ def jitted(operation, **options):
     def call(*args):
         return operation(*args, **options)
 
-    return jax.jit(call, compiler_options=OPTIONS)
+    return jax.jit(call)
 
 
 def run(operation, *args, **options):
@@ -89,6 +88,7 @@ def check_order(q, centroids, sizes, per_query_head, implementation):
         [(*shape, each) for shape in SHAPES for each in (False, True)],
     ),
 )
+@pytest.mark.fast_cases("1-64-True-interpret", "2-80-False-interpret", "2-80-True-interpret")
 def test_ranks(group, dim, per_query_head, implementation, small_tiles):
     """Several tiles of centroids; NaN where a cluster is empty."""
     rng = np.random.default_rng(group + dim)
@@ -105,6 +105,7 @@ def test_ranks(group, dim, per_query_head, implementation, small_tiles):
     "clusters",
     slow_unless(lambda count: count in (1, 8, 33), [(n,) for n in (1, 2, 7, 8, 9, 16, 33)]),
 )
+@pytest.mark.fast_cases("33-interpret")
 def test_ties_go_to_the_lower_and_empty_clusters_come_last(clusters, implementation, small_tiles):
     """Small whole numbers, zero of either sign among them: most scores are equal."""
     rng = np.random.default_rng(clusters)
@@ -238,7 +239,7 @@ def lister():
         call = functools.partial(build_indices, length=45, implementation="interpret")
         numbers = jax.ShapeDtypeStruct((1, 2, 9), jnp.int32)
         orders, count = (jax.ShapeDtypeStruct((1, 4, *x), jnp.int32) for x in ((9,), ()))
-        yield jax.jit(call).lower(orders, numbers, numbers, count).compile(OPTIONS)
+        yield jax.jit(call).lower(orders, numbers, numbers, count).compile()
 
 
 @settings(max_examples=150, deadline=None)
@@ -264,6 +265,12 @@ def test_any_list(lister, selection):
         lambda group, dim, dtype: dtype == "float32" or group in (2, 5),
         [(*shape, dtype) for shape in SHAPES for dtype in ("float32", "bfloat16", "float16")],
     ),
+)
+@pytest.mark.fast_cases(
+    "1-64-float32-interpret",
+    "3-96-float32-interpret",
+    "5-3-bfloat16-interpret",
+    "5-3-float32-interpret",
 )
 def test_page_scores(group, dim, dtype, implementation, small_tiles):
     """Bounds of either sign, several tiles of pages; queries take the dtype of the bounds."""
@@ -338,6 +345,10 @@ def check_fetched(case, fetch):
         {"entries": 1, "slots": 1, "stores": 3, "dim": 5},
     ],
     ids=str,
+)
+@pytest.mark.fast_cases(
+    "{'entries': 1, 'slots': 1, 'stores': 3, 'dim': 5}-interpret",
+    "{'lists': 2, 'stores': 1, 'dim': 64}-interpret",
 )
 def test_host_rows(kind, implementation, small_tiles):
     fetch = jitted(host_rows, implementation=implementation)

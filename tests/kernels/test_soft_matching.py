@@ -28,6 +28,7 @@ def check(keys, count, chunk):
 
 @pytest.mark.parametrize("chunk", [2, 3, 8, 256])
 @pytest.mark.parametrize("tokens", [1, 2, 21])
+@pytest.mark.fast_cases("1-256", "1-3", "1-8", "2-2", "2-256", "2-3", "2-8")
 def test_edges(tokens, chunk):
     """Chunks that don't fill up, heads with fewer tokens than there is room for, and none."""
     rng = np.random.default_rng(tokens)

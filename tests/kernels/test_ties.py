@@ -67,6 +67,7 @@ def kept_by_reference(make, q: np.ndarray, keys: np.ndarray) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.fast_cases("lengths1")
 def test_kvmerger_merges_the_first_of_equal_pairs(lengths):
     keys = doubled(issue_and_draws(), lengths)
     # The older token of a pair has received more attention, and is the pivot.
@@ -75,6 +76,7 @@ def test_kvmerger_merges_the_first_of_equal_pairs(lengths):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.fast_cases("lengths1", "lengths2")
 def test_chelsea_merges_the_first_of_equal_pairs(lengths):
     keys = doubled(issue_and_draws(), lengths)
     keys = np.concatenate((keys, keys[:, :1]), axis=1)  # the newest token is not merged
@@ -101,6 +103,7 @@ def test_chelsea_against_its_reference_where_most_edges_tie():
 
 @pytest.mark.parametrize("dim", [1, 2, 4, 8, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.fast_cases("bfloat16-2", "bfloat16-4", "bfloat16-64", "bfloat16-8")
 def test_the_cosine_of_parallel_keys_is_1(dim, dtype):
     """Whatever the keys, their number of channels and their lengths, in all operations."""
     a = jnp.asarray(np.random.default_rng(dim).normal(size=(2, 512, dim)), dtype)

@@ -14,7 +14,6 @@ from pallas_kernels import dequantise_slots, tune
 from pallas_kernels.base import dispatch, tiles
 from pallas_kernels.base.tiles import Tile
 from tests.references.attention import softmax_attention
-from tests.support.attending import OPTIONS
 from tests.support.tolerances import close
 
 SIZES = Tile(tile_bytes=4096, warps=4, stages=2, programs=2, cores=3)
@@ -87,12 +86,15 @@ def test_what_was_found_replaces_its_row_alone(tmp_path):
 @pytest.mark.parametrize(
     "work", [tune.Work(1, 40), tune.Work(2, 40, listed=24), tune.Work(1, 40, "int8")], ids=str
 )
+@pytest.mark.fast_cases(
+    "Work(rows=1, slots=40, form='int8', listed=None, heads=8, group=4, channels=128, dtype='bfloat16')"  # noqa: E501
+)
 def test_what_is_measured_is_attention(work):
     work = work._replace(heads=2, channels=16, dtype="float32")
-    made = jax.jit(tune.operands, static_argnums=0, compiler_options=OPTIONS)
+    made = jax.jit(tune.operands, static_argnums=0)
     q, k, v, slots, query, _ = operands = made(work)
     call = functools.partial(tune.attention, tile=SIZES, interpret=True)
-    out = jax.jit(call, compiler_options=OPTIONS)(*operands)
+    out = jax.jit(call)(*operands)
     k, v = (dequantise_slots(*x[:2]) if work.form == "int8" else x for x in (k, v))
     for b, h in np.ndindex(out.shape[:2]):
         at = slice(None) if slots.index is None else np.asarray(slots.index)[b, h]
@@ -116,6 +118,7 @@ def test_bytes_are_those_that_must_be_read(work, expected):
 
 
 @pytest.mark.parametrize("form", ["4 bits", "codebook"])
+@pytest.mark.fast_cases("codebook")
 def test_other_forms_can_be_measured(form):
     work = tune.Work(1, 40, form, heads=2, channels=32, dtype="float32")
     out = tune.attention(*tune.operands(work), tile=SIZES, interpret=True)

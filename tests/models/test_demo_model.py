@@ -87,6 +87,7 @@ def test_answers_the_bundled_question_only_if_it_sees_the_needle(model, tokenize
 
 
 @pytest.mark.parametrize(("task", "least"), [("needle", 0.97), ("multi_needle", 0.95)])
+@pytest.mark.fast_cases("multi_needle-0.95")
 def test_retrieves_what_it_never_saw(model, tokenizer, haystack, task, least):
     assert accuracy(model, tokenizer, haystack, task, 1024, 40) >= least
 

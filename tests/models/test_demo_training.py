@@ -29,7 +29,6 @@ from tests.support.tolerances import close
 
 pytestmark = pytest.mark.lenient  # Optax and the training run under JAX's default promotion
 
-QUICK = {"compiler_options": {"xla_backend_optimization_level": 0}}
 STAGES = (
     recipe.Stage("1-short", 96, 2, 5, 1e-3, 2e-3, Mix(1.0, 0.0, 0.0, 1, 0)),
     recipe.Stage("2-long", 140, 2, 6, 2e-3, 1e-4, Mix(0.5, 0.0, 0.0, 2, 256)),
@@ -42,11 +41,10 @@ STAGES = (
 def prompt_logits(model, tokens, positions) -> np.ndarray:
     """Of the decoder with a full cache."""
     step = Stepper(model, *tokens.shape, 1)
-    step._jitted = jax.jit(step._run, static_argnames="phase", **QUICK)
     return step(tokens, positions, "prompt")
 
 
-@functools.partial(jax.jit, static_argnums=0, **QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def forward(graph, state, tokens, positions):
     return training.forward(nnx.merge(graph, state), tokens, positions)
 
@@ -69,6 +67,7 @@ def reference_attention(q, k, v) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 129, 300])
+@pytest.mark.fast_cases("128", "129")
 def test_causal_attention(tokens):
     q, k, v = qkv(tokens)
     close(training.causal_attention(*map(jnp.asarray, (q, k, v))), reference_attention(q, k, v))
@@ -91,7 +90,7 @@ def test_gradient_of_causal_attention(name):
         out = training.causal_attention(*(jnp.asarray(changed[key]) for key in "qkv"))
         return jnp.sum(out * jnp.asarray(weights, jnp.float32))
 
-    gradient = np.asarray(jax.jit(jax.grad(ours), **QUICK)(given[name]), np.float64)
+    gradient = np.asarray(jax.jit(jax.grad(ours))(given[name]), np.float64)
     expected = (moved(1e-5) - moved(-1e-5)) / 2e-5
     assert abs(expected) > 0.1
     assert (gradient * direction).sum() == pytest.approx(expected, rel=1e-4)
@@ -122,7 +121,7 @@ def test_loss_is_answers_plus_half_of_the_text():
     marks = rng.choice([IGNORED, TEXT, ANSWER], (2, 33), p=(0.3, 0.5, 0.2))
     marks[:, -1] = IGNORED
     positions = np.broadcast_to(np.arange(32), (2, 32))
-    loss = jax.jit(lambda batch: training.loss(state, graph, batch), **QUICK)
+    loss = jax.jit(lambda batch: training.loss(state, graph, batch))
 
     def batch(**changes):
         given = {"tokens": tokens, "marks": marks, "positions": positions, **changes}
@@ -180,7 +179,7 @@ def test_learning_rate_goes_through_the_stages():
 # The start.
 
 
-@functools.partial(jax.jit, static_argnums=0, **QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def two_layers(graph, state, tokens, positions):
     """Rotated queries and keys, and values, of the first two layers; one row."""
     model = nnx.merge(graph, state)
@@ -274,7 +273,7 @@ def quick_training():
     """Frequent checkpoints, and code that is compiled once for all trainings."""
     step = jax.jit(
         training.train_step.__wrapped__,
-        static_argnames=("graphdef", "optimizer"), donate_argnames="state", **QUICK,
+        static_argnames=("graphdef", "optimizer"), donate_argnames="state",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "train_step", step)

@@ -90,6 +90,7 @@ def runs(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("row", range(len(LENGTHS)), ids=("full", "right", "left", "middle"))
+@pytest.mark.fast_cases("biases-full")
 def test_prompt_matches_transformers(runs, row):
     ours, theirs = runs
     assert theirs[row][0].std() > 0.5

@@ -194,6 +194,7 @@ def test_a_tensor_in_two_shards_is_refused(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.float16, np.float32])
+@pytest.mark.fast_cases("float32")
 def test_dtypes(saved, dtype):
     model = from_pretrained(saved[False][0], dtype=dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}

@@ -88,6 +88,9 @@ BOOKS = [
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=str)
+@pytest.mark.fast_cases(
+    "Book(theta=0.9, entries=60, magnitude=False, interval=5, copies=1, vectors=None)"
+)
 def test_encode_and_write(book):
     """What a prompt's end makes, and what new tokens then add; one is not stored."""
     x, position, live = layout(book.copies)
@@ -157,6 +160,7 @@ def test_what_has_room_is_not_encoded():
     assert int(flushed.count[0]) > int(waiting.count[0])
 
 
+@pytest.mark.slow
 def test_a_turn_of_one_row():
     """What the others have stored stays bit for bit, encoded and recent."""
     transform = kvjax.Codebook(0.9, 0.9, capacity=60, interval=4)
@@ -185,6 +189,7 @@ def test_a_turn_of_one_row():
         ),
     ],
 )
+@pytest.mark.fast_cases("13-3000-False")
 def test_attention_on_the_codebook(slots, entries, magnitude):
     """As over the decoded rows, for fewer and for more entries than slots, and in blocks."""
     rng = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from kvjax.cache.payload import Dense, Seen, Slots
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.storage.offload import HOST_MEMORY, Offloaded, memory_kinds, recall_statistics
 from tests.support import attending
-from tests.support.attending import OPTIONS, attend, new_cache, right, structure
+from tests.support.attending import attend, new_cache, right, structure
 from tests.support.decode_loops import Watched, decode_loop, read_prompt
 from tests.support.tolerances import close
 
@@ -31,7 +31,7 @@ MAX_PROMPT, STEPS = 160, 400
 LENGTHS = (160, 71, 3)
 
 
-flush = jax.jit(kvjax.flush, compiler_options=OPTIONS)
+flush = jax.jit(kvjax.flush)
 
 
 def clusterkv(budget=BUDGET, **changes) -> ClusterKV:
@@ -125,6 +125,7 @@ every_case = pytest.mark.parametrize(
 
 
 @every_case
+@pytest.mark.fast_cases("nothing goes to the host")
 def test_offloaded_equals_not_offloaded(name):
     (plain, expected), (cache, done) = both_ways(**CASES[name])
     np.testing.assert_array_equal(done.index, expected.index)
@@ -191,6 +192,7 @@ def test_no_statistics_without_offloaded_steps():
     assert recall_statistics(plain) is None and recall_statistics((offloaded, None)) is None
 
 
+@pytest.mark.slow
 def test_a_further_turn_forgets_what_was_resident():
     """The slots of a list are others then: what is found by number would be another token."""
     first, then = tokens(steps=60)
@@ -212,6 +214,7 @@ def test_a_further_turn_forgets_what_was_resident():
         close(mine, expected, "exact")
 
 
+@pytest.mark.slow
 def test_chunks_and_structure():
     transform = OFFLOADED
     first, then = tokens(steps=60)
@@ -267,17 +270,8 @@ def model():
     return nnx.merge(graph, jax.tree.map(lambda x: x * 2.0 if x.ndim > 1 else x, state))
 
 
-@pytest.fixture
-def quick_compilation(monkeypatch):
-    module, quick = sys.modules["kvjax.generation.generate"], {"compiler_options": OPTIONS}
-    read, loop = module._read_prompt.__wrapped__, module._decode.__wrapped__
-    monkeypatch.setattr(module, "_read_prompt", jax.jit(read, static_argnums=0, **quick))
-    loop = jax.jit(loop, static_argnums=0, donate_argnums=2, **quick)
-    monkeypatch.setattr(module, "_decode", loop)
-
-
 @pytest.mark.parametrize("recent", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)])
-def test_generate_token_for_token(recent, quick_compilation):
+def test_generate_token_for_token(recent):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(64, size=size).tolist() for size in (120, 3, 77)]
     tx = clusterkv(24, interval=8)
@@ -371,7 +365,7 @@ def test_an_empty_store_stays_where_it_is():
     traced = jax.make_jaxpr(read)(cache, *prompt)
     assert not uses_of_stores(traced.jaxpr, cache.kv.k.store.size)
     _, expected = attend(transform, cache, *prompt, phase="prompt")
-    found = jax.jit(read, compiler_options=OPTIONS)(cache, *prompt)
+    found = jax.jit(read)(cache, *prompt)
     assert structure(found) == structure(expected)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert mine.sharding.memory_kind == theirs.sharding.memory_kind
@@ -393,6 +387,7 @@ def test_a_copied_store_would_be_seen():
 @pytest.mark.parametrize(
     "case", [{}, {"recent": 2, "per_query_head": True}, {"dtype": "bfloat16"}], ids=str
 )
+@pytest.mark.fast_cases("{}")
 def test_bytes_by_memory(case):
     case = dict(case)
     recent, dtype = case.pop("recent", 1), jnp.dtype(case.pop("dtype", "float32"))
@@ -474,7 +469,7 @@ def test_stores_are_donated():
     _, cache = attend(transform, new_cache(transform, 3, **sizes(60)), *first, phase="prompt")
     step = jax.jit(
         lambda cache, *x: kvjax.attend(transform, cache, *x, phase="decode"),
-        donate_argnums=0, compiler_options=OPTIONS,
+        donate_argnums=0,
     )  # fmt: skip
     old = cache.kv.k.store, cache.kv.v.store
     _, cache = step(cache, *(x[0] for x in then))
@@ -584,9 +579,8 @@ def test_a_dense_layer_stays_on_the_device():
 # --- the payload by itself ------------------------------------------------------------------------
 
 
-jit = functools.partial(jax.jit, compiler_options=OPTIONS)
-read = jit(lambda payload, *index: payload.read(*index))
-write = jit(lambda payload, slots, rows: payload.write(slots, rows))
+read = jax.jit(lambda payload, *index: payload.read(*index))
+write = jax.jit(lambda payload, slots, rows: payload.write(slots, rows))
 
 
 def random_rows(rng, count: int) -> np.ndarray:
@@ -600,7 +594,7 @@ def test_payload():
     empty = Offloaded.zeros(data.shape, 5, jnp.float32)
     positions = np.broadcast_to(np.where(np.arange(24) < 9, np.arange(24), -1), (2, 2, 24))
     slots = Slots(positions, positions >= 0, np.array([True, True]))
-    payload, values = jit(lambda p, *x: p.encode(p, *x))(empty, data, -data, slots)
+    payload, values = jax.jit(lambda p, *x: p.encode(p, *x))(empty, data, -data, slots)
     assert payload.shape == data.shape and payload.dtype == jnp.float32
     assert payload.room.tolist() == [5, 5]
     close(read(payload), data, "exact")
@@ -619,10 +613,10 @@ def test_payload():
     close(read(payload), data, "exact")
     source = np.broadcast_to([[[11, 9, 12, 10]], [[9, 10, 24, 24]]], (2, 2, 4))
     target = np.broadcast_to([[[9, 10, 11, 12]], [[9, 10, 24, 24]]], (2, 2, 4))
-    moved = jit(lambda p, *moves: p.flush(0, moves))(payload, source, target)
+    moved = jax.jit(lambda p, *moves: p.flush(0, moves))(payload, source, target)
     data[0, :, 9:13] = data[0][:, [11, 9, 12, 10]]
     close(read(moved), data, "exact")
-    flushed = jit(lambda p: p.flush(3))(moved)  # for which the second row has room
+    flushed = jax.jit(lambda p: p.flush(3))(moved)  # for which the second row has room
     assert flushed.room.tolist() == [5, 3]
     close(np.asarray(read(flushed))[:, :, :13], data[:, :, :13], "exact")
     np.testing.assert_array_equal(np.asarray(flushed.store)[0, :, :13], data[0, :, :13])
@@ -639,7 +633,7 @@ def test_attention_to_all_rows_is_that_of_dense_ones():
     position = np.broadcast_to(np.arange(24, dtype=np.int32), (2, 2, 24))
     mass, used = np.zeros(position.shape, np.float32), np.full((2, 2), 24, np.int32)
 
-    @jit
+    @jax.jit
     def attention(keys, values):
         return keys.attention(
             values, q, Seen(mass, position, used, None), np.full((2, 1), 24, np.int32),
@@ -661,6 +655,7 @@ def more_than_there_is_room_for(transform) -> attending.Run:
 
 @pytest.mark.parametrize("offload", [(), (kvjax.Offload(),)], ids=["alone", "offloaded"])
 @pytest.mark.parametrize("interval", [4, 100])
+@pytest.mark.fast_cases("100-alone")
 def test_what_comes_after_the_last_step(interval, offload):
     """A short prompt leaves slots free. What is clustered makes room; what is not is counted."""
     own = kvjax.ClusterKV(32, tokens_per_cluster=4, sinks=2, interval=interval, dense_layers=())

@@ -23,7 +23,7 @@ from kvjax.storage.recent import Recent
 from kvjax.storage.references import Book, CodebookPayload
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
-from tests.support.attending import INV_FREQ, OPTIONS, structure, the_rope
+from tests.support.attending import INV_FREQ, structure, the_rope
 from tests.support.tolerances import close
 
 SHAPE = B, H, S, D = 2, 2, 18, 8
@@ -74,12 +74,11 @@ every_payload = pytest.mark.parametrize(
 )
 
 
-jit = functools.partial(jax.jit, compiler_options=OPTIONS)
-make = jit(lambda name: PAYLOADS[name][0](), static_argnums=0)
-read = jit(lambda payload, *index: payload.read(*index))
-write = jit(lambda payload, slots, rows: payload.write(slots, rows))
-flush = jit(lambda payload, steps, *moves: payload.flush(steps, *moves), static_argnums=1)
-encode = jit(lambda payload, rows, slots: payload.encode(payload, rows, rows, slots)[0])
+make = jax.jit(lambda name: PAYLOADS[name][0](), static_argnums=0)
+read = jax.jit(lambda payload, *index: payload.read(*index))
+write = jax.jit(lambda payload, slots, rows: payload.write(slots, rows))
+flush = jax.jit(lambda payload, steps, *moves: payload.flush(steps, *moves), static_argnums=1)
+encode = jax.jit(lambda payload, rows, slots: payload.encode(payload, rows, rows, slots)[0])
 
 
 def rows_of(count: int = S, seed: int = 0) -> np.ndarray:
@@ -150,6 +149,7 @@ def test_bytes_are_those_of_the_arrays(name):
 
 
 @every_payload
+@pytest.mark.fast_cases("4 bits, grouped values", "4 bits, token", "8 bits", "dense", "float8")
 def test_read(name):
     payload, live = stored(name), host(slots_of().live)
     assert payload.shape == SHAPE and payload.dtype == jnp.float32
@@ -283,6 +283,7 @@ SLOW_ATTENTION = {  # each compiles its own: the other of the two is among the f
         for case in itertools.product((False, True), PAYLOADS)
     ],
 )
+@pytest.mark.fast_cases("False-dense", "False-offloaded", "True-dense", "True-offloaded")
 def test_attention(name, turned):
     """As over the rows that are read, in float64: by products, and by the kernel."""
     keys, values = (fill_up(stored(name, seed), (2, 1), seed + 1)[0] for seed in (0, 2))
@@ -314,7 +315,7 @@ def test_attention(name, turned):
             assert not p[row, head][..., ~there].any()
 
 
-@functools.partial(jit, static_argnums=5)
+@functools.partial(jax.jit, static_argnums=5)
 def attend(keys, values, q, seen, positions, implementation):
     return keys.attention(
         values, q, seen, positions, probabilities=True, implementation=implementation,
@@ -326,10 +327,12 @@ def test_recent_rows_of_heads_and_padding():
     """A token that any head stores takes a place in each; padding takes none."""
     recent = Recent.empty((1, 2, 6, 1), jnp.float32, size=4)
     new = np.array([[[2, 6, 3], [6, 6, 5]]]), np.ones((1, 2, 3, 1), np.float32)
-    recent = jit(Recent.add)(recent, *new)
+    recent = jax.jit(Recent.add)(recent, *new)
     assert recent.slots.tolist() == [[[2, 3, 6, 6], [6, 5, 6, 6]]]
     assert recent.count.tolist() == [[2, 2]] and recent.room.tolist() == [2]
-    assert jit(Recent.places)(recent, np.array([[[2, 3], [2, 5]]])).tolist() == [[[0, 1], [-1, 1]]]
-    left = jit(Recent.without_first)(recent, np.array([[1, 0]]))
+    assert jax.jit(Recent.places)(recent, np.array([[[2, 3], [2, 5]]])).tolist() == [
+        [[0, 1], [-1, 1]]
+    ]
+    left = jax.jit(Recent.without_first)(recent, np.array([[1, 0]]))
     assert left.slots.tolist() == [[[3, 6, 6, 6], [6, 5, 6, 6]]] and left.room.tolist() == [2]
-    assert (np.asarray(jit(Recent.cleared)(recent, np.array([True])).slots) == 6).all()
+    assert (np.asarray(jax.jit(Recent.cleared)(recent, np.array([True])).slots) == 6).all()

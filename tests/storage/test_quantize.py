@@ -34,7 +34,6 @@ from tests.support.attending import (
     KV_HEADS,
     MAX_NEW,
     MAX_PROMPT,
-    OPTIONS,
     Tokens,
     new_cache,
     one_layer,
@@ -64,11 +63,10 @@ def wide(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-jit = functools.partial(jax.jit, compiler_options=OPTIONS)
-to_8_bits = jit(quantise_slots, static_argnums=1)
-from_8_bits = jit(dequantise_slots)
-to_4_bits = jit(quantise_groups, static_argnums=(1, 2))
-from_4_bits = jit(dequantise_groups, static_argnums=3)
+to_8_bits = jax.jit(quantise_slots, static_argnums=1)
+from_8_bits = jax.jit(dequantise_slots)
+to_4_bits = jax.jit(quantise_groups, static_argnums=(1, 2))
+from_4_bits = jax.jit(dequantise_groups, static_argnums=3)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -135,9 +133,9 @@ def test_groups_of_4_bits_against_the_reference(axis, group, dtype):
 
 def test_two_numbers_a_byte():
     q = np.random.default_rng(0).integers(0, 16, (2, 5, 12)).astype(np.uint8)
-    packed = jit(pack_int4)(q)
+    packed = jax.jit(pack_int4)(q)
     np.testing.assert_array_equal(packed, reference.pack(q))
-    np.testing.assert_array_equal(jit(unpack_int4)(packed), q)
+    np.testing.assert_array_equal(jax.jit(unpack_int4)(packed), q)
 
 
 ENCODED = {
@@ -149,6 +147,7 @@ ENCODED = {
 
 @pytest.mark.parametrize("slots", [24, 72, 216])  # less than a block, whole blocks, and a rest
 @pytest.mark.parametrize("form", ENCODED)
+@pytest.mark.fast_cases("channel-24", "int8-216", "int8-24", "int8-72", "token-24")
 def test_products_with_what_is_encoded(form, slots, monkeypatch):
     monkeypatch.setattr(bits, "BLOCK", 60)  # and not a multiple of the group
     axis = "channel" if form == "channel" else "token"
@@ -157,7 +156,7 @@ def test_products_with_what_is_encoded(form, slots, monkeypatch):
         odd = (start + jnp.arange(keys.shape[2])) % 2 == 1
         return jnp.einsum("bhrd,bhsd->bhrs", q, jnp.where(odd[:, None], -keys, keys))
 
-    @jit
+    @jax.jit
     def products(x, q, weights):
         own = ENCODED[form](x)
         rows = dequantise_slots(*own[:2]) if form == "int8" else dequantise_groups(*own, axis)
@@ -177,10 +176,10 @@ def test_products_with_what_is_encoded(form, slots, monkeypatch):
 SHAPE = (2, 2, 18, 8)
 
 
-encode = jit(lambda own, rows, slots: own.encode(own, rows, rows, slots)[0])
-read = jit(lambda own, *index: own.read(*index))
-write = jit(lambda own, slots, rows: own.write(slots, rows))
-flush_all = jit(lambda own: own.flush(RESIDUAL))
+encode = jax.jit(lambda own, rows, slots: own.encode(own, rows, rows, slots)[0])
+read = jax.jit(lambda own, *index: own.read(*index))
+write = jax.jit(lambda own, slots, rows: own.write(slots, rows))
+flush_all = jax.jit(lambda own: own.flush(RESIDUAL))
 
 
 def payload(form, dtype="float32", rows=None, count=10):
@@ -207,6 +206,7 @@ every_payload = pytest.mark.parametrize("form", ["int8", "float8", "token", "cha
 
 @every_payload
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.fast_cases("bfloat16-float8", "bfloat16-int8", "bfloat16-token", "float32-float8")
 def test_reading(form, dtype):
     own = payload(form, dtype)
     rows = read(own)
@@ -268,6 +268,7 @@ def test_padding_is_not_written(form):
 
 
 @every_payload
+@pytest.mark.fast_cases("float8")
 def test_writing_all(form):
     own, rows = payload(form), normal(*SHAPE, seed=4)
     error = np.abs(wide(read(write(own, None, rows))) - wide(rows)).max()
@@ -360,6 +361,7 @@ def encoded_errors(form: str, rows: np.ndarray, length: int, axis: str) -> np.nd
 
 
 @pytest.mark.parametrize("form", ["int8", "token", "channel"])
+@pytest.mark.fast_cases("token")
 def test_decoding_stays_within_the_bound(form):
     done, given, group = standard(FORMS[form]), tokens(), 2
     full = standard(kvjax.Full())
@@ -442,13 +444,14 @@ def over_decoded_rows(keys, values, *given, **options):
 
 
 @pytest.mark.parametrize(("name", "form"), cases(UNDER))
+@pytest.mark.fast_cases("full-channel", "full-int8")
 def test_the_same_as_attention_over_decoded_rows(name, form, monkeypatch):
     """Products with what is encoded against dense attention over what `read` gives."""
     done = standard(composed(name, form))
     monkeypatch.setattr(Quantized, "attention", over_decoded_rows)
     compiled = jax.jit(
         lambda *given, **named: kvjax.attend(*given, **named),
-        static_argnums=0, static_argnames=attending.STATIC, compiler_options=OPTIONS,
+        static_argnums=0, static_argnames=attending.STATIC,
     )  # fmt: skip
     monkeypatch.setattr(attending, "attend", compiled)
     # The prompt is read as it is, so that the other steps may begin with its cache.
@@ -471,6 +474,7 @@ def test_the_same_as_attention_over_decoded_rows(name, form, monkeypatch):
         for name in FREEING | KEEPING
     ],
 )
+@pytest.mark.fast_cases("full")
 def test_8_bits_change_little(name):
     done, exact = standard(composed(name, "int8")), standard(one_layer((FREEING | KEEPING)[name]))
     for out, expected in zip(done.outs, exact.outs, strict=True):
@@ -485,6 +489,7 @@ FAST = {("clusterkv", "int8"), ("quest", "token"), ("infinigen", "int8")}
     ("name", "form"),
     [pytest.param(*c, marks=[pytest.mark.slow] * (c not in FAST)) for c in SELECTED],
 )
+@pytest.mark.fast_cases("infinigen-int8")
 def test_reading_a_selection_of_encoded_rows(name, form):
     """A budget that covers everything: the same as without the method."""
     done, expected = standard(composed(name, form)), standard(FORMS[form])
@@ -493,6 +498,7 @@ def test_reading_a_selection_of_encoded_rows(name, form):
 
 
 @pytest.mark.parametrize("name", READING)
+@pytest.mark.fast_cases("quest")
 def test_reading_over_groups_of_slots(name):
     """Slots in the order of the index, whole groups of which are encoded at a flush."""
     done, full = standard(composed(name, "channel")), standard(kvjax.Full())
@@ -504,6 +510,7 @@ def test_reading_over_groups_of_slots(name):
     np.testing.assert_array_equal(kv.k.recent.count, np.repeat(count, KV_HEADS, axis=1))
 
 
+@pytest.mark.slow
 def test_an_interval_that_is_no_multiple_of_the_group():
     transform = one_layer(chain(Quantize(4, group=8), READING["clusterkv"]))
     done, full = standard(transform), standard(kvjax.Full())
@@ -532,6 +539,7 @@ LOOPS = [("full", "channel"), ("h2o", "int8"), ("snapkv", "channel"), ("chelsea"
 
 
 @pytest.mark.parametrize(("name", "form"), LOOPS)
+@pytest.mark.fast_cases("h2o-int8")
 def test_scan_equals_the_loop(name, form):
     transform, given = composed(name, form), tokens()
     done, steps = standard(transform), np.array(LENGTHS)[None] + np.arange(STEPS)[:, None]
@@ -540,7 +548,7 @@ def test_scan_equals_the_loop(name, form):
 
     every = kvjax.flush_interval(done.prompt_cache) or STEPS
 
-    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    @jax.jit
     def loop(cache, stacked):
         def step(cache, x):
             out, cache = kvjax.attend(transform, cache, *x, phase="decode", rope=the_rope())
@@ -598,6 +606,7 @@ def test_a_row_is_flushed_when_it_has_no_room():
 
 
 @every_form
+@pytest.mark.fast_cases("token")
 def test_a_turn_of_one_row(form):
     """What the others have stored stays bit for bit, encoded and recent."""
     transform, given = FORMS[form], tokens()
@@ -628,6 +637,7 @@ def test_a_further_turn(form):
 
 
 @pytest.mark.parametrize("form", ["int8", "channel"])
+@pytest.mark.fast_cases("channel")
 def test_bfloat16(form):
     done = run(FORMS[form], tokens(), positions(), 3, dtype=jnp.bfloat16)
     full = run(kvjax.Full(), tokens(), positions(), 3, dtype=jnp.bfloat16)
@@ -637,6 +647,7 @@ def test_bfloat16(form):
 
 
 @every_form
+@pytest.mark.fast_cases("float8")
 def test_a_step_decodes_blocks_only(form):
     """No array of the size of all decoded keys is made."""
     transform, slots, dim = FORMS[form], 8192, 64

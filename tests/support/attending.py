@@ -20,20 +20,13 @@ MAX_PROMPT, MAX_NEW = 32, 12
 INV_FREQ = 1.0 / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 GARBAGE = 1e4  # what stands in padding: it must not reach anything
 
-# Small functions run a few times: what makes code fast is not worth its compilation, which takes
-# up to 8 times longer with it.
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False  # later versions have no such option
-OPTIONS = QUICK if jax.default_backend() == "cpu" else None
-
 STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
-attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC, compiler_options=OPTIONS)
+attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC)
 SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "max_prompt", "max_new", "dtype", "layer")
 init_cache = jax.jit(kvjax.init_cache, static_argnums=0, static_argnames=SIZES)
 
 
-flush = jax.jit(kvjax.flush, static_argnums=1, compiler_options=OPTIONS)
+flush = jax.jit(kvjax.flush, static_argnums=1)
 
 
 def flushed(cache, steps: int):

@@ -11,7 +11,6 @@ import pytest
 
 from pallas_kernels.base import tiles
 from tests.references.attention import softmax_attention
-from tests.support.attending import OPTIONS
 from tests.support.tolerances import close
 
 SLOTS = 45
@@ -98,7 +97,7 @@ class Case:
 
 def run(operation, args, **options):
     names = tuple(options)
-    call = jax.jit(operation, static_argnames=names, compiler_options=OPTIONS)
+    call = jax.jit(operation, static_argnames=names)
     return call(*args, **options)
 
 

@@ -14,7 +14,6 @@ import kvjax
 from kvjax.protocol import Wrapper
 from kvjax.storage.offload import Resident
 from kvjax.transforms.clusterkv.clusters import Clusters
-from tests.support.attending import OPTIONS
 
 
 class Seen(NamedTuple):
@@ -70,7 +69,7 @@ def found(tree, kind):
     return next((x for x in leaves if isinstance(x, kind)), None)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+@functools.partial(jax.jit, static_argnums=0)
 def read_prompt(transform, cache, q, k, v, positions):
     """A prompt in one piece."""
     return kvjax.attend(transform, cache, q, k, v, positions, phase="prompt")
@@ -85,7 +84,7 @@ def unseen(cache):
     return jax.tree.map(lambda x: Seen(x.base) if is_seen(x) else x, cache, is_leaf=is_seen)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+@functools.partial(jax.jit, static_argnums=0)
 def _loop(transform, cache, tokens):
     def step(cache, x):
         clusters = found(cache, Clusters)
@@ -98,7 +97,7 @@ def _loop(transform, cache, tokens):
     return jax.lax.scan(step, cache, tokens)
 
 
-@functools.partial(jax.jit, compiler_options=OPTIONS)
+@jax.jit
 def _flush(cache):
     cache = kvjax.flush(cache)
     return cache, _after(cache)

@@ -18,14 +18,13 @@ import numpy as np
 import kvjax
 from tests.references import h2o, kvcrush, kvmerger, pyramidinfer, snapkv
 from tests.references.rope import rope as rotate
-from tests.support.attending import OPTIONS, flushed, init_cache
+from tests.support.attending import flushed, init_cache
 from tests.support.tolerances import close
 
 STATIC = ("transform", "phase", "last", "scale", "window", "soft_cap")
 attend = jax.jit(  # equal transforms share compiled code
     kvjax.attend,
     static_argnames=STATIC,
-    compiler_options=OPTIONS,
 )
 
 LENGTHS = (37, 5, 52)  # the second row is shorter than every budget used with them

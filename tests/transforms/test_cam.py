@@ -21,7 +21,6 @@ from kvjax.transforms.cam import _sum_of_next
 from kvjax.transforms.random import uniform
 from tests.references import cam, h2o, pyramidinfer, pyramidkv, snapkv, streaming_llm
 from tests.references.slots import Slots, Token
-from tests.support.attending import OPTIONS
 from tests.support.method_pair import LENGTHS, SIDES, Pair
 from tests.support.tolerances import close
 from tests.transforms import test_repeated_snapkv as repeated
@@ -157,6 +156,7 @@ def test_every_evicting_method_of_the_registry_is_here():
 @pytest.mark.parametrize(
     ("expected", "prompt"), [(False, True), (True, False)], ids=["random, prompt too", "expected"]
 )
+@pytest.mark.fast_cases("expected-pyramidkv")
 def test_prompt_and_decode_steps(name, expected, prompt):
     both = check_values(pair(name, expected=expected, prompt=prompt).prompt(LENGTHS, "scattered"))
     assert bool(merges(both)) == prompt
@@ -167,6 +167,7 @@ def test_prompt_and_decode_steps(name, expected, prompt):
 
 @pytest.mark.parametrize("merge_tokens", [1, 3, 200])
 @pytest.mark.parametrize("name", ["streaming_llm", "h2o", "every"])
+@pytest.mark.fast_cases("streaming_llm-1")
 def test_merge_tokens(name, merge_tokens):
     """Fewer targets than m where m is larger than what is left; still divided by m."""
     both = pair(name, merge_tokens=merge_tokens, prompt=True, expected=True, seed=1)
@@ -174,6 +175,7 @@ def test_merge_tokens(name, merge_tokens):
 
 
 @pytest.mark.parametrize("side", SIDES)
+@pytest.mark.fast_cases("left")
 def test_second_turn(side):
     """Slots stand in no order then; the last row gets no token of the second prompt."""
     both = pair("h2o", prompt=True, seed=2).prompt(LENGTHS, chunks=2).decode(12)
@@ -181,6 +183,7 @@ def test_second_turn(side):
     assert sum(0.05 < p < 0.95 for _, p in merges(both)) > 20
 
 
+@pytest.mark.slow
 def test_layer_budgets_add_up():
     """PyramidKV's layers hold different numbers of slots, and together what was asked for."""
     layers = kvjax.bind(CaM(PyramidKV(20, 8), prompt=True), LAYERS)
@@ -212,7 +215,6 @@ def test_attention_of_nothing():
 @functools.partial(
     jax.jit,
     static_argnames=("transform", "prompt_length", "steps"),
-    compiler_options=OPTIONS,
 )
 def cached(transform, key=None, prompt_length=24, steps=8):
     """The cache after a prompt and some steps; `key` replaces that of the draws."""
@@ -234,12 +236,13 @@ def cached(transform, key=None, prompt_length=24, steps=8):
 
 
 @pytest.mark.parametrize("prompt", [False, True], ids=["decoding", "prompt too"])
+@pytest.mark.fast_cases("decoding")
 def test_the_mean_of_many_draws_is_the_expected_merge(prompt):
     """Attention, and with it p, does not depend on values."""
     transform = CaM(StreamingLLM(10), merge_tokens=4, prompt=prompt)
     keys = jax.random.split(jax.random.key(0), 1000)
     draw = jax.vmap(lambda key: cached.__wrapped__(transform, key, steps=4).kv.v.read())
-    values = jax.jit(draw, compiler_options=OPTIONS)(keys)
+    values = jax.jit(draw)(keys)
     expected = cached(dataclasses.replace(transform, expected=True), steps=4).kv.v.read()
     error = 5 * np.std(values, axis=0) / len(keys) ** 0.5  # five standard errors of the mean
     assert error.max() > 0, "something was drawn"

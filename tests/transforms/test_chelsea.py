@@ -72,6 +72,7 @@ def pair(budget, heads=(2, 2), changes=None, *, max_new=MAX_NEW, **kwargs) -> Ch
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.fast_cases("whole")
 def test_prompt_and_64_decode_steps(case):
     both = pair(*case).prompt(LENGTHS)
     before = both.compressions
@@ -80,6 +81,7 @@ def test_prompt_and_64_decode_steps(case):
 
 
 @pytest.mark.parametrize("side", SIDES)
+@pytest.mark.fast_cases("left", "scattered")
 def test_padding(side):
     pair(16, seed=1).prompt(LENGTHS, side).decode(12)
 

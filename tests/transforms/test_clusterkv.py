@@ -298,6 +298,7 @@ LENGTHS = (90, 41, 3, 6)  # SINKS = 5: the third has fewer tokens, the fourth on
 @pytest.mark.parametrize(
     "changes", [{}, {"per_query_head": True, "budget": 0.3}], ids=["kv heads", "query heads"]
 )
+@pytest.mark.fast_cases("query heads")
 def test_400_steps(changes):
     both = Both(clusterkv(**changes), LENGTHS, seed=1)
     done = both.decode(STEPS)
@@ -326,17 +327,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.fast_cases("nothing new is clustered")
 def test_options(name):
     both = Both(clusterkv(**CASES[name]), (50, 5, 6, 0), seed=3, steps=SHORT)
     both.decode(SHORT)
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.fast_cases("True")
 def test_rows_without_a_token_in_some_steps(per_query_head):
     both = Both(clusterkv(per_query_head=per_query_head), LENGTHS, seed=4, steps=SHORT)
     both.decode(SHORT, padding(4, SHORT, stops={1: 20, 3: 0}))
 
 
+@pytest.mark.slow
 def test_tokens_join_the_last_cluster_where_there_is_no_room_for_others():
     """A row may get its tokens in more steps than `max_new`, few of them in each interval."""
     both = Both(clusterkv(interval=8, new_clusters=2, clusters=3), (90, 50), seed=4, steps=24)
@@ -352,6 +356,7 @@ def test_a_step_without_any_token():
 
 
 @pytest.mark.parametrize("changes", [{}, {"budget": 0.4}], ids=["int", "share"])
+@pytest.mark.fast_cases("share")
 def test_further_turns(changes):
     """What has been clustered, and what has not, is clustered anew in rows of the new prompt."""
     both = Both(clusterkv(**changes), (40, 20, 0, 5), seed=6, steps=SHORT)
@@ -380,6 +385,7 @@ BEFORE = {
 @pytest.mark.parametrize(
     ("name", "interval"), [*((name, INTERVAL) for name in BEFORE), ("evicted", SHORT + 1)]
 )
+@pytest.mark.fast_cases("evicted-57")
 def test_after_another_method(name, interval):
     before = BEFORE[name]
     transform = clusterkv(14, interval=interval, tokens_per_cluster=2)
@@ -389,6 +395,7 @@ def test_after_another_method(name, interval):
     both.decode(SHORT, padding(4, SHORT, stops={1: 30}))
 
 
+@pytest.mark.slow
 def test_the_budget_of_a_row_is_a_share_of_its_prompt_and_not_of_what_is_left():
     before = kvjax.SnapKV(30, window=4, kernel=3)
     both = Both(clusterkv(0.25), (80, 60), before, seed=9, steps=SHORT)
@@ -432,6 +439,7 @@ def full_outputs():
 @pytest.mark.parametrize(
     ("interval", "per_query_head"), [(INTERVAL, False), (7, True), (SHORT, False)]
 )
+@pytest.mark.fast_cases("56-False")
 def test_a_budget_that_covers_everything_equals_full(interval, per_query_head):
     tx = clusterkv(60 + SHORT, interval=interval, per_query_head=per_query_head)
     first, then = same_tokens(10, (60, 5, 6), SHORT)
@@ -452,6 +460,7 @@ def test_a_smaller_budget_does_not():
     assert np.abs(done.out - full_outputs())[:, 0].max() > 0.1
 
 
+@pytest.mark.slow
 def test_chunks_equal_the_whole():
     tx, (first, then) = clusterkv(), same_tokens(11, (60, 5, 33), SHORT)
     _, whole = read_prompt(tx, new_cache(tx, 3, **SIZES), *first)

@@ -37,6 +37,7 @@ def pair(budget, heads=(2, 2), reduce="mean", **kwargs) -> Pair:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.fast_cases("max")
 def test_prompt_and_64_decode_steps(case):
     pair(*case).prompt(LENGTHS).decode(64)
 
@@ -47,6 +48,7 @@ def test_padding(side):
 
 
 @pytest.mark.parametrize("budget", [12, 0.81])
+@pytest.mark.fast_cases("0.81")
 def test_prompt_in_chunks(budget):
     """The second row's tokens all stand in the first chunk: its second one is padding."""
     pair(budget, seed=2).prompt(LENGTHS, chunks=2).decode(32)
@@ -80,6 +82,7 @@ def test_row_that_has_stopped_keeps_its_tokens():
 
 
 @pytest.mark.parametrize("options", [{"window": 9}, {"scale": 0.9, "window": 20, "soft_cap": 2.5}])
+@pytest.mark.fast_cases("options1")
 def test_attention_options(options):
     """Probabilities, and with them the scores, follow the sliding window and the soft cap."""
     pair(24, seed=6, **options).prompt(LENGTHS).decode(64)

@@ -29,7 +29,6 @@ from tests.evaluation.test_fidelity import (
     KV_HEADS,
     PROMPTS,
     VOCAB,
-    quick_compilation,
     tiny_model,
     tiny_reference,
 )
@@ -38,7 +37,7 @@ from tests.references.attention import softmax_attention
 from tests.references.recall import attention_error, recall_rate
 from tests.references.rope import rope as rotate
 from tests.references.slots import Slots
-from tests.support.attending import INV_FREQ, OPTIONS, init_cache, slots_of, structure, the_rope
+from tests.support.attending import INV_FREQ, init_cache, slots_of, structure, the_rope
 from tests.support.decode_loops import Seen, Watched, found, unseen
 from tests.support.method_pair import LENGTHS, WIDTH, attend
 from tests.support.tolerances import close
@@ -46,9 +45,7 @@ from tests.support.tolerances import close
 DIM, CHANNELS = 8, 3
 MAX_PROMPT, MAX_NEW = 128, 64
 
-flush = jax.jit(kvjax.flush, compiler_options=OPTIONS)
-
-assert quick_compilation  # the module's fixture here, too
+flush = jax.jit(kvjax.flush)
 
 
 def projections(kv_heads: int, seed: int = 0) -> np.ndarray:
@@ -234,6 +231,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.fast_cases("number without alpha")
 def test_every_list_of_44_steps(case):
     both = Both(**case).prompt().decode(44)
     columns = slots_of(both.cache, 2, 0)
@@ -243,6 +241,7 @@ def test_every_list_of_44_steps(case):
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.fast_cases("1")
 def test_padding_and_chunks(chunks):
     Both(budget=0.4, seed=1).prompt(side="scattered", chunks=chunks).decode(12)
 
@@ -268,6 +267,7 @@ def test_ties_go_to_the_lower_position():
 
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("budget", [1.0, 10_000])
+@pytest.mark.fast_cases("10000-True")
 def test_a_budget_for_everything_is_the_full_cache(budget, per_query_head):
     both = Both(budget=budget, alpha=None, per_query_head=per_query_head, rope=True)
     full = Both(rope=True)  # of which only the tokens are used
@@ -318,6 +318,7 @@ def test_in_bfloat16():
 
 
 @pytest.mark.parametrize("fields", [{"budget": 5, "alpha": None}, {"budget": 0.4, "alpha": 3.0}])
+@pytest.mark.fast_cases("fields1")
 def test_over_a_cache_that_was_evicted(fields):
     """Heads hold different tokens; a share is of those that are left, and of the new ones."""
     first = kvjax.SnapKV(budget=16, window=4, kernel=3)
@@ -327,6 +328,7 @@ def test_over_a_cache_that_was_evicted(fields):
 
 
 @pytest.mark.parametrize("alpha", [None, 3.0])
+@pytest.mark.fast_cases("3.0")
 def test_over_a_cache_that_was_merged(alpha):
     """Heads hold different numbers of tokens: the largest counts, and all get as many."""
     first = kvjax.KVMerger(epsilon=0.3)
@@ -352,6 +354,7 @@ def test_partial_keys_are_those_of_merged_slots():
 
 @pytest.mark.skipif("pinned_host" not in memory_kinds(), reason="no host memory of its own")
 @pytest.mark.parametrize("case", ["predicted and rotated", "groups of four, per query head"])
+@pytest.mark.fast_cases("predicted and rotated")
 def test_offloaded_lists_are_those_of_the_reference(case):
     both = Both(last=kvjax.Offload(interval=8), **CASES[case]).prompt().decode(40)
     assert recall_statistics(both.cache).hit_rate > 0
@@ -398,6 +401,17 @@ SAMPLE = [row[:63] for row in SAMPLE]
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.4, 1.0])
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2), (4, 1)])
+@pytest.mark.fast_cases(
+    "heads0-0.2",
+    "heads0-0.4",
+    "heads0-1.0",
+    "heads1-0.2",
+    "heads1-0.4",
+    "heads1-1.0",
+    "heads2-0.2",
+    "heads2-0.4",
+    "heads2-1.0",
+)
 def test_calibration_is_its_definition(share, heads):
     sizes = {"query_heads": heads[0], "kv_heads": heads[1]}
     found = calibrate_infinigen(tiny_model(**sizes), SAMPLE, share).projections
@@ -668,13 +682,12 @@ def caches_of(layers, size: int):
 
 
 def decode_last(
-    model, layers, tokens: list[int], wrap=lambda layer: layer, wrap_cache=lambda c: c,
-    options=OPTIONS,
+    model, layers, tokens: list[int], wrap=lambda layer: layer, wrap_cache=lambda c: c
 ):  # fmt: skip
     """The caches after a decode step with the last token, the others being the prompt."""
     graph, params = nnx.split(model)
 
-    @functools.partial(jax.jit, static_argnames=("layers", "phase"), compiler_options=options)
+    @functools.partial(jax.jit, static_argnames=("layers", "phase"))
     def call(params, tokens, positions, caches, *, layers, phase):
         run = nnx.merge(graph, params)
         return run(tokens, positions, caches, layers=layers, phase=phase)[1]
@@ -686,6 +699,7 @@ def decode_last(
     return call(params, tokens[:, -1:], at[:, -1:], caches, layers=layers, phase="decode")
 
 
+@pytest.mark.slow
 def test_a_decoder_predicts_by_the_input_of_the_attention_below():
     """Layer l's query weights times what layer l - 1's attention was given, at its position."""
     model, tokens = decoder(), PROMPTS[2]
@@ -702,6 +716,7 @@ def test_a_decoder_predicts_by_the_input_of_the_attention_below():
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.fast_cases("True")
 def test_a_decoder_predicts_only_where_it_is_wanted(grouped):
     model, below, phases = decoder(), [], []
     p = calibrated().projections[2]
@@ -723,7 +738,7 @@ def test_a_decoder_predicts_only_where_it_is_wanted(grouped):
         mock.patch.object(DecoderLayer, "predict_queries", predicts),
         mock.patch.object(kvjax, "attend", attends),
     ):
-        jax.eval_shape(lambda: decode_last(model, layers, PROMPTS[1], options=None))
+        jax.eval_shape(lambda: decode_last(model, layers, PROMPTS[1]))
     assert len(below) == 1
     expected = [("prompt", False)] * 4 + [("decode", layer == 2) for layer in range(4)]
     assert phases == expected
@@ -774,6 +789,7 @@ def expected_fidelity(by_hand, calibration, prompt, top, new_tokens, fields):
         ),
     ],
 )
+@pytest.mark.fast_cases("False-6-fields1")
 def test_fidelity_is_measured_with_the_prediction(predicts, top, fields):
     """Of the decoder, which predicts, and of a model that does not."""
     make = decoder if predicts else tiny_model

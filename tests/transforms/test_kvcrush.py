@@ -32,7 +32,7 @@ from kvjax.transforms.kvcrush.representatives import anchor_bits
 from pallas_kernels import hamming_distance, pack_bits
 from tests.references import kvcrush as reference
 from tests.references.budgets import rows_budget
-from tests.support.attending import OPTIONS, Tokens, init_cache, live_count, right, slots_of
+from tests.support.attending import Tokens, init_cache, live_count, right, slots_of
 
 SEED, LAYER, LAYERS = 5, 1, 3
 KEYS = jax.random.split(jax.random.fold_in(jax.random.key(SEED), LAYER))
@@ -81,7 +81,7 @@ class Seen(NamedTuple):
     after: kvjax.KVCache
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+@functools.partial(jax.jit, static_argnums=0)
 def one_prompt(tx, cache, k, v, positions, attention, query, query_position):
     kv = widen(cache.kv, cache.kv.slots + k.shape[2])
     kv, slots = append(kv, k, v, positions)
@@ -219,6 +219,7 @@ def the_draw(head: int, unit: int) -> float:
 
 
 @every_base
+@pytest.mark.fast_cases("h2o")
 def test_over_every_base(name):
     """Ragged rows, and a second prompt in which representatives compete again: by then heads hold
     different tokens in different slots."""
@@ -233,6 +234,7 @@ def test_over_every_base(name):
     ("anchor", "pick"),
     [("random", "middle"), ("mean", "random"), ("median", "middle"), ("alternate", "random")],
 )
+@pytest.mark.fast_cases("median-middle")
 def test_anchors_and_picks(anchor, pick):
     Crushing(H2O(13), 7, anchor=anchor, pick=pick, heads=(2, 4), seed=1).prompt(LENGTHS)
 
@@ -240,6 +242,7 @@ def test_anchors_and_picks(anchor, pick):
 @pytest.mark.parametrize(
     ("name", "unit"), [("h2o", 2), ("h2o", "chunk"), ("snapkv", "page"), ("pyramidinfer", "chunk")]
 )
+@pytest.mark.fast_cases("h2o-chunk")
 def test_granularity(name, unit):
     """The base takes whole units too."""
     crushing = Crushing(LARGE[name], 70, granularity=unit, anchor="alternate", seed=3)
@@ -257,15 +260,18 @@ def test_granularity_over_a_base_without_a_score():
 
 
 @pytest.mark.parametrize("name", ["streaming_llm", "every"])
+@pytest.mark.fast_cases("streaming_llm")
 def test_kmeans(name):
     Crushing(BASES[name], 6, kmeans=True, seed=4).prompt(LENGTHS).prompt(SECOND)
 
 
 @pytest.mark.parametrize("heads", [(1, 4), (5, 7)])  # and more bits than one word's
+@pytest.mark.fast_cases("heads0")
 def test_heads(heads):
     Crushing(H2O(13), anchor="random", pick="random", heads=heads, seed=5).prompt(LENGTHS)
 
 
+@pytest.mark.slow
 def test_fewer_evicted_than_representatives_all_return():
     crushing = Crushing(H2O(13), 30, seed=8).prompt(LENGTHS)
     assert slots_of(crushing.cache, 0, 0)["position"].tolist() == list(range(37))

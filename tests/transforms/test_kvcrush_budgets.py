@@ -44,6 +44,7 @@ def representatives(cache, row: int, head: int) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "share"), [*((name, None) for name in WHOLE), ("h2o", 0.1), ("snapkv", 0.68)]
 )
+@pytest.mark.fast_cases("h2o-0.1")
 def test_a_share_adds_up(name, share):
     """B slots in all after the prompt; a row of up to B tokens is kept whole.
 
@@ -90,6 +91,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.fast_cases("every")
 def test_every_and_when_full_choose_anew(name):
     """Around KVCrush they let the representatives compete again, among everything live."""
     tx = WRAPS[name](KVCrush(SnapKV(16, window=4)))
@@ -119,6 +121,7 @@ def test_layers_add_up(base):
 
 
 @pytest.mark.parametrize("base", [H2O(0.5), SnapKV(0.5, window=4)])
+@pytest.mark.fast_cases("base0")
 def test_a_share_of_a_share(base):
     tokens, lengths = Tokens.random(rows=4, seed=15), (31, 20, 11, 3)
     cache = run(KVCrush(base, share=0.3), tokens, right([0] * 4, lengths, 31), 0).prompt_cache
@@ -232,6 +235,7 @@ def test_its_name():
     assert tx == KVCrush(Every(SnapKV(64, window=16), 4), anchor="mean", share=0.5)
 
 
+@pytest.mark.slow
 def test_around_a_chain_while_decoding():
     """Each part of the chain finds its own state at every step."""
     tx = KVCrush(chain(SnapKV(20, window=4), H2O(12)), 4)

@@ -14,7 +14,6 @@ from kvjax import Every, HeadGroups, KVMerger, PerLayer, WhenFull, chain
 from kvjax.cache.slots import widen
 from tests.references import kvmerger as reference
 from tests.support.attending import (
-    OPTIONS,
     Tokens,
     attend,
     attended,
@@ -105,11 +104,13 @@ def largest_set(both: Pair) -> int:
 
 
 @pytest.mark.parametrize("name", some_slowly(CASES))
+@pytest.mark.fast_cases("more stays than fits")
 def test_prompt(name):
     assert largest_set(same(pair(*CASES[name]).prompt(LENGTHS))) > 1
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.fast_cases("mean", "paper", "values not multiplied")
 def test_modes(mode):
     """Over two turns: slots that have been merged before are merged on."""
     both = same(pair({"budget": 14, **mode}, seed=1).prompt(LENGTHS))
@@ -117,6 +118,7 @@ def test_modes(mode):
     same(both.decode(4).prompt((9, 30, 0), "left").decode(1))
 
 
+@pytest.mark.slow
 def test_padding_and_chunks():
     for side in SIDES:
         same(pair({"budget": 16}, seed=2).prompt(LENGTHS, side))
@@ -157,7 +159,7 @@ def padded(x, *shape) -> np.ndarray:
     return np.pad(x, [(0, n - own) for n, own in zip(shape, x.shape, strict=True)])
 
 
-@functools.partial(jax.jit, compiler_options=OPTIONS)
+@jax.jit
 def _filled(keys, attention, log_mass, positions):
     cache = kvjax.init_cache(
         KVMerger(budget=1), batch=1, kv_heads=1, head_dim=DIM, max_prompt=MOST, max_new=MOST,
@@ -182,7 +184,7 @@ def filled(keys: np.ndarray, attention: np.ndarray, masses: np.ndarray | None = 
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+@functools.partial(jax.jit, static_argnums=0)
 def _plan(transform: KVMerger, cache):
     return transform.plan(cache, cache.k.read())
 
@@ -246,6 +248,7 @@ def test_the_anchor_ends_a_run_that_drifts():
 
 @pytest.mark.parametrize("against", ["neighbour", "anchor"])
 @pytest.mark.parametrize("epsilon", [0.8, 0.28, 5 / 13])
+@pytest.mark.fast_cases("0.8-neighbour")
 def test_a_cosine_that_is_epsilon_is_not_above_it(epsilon, against):
     angle = np.arccos(epsilon) * np.arange(2)
     cache = filled(np.stack([np.cos(angle), np.sin(angle)], -1), np.arange(2.0))
@@ -297,6 +300,7 @@ def test_what_stays_of_1000_tokens(budget, recent, heavy):
 
 
 @pytest.mark.parametrize("sigma", ["mean_distance", 5.0])
+@pytest.mark.fast_cases("5.0")
 def test_merging_identical_keys_changes_nothing(sigma):
     """Runs of equal keys with different values, merged twice: attention is what it was."""
     rng = np.random.default_rng(9)
@@ -327,6 +331,7 @@ def test_merging_identical_keys_changes_nothing(sigma):
 
 
 @pytest.mark.parametrize("fields", [{"budget": 6}, {"budget": 0.3, "epsilon": 0.5}], ids=str)
+@pytest.mark.fast_cases("{'budget': 0.3, 'epsilon': 0.5}")
 def test_mass_is_conserved(fields):
     ragged = run(KVMerger(**fields), Tokens.random(), right([0, 0, 0], (24, 17, 5), 24), 2)
     for step, cache in enumerate(ragged.all_caches):
@@ -372,6 +377,7 @@ CONSERVING = {"every", "when_full", "every, epsilon", "per_layer", "after epsilo
 
 
 @pytest.mark.parametrize("name", some_slowly(COMPOSED))
+@pytest.mark.fast_cases("per_layer")
 def test_compositions(name):
     transform, tokens, lengths = one_layer(COMPOSED[name]), Tokens.random(seed=10), (24, 17, 5)
     positions = right([0, 0, 0], lengths, 24)

@@ -33,7 +33,6 @@ from tests.references.pyramidkv import PyramidKV as Reference
 from tests.references.pyramidkv import layer_budgets
 from tests.references.spindlekv import layer_tokens
 from tests.support.attending import (
-    OPTIONS,
     SIZE,
     Tokens,
     live_count,
@@ -92,6 +91,7 @@ def ragged(seed: int):
 
 
 @every_method
+@pytest.mark.fast_cases("layer_budget")
 def test_layers_of_a_kind_share_one_trace(name):
     """As many traces of a prompt, and of caches, as there are kinds of layer."""
     tokens, found = ragged(seed=1), {}
@@ -133,7 +133,7 @@ SCHEDULES = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=OPTIONS)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def prompted(transform, numbers: range, *tokens):
     """The caches of the layers of a kind after a prompt, one compiled function for all of them."""
     caches = [empty(transform, layer=number) for number in numbers]
@@ -151,6 +151,7 @@ SLOW = {"spindlekv", "kvcrush"}  # schedules of the others, at greater cost
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in SCHEDULES]
 )
+@pytest.mark.fast_cases("pyramidkv, share")
 def test_every_layer_keeps_its_own_budget(name):
     """Of ragged rows, in all 30 layers, by the references' schedules."""
     tokens, layers = ragged(seed=2), bind(METHODS[name], LAYERS)
@@ -176,6 +177,7 @@ def test_every_layer_keeps_its_own_budget(name):
         ),
     ],
 )
+@pytest.mark.fast_cases("0.4-28")
 def test_every_goes_back_to_the_layers_own_budget(budget, number):
     """A share is of the tokens so far, of which no more than `max_prompt` count."""
     tokens, steps = Tokens.random(rows=4, seed=3), 9
@@ -187,6 +189,7 @@ def test_every_goes_back_to_the_layers_own_budget(budget, number):
 
 
 @pytest.mark.parametrize(("budget", "layer"), [(16, 2), (0.5, 0), (0.5, 2), (0.5, 8)])
+@pytest.mark.fast_cases("0.5-2")
 def test_layers_of_a_kind_are_those_of_the_reference(budget, layer):
     """Nine layers, of which three, two, two and two are of a kind."""
     bound = bind(PyramidKV(budget), 9)[layer]
@@ -262,6 +265,7 @@ def test_what_a_layer_of_any_kind_will_decide():
         assert foreseen(layer.base, "prompt").score and foreseen(layer, "prompt").newest
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_a_layer_alone():
     """Room for more slots changes nothing: attention over a layer of a kind, and over its own."""
     tokens = Tokens.random(rows=4, seed=4)

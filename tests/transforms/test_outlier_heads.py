@@ -14,7 +14,7 @@ from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.protocol import is_bound
 from kvjax.transforms.chelsea.outlier_heads import RemainingBudget
 from tests.references.chelsea import cosine, soft_matching, unmatched_share
-from tests.support.attending import OPTIONS, Tokens, parts, right, run
+from tests.support.attending import Tokens, parts, right, run
 from tests.support.tolerances import close
 
 SMALL = {"chunk": 8, "sinks": 2, "recent": 6, "interval": 4}
@@ -92,6 +92,7 @@ def test_a_share_beside_outliers_is_each_rows_own():
     assert live.tolist() == [[22, 22], [17, 17], [5, 5]]  # 0.625 · 36, 0.625 · 29 = 18 > 17
 
 
+@pytest.mark.slow
 def test_attention_is_that_of_every_head_by_itself():
     outliers = kvjax.OutlierHeads(((0, 2),), num_layers=1, kv_heads=4)
     (layer,) = kvjax.bind(kvjax.Chelsea(24, **SMALL, outlier_heads=outliers), 1)
@@ -122,7 +123,7 @@ def keys_of(model, sample) -> np.ndarray:
     empty = kvjax.init_cache(kvjax.Full(), **size, max_prompt=48, dtype=jnp.float32)
     full = (kvjax.Full(),) * 3
 
-    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    @jax.jit
     def read(tokens, positions):
         _, caches = model(tokens, positions, (empty,) * 3, layers=full, phase="prompt")
         return jnp.stack([cache.kv.k.read() for cache in caches], axis=1)

@@ -83,11 +83,13 @@ class Layer(Pair):
         (SHARE, 3),
     ],
 )
+@pytest.mark.fast_cases("method3-3")
 def test_prompt_and_64_decode_steps(method, layer):
     Layer(layer, **method).prompt(LENGTHS, "scattered").decode(64)
 
 
 @pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
+@pytest.mark.fast_cases("paper")
 def test_layer_among_others_of_its_kind(method):
     """The second of three layers with the same room."""
     Layer(1, num_layers=9, seed=8, **method).prompt(LENGTHS).decode(40)
@@ -96,11 +98,13 @@ def test_layer_among_others_of_its_kind(method):
 @pytest.mark.parametrize(
     "heads", [(4, 1), pytest.param((3, 2), marks=pytest.mark.slow), (1, 4)], ids=str
 )
+@pytest.mark.fast_cases("(1, 4)")
 def test_heads(heads):
     Layer(1, heads=heads, seed=1, **PAPER).prompt(LENGTHS).decode(40)
 
 
 @pytest.mark.parametrize("side", SIDES)
+@pytest.mark.fast_cases("left", "scattered")
 def test_padding(side):
     Layer(3, seed=2, budget=20, interval=5).prompt(LENGTHS, side).decode(40)
 
@@ -116,11 +120,15 @@ def test_padding(side):
     ],
     ids=str,
 )
+@pytest.mark.fast_cases(
+    "{'budget': 12, 'sinks': 0, 'newest': 0.5, 'emphasis': 3.0, 'interval': None}"
+)
 def test_parameters(method):
     Layer(3, seed=3, **method).prompt(LENGTHS).decode(64)
 
 
 @pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
+@pytest.mark.fast_cases("paper")
 def test_prompt_in_chunks_and_a_second_turn(method):
     both = Layer(2, seed=4, **method).prompt(LENGTHS, chunks=2).decode(20)
     both.prompt((9, 30, 0), "left").decode(20)
@@ -223,6 +231,7 @@ def test_after_an_evictor_whose_heads_differ():
     assert kept == first & second and 31 in kept
 
 
+@pytest.mark.slow
 def test_under_wrappers():
     plain = PyramidInfer(budget=12, interval=None)
     assert live(caches_of(Every(plain, steps=4))[-1]) == [[12, 12]]

@@ -52,6 +52,7 @@ def test_integer_budget():
     assert totals(layers) == [[88, 88], [88, 88], [168, 168]]
 
 
+@pytest.mark.slow
 def test_float_budget():
     layers = pairs(0.5, 3, seed=10, window=5, kernel=5, pooling="avg", group_reduce="max", beta=2.5)
     for one in layers:

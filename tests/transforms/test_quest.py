@@ -17,7 +17,6 @@ from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference
 from tests.references.snapkv import SnapKV as ReferenceSnapKV
 from tests.support.attending import (
-    OPTIONS,
     Tokens,
     attend,
     left,
@@ -33,7 +32,7 @@ from tests.support.tolerances import close
 ROWS, HEAD_DIM, LENGTHS = 3, 8, (75, 5, 98)
 MAX_PROMPT, MAX_NEW, WIDTH = 128, 80, 104
 
-flush = jax.jit(kvjax.flush, compiler_options=OPTIONS)
+flush = jax.jit(kvjax.flush)
 
 
 def clear_best(scores: np.ndarray, count: int) -> list[int]:
@@ -174,12 +173,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.fast_cases("per query head")
 def test_every_list_of_64_steps(case):
     budget, page, per_query_head, heads = case
     Pair(budget, page, per_query_head, heads=heads).prompt(LENGTHS).decode(64)
 
 
 @pytest.mark.parametrize("layout", [left, middle])
+@pytest.mark.fast_cases("middle")
 def test_padding_and_chunks(layout):
     Pair(12, 4, seed=1).prompt(LENGTHS, layout, chunks=3).decode(5)
 
@@ -196,6 +197,7 @@ def test_attention_options():
 
 
 @pytest.mark.parametrize("budget", [20, 0.25])
+@pytest.mark.fast_cases("0.25")
 def test_further_turns(budget):
     """Everything live is paged anew; the last row gets nothing of the second prompt."""
     both = Pair(budget, 4, seed=4).prompt(LENGTHS).decode(21)
@@ -203,6 +205,7 @@ def test_further_turns(budget):
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.fast_cases("True")
 def test_behind_snapkv(per_query_head):
     """Heads keep other tokens each, and pages are of what is left."""
     both = Pair(
@@ -218,6 +221,7 @@ def test_behind_snapkv(per_query_head):
 
 @pytest.mark.parametrize("stopped", [(), (0, 2)])
 @pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.fast_cases("False-stopped1")
 def test_offloaded_is_the_same(per_query_head, stopped):
     """Token for token, hits and misses, also where rows had no token in some steps."""
     given = (16, 4, per_query_head)
@@ -238,6 +242,7 @@ def test_offloaded_over_two_turns():
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.fast_cases("True")
 def test_a_budget_for_everything_is_the_full_cache(per_query_head):
     def outputs(transform):
         positions = right([0] * ROWS, LENGTHS, WIDTH)
@@ -273,6 +278,7 @@ def steps(transform, cache, q, k, start: int, count: int):
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.fast_cases("True")
 def test_scan_equals_the_loop(per_query_head):
     transform = Quest(12, 4, per_query_head, dense_layers=())
     tokens = Tokens.random(length=MAX_PROMPT)

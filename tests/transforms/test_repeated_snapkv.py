@@ -87,6 +87,7 @@ def pair(wrapper, reference, budget=20, window=8, *, seed=0, **wrapped) -> Pair:
     [(20, 8, 6), (9, 8, 1), (0.5, 8, 7), (24, 16, 10)],
     ids=["int", "every step", "share", "window longer than the interval"],
 )
+@pytest.mark.fast_cases("every step")
 def test_every(budget, window, steps):
     """The short row is compressed once it has grown past the budget."""
     both = pair(kvjax.Every, EverySnapKV, budget, window, steps=steps)
@@ -108,6 +109,7 @@ def test_every_counts_from_the_last_prompt():
     [(20, 6), (0.5, 9), (24, 1), (20, 500)],
     ids=["int", "share", "every step", "more room than tokens"],
 )
+@pytest.mark.fast_cases("more room than tokens")
 def test_when_full(budget, room):
     """Rows fill up at different steps; one is compressed while the others are left alone."""
     both = pair(kvjax.WhenFull, SnapKVWhenFull, budget, room=room, seed=2)

@@ -17,9 +17,8 @@ from kvjax.transforms.kvcrush.representatives import (
 )
 from kvjax.transforms.random import uniform
 from tests.references import kvcrush as reference
-from tests.support.attending import OPTIONS
 
-jitted = functools.partial(jax.jit, compiler_options=OPTIONS)
+jitted = jax.jit
 pick_buckets = jitted(bucket_representatives, static_argnums=(3, 4))
 nearest = jitted(nearest_to_centroids, static_argnums=4)
 KEY = jax.random.key(3)
@@ -65,6 +64,7 @@ def test_the_first_rank_of_a_bucket_does_not_overflow(members, buckets):
 
 
 @pytest.mark.parametrize("count", [1, 4, 9, 30])
+@pytest.mark.fast_cases("1")
 def test_nearest_to_centroids(count):
     """Slots in any order; rows with 24, 12 and no evicted tokens; clusters that go empty."""
     rng = np.random.default_rng(count)

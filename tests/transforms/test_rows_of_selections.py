@@ -11,7 +11,7 @@ import kvjax
 from kvjax.storage.offload import HOST_MEMORY, Resident, memory_kinds
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
-from tests.support.attending import OPTIONS, Tokens, decode, new_cache, prompt, right
+from tests.support.attending import Tokens, decode, new_cache, prompt, right
 from tests.support.decode_loops import Seen, Watched, found, unseen
 from tests.support.tolerances import close
 
@@ -26,7 +26,7 @@ METHODS = {
     "Quest": kvjax.Quest(6, page=2, dense_layers=()),
     "InfiniGen": InfiniGen(4, calibration=InfiniGenCalibration(projections), dense_layers=()),
 }
-flush = jax.jit(kvjax.flush, static_argnums=1, compiler_options=OPTIONS)
+flush = jax.jit(kvjax.flush, static_argnums=1)
 needs_host = pytest.mark.skipif(HOST_MEMORY not in memory_kinds(), reason="no host memory")
 
 
@@ -62,6 +62,14 @@ def steps(transform, cache, tokens, now, going, count):
     "offload", [False, pytest.param(True, marks=needs_host)], ids=["alone", "offloaded"]
 )
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.fast_cases(
+    "ClusterKV-alone-steps",
+    "ClusterKV-offloaded-steps",
+    "InfiniGen-alone-steps",
+    "InfiniGen-offloaded-steps",
+    "Quest-alone-steps",
+    "Quest-offloaded-steps",
+)
 def test_a_turn_or_steps_of_row_0_leave_row_1_as_it_is(name, offload, event):
     tail = (kvjax.Offload(interval=INTERVAL),) if offload else ()
     transform = kvjax.chain(Watched(METHODS[name]), *tail)
@@ -91,6 +99,7 @@ def test_a_turn_or_steps_of_row_0_leave_row_1_as_it_is(name, offload, event):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.fast_cases("Quest")
 def test_max_new_bounds_the_tokens_of_a_row_and_not_the_steps_of_the_batch(name):
     """Two rows take turns: twice as many steps as `max_new`, and no token is lost."""
     transform, tokens = METHODS[name], Tokens.random(rows=2)

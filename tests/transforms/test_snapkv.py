@@ -46,6 +46,7 @@ def pair(
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.fast_cases("authors' code")
 def test_prompt_and_decode(case):
     """Rows of 37, 5 and 52 tokens; nothing is evicted while decoding."""
     both = pair(*case).prompt(LENGTHS)
@@ -60,6 +61,7 @@ def test_padding(side):
 
 
 @pytest.mark.parametrize("case", ["default", "long window"])
+@pytest.mark.fast_cases("long window")
 def test_prompt_in_chunks(case):
     """The observation window reaches back over the boundary, or lies in the first chunk."""
     both = pair(*CASES[case], seed=2).prompt((37, 24, 52), chunks=2)
@@ -88,6 +90,7 @@ def test_prompts_shorter_than_the_window():
 
 
 @pytest.mark.parametrize("options", [{"window": 17}, {"scale": 0.9, "window": 30, "soft_cap": 2.5}])
+@pytest.mark.fast_cases("options0")
 def test_attention_options(options):
     """Scores follow the sliding window and the soft cap of attention. (Most tokens that a sliding
     window hides score 0, and tie.)"""

@@ -160,6 +160,7 @@ def test_schedule_of_awkward_fractions():
 @pytest.mark.parametrize(
     ("reserve", "layer", "unfold"), [(0.5, 0, False), (0.8, 1, False), (0.5, 0, True)]
 )
+@pytest.mark.fast_cases("0.8-1-False")
 def test_eviction(reserve, layer, unfold):
     """Ragged rows, decoding, a second turn that one row has no part in, decoding again."""
     transform = kvjax.LayerBudgetEviction(reserve, window=WINDOW, unfold=unfold)

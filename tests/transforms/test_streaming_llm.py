@@ -38,11 +38,13 @@ def pair(budget=12, sinks=4, heads=(2, 2), reposition=False, **kwargs) -> Pair:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.fast_cases("no sinks")
 def test_prompt_and_64_decode_steps(case):
     pair(*case).prompt(LENGTHS).decode(64)
 
 
 @pytest.mark.parametrize("case", [CASES["int"], CASES["share"]], ids=["int", "share"])
+@pytest.mark.fast_cases("int")
 def test_reposition(case):
     """Keys at their rank in the cache, the query at the last rank, at every one of 64 steps."""
     pair(*case, reposition=True, seed=1).prompt(LENGTHS, "scattered").decode(64)
@@ -65,6 +67,7 @@ def test_padding(side, reposition):
 
 
 @pytest.mark.parametrize("reposition", [False, True])
+@pytest.mark.fast_cases("False")
 def test_prompt_in_chunks(reposition):
     """The second row's tokens all stand in the first chunk: its second one is padding."""
     pair(reposition=reposition, seed=5).prompt(LENGTHS, chunks=2).decode(20)
