@@ -54,7 +54,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    """Marks cases as slow that reach no line of the library which the fast ones do not reach."""
+    """Marks as slow the cases that their test's `fast_cases` does not name."""
     unknown = {}
     for item in items:
         marker = item.get_closest_marker("fast_cases")

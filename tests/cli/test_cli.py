@@ -155,6 +155,7 @@ def test_infinigen_is_calibrated_on_the_prompt(capsys):
     assert record["new_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_text_is_the_tokenizers(capsys, tinystories):
     tokenizer = models.load_tokenizer(tinystories)
     prompt = tokenizer("Once upon a time").input_ids
@@ -167,6 +168,7 @@ def test_text_is_the_tokenizers(capsys, tinystories):
     assert record["text"] == whole[len(before) :]
 
 
+@pytest.mark.slow
 def test_prompt_file_and_method(capsys, tinystories, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_bytes("Once upon a time\r\nthere was a café. ".encode() * 6)
@@ -408,7 +410,7 @@ def test_version_and_help(capsys):
 
 
 @pytest.mark.parametrize("args", [["--help"], ["methods"]])
-@pytest.mark.fast_cases("args1")
+@pytest.mark.slow
 def test_lists_import_nothing_heavy(args):
     code = (
         "import sys; from kvjax.cli.main import main; main(sys.argv[1:]);"
@@ -561,6 +563,7 @@ def test_more_than_the_model_reads(capsys, tinystories, monkeypatch):
     assert "512 positions" in error(capsys, *short)
 
 
+@pytest.mark.slow
 def test_a_hub_id_without_network():
     start = time.monotonic()
     done = command(
@@ -597,6 +600,7 @@ def test_logs_and_warnings_come_back(capsys):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and signals of POSIX")
+@pytest.mark.slow
 def test_closed_pipe():
     line = [sys.executable, "-m", "kvjax.cli.main", "methods", "--json"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -692,6 +696,7 @@ def test_json_shows_no_progress(terminal):
     assert json.loads(own.process.stdout.read())["new_tokens"] == 1
 
 
+@pytest.mark.slow
 def test_an_interrupt_within_a_finalizer_is_not_lost():
     code = """if True:
         import sys
@@ -716,7 +721,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost():
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("seconds", [0, 60])
-@pytest.mark.fast_cases("60")
+@pytest.mark.slow
 def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
     code = f"""if True:
         import os, signal, sys, time

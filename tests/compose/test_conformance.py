@@ -341,7 +341,7 @@ def test_window_soft_cap_and_scale(name):
 
 @pytest.mark.parametrize("name", names([name for name in CASES if name not in SHARES]))
 @pytest.mark.fast_cases(
-    "chelsea", "full", "h2o", "kvmerger", "pyramidinfer", "quantize", "snapkv", "streaming_llm"
+    "full", "h2o", "kvmerger", "pyramidinfer", "quantize", "snapkv", "streaming_llm"
 )
 def test_a_row_within_its_budget_loses_nothing(name):
     full, mine = standard("full"), standard(name)

@@ -303,6 +303,7 @@ def test_reading_equals_attention_over_the_chosen_slots(name, tokens):
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.fast_cases("observed", "observed after eviction", "pages", "pages of pages")
 def test_reading_keeps_everything(name, tokens):
     """A recall method reads a selection: it evicts nothing, and the prompt is attended in full."""
     without = {"after eviction": SNAP, "observed after eviction": SNAP}.get(name, Full())

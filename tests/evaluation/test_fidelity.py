@@ -361,6 +361,7 @@ def test_a_layers_error_is_not_counted_again_above():
     close(first.error[0], everywhere.error[0])
 
 
+@pytest.mark.slow
 def test_rows_are_judged_alone():
     """A row's place and its neighbours' lengths change nothing."""
     together = measure_fidelity(tiny_model(), kvjax.H2O(budget=10), PROMPTS, new_tokens=3)
@@ -388,7 +389,7 @@ class Look(kvjax.KVTransform):
 
 
 @pytest.mark.parametrize("best", [True, False])
-@pytest.mark.fast_cases("False")
+@pytest.mark.slow
 def test_selected_slots_count_as_kept(best):
     """With one query head per KV head the best logits are the most attended tokens."""
     heads = {"query_heads": 2, "kv_heads": 2}
@@ -417,6 +418,7 @@ def test_without_a_budget_a_selection_is_compared_with_as_many():
     assert (chained.recall <= 1).all() and chained.recall.min() < 1 and chained.recall.mean() > 0.3
 
 
+@pytest.mark.slow
 def test_a_selection_wider_than_what_is_live():
     """Entries that are none are no tokens: 12 of the second row's 10."""
     found = measure_fidelity(tiny_model(), Look(12, best=False), PROMPTS)

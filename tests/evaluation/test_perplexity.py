@@ -83,7 +83,7 @@ def one_pass() -> np.ndarray:
 
 
 @pytest.mark.parametrize("prompt", [1, PROMPT])
-@pytest.mark.fast_cases("30")
+@pytest.mark.slow
 def test_full_equals_one_uncompressed_pass(prompt):
     nll = continuation_nll(model(), kvjax.Full(), TOKENS, prompt)
     assert nll.shape == (3, LENGTH - prompt) and isinstance(nll, np.ndarray)
@@ -98,7 +98,7 @@ def test_predictions_vary():
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.fast_cases("h2o")
+@pytest.mark.slow
 def test_methods_equal_a_plain_loop(name):
     nll = continuation_nll(model(), METHODS[name], TOKENS, PROMPT)
     close(nll, by_hand(METHODS[name], TOKENS, PROMPT))
@@ -119,6 +119,7 @@ def test_each_token_is_paid_for_alone():
     assert not same[1, 4:].any()
 
 
+@pytest.mark.slow
 def test_rows_do_not_mix():
     nll = continuation_nll(model(), METHODS["pyramidkv"], TOKENS, PROMPT)
     close(continuation_nll(model(), METHODS["pyramidkv"], TOKENS[::-1], PROMPT), nll[::-1])

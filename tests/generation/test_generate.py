@@ -123,6 +123,7 @@ def test_compression_changes_the_text():
 
 
 @pytest.mark.parametrize("name", names(kvjax.METHODS))
+@pytest.mark.fast_cases("full", "h2o", "snapkv", "streaming_llm")
 def test_streamed_pieces_join_to_the_result(name):
     pieces = []
     result = generate(transform=method(name), on_tokens=pieces.append, buckets=[64])
@@ -322,6 +323,7 @@ class KeepsTooMuch(kvjax.KVTransform):
         return extent.keep(self.slots)
 
 
+@pytest.mark.slow
 def test_lost_tokens_are_counted():
     half = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), KeepsTooMuch(20))))
     rows = [len(row) for row in RAGGED]

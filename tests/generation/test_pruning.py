@@ -148,7 +148,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("layout", ["right", "scattered"])
-@pytest.mark.fast_cases("scattered")
+@pytest.mark.slow
 def test_decoder_equals_the_loop(layout):
     positions = layouts()[layout]
     mine = run(positions=positions)
@@ -217,7 +217,7 @@ def test_chunks_are_not_pruned():
 
 
 @pytest.mark.parametrize("transform", [PyramidInfer(ratio=1.0, **FULL), PyramidInfer(1.0, **FULL)])
-@pytest.mark.fast_cases("transform1")
+@pytest.mark.slow
 def test_a_full_ratio_equals_the_full_cache(transform):
     """Through the hook that drops nothing, and in the cache-only form."""
     full, mine, tokens = full_cache(), run(transform, new=2), layouts()["right"] >= 0

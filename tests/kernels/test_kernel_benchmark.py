@@ -32,6 +32,7 @@ def run(kernels, path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_it_writes_what_was_measured(kernels, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernels, "implementations", lambda: ("xla",))
     few = {name: kernels.GROUPS[name] for name in ("dense", "step")}

@@ -103,6 +103,7 @@ def tiny_model():
     return model
 
 
+@pytest.mark.slow
 def test_forward_equals_the_decoder_with_a_full_cache():
     """Two blocks of queries; positions with gaps as in training."""
     rng = np.random.default_rng(0)

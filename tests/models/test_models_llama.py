@@ -98,6 +98,55 @@ def test_prompt_matches_transformers(runs, row):
 
 
 @pytest.mark.parametrize("row", range(len(LENGTHS)), ids=("full", "right", "left", "middle"))
+@pytest.mark.fast_cases(
+    "biases-full",
+    "biases-left",
+    "biases-middle",
+    "biases-right",
+    "dynamic-full",
+    "dynamic-left",
+    "dynamic-middle",
+    "dynamic-right",
+    "gqa-left",
+    "gqa-middle",
+    "gqa-right",
+    "head_dim-full",
+    "head_dim-left",
+    "head_dim-middle",
+    "head_dim-right",
+    "linear-full",
+    "linear-left",
+    "linear-middle",
+    "linear-right",
+    "llama3-full",
+    "llama3-left",
+    "llama3-middle",
+    "llama3-right",
+    "mha-full",
+    "mha-left",
+    "mha-middle",
+    "mha-right",
+    "mistral-full",
+    "mistral-left",
+    "mistral-middle",
+    "mistral-right",
+    "mistral-window-full",
+    "mistral-window-left",
+    "mistral-window-middle",
+    "mistral-window-right",
+    "mqa-full",
+    "mqa-left",
+    "mqa-middle",
+    "mqa-right",
+    "theta-full",
+    "theta-left",
+    "theta-middle",
+    "theta-right",
+    "tied-full",
+    "tied-left",
+    "tied-middle",
+    "tied-right",
+)
 def test_decoding_matches_transformers(runs, row):
     ours, theirs = runs
     close(ours[row][1], theirs[row][1])
@@ -186,6 +235,7 @@ def small_config(**changes) -> DecoderConfig:
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_logits_only_where_they_are_wanted(tied):
     model = random_decoder(small_config(tie_embeddings=tied))
     tokens = np.random.default_rng(3).integers(0, 97, (2, 10))

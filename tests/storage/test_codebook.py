@@ -88,9 +88,7 @@ BOOKS = [
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=str)
-@pytest.mark.fast_cases(
-    "Book(theta=0.9, entries=60, magnitude=False, interval=5, copies=1, vectors=None)"
-)
+@pytest.mark.slow
 def test_encode_and_write(book):
     """What a prompt's end makes, and what new tokens then add; one is not stored."""
     x, position, live = layout(book.copies)

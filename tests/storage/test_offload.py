@@ -163,6 +163,7 @@ def recount(done, recent: int, length: int, fixed: int):
     "name",
     ["one step", "two steps", pytest.param("query heads", marks=pytest.mark.slow), "bfloat16"],
 )
+@pytest.mark.slow
 def test_hits_and_misses(name):
     case = CASES[name]
     _, (cache, done) = both_ways(**case)
@@ -387,7 +388,7 @@ def test_a_copied_store_would_be_seen():
 @pytest.mark.parametrize(
     "case", [{}, {"recent": 2, "per_query_head": True}, {"dtype": "bfloat16"}], ids=str
 )
-@pytest.mark.fast_cases("{}")
+@pytest.mark.slow
 def test_bytes_by_memory(case):
     case = dict(case)
     recent, dtype = case.pop("recent", 1), jnp.dtype(case.pop("dtype", "float32"))
@@ -655,7 +656,7 @@ def more_than_there_is_room_for(transform) -> attending.Run:
 
 @pytest.mark.parametrize("offload", [(), (kvjax.Offload(),)], ids=["alone", "offloaded"])
 @pytest.mark.parametrize("interval", [4, 100])
-@pytest.mark.fast_cases("100-alone")
+@pytest.mark.slow
 def test_what_comes_after_the_last_step(interval, offload):
     """A short prompt leaves slots free. What is clustered makes room; what is not is counted."""
     own = kvjax.ClusterKV(32, tokens_per_cluster=4, sinks=2, interval=interval, dense_layers=())

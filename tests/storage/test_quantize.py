@@ -567,6 +567,7 @@ def test_scan_equals_the_loop(name, form):
 
 
 @pytest.mark.parametrize(("name", "form"), LOOPS)
+@pytest.mark.fast_cases("full-channel", "h2o-int8")
 def test_a_row_among_others_equals_the_row_alone(name, form):
     """The other rows stay empty, so that nothing is compiled for one row."""
     transform, whole = composed(name, form), standard(composed(name, form))
@@ -577,6 +578,7 @@ def test_a_row_among_others_equals_the_row_alone(name, form):
             close(out[row], expected[row], "accumulated", f"row {row}")
 
 
+@pytest.mark.slow
 def test_a_padded_row_equals_the_row_alone():
     whole = standard(FORMS["channel"])
     alone = run(FORMS["channel"], tokens().rows([1]), positions()[[1], : LENGTHS[1]], STEPS)

@@ -175,7 +175,7 @@ def test_merge_tokens(name, merge_tokens):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.fast_cases("left")
+@pytest.mark.slow
 def test_second_turn(side):
     """Slots stand in no order then; the last row gets no token of the second prompt."""
     both = pair("h2o", prompt=True, seed=2).prompt(LENGTHS, chunks=2).decode(12)
@@ -236,7 +236,7 @@ def cached(transform, key=None, prompt_length=24, steps=8):
 
 
 @pytest.mark.parametrize("prompt", [False, True], ids=["decoding", "prompt too"])
-@pytest.mark.fast_cases("decoding")
+@pytest.mark.slow
 def test_the_mean_of_many_draws_is_the_expected_merge(prompt):
     """Attention, and with it p, does not depend on values."""
     transform = CaM(StreamingLLM(10), merge_tokens=4, prompt=prompt)

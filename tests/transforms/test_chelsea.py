@@ -81,7 +81,7 @@ def test_prompt_and_64_decode_steps(case):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.fast_cases("left", "scattered")
+@pytest.mark.fast_cases("scattered")
 def test_padding(side):
     pair(16, seed=1).prompt(LENGTHS, side).decode(12)
 
@@ -91,6 +91,7 @@ def test_prompt_in_chunks():
 
 
 @pytest.mark.parametrize("budget", [16, 0.2])
+@pytest.mark.fast_cases("16")
 def test_second_turn(budget):
     """Merged tokens are merged again with their masses; a share is taken anew."""
     both = pair(budget, seed=3).prompt(LENGTHS)
@@ -104,6 +105,7 @@ def test_row_that_has_stopped_keeps_its_tokens():
     assert both.kept(0, 1) == before
 
 
+@pytest.mark.slow
 def test_prompts_shorter_than_the_budget_and_none():
     both = pair(0.01, seed=4).prompt((1, 0, 2)).decode(20)
     assert both.kept(1, 0)[:2] == [0, 1]
@@ -161,6 +163,7 @@ def read(transform, qkv, tokens=64):
     return attend(transform, cache, *part, jnp.arange(tokens)[None], phase="prompt")[1]
 
 
+@pytest.mark.slow
 def test_merging_identical_keys_leaves_attention_unchanged(identical):
     outs = []
     for transform in (kvjax.Full(), kvjax.Chelsea(9, **SMALL)):

@@ -298,7 +298,7 @@ LENGTHS = (90, 41, 3, 6)  # SINKS = 5: the third has fewer tokens, the fourth on
 @pytest.mark.parametrize(
     "changes", [{}, {"per_query_head": True, "budget": 0.3}], ids=["kv heads", "query heads"]
 )
-@pytest.mark.fast_cases("query heads")
+@pytest.mark.slow
 def test_400_steps(changes):
     both = Both(clusterkv(**changes), LENGTHS, seed=1)
     done = both.decode(STEPS)
@@ -334,7 +334,7 @@ def test_options(name):
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.fast_cases("True")
+@pytest.mark.slow
 def test_rows_without_a_token_in_some_steps(per_query_head):
     both = Both(clusterkv(per_query_head=per_query_head), LENGTHS, seed=4, steps=SHORT)
     both.decode(SHORT, padding(4, SHORT, stops={1: 20, 3: 0}))
@@ -350,13 +350,14 @@ def test_tokens_join_the_last_cluster_where_there_is_no_room_for_others():
     assert len(both.rows[0].indices[0].clusters[-1].members) > 10
 
 
+@pytest.mark.slow
 def test_a_step_without_any_token():
     both = Both(clusterkv(), (30, 4), seed=5, steps=SHORT)
     both.decode(SHORT, padding(2, SHORT, stops={}) | {(s, r) for s in range(7, 30) for r in (0, 1)})
 
 
 @pytest.mark.parametrize("changes", [{}, {"budget": 0.4}], ids=["int", "share"])
-@pytest.mark.fast_cases("share")
+@pytest.mark.slow
 def test_further_turns(changes):
     """What has been clustered, and what has not, is clustered anew in rows of the new prompt."""
     both = Both(clusterkv(**changes), (40, 20, 0, 5), seed=6, steps=SHORT)
@@ -367,6 +368,7 @@ def test_further_turns(changes):
     both.decode(17)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     both = Both(clusterkv(), (50, 3), seed=7, steps=SHORT, dtype=jnp.bfloat16)
     both.decode(SHORT)
@@ -385,7 +387,7 @@ BEFORE = {
 @pytest.mark.parametrize(
     ("name", "interval"), [*((name, INTERVAL) for name in BEFORE), ("evicted", SHORT + 1)]
 )
-@pytest.mark.fast_cases("evicted-57")
+@pytest.mark.slow
 def test_after_another_method(name, interval):
     before = BEFORE[name]
     transform = clusterkv(14, interval=interval, tokens_per_cluster=2)
@@ -439,7 +441,7 @@ def full_outputs():
 @pytest.mark.parametrize(
     ("interval", "per_query_head"), [(INTERVAL, False), (7, True), (SHORT, False)]
 )
-@pytest.mark.fast_cases("56-False")
+@pytest.mark.slow
 def test_a_budget_that_covers_everything_equals_full(interval, per_query_head):
     tx = clusterkv(60 + SHORT, interval=interval, per_query_head=per_query_head)
     first, then = same_tokens(10, (60, 5, 6), SHORT)

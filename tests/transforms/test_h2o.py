@@ -48,7 +48,7 @@ def test_padding(side):
 
 
 @pytest.mark.parametrize("budget", [12, 0.81])
-@pytest.mark.fast_cases("0.81")
+@pytest.mark.slow
 def test_prompt_in_chunks(budget):
     """The second row's tokens all stand in the first chunk: its second one is padding."""
     pair(budget, seed=2).prompt(LENGTHS, chunks=2).decode(32)
@@ -141,6 +141,7 @@ def test_nan_counts_as_the_lowest_score():
             assert newest.tolist() == list(range(17 + step, 21 + step))
 
 
+@pytest.mark.slow
 def test_newest_are_positions_and_not_tokens():
     """Of a budget of 8, the newest 4 positions: two of them are gaps, so 6 places go by score."""
     transform, tokens = kvjax.H2O(8), Tokens.random(rows=1, seed=12)

@@ -789,7 +789,7 @@ def expected_fidelity(by_hand, calibration, prompt, top, new_tokens, fields):
         ),
     ],
 )
-@pytest.mark.fast_cases("False-6-fields1")
+@pytest.mark.slow
 def test_fidelity_is_measured_with_the_prediction(predicts, top, fields):
     """Of the decoder, which predicts, and of a model that does not."""
     make = decoder if predicts else tiny_model

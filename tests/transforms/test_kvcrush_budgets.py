@@ -44,7 +44,7 @@ def representatives(cache, row: int, head: int) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "share"), [*((name, None) for name in WHOLE), ("h2o", 0.1), ("snapkv", 0.68)]
 )
-@pytest.mark.fast_cases("h2o-0.1")
+@pytest.mark.slow
 def test_a_share_adds_up(name, share):
     """B slots in all after the prompt; a row of up to B tokens is kept whole.
 
@@ -91,7 +91,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("name", WRAPS)
-@pytest.mark.fast_cases("every")
+@pytest.mark.slow
 def test_every_and_when_full_choose_anew(name):
     """Around KVCrush they let the representatives compete again, among everything live."""
     tx = WRAPS[name](KVCrush(SnapKV(16, window=4)))

@@ -300,7 +300,7 @@ def test_what_stays_of_1000_tokens(budget, recent, heavy):
 
 
 @pytest.mark.parametrize("sigma", ["mean_distance", 5.0])
-@pytest.mark.fast_cases("5.0")
+@pytest.mark.slow
 def test_merging_identical_keys_changes_nothing(sigma):
     """Runs of equal keys with different values, merged twice: attention is what it was."""
     rng = np.random.default_rng(9)

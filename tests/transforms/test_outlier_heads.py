@@ -131,6 +131,7 @@ def keys_of(model, sample) -> np.ndarray:
     return np.asarray(read(tokens, positions), np.float64)
 
 
+@pytest.mark.slow
 def test_calibration_ranks_a_decoders_heads_as_the_reference_does():
     model = random_decoder(
         DecoderConfig(

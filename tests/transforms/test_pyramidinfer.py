@@ -89,7 +89,7 @@ def test_prompt_and_64_decode_steps(method, layer):
 
 
 @pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
-@pytest.mark.fast_cases("paper")
+@pytest.mark.slow
 def test_layer_among_others_of_its_kind(method):
     """The second of three layers with the same room."""
     Layer(1, num_layers=9, seed=8, **method).prompt(LENGTHS).decode(40)
@@ -104,7 +104,7 @@ def test_heads(heads):
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.fast_cases("left", "scattered")
+@pytest.mark.fast_cases("scattered")
 def test_padding(side):
     Layer(3, seed=2, budget=20, interval=5).prompt(LENGTHS, side).decode(40)
 
@@ -128,12 +128,13 @@ def test_parameters(method):
 
 
 @pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
-@pytest.mark.fast_cases("paper")
+@pytest.mark.slow
 def test_prompt_in_chunks_and_a_second_turn(method):
     both = Layer(2, seed=4, **method).prompt(LENGTHS, chunks=2).decode(20)
     both.prompt((9, 30, 0), "left").decode(20)
 
 
+@pytest.mark.slow
 def test_attention_options():
     options = {"scale": 0.9, "window": 20, "soft_cap": 2.5}
     Layer(2, seed=5, attention=options, **SHARE).prompt(LENGTHS).decode(30)
@@ -221,6 +222,7 @@ def live(cache):
     return np.asarray(cache.kv.live).sum(-1).tolist()
 
 
+@pytest.mark.slow
 def test_after_an_evictor_whose_heads_differ():
     caches = caches_of(chain(SnapKV(24, window=4), PyramidInfer(budget=12, interval=4)))
     assert live(caches[0]) == [[12, 12]]

@@ -38,6 +38,7 @@ def totals(layers: list[Pair]) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_integer_budget():
     """20 slots per layer on average: in total for the long rows, at most for the short one."""
     layers = pairs(20, 4)

@@ -180,7 +180,7 @@ def test_every_list_of_64_steps(case):
 
 
 @pytest.mark.parametrize("layout", [left, middle])
-@pytest.mark.fast_cases("middle")
+@pytest.mark.slow
 def test_padding_and_chunks(layout):
     Pair(12, 4, seed=1).prompt(LENGTHS, layout, chunks=3).decode(5)
 
@@ -221,7 +221,7 @@ def test_behind_snapkv(per_query_head):
 
 @pytest.mark.parametrize("stopped", [(), (0, 2)])
 @pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.fast_cases("False-stopped1")
+@pytest.mark.slow
 def test_offloaded_is_the_same(per_query_head, stopped):
     """Token for token, hits and misses, also where rows had no token in some steps."""
     given = (16, 4, per_query_head)
@@ -236,6 +236,7 @@ def test_offloaded_is_the_same(per_query_head, stopped):
     assert kinds["pinned_host"] == 2 * moved.cache.kv.k.store.nbytes
 
 
+@pytest.mark.slow
 def test_offloaded_over_two_turns():
     both = Pair(16, 4, seed=7, offload=(Offload(recent_steps=2, interval=8),))
     both.prompt(LENGTHS).decode(21).prompt((9, 30, 25)).decode(20)

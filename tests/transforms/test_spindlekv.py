@@ -160,7 +160,7 @@ def test_schedule_of_awkward_fractions():
 @pytest.mark.parametrize(
     ("reserve", "layer", "unfold"), [(0.5, 0, False), (0.8, 1, False), (0.5, 0, True)]
 )
-@pytest.mark.fast_cases("0.8-1-False")
+@pytest.mark.slow
 def test_eviction(reserve, layer, unfold):
     """Ragged rows, decoding, a second turn that one row has no part in, decoding again."""
     transform = kvjax.LayerBudgetEviction(reserve, window=WINDOW, unfold=unfold)
@@ -199,6 +199,7 @@ def alike(tokens: Tokens) -> Tokens:
 
 
 @pytest.mark.parametrize("chosen", SOME_SLOWLY)
+@pytest.mark.slow
 def test_spindlekv(chosen):
     """Outputs, kept tokens, every code and every entry, at each call; a book that overflows too."""
     shared = {"theta_key": 0.97, "theta_value": 0.95, **chosen}
