@@ -272,7 +272,7 @@ def selected(transform, before, q, k, v, positions):
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.fast_cases("pages of pages")
+@pytest.mark.slow
 def test_reading_equals_attention_over_the_chosen_slots(name, tokens):
     transform = READERS[name]
     ragged = run(transform, tokens, right([0, 0, 0], LENGTHS, WIDTH), DECODE)
@@ -303,7 +303,7 @@ def test_reading_equals_attention_over_the_chosen_slots(name, tokens):
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.fast_cases("observed", "observed after eviction", "pages", "pages of pages")
+@pytest.mark.fast_cases("observed", "pages", "pages of pages")
 def test_reading_keeps_everything(name, tokens):
     """A recall method reads a selection: it evicts nothing, and the prompt is attended in full."""
     without = {"after eviction": SNAP, "observed after eviction": SNAP}.get(name, Full())
@@ -381,6 +381,7 @@ def test_head_groups_store_fewer_bytes():
 # --- wrappers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_compresses_at_its_steps_and_only_then(tokens):
     positions, length = right([0, 0, 0], LENGTHS, WIDTH), 24
     ragged = run(Every(SNAP, steps=3), tokens, positions, 7)
@@ -423,6 +424,7 @@ def test_user_transform_with_defaults_only_is_the_identity(tokens):
 # --- what attend accepts --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_keys_may_come_rotated(tokens):
     """Without `rope`, q and k are taken as they are."""
     positions = right([0, 0, 0], LENGTHS, WIDTH)

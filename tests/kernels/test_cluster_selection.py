@@ -102,6 +102,7 @@ def selections(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(selections())
+@pytest.mark.slow
 def test_any_list(selection):
     """Empty clusters anywhere, counts from none to more than there is and than has room."""
     check_list(*selection)

@@ -62,7 +62,7 @@ def check(vectors, members, weights, theta, capacity, cover=cover_of):
         ),
     ],
 )
-@pytest.mark.fast_cases("0.9-2")
+@pytest.mark.slow
 def test_cover(theta, capacity):
     """Rows with members and others, zeros, and weights."""
     vectors = np.stack([around(90, seed=s) for s in (0, 1)])
@@ -117,6 +117,7 @@ def test_many_tiles(cover_with, few, capacity):
 
 
 @pytest.mark.parametrize("theta", [0.3, pytest.param(0.99, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_strips_that_are_left_out_hold_no_edge(cover_with, theta):
     vectors = around(400, dim=16, seed=1, centers=20)[None]
     ones = np.ones((1, 400), np.int32)

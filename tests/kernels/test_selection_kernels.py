@@ -244,6 +244,7 @@ def lister():
 
 @settings(max_examples=150, deadline=None)
 @given(selection=selections())
+@pytest.mark.slow
 def test_any_list(lister, selection):
     order, sizes, starts, count = selection
     index = np.asarray(lister(*selection))[0]

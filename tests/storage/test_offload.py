@@ -345,6 +345,7 @@ def test_no_operation_of_a_step_moves_a_store(changes):
     )
 
 
+@pytest.mark.slow
 def test_a_flush_writes_a_block_per_row_and_head():
     cache = new_cache(OFFLOADED, 3, **sizes(60))
     _, cache = attend(OFFLOADED, cache, *tokens(steps=60)[0], phase="prompt")
@@ -355,6 +356,7 @@ def test_a_flush_writes_a_block_per_row_and_head():
     assert all(max(out) <= 16 * DIM for name, out in used if name != "dynamic_update_slice")
 
 
+@pytest.mark.slow
 def test_an_empty_store_stays_where_it_is():
     """`generate` begins with empty caches; the caches that come out are the same."""
     transform = OFFLOADED
@@ -439,6 +441,7 @@ def test_everything_but_the_stores_is_on_the_device():
     [{}, pytest.param({"per_query_head": True}, marks=pytest.mark.slow)],
     ids=["kv heads", "query heads"],
 )
+@pytest.mark.fast_cases("kv heads-alone")
 def test_the_loop_holds_no_copy_of_a_store(offload, changes):
     dim, heads, slots = 64, 2, 4096
     tx = clusterkv(128, tokens_per_cluster=80, **changes)

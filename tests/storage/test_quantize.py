@@ -361,7 +361,7 @@ def encoded_errors(form: str, rows: np.ndarray, length: int, axis: str) -> np.nd
 
 
 @pytest.mark.parametrize("form", ["int8", "token", "channel"])
-@pytest.mark.fast_cases("token")
+@pytest.mark.slow
 def test_decoding_stays_within_the_bound(form):
     done, given, group = standard(FORMS[form]), tokens(), 2
     full = standard(kvjax.Full())
@@ -444,7 +444,7 @@ def over_decoded_rows(keys, values, *given, **options):
 
 
 @pytest.mark.parametrize(("name", "form"), cases(UNDER))
-@pytest.mark.fast_cases("full-channel", "full-int8")
+@pytest.mark.fast_cases("full-int8")
 def test_the_same_as_attention_over_decoded_rows(name, form, monkeypatch):
     """Products with what is encoded against dense attention over what `read` gives."""
     done = standard(composed(name, form))
@@ -489,7 +489,7 @@ FAST = {("clusterkv", "int8"), ("quest", "token"), ("infinigen", "int8")}
     ("name", "form"),
     [pytest.param(*c, marks=[pytest.mark.slow] * (c not in FAST)) for c in SELECTED],
 )
-@pytest.mark.fast_cases("infinigen-int8")
+@pytest.mark.slow
 def test_reading_a_selection_of_encoded_rows(name, form):
     """A budget that covers everything: the same as without the method."""
     done, expected = standard(composed(name, form)), standard(FORMS[form])
@@ -498,7 +498,7 @@ def test_reading_a_selection_of_encoded_rows(name, form):
 
 
 @pytest.mark.parametrize("name", READING)
-@pytest.mark.fast_cases("quest")
+@pytest.mark.slow
 def test_reading_over_groups_of_slots(name):
     """Slots in the order of the index, whole groups of which are encoded at a flush."""
     done, full = standard(composed(name, "channel")), standard(kvjax.Full())
@@ -539,7 +539,7 @@ LOOPS = [("full", "channel"), ("h2o", "int8"), ("snapkv", "channel"), ("chelsea"
 
 
 @pytest.mark.parametrize(("name", "form"), LOOPS)
-@pytest.mark.fast_cases("h2o-int8")
+@pytest.mark.slow
 def test_scan_equals_the_loop(name, form):
     transform, given = composed(name, form), tokens()
     done, steps = standard(transform), np.array(LENGTHS)[None] + np.arange(STEPS)[:, None]
@@ -621,6 +621,7 @@ def test_a_turn_of_one_row(form):
 
 
 @every_form
+@pytest.mark.fast_cases("channel", "int8", "token")
 def test_a_further_turn(form):
     transform, given = FORMS[form], tokens()
     first, full = standard(transform, (14, 9, 5)), standard(kvjax.Full(), (14, 9, 5))
@@ -639,7 +640,7 @@ def test_a_further_turn(form):
 
 
 @pytest.mark.parametrize("form", ["int8", "channel"])
-@pytest.mark.fast_cases("channel")
+@pytest.mark.slow
 def test_bfloat16(form):
     done = run(FORMS[form], tokens(), positions(), 3, dtype=jnp.bfloat16)
     full = run(kvjax.Full(), tokens(), positions(), 3, dtype=jnp.bfloat16)

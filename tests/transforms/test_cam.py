@@ -203,6 +203,7 @@ def test_sums_of_the_next_entries(count):
     np.testing.assert_allclose(np.asarray(sums)[0, 0], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_attention_of_nothing():
     """0 / 0 is 0: nobody looks at the tokens after the first, except themselves at first."""
     both = pair("streaming_llm", expected=True, prompt=True, seed=4)
@@ -262,6 +263,7 @@ def test_draws_differ_by_seed_layer_and_head_and_not_by_row():
     assert len(np.unique(drawn)) == 3 * drawn[0][0].size
 
 
+@pytest.mark.slow
 def test_chain_of_evictors_and_parse():
     tx = kvjax.parse("cam(chain(snapkv(window=4), h2o), expected=True)", 12)
     assert tx == CaM(chain(SnapKV(12, window=4), H2O(12)), expected=True)

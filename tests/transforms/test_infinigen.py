@@ -267,7 +267,7 @@ def test_ties_go_to_the_lower_position():
 
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("budget", [1.0, 10_000])
-@pytest.mark.fast_cases("10000-True")
+@pytest.mark.slow
 def test_a_budget_for_everything_is_the_full_cache(budget, per_query_head):
     both = Both(budget=budget, alpha=None, per_query_head=per_query_head, rope=True)
     full = Both(rope=True)  # of which only the tokens are used
@@ -287,6 +287,7 @@ def test_a_budget_for_everything_is_the_full_cache(budget, per_query_head):
                 assert seen[seen >= 0].tolist() == list(range(length + step + 1))
 
 
+@pytest.mark.slow
 def test_in_bfloat16():
     """Partial keys are stored as keys are, and scores are float32."""
     tx, full = one_layer(projections(2), budget=1.0, alpha=None), kvjax.Full()
@@ -318,7 +319,7 @@ def test_in_bfloat16():
 
 
 @pytest.mark.parametrize("fields", [{"budget": 5, "alpha": None}, {"budget": 0.4, "alpha": 3.0}])
-@pytest.mark.fast_cases("fields1")
+@pytest.mark.slow
 def test_over_a_cache_that_was_evicted(fields):
     """Heads hold different tokens; a share is of those that are left, and of the new ones."""
     first = kvjax.SnapKV(budget=16, window=4, kernel=3)
@@ -328,7 +329,7 @@ def test_over_a_cache_that_was_evicted(fields):
 
 
 @pytest.mark.parametrize("alpha", [None, 3.0])
-@pytest.mark.fast_cases("3.0")
+@pytest.mark.slow
 def test_over_a_cache_that_was_merged(alpha):
     """Heads hold different numbers of tokens: the largest counts, and all get as many."""
     first = kvjax.KVMerger(epsilon=0.3)

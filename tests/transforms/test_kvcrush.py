@@ -266,7 +266,7 @@ def test_kmeans(name):
 
 
 @pytest.mark.parametrize("heads", [(1, 4), (5, 7)])  # and more bits than one word's
-@pytest.mark.fast_cases("heads0")
+@pytest.mark.slow
 def test_heads(heads):
     Crushing(H2O(13), anchor="random", pick="random", heads=heads, seed=5).prompt(LENGTHS)
 

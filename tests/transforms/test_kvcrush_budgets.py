@@ -121,7 +121,7 @@ def test_layers_add_up(base):
 
 
 @pytest.mark.parametrize("base", [H2O(0.5), SnapKV(0.5, window=4)])
-@pytest.mark.fast_cases("base0")
+@pytest.mark.slow
 def test_a_share_of_a_share(base):
     tokens, lengths = Tokens.random(rows=4, seed=15), (31, 20, 11, 3)
     cache = run(KVCrush(base, share=0.3), tokens, right([0] * 4, lengths, 31), 0).prompt_cache
@@ -146,6 +146,7 @@ def test_representatives_come_on_top():
     assert chain(H2O(50), KVCrush(SnapKV(40), 7)).extent(extent).total == 58
 
 
+@pytest.mark.slow
 def test_positions_with_gaps_lose_nothing():
     """Beyond `max_prompt + max_new` a token has no bits, and is never a representative."""
     tokens = Tokens.random(rows=1, length=200, seed=16)

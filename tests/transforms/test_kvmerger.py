@@ -125,6 +125,7 @@ def test_padding_and_chunks():
     same(pair({"budget": 16}, seed=3).prompt(LENGTHS, chunks=2))
 
 
+@pytest.mark.slow
 def test_attention_options_and_rope():
     rope = kvjax.Rope(np.float32([1.0, 0.3, 0.02]), factor=1.1)
     attention = {"scale": 0.9, "window": 20, "soft_cap": 2.5, "rope": rope, "seed": 5}
@@ -331,7 +332,7 @@ def test_merging_identical_keys_changes_nothing(sigma):
 
 
 @pytest.mark.parametrize("fields", [{"budget": 6}, {"budget": 0.3, "epsilon": 0.5}], ids=str)
-@pytest.mark.fast_cases("{'budget': 0.3, 'epsilon': 0.5}")
+@pytest.mark.slow
 def test_mass_is_conserved(fields):
     ragged = run(KVMerger(**fields), Tokens.random(), right([0, 0, 0], (24, 17, 5), 24), 2)
     for step, cache in enumerate(ragged.all_caches):
@@ -339,6 +340,7 @@ def test_mass_is_conserved(fields):
         close(mass, np.broadcast_to(np.array([[24], [17], [5]]) + step, mass.shape))
 
 
+@pytest.mark.slow
 def test_where_nothing_is_alike_the_cache_stays_as_it_is():
     """No key is above ε = 1: all masses are 1, and it is the full cache, bit for bit."""
     positions = right([0, 0, 0], (24, 17, 5), 24)
@@ -377,7 +379,7 @@ CONSERVING = {"every", "when_full", "every, epsilon", "per_layer", "after epsilo
 
 
 @pytest.mark.parametrize("name", some_slowly(COMPOSED))
-@pytest.mark.fast_cases("per_layer")
+@pytest.mark.slow
 def test_compositions(name):
     transform, tokens, lengths = one_layer(COMPOSED[name]), Tokens.random(seed=10), (24, 17, 5)
     positions = right([0, 0, 0], lengths, 24)

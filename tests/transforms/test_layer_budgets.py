@@ -177,7 +177,7 @@ def test_every_layer_keeps_its_own_budget(name):
         ),
     ],
 )
-@pytest.mark.fast_cases("0.4-28")
+@pytest.mark.slow
 def test_every_goes_back_to_the_layers_own_budget(budget, number):
     """A share is of the tokens so far, of which no more than `max_prompt` count."""
     tokens, steps = Tokens.random(rows=4, seed=3), 9

@@ -81,6 +81,7 @@ def test_kept_layers_count_among_the_outliers():
     assert kept_heads(layers) == [[0, 1, 2, 3], [], [], [0, 1, 2, 3], []]
 
 
+@pytest.mark.slow
 def test_a_share_beside_outliers_is_each_rows_own():
     """`(3 · 0.75 - 1) / 2` of each row's 12 new tokens and its prompt."""
     outliers = kvjax.OutlierHeads(((0, 0),), num_layers=1, kv_heads=3)

@@ -98,7 +98,7 @@ def test_layer_among_others_of_its_kind(method):
 @pytest.mark.parametrize(
     "heads", [(4, 1), pytest.param((3, 2), marks=pytest.mark.slow), (1, 4)], ids=str
 )
-@pytest.mark.fast_cases("(1, 4)")
+@pytest.mark.slow
 def test_heads(heads):
     Layer(1, heads=heads, seed=1, **PAPER).prompt(LENGTHS).decode(40)
 
@@ -120,9 +120,7 @@ def test_padding(side):
     ],
     ids=str,
 )
-@pytest.mark.fast_cases(
-    "{'budget': 12, 'sinks': 0, 'newest': 0.5, 'emphasis': 3.0, 'interval': None}"
-)
+@pytest.mark.slow
 def test_parameters(method):
     Layer(3, seed=3, **method).prompt(LENGTHS).decode(64)
 
@@ -140,6 +138,7 @@ def test_attention_options():
     Layer(2, seed=5, attention=options, **SHARE).prompt(LENGTHS).decode(30)
 
 
+@pytest.mark.slow
 def test_row_that_has_stopped():
     both = Layer(3, seed=6, **SHARE).prompt(LENGTHS).decode(12)
     before = both.kept(0, 1)

@@ -197,7 +197,7 @@ def test_attention_options():
 
 
 @pytest.mark.parametrize("budget", [20, 0.25])
-@pytest.mark.fast_cases("0.25")
+@pytest.mark.slow
 def test_further_turns(budget):
     """Everything live is paged anew; the last row gets nothing of the second prompt."""
     both = Pair(budget, 4, seed=4).prompt(LENGTHS).decode(21)
@@ -205,7 +205,7 @@ def test_further_turns(budget):
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.fast_cases("True")
+@pytest.mark.slow
 def test_behind_snapkv(per_query_head):
     """Heads keep other tokens each, and pages are of what is left."""
     both = Pair(
@@ -243,7 +243,7 @@ def test_offloaded_over_two_turns():
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.fast_cases("True")
+@pytest.mark.slow
 def test_a_budget_for_everything_is_the_full_cache(per_query_head):
     def outputs(transform):
         positions = right([0] * ROWS, LENGTHS, WIDTH)
@@ -279,7 +279,7 @@ def steps(transform, cache, q, k, start: int, count: int):
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.fast_cases("True")
+@pytest.mark.slow
 def test_scan_equals_the_loop(per_query_head):
     transform = Quest(12, 4, per_query_head, dense_layers=())
     tokens = Tokens.random(length=MAX_PROMPT)

@@ -95,6 +95,7 @@ def test_every(budget, window, steps):
     assert both.cache.kv.slots == most_kept(budget, window) + steps
 
 
+@pytest.mark.slow
 def test_every_counts_from_the_last_prompt():
     both = pair(kvjax.Every, EverySnapKV, steps=6, seed=1).prompt((30, 5, 40)).decode(9)
     both.prompt((9, 14, 0), "left").decode(5)
@@ -116,6 +117,7 @@ def test_when_full(budget, room):
     both.prompt(LENGTHS).decode(64)
 
 
+@pytest.mark.slow
 def test_when_full_compresses_one_row_alone():
     both = pair(kvjax.WhenFull, SnapKVWhenFull, room=6, seed=3).prompt(LENGTHS).decode(5)
     assert [len(both.kept(row, 0)) for row in range(3)] == [25, 10, 25]

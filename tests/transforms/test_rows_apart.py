@@ -74,7 +74,7 @@ class Layer:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.fast_cases("h2o")
+@pytest.mark.slow
 def test_a_row_without_tokens_stays_as_it_is(name):
     """Row 0 alone decodes, has a further turn, and decodes; row 1 has generated tokens."""
     layer = Layer(METHODS[name])
@@ -90,7 +90,7 @@ def test_a_row_without_tokens_stays_as_it_is(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.fast_cases("cam", "h2o", "kvmerger", "streaming_llm")
+@pytest.mark.fast_cases("h2o", "streaming_llm")
 def test_a_row_gets_the_same_beside_another(name):
     """What a row holds after turns and steps is what it holds where the other one has none."""
     held = []

@@ -62,7 +62,7 @@ def steps(transform, cache, tokens, now, going, count):
     "offload", [False, pytest.param(True, marks=needs_host)], ids=["alone", "offloaded"]
 )
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.fast_cases("ClusterKV-alone-steps", "InfiniGen-alone-steps", "Quest-alone-steps")
+@pytest.mark.fast_cases("ClusterKV-alone-steps", "InfiniGen-alone-steps")
 def test_a_turn_or_steps_of_row_0_leave_row_1_as_it_is(name, offload, event):
     tail = (kvjax.Offload(interval=INTERVAL),) if offload else ()
     transform = kvjax.chain(Watched(METHODS[name]), *tail)
