@@ -66,7 +66,7 @@ def decode(transform, implementation):
 
 
 # The others show nearly the same, and run with the slow tests.
-FAST = {1, 7, 10, 12}
+FAST = {1, 7, 10, 11, 12}
 SOME_SLOW = [
     pytest.param(tx, marks=[pytest.mark.slow] * (n not in FAST)) for n, tx in enumerate(TRANSFORMS)
 ]
