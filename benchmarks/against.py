@@ -6,7 +6,8 @@ A process of each checkout reads the same prompt into one attention layer of Lla
 Then both run loops of 32 steps, one process after the other, so that drift of the machine hits both
 alike. Intervals are 32 steps: whatever a method does with new tokens every few steps happens once
 in every loop, or in one call after it. `ratio` divides the median of this checkout by that of the
-other one; below 1 this checkout is faster.
+other one; below 1 this checkout is faster. `against_cpu_again.json` has two more runs of what
+varies most from process to process (`--methods`).
 
 The other checkout needs a `.venv` of its own, with its own kvjax, and `benchmarks/decode_step.py`.
 """
@@ -140,8 +141,8 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="a checkout with a .venv of its own")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--prompt-tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out")
     args = parser.parse_args()
     if args.worker is not None:
@@ -149,6 +150,7 @@ def main() -> None:
     if args.other is None:
         parser.error("--other is needed")
     rows = compare(args.methods, args.other.resolve(), args.prompt_tokens, args.rounds)
+    # Not at the top: it imports kvjax, which in a worker is the other checkout's.
     from common import write
 
     commit = ["git", "-C", str(args.other), "rev-parse", "--short", "HEAD"]

@@ -29,12 +29,17 @@ Moves = tuple[Int[Array, "B H N"], Int[Array, "B H N"]]  # source slots, and the
 
 
 def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
-    """Writes `rows [B, H, T, ...]` into `x [B, H, S, ...]`; index S writes nothing."""
+    """Writes `rows [B, H, T, ...]` into `x [B, H, S, ...]`; index S writes nothing.
+
+    No index is negative.
+    """
     return _scatter(x, index, rows.astype(x.dtype))
 
 
 def sum_into(into: Int[Array, "B H N"], x: Array, places: int | None = None) -> Array:
     """Sums of the rows of `x [B, H, N, ...]` that go `into` each place; numbers beyond: into none.
+
+    No number is negative.
 
     Args:
       places: how many there are; N by default.

@@ -26,7 +26,7 @@ _take = jax.vmap(jax.vmap(lambda x, index: x.at[index].get(wrap_negative_indices
 def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
     """Slots of every head: `x [B, H, S, ...]` at `index` is `[B, K, N, ...]`.
 
-    K is H or a multiple of it: list k reads head `k // (K / H)`.
+    K is H or a multiple of it: list k reads head `k // (K / H)`. No index is negative.
 
     Example:
       >>> import jax.numpy as jnp
@@ -39,10 +39,10 @@ def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
 
 
 def take_shared(x: Float[Array, "#B N D"], index: Int[Array, "B *I"]) -> Float[Array, "B *I D"]:  # noqa: UP037
-    """Rows of each row's own array, or of one that all share; every index is below N."""
+    """Rows of each row's own array, or of one that all share; every index is 0 to N - 1."""
 
     def take(x: Array, index: Array) -> Array:
-        return x.at[index].get(mode="promise_in_bounds")
+        return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     if len(x) == 1:  # on CPU a gather with a batch axis takes longer
         return take(x[0], index)

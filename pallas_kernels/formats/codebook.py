@@ -148,7 +148,7 @@ def _take_own(x: Float[Array, "B H E R"], index: UInt[Array, "B H S"]) -> Array:
     """Each head's own numbers of its slots' entries, `[B, H, S, R]`."""
 
     def one(x: Array, index: Array) -> Array:
-        return x.at[index].get(mode="promise_in_bounds")
+        return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     return jax.vmap(jax.vmap(one))(x, index.astype(jnp.int32))
 
@@ -158,7 +158,7 @@ def _sum_own(x: Float[Array, "B H S R"], index: UInt[Array, "B H S"], entries: i
 
     def one(x: Array, index: Array) -> Array:
         zeros = jnp.zeros((entries, x.shape[1]), x.dtype)
-        return zeros.at[index].add(x, mode="promise_in_bounds")
+        return zeros.at[index].add(x, mode="promise_in_bounds", wrap_negative_indices=False)
 
     return jax.vmap(jax.vmap(one))(x, index.astype(jnp.int32))
 

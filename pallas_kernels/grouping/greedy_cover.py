@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from pallas_kernels.base.rows import block_of
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 from pallas_kernels.grouping.nearest_entries import directions, nearest_directions
 
@@ -112,7 +113,7 @@ def _put_nearest(
     entries = units[jnp.minimum(centers, size - 1)]
 
     def block(i: Array, index: Array) -> Array:
-        at = jax.lax.dynamic_slice_in_dim(order, i * side, side)
+        at = block_of(order, i * side, side)
         nearest, _ = nearest_directions(units[jnp.minimum(at, size - 1)], entries, count)
         at = jnp.where(i * side + inside < total, at, size)
         return index.at[at].set(nearest, mode="drop")
@@ -139,7 +140,7 @@ class _Tiles(NamedTuple):
 
     def block(self, x: Array, number: Array) -> Array:
         """What belongs to one block of `side` vectors."""
-        return jax.lax.dynamic_slice_in_dim(x, number * self.side, self.side)
+        return block_of(x, number * self.side, self.side)
 
 
 class _Graph(NamedTuple):
@@ -255,9 +256,7 @@ def _tile(
         first = jnp.argmax(left).astype(jnp.int32)
         start = own + first * STRIP
         row = start + jnp.arange(STRIP, dtype=jnp.int32)[:, None]
-        units_here, weights_here = (
-            jax.lax.dynamic_slice_in_dim(x, start, STRIP) for x in (units, weights)
-        )
+        units_here, weights_here = (block_of(x, start, STRIP) for x in (units, weights))
         cosine = jnp.dot(units_here, units_there.T, precision="highest")
         # Rounding must not bring a cosine above 1.
         near = (jnp.minimum(cosine, 1.0) > theta) & (row < column)
@@ -277,7 +276,7 @@ def _tile(
 
 
 def _add(x: Array, start: Array, more: Array) -> Array:
-    own = jax.lax.dynamic_slice_in_dim(x, start, more.shape[0])
+    own = block_of(x, start, more.shape[0])
     return jax.lax.dynamic_update_slice_in_dim(x, own + more, start, 0)
 
 
@@ -373,7 +372,7 @@ def _lists(
             _, _, found, lists = jax.lax.while_loop(lambda c: (c[0] != 0).any(), next_bit, carry)
             return left & (block != j[None]), found, lists
 
-        left = jax.lax.dynamic_slice_in_dim(graph.filled, i * tiles.side, tiles.side, 1)
+        left = block_of(graph.filled, i * tiles.side, tiles.side, 1)
         left &= tiles.block(wanted, i)[None]
         empty = jnp.full((tiles.side, FEW), tiles.size, jnp.int32)
         start = (left, jnp.zeros(tiles.side, jnp.int32), empty)

@@ -13,6 +13,7 @@ import pytest
 import kvjax
 from kvjax.testing import control_flow
 from tests.compose.test_conformance import CASES, names, snapkv
+from tests.conftest import AS_USERS
 from tests.support.attending import Tokens, new_cache, parts, the_rope
 from tests.support.hlo_text import Program
 
@@ -71,9 +72,7 @@ def test_a_loop_would_be_found():
 # stored unrotated are rotated at the ranks that they have by now.
 PASSES = {"cam": 1, "reposition": 1}
 # Fusions as users get them; how LLVM compiles each of them makes no difference here.
-FUSED_AS_USERS = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    FUSED_AS_USERS["xla_cpu_use_fusion_emitters"] = True
+FUSED_AS_USERS = {**AS_USERS, "xla_backend_optimization_level": 0}
 MADE = re.compile(r" = (\w+)\[([\d,]+)\]")
 TYPES = {"float32": "f32", "int8": "s8", "uint8": "u8", "uint16": "u16"}
 

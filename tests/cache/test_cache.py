@@ -20,8 +20,7 @@ from tests.support.tolerances import close
 ROWS, HEADS, SLOTS, DIM, NEW = 2, 2, 6, 3, 4
 SHAPE = (ROWS, HEADS, SLOTS)
 
-compiled = jax.jit
-append, evict, merge = compiled(kvjax.append), compiled(kvjax.evict), compiled(kvjax.merge)
+append, evict, merge = jax.jit(kvjax.append), jax.jit(kvjax.evict), jax.jit(kvjax.merge)
 compact = jax.jit(kvjax.compact, static_argnums=1)
 widen = jax.jit(widen_slots, static_argnums=1)
 examples = settings(max_examples=60, deadline=None)
@@ -264,7 +263,7 @@ def filled(seed: int, duplicates: np.ndarray | None = None) -> kvjax.KVCache:
     return cache
 
 
-@compiled
+@jax.jit
 def attention(cache, q):
     now = jnp.full((ROWS, 1), SLOTS, jnp.int32)
     arrays = (cache.k.read(), cache.v.read(), cache.log_mass, now, cache.position)

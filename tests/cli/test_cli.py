@@ -304,10 +304,7 @@ def test_a_short_question_is_answered(capsys, monkeypatch, short_document):
     assert ask(capsys)["full"]["correct"]
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.slow
 def test_a_wrong_answer_is_called_wrong(capsys, monkeypatch, short_document, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -32,11 +32,7 @@ def names():
 CHECKS = [call for block in BLOCKS for call in CHECK.findall(block)]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [pytest.param(call, marks=[] if n in (0, 3, 4, 7) else pytest.mark.slow)
-     for n, call in enumerate(CHECKS)],
-)  # fmt: skip
+@pytest.mark.parametrize("call", CHECKS)
 @pytest.mark.fast_cases("TOVA(budget=12)", "kvjax.KVCrush(SmallKeys(budget=16), representatives=4)")
 def test_the_methods_of_the_page_conform(names, call):
     kvjax.testing.check(eval(call, names))

@@ -97,18 +97,9 @@ STORED = (
     "chain(snapkv, quantize(bits=4, group=8, residual=8))",
     "chain(quantize, quest(page=4, dense_layers=()))",
 )
-# What others show nearly as well; they run with the slow tests.
-SLOW = {
-    "chelsea", "infinigen", "kvmerger", "layer_budget", "pyramidinfer", "pyramidkv", "quest",
-    "spindlekv", *STORED,
-}  # fmt: skip
 
 
-def names(chosen) -> list:
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in chosen]
-
-
-@pytest.mark.parametrize("name", names([*kvjax.METHODS, *STORED]))
+@pytest.mark.parametrize("name", [*kvjax.METHODS, *STORED])
 @pytest.mark.fast_cases("full")
 def test_a_ragged_batch_equals_its_rows(name):
     together = generate(transform=method(name), buckets=[64])
@@ -122,7 +113,7 @@ def test_compression_changes_the_text():
     assert generate(transform=method("streaming_llm")).tokens[0] != full.tokens[0]
 
 
-@pytest.mark.parametrize("name", names(kvjax.METHODS))
+@pytest.mark.parametrize("name", kvjax.METHODS)
 @pytest.mark.fast_cases("full", "h2o", "snapkv", "streaming_llm")
 def test_streamed_pieces_join_to_the_result(name):
     pieces = []

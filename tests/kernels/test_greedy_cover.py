@@ -50,18 +50,8 @@ def check(vectors, members, weights, theta, capacity, cover=cover_of):
     return got
 
 
-@pytest.mark.parametrize(
-    ("theta", "capacity"),
-    [
-        (0.5, 17),
-        (0.9, 2),
-        (0.97, 90),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((0.5, 2), (0.5, 90), (0.9, 17), (0.9, 90), (0.97, 2), (0.97, 17))
-        ),
-    ],
-)
+@pytest.mark.parametrize("capacity", [2, 17, 90])
+@pytest.mark.parametrize("theta", [0.5, 0.9, 0.97])
 @pytest.mark.slow
 def test_cover(theta, capacity):
     """Rows with members and others, zeros, and weights."""
@@ -87,17 +77,8 @@ def cover_with(monkeypatch):
     return compiled
 
 
-@pytest.mark.parametrize(
-    ("few", "capacity"),
-    [
-        (1, 9),
-        (32, 300),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, 300), (5, 9), (5, 300), (32, 9))
-        ),
-    ],
-)
+@pytest.mark.parametrize("capacity", [9, 300])
+@pytest.mark.parametrize("few", [1, 5, 32])
 @pytest.mark.fast_cases("1-9")
 def test_many_tiles(cover_with, few, capacity):
     """Groups across tiles, large and small gains; who is no member may hold anything."""
@@ -116,7 +97,7 @@ def test_many_tiles(cover_with, few, capacity):
     np.testing.assert_array_equal(got.centers, expected.centers)
 
 
-@pytest.mark.parametrize("theta", [0.3, pytest.param(0.99, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("theta", [0.3, 0.99])
 @pytest.mark.slow
 def test_strips_that_are_left_out_hold_no_edge(cover_with, theta):
     vectors = around(400, dim=16, seed=1, centers=20)[None]

@@ -83,10 +83,7 @@ def check_order(q, centroids, sizes, per_query_head, implementation):
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(
     ("group", "dim", "per_query_head"),
-    slow_unless(
-        lambda group, dim, each: each or group in (1, 2),
-        [(*shape, each) for shape in SHAPES for each in (False, True)],
-    ),
+    [(*shape, each) for shape in SHAPES for each in (False, True)],
 )
 @pytest.mark.fast_cases("1-64-True-interpret", "2-80-False-interpret", "2-80-True-interpret")
 def test_ranks(group, dim, per_query_head, implementation, small_tiles):
@@ -103,7 +100,7 @@ def test_ranks(group, dim, per_query_head, implementation, small_tiles):
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(
     "clusters",
-    slow_unless(lambda count: count in (1, 8, 33), [(n,) for n in (1, 2, 7, 8, 9, 16, 33)]),
+    [1, 2, 7, 8, 9, 16, 33],
 )
 @pytest.mark.fast_cases("33-interpret")
 def test_ties_go_to_the_lower_and_empty_clusters_come_last(clusters, implementation, small_tiles):
@@ -262,10 +259,7 @@ def test_any_list(lister, selection):
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(
     ("group", "dim", "dtype"),
-    slow_unless(
-        lambda group, dim, dtype: dtype == "float32" or group in (2, 5),
-        [(*shape, dtype) for shape in SHAPES for dtype in ("float32", "bfloat16", "float16")],
-    ),
+    [(*shape, dtype) for shape in SHAPES for dtype in ("float32", "bfloat16", "float16")],
 )
 @pytest.mark.fast_cases(
     "1-64-float32-interpret",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -176,16 +177,7 @@ def test_a_turn_of_one_row():
 
 @pytest.mark.parametrize(
     ("slots", "entries", "magnitude"),
-    [
-        (13, 10, True),
-        (13, 3000, False),
-        (2500, 10, False),
-        (2500, 3000, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((13, 10, False), (13, 3000, True), (2500, 10, True), (2500, 3000, False))
-        ),
-    ],
+    list(itertools.product((13, 2500), (10, 3000), (False, True))),
 )
 @pytest.mark.fast_cases("13-3000-False")
 def test_attention_on_the_codebook(slots, entries, magnitude):

@@ -115,16 +115,7 @@ CASES = {
 }
 
 
-SLOW = {
-    "a share", "every step", "a list of one", "everything", "after SnapKV", "after KVMerger",
-    "query heads", "one step",
-}  # fmt: skip
-every_case = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
-)
-
-
-@every_case
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.fast_cases("nothing goes to the host")
 def test_offloaded_equals_not_offloaded(name):
     (plain, expected), (cache, done) = both_ways(**CASES[name])
@@ -159,10 +150,7 @@ def recount(done, recent: int, length: int, fixed: int):
     return np.cumsum(counts, axis=1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["one step", "two steps", pytest.param("query heads", marks=pytest.mark.slow), "bfloat16"],
-)
+@pytest.mark.parametrize("name", ["one step", "two steps", "query heads", "bfloat16"])
 @pytest.mark.slow
 def test_hits_and_misses(name):
     case = CASES[name]
@@ -436,11 +424,7 @@ def test_everything_but_the_stores_is_on_the_device():
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["alone", "offloaded"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, pytest.param({"per_query_head": True}, marks=pytest.mark.slow)],
-    ids=["kv heads", "query heads"],
-)
+@pytest.mark.parametrize("changes", [{}, {"per_query_head": True}], ids=["kv heads", "query heads"])
 @pytest.mark.fast_cases("kv heads-alone")
 def test_the_loop_holds_no_copy_of_a_store(offload, changes):
     dim, heads, slots = 64, 2, 4096

@@ -270,19 +270,7 @@ def test_new_rows_move(name):
     near(name, flushed[live], expected[live])
 
 
-SLOW_ATTENTION = {  # each compiles its own: the other of the two is among the fast tests
-    (False, "float8"), (True, "8 bits"), (False, "4 bits, token"), (False, "4 bits, channel"),
-    (True, "4 bits, grouped values"), (False, "codebook"), (True, "codebook"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("turned", "name"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW_ATTENTION))
-        for case in itertools.product((False, True), PAYLOADS)
-    ],
-)
+@pytest.mark.parametrize(("turned", "name"), list(itertools.product((False, True), PAYLOADS)))
 @pytest.mark.fast_cases("False-dense", "False-offloaded", "True-dense", "True-offloaded")
 def test_attention(name, turned):
     """As over the rows that are read, in float64: by products, and by the kernel."""

@@ -421,16 +421,6 @@ UNDER = [
     *((name, form) for name in FREEING for form in ("int8", "token")),
     *((name, form) for name in KEEPING for form in ("int8", "token", "channel")),
 ]
-SLOW = {
-    *(("every", "token"), ("kvcrush", "token"), ("cam", "token"), ("streaming_llm", "token")),
-    *(("reposition", "int8"), ("h2o", "token"), ("chelsea", "int8"), ("snapkv", "token")),
-    *(("kvmerger", "int8"), ("kvmerger", "channel"), ("full", "token")),
-}
-
-
-def cases(chosen) -> list:
-    """In the fast tests every method in one form, and every form."""
-    return [pytest.param(*c, marks=[pytest.mark.slow] * (c in SLOW)) for c in chosen]
 
 
 def composed(name: str, form: str):
@@ -443,7 +433,7 @@ def over_decoded_rows(keys, values, *given, **options):
     return Dense(keys.read()).attention(Dense(values.read()), *given, **options)
 
 
-@pytest.mark.parametrize(("name", "form"), cases(UNDER))
+@pytest.mark.parametrize(("name", "form"), UNDER)
 @pytest.mark.fast_cases("full-int8")
 def test_the_same_as_attention_over_decoded_rows(name, form, monkeypatch):
     """Products with what is encoded against dense attention over what `read` gives."""
@@ -467,13 +457,7 @@ def test_the_same_as_attention_over_decoded_rows(name, form, monkeypatch):
         close(out, other, "bfloat16" if name in ("chelsea", "cam") else "accumulated")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("full", "h2o", "cam")))
-        for name in FREEING | KEEPING
-    ],
-)
+@pytest.mark.parametrize("name", FREEING | KEEPING)
 @pytest.mark.fast_cases("full")
 def test_8_bits_change_little(name):
     done, exact = standard(composed(name, "int8")), standard(one_layer((FREEING | KEEPING)[name]))
@@ -482,13 +466,9 @@ def test_8_bits_change_little(name):
 
 
 SELECTED = [(name, form) for name in READING for form in ("int8", "token")]
-FAST = {("clusterkv", "int8"), ("quest", "token"), ("infinigen", "int8")}
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [pytest.param(*c, marks=[pytest.mark.slow] * (c not in FAST)) for c in SELECTED],
-)
+@pytest.mark.parametrize(("name", "form"), SELECTED)
 @pytest.mark.slow
 def test_reading_a_selection_of_encoded_rows(name, form):
     """A budget that covers everything: the same as without the method."""

@@ -57,14 +57,6 @@ MODES = {
 }
 
 
-# What others show nearly as well; they run with the slow tests.
-SLOW = {"35 %", "tenth", "epsilon beyond the budget", "shares", "every, epsilon", "after epsilon"}
-
-
-def some_slowly(names) -> list:
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
-
-
 def smooth(both: Pair) -> Pair:
     """Keys that drift: neighbours are alike, as in the paper's Figure 2, and runs are long."""
     steps = both.rng.normal(size=both.k.shape)
@@ -103,7 +95,7 @@ def largest_set(both: Pair) -> int:
 # --- against the reference ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", some_slowly(CASES))
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.fast_cases("more stays than fits")
 def test_prompt(name):
     assert largest_set(same(pair(*CASES[name]).prompt(LENGTHS))) > 1
@@ -378,7 +370,7 @@ COMPOSED = {
 CONSERVING = {"every", "when_full", "every, epsilon", "per_layer", "after epsilon"}
 
 
-@pytest.mark.parametrize("name", some_slowly(COMPOSED))
+@pytest.mark.parametrize("name", COMPOSED)
 @pytest.mark.slow
 def test_compositions(name):
     transform, tokens, lengths = one_layer(COMPOSED[name]), Tokens.random(seed=10), (24, 17, 5)

@@ -145,12 +145,7 @@ def prompted(transform, numbers: range, *tokens):
     return jax.lax.map(read, states)
 
 
-SLOW = {"spindlekv", "kvcrush"}  # schedules of the others, at greater cost
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in SCHEDULES]
-)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.fast_cases("pyramidkv, share")
 def test_every_layer_keeps_its_own_budget(name):
     """Of ragged rows, in all 30 layers, by the references' schedules."""
@@ -166,17 +161,8 @@ def test_every_layer_keeps_its_own_budget(name):
         assert not np.asarray(kv.dropped).any()
 
 
-@pytest.mark.parametrize(
-    ("budget", "number"),
-    [
-        (16, 1),
-        (0.4, 28),
-        *(
-            pytest.param(*x, marks=pytest.mark.slow)
-            for x in ((16, 12), (16, 28), (0.4, 1), (0.4, 12))
-        ),
-    ],
-)
+@pytest.mark.parametrize("number", [1, 12, 28])
+@pytest.mark.parametrize("budget", [16, 0.4])
 @pytest.mark.slow
 def test_every_goes_back_to_the_layers_own_budget(budget, number):
     """A share is of the tokens so far, of which no more than `max_prompt` count."""

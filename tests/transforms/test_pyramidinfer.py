@@ -73,17 +73,9 @@ class Layer(Pair):
                 self._check(row, head, out[row, head], expected[head])
 
 
-@pytest.mark.parametrize(
-    ("method", "layer"),
-    [
-        *((PAPER, layer) for layer in range(LAYERS)),
-        (SHARE, 0),
-        pytest.param(SHARE, 1, marks=pytest.mark.slow),
-        pytest.param(SHARE, 2, marks=pytest.mark.slow),
-        (SHARE, 3),
-    ],
-)
-@pytest.mark.fast_cases("method3-3")
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
+@pytest.mark.fast_cases("paper-3")
 def test_prompt_and_64_decode_steps(method, layer):
     Layer(layer, **method).prompt(LENGTHS, "scattered").decode(64)
 
@@ -95,9 +87,7 @@ def test_layer_among_others_of_its_kind(method):
     Layer(1, num_layers=9, seed=8, **method).prompt(LENGTHS).decode(40)
 
 
-@pytest.mark.parametrize(
-    "heads", [(4, 1), pytest.param((3, 2), marks=pytest.mark.slow), (1, 4)], ids=str
-)
+@pytest.mark.parametrize("heads", [(4, 1), (3, 2), (1, 4)], ids=str)
 @pytest.mark.slow
 def test_heads(heads):
     Layer(1, heads=heads, seed=1, **PAPER).prompt(LENGTHS).decode(40)

@@ -18,9 +18,8 @@ from kvjax.transforms.kvcrush.representatives import (
 from kvjax.transforms.random import uniform
 from tests.references import kvcrush as reference
 
-jitted = jax.jit
-pick_buckets = jitted(bucket_representatives, static_argnums=(3, 4))
-nearest = jitted(nearest_to_centroids, static_argnums=4)
+pick_buckets = jax.jit(bucket_representatives, static_argnums=(3, 4))
+nearest = jax.jit(nearest_to_centroids, static_argnums=4)
 KEY = jax.random.key(3)
 
 
@@ -55,7 +54,7 @@ def test_buckets_are_equal_runs_along_the_distance(buckets):
     [(2_000_000_011, 2048), (999_999, 250_000), (139_999, 70_000), (300, 257)],
 )
 def test_the_first_rank_of_a_bucket_does_not_overflow(members, buckets):
-    start, length = jitted(cut, static_argnums=2)(
+    start, length = jax.jit(cut, static_argnums=2)(
         jnp.array([[members]]), jnp.array([buckets]), buckets
     )
     expected = np.arange(buckets + 1) * members // buckets

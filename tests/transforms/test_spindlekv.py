@@ -180,11 +180,6 @@ BOOKED = [
     {"unfold": True, "capacity": 12, "interval": 3, "magnitude": False},
 ]
 
-SOME_SLOWLY = [
-    pytest.param(chosen, id=str(chosen), marks=[pytest.mark.slow] * (chosen != BOOKED[1]))
-    for chosen in BOOKED
-]
-
 
 def alike(tokens: Tokens) -> Tokens:
     """Keys and values of any length around few directions."""
@@ -198,7 +193,7 @@ def alike(tokens: Tokens) -> Tokens:
     return Tokens(tokens.q, around(tokens.k, 1), around(tokens.v, 2))
 
 
-@pytest.mark.parametrize("chosen", SOME_SLOWLY)
+@pytest.mark.parametrize("chosen", BOOKED, ids=str)
 @pytest.mark.slow
 def test_spindlekv(chosen):
     """Outputs, kept tokens, every code and every entry, at each call; a book that overflows too."""
