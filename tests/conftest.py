@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config, items):
         if item.callspec.id not in marker.args and not item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.slow)
     wrong = {test: ids for test, ids in unknown.items() if ids}
-    every_case = not config.getoption("lf") and not any("::" in arg for arg in config.args)
+    every_case = not config.getoption("lf", False) and not any("::" in arg for arg in config.args)
     if wrong and every_case:
         raise pytest.UsageError(f"fast_cases names cases that these tests do not have: {wrong}")
 

@@ -45,7 +45,7 @@ class Codebook(KVTransform):
       >>> size = {"batch": 1, "kv_heads": 8, "head_dim": 64, "max_prompt": 2048, "max_new": 64}
       >>> cache = kvjax.init_cache(tx, **size, dtype="float32")
       >>> cache.kv.k.entries.shape, cache.kv.k.index.shape
-      ((1, 1, 1024, 64), (1, 8, 320))
+      ((1, 1, 1280, 64), (1, 8, 320))
 
     References:
       Tang et al., SpindleKV: A Novel KV Cache Reduction Method Balancing Both Shallow and Deep

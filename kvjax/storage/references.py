@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.cache.payload import Moves, Slots, of_rows, take_slots, write_slots
 from kvjax.storage.encoded_attention import EncodedPayload
-from kvjax.storage.recent import Recent
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
 from pallas_kernels.attention.forms import Rows, codebook_rows
 from pallas_kernels.attention.rotation import Turn
@@ -50,25 +49,29 @@ class Book:
 class CodebookPayload(EncodedPayload):
     """Vectors as an entry of their row's book and a norm: `entries[index] * magnitude`.
 
+    A new vector is an entry of its own, as it came and with magnitude 1, until it is encoded. Those
+    are the last N = M · H / copies entries: of token t and head h, number `t * (H / copies) + h`.
+
     Args:
-      entries: directions that all heads of a row share.
+      entries: E directions that all heads of a row share, then N places of new vectors.
       index: the entry of each slot; 16 bits where they suffice.
       magnitude: the norm of each slot; None where entries are read as they are.
-      count: entries so far.
+      count: entries so far, without new vectors.
       overflow: vectors that found no entry near enough and no room, since the row's last prompt,
         at whose end it is encoded anew. A row's new vectors are counted once per KV head.
-      recent: what is not encoded yet; their slots' index and magnitude mean nothing.
+      waiting: tokens whose vectors are not encoded yet.
       book: how it is made (static).
     """
 
     operation: ClassVar[str] = "codebook_attention"
+    recent: ClassVar[None] = None  # new vectors are among the entries
 
-    entries: Float[Array, "B 1 E D"]
+    entries: Float[Array, "B 1 E+N D"]
     index: UInt[Array, "B H S"]
     magnitude: Float[Array, "B H S"] | None
     count: Int[Array, " B"]
     overflow: Int[Array, " B"]
-    recent: Recent
+    waiting: Int[Array, " B"]
     book: Book = field(metadata={"static": True})
 
     @classmethod
@@ -77,18 +80,20 @@ class CodebookPayload(EncodedPayload):
     ) -> CodebookPayload:
         """A payload of zeros, with an empty book."""
         batch, lists, slots, head_dim = shape
+        entries = book.entries + book.interval * (lists // book.copies)
         return cls(
-            jnp.zeros((batch, 1, book.entries, head_dim), dtype),
-            jnp.zeros((batch, lists, slots), "uint16" if book.entries <= 2**16 else "uint32"),
+            jnp.zeros((batch, 1, entries, head_dim), dtype),
+            jnp.zeros((batch, lists, slots), "uint16" if entries <= 2**16 else "uint32"),
             jnp.zeros((batch, lists, slots), dtype) if book.magnitude else None,
             jnp.zeros(batch, jnp.int32),
             jnp.zeros(batch, jnp.int32),
-            Recent.empty(shape, dtype, book.interval),
+            jnp.zeros(batch, jnp.int32),
             book,
         )
 
     shape = property(lambda self: (*self.index.shape, self.entries.shape[3]))
     dtype = property(lambda self: self.entries.dtype)
+    room = property(lambda self: self.book.interval - self.waiting)
     _references = property(lambda self: References(self.entries, self.index, self.magnitude))
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
@@ -98,7 +103,7 @@ class CodebookPayload(EncodedPayload):
         rows = take_slots(self.entries, flat).reshape(*part.index.shape, -1)
         if part.magnitude is not None:
             rows = rows * part.magnitude[..., None]
-        return self.recent.over(rows, index)
+        return rows
 
     def write(
         self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]
@@ -108,7 +113,7 @@ class CodebookPayload(EncodedPayload):
         Where None, a new book for all slots, in the order of the slots.
         """
         if slots is not None:
-            return dataclasses.replace(self, recent=self.recent.add(slots, rows))
+            return self._write_new(slots, rows)
         slot = jax.lax.broadcasted_iota(jnp.int32, self.index.shape, 2)
         # Any two slots may differ, also those of lists that get the same new tokens.
         book = dataclasses.replace(self.book, copies=1, vectors=None)
@@ -127,8 +132,7 @@ class CodebookPayload(EncodedPayload):
         if moves is not None:
             source, slots = moves
             payload = self._with(lambda x: write_slots(x, slots, take_slots(x, source)))
-            payload = dataclasses.replace(payload, recent=self.recent.moved(moves))
-        return payload._encode_recent(payload.recent.due(steps)) if steps else payload
+        return payload._encode_new(payload.room < steps) if steps else payload
 
     def encode(
         self, values: CodebookPayload, k: Array, v: Array, slots: Slots
@@ -138,23 +142,56 @@ class CodebookPayload(EncodedPayload):
         new = make_books((self, values), jnp.stack([k, v]), slots.position, live)
         return of_rows(slots.rows, new, (self, values))
 
-    def _encode_recent(self, due: Bool[Array, " B"]) -> CodebookPayload:
-        """The new rows encoded in the order in which they came, in the rows that are due."""
-        batch, lists, tokens, head_dim = self.recent.rows.shape
-        copies = self.book.copies
-        heads = lists // copies
-        slots = jnp.where(due[:, None, None], self.recent.slots, self.recent.nowhere)
-        stored = slots < self.recent.nowhere
-        stored = stored.reshape(batch, heads, copies, tokens).any(2)
-        vectors = jnp.moveaxis(self.recent.rows[:, ::copies], 1, 2).reshape(batch, -1, head_dim)
-        payload, index = self._add(vectors, jnp.moveaxis(stored, 1, 2).reshape(batch, -1))
-        index = jnp.moveaxis(index.reshape(batch, tokens, heads), 1, 2)
-        index = jnp.repeat(index, copies, axis=1)
+    def _write_new(
+        self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]
+    ) -> CodebookPayload:
+        """T tokens more; one that no list stores takes no place."""
+        copies, (batch, lists, tokens) = self.book.copies, slots.shape
+        stored = (slots < self.index.shape[2]).any(1)
+        place = self.waiting[:, None] + jnp.cumsum(stored, axis=1, dtype=jnp.int32) - 1
+        # A place beyond the last one writes nothing.
+        place = jnp.where(stored, place, self.book.interval)[:, None]
+        head = jax.lax.broadcasted_iota(jnp.int32, (batch, lists // copies, tokens), 1)
+        entry = self.book.entries + place * head.shape[1] + head
+        entries = write_slots(
+            self.entries,
+            entry.reshape(batch, 1, -1),
+            rows[:, ::copies].reshape(batch, 1, -1, rows.shape[3]),
+        )
         magnitude = self.magnitude
         if magnitude is not None:
-            magnitude = write_slots(magnitude, slots, directions(self.recent.rows)[1])
-        index, recent = write_slots(self.index, slots, index), self.recent.cleared(due)
-        return dataclasses.replace(payload, index=index, magnitude=magnitude, recent=recent)
+            magnitude = write_slots(magnitude, slots, jnp.ones(slots.shape))
+        return dataclasses.replace(
+            self,
+            entries=entries,
+            index=write_slots(self.index, slots, jnp.repeat(entry, copies, axis=1)),
+            magnitude=magnitude,
+            waiting=self.waiting + stored.sum(1, dtype=jnp.int32),
+        )
+
+    def _encode_new(self, due: Bool[Array, " B"]) -> CodebookPayload:
+        """The new vectors encoded in the order in which they came, in the rows that are due."""
+        vectors = self.entries[:, 0, self.book.entries :]
+        new = self.index.astype(jnp.int32) - self.book.entries
+        waits = (new >= 0) & due[:, None, None]
+        number = vectors.shape[1]
+        # What no slot refers to any more is not encoded.
+        place = jnp.where(waits, new, number).reshape(len(new), 1, -1)
+        there = write_slots(
+            jnp.zeros((len(new), 1, number), bool), place, jnp.ones(place.shape, bool)
+        )
+        payload, index = self._add(vectors, there[:, 0])
+
+        def of_slots(x: Array, old: Array) -> Array:
+            own = take_slots(x[:, None], jnp.minimum(place, number - 1)).reshape(old.shape)
+            return jnp.where(waits, own.astype(old.dtype), old)
+
+        magnitude = self.magnitude
+        if magnitude is not None:
+            magnitude = of_slots(directions(vectors)[1], magnitude)
+        waiting = jnp.where(due, 0, self.waiting)
+        index = of_slots(index, self.index)
+        return dataclasses.replace(payload, index=index, magnitude=magnitude, waiting=waiting)
 
     def _rows(self) -> Rows:
         return codebook_rows(self._references)
@@ -202,7 +239,7 @@ class CodebookPayload(EncodedPayload):
 
         there = valid & (norms > 0)
         index, made, count, over = jax.vmap(one_row)(nearest, cosine, mutual, there, count)
-        place = jnp.where(made >= 0, made, room)[:, None]
+        place = jnp.where(made >= 0, made, self.entries.shape[2])[:, None]
         entries = write_slots(self.entries, place, _stored(vectors, self.book)[:, None])
         overflow = self.overflow + over
         return dataclasses.replace(self, entries=entries, count=count, overflow=overflow), index
@@ -256,6 +293,8 @@ def make_books(
     made = jnp.arange(book.entries, dtype=jnp.int32)[None] < cover.count[:, None]
     entries = take_slots(vectors[:, None], jnp.minimum(cover.centers, room - 1)[:, None])
     entries = jnp.where(made[:, None, :, None], _stored(entries, book), 0)
+    new = payloads[0].entries.shape[2] - book.entries
+    entries = jnp.pad(entries, ((0, 0), (0, 0), (0, new), (0, 0)))
 
     def payload(n: int, old: CodebookPayload) -> CodebookPayload:
         own, magnitude = slice(n * batch, (n + 1) * batch), None
@@ -268,7 +307,7 @@ def make_books(
             magnitude=magnitude,
             count=cover.count[own],
             overflow=cover.overflow[own],
-            recent=old.recent.cleared(jnp.ones(batch, bool)),
+            waiting=jnp.zeros_like(old.waiting),
         )
 
     return tuple(payload(n, old) for n, old in enumerate(payloads))

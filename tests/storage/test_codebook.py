@@ -12,7 +12,6 @@ import pytest
 
 import kvjax
 from kvjax.cache.payload import Seen, Slots
-from kvjax.storage.recent import Recent
 from kvjax.storage.references import Book, CodebookPayload
 from tests.kernels.test_greedy_cover import around
 from tests.references import codebook as reference
@@ -75,7 +74,7 @@ def referred(x, position, live, book: Book):
 def check_row(payload, row, one, codes):
     assert int(payload.count[row]) == len(one) and int(payload.overflow[row]) == one.overflow
     close(payload.entries[row, 0, : len(one)], one.entries, "reference")
-    assert not np.asarray(payload.entries[row, 0, len(one) :]).any()
+    assert not np.asarray(payload.entries[row, 0, len(one) : payload.book.entries]).any()
     for (i, s), (entry, norm) in codes.items():
         assert int(payload.index[row, i, s]) == entry, (row, i, s)
         if payload.magnitude is not None:
@@ -171,7 +170,7 @@ def test_a_turn_of_one_row():
     leaves = [jax.tree.leaves((x.kv.k, x.kv.v)) for x in (cache, after)]
     for old, new in zip(*leaves, strict=True):
         np.testing.assert_array_equal(old[1:], new[1:])
-    assert after.kv.k.recent.count[:, 0].tolist() == [0, 3, 3]
+    assert after.kv.k.waiting.tolist() == [0, 3, 3]
     assert np.asarray(after.kv.live).sum(-1)[:, 0].tolist() == [27, 12, 8]
 
 
@@ -186,15 +185,15 @@ def test_attention_on_the_codebook(slots, entries, magnitude):
     book = Book(0.9, entries, magnitude, 3)
     shape = (BATCH, LISTS, slots)
     k, v = (
-        CodebookPayload(
-            rng.normal(size=(BATCH, 1, entries, DIM)).astype(np.float32),
-            rng.integers(entries, size=shape).astype(np.uint16),
-            rng.uniform(0.5, 2, size=shape).astype(np.float32) if magnitude else None,
-            np.full(BATCH, entries, np.int32), np.zeros(BATCH, np.int32),
-            Recent.empty((*shape, DIM), np.float32, 3), book,
+        replace(
+            CodebookPayload.zeros((*shape, DIM), jnp.float32, book),
+            entries=rng.normal(size=(BATCH, 1, entries + 3 * LISTS, DIM)).astype(np.float32),
+            index=rng.integers(entries, size=shape).astype(np.uint16),
+            magnitude=rng.uniform(0.5, 2, size=shape).astype(np.float32) if magnitude else None,
+            count=np.full(BATCH, entries, np.int32),
         )
         for _ in range(2)
-    )  # fmt: skip
+    )
     at = rng.permuted(np.tile(np.arange(slots), (BATCH, LISTS, 1)), axis=-1)[..., :2]
     k, v = (write(payload, at, rows(seed, slots=2)) for seed, payload in enumerate((k, v)))
     keys, values = (np.asarray(read_all(payload), np.float64) for payload in (k, v))
@@ -229,15 +228,14 @@ def attention(k, v, q, seen, where):
 
 
 def test_bytes():
-    """Entries, 16 bits of index, a magnitude in the cache's dtype, two counters; new rows."""
+    """Entries, those of new rows, 16 bits of index, a magnitude in the cache's dtype, counters."""
     book = Book(0.9, 100, True, 3)
     payload = CodebookPayload.zeros((2, 4, 50, 8), jnp.bfloat16, book)
-    recent = 2 * 4 * (3 * (8 * 2 + 4) + 4)
-    assert kvjax.nbytes(payload) == 2 * (100 * 8 * 2 + 4 * 50 * (2 + 2) + 8) + recent
-    large = CodebookPayload.zeros((1, 1, 5, 8), jnp.float32, Book(0.9, 2**16 + 1, False))
+    assert kvjax.nbytes(payload) == 2 * ((100 + 3 * 4) * 8 * 2 + 4 * 50 * (2 + 2) + 3 * 4)
+    large = CodebookPayload.zeros((1, 1, 5, 8), jnp.float32, Book(0.9, 2**16, False))
     assert large.index.dtype == jnp.uint32 and large.magnitude is None
     assert CodebookPayload.zeros(
-        (1, 1, 5, 8), jnp.float32, Book(0.9, 2**16, False)
+        (1, 1, 5, 8), jnp.float32, Book(0.9, 2**16 - 1, False)
     ).index.dtype == (jnp.uint16)
 
 

@@ -112,7 +112,7 @@ class Layer:
         for i, s in np.argwhere(position >= 0):
             code = codes.get((int(position[i, s]), i // self.cache.kv.unfolded))
             if code is None:  # not encoded yet
-                assert s in payload.recent.slots[row, i]
+                assert index[i, s] >= payload.book.entries
                 continue
             entry, norm = code
             assert index[i, s] == entry, (row, i, s)
@@ -228,9 +228,10 @@ def test_reserve_ratio():
     assert got.equation_15 == pytest.approx(np.mean(each))
     whole = (got.stored + got.beside) * 2 * tokens * KV_HEADS * HEAD_DIM * 4
     assert kvjax.nbytes(cache) == pytest.approx(whole)
-    waiting = kvjax.nbytes([(x.recent, x.count, x.overflow) for x in (kv.k, kv.v)])
+    beside = [(x.entries[:, :, x.book.entries :], x.count, x.overflow, x.waiting)
+              for x in (kv.k, kv.v)]  # fmt: skip
     full = 2 * tokens * KV_HEADS * HEAD_DIM * 4
-    assert got.stored * full == pytest.approx(kvjax.nbytes((kv.k, kv.v)) - waiting)
+    assert got.stored * full == pytest.approx(kvjax.nbytes((kv.k, kv.v)) - kvjax.nbytes(beside))
     overflow = int(kv.k.overflow.sum() + kv.v.overflow.sum())
     assert got.overflow == pytest.approx(overflow / (2 * kept))
     with pytest.raises(TypeError, match="codebooks"):
@@ -242,7 +243,9 @@ def test_what_waits_to_be_encoded_is_little():
     layer = kvjax.bind(kvjax.SpindleKV(0.5), 1)[0]
     size = {"kv_heads": 8, "query_heads": 32, "head_dim": 128, "max_prompt": 32_768, "max_new": 256}
     kv = jax.eval_shape(lambda: kvjax.init_cache(layer, batch=1, **size)).kv
-    counted = kvjax.nbytes([(x.entries, x.index, x.magnitude) for x in (kv.k, kv.v)])
+    parts = [(x.index, x.magnitude) for x in (kv.k, kv.v)]
+    books = [jax.eval_shape(lambda x: x.entries[:, :, : x.book.entries], x) for x in (kv.k, kv.v)]
+    counted = kvjax.nbytes((parts, books))
     assert counted == pytest.approx(kvjax.nbytes((kv.k, kv.v)), rel=0.01)
 
 

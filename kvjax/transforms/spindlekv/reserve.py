@@ -74,7 +74,8 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
         full += float(2 * tokens.sum() * (lists // kv.unfolded) * head_dim * size)
         beside += nbytes(cache)
         for payload in (kv.k, kv.v):
-            arrays = payload.entries, payload.index, payload.magnitude
+            book = payload.entries[:, :, : payload.book.entries]
+            arrays = book, payload.index, payload.magnitude
             stored += nbytes(arrays)
             beside -= nbytes(arrays)
             per_slot = nbytes(arrays[1:]) / payload.index.size
