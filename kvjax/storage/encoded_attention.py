@@ -55,63 +55,76 @@ class EncodedPayload(ABC):
     ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
         """Attention to all slots: the output and, where asked for, each slot's probability."""
         chosen = choose_implementation(implementation, *jax.tree.leaves((self, values)))
-        if chosen != "xla":
-            return self._by_kernel(
-                values, q, seen, positions, probabilities, chosen == "interpret", **logits
-            )
-        turn, recent = seen.rotate, self.recent
-
-        def multiply(rows: Array) -> Array:
-            found = self._logits(rows, turn)
-            if recent is None:
-                return found
-            keys = recent.rows
-            if turn is not None:
-                keys = turn.at(recent.of_slots(turn.position)).rotate(keys)
-            return recent.put(found, products(rows, keys))
-
-        def mix(weights: Array) -> Array:
-            if values.recent is None:
-                return values._mix(weights)
-            body, own = values.recent.cut(weights)
-            rows = values.recent.rows
-            new = jnp.einsum(
-                "bhrn,bhnd->bhrd", own.astype(rows.dtype), rows, preferred_element_type=jnp.float32
-            )
-            return new + values._mix(body)
-
-        out, _, found = attention_by_products(
-            q, multiply, mix, seen.bias, positions, seen.position, dtype=values.dtype, **logits
-        )
-        return out, found if probabilities else None
-
-    def _by_kernel(self, values, q, seen, positions, probabilities: bool, interpret: bool, **kind):
-        """The same in two pieces, the body and the recent rows; each slot is in one."""
-        recent, turn = self.recent, seen.rotate
-
-        def attend(k: Rows, v: Rows, bias, position, turn: Turn | None, end):
-            return stored_attention(
-                self.operation, q, k, v, bias, positions, position, end=end, turn=turn,
-                dtype=jnp.float32, probabilities=probabilities, interpret=interpret, **kind,
-            )  # fmt: skip
-
-        bias = seen.bias
-        if recent is not None:
+        recent, rotate = self.recent, seen.rotate
+        pieces = [seen]
+        if recent is not None:  # the body without their slots, and they
             hide = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(-jnp.inf, mode="drop")))
-            bias = hide(bias, recent.slots)
-        found = [attend(self._rows(), values._rows(), bias, seen.position, turn, seen.used)]
-        if recent is not None:
-            k, v = dense_rows(recent.rows), dense_rows(values.recent.rows)
             bias = jnp.where(recent.there, recent.of_slots(seen.bias), -jnp.inf)
-            if turn is not None:
-                turn = turn.at(recent.of_slots(turn.position))
-            found.append(attend(k, v, bias, recent.of_slots(seen.position), turn, None))
-        out, _, weights = join_attention([(out, lse) for out, lse, _ in found])
-        out = out.astype(values.dtype)
+            if rotate is not None:
+                rotate = rotate.at(recent.of_slots(rotate.position))
+            new = Seen(bias, recent.of_slots(seen.position), None, rotate)
+            pieces = [seen._replace(bias=hide(seen.bias, recent.slots)), new]
+        if chosen == "xla":
+            out, found = self._by_products(values, q, pieces, positions, **logits)
+        else:
+            kind = {"probabilities": probabilities, "interpret": chosen == "interpret"}
+            out, found = self._by_kernel(values, q, pieces, positions, **kind, **logits)
         if not probabilities:
             return out, None
-        total, *new = (p * w[..., None] for (_, _, p), w in zip(found, weights, strict=True))
-        if new:
+        total, *own = found
+        if own:
             add = jax.vmap(jax.vmap(lambda x, at, p: x.at[..., at].add(p, mode="drop")))
-            total = add(total, recent.slots, new[0])
+            total = add(total, recent.slots, own[0])
         return out, total
+
+    def _by_products(
+        self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
+    ) -> tuple[Array, list[Array]]:
+        """By XLA, with one softmax over the slots of all pieces: outputs and probabilities."""
+        slots = pieces[0].bias.shape[2]
+
+        def multiply(rows: Array) -> Array:
+            found = self._logits(rows, pieces[0].rotate)
+            if self.recent is None:
+                return found
+            keys, turn = self.recent.rows, pieces[1].rotate
+            new = products(rows, keys if turn is None else turn.rotate(keys))
+            return jnp.concatenate((found, new), axis=-1)
+
+        def mix(weights: Array) -> Array:
+            out = values._mix(weights[..., :slots])
+            if self.recent is None:
+                return out
+            rows = values.recent.rows
+            own = weights[..., slots:].astype(rows.dtype)
+            return out + jnp.einsum(
+                "bhrn,bhnd->bhrd", own, rows, preferred_element_type=jnp.float32
+            )
+
+        bias = jnp.concatenate([piece.bias for piece in pieces], axis=2)
+        position = jnp.concatenate([piece.position for piece in pieces], axis=2)
+        out, _, found = attention_by_products(
+            q, multiply, mix, bias, positions, position, dtype=values.dtype, **kind
+        )
+        return out, jnp.split(found, (slots,), axis=-1)[: len(pieces)]
+
+    def _by_kernel(
+        self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
+    ) -> tuple[Array, list[Array]]:
+        """By the kernel, piece by piece, and joined: outputs and probabilities."""
+        rows = [(self._rows(), values._rows())]
+        if self.recent is not None:
+            rows.append((dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
+        found = [
+            stored_attention(
+                self.operation, q, k, v, seen.bias, positions, seen.position, end=seen.used,
+                turn=seen.rotate, dtype=jnp.float32, **kind,
+            )
+            for (k, v), seen in zip(rows, pieces, strict=True)
+        ]  # fmt: skip
+        out, _, weights = join_attention([(out, lse) for out, lse, _ in found])
+        out = out.astype(values.dtype)
+        if not kind["probabilities"]:
+            return out, []
+        parts = zip(found, weights, strict=True)
+        return out, [p * weight[..., None] for (_, _, p), weight in parts]

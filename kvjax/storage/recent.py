@@ -106,21 +106,6 @@ class Recent:
         """What `x [B, H, S, ...]` has for the slot of each place; anything where it has none."""
         return take_slots(x, jnp.minimum(self.slots, self.nowhere - 1))
 
-    def put(
-        self, x: Float[Array, "B H N S"], new: Float[Array, "B H N R"]
-    ) -> Float[Array, "B H N S"]:
-        """Numbers of all slots, such as logits, with those of these places at their slots."""
-        put = jax.vmap(jax.vmap(lambda x, at, new: x.at[:, at].set(new, mode="drop")))
-        return put(x, self.slots, new)
-
-    def cut(
-        self, x: Float[Array, "B H N S"]
-    ) -> tuple[Float[Array, "B H N S"], Float[Array, "B H N R"]]:
-        """Numbers of all slots, such as weights: 0 for the slots that are here, and theirs."""
-        cut = jax.vmap(jax.vmap(lambda x, at: x.at[:, at].get(mode="fill", fill_value=0)))
-        own = cut(x, self.slots)
-        return self.put(x, jnp.zeros_like(own)), own
-
     def moved(self, moves: Moves) -> Recent:
         """The same rows under the slot numbers that they have after `moves`."""
         source, slots = moves
