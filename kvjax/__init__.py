@@ -11,8 +11,9 @@ from kvjax.compose.chain import bind, chain
 from kvjax.compose.wrappers import Every, HeadGroups, PerLayer, WhenFull
 from kvjax.decisions import Keep, Mark, Merge, Order, Retain
 from kvjax.generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
-from kvjax.generation.generate import Generation, generate
-from kvjax.generation.model import FunctionalModel, LanguageModel
+from kvjax.generation.context import Context
+from kvjax.generation.generate import Generation, generate, read, stream
+from kvjax.generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
 from kvjax.generation.sampling import Sampling
 from kvjax.protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
 from kvjax.registry import METHODS, parse, register
@@ -47,6 +48,7 @@ __all__ = [
     "Chelsea",
     "ClusterKV",
     "Codebook",
+    "Context",
     "Every",
     "Extent",
     "Full",
@@ -63,8 +65,10 @@ __all__ = [
     "LanguageModel",
     "LayerBudgetEviction",
     "LayerCache",
+    "LayeredModel",
     "Mark",
     "Merge",
+    "ModelParts",
     "Needs",
     "Offload",
     "Order",
@@ -103,8 +107,10 @@ __all__ = [
     "merge",
     "nbytes",
     "parse",
+    "read",
     "register",
     "reserve_ratio",
+    "stream",
     "testing",
 ]
 

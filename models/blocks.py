@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.attention.layer import Cache
-from kvjax.rope import Rope
 
 from .config import ACTIVATIONS, DecoderConfig
+from .rope_scaling import make_rope
 
 
 class RMSNorm(nnx.Module):
@@ -59,9 +59,8 @@ class Attention(nnx.Module):
         cache: Cache,
         *,
         layer: kvjax.KVTransform,
-        rope: Rope,
         phase: Literal["prompt", "decode"],
-        last: bool,
+        last: bool = True,
         predicted_query: Float[Array, "B Q T D"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Cache]:
         """What attention adds to the residual stream, and the cache with the new tokens."""
@@ -75,7 +74,7 @@ class Attention(nnx.Module):
             positions,
             phase=phase,
             last=last,
-            rope=rope,
+            rope=make_rope(self.config.rope, positions),
             window=self.config.sliding_window,
             predicted_query=predicted_query,
         )

@@ -11,11 +11,10 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.attention.layer import Cache
+from kvjax.generation.pruning import drops_tokens, pass_on, states_at, whole_prompt
 
 from .blocks import DecoderLayer, RMSNorm, wants_prediction
 from .config import DecoderConfig
-from .pruning import drops_tokens, pass_on, states_at, whole_prompt
-from .rope_scaling import make_rope
 
 
 class Decoder(nnx.Module):
@@ -112,10 +111,7 @@ class Decoder(nnx.Module):
           ValueError: shapes do not fit, or there are not as many caches and transforms as layers.
         """
         self._check(tokens, positions, caches, layers, logits_at)
-        # A padding token may lie outside the table (a [PAD] added without resizing the model):
-        # looked up it would be NaN, and NaN survives a masked sum.
-        x = self.embed(jnp.where(positions >= 0, tokens, 0))
-        rope = make_rope(self.config.rope, positions)
+        x = self.embed_tokens(tokens, positions)
         whole, reaching = whole_prompt(caches, phase, last), positions
         written, below = [], None
         for block, layer, cache in zip(self.layers, layers, caches, strict=True):
@@ -124,8 +120,7 @@ class Decoder(nnx.Module):
                 predicted = block.predict_queries(*below)
             below = block, x
             x, cache = block(
-                x, reaching, cache, layer=layer, rope=rope, phase=phase, last=last,
-                predicted_query=predicted,
+                x, reaching, cache, layer=layer, phase=phase, last=last, predicted_query=predicted,
             )  # fmt: skip
             written.append(cache)
             if whole and len(written) < self.num_layers and drops_tokens(layer, cache):
@@ -136,7 +131,19 @@ class Decoder(nnx.Module):
             x = states_at(x, reaching, positions)
         elif logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
-        return self.logits(self.norm(x)), tuple(written)
+        return self.head(x), tuple(written)
+
+    def embed_tokens(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T C"]:
+        """The residual stream as it enters the first layer."""
+        # A padding token may lie outside the table (a [PAD] added without resizing the model):
+        # looked up it would be NaN, and NaN survives a masked sum.
+        return self.embed(jnp.where(positions >= 0, tokens, 0))
+
+    def head(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
+        """Logits of what leaves the last layer: the final norm and the output projection."""
+        return self.logits(self.norm(x))
 
     def logits(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
         """The output projection of normalised states, in float32."""

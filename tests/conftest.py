@@ -106,14 +106,18 @@ def strict_promotion(request):
 @pytest.fixture(scope="module")
 def optimised():
     """`kvjax.generate` compiled as users have it."""
-    module = sys.modules["kvjax.generation.generate"]  # kvjax.generate is the function
     with pytest.MonkeyPatch.context() as patch:
-        for name, donated in (("_read_prompt", ()), ("_decode", 2)):
-            plain = getattr(module, name).__wrapped__
+        for name, function, static, donated in (
+            ("reading", "_read_layer", (0, 1, 2), 6),
+            ("reading", "_read_whole", (0, 1), 5),
+            ("generate", "_decode", 0, 2),
+        ):
+            module = sys.modules[f"kvjax.generation.{name}"]  # kvjax.generate is the function
+            plain = getattr(module, function).__wrapped__
             jitted = jax.jit(
-                plain, static_argnums=0, donate_argnums=donated, compiler_options=AS_USERS
+                plain, static_argnums=static, donate_argnums=donated, compiler_options=AS_USERS
             )
-            patch.setattr(module, name, jitted)
+            patch.setattr(module, function, jitted)
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.layer import Cache
 from kvjax.protocol import KVTransform, Phase
 
+_PARTS = ("layers", "embed_tokens", "head")
 _COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
 
 
@@ -56,6 +57,28 @@ class LanguageModel(Protocol):
         """
 
 
+class LayeredModel(LanguageModel, Protocol):
+    """An NNX module that shows its parts, so that `generate` reads a prompt layer by layer.
+
+    One compiled function serves all layers that are alike, and what a layer needs of a long prompt
+    is freed before the next one begins. The model's own call must do the same as its parts.
+
+    Attributes:
+      layers: its blocks in order, NNX modules that share no variables:
+        `block(x, positions, cache, *, layer, phase, last) -> (x, cache)`.
+    """
+
+    layers: Sequence[nnx.Module]
+
+    def embed_tokens(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T C"]:
+        """What enters the first block."""
+
+    def head(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
+        """Logits of what leaves the last block."""
+
+
 class _CallSignature:
     """What `inspect.signature` and `help` show of `LanguageModel` itself: how a model is called.
 
@@ -73,6 +96,27 @@ LanguageModel.__signature__ = _CallSignature()
 
 
 @dataclass(frozen=True)
+class ModelParts:
+    """A model's call in parts, functions of its parameters: what `LayeredModel` is for NNX modules.
+
+    Args:
+      embed: `embed(params, tokens, positions) -> x`, `[B, T, C]`.
+      split: `split(params)`: the parameters of each block.
+      blocks: of each layer, `block(own, x, positions, cache, layer=, phase=, last=)`, which returns
+        x and the cache. Layers with equal functions and parameters of one structure share
+        compiled code.
+      head: `head(params, x) -> logits`, of states `[B, N, C]`.
+
+    All of them are hashable.
+    """
+
+    embed: Callable[..., Array]
+    split: Callable[[Any], Sequence[Any]]
+    blocks: tuple[Callable[..., tuple[Array, Cache]], ...]
+    head: Callable[..., Array]
+
+
+@dataclass(frozen=True)
 class FunctionalModel:
     """A model as a function of its parameters, for Linen and for plain JAX.
 
@@ -81,6 +125,7 @@ class FunctionalModel:
         `LanguageModel.__call__`. Hashable: compiled code is kept per `apply`.
       params: any pytree of arrays.
       num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as `LanguageModel`.
+      parts: the same model in parts, with which prompts are read layer by layer; optional.
 
     It is a pytree itself, of the arrays of `params`; all else is static.
     """
@@ -93,23 +138,51 @@ class FunctionalModel:
     head_dim: int
     vocab_size: int
     max_positions: int | None = None
+    parts: ModelParts | None = None
 
 
 jax.tree_util.register_dataclass(
-    FunctionalModel, data_fields=["params"], meta_fields=["apply", *_COUNTS, "max_positions"]
+    FunctionalModel,
+    data_fields=["params"],
+    meta_fields=["apply", *_COUNTS, "max_positions", "parts"],
 )
 
 
 @dataclass(frozen=True)
 class _Apply:
-    """A model's call as a function of its arrays; equal for NNX modules of equal structure."""
+    """A model's call, or a method of it, as a function of its arrays.
+
+    Equal for NNX modules of equal structure.
+    """
 
     model: nnx.GraphDef | Callable
+    method: str = "__call__"
 
     def __call__(self, params, *args, **kwargs):
         is_graph = isinstance(self.model, nnx.GraphDef)
         model = nnx.merge(self.model, params) if is_graph else self.model
-        return model(*args, **kwargs)
+        return getattr(model, self.method)(*args, **kwargs)
+
+
+def _split_layers(params: nnx.State) -> list[nnx.State]:
+    """The parameters of each block of a `LayeredModel`."""
+    return [params["layers"][i] for i in range(len(params["layers"]))]
+
+
+def _parts_of(model: LanguageModel, called: Any, params: Any) -> ModelParts | None:
+    """The parts of an NNX module that shows them, None of other models."""
+    if not isinstance(model, nnx.Module) or not all(hasattr(model, name) for name in _PARTS):
+        return None
+    split = [nnx.split(block) for block in model.layers]
+    alone = [jax.tree.structure(own) for _, own in split]
+    if alone != [jax.tree.structure(own) for own in _split_layers(params)]:
+        raise TypeError(
+            f"the layers of {type(model).__name__} share variables: give a kvjax.FunctionalModel"
+        )
+    return ModelParts(
+        _Apply(called, "embed_tokens"), _split_layers,
+        tuple(_Apply(graph) for graph, _ in split), _Apply(called, "head"),
+    )  # fmt: skip
 
 
 def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
@@ -136,4 +209,7 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
         )
     sizes = {name: getattr(model, name) for name in _COUNTS}
     max_positions = getattr(model, "max_positions", None)
-    return FunctionalModel(_Apply(called), params, max_positions=max_positions, **sizes)
+    parts = _parts_of(model, called, params)
+    return FunctionalModel(
+        _Apply(called), params, max_positions=max_positions, parts=parts, **sizes
+    )

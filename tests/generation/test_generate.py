@@ -15,12 +15,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.generation import reading
 from kvjax.generation.generate import check_prompts
 from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 
 MODULE = sys.modules["kvjax.generation.generate"]  # kvjax.generate is the function
 VOCAB, POSITIONS, NEW = 64, 256, 12
+PADDED_NEW = 64  # caches have room for so many new tokens
 CONFIG = DecoderConfig(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=POSITIONS,
@@ -79,7 +81,8 @@ def by_hand(functional: kvjax.FunctionalModel, prompt: list[int], new: int = NEW
 
 
 def compiled() -> tuple[int, int]:
-    return MODULE._read_prompt._cache_size(), MODULE._decode._cache_size()
+    prompts = reading._read_layer._cache_size() + reading._read_whole._cache_size()
+    return prompts, MODULE._decode._cache_size()
 
 
 def test_greedy_equals_a_plain_loop():
@@ -146,6 +149,36 @@ def test_equal_weights_of_another_module_share_code():
     assert compiled() == before
 
 
+def test_other_numbers_compile_nothing():
+    """Nor do another limit, other end tokens and another seed."""
+    generate([RAGGED[0]])
+    before = compiled()
+    hot = kvjax.Sampling(0.7)
+    for options in (
+        {"max_new_tokens": 17}, {"sampling": hot, "seed": 3}, {"end_tokens": [5, 6]},
+        {"sampling": kvjax.Sampling(1.2, top_k=5, top_p=0.9, min_p=0.01)},
+    ):  # fmt: skip
+        generate([RAGGED[0]], **options)
+    assert compiled() == before
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature):
+    assert generate(sampling=kvjax.Sampling(temperature)).tokens == generate().tokens
+
+
+def test_the_models_own_end_tokens():
+    """They hold unless others are given."""
+    whole = generate().tokens
+    ends = (whole[0][4],)
+    own = model()
+    named = random_decoder(dataclasses.replace(CONFIG, eos_token_ids=ends), seed=3)
+    nnx.update(named, nnx.state(own))
+    expected = [cut_at(row, ends) for row in whole]
+    assert generate(model=named).tokens == generate(end_tokens=ends).tokens == expected
+    assert generate(model=named, end_tokens=()).tokens == whole != expected
+
+
 def test_second_call_spends_no_time_compiling():
     generate([RAGGED[0]])
     assert generate([RAGGED[0]]).compile_s < 0.5
@@ -158,6 +191,18 @@ def test_one_new_token():
     pieces = []
     generate(max_new_tokens=1, on_tokens=pieces.append)
     assert pieces == [result.tokens]
+
+
+def loops_of(monkeypatch) -> list:
+    """What the decode loops of all calls from now on end with."""
+    loops, finish = [], MODULE._Writing._finish
+
+    def finished(writing):
+        loops.append(writing._loop)
+        finish(writing)
+
+    monkeypatch.setattr(MODULE._Writing, "_finish", finished)
+    return loops
 
 
 def cut_at(row: list[int], ends: tuple[int, ...]) -> list[int]:
@@ -173,10 +218,7 @@ def test_end_tokens_stop_rows_separately(transform, monkeypatch):
     expected = [cut_at(row, ends) for row in whole]
     assert len({len(row) for row in expected}) > 1, "rows must end at different places"
 
-    loops = []
-    run = MODULE._run
-    monkeypatch.setattr(MODULE, "_run", lambda *args: loops.append(run(*args)) or loops[-1])
-    pieces = []
+    loops, pieces = loops_of(monkeypatch), []
     result = generate(transform=transform, end_tokens=ends, on_tokens=pieces.append)
     assert result.tokens == expected
     assert result.ended == [len(row) < NEW for row in expected]
@@ -195,9 +237,7 @@ def test_end_tokens_stop_rows_separately(transform, monkeypatch):
 
 def test_the_loop_stops_when_all_rows_have(monkeypatch):
     first = generate([RAGGED[0]]).tokens[0]
-    loops = []
-    run = MODULE._run
-    monkeypatch.setattr(MODULE, "_run", lambda *args: loops.append(run(*args)) or loops[-1])
+    loops = loops_of(monkeypatch)
     result = generate([RAGGED[0]], end_tokens=first[:1])
     assert result.tokens == [[]] and result.ended == [True] and result.tpot_s is None
     assert int(loops[0].step) == 1
@@ -316,12 +356,13 @@ class KeepsTooMuch(kvjax.KVTransform):
 
 @pytest.mark.slow
 def test_lost_tokens_are_counted():
-    half = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), KeepsTooMuch(20))))
+    half = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), KeepsTooMuch(2))))
     rows = [len(row) for row in RAGGED]
     # The last new token is never stored.
-    lost = sum(max(row + NEW - 1 - (20 + NEW), 0) for row in rows)
+    lost = sum(max(row + NEW - 1 - (2 + PADDED_NEW), 0) for row in rows)
+    assert lost
     assert generate(transform=kvjax.SnapKV(36)).dropped == 0
-    for transform, heads in ((KeepsTooMuch(20), 2), (half, 1)):
+    for transform, heads in ((KeepsTooMuch(2), 2), (half, 1)):
         result = generate(transform=transform, buckets=[64])
         assert type(result.dropped) is int
         assert result.dropped == lost * CONFIG.num_layers * heads
@@ -475,6 +516,9 @@ def test_bad_prompts(prompts, error, message):
         ({"transform": kvjax.SnapKV}, TypeError, "transforms"),
         ({"transform": "snapkv"}, TypeError, "transforms"),
         ({"dtype": jnp.int32}, TypeError, "floating"),
+        ({"end_tokens": (2**40,)}, ValueError, "end tokens"),
+        ({"end_tokens": (-5,)}, ValueError, "end tokens"),
+        ({"end_tokens": ("a",)}, ValueError, "end tokens"),
     ],
 )
 def test_bad_options(options, error, message):
@@ -508,11 +552,11 @@ def test_bytes():
     bucket, layers = 64, CONFIG.num_layers
     full = generate()
     assert full.cache_bytes == full.full_cache_bytes
-    assert full.cache_bytes == layers * computed_bytes(3, bucket + NEW)
+    assert full.cache_bytes == layers * computed_bytes(3, bucket + PADDED_NEW)
 
     # SnapKV: nothing beside the slots; the window of queries is gone with the prompt.
     snapkv = generate(transform=method("snapkv"))
-    assert snapkv.cache_bytes == layers * computed_bytes(3, 36 + NEW)
+    assert snapkv.cache_bytes == layers * computed_bytes(3, 36 + PADDED_NEW)
     # H2O: one sum of attention per slot and query head, one budget per row.
     h2o = generate(transform=method("h2o"))
     assert h2o.cache_bytes == layers * computed_bytes(3, 36 + 1, per_slot=2 * 4, per_row=4)
@@ -527,13 +571,13 @@ def test_bytes_saved_on_a_longer_prompt():
     prompt = [RNG.integers(VOCAB, size=384).tolist()]
     for name in ("h2o", "snapkv", "streaming_llm"):
         result = generate(prompt, method(name), model=plain_model())
-        assert result.full_cache_bytes == computed_bytes(1, 384 + NEW)
+        assert result.full_cache_bytes == computed_bytes(1, 384 + PADDED_NEW)
         assert result.cache_bytes < result.full_cache_bytes / 3
 
 
 def test_dtype_of_the_cache():
     full, half = (generate(model=plain_model(), dtype=t) for t in (jnp.float32, jnp.bfloat16))
-    keys_and_values = 3 * 2 * (64 + NEW) * 8 * 4 * 2
+    keys_and_values = 3 * 2 * (64 + PADDED_NEW) * 8 * 4 * 2
     assert half.cache_bytes == full.cache_bytes - keys_and_values // 2
     assert half.full_cache_bytes == half.cache_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.generation import progress
+from kvjax.generation import reading
+from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds
 
-GENERATE = sys.modules["kvjax.generation.generate"]  # kvjax.generate is the function
 LAYERS = 4
 MODEL = DecoderConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=LAYERS, query_heads=4,
@@ -60,24 +60,27 @@ def test_layers_report_once_in_order_and_change_nothing(model, transform):
     plain = generate(model, transform)
     assert watched.tokens == plain.tokens
     assert watched.cache_bytes == plain.cache_bytes
-    assert not progress._listeners
 
 
-@pytest.mark.slow
-def test_every_listener_shares_one_prompt_pass(model):
+def test_layers_that_are_alike_share_one_program(model):
+    before = reading._read_layer._cache_size()
     generate(model, kvjax.H2O(30), on_layer=print)
-    before = GENERATE._read_prompt._cache_size()
-    generate(model, kvjax.H2O(30), on_layer=[].append)
-    assert GENERATE._read_prompt._cache_size() == before
+    assert reading._read_layer._cache_size() == before + 1
+    compiled = []
+    generate(model, kvjax.H2O(30), on_layer=[].append, on_compile=compiled.append)
+    assert reading._read_layer._cache_size() == before + 1
+    assert compiled == [
+        "the caches", "the embedding", "the prompt pass of layer 1 of 4", "the logits",
+        "the choice of a token", "the decode loop",
+    ]  # fmt: skip
 
 
-def test_callbacks_out_of_order_and_twice():
+def test_a_model_without_parts_reports_at_the_end(model):
+    functional = dataclasses.replace(as_functional(model), parts=None)
     layers = []
-    with progress.listening(layers.append) as number:
-        for layer in (2, 0, 1, 2, 3):
-            progress._report(layer, number, None)
-        progress._report(0, number + 1, None)  # nobody's
-    assert layers == [0, 1, 2, 3]
+    opaque = generate(functional, kvjax.SnapKV(36), on_layer=layers.append)
+    assert layers == list(range(LAYERS))
+    assert opaque.tokens == generate(model, kvjax.SnapKV(36)).tokens
 
 
 class Refused(Exception):
@@ -111,7 +114,6 @@ def test_a_listener_belongs_to_its_call(model):
             assert seen == [(0, number), (1, number)] and result == (number,)
         else:
             assert seen == [(layer, number) for layer in range(LAYERS)] and result == expected
-    assert not progress._listeners
 
 
 def test_a_listener_may_interrupt(model):

@@ -13,8 +13,8 @@ from flax import nnx
 
 import kvjax
 from kvjax import PyramidInfer
+from kvjax.generation.pruning import pass_on, states_at
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-from kvjax.models.pruning import pass_on, states_at
 from tests.references.pyramidinfer import PyramidInfer as Reference
 from tests.references.pyramidinfer import entering
 from tests.references.rope import rope

@@ -40,7 +40,7 @@ def pass_on(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from kvjax.models.pruning import pass_on
+      >>> from kvjax.generation.pruning import pass_on
       >>> x, positions = jnp.array([[[0.0], [0.4], [0.5], [0.6]]]), jnp.array([[-1, 4, 5, 6]])
       >>> x, positions = pass_on(x, positions, kept=jnp.array([[1, 4, 6]]))
       >>> x[0, 1:, 0].tolist(), positions.tolist()

@@ -1,0 +1,125 @@
+"""What a model has read and written so far: caches that are kept between calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.cache.slots import nbytes
+from kvjax.generation.reading import CacheSize
+from kvjax.protocol import KVTransform
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """The caches of a model's layers after some turns, and what the next turn needs.
+
+    A pytree, from `kvjax.read` or `Generation.context`. It is never changed: a call that goes on
+    from it returns a new one.
+
+    Axis letters: B rows, V vocabulary.
+
+    Args:
+      caches: of each layer.
+      logits: after each row's newest token.
+      length: tokens of each row so far, which is the next position.
+      prompt_tokens: those of them that were read, of `max_prompt` at most.
+      new_tokens: those that the model wrote, of `max_new` at most.
+      waiting: decode steps since the caches were flushed last (see `kvjax.flush`).
+      layers: the transform of each layer (static).
+      size: what the caches were made for (static).
+    """
+
+    caches: tuple[Cache, ...]
+    logits: Float[Array, "B V"]
+    length: Int[Array, " B"]
+    prompt_tokens: Int[Array, " B"]
+    new_tokens: Int[Array, " B"]
+    waiting: Int[Array, ""]
+    layers: tuple[KVTransform, ...] = field(metadata={"static": True})
+    size: CacheSize = field(metadata={"static": True})
+
+    rows = property(lambda self: self.size.batch)
+    max_prompt = property(lambda self: self.size.max_prompt)
+    max_new = property(lambda self: self.size.max_new)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return nbytes(self.caches)
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that found no free slot and were lost, summed over layers, rows and lists."""
+        return sum(int(part.kv.dropped.sum()) for part in layer_caches(self.caches))
+
+    def repeat(self, rows: int) -> Context:
+        """The one row of this context `rows` times: many questions about one document.
+
+        Only what the caches hold is copied.
+
+        Raises:
+          ValueError: there is more than one row.
+        """
+        if self.rows != 1:
+            raise ValueError(f"only a context of one row can be repeated, got {self.rows} rows")
+        caches = tuple(
+            _repeated(cache, transform, layer, self.size, rows)
+            for layer, (cache, transform) in enumerate(zip(self.caches, self.layers, strict=True))
+        )
+        own = {
+            name: _rows_of(getattr(self, name), rows)
+            for name in ("logits", "length", "prompt_tokens", "new_tokens")
+        }
+        size = self.size._replace(batch=rows)
+        return dataclasses.replace(self, caches=caches, size=size, waiting=+self.waiting, **own)
+
+    def copy(self) -> Context:
+        """The same in memory of its own."""
+        return jax.tree.map(_copied, self)
+
+
+def _repeated(
+    cache: Cache, transform: KVTransform, layer: int, size: CacheSize, rows: int
+) -> Cache:
+    """One layer's cache with its one row repeated."""
+    one, two = (
+        jax.eval_shape(lambda batch=batch: size._replace(batch=batch).cache(transform, layer))
+        for batch in (1, 2)
+    )
+
+    def part(cache: LayerCache, one: LayerCache, two: LayerCache) -> LayerCache:
+        def repeat(x: Array, one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> Array:
+            return _copied(x) if one.shape == two.shape else _rows_of(x, rows)
+
+        kept = {
+            name: jax.tree.map(repeat, *(getattr(c, name) for c in (cache, one, two)))
+            for name in ("kv", "state")
+        }
+        window = jax.tree.map(lambda x: _rows_of(x, rows), cache.window)
+        # Only frequencies that depend on a row's length have an axis of rows.
+        rope = jax.tree.map(lambda x: _rows_of(x, rows) if x.ndim == 2 else _copied(x), cache.rope)
+        return dataclasses.replace(cache, window=window, rope=rope, **kept)
+
+    def is_part(x: object) -> bool:
+        return isinstance(x, LayerCache)
+
+    return jax.tree.map(part, cache, one, two, is_leaf=is_part)
+
+
+def _rows_of(x: Array, rows: int) -> Array:
+    """The one row of `x`, `rows` times, in the same kind of memory."""
+    where = x.sharding
+    if where.memory_kind != "device":
+        x = jax.device_put(x, jax.memory.Space.Device)
+    return jax.device_put(jnp.repeat(x, rows, axis=0), where)
+
+
+def _copied(x: Array) -> Array:
+    return jax.device_put(x, x.sharding, may_alias=False)

@@ -1,0 +1,205 @@
+"""A prompt is read layer by layer, by one compiled function for all layers that are alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention.layer import (
+    Cache,
+    LayerCache,
+    about_to_read,
+    init_cache,
+    kept_tokens,
+    layer_caches,
+)
+from kvjax.budgets.layers import layers_of
+from kvjax.generation.model import FunctionalModel
+from kvjax.generation.pruning import drops_tokens, pass_on, states_at
+from kvjax.protocol import KVTransform
+
+T = TypeVar("T")
+
+
+class CacheSize(NamedTuple):
+    """What caches are made for: the static arguments of `init_cache` that all layers share."""
+
+    batch: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    max_prompt: int
+    max_new: int
+    dtype: str | None
+
+    @classmethod
+    def of(
+        cls,
+        model: FunctionalModel,
+        batch: int,
+        max_prompt: int,
+        max_new: int,
+        dtype: DTypeLike | None,
+    ) -> CacheSize:
+        """Of a model's layers."""
+        dtype = None if dtype is None else jnp.dtype(dtype).name
+        heads = model.kv_heads, model.query_heads, model.head_dim
+        return cls(batch, *heads, max_prompt, max_new, dtype)
+
+    def cache(self, transform: KVTransform, layer: int) -> Cache:
+        """An empty cache of one layer."""
+        return init_cache(transform, layer=layer, **self._asdict())
+
+
+class Compiler:
+    """Compiles jitted functions before they are called, and adds up the seconds that this takes.
+
+    Args:
+      on_compile: is told what is about to be compiled; None: nobody is.
+    """
+
+    def __init__(self, on_compile: Callable[[str], None] | None = None) -> None:
+        self.seconds = 0.0
+        self._on_compile = on_compile
+        self._done: set[Hashable] = set()
+
+    def compile(self, what: str, key: Hashable, function: Any, *args: Any, **options: Any) -> None:
+        """Compiles `function` for these arguments, unless that has been done for `key`."""
+        if key in self._done:
+            return
+        if self._on_compile is not None:
+            self._on_compile(what)
+        start = time.perf_counter()
+        function.lower(*args, **options).compile()
+        self.seconds += time.perf_counter() - start
+        self._done.add(key)
+
+
+def read_prompt(
+    model: FunctionalModel,
+    layers: tuple[KVTransform, ...],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    caches: tuple[Cache, ...] | CacheSize,
+    compiler: Compiler,
+    on_layer: Callable[[int], None] | None = None,
+) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
+    """Logits of each row's last token, and the caches that hold the prompt.
+
+    Of a model that shows its parts, one layer after the other is run, so that no more than one
+    layer holds its part of the whole prompt. Any other model is called once.
+
+    Args:
+      tokens, positions: padded; -1 marks padding.
+      caches: of earlier turns, donated; or what new ones are made for.
+      on_layer: is called with the number of each layer that has read the prompt, in order; for a
+        model that does not show its parts, after the whole prompt.
+    """
+    size, given = (caches, None) if isinstance(caches, CacheSize) else (None, caches)
+    if size is not None:
+        compiler.compile("the caches", "states", _states, layers, size)
+        given = _states(layers, size)
+    if model.parts is None:
+        whole = layers, size, model, tokens, positions, given
+        compiler.compile("the prompt pass", "prompt", _read_whole, *whole)
+        logits, caches = jax.block_until_ready(_read_whole(*whole))
+        for layer in range(len(layers) if on_layer is not None else 0):
+            on_layer(layer)
+        return logits, caches
+    parts, wanted = model.parts, positions
+    start = parts.embed, model.params, tokens, positions
+    compiler.compile("the embedding", "embed", _embed, *start)
+    x, written = _embed(*start), []
+    for layer, own in enumerate(parts.split(model.params)):
+        block, transform = parts.blocks[layer], layers[layer]
+        one = block, transform, size, own, x, positions, given[layer]
+        what = f"the prompt pass of layer {layer + 1} of {len(layers)}"
+        compiler.compile(what, (block, transform, x.shape), _read_layer, *one)
+        # Waiting bounds the memory: a layer that is queued has its arrays already.
+        x, positions, cache = jax.block_until_ready(_read_layer(*one))
+        written.append(cache)
+        if on_layer is not None:
+            on_layer(layer)
+    end = parts.head, model.params, x, positions, wanted
+    compiler.compile("the logits", "head", _last_logits, *end)
+    return _last_logits(*end), tuple(written)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _states(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
+    """What the transforms of empty caches carry beside the slots: all that differs by layer."""
+    caches = (size.cache(transform, layer) for layer, transform in enumerate(layers))
+    return tuple(tuple(part.state for part in layer_caches(cache)) for cache in caches)
+
+
+def _new_cache(transform: KVTransform, size: CacheSize, states: tuple) -> Cache:
+    """An empty cache with these states; layers that are alike get equal ones otherwise."""
+    bound = layers_of(transform)
+    cache = size.cache(transform, 0 if bound is None else bound[0])
+    left = iter(states)
+    filled = jax.tree.map(
+        lambda part: dataclasses.replace(part, state=next(left)),
+        cache,
+        is_leaf=lambda x: isinstance(x, LayerCache),
+    )
+    return about_to_read(filled)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(embed: Callable, params: Any, tokens: Array, positions: Array) -> Array:
+    return embed(params, tokens, positions)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+def _read_layer(
+    block: Callable,
+    transform: KVTransform,
+    size: CacheSize | None,
+    own: Any,
+    x: Float[Array, "B T C"],
+    positions: Int[Array, "B T"],
+    cache: Cache | tuple,
+) -> tuple[Array, Array, Cache]:
+    """What leaves a layer, at which positions, and its cache. `size`: `cache` is its states."""
+    if size is not None:
+        cache = _new_cache(transform, size, cache)
+    x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=True)
+    if drops_tokens(transform, cache):
+        x, positions = pass_on(x, positions, kept_tokens(cache))
+    return x, positions, cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_logits(
+    head: Callable, params: Any, x: Array, reaching: Array, positions: Array
+) -> Float[Array, "B V"]:
+    """Logits of each row's newest token, which is among those that reach the end."""
+    return head(params, states_at(x, reaching, positions.max(-1, keepdims=True)))[:, -1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+def _read_whole(
+    layers: tuple[KVTransform, ...],
+    size: CacheSize | None,
+    model: FunctionalModel,
+    tokens: Array,
+    positions: Array,
+    caches: tuple,
+) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
+    """All layers in one call, of a model that does not show its parts."""
+    if size is not None:
+        pairs = zip(layers, caches, strict=True)
+        caches = tuple(_new_cache(transform, size, states) for transform, states in pairs)
+    logits, caches = model.apply(
+        model.params, tokens, positions, caches,
+        layers=layers, phase="prompt", last=True, logits_at=positions.argmax(-1)[:, None],
+    )  # fmt: skip
+    return logits[:, -1], caches

@@ -1,0 +1,212 @@
+"""Contexts: what is read once and gone on from, in turns, in rows, and in many questions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.slots import nbytes
+from kvjax.generation import reading
+from kvjax.generation.reading import CacheSize
+from kvjax.models import random_decoder
+from kvjax.storage.offload import HOST_MEMORY, memory_kinds
+from tests.compose.test_conformance import BUDGET, compositions, registered
+from tests.generation.test_generate import CONFIG, RAGGED, method, model
+
+STORED = {
+    "8 bits": "quantize",
+    "4 bits": "chain(snapkv, quantize(bits=4, group=8, residual=8))",
+    "every": "every(snapkv, steps=4)",
+    "when_full": "when_full(h2o, room=8)",
+    "kvcrush": "kvcrush(snapkv, representatives=4)",
+    "cam": "cam(streaming_llm)",
+}
+OFFLOADED = "chain(clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=()), offload)"
+if HOST_MEMORY in memory_kinds():
+    STORED["offload"] = OFFLOADED
+TRANSFORMS = [*kvjax.METHODS, *STORED]
+LAYERED = {**registered(), **compositions(BUDGET)}
+FAST = ("full", "snapkv", "h2o", "offload")
+QUESTIONS = [[7, 3], [11], [5, 9, 2]]
+
+
+def transform_of(name: str) -> kvjax.KVTransform:
+    return method(STORED.get(name, name))
+
+
+def read(name: str, prompts=RAGGED, **options):
+    options = {"max_prompt": 128, "max_new": 64, **options}
+    return kvjax.read(model(), prompts, transform=transform_of(name), **options)
+
+
+def generate(prompts, context, **options):
+    options = {"max_new_tokens": 6, **options}
+    return kvjax.generate(model(), prompts, context=context, **options)
+
+
+def same(one, other) -> None:
+    """Two pytrees hold exactly the same."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.fast_cases(*FAST)
+def test_many_questions_about_one_document(name):
+    """Asked together, one by one, and after reading the document again: the same answers."""
+    document = read(name, RAGGED[:1])
+    before = document.copy()
+    together = generate(QUESTIONS, document)
+    same(document, before)
+    assert together.prompt_tokens == [len(question) for question in QUESTIONS]
+    assert together.context.rows == len(QUESTIONS)
+    alone = [generate([question], document) for question in QUESTIONS]
+    again = [generate([question], read(name, RAGGED[:1])) for question in QUESTIONS]
+    for row, answers in enumerate(zip(alone, again, strict=True)):
+        for answer in answers:
+            assert answer.tokens[0] == together.tokens[row]
+    assert len({tuple(row) for row in together.tokens}) > 1, "equal answers show nothing"
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.fast_cases(*FAST)
+def test_rows_that_take_no_part(name):
+    """Their caches stay bit for bit, and their next turn is as if they had been alone."""
+    whole = read(name)
+    turn = generate([QUESTIONS[0], None, QUESTIONS[2]], whole)
+    assert turn.tokens[1] == [] and turn.ended[1] is False and turn.prompt_tokens == [2, 0, 3]
+    assert turn.context.length.tolist() == [53 + 2 + 6, 9, 41 + 3 + 6]
+    assert turn.context.prompt_tokens.tolist() == [55, 9, 44]
+    assert turn.context.new_tokens.tolist() == [6, 0, 6]
+    later = generate([None, QUESTIONS[1], None], turn.context)
+    alone = read(name, [RAGGED[1]], buckets=[64])
+    assert later.tokens[1] == generate([QUESTIONS[1]], alone).tokens[0]
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "h2o", "streaming_llm", "8 bits"])
+@pytest.mark.fast_cases("full")
+def test_going_on_without_a_prompt(name):
+    """In pieces as at once, for methods that do the same in every step."""
+    at_once = generate(None, read(name), max_new_tokens=12)
+    first = generate(None, read(name), max_new_tokens=5)
+    second = generate(None, first.context, max_new_tokens=7)
+    joined = [a + b for a, b in zip(first.tokens, second.tokens, strict=True)]
+    assert joined == at_once.tokens
+    same(second.context, at_once.context)
+
+
+def test_a_conversation_is_what_was_said():
+    """With the full cache: as the whole conversation read at once, end tokens included."""
+    context, said = read("full"), [list(row) for row in RAGGED]
+    for turn in range(3):
+        asked = [[turn + 1, row + 2] for row in range(3)]
+        ends = (generate(asked, context).tokens[0][3],)
+        answer = generate(asked, context, end_tokens=ends)
+        for row in range(3):
+            said[row] += asked[row] + answer.tokens[row] + list(ends) * answer.ended[row]
+        context = answer.context
+        assert context.length.tolist() == [len(row) for row in said]
+    whole = kvjax.read(model(), said, max_prompt=256, max_new=64)
+    np.testing.assert_allclose(context.logits, whole.logits, atol=1e-4)
+    assert any(answer.ended) and not all(answer.ended)
+
+
+def test_donating_gives_the_memory_away():
+    context = read("full")
+    answer = generate(QUESTIONS, context, donate=True)
+    assert answer.tokens == generate(QUESTIONS, read("full")).tokens
+    with pytest.raises(ValueError, match="given away"):
+        generate(QUESTIONS, context)
+
+
+def test_the_first_turn_is_generate():
+    """Reading and writing apart are reading and writing at once."""
+    tokens = kvjax.generate(model(), RAGGED, transform=transform_of("h2o"), max_new_tokens=8).tokens
+    context = kvjax.read(model(), RAGGED, transform=transform_of("h2o"), max_new=64)
+    assert generate(None, context, max_new_tokens=8).tokens == tokens
+
+
+def test_further_turns_compile_once():
+    answer = generate(QUESTIONS, read("snapkv"))
+    before = reading._read_layer._cache_size()
+    for turn in range(3):
+        answer = generate([[turn], [1, 2], [3] * 9], answer.context)
+    assert reading._read_layer._cache_size() == before
+    assert answer.compile_s < 0.5
+
+
+def test_what_a_context_says():
+    context = read("snapkv")
+    assert context.rows == 3 and context.max_prompt == 128 and context.max_new == 64
+    assert context.nbytes == nbytes(context.caches) and context.dropped == 0
+    assert context.length.tolist() == context.prompt_tokens.tolist() == [53, 9, 41]
+    with pytest.raises(ValueError, match="one row"):
+        context.repeat(2)
+    one = read("snapkv", RAGGED[:1])
+    assert one.repeat(4).nbytes == 4 * one.nbytes
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1]] * 2, {}, "the context's 3 rows, got 2"),
+        ([None] * 3, {}, "a prompt of one row"),
+        ([[1], [], [2]], {}, "row 1 is empty"),
+        ([[1], [64], [2]], {}, r"\[0, 64\)"),
+        (
+            [[1] * 80, None, None],
+            {},
+            "max_prompt = 128, and row 0 would need 133: 53 so far and 80",
+        ),
+        (None, {"max_new_tokens": 65}, "max_new = 64, and row 0 would need 65"),
+        (QUESTIONS, {"transform": kvjax.Full()}, "its own transform"),
+    ],
+)
+def test_what_does_not_fit(prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(prompts, read("full"), **options)
+
+
+def test_another_model():
+    other = random_decoder(dataclasses.replace(CONFIG, num_layers=1))
+    with pytest.raises(ValueError, match="of this model"):
+        kvjax.generate(other, QUESTIONS, context=read("full"))
+    with pytest.raises(ValueError, match="max_prompt must hold"):
+        read("full", max_prompt=20)
+
+
+def test_streams():
+    context = read("full")
+    steps = kvjax.stream(model(), QUESTIONS, context=context, max_new_tokens=6)
+    with pytest.raises(RuntimeError, match="all tokens"):
+        _ = steps.result
+    pieces = list(steps)
+    expected = generate(QUESTIONS, context)
+    joined = [[token for piece in pieces for token in piece[row]] for row in range(3)]
+    assert joined == steps.result.tokens == expected.tokens
+    same(steps.result.context, expected.context)
+    assert [len(row) for row in pieces[0]] == [1, 1, 1] and len(pieces) > 1
+
+
+@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.fast_cases("clusterkv", "full", "pyramidinfer", "spindlekv")
+def test_layers_that_are_alike_differ_in_their_states_alone(name):
+    """What the compiled layer makes for itself is what `init_cache` gives for each layer."""
+    layers = kvjax.bind(LAYERED[name], 5)
+    size = CacheSize(2, 2, 4, 16, 64, 8, "float32")
+
+    @jax.jit
+    def both():
+        states = reading._states(layers, size)
+        made = [reading._new_cache(one, size, own) for one, own in zip(layers, states, strict=True)]
+        given = [size.cache(one, layer) for layer, one in enumerate(layers)]
+        return made, [reading.about_to_read(cache) for cache in given]
+
+    same(*both())
