@@ -6,8 +6,8 @@ A process of each checkout reads the same prompt into one attention layer of Lla
 Then both run loops of 32 steps, one process after the other, so that drift of the machine hits both
 alike. Intervals are 32 steps: whatever a method does with new tokens every few steps happens once
 in every loop, or in one call after it. `ratio` divides the median of this checkout by that of the
-other one; below 1 this checkout is faster. `against_cpu_again.json` has two more runs of what
-varies most from process to process (`--methods`).
+other one; below 1 this checkout is faster. `against_cpu_again.json` is a later run of
+the stored forms (`--methods`), whose new rows are read in another way since.
 
 The other checkout needs a `.venv` of its own, with its own kvjax, and `benchmarks/decode_step.py`.
 """

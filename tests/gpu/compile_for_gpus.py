@@ -215,12 +215,13 @@ def compile_for(device: Device, program: GPUProgram):
     abstract = AbstractDevice(device_kind=device.kind, num_cores=None, platform="cuda")
     with use_abstract_mesh(device.mesh.abstract_mesh.update(abstract_device=abstract)):
         lowered = jitted.lower(*program.args)
-    set_memory_kinds(lowered, jax.tree.leaves(program.args))
+    results = [jax.typeof(x) for x in jax.tree.leaves(out)]
+    set_memory_kinds(lowered, jax.tree.leaves(program.args), results)
     return lowered.compile()
 
 
-def set_memory_kinds(lowered, args: Sequence) -> None:
-    """Writes into a module where its arguments are.
+def set_memory_kinds(lowered, args: Sequence, results: Sequence) -> None:
+    """Writes into a module where its arguments and results are.
 
     JAX leaves that out for a device that is described only: it does not know its memories. (For the
     same reason it leaves out copies to the device in a program that has none to the host.)
@@ -230,15 +231,19 @@ def set_memory_kinds(lowered, args: Sequence) -> None:
     module = lowered.compiler_ir()
     from jax._src.lib.mlir import ir
 
-    with module.context:
-        main = next(x for x in module.body.operations if "main" in str(x.attributes["sym_name"]))
+    def placed(arrays: Sequence, given: Sequence) -> ir.ArrayAttr:
         attributes = []
-        for x, given in zip(args, main.arg_attrs, strict=True):
-            kinds = {name.name: name.attr for name in given}
+        for x, own in zip(arrays, given, strict=True):
+            kinds = {name.name: name.attr for name in own}
             kind = "pinned_host" if on_host(x) else "device"
             kinds["mhlo.memory_kind"] = ir.StringAttr.get(kind)
             attributes.append(ir.DictAttr.get(kinds))
-        main.arg_attrs = ir.ArrayAttr.get(attributes)
+        return ir.ArrayAttr.get(attributes)
+
+    with module.context:
+        main = next(x for x in module.body.operations if "main" in str(x.attributes["sym_name"]))
+        main.arg_attrs = placed(args, main.arg_attrs)
+        main.result_attrs = placed(results, main.result_attrs)
 
 
 def report(device: Device, program: GPUProgram, outcome: Outcome) -> None:
