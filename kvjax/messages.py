@@ -1,14 +1,19 @@
-"""How names and values that others wrote are shown in messages: on one line, and never long."""
+"""How messages show names and values that others wrote, and what other libraries may not say."""
 
 from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
 
 import numpy as np
 
 _MOST = 200  # characters of a value
 
 
-def printable(text: object) -> str:
-    """The text with every character escaped that a terminal would not print.
+def printable(text: object, most: int = 1000) -> str:
+    """The text with every character escaped that is not printed, cut after `most` characters.
 
     Names from files go through it: a terminal carries out control characters.
 
@@ -17,9 +22,12 @@ def printable(text: object) -> str:
       >>> print(printable("\\x1b[2Jname"))
       \\x1b[2Jname
     """
-    return "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in str(text)
+    given = str(text)
+    shown = "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode()
+        for sign in given[:most]
     )
+    return shown if len(given) <= most else f"{shown}..."
 
 
 def brief(value: object) -> str:
@@ -33,9 +41,21 @@ def brief(value: object) -> str:
     if isinstance(value, np.generic):  # 3 rather than np.int64(3)
         value = value.item()
     try:
-        text = printable(repr(value))
+        return printable(repr(value), _MOST)
     except ValueError:  # Python prints no integers of more than 4,300 digits
-        text = f"a {type(value).__name__} too long to print"
+        return f"a {type(value).__name__} too long to print"
     except RecursionError:
-        text = f"a {type(value).__name__} nested too deeply to print"
-    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+        return f"a {type(value).__name__} nested too deeply to print"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No log lines and warnings of the libraries underneath: an error is one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import jax
 
 from kvjax.cli.arguments import parser
 from kvjax.cli.inputs import import_module
+from kvjax.messages import printable, quiet
 
 _CLOSED_PIPE, _INTERRUPTED = 1, 130
 _GRACE_SECONDS = 1  # to clean up after a Ctrl-C
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.unraisablehook = _end_if_interrupted
         _end_after_interrupt()
     try:
-        with _quiet():
+        with quiet():
             if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
                 sys.stdout.reconfigure(errors="replace")
             args = parser().parse_args(argv)
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
     except _USER_ERRORS as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = printable(" ".join(str(error).split()), most=4000) or type(error).__name__
         print(f"kvjax: error: {message}", file=sys.stderr)
         return 2
     return code or 0
@@ -100,19 +99,6 @@ def _end_after_interrupt() -> None:
 def _interrupted() -> bool:
     """Whether a Ctrl-C has come that was lost."""
     return hasattr(signal, "setitimer") and signal.getitimer(signal.ITIMER_REAL)[0] > 0
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No log lines and warnings of the libraries underneath: an error is one line."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 if __name__ == "__main__":
