@@ -40,6 +40,13 @@ def is_finite(value: object) -> bool:
     return number and -_MOST_NUMBER <= value <= _MOST_NUMBER
 
 
+def not_finite(name: str, value: object) -> ValueError:
+    """The error for a number that must be finite and above 0."""
+    large = isinstance(value, int | float) and value > _MOST_NUMBER
+    hint = f" (float32 ends at {_MOST_NUMBER:.2g})" if large else ""
+    return ValueError(f"{name} must be a finite number above 0, got {brief(value)}{hint}")
+
+
 def _check_sizes(owner: object, names: tuple[str, ...], most: int = MOST_SIZE) -> None:
     for name in names:
         value = getattr(owner, name)
@@ -53,7 +60,7 @@ def _check_positive(owner: object, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(owner, name)
         if not is_finite(value) or value <= 0:
-            raise ValueError(f"{name} must be a finite number above 0, got {brief(value)}")
+            raise not_finite(name, value)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvjax.messages import brief
 
-from .config import MOST_SIZE, ROPE_TYPES, RopeConfig, is_finite
+from .config import MOST_SIZE, ROPE_TYPES, RopeConfig, is_finite, not_finite
 
 
 class Weight(NamedTuple):
@@ -50,7 +50,7 @@ def read_number(raw: Mapping[str, Any], name: str, default: float) -> float:
     """
     value = raw.get(name, default)
     if not is_finite(value) or value <= 0:
-        raise ValueError(f"{name} must be a finite number above 0, got {brief(value)}")
+        raise not_finite(name, value)
     return value
 
 
@@ -125,9 +125,10 @@ def read_rope(
     missing = [name for name in _NEEDED[kind] if scaling.get(name) is None]
     if missing:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, got {brief(scaling)}")
+    theta = scaling.get("rope_theta") or raw.get("rope_theta") or default_theta
     return RopeConfig(
         rotary_dim=rotary_dim,
-        theta=scaling.get("rope_theta") or raw.get("rope_theta") or default_theta,
+        theta=read_number({"rope_theta": theta}, "rope_theta", default_theta),
         type=kind,
         original_max_positions=_original_positions(raw, scaling, kind, max_positions),
         interleaved=interleaved,

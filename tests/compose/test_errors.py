@@ -251,6 +251,8 @@ CONSTRUCTION = {
     "a number beyond float32": (
         lambda: kvjax.InfiniGen(64, alpha=1e39), ValueError, "alpha", "finite", "1e+39",
     ),
+    "a window of everything": (lambda: SnapKV(0.5, window=10**6), ValueError, "window", "65536"),
+    "a kernel of everything": (lambda: SnapKV(0.5, kernel=10**6 + 1), ValueError, "kernel", "4095"),
     "a flag": (lambda: StreamingLLM(8, reposition=[]), TypeError, "reposition", "[]"),
 }  # fmt: skip
 

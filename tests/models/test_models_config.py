@@ -131,6 +131,10 @@ def test_both_formats_of_rope_parameters(read, rope):
     assert config.max_positions == 128
 
 
+def test_a_theta_of_nothing_is_the_default(read):
+    assert read({**LLAMA, "rope_theta": None}).rope == RopeConfig(rotary_dim=8)
+
+
 def test_original_context_of_scaled_rope(read):
     scaled = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     dynamic = read({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
@@ -182,6 +186,10 @@ def test_end_tokens_of_generation_win(read, generation, expected):
         ),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer of at most 10000"),
         ({"rms_norm_eps": 10**400}, r"rms_norm_eps must be a finite number above 0, got 10+\.\.\."),
+        (
+            {"rope_theta": 10**400},
+            r"rope_theta must be .*, got 10+\.\.\. \(float32 ends at 3.4e\+38\)",
+        ),
         ({"rms_norm_eps": "x"}, "rms_norm_eps must be a finite number above 0, got 'x'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 1e308}}, "factor must be .*, got 1e.308"),
         ({"rope_scaling": {"type": "dynamic", "factor": 1e30}}, "rope factor .* got .* of 1e.30"),
