@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import keyword
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvjax.compose.chain import chain
 from kvjax.compose.wrappers import Every, WhenFull
+from kvjax.messages import brief, printable
 from kvjax.protocol import Full, KVTransform, Stage
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.offload import Offload
@@ -53,6 +58,10 @@ STORAGE: dict[str, type[KVTransform]] = {
     "codebook": Codebook,
     "offload": Offload,
 }
+
+_MOST_CHARACTERS = 10_000  # of a composition; Python's parser takes long for more
+_MOST_NESTED = 16  # methods within methods
+_MOST_GUESSED = 40  # characters of a name that is compared with those that are known
 
 _OTHER_MEANINGS = ("chain", "all")  # in texts of methods, and in `kvjax compare --methods`
 
@@ -124,48 +133,115 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
       320
     """
     if not isinstance(text, str):
-        raise TypeError(f"parse takes the text of a method, got {text!r}")
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        raise ValueError(f"method must be a name or a composition of names, got {text!r}") from None
+        raise TypeError(f"parse takes the text of a method, got {brief(text)}")
+    text = text.strip()
+    node = expression(text)
+    if node is None:
+        raise ValueError(f"method must be a name or a composition of names, got {brief(text)}")
     return _build(node, text, budget)
 
 
-def _build(node: ast.expr, text: str, budget: int | float | None) -> KVTransform:
+def expression(text: str) -> ast.expr | None:
+    """The syntax tree of an expression, None where a text is none.
+
+    Raises:
+      ValueError: the text is longer than any composition of methods.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(
+            f"a composition of methods must have at most {_MOST_CHARACTERS} characters, "
+            f"got {len(text)}: {brief(text)}"
+        )
+    with warnings.catch_warnings():  # such as those of escapes that Python does not know
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(text, mode="eval").body
+        except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested
+            return None
+
+
+def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1) -> KVTransform:
+    if depth > _MOST_NESTED:
+        raise ValueError(f"methods are nested more than {_MOST_NESTED} deep in {brief(text)}")
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name):
-        raise ValueError(f"method must be a name or a composition of names, got {text!r}")
+        raise ValueError(
+            "method must be a name or a composition of names, "
+            f"got {brief(text)}{_chain_hint(node, text)}"
+        )
     name = call.func.id
-    inner = [_build(argument, text, budget) for argument in call.args]
     if name == "chain":
         if call.keywords:
-            raise ValueError(f"chain takes methods only, got {call.keywords[0].arg}= in {text!r}")
-        return chain(*inner)
+            raise ValueError(
+                f"chain takes methods only, got {call.keywords[0].arg}= in {brief(text)}"
+            )
+        return chain(*(_build(argument, text, budget, depth + 1) for argument in call.args))
     known = METHODS | WRAPPERS | STORAGE
     if name not in known:
-        names = ", ".join((*known, "chain"))
-        raise ValueError(f"unknown method {name!r}; there are {names}")
+        names = (*known, "chain")
+        raise ValueError(
+            f"unknown method {brief(name)}; there are {', '.join(names)}{_guess(name, names)}"
+        )
     kind = known[name]
-    try:
-        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-    except (ValueError, TypeError):
-        raise ValueError(f"parameters must be literals in {text!r}") from None
-    if len(given) < len(call.keywords):
-        raise ValueError(f"a parameter of {name} is given twice in {text!r}")
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
     wrapped = "base" in fields
+    fields.pop("base", None)
+    given = _keywords(name, call, text)
+    _check_positional(name, call, [word for word in fields if word not in given], text)
+    inner = [_build(argument, text, budget, depth + 1) for argument in call.args]
     if len(inner) != wrapped:
         what = "one method to wrap" if wrapped else "keywords only"
-        raise ValueError(f"{name} takes {what}, got {len(inner)} methods in {text!r}")
-    fields.pop("base", None)
+        raise ValueError(f"{name} takes {what}, got {len(inner)} methods in {brief(text)}")
     for word in given:
         if word not in fields:
             takes = ", ".join(fields) or "nothing"
-            raise ValueError(f"{name} has no parameter {word!r}; it takes {takes}")
+            raise ValueError(
+                f"{name} has no parameter {brief(word)}; it takes {takes}{_guess(word, fields)}"
+            )
     if budget is not None:
         given = {word: budget for word in ("budget", "reserve") if word in fields} | given
     for word, default in fields.items():
         if default is dataclasses.MISSING and word not in given:
             raise ValueError(f"{name} needs {word}=")
     return kind(*inner, **given)
+
+
+def _keywords(name: str, call: ast.Call, text: str) -> dict[str | None, Any]:
+    """The keyword arguments of a call, all of them literals."""
+    try:
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        raise ValueError(f"parameters must be literals in {brief(text)}") from None
+    if len(given) < len(call.keywords):
+        raise ValueError(f"a parameter of {name} is given twice in {brief(text)}")
+    return given
+
+
+def _check_positional(name: str, call: ast.Call, free: Sequence[str], text: str) -> None:
+    """Raises ValueError where a parameter stands without its name; says how it is written."""
+    bare = [
+        ast.get_source_segment(text, argument) or ""
+        for argument in call.args
+        if isinstance(argument, ast.Constant | ast.UnaryOp)
+    ]
+    if bare:
+        named = ", ".join(f"{word}={value}" for word, value in zip(free, bare, strict=False))
+        hint = f": write {printable(named)}" if named else ""
+        raise ValueError(f"{name} takes parameters by name, got {brief(text)}{hint}")
+
+
+def _chain_hint(node: ast.expr, text: str) -> str:
+    """How methods that a comma or an operator joins are written."""
+    parts = node.elts if isinstance(node, ast.Tuple) else []
+    if isinstance(node, ast.BinOp):
+        parts = [node.left, node.right]
+    if not parts or not all(isinstance(part, ast.Name | ast.Call) for part in parts):
+        return ""
+    sources = [ast.get_source_segment(text, part) or "" for part in parts]
+    return f": write chain({printable(', '.join(sources))})"
+
+
+def _guess(name: str | None, known: Iterable[str]) -> str:
+    """A question about the name that was perhaps meant."""
+    close = difflib.get_close_matches(str(name)[:_MOST_GUESSED], known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import jax
+import numpy as np
+
+from kvjax.messages import brief
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 """Rotary embeddings that `kvjax.models` computes, by their Hugging Face names."""
@@ -23,19 +25,42 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Activations of the gated MLP, by their Hugging Face names."""
 
 
-def _check_sizes(owner: object, names: tuple[str, ...]) -> None:
+MOST_SIZE = 2**31 - 1
+"""The largest size of a model."""
+
+MOST_LAYERS = 10_000
+"""The most layers of a model; several objects are made for each before any weight is read."""
+
+_MOST_NUMBER = float(np.finfo(np.float32).max)
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that is finite in float32."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and -_MOST_NUMBER <= value <= _MOST_NUMBER
+
+
+def not_finite(name: str, value: object) -> ValueError:
+    """The error for a number that must be finite and above 0."""
+    large = isinstance(value, int | float) and value > _MOST_NUMBER
+    hint = f" (float32 ends at {_MOST_NUMBER:.2g})" if large else ""
+    return ValueError(f"{name} must be a finite number above 0, got {brief(value)}{hint}")
+
+
+def _check_sizes(owner: object, names: tuple[str, ...], most: int = MOST_SIZE) -> None:
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            raise ValueError(f"{name} must be an integer of at least 1, got {brief(value)}")
+        if value > most:
+            raise ValueError(f"{name} must be an integer of at most {most}, got {brief(value)}")
 
 
 def _check_positive(owner: object, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(owner, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+        if not is_finite(value) or value <= 0:
+            raise not_finite(name, value)
 
 
 @dataclass(frozen=True)
@@ -77,7 +102,7 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.type not in ROPE_TYPES:
             raise ValueError(
-                f"rope type {self.type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+                f"rope type {brief(self.type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
         _check_sizes(self, ("rotary_dim",))
         if self.rotary_dim % 2:
@@ -118,8 +143,8 @@ class DecoderConfig:
       eos_token_ids: the tokens that end a generation.
 
     Raises:
-      ValueError: a size is below 1, the heads do not divide, the activation is unknown or the
-        rotated channels are more than a head has.
+      ValueError: a size is below 1 or too large (`MOST_SIZE`, `MOST_LAYERS`), the heads do not
+        divide, the activation is unknown or the rotated channels are more than a head has.
 
     Example:
       >>> from kvjax.models import DecoderConfig, RopeConfig
@@ -152,6 +177,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "query_heads")
         _check_sizes(self, (*sizes, "kv_heads", "head_dim", "max_positions"))
+        _check_sizes(self, ("num_layers",), MOST_LAYERS)
         _check_positive(self, ("norm_eps",))
         if self.sliding_window is not None:
             _check_sizes(self, ("sliding_window",))
@@ -165,8 +191,8 @@ class DecoderConfig:
                 f"rotary_dim must be at most head_dim, got {self.rope.rotary_dim} "
                 f"and {self.head_dim}"
             )
-        if self.activation not in ACTIVATIONS:
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"activation {self.activation!r} is not supported; "
+                f"activation {brief(self.activation)} is not supported; "
                 f"supported: {', '.join(ACTIVATIONS)}"
             )

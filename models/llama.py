@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from .config import DecoderConfig
-from .reading import Weight, read_rope, read_size, read_token_ids, usable_positions
+from kvjax.messages import brief
+
+from .config import MOST_LAYERS, DecoderConfig
+from .reading import (
+    Weight,
+    read_choice,
+    read_number,
+    read_rope,
+    read_size,
+    read_token_ids,
+    usable_positions,
+)
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""How the names of a layer's tensors begin."""
 
 
 def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -57,20 +71,20 @@ def _config(raw: Mapping[str, Any], *, max_positions: int, **family: Any) -> Dec
         if place.get("partial_rotary_factor") not in (None, 1):
             raise ValueError(
                 "partial_rotary_factor must be 1 for this model type, "
-                f"got {place['partial_rotary_factor']!r}"
+                f"got {brief(place['partial_rotary_factor'])}"
             )
     return DecoderConfig(
         vocab_size=read_size(raw, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=read_size(raw, "intermediate_size"),
-        num_layers=read_size(raw, "num_hidden_layers"),
+        num_layers=read_size(raw, "num_hidden_layers", most=MOST_LAYERS),
         query_heads=heads,
         head_dim=head_dim,
         rope=rope,
         max_positions=usable_positions(rope, max_positions),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
-        activation=raw.get("hidden_act", "silu"),
+        activation=read_choice(raw, "hidden_act", "silu"),
         bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
         eos_token_ids=read_token_ids(raw, "eos_token_id"),
         **family,

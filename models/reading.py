@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import ROPE_TYPES, RopeConfig
+from kvjax.messages import brief
+
+from .config import MOST_SIZE, ROPE_TYPES, RopeConfig, is_finite, not_finite
 
 
 class Weight(NamedTuple):
@@ -22,28 +22,13 @@ class Weight(NamedTuple):
     transpose: bool = False
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in the JSON file `path`.
-
-    Raises:
-      ValueError: the file cannot be read, is not JSON or holds no object; names the file.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def read_size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def read_size(
+    raw: Mapping[str, Any], name: str, default: int | None = None, most: int = MOST_SIZE
+) -> int:
     """The integer `raw[name]`, `default` where it is missing or null.
 
     Raises:
-      ValueError: it is missing without a default, or not an integer of at least 1.
+      ValueError: it is missing without a default, or not an integer from 1 to `most`.
     """
     value = raw.get(name)
     if value is None:
@@ -51,7 +36,33 @@ def read_size(raw: Mapping[str, Any], name: str, default: int | None = None) -> 
     if value is None:
         raise ValueError(f"{name} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least 1, got {brief(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be an integer of at most {most}, got {brief(value)}")
+    return value
+
+
+def read_number(raw: Mapping[str, Any], name: str, default: float) -> float:
+    """The number `raw[name]`, `default` where it is missing.
+
+    Raises:
+      ValueError: it is not a number above 0 that is finite in float32.
+    """
+    value = raw.get(name, default)
+    if not is_finite(value) or value <= 0:
+        raise not_finite(name, value)
+    return value
+
+
+def read_choice(raw: Mapping[str, Any], name: str, default: str) -> str:
+    """The text `raw[name]`, `default` where it is missing.
+
+    Raises:
+      ValueError: it is not text.
+    """
+    value = raw.get(name, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text such as {default!r}, got {brief(value)}")
     return value
 
 
@@ -63,8 +74,10 @@ def read_token_ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """
     value = raw.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"{name} must be an integer or a list of integers, got {value!r}")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MOST_SIZE for i in ids):
+        raise ValueError(
+            f"{name} must be an integer or a list of integers of 32 bits, got {brief(value)}"
+        )
     return tuple(ids)
 
 
@@ -97,18 +110,25 @@ def read_rope(
     Raises:
       ValueError: the type is unknown, or a parameter of it is missing or out of its range.
     """
+    for name in ("rope_parameters", "rope_scaling"):
+        scaling = raw.get(name) or {}
+        if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
+            raise ValueError(
+                f"rope parameters must be one object for all layers, got {name}: {brief(scaling)}"
+            )
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
-        raise ValueError(f"rope parameters must be one object for all layers, got {scaling!r}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in _NEEDED:
-        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if not isinstance(kind, str) or kind not in _NEEDED:
+        raise ValueError(
+            f"rope type {brief(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
     missing = [name for name in _NEEDED[kind] if scaling.get(name) is None]
     if missing:
-        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, got {scaling!r}")
+        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, got {brief(scaling)}")
+    theta = scaling.get("rope_theta") or raw.get("rope_theta") or default_theta
     return RopeConfig(
         rotary_dim=rotary_dim,
-        theta=scaling.get("rope_theta") or raw.get("rope_theta") or default_theta,
+        theta=read_number({"rope_theta": theta}, "rope_theta", default_theta),
         type=kind,
         original_max_positions=_original_positions(raw, scaling, kind, max_positions),
         interleaved=interleaved,
@@ -134,6 +154,15 @@ def usable_positions(rope: RopeConfig, max_positions: int) -> int:
     theirs is multiplied by the factor. (The result is too high for a `"linear"` configuration that
     gives the stretched context already. That does no harm: the number only serves to refuse prompts
     that are too long.)
+
+    Raises:
+      ValueError: they are more than an int32 can count.
     """
-    stretched = rope.type in ("linear", "dynamic")
-    return int(max_positions * rope.factor) if stretched else max_positions
+    if rope.type not in ("linear", "dynamic"):
+        return max_positions
+    if max_positions * rope.factor > MOST_SIZE:
+        raise ValueError(
+            f"the rope factor times max_position_embeddings ({max_positions}) must be at most "
+            f"{MOST_SIZE}, got a factor of {brief(rope.factor)}"
+        )
+    return int(max_positions * rope.factor)

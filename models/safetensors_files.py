@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .reading import read_json
+from kvjax.messages import printable
+from kvjax.reading import check_regular, read_json
 
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights that are read: name in the file → NumPy name."""
 
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 
@@ -42,17 +44,37 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     index = _shards(folder)
-    for path in sorted(set(index.values())) or [folder / "model.safetensors"]:
+    for path in sorted(set(index.values())) or [folder / _FILE]:
         with _open(path) as handle:
             for name in sorted(handle.keys()):
                 if name in found:
-                    raise ValueError(f"tensor {name} is stored twice: {found[name].file}, {path}")
+                    raise ValueError(
+                        f"tensor {printable(name)} is stored twice: "
+                        f"{printable(found[name].file)}, {printable(path)}"
+                    )
                 header = handle.get_slice(name)
                 found[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
     for name, path in index.items():
         if name not in found:
-            raise ValueError(f"tensor {name} is missing: {path} does not hold it")
+            raise ValueError(
+                f"tensor {printable(name)} is missing: {printable(path)} does not hold it"
+            )
     return found
+
+
+def tensor_names(folder: Path) -> list[str] | None:
+    """Names of all tensors, from the one file's header or the index; None without a checkpoint.
+
+    Raises:
+      ValueError: a file is unreadable.
+    """
+    if not any((folder / name).exists() for name in (_FILE, _INDEX)):
+        return None
+    index = _shards(folder)
+    if index:
+        return list(index)
+    with _open(folder / _FILE) as handle:
+        return list(handle.keys())
 
 
 def read_tensors(
@@ -77,15 +99,17 @@ def read_tensors(
 
 def _shards(folder: Path) -> dict[str, Path]:
     """Tensor name → shard; empty where the checkpoint is the single `model.safetensors`."""
-    if (folder / "model.safetensors").is_file():
+    if (folder / _FILE).exists():
         return {}
-    path = folder / "model.safetensors.index.json"
-    if not path.is_file():
+    path = folder / _INDEX
+    if not path.exists():
         raise ValueError(_no_checkpoint(folder))
     files = read_json(path).get("weight_map")
     # A shard is a plain file name: an index cannot point outside its folder.
     if not isinstance(files, dict) or not files or not all(map(_is_shard, files.values())):
-        raise ValueError(f"{path} must hold a weight_map from tensor names to .safetensors files")
+        raise ValueError(
+            f"{printable(path)} must hold a weight_map from tensor names to .safetensors files"
+        )
     return {name: folder / file for name, file in files.items()}
 
 
@@ -94,18 +118,19 @@ def _is_shard(file: object) -> bool:
 
 
 def _no_checkpoint(folder: Path) -> str:
-    wanted = "model.safetensors or model.safetensors.index.json"
+    wanted = f"{_FILE} or {_INDEX}"
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         return (
-            f"{folder} holds {', '.join(pickles)}, but only safetensors are read (pickle files can "
-            f"run code): {wanted} is needed"
+            f"{printable(folder)} holds {printable(', '.join(pickles))}, but only safetensors are "
+            f"read (pickle files can run code): {wanted} is needed"
         )
-    return f"{folder} has no {wanted}"
+    return f"{printable(folder)} has no {wanted}"
 
 
 def _open(path: Path) -> safe_open:
+    check_regular(path)
     try:
         return safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+        raise ValueError(f"cannot read {printable(path)}: {printable(error)}") from error

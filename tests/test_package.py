@@ -75,7 +75,7 @@ def test_wheel(tmp_path):
     tops = {name.split("/")[0] for name in names}
     assert {"kvjax", "pallas_kernels"} < tops
     assert not tops & {"models", "tests", "benchmarks"}, tops
-    assert {"kvjax/models/decoder.py", "kvjax/cli/main.py"} <= set(names)
+    assert {"kvjax/models/decoder.py", "kvjax/cli/main.py", "kvjax_command.py"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
     target = tmp_path / "site"
@@ -84,5 +84,5 @@ def test_wheel(tmp_path):
     where = "import kvjax, kvjax.models; print(kvjax.__file__, kvjax.models.__file__)"
     files = run(sys.executable, "-c", where, cwd=tmp_path, env=environment).split()
     assert all(Path(file).is_relative_to(target) for file in files)
-    command = (sys.executable, "-m", "kvjax.cli.main", "generate", "--max-new", "8")
+    command = (sys.executable, "-m", "kvjax_command", "generate", "--max-new", "8")
     assert "snapkv" in run(*command, cwd=tmp_path, env=environment)

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.messages import brief
+
 Budget = int | float | Callable[[np.ndarray], np.ndarray]
+
+MOST_COUNT = 2**31 - 1
+"""The largest count that fits into the int32 of positions and slots."""
+
+_MOST_NUMBER = float(np.finfo(np.float32).max)  # what is larger is infinite on a device
 
 
 def check_budget(budget: Budget, minimum: int, why: str) -> None:
@@ -30,56 +37,60 @@ def check_budget(budget: Budget, minimum: int, why: str) -> None:
 
     Raises:
       TypeError: not a number.
-      ValueError: an int below `minimum`, or a float outside (0, 1].
+      ValueError: an int below `minimum` or above `MOST_COUNT`, or a float outside (0, 1].
     """
     if callable(budget):
         return
     if isinstance(budget, bool) or not isinstance(budget, int | float | np.integer | np.floating):
         raise TypeError(
-            f"budget must be an int (slots) or a float (share of the prompt), got {budget!r}"
+            f"budget must be an int (slots) or a float (share of the prompt), got {brief(budget)}"
         )
     if isinstance(budget, float | np.floating):
         if not 0.0 < budget <= 1.0:
             raise ValueError(f"a float budget must lie in (0, 1], got {budget}")
     elif budget < minimum:
-        raise ValueError(f"budget must be at least {minimum} ({why}), got {budget}")
+        raise ValueError(f"budget must be at least {minimum} ({why}), got {brief(budget)}")
+    elif budget > MOST_COUNT:
+        raise ValueError(f"budget must be at most {MOST_COUNT} slots, got {brief(budget)}")
 
 
-def check_count(name: str, value: int, minimum: int) -> None:
-    """Raises unless `value` is an integer of at least `minimum`."""
+def check_count(name: str, value: int, minimum: int, most: float = MOST_COUNT) -> None:
+    """Raises unless `value` is an integer from `minimum` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {brief(value)}")
     if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+        raise ValueError(f"{name} must be at least {minimum}, got {brief(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {brief(value)}")
 
 
 def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
-    """Raises unless `value` is a finite number in (above, most]."""
+    """Raises unless `value` is a number in (above, most] that is finite in float32."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not above < value <= most or value == math.inf:
+        raise TypeError(f"{name} must be a number, got {brief(value)}")
+    if not above < value <= min(most, _MOST_NUMBER):
         bounds = (
             f"lie in ({above:g}, {most:g}]" if most < math.inf else f"be finite and above {above:g}"
         )
-        raise ValueError(f"{name} must {bounds}, got {value}")
+        raise ValueError(f"{name} must {bounds}, got {brief(value)}")
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raises unless `value` is one of the known names."""
     if value not in known:
-        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        raise ValueError(f"{name} must be one of {known}, got {brief(value)}")
 
 
 def check_flag(name: str, value: bool) -> None:
     """Raises TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {brief(value)}")
 
 
 def check_layers(name: str, layers: tuple[int, ...]) -> None:
     """Raises unless `layers` is a tuple of layer numbers."""
     if not isinstance(layers, tuple):
-        raise TypeError(f"{name} must be a tuple of layer numbers, got {layers!r}")
+        raise TypeError(f"{name} must be a tuple of layer numbers, got {brief(layers)}")
     for layer in layers:
         check_count(f"a layer of {name}", layer, 0)
 

@@ -13,6 +13,8 @@ import numpy as np
 import kvjax
 from kvjax.cli import compare_command, generate_command, methods_command
 from kvjax.evaluation import grid
+from kvjax.messages import brief
+from kvjax.registry import expression
 
 
 class Parser(argparse.ArgumentParser):
@@ -139,12 +141,15 @@ def method_list(text: str) -> list[str]:
         return list(grid.ALL_METHODS)
     source = f"[{text}]"
     try:
-        node = ast.parse(source, mode="eval").body
-    except (SyntaxError, ValueError):
-        node = None
+        node = expression(source)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     if not isinstance(node, ast.List) or not node.elts:
-        raise argparse.ArgumentTypeError(f"must be methods between commas, got {text!r}")
-    return [ast.get_source_segment(source, part) or "" for part in node.elts]
+        raise argparse.ArgumentTypeError(f"must be methods between commas, got {brief(text)}")
+    methods = [ast.get_source_segment(source, part) or "" for part in node.elts]
+    if "all" in methods:
+        raise argparse.ArgumentTypeError(f"all must stand alone, got {brief(text)}")
+    return methods
 
 
 def number_list(text: str) -> list[int | float]:
@@ -157,9 +162,10 @@ def depth_list(text: str) -> list[float]:
     depths = number_list(text)
     if len(depths) > 1 or isinstance(depths[0], float):
         return depths
-    if depths[0] < 2:
+    if not 2 <= depths[0] <= grid.MOST_DEPTHS:
         raise argparse.ArgumentTypeError(
-            f"must be a number of depths, at least 2, or depths such as 0,0.5,1, got {text!r}"
+            f"must be a number of depths, at least 2 and at most {grid.MOST_DEPTHS}, or depths "
+            f"such as 0,0.5,1, got {brief(text)}"
         )
     return np.linspace(0.0, 1.0, depths[0]).tolist()
 
@@ -173,7 +179,7 @@ def _number(text: str, what: str) -> int | float:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
-    raise argparse.ArgumentTypeError(f"must be {what}, got {text.strip()!r}")
+    raise argparse.ArgumentTypeError(f"must be {what}, got {brief(text.strip())}")
 
 
 def _budget(text: str) -> int | float:
@@ -182,6 +188,8 @@ def _budget(text: str) -> int | float:
 
 def _seed(text: str) -> int:
     # JAX would take larger ones and drop their upper bits.
-    if not text.isascii() or not text.isdigit() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 2**32 - 1, got {text!r}")
+    if not text.isascii() or not text.isdigit() or len(text) > 10 or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(
+            f"must be an integer from 0 to 2**32 - 1, got {brief(text)}"
+        )
     return int(text)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import errno
 import os
 import signal
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import jax
 
 from kvjax.cli.arguments import parser
 from kvjax.cli.inputs import import_module
+from kvjax.messages import printable, quiet
 
 _CLOSED_PIPE, _INTERRUPTED = 1, 130
 _GRACE_SECONDS = 1  # to clean up after a Ctrl-C
+_interrupted = threading.Event()  # by a Ctrl-C
 
 # Everything that a user can get wrong: the library raises the first two, files and hub the third,
 # the others say that there is not enough memory for what was asked.
@@ -41,78 +44,112 @@ def main(argv: Sequence[str] | None = None) -> int:
       0
     """
     if argv is None:
-        sys.unraisablehook = _end_if_interrupted
         _end_after_interrupt()
     try:
-        with _quiet():
-            if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
-                sys.stdout.reconfigure(errors="replace")
-            args = parser().parse_args(argv)
-            for module in getattr(args, "imports", ()):
-                import_module(module)
-            code = args.run(args)
-            if argv is None and _interrupted():
-                os._exit(_INTERRUPTED)
-            sys.stdout.flush()
+        try:
+            return _run(argv)
+        finally:
+            if argv is None:
+                # Its exception may have been lost, or another one have taken its place. End the
+                # process at once: JAX can crash when the interpreter shuts down after a compilation
+                # was interrupted.
+                _end_if_interrupted()
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt:
-        if argv is None:
-            # End the process at once: JAX can crash when the interpreter shuts down after a
-            # compilation was interrupted.
-            os._exit(_INTERRUPTED)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Or the interpreter would complain when it flushes standard output at its end.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return _CLOSED_PIPE
     except _USER_ERRORS as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"kvjax: error: {message}", file=sys.stderr)
+        print(f"kvjax: error: {_message(error)}", file=sys.stderr)
         return 2
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    with quiet():
+        if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
+            sys.stdout.reconfigure(errors="replace")
+        args = parser().parse_args(argv)
+        for module in getattr(args, "imports", ()):
+            import_module(module)
+        try:
+            code = args.run(args)
+            sys.stdout.flush()
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            _discard_output()  # a full disk, and no file of ours
+            raise OSError(error.errno, error.strerror, "standard output") from error
     return code or 0
 
 
-def _end_if_interrupted(lost: sys.UnraisableHookArgs) -> None:
-    """Ends the process after a Ctrl-C that came while Python could not raise: in a finalizer."""
-    if isinstance(lost.exc_value, KeyboardInterrupt):
-        os._exit(_INTERRUPTED)
-    sys.__unraisablehook__(lost)
+def _message(error: BaseException) -> str:
+    """What is wrong, in one line."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:  # without the number in front
+        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    return printable(" ".join(text.split()), most=4000) or type(error).__name__
+
+
+def _discard_output() -> None:
+    """Lets the interpreter flush standard output at its end without a complaint."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end_after_interrupt() -> None:
-    """Ends the process a second after a Ctrl-C whose exception was lost.
+    """Ends the process at most a second after a Ctrl-C, unless the parent process ignores it.
 
-    Python raises it wherever it happens to be, and in some places, such as finalizers, it is lost.
+    Python raises KeyboardInterrupt wherever it happens to be. In some places, such as finalizers,
+    it is lost, and nowhere is it raised while compiled code runs, such as XLA's compiler. Another
+    thread therefore waits for the signal too.
     """
     if not hasattr(signal, "setitimer"):  # not POSIX
         return
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return
 
     def interrupt(*_: object) -> NoReturn:
-        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
+        if _interrupted.is_set():  # the second one
+            _end()
+        _interrupted.set()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(_INTERRUPTED))
+    def lost(given: sys.UnraisableHookArgs) -> None:
+        if isinstance(given.exc_value, KeyboardInterrupt):
+            _end()
+        sys.__unraisablehook__(given)
+
+    coming, signals = os.pipe()
+    os.set_blocking(signals, False)
+    threading.Thread(target=_watch, args=(coming,), daemon=True).start()
+    signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = lost
 
 
-def _interrupted() -> bool:
-    """Whether a Ctrl-C has come that was lost."""
-    return hasattr(signal, "setitimer") and signal.getitimer(signal.ITIMER_REAL)[0] > 0
+def _watch(coming: int) -> None:
+    """Waits for a Ctrl-C among the signals that come, and ends the process a second later."""
+    while os.read(coming, 1) != bytes([signal.SIGINT]):
+        pass
+    time.sleep(_GRACE_SECONDS)
+    _end()
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No log lines and warnings of the libraries underneath: an error is one line."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+def _end_if_interrupted() -> None:
+    """Ends the process after a Ctrl-C; one that comes from now on ends it too."""
+    if _interrupted.is_set():
+        _end()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: _end())
+
+
+def _end() -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr.isatty():  # a display may have hidden the cursor
+            os.write(sys.stderr.fileno(), b"\x1b[?25h")
+    os._exit(_INTERRUPTED)
 
 
 if __name__ == "__main__":

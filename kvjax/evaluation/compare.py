@@ -136,7 +136,7 @@ def _records(
     grid, costs = measure.material.grid, _costs(measure.material.grid)
     finished = {} if journal is None else journal.finished
     report = on_progress or (lambda done, total, what: None)
-    done, total = sum(costs[cell] for cell in finished), sum(costs.values())
+    done, total = sum(costs.get(cell, 0) for cell in finished), sum(costs.values())
     records = {}
     for number, (candidate, cells) in enumerate(grid.groups(), 1):
         for cell in cells:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.metadata
 import io
 import json
+import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from kvjax.messages import brief, printable
+from kvjax.reading import read_json, read_regular
 
 from .grid import Cell
 from .results import CacheRow, Proportion, Results
@@ -26,6 +32,17 @@ _COLUMNS = (  # of `results.csv`
     "interval_high", "cache_bytes", "full_cache_bytes", "nll", "nll_difference",
     "perplexity_ratio", "recall", "attention_error", "failed",
 )  # fmt: skip
+
+
+_MOST_JOURNAL_BYTES = 2**30
+_FOUND = {  # what a finished cell of each measure holds, beside its seconds; may hold `dropped`
+    "retrieval": {
+        "right": Real, "cases": Real, "cache_bytes": Real, "full_cache_bytes": Real,
+        "ttft_s": list, "tpot_s": list,
+    },
+    "perplexity": {"nll": Real},
+    "fidelity": {"recall": list, "error": list},
+}  # fmt: skip
 
 
 class Journal:
@@ -42,28 +59,74 @@ class Journal:
         self._path = folder / CELLS
         check_folder(folder)
         _check_settings(folder, settings)
+        content = b""
+        if self._path.exists():
+            content = read_regular(self._path, _MOST_JOURNAL_BYTES)
         # An interruption may have left a part of a line after the last line end.
-        *lines, _ = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
+        *lines, _ = content.split(b"\n")
         self.finished: dict[Cell, dict[str, Any]] = {}
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
-                cell, found = Cell(*record["cell"]), record["found"]
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{self._path} is damaged in line {number}: remove it") from error
+                cell, found = _finished(line)
+            except (ValueError, RecursionError) as error:
+                reason = "nested too deeply" if isinstance(error, RecursionError) else error
+                raise ValueError(
+                    f"{printable(self._path)} is damaged in line {number} ({reason}): "
+                    "remove the line or the file"
+                ) from error
             if "failed" not in found:
                 self.finished[cell] = found
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / SETTINGS, _dumps(settings))
         if self._path.exists():  # the next line would be added to that part
-            os.truncate(self._path, sum(len(line) + 1 for line in lines))
+            with writing(self._path):
+                os.truncate(self._path, sum(len(line) + 1 for line in lines))
 
     def add(self, cell: Cell, found: Mapping[str, Any]) -> None:
         """Keeps a cell; it is on the disk when this returns."""
-        with open(self._path, "a", encoding="utf-8") as file:
+        with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"cell": cell, "found": found}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _finished(line: bytes) -> tuple[Cell, dict[str, Any]]:
+    """The cell of a line of the journal, and what was found; ValueError where it is neither."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or not record.keys() >= {"cell", "found"}:
+        raise ValueError("expected an object with cell and found")
+    given, found = record["cell"], record["found"]
+    if not isinstance(given, list) or not 4 <= len(given) <= len(Cell._fields):
+        raise ValueError(f"cell must be a list of up to {len(Cell._fields)}, got {brief(given)}")
+    cell = Cell(*given)
+    if cell.measure not in _FOUND or any(isinstance(part, list | dict) for part in given):
+        raise ValueError(f"cell is of no comparison: {brief(given)}")
+    if not isinstance(found, dict):
+        raise ValueError(f"found must be an object, got {brief(found)}")
+    expected = {} if "failed" in found else _FOUND[cell.measure]
+    for name, kind in {**expected, "seconds": Real}.items():
+        value = found.get(name)
+        numbers = value if isinstance(value, list) else [value]
+        if not isinstance(value, kind) or not all(map(_is_finite, numbers)):
+            what = "finite numbers" if kind is list else "a finite number"
+            raise ValueError(f"{name} of found must be {what}, got {brief(value)}")
+    return cell, found
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < math.inf
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Gives an OSError the path that it lacks, such as one of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, printable(path)) from error
 
 
 def check_folder(folder: Path) -> None:
@@ -71,9 +134,13 @@ def check_folder(folder: Path) -> None:
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():
         what = "it" if above == folder else above
-        raise ValueError(f"cannot write to {folder}: {what} is not a directory")
+        raise ValueError(
+            f"cannot write to {printable(folder)}: {printable(what)} is not a directory"
+        )
     if not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write to {folder}: no permission for {above}")
+        raise ValueError(
+            f"cannot write to {printable(folder)}: no permission for {printable(above)}"
+        )
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -81,16 +148,20 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
         foreign = [name for name in (CELLS, RESULTS, TABLE, TIMINGS) if (folder / name).exists()]
         if foreign:
-            raise ValueError(f"{folder} holds a {foreign[0]} of something else: choose another")
+            raise ValueError(
+                f"{printable(folder)} holds a {foreign[0]} of something else: choose another"
+            )
         return
     try:
-        kept = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not the settings of a comparison") from error
-    asked = json.loads(_dumps(settings))
-    if names := [name for name in asked if kept.get(name) != asked[name]]:
+        kept = read_json(path)
+    except ValueError as error:
         raise ValueError(
-            f"{folder} holds a comparison with other {', '.join(names)}: "
+            f"{printable(path)} is not the settings of a comparison: {error}"
+        ) from error
+    asked = json.loads(_dumps(settings))
+    if names := [name for name in {**asked, **kept} if kept.get(name, ...) != asked.get(name, ...)]:
+        raise ValueError(
+            f"{printable(folder)} holds a comparison with other {printable(', '.join(names))}: "
             "choose another folder or remove this one"
         )
 
@@ -163,5 +234,6 @@ def _dumps(value: Any) -> str:
 def _replace(path: Path, text: str) -> None:
     """Writes a temporary file and renames it, so that a reader never sees half a file."""
     beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    with writing(path):
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.budgets.budgets import check_count
+from kvjax.budgets.budgets import check_budget, check_count
 from kvjax.compose.chain import bind
+from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse
 
@@ -27,6 +29,11 @@ LENGTHS = (512, 2048)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DEFAULT_TASKS = ("needle", "multi_needle")
 CASES = 4
+MOST_DEPTHS = 1_000
+"""The most depths: each is a cell for every method, budget, length and task."""
+
+MOST_CASES = 100_000
+"""The most cases of a cell."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ class Grid:
 
         Raises:
           TypeError, ValueError: what `kvjax.parse` raises, an empty list, an unknown task, a number
-            out of range.
+            out of range, more than `MOST_DEPTHS` or `MOST_CASES`.
 
         Example:
           >>> from kvjax.evaluation import Grid
@@ -137,26 +144,30 @@ class Grid:
         }  # fmt: skip
         for name, values in given.items():
             if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
-                raise TypeError(f"{name} must be a sequence, got {values!r}")
+                raise TypeError(f"{name} must be a sequence, got {brief(values)}")
             if not len(values):
                 raise ValueError(f"{name} must not be empty")
+        if len(depths) > MOST_DEPTHS:
+            raise ValueError(f"there may be {MOST_DEPTHS} depths at most, got {len(depths)}")
         for method in methods:
             if not isinstance(method, str):
-                raise TypeError(f"a method must be text such as 'snapkv', got {method!r}")
+                raise TypeError(f"a method must be text such as 'snapkv', got {brief(method)}")
         for task in tasks:
             if task not in TASKS:
-                raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
+                raise ValueError(f"unknown task {brief(task)}; there are {', '.join(TASKS)}")
         for depth in depths:
             if isinstance(depth, bool) or not isinstance(depth, int | float | np.number):
-                raise TypeError(f"depth must be a number, got {depth!r}")
+                raise TypeError(f"depth must be a number, got {brief(depth)}")
             if not 0 <= depth <= 1:
                 raise ValueError(f"depth must lie between 0 and 1, got {depth}")
         if len(set(budgets)) < len(set(map(repr, budgets))):
             raise ValueError("budgets 1 (slot) and 1.0 (the whole prompt) cannot be told apart")
         for length in lengths:
             check_count("length", length, 1)
-        check_count("cases", cases, 1)
-        check_count("seed", seed, 0)
+        for budget in budgets:
+            check_budget(budget, 1, "one slot")
+        check_count("cases", cases, 1, MOST_CASES)
+        check_count("seed", seed, 0, most=math.inf)
         every = itertools.product(["full", *(method.strip() for method in methods)], budgets)
         return cls(
             candidates=tuple(dict.fromkeys(itertools.starmap(Candidate.of, every))),

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
+from .files import writing
 from .results import Average, Proportion, Results
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Each has a marker and a dash
@@ -39,11 +40,16 @@ def draw(results: Results, folder: Path) -> None:
     `accuracy_vs_budget.png` and `bytes_vs_accuracy.png` with a line per method, and for each method
     `heatmap_<method>.png`, depth × length for every task and budget. A failed cell is a gap.
     """
-    accuracy_vs_budget(results).savefig(folder / "accuracy_vs_budget.png", dpi=150)
-    bytes_vs_accuracy(results).savefig(folder / "bytes_vs_accuracy.png", dpi=150)
+    _save(accuracy_vs_budget(results), folder / "accuracy_vs_budget.png")
+    _save(bytes_vs_accuracy(results), folder / "bytes_vs_accuracy.png")
     for method in _methods(results):
         name = re.sub(r"[^\w.=-]+", "_", method).strip("_")
-        heatmap(results, method).savefig(folder / f"heatmap_{name}.png", dpi=150)
+        _save(heatmap(results, method), folder / f"heatmap_{name}.png")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with writing(path):
+        figure.savefig(path, dpi=150)
 
 
 def accuracy_vs_budget(results: Results) -> Figure:

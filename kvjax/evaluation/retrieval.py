@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.budgets.budgets import check_count
+from kvjax.messages import brief
 
 from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
 
@@ -117,11 +119,11 @@ class Haystack:
             text cannot fill.
         """
         if task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {brief(task)}")
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must lie between 0 and 1, got {depth}")
         check_count("length", length, 1)
-        check_count("seed", seed, 0)
+        check_count("seed", seed, 0, most=math.inf)
         check_count("needles", needles, 1)
         rng = np.random.default_rng(
             (seed, zlib.crc32(task.encode()), length, round(depth * 10**6), needles)
@@ -132,9 +134,14 @@ class Haystack:
         inserts = [(at, self._encode(text)) for at, text in pieces.inserts]
         asked, question = inserts[-1][1], self._encode(pieces.question)
         room = length - len(self.start) - len(question) - sum(len(ids) for _, ids in inserts)
-        if not 0 <= room <= len(self.filler):
+        if room < 0:
             raise ValueError(
-                f"a prompt of {length} tokens leaves {room} for filler, "
+                f"a prompt of {length} tokens is too short: what is hidden in it and the question "
+                f"have {length - room}"
+            )
+        if room > len(self.filler):
+            raise ValueError(
+                f"a prompt of {length} tokens needs {room} tokens of filler, "
                 f"and the text has {len(self.filler)}"
             )
         start = int(rng.integers(len(self.filler) - room + 1))

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import check_count
+from kvjax.budgets.budgets import check_count, check_flag
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import oldest
 from kvjax.cache.slots import KVCache, sorted_slots
@@ -87,6 +87,8 @@ class CaM(Wrapper):
         check_evicts(self.base, "CaM")
         if self.merge_tokens is not None:
             check_count("merge_tokens", self.merge_tokens, 1)
+        check_flag("expected", self.expected)
+        check_flag("prompt", self.prompt)
         check_seed(self.seed)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, CaMState]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -10,8 +9,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.budgets.budgets import Budget, slots_for
+from kvjax.budgets.budgets import MOST_COUNT, Budget, slots_for
 from kvjax.budgets.layers import LayerBudget, layers_alike
+from kvjax.messages import brief
 from kvjax.protocol import GroupReduce, KVTransform
 from kvjax.transforms.snapkv import SnapKV
 
@@ -67,9 +67,12 @@ class PyramidKV(KVTransform):
     def __post_init__(self):
         self._snapkv(self.budget)
         if not isinstance(self.beta, int | float) or isinstance(self.beta, bool):
-            raise TypeError(f"beta must be a number, got {self.beta!r}")
-        if not 1 <= self.beta < math.inf:
-            raise ValueError(f"beta must be a finite number of at least 1, got {self.beta}")
+            raise TypeError(f"beta must be a number, got {brief(self.beta)}")
+        if not 1 <= self.beta <= MOST_COUNT:
+            raise ValueError(
+                f"beta must be a number of at least 1 and at most {MOST_COUNT}, "
+                f"got {brief(self.beta)}"
+            )
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """SnapKV with this layer's budget."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import check_count
+from kvjax.messages import brief
 
 
 def check_seed(seed: int) -> None:
     """Raises unless a seed is an integer in [0, 2**32)."""
-    check_count("seed", seed, 0)
-    if seed >= 2**32:
-        raise ValueError(f"seed must be below 2**32, got {seed}")
+    check_count("seed", seed, 0, most=math.inf)
+    if seed >= 2**32:  # JAX would drop the upper bits
+        raise ValueError(f"seed must be below 2**32, got {brief(seed)}")
 
 
 def layer_key(seed: int, layer: int) -> Array:

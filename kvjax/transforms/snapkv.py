@@ -19,6 +19,11 @@ from kvjax.protocol import GroupReduce, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
 from pallas_kernels import column_sums, prompt_attention
 
+MOST_WINDOW = 2**16
+"""The most last queries of a prompt that are kept to observe it: each attends to all of it."""
+
+_MOST_KERNEL = 4095  # pooling takes a step per position and place of the kernel
+
 
 @dataclass(frozen=True)
 class SnapKV(PromptBudget):
@@ -40,7 +45,7 @@ class SnapKV(PromptBudget):
 
     Raises:
       TypeError, ValueError: no number, `budget` below `window + 1`, a share outside (0, 1], an even
-        kernel, an unknown pooling or reduction.
+        kernel or one above 4,095, a window above 65,536, an unknown pooling or reduction.
 
     Example:
       >>> import kvjax
@@ -66,8 +71,8 @@ class SnapKV(PromptBudget):
     minimum = property(lambda self: self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):
-        check_count("window", self.window, 1)
-        check_count("kernel", self.kernel, 1)
+        check_count("window", self.window, 1, MOST_WINDOW)
+        check_count("kernel", self.kernel, 1, _MOST_KERNEL)
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel must be odd, got {self.kernel}")
         check_choice("pooling", self.pooling, ("max", "avg"))

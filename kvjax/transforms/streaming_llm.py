@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvjax.budgets.budgets import Budget, check_budget, check_count
+from kvjax.budgets.budgets import Budget, check_budget, check_count, check_flag
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
 from kvjax.protocol import Needs, Step
@@ -52,6 +52,7 @@ class StreamingLLM(HeldBudget):
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
+        check_flag("reposition", self.reposition)
         check_budget(self.budget, self.minimum, "sinks + 1")
 
     def on_step(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:

@@ -22,9 +22,9 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from tokenizers import Tokenizer
 
-from kvjax.budgets.budgets import check_count
 from kvjax.evaluation import wording
 from kvjax.models import Decoder, DecoderConfig, random_decoder
+from kvjax.transforms.random import check_seed
 
 from .corpus import BOS, EOS, file_documents, python_documents, split_documents, train_tokenizer
 from .export import save_pretrained
@@ -155,9 +155,7 @@ def _check_kept(path: Path, given: str) -> None:
 
 
 def _check(config: DecoderConfig, texts: Sequence[str], seed: int) -> None:
-    check_count("seed", seed, 0)
-    if seed >= 2**32:  # JAX would drop the upper bits
-        raise ValueError(f"seed must be below 2**32, got {seed}")
+    check_seed(seed)
     if not config.tie_embeddings:
         raise ValueError("tie_embeddings must be True, got False")
     if not texts:

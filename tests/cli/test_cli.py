@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,7 @@ from kvjax.models import demo
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds
 
+ROOT = Path(__file__).parents[2]
 LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
 FIELDS = {
     "model", "text", "method", "budget", "prompt_tokens", "new_tokens", "ttft_s", "tpot_s",
@@ -465,6 +467,13 @@ def test_which_method_and_budget(args, budget, transform):
         (["--budget", "-0.5"], "(0, 1]"),
         (["--budget", "1.5"], "(0, 1]"),
         (["--budget", "nan"], "(0, 1]"),
+        (["--budget", "999999999999999999999"], "budget must be at most 2147483647 slots, got 9"),
+        (["--method", "streaming_llm(sinks=10000000000)"], "sinks must be at most 2147483647"),
+        (["--method", "clusterkv(seed=())"], "seed must be an int, got ()"),
+        (["--method", "snapkv(64)"], "write budget=64"),
+        (["--method", "snapkv,h2o"], "write chain(snapkv, h2o)"),
+        (["--method", "\x1b[2J"], r"got '\x1b[2J'"),
+        (["--model", "\x1b[2J", "--prompt", "a"], r"\x1b[2J is not a directory"),
         (["--max-new", "0"], "--max-new must be at least 1"),
         (["--max-new", "many"], "--max-new"),
         (["--temperature", "-1"], "temperature"),
@@ -606,6 +615,15 @@ def test_closed_pipe():
         assert process.wait(60) == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_standard_output_on_a_full_disk():
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, ROOT / "kvjax_command.py", "methods", "--json"]
+        done = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert one_line(done.stderr).endswith("No space left on device: standard output\n")
+    assert done.returncode == 2
+
+
 def test_a_terminal_that_knows_ascii_only():
     done = command("methods", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and done.stderr == "" and done.stdout.isascii()
@@ -741,6 +759,75 @@ def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.returncode == 130
     assert done.stdout == ("" if seconds else "went on\n"), "what takes longer is cut short"
+
+
+def start_command(*args, **options) -> subprocess.Popen:
+    """The command as it is installed."""
+    line = [sys.executable, ROOT / "kvjax_command.py", *args]
+    return subprocess.Popen(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4])
+def test_interrupted_while_it_is_imported(seconds):
+    process = start_command("generate")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.slow
+def test_an_interrupt_at_any_time_is_130_or_too_late():
+    for tenths in range(5, 25, 4):
+        process = start_command("methods", "--json")
+        time.sleep(tenths / 10)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert err == "" and process.returncode in (0, 130)
+        assert process.returncode == 130 or json.loads(out)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_an_interrupt_that_the_parent_ignores_is_ignored():
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "os.execv(sys.executable, [sys.executable, 'kvjax_command.py', 'methods', '--json'])"
+    )
+    line = [sys.executable, "-c", code]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_an_interrupt_while_no_python_runs_is_not_lost():
+    """As in a compiler: the signal's handler is not called before the code returns."""
+    code = """if True:
+        import hashlib, sys
+        from kvjax.cli import methods_command
+        from kvjax.cli import main as cli
+
+        def run(args):
+            print("started", flush=True)
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # a minute
+
+        methods_command.methods = run
+        sys.argv = ["kvjax", "methods"]
+        sys.exit(cli.main())
+    """
+    line = [sys.executable, "-c", code]
+    start = time.monotonic()
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"started\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == 130 and time.monotonic() - start < 30
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")

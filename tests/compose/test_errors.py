@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +222,38 @@ CONSTRUCTION = {
     "parse, bad number": (lambda: parse("h2o(budget=1)"), ValueError, "1", "at least 2"),
     "parse, bad type": (lambda: parse("h2o(budget='many')"), TypeError, "'many'", "int"),
     "parse, null": (lambda: parse("h2o\0", 4), ValueError, "name"),
+    "parse, a value without a name": (
+        lambda: parse("snapkv(64)"), ValueError, "snapkv(64)", "write budget=64",
+    ),
+    "parse, two values without names": (
+        lambda: parse("streaming_llm(64, 4)"), ValueError, "write budget=64, sinks=4",
+    ),
+    "parse, a wrapper's value without a name": (
+        lambda: parse("every(snapkv, 64)", 64), ValueError, "every(snapkv, 64)", "write steps=64",
+    ),
+    "parse, a comma": (
+        lambda: parse("snapkv,h2o", 64), ValueError, "snapkv,h2o", "write chain(snapkv, h2o)",
+    ),
+    "parse, nearly a method": (lambda: parse("snap_kv", 64), ValueError, "did you mean snapkv?"),
+    "parse, nearly a parameter": (
+        lambda: parse("snapkv(windw=4)", 64), ValueError, "'windw'", "did you mean window?",
+    ),
+    "parse, nested": (
+        lambda: parse("cam(" * 150 + "h2o" + ")" * 150, 64), ValueError, "more than 16 deep",
+    ),
+    "budget beyond int32": (lambda: H2O(budget=2**31), ValueError, "budget", "2147483647"),
+    "budget beyond int64": (lambda: SnapKV(10**20), ValueError, "budget", "2147483647", "1000"),
+    "budget too long to print": (lambda: SnapKV(10**5000), ValueError, "budget", "too long"),
+    "sinks beyond int32": (lambda: StreamingLLM(0.5, 10**10), ValueError, "sinks", "2147483647"),
+    "steps beyond int32": (lambda: Every(SNAP, 2**31), ValueError, "steps", "2147483647"),
+    "pyramid beta beyond int32": (lambda: PyramidKV(64, beta=1e39), ValueError, "beta", "1e+39"),
+    "chelsea passes": (lambda: kvjax.Chelsea(128, steps=10**9), ValueError, "steps", "1000"),
+    "a number beyond float32": (
+        lambda: kvjax.InfiniGen(64, alpha=1e39), ValueError, "alpha", "finite", "1e+39",
+    ),
+    "a window of everything": (lambda: SnapKV(0.5, window=10**6), ValueError, "window", "65536"),
+    "a kernel of everything": (lambda: SnapKV(0.5, kernel=10**6 + 1), ValueError, "kernel", "4095"),
+    "a flag": (lambda: StreamingLLM(8, reposition=[]), TypeError, "reposition", "[]"),
 }  # fmt: skip
 
 
@@ -410,6 +443,47 @@ ATTEND = {
     ),
     "implementation": ({"implementation": "cuda"}, ValueError, "'cuda'", "'xla'"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-" * 100_000 + "1", "-" * 9_000 + "1", "1" + "+1" * 100_000, "1" + "+1" * 4_000,
+        "h2o" + "()" * 100_000, "h2o" + "()" * 4_000, "h2o" + ".a" * 100_000, "h2o" + ".a" * 4_000,
+        "h2o(" + ",".join(f"a{i}=1" for i in range(100_000)) + ")", "h2o(budget=1if 1else 2)",
+        "h2o(budget='\\d')", "h2o(budget=" + "9" * 5_000 + ")", "(" * 5_000, "1()", "()()",
+        "h2o(budget=" + "-" * 9_000 + "1)", "h2o(budget=" + "[" * 150 + "]" * 150 + ")",
+    ],
+    ids=lambda text: text[:12] + str(len(text)),
+)  # fmt: skip
+def test_a_monstrous_composition_is_refused_at_once(text):
+    """Warnings are errors in tests, so that none is shown either."""
+    start = time.perf_counter()
+    with pytest.raises((ValueError, TypeError)) as caught:
+        parse(text, 64)
+    assert time.perf_counter() - start < 1
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["()", "[]", "{1}", "{'a': 1}", "None", "'x'", "b'x'", "...", "1j", "1e400", "9" * 30, "-1"],
+)
+def test_wrong_literals_are_refused_in_one_line(value):
+    known = kvjax.registry.METHODS | kvjax.registry.WRAPPERS | kvjax.registry.STORAGE
+    refused = 0
+    for name, kind in known.items():
+        for field in dataclasses.fields(kind):
+            base = "snapkv, " if issubclass(kind, kvjax.protocol.Wrapper) else ""
+            if field.name == "base":
+                continue
+            for budget in (128, 0.5):
+                try:
+                    hash(parse(f"{name}({base}{field.name}={value})", budget))
+                except (ValueError, TypeError) as error:
+                    refused += 1
+                    assert "\n" not in str(error) and "unhashable" not in str(error), error
+    assert refused > 50
 
 
 @pytest.mark.parametrize("name", ATTEND)

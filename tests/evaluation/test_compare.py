@@ -24,8 +24,9 @@ from kvjax.cli.arguments import depth_list, method_list
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.main import main
 from kvjax.cli.terminal import Display
-from kvjax.evaluation import Grid, Proportion, compare, plots
+from kvjax.evaluation import Grid, Proportion, compare, files, plots
 from kvjax.evaluation.compare import _Measure
+from kvjax.evaluation.grid import Cell
 from kvjax.models import DecoderConfig, RopeConfig, load_tokenizer, random_decoder
 from kvjax.models.demo.export import save_pretrained
 
@@ -475,7 +476,17 @@ def refused(capsys, tmp_path, code: int) -> str:
         ({"budgets": "8", "methods": "snapkv"}, "budget must be at least 33"),
         ({"lengths": "0"}, "length must be at least 1"),
         ({"lengths": "192.0"}, "length must be an int"),
-        ({"lengths": "30"}, "a prompt of 30 tokens"),
+        ({"lengths": "10"}, "a prompt of 10 tokens is too short: what is hidden in it and the"),
+        ({"lengths": "10000000000"}, "length must be at most 2147483647"),
+        ({"methods": "all,foo"}, "all must stand alone, got 'all,foo'"),
+        ({"methods": "foo,h2o,"}, "unknown method 'foo'"),
+        ({"methods": "(" * 20_000}, "must have at most 10000 characters"),
+        ({"budgets": "99999999999999999999"}, "budget must be at most 2147483647 slots, got 9999"),
+        ({"budgets": "4000000000", "methods": "full"}, "budget must be at most 2147483647"),
+        ({"depths": "1000000000"}, "at least 2 and at most 1000, or depths such as 0,0.5,1, got"),
+        ({"depths": ",".join(["0.5"] * 1001)}, "1000 depths at most, got 1001"),
+        ({"cases": 10**12}, "cases must be at most 100000, got 1000000000000"),
+        ({"seed": "9" * 5_000}, "must be an integer from 0 to 2**32 - 1"),
         ({"lengths": "192,600"}, "the model has 512 positions, got a prompt of 600 tokens"),
         ({"lengths": "512"}, "the model has 512 positions"),
         ({"lengths": "100000"}, "the text must have at least 100000"),
@@ -556,12 +567,14 @@ def test_a_folder_with_other_settings(command, folder, measured, capsys, tmp_pat
         assert command(**change) == 2
         assert f"holds a comparison with other {name}: choose" in one_line(capsys)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    (out / "settings.json").write_text("[]")
+    settings = json.loads((out / "settings.json").read_text())
+    (out / "settings.json").write_text(json.dumps({**settings, "strange\x1b[2J": 1}))
     assert command() == 2
-    assert "with other" in one_line(capsys)
-    (out / "settings.json").write_text("{")
-    assert command() == 2
-    assert "is not the settings of a comparison" in one_line(capsys)
+    assert r"with other strange\x1b[2J: choose" in one_line(capsys)
+    for damaged in ("[]", "{", '{"a":' * 100_000):
+        (out / "settings.json").write_text(damaged)
+        assert command() == 2
+        assert "settings.json is not the settings of a comparison: " in one_line(capsys)
 
 
 def test_other_weights_are_another_model(folder, measured, tmp_path):
@@ -576,13 +589,80 @@ def test_other_weights_are_another_model(folder, measured, tmp_path):
         again(random_decoder(config, seed=1))
 
 
-def test_a_damaged_journal(command, measured, capsys, tmp_path):
+FOUND = {"nll": 2.0, "seconds": 0.1}
+DAMAGED = {
+    "cut": (b'{"cell": ["perplexity", "full", nu', "Expecting value"),
+    "no text": (b"\xff", "decode"),
+    "empty": (b"{}", "expected an object with cell and found"),
+    "a number": (b"5", "expected an object with cell and found"),
+    "cell": ({"cell": 5, "found": FOUND}, "cell must be a list"),
+    "other cell": ({"cell": ["x", "full", None, 192], "found": FOUND}, "no comparison"),
+    "nested cell": ({"cell": ["perplexity", [], None, 192], "found": FOUND}, "no comparison"),
+    "found": ({"cell": ["perplexity", "full", None, 192], "found": 5}, "must be an object, got 5"),
+    "found, empty": ({"cell": ["perplexity", "full", None, 192], "found": {}}, "nll of found must"),
+    "nan": (
+        {"cell": ["perplexity", "full", None, 192], "found": {**FOUND, "nll": math.nan}},
+        "nll of found must be a finite number, got nan",
+    ),
+    "text": (
+        {"cell": ["fidelity", "full", None, 192], "found": {"recall": ["x"], "seconds": 1}},
+        "recall of found must be finite numbers",
+    ),
+    "nested": (b'{"a":' * 100_000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_journal(name, tmp_path):
+    line, said = DAMAGED[name]
+    settings = {"seed": 0}
+    cell = Cell("perplexity", "full", None, 192)
+    journal = files.Journal(tmp_path, settings)
+    journal.add(cell, FOUND)
+    assert files.Journal(tmp_path, settings).finished == {cell: FOUND}
+    line = line if isinstance(line, bytes) else json.dumps(line).encode()
+    path = tmp_path / "cells.jsonl"
+    path.write_bytes(path.read_bytes() + line + b"\n" + path.read_bytes())
+    with pytest.raises(
+        ValueError, match=r"cells\.jsonl is damaged in line 2 \(.*\): rem"
+    ) as caught:
+        files.Journal(tmp_path, settings)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_damaged_journal_is_one_line(command, measured, capsys, tmp_path):
     assert command() == 0
     capsys.readouterr()
     path = tmp_path / "out" / "cells.jsonl"
     path.write_bytes(b"{}\n" + path.read_bytes())
     assert command() == 2
-    assert "is damaged in line 1" in one_line(capsys)
+    assert "cells.jsonl is damaged in line 1 " in one_line(capsys)
+
+
+def test_a_cell_of_another_grid_counts_for_nothing(command, measured, tmp_path):
+    assert command() == 0
+    found = {"cell": ["perplexity", "other", 0.5, 192], "found": FOUND}
+    with open(tmp_path / "out" / "cells.jsonl", "a") as file:
+        file.write(json.dumps(found) + "\n")
+    assert command() == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"), [("fsync", "cells.jsonl"), ("replace", "settings.json")]
+)
+def test_a_full_disk_names_the_file(monkeypatch, tmp_path, broken, name):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, broken, full)
+    with pytest.raises(OSError, match=rf"No space left on device: '.*{name}'"):
+        files.Journal(tmp_path, {}).add(Cell("perplexity", "full", None, 192), FOUND)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder that takes no files")
+def test_a_place_that_takes_no_folder(command, measured, capsys):
+    assert command(out="/proc/kvjax") == 2
+    assert "/proc/kvjax" in one_line(capsys)
 
 
 # Pictures and terminal

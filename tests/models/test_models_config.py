@@ -131,6 +131,10 @@ def test_both_formats_of_rope_parameters(read, rope):
     assert config.max_positions == 128
 
 
+def test_a_theta_of_nothing_is_the_default(read):
+    assert read({**LLAMA, "rope_theta": None}).rope == RopeConfig(rotary_dim=8)
+
+
 def test_original_context_of_scaled_rope(read):
     scaled = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     dynamic = read({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
@@ -175,6 +179,24 @@ def test_end_tokens_of_generation_win(read, generation, expected):
         ({"num_key_value_heads": 3}, "query_heads must be a multiple of kv_heads"),
         ({"head_dim": 7}, "rotary_dim must be even, got 7"),
         ({"rms_norm_eps": 0}, "norm_eps must be a finite number above 0, got 0"),
+        ({"hidden_act": []}, r"config\.json: hidden_act must be text such as 'silu', got \[\]"),
+        (
+            {"vocab_size": 10**400},
+            r"vocab_size must be an integer of at most 2147483647, got 10+\.",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer of at most 10000"),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps must be a finite number above 0, got 10+\.\.\."),
+        (
+            {"rope_theta": 10**400},
+            r"rope_theta must be .*, got 10+\.\.\. \(float32 ends at 3.4e\+38\)",
+        ),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a finite number above 0, got 'x'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e308}}, "factor must be .*, got 1e.308"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e30}}, "rope factor .* got .* of 1e.30"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope type \['linear'\] is not supported"),
+        ({"rope_parameters": [1]}, r"one object for all layers, got rope_parameters: \[1\]"),
+        ({"model_type": "\x1b[2J"}, r"model_type '\\x1b\[2J' is not supported"),
+        ({"eos_token_id": 10**400}, "eos_token_id must be an integer .* of 32 bits, got 10"),
         ({"eos_token_id": "2"}, "eos_token_id must be an integer or a list of integers"),
     ],
 )
@@ -193,6 +215,13 @@ def test_unreadable_files(tmp_path):
         read_config(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is nested too deeply"):
+        read_config(tmp_path)
+    with open(tmp_path / "config.json", "wb") as file:
+        file.truncate(2**40)  # a file without blocks
+    with pytest.raises(ValueError, match=r"config\.json: it has more than 67,108,864 bytes"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="must hold a JSON object, got list"):

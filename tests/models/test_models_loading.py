@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import types
 import weakref
@@ -16,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
-from kvjax.models import from_pretrained, loading
+from kvjax.models import demo, from_pretrained, load_tokenizer, loading, read_config
 from kvjax.models.safetensors_files import read_tensors
 from tests.support.hf_models import Stepper, reference_logits, save_reference
 from tests.support.tolerances import close
@@ -340,3 +343,142 @@ def test_failed_downloads_are_one_line(hub, error):
         from_pretrained("somebody/model")
     assert "\n" not in str(e.value)
     assert " ".join(str(error).split()) in str(e.value)
+
+
+# Files and values that somebody made to do harm
+
+
+def raw_config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("layers", [3, 9_999, 10**9, 10**18, 10**400])
+def test_more_layers_than_the_checkpoint_has(checkpoint, layers):
+    folder = checkpoint()
+    (folder / "config.json").write_text(
+        json.dumps({**raw_config(folder), "num_hidden_layers": layers})
+    )
+    for read in (read_config, from_pretrained):
+        with pytest.raises(ValueError, match=r"config\.json: num_hidden_layers .*(2 layers|10000)"):
+            read(folder)
+
+
+def test_layers_are_counted_in_an_index_too(checkpoint):
+    folder = checkpoint()
+    names = list(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_config(folder).num_layers == 2
+    raw = {**raw_config(folder), "num_hidden_layers": 5_000}
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"num_hidden_layers is 5000, but .* of 2 layers"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_not_finite(checkpoint, value, dtype):
+    def damage(tensors):
+        tensors[UP][-1, -1] = value
+
+    folder = checkpoint(damage)
+    with pytest.raises(ValueError, match=rf"{UP} of .*model\.safetensors has NaN or inf.*{dtype}"):
+        from_pretrained(folder, dtype)
+    model = from_pretrained(folder, dtype, allow_nonfinite=True)
+    last = np.asarray(model.layers[0].mlp.up_proj.kernel.get_value(), np.float32)[-1, -1]
+    np.testing.assert_array_equal(last, value)
+
+
+def test_weights_that_a_cast_makes_infinite(checkpoint):
+    def enlarge(tensors):
+        tensors[UP][0, 0] = 1e6
+
+    folder = checkpoint(enlarge)
+    from_pretrained(folder)
+    with pytest.raises(ValueError, match=f"{UP} of .* in float16: allow_nonfinite=True"):
+        from_pretrained(folder, "float16")
+
+
+def test_names_from_files_are_escaped(checkpoint):
+    folder = checkpoint(put("\x1b]0;evil\x07\x1b[2J", np.ones(3, np.float32)))
+    with pytest.raises(ValueError, match="unknown to this model type") as caught:
+        from_pretrained(folder)
+    assert str(caught.value).isprintable() and r"\x1b]0;evil\x07" in str(caught.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
+@pytest.mark.parametrize("what", ["pipe", "device", "directory"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_only_regular_files_are_read(checkpoint, name, what):
+    folder = checkpoint()
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").unlink()
+    put_in_place(folder / name, what)
+    with pytest.raises(ValueError, match=rf"{name}: it must be a regular file, it is a {what}"):
+        from_pretrained(folder)
+
+
+def put_in_place(path, what):
+    path.unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(demo.directory() / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
+@pytest.mark.parametrize("what", ["pipe", "device"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model"])
+def test_only_regular_files_of_tokenizers_are_read(tokenizer_folder, name, what):
+    put_in_place(tokenizer_folder / name, what)
+    with pytest.raises(ValueError, match=rf"{name}: it must be a regular file, it is a {what}"):
+        load_tokenizer(tokenizer_folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model_max_length": "x"}', "config.json: model_max_length must be a number, got 'x'"),
+        ('{"a":' * 100_000, r"tokenizer_config\.json is nested too deeply"),
+        ("{", r"tokenizer_config\.json is not JSON"),
+    ],
+)
+def test_wrong_settings_of_a_tokenizer(tokenizer_folder, content, message):
+    (tokenizer_folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tokenizer_folder)
+
+
+def test_no_word_on_spaces_that_are_not_cleaned_up(tokenizer_folder):
+    path = tokenizer_folder / "tokenizer_config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "clean_up_tokenization_spaces": True})
+    )
+    tokenizer = load_tokenizer(tokenizer_folder)
+    assert not tokenizer.clean_up_tokenization_spaces, "what transformers warns of"
+    ids = tokenizer("It rains , he said .").input_ids
+    assert tokenizer.batch_decode([ids], skip_special_tokens=True) == ["It rains , he said ."]
+
+
+@pytest.mark.slow
+def test_tokenizers_are_loaded_quietly():
+    code = (
+        "import sys; sys.modules['torch'] = None; "
+        "from kvjax.models import demo, load_tokenizer; "
+        "load_tokenizer(demo.directory()).batch_decode([[5, 6]])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -24,9 +24,12 @@ from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Merge
+from kvjax.messages import brief
 from kvjax.protocol import Extent, KVTransform, Step
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
+
+_MOST_STEPS = 1000  # a table has a row for each
 
 
 class Passes(NamedTuple):
@@ -127,7 +130,7 @@ class Chelsea(KVTransform):
         if self.chunk != "whole":
             check_count("chunk", self.chunk, 2)
         check_budget(self.budget, self.minimum, "sinks + recent + 1")
-        check_count("steps", self.steps, 0)
+        check_count("steps", self.steps, 0, most=_MOST_STEPS)
         self._check_schedule()
         if not isinstance(self.outlier_heads, OutlierHeads | None):
             raise TypeError(
@@ -232,9 +235,9 @@ class Chelsea(KVTransform):
         schedule = {"ratio_0": self.ratio_0, "decay": self.decay, "floor": self.floor}
         for name, value in schedule.items():
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-                raise TypeError(f"{name} must be a number, got {value!r}")
+                raise TypeError(f"{name} must be a number, got {brief(value)}")
             if not 0 <= value <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {value}")
+                raise ValueError(f"{name} must lie in [0, 1], got {brief(value)}")
         if self._shares[-1] <= 0:
             raise ValueError(
                 f"the share of a pass must stay above 0, got {float(self._shares[-1])} after "

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.budgets.budgets import Budget, check_choice, most_slots, rows_budget
+from kvjax.budgets.budgets import Budget, check_choice, check_flag, most_slots, rows_budget
 from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
@@ -133,6 +133,8 @@ class KVCrush(Wrapper):
         check_seed(self.seed)
         check_choice("anchor", self.anchor, get_args(Anchor))
         check_choice("pick", self.pick, get_args(Pick))
+        check_flag("kmeans", self.kmeans)
+        unit_size(self.granularity)
         if self.kmeans and self.unit > 1:
             raise ValueError(f"kmeans=True clusters tokens, got granularity={self.granularity!r}")
         # Before `for_layer` there are no budgets to look at.

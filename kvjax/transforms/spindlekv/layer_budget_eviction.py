@@ -14,7 +14,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.decisions import Keep
 from kvjax.protocol import KVTransform, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
-from kvjax.transforms.snapkv import by_query_head, window_attention
+from kvjax.transforms.snapkv import MOST_WINDOW, by_query_head, window_attention
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LayerBudgetEviction(KVTransform):
 
     def __post_init__(self):
         check_number("reserve", self.reserve, 0.0, 1.0)
-        check_count("window", self.window, 1)
+        check_count("window", self.window, 1, MOST_WINDOW)
         check_number("beta", self.beta, 0.0, 1.0)
         check_flag("unfold", self.unfold)
 

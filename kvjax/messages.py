@@ -1,0 +1,61 @@
+"""How messages show names and values that others wrote, and what other libraries may not say."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+
+_MOST = 200  # characters of a value
+
+
+def printable(text: object, most: int = 1000) -> str:
+    """The text with every character escaped that is not printed, cut after `most` characters.
+
+    Names from files go through it: a terminal carries out control characters.
+
+    Example:
+      >>> from kvjax.messages import printable
+      >>> print(printable("\\x1b[2Jname"))
+      \\x1b[2Jname
+    """
+    given = str(text)
+    shown = "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode()
+        for sign in given[:most]
+    )
+    return shown if len(given) <= most else f"{shown}..."
+
+
+def brief(value: object) -> str:
+    """The `repr` of a value, cut where it is long.
+
+    Example:
+      >>> from kvjax.messages import brief
+      >>> brief("snapkv"), len(brief("a" * 10**6))
+      ("'snapkv'", 203)
+    """
+    if isinstance(value, np.generic):  # 3 rather than np.int64(3)
+        value = value.item()
+    try:
+        return printable(repr(value), _MOST)
+    except ValueError:  # Python prints no integers of more than 4,300 digits
+        return f"a {type(value).__name__} too long to print"
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply to print"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No log lines and warnings of the libraries underneath: an error is one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,31 @@
+"""The command `kvjax` as it is installed: ready for Ctrl-C before anything else is imported.
+
+This module is no part of the package `kvjax`, since to import anything of that imports JAX, which
+takes seconds.
+"""
+
+import os
+import signal
+import sys
+
+
+def main() -> int:
+    """Runs `kvjax.cli.main.main` on the process's arguments and returns its exit code.
+
+    A Ctrl-C while that is imported ends the process at once, with exit code 130 and no output. One
+    that comes when the command is done changes nothing. Where the parent process ignores Ctrl-C, as
+    shells do for background jobs, the command ignores it too.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # No exception is raised: what is imported might catch it, or show a traceback.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from kvjax.cli.main import main as run
+
+    code = run()
+    # The interpreter gives signals back to the system before it ends, which would kill it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
