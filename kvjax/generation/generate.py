@@ -27,6 +27,7 @@ from kvjax.generation.sampling import Numbers, Sampling
 from kvjax.generation.steps import decode_step, pad
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import RecallStatistics, recall_statistics
+from kvjax.transforms.random import check_seed
 
 _STREAM_SECONDS = 0.1  # how often a streaming loop comes back to the host, about
 _END_TOKENS = 8  # places for end tokens; more of them are padded to a multiple
@@ -77,7 +78,7 @@ class Generation:
     memory_bytes: dict[str, int]
     recall: RecallStatistics | None
     dropped: int
-    context: Context | None
+    context: Context | None = None
 
 
 def read(
@@ -362,9 +363,7 @@ class _Writing:
         self._model = as_functional(model)
         self._compiler, self._streaming = Compiler(on_compile), streaming
         check_count("max_new_tokens", max_new_tokens, 1)
-        check_count("seed", seed, 0)
-        if seed >= 2**32:  # JAX would drop the upper bits
-            raise ValueError(f"seed must be below 2**32, got {seed}")
+        check_seed(seed)
         ends = _end_tokens(model, end_tokens)
         sampling = Sampling() if sampling is None else sampling
         self._choice = _Choice(sampling.numbers, jnp.asarray(ends), jax.random.key(seed))

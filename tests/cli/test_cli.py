@@ -131,17 +131,17 @@ def test_fewer_bits_in_a_chain(capsys):
 
 @dataclasses.dataclass(frozen=True)
 class KeepsTooMuch(kvjax.KVTransform):
-    """Promises four slots of the prompt and evicts nothing."""
+    """Promises seven slots and evicts nothing."""
 
     def extent(self, extent: kvjax.Extent) -> kvjax.Extent:
-        return extent.keep(4)
+        return extent.keep(4).hold(7)
 
 
 def test_lost_tokens_are_told(capsys, monkeypatch, tinystories):
     monkeypatch.setitem(METHODS, "keeps_too_much", KeepsTooMuch)
     args = story(tinystories, "--method", "keeps_too_much", "--max-new", "3")
     record = json.loads(output(capsys, *args, "--json"))
-    # Six tokens of the prompt and two new ones; room for four and three.
+    # Six tokens of the prompt and two new ones.
     config = models.read_config(tinystories)
     assert record["dropped"] == config.num_layers * config.kv_heads
     assert main(args) == 0
