@@ -1,35 +1,32 @@
-"""Seconds of tracing, lowering and compiling each method's functions, for a model of some layers.
+"""Seconds of tracing, lowering and compiling what `kvjax.generate` compiles for each method.
 
     python benchmarks/compile_time.py --layers 4 30 --out benchmarks/results/compile_time_cpu.json
 
-A model of the bundled model's shape, with as many layers as are asked for, reads 256 padded tokens
-and makes 64 new ones: the prompt pass, the decode loop, and where the library has one the function
-that handles new tokens every few steps (`flush`) are traced, lowered and compiled one after the
-other, without a cache on disk, and nothing is run. Intervals are 32 steps, so that whatever a
-method does every few steps has its place in what is compiled.
+A model of the bundled model's shape, with as many layers as are asked for and random weights, reads
+256 padded tokens and makes 64 new ones, without a cache on disk. Intervals are 32 steps, so that
+whatever a method does every few steps has its place in what is compiled. `prompt` is everything up
+to the first token: a prompt is read by one function per kind of layer. `loop` is the decode loop,
+`flush` what handles new tokens every few steps, once per kind of layer.
 
 Wall-clock seconds depend on what else the machine does; `cpu_seconds`, of all threads of this
-process, depend on it much less. `operations` counts those of the lowered program. `over_full`
-divides a method's CPU seconds of all three stages by those of the full cache, and takes the loop
-and `flush` together.
+process, depend on it much less. `over_full` divides a method's CPU seconds by those of the full
+cache at the same depth, `over_least` those of the prompt by those at the smallest depth.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from common import save, write
-from flax import nnx
-from model_loop import ModelLoop, flush_interval
 
 import kvjax
+from kvjax.generation import reading
 from kvjax.models import DecoderConfig, demo, random_decoder, read_config
 
 PROMPT_TOKENS, NEW_TOKENS = 256, 64
@@ -43,7 +40,6 @@ METHODS = {
     "quantize_8": "quantize(bits=8)",
     "quantize_4": "quantize(bits=4, residual=32)",
 }
-OPERATION = re.compile(r"^\s+(?:%[^=]+= )?\"?(?:stablehlo|chlo|func|mhlo)\.", re.MULTILINE)
 
 
 def config(layers: int) -> DecoderConfig:
@@ -61,65 +57,51 @@ def method(name: str, model: DecoderConfig) -> kvjax.KVTransform:
     return dataclasses.replace(transform, calibration=kvjax.InfiniGenCalibration(projections))
 
 
-def shapes(tree: object) -> object:
-    """The shapes and dtypes of a pytree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+class Timed(reading.Compiler):
+    """Adds up CPU seconds by what is compiled."""
+
+    found: dict[str, dict[str, float]]  # of the model that is measured
+
+    def compile(self, what: str, *args: object) -> None:
+        """As `Compiler.compile`, in a row of the table."""
+        names = {"the decode loop": "loop", "the flush": "flush"}
+        row = self.found.setdefault(names.get(what, "prompt"), {"seconds": 0, "cpu_seconds": 0})
+        start, cpu = time.perf_counter(), time.process_time()
+        super().compile(what, *args)
+        row["seconds"] += time.perf_counter() - start
+        row["cpu_seconds"] += time.process_time() - cpu
 
 
-def measure(transform: kvjax.KVTransform, model: DecoderConfig) -> dict[str, dict[str, object]]:
-    """Compiles the prompt pass, the decode loop and, where it is called, `flush`.
+def measure(transform: kvjax.KVTransform, model: DecoderConfig) -> dict[str, dict[str, float]]:
+    """What is compiled for a prompt and new tokens, by function: `"prompt"`, `"loop"`, `"flush"`.
 
     Args:
       transform: the method, not bound to layers yet.
       model: configuration of the decoder.
-
-    Returns:
-      Measurements by function: `"prompt"`, `"loop"` and `"flush"`.
     """
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: random_decoder(model)))
-    layers = kvjax.bind(transform, model.num_layers)
-    loop = ModelLoop(graphdef, layers, PROMPT_TOKENS, NEW_TOKENS)
-    tokens = jax.ShapeDtypeStruct((1, PROMPT_TOKENS), jnp.int32)
-    given = jax.ShapeDtypeStruct((1, NEW_TOKENS + 1), jnp.int32)
-    prompt, traced = _compile(ModelLoop.read_prompt, loop, params, tokens, tokens, given)
-    progress, until = shapes(traced.out_info), jax.ShapeDtypeStruct((), jnp.int32)
-    found = {"prompt": prompt, "loop": _compile(ModelLoop.decode, loop, params, progress, until)[0]}
-    if flush_interval(progress.caches) is not None:
-        found["flush"] = _compile(ModelLoop.flush, loop, progress.caches)[0]
-    return found
+    Timed.found = {}
+    decoder = random_decoder(model)
+    kvjax.generate(
+        decoder, [[1] * PROMPT_TOKENS], transform=transform, max_new_tokens=NEW_TOKENS,
+        end_tokens=(),
+    )  # fmt: skip
+    return {
+        name: {kind: round(value, 3) for kind, value in row.items()}
+        for name, row in Timed.found.items()
+    }
 
 
-def _compile(function: Callable, *args: object) -> tuple[dict[str, object], jax.stages.Traced]:
-    """Times the three stages of a jitted function."""
-    seconds, cpu_seconds = {}, {}
-
-    def timed(stage: str, work: Callable[[], object]) -> object:
-        start, cpu = time.perf_counter(), time.process_time()
-        result = work()
-        seconds[stage] = round(time.perf_counter() - start, 3)
-        cpu_seconds[stage] = round(time.process_time() - cpu, 3)
-        return result
-
-    traced = timed("trace", lambda: function.trace(*args))
-    lowered = timed("lower", traced.lower)
-    timed("compile", lowered.compile)
-    operations = len(OPERATION.findall(lowered.as_text()))
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "operations": operations}, traced
-
-
-def cpu_seconds(functions: dict[str, dict[str, object]], *names: str) -> float:
-    """CPU seconds of all stages of the named functions, as far as the method has them."""
-    found = [functions[name]["cpu_seconds"] for name in names if name in functions]
-    return sum(sum(stages.values()) for stages in found)
+def cpu_seconds(functions: dict[str, dict[str, float]], *names: str) -> float:
+    """CPU seconds of the named functions, as far as the method has them."""
+    return sum(functions[name]["cpu_seconds"] for name in names if name in functions)
 
 
 def over_full(row: dict[str, object], full: dict[str, object]) -> dict[str, float]:
     """How many times the CPU seconds of the full cache a method takes."""
-    parts = {"prompt": ("prompt",), "loop": ("loop", "flush")}
     own, other = row["functions"], full["functions"]
     return {
-        part: round(cpu_seconds(own, *names) / cpu_seconds(other, *names), 2)
-        for part, names in parts.items()
+        part: round(cpu_seconds(own, part) / cpu_seconds(other, part), 2)
+        for part in ("prompt", "loop")
     }
 
 
@@ -151,6 +133,9 @@ def run(names: Sequence[str], depths: Sequence[int], out: str | None) -> dict[st
             full = next((x for x in rows if (x["method"], x["layers"]) == ("full", depth)), None)
             if full is not None:
                 rows[-1]["over_full"] = over_full(rows[-1], full)
+            least = next(x for x in rows if x["method"] == name)
+            prompts = [cpu_seconds(x["functions"], "prompt") for x in (rows[-1], least)]
+            rows[-1]["over_least"] = round(prompts[0] / prompts[1], 2)
             save(out, result)
             print(name, depth, rows[-1]["functions"], flush=True)
     return result
@@ -166,6 +151,7 @@ def main() -> None:
     if min(args.layers) < 1:
         parser.error("--layers must be at least 1")
     jax.config.update("jax_enable_compilation_cache", False)
+    sys.modules["kvjax.generation.generate"].Compiler = Timed  # kvjax.generate is the function
     write(args.out, run(args.methods, args.layers, args.out))
 
 

@@ -299,10 +299,19 @@ class _Loop:
     step: Int[Array, ""]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _first_tokens(size: int, choice: _Choice, logits, position, active) -> tuple[Array, ...]:
-    """Each active row's first token, those so far, and which rows get no more."""
-    token, ends = choice.tokens(logits, position)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _first_tokens(
+    size: int, greedy: bool, choice: _Choice, logits, position, active
+) -> tuple[Array, ...]:
+    """Each active row's first token, those so far, and which rows get no more.
+
+    `greedy` says what the choice does as well: a draw compiles ten times as long.
+    """
+    if greedy:
+        token = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
+        ends = jnp.isin(token, choice.end_tokens)
+    else:
+        token, ends = choice.tokens(logits, position)
     first = jnp.where(active, token, -1)
     return token, jnp.full((len(token), size), -1, jnp.int32).at[:, 0].set(first), ends | ~active
 
@@ -400,7 +409,8 @@ class _Writing:
         self._read = [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
         self._context, self._result = context, None
         first = (
-            _bucket(max_new_tokens, None, None), self._choice, context.logits, context.length,
+            _bucket(max_new_tokens, None, None), bool(self._choice.numbers.temperature == 0),
+            self._choice, context.logits, context.length,
             self._active,
         )  # fmt: skip
         self._compiler.compile("the choice of a token", "first", _first_tokens, *first)

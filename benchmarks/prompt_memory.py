@@ -1,0 +1,95 @@
+"""Memory that reading a long prompt takes, method by method, in a process of its own each.
+
+    python benchmarks/prompt_memory.py --model FOLDER --text book.txt --out \\
+        benchmarks/results/prompt_memory_smollm2.json
+
+Each process loads the model, reads a short prompt, and then one of `--tokens` tokens. `grown` is by
+how much the process's greatest resident memory rose in that second prompt pass. `layers` is what
+XLA says of the compiled function of each kind of layer: temporary memory and outputs. `over_full`
+divides `grown` by that of the full cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+METHODS = ("full", "snapkv", "h2o", "chelsea", "kvmerger", "clusterkv", "pyramidinfer")
+
+
+def worker(model_folder: str, text: str, method: str, budget: float, tokens: int) -> None:
+    """Measures one method and prints JSON."""
+    import jax
+
+    import kvjax
+    from kvjax.generation import reading
+    from kvjax.models import from_pretrained, load_tokenizer
+
+    model, tokenizer = from_pretrained(model_folder), load_tokenizer(model_folder)
+    prompt = tokenizer(Path(text).read_text()).input_ids[:tokens]
+    if len(prompt) < tokens:
+        raise ValueError(f"the text must have {tokens} tokens, got {len(prompt)}")
+    transform = kvjax.parse(method, budget)
+    kvjax.read(model, [prompt[:64]], transform=transform, max_new=64)
+    found, read_layer = [], reading._read_layer
+
+    class Watched:
+        """The compiled function of a layer, and what XLA says of each that is compiled."""
+
+        def lower(self, *args):
+            lowered = read_layer.lower(*args)
+            memory = lowered.compile().memory_analysis()
+            found.append([memory.temp_size_in_bytes, memory.output_size_in_bytes])
+            return lowered
+
+        def __call__(self, *args):
+            return read_layer(*args)
+
+    reading._read_layer = Watched()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    context = kvjax.read(model, [prompt], transform=transform, max_new=64)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    row = {
+        "method": method,
+        "grown": 1024 * (after - before),
+        "cache_bytes": context.nbytes,
+        "layers": [{"temporary": temporary, "outputs": out} for temporary, out in found],
+        "device": jax.devices()[0].device_kind,
+    }
+    print(json.dumps(row))
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--text", required=True, help="UTF-8 file of at least as many tokens")
+    parser.add_argument("--tokens", type=int, default=7000)
+    parser.add_argument("--budget", type=float, default=0.1)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    if args.worker is not None:
+        worker(args.model, args.text, args.worker, args.budget, args.tokens)
+        return
+    from common import write
+
+    rows = []
+    for method in args.methods:
+        line = [sys.executable, __file__, "--model", args.model, "--text", args.text]
+        line += ["--tokens", str(args.tokens), "--budget", str(args.budget), "--worker", method]
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        rows.append(json.loads(done.stdout))
+        rows[-1]["over_full"] = round(rows[-1]["grown"] / rows[0]["grown"], 3)
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    shape = {"model": Path(args.model).name, "tokens": args.tokens, "budget": args.budget}
+    write(args.out, {"benchmark": "prompt_memory", "shape": shape, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
