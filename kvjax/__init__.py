@@ -12,10 +12,11 @@ from kvjax.compose.wrappers import Every, HeadGroups, PerLayer, WhenFull
 from kvjax.decisions import Keep, Mark, Merge, Order, Retain
 from kvjax.generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from kvjax.generation.context import Context
-from kvjax.generation.generate import Generation, generate, read, stream
+from kvjax.generation.generate import generate, read, stream
 from kvjax.generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.saving import context_about, load_context, save_context
+from kvjax.generation.writing import Generation
 from kvjax.protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
 from kvjax.registry import METHODS, parse, register, unparse
 from kvjax.rope import Rope

@@ -110,9 +110,9 @@ def optimised():
         for name, function, static, donated in (
             ("reading", "_read_layer", (0, 1, 2), 6),
             ("reading", "_read_whole", (0, 1), 5),
-            ("generate", "_decode", 0, 2),
+            ("writing", "_decode", 0, 2),
         ):
-            module = sys.modules[f"kvjax.generation.{name}"]  # kvjax.generate is the function
+            module = sys.modules[f"kvjax.generation.{name}"]
             plain = getattr(module, function).__wrapped__
             jitted = jax.jit(
                 plain, static_argnums=static, donate_argnums=donated, compiler_options=AS_USERS

@@ -20,8 +20,8 @@ from kvjax.cli.inputs import model_folder, read_text
 from kvjax.cli.terminal import Display, host_bytes, print_dropped, print_figures, seconds, share
 from kvjax.evaluation import is_right
 from kvjax.evaluation.grid import Candidate
+from kvjax.generation.checks import check_prompts
 from kvjax.generation.continuation import Continuation, decoder, new_text
-from kvjax.generation.generate import check_prompts
 
 if TYPE_CHECKING:
     from kvjax.models.demo import Document

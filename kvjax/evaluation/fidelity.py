@@ -16,7 +16,7 @@ from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import HeadGroups
-from kvjax.generation.generate import check_prompts
+from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.steps import pad, read_prompt, scan_steps
 from kvjax.protocol import Full, KVTransform

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.generation.generate import Sized, check_prompts
+from kvjax.generation.checks import Sized, check_prompts
 from kvjax.protocol import Full
 
 from .grid import Grid

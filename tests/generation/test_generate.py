@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.generation import reading
-from kvjax.generation.generate import check_prompts
+from kvjax.generation import checks, reading, writing
+from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 
-MODULE = sys.modules["kvjax.generation.generate"]  # kvjax.generate is the function
 VOCAB, POSITIONS, NEW = 64, 256, 12
 PADDED_NEW = 64  # caches have room for so many new tokens
 CONFIG = DecoderConfig(
@@ -82,12 +80,12 @@ def by_hand(functional: kvjax.FunctionalModel, prompt: list[int], new: int = NEW
 
 def compiled() -> tuple[int, int]:
     prompts = reading._read_layer._cache_size() + reading._read_whole._cache_size()
-    return prompts, MODULE._decode._cache_size()
+    return prompts, writing._decode._cache_size()
 
 
 def test_greedy_equals_a_plain_loop():
     result = generate([RAGGED[0]])
-    expected = by_hand(MODULE.as_functional(model()), RAGGED[0])
+    expected = by_hand(as_functional(model()), RAGGED[0])
     assert result.tokens == [expected]
     assert len(set(expected)) > 3, "a model that repeats itself shows nothing"
     assert result.prompt_tokens == [53] and result.ended == [False]
@@ -195,13 +193,13 @@ def test_one_new_token():
 
 def loops_of(monkeypatch) -> list:
     """What the decode loops of all calls from now on end with."""
-    loops, finish = [], MODULE._Writing._finish
+    loops, finish = [], writing.Writing._finish
 
-    def finished(writing):
-        loops.append(writing._loop)
-        finish(writing)
+    def finished(one):
+        loops.append(one._loop)
+        finish(one)
 
-    monkeypatch.setattr(MODULE._Writing, "_finish", finished)
+    monkeypatch.setattr(writing.Writing, "_finish", finished)
     return loops
 
 
@@ -583,12 +581,12 @@ def test_dtype_of_the_cache():
 
 
 def test_buckets():
-    at = [MODULE._bucket(n, None, None) for n in (1, 64, 65, 256, 257, 511, 513, 1025, 4097)]
+    at = [checks.bucket(n, None, None) for n in (1, 64, 65, 256, 257, 511, 513, 1025, 4097)]
     assert at == [64, 64, 128, 256, 320, 512, 640, 1280, 5120]
     for length in range(256, 5000):
-        assert length <= MODULE._bucket(length, None, None) <= 1.25 * length + 1
-    assert MODULE._bucket(30, None, (128, 32, 64)) == 32
-    assert MODULE._bucket(250, POSITIONS, None) == POSITIONS
+        assert length <= checks.bucket(length, None, None) <= 1.25 * length + 1
+    assert checks.bucket(30, None, (128, 32, 64)) == 32
+    assert checks.bucket(250, POSITIONS, None) == POSITIONS
 
 
 def test_committed_parameters_compile_the_loop_once(caplog):

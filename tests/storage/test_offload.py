@@ -16,7 +16,7 @@ import kvjax
 from kvjax import ClusterKV, Offload, chain
 from kvjax.attention.layer import about_to_read
 from kvjax.cache.payload import Dense, Seen, Slots
-from kvjax.generation import reading
+from kvjax.generation import reading, writing
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.storage.offload import HOST_MEMORY, Offloaded, memory_kinds, recall_statistics
 from tests.support import attending
@@ -272,7 +272,7 @@ def test_generate_token_for_token(recent):
     assert offloaded.tokens == plain.tokens and offloaded.ended == plain.ended
     assert len(set(plain.tokens[0])) > 3
     assert full.tokens != plain.tokens, "a budget that changes nothing shows nothing"
-    loop = sys.modules["kvjax.generation.generate"]._decode
+    loop = writing._decode
     compiled = reading._read_layer._cache_size(), loop._cache_size()
     again = kvjax.generate(
         model(), prompts, transform=chain(tx, Offload(recent_steps=recent)), max_new_tokens=48,

@@ -1,0 +1,132 @@
+"""What prompts and turns must be, and the lengths that they are padded to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.generation.context import Context
+from kvjax.generation.model import FunctionalModel
+from kvjax.protocol import KVTransform
+
+_END_TOKENS = 8  # places for end tokens; more of them are padded to a multiple
+
+Rows = Sequence[Sequence[int] | None]  # token ids of each row; None: the row takes no part
+
+
+class Sized(Protocol):
+    """What prompts are checked against: a model or the configuration of one."""
+
+    vocab_size: int
+    max_positions: int | None
+
+
+def check_prompts(
+    model: Sized,
+    prompts: Sequence[Sequence[int]],
+    layers: tuple[KVTransform, ...],
+    max_new: int,
+) -> None:
+    """Raises what `generate` would raise for these prompts, before any weight has been loaded.
+
+    Args:
+      model: a model, or the configuration of one.
+      prompts, max_new: as given to `generate` (`max_new_tokens`).
+      layers: one transform per layer.
+    """
+    if not len(prompts):
+        raise ValueError("generate needs at least one prompt, got none")
+    for row, prompt in enumerate(prompts):
+        _check_row(model, row, prompt)
+    limit, longest = model.max_positions, max(len(prompt) for prompt in prompts)
+    beyond = all(layer.needs.reposition for layer in layers)
+    if limit is not None and (longest > limit or (longest + max_new > limit and not beyond)):
+        raise ValueError(
+            f"the model has {limit} positions, got a prompt of {longest} tokens and "
+            f"{max_new} new ones"
+        )
+
+
+def check_turn(
+    model: FunctionalModel, context: Context, prompts: Rows | None, max_new: int
+) -> None:
+    """Raises what `generate` would raise for a further turn of this context."""
+    if any(x.is_deleted() for x in jax.tree.leaves(context.caches)):
+        raise ValueError("the context has been given away with donate=True: take the result's")
+    own = (model.num_layers, model.kv_heads, model.query_heads, model.head_dim)
+    size = context.size
+    others = (len(context.layers), size.kv_heads, size.query_heads, size.head_dim)
+    if own != others:
+        raise ValueError(
+            "the context must be of this model: layers, KV heads, query heads and head_dim are "
+            f"{others}, the model's {own}"
+        )
+    if prompts is None:
+        count = np.zeros(context.rows, int)
+    else:
+        if len(prompts) != context.rows and (context.rows > 1 or not len(prompts)):
+            raise ValueError(
+                f"prompts must be of the context's {context.rows} rows, got {len(prompts)}"
+            )
+        for row, prompt in enumerate(prompts):
+            if prompt is not None:
+                _check_row(model, row, prompt)
+        count = np.array([len(prompt or ()) for prompt in prompts])
+        if not count.any():
+            raise ValueError("a turn needs a prompt of one row at least, got None for all")
+    active = count > 0 if count.any() else np.ones(len(count), bool)
+    limit, beyond = model.max_positions, all(layer.needs.reposition for layer in context.layers)
+    for name, known, more, most in (
+        ("max_prompt", context.prompt_tokens, count, size.max_prompt),
+        ("max_new", context.new_tokens, active * max_new, size.max_new),
+        ("positions", context.length, count + active * max_new, None if beyond else limit),
+    ):
+        total = np.broadcast_to(np.asarray(known), count.shape) + more
+        if most is not None and (total[active] > most).any():
+            row = int(np.argmax(np.where(active, total, -1)))
+            raise ValueError(
+                f"the context has {name} = {most}, and row {row} would need {total[row]}: "
+                f"{total[row] - more[row]} so far and {more[row]} more"
+            )
+
+
+def _check_row(model: Sized, row: int, prompt: Sequence[int]) -> None:
+    if isinstance(prompt, str):
+        raise TypeError(f"prompts are token ids, got the text {prompt!r:.40} in row {row}")
+    ids = np.asarray(prompt)
+    if ids.ndim != 1:
+        raise TypeError(f"each prompt must be a sequence of token ids, got {prompt!r:.40}")
+    if not ids.size:
+        raise ValueError(f"a prompt must have at least one token, row {row} is empty")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TypeError(f"token ids must be integers, got {ids.dtype} in row {row}")
+    if ids.min() < 0 or ids.max() >= model.vocab_size:
+        wrong = ids[(ids < 0) | (ids >= model.vocab_size)][0]
+        raise ValueError(f"token ids must lie in [0, {model.vocab_size}), got {wrong} in row {row}")
+
+
+def end_token_array(model: object, given: Sequence[int] | None) -> Int[np.ndarray, " E"]:
+    """End tokens, the model's own where none are given, padded with -1."""
+    if given is None:
+        given = getattr(getattr(model, "config", None), "eos_token_ids", ())
+    for token in given:
+        if not isinstance(token, int | np.integer) or not 0 <= token < 2**31:
+            raise ValueError(f"end tokens must be token ids from 0 to 2**31 - 1, got {token!r}")
+    places = max(-(-len(given) // _END_TOKENS), 1) * _END_TOKENS
+    return np.array([*given, *[-1] * (places - len(given))], np.int32)
+
+
+def bucket(length: int, max_positions: int | None, buckets: Sequence[int] | None) -> int:
+    """The smallest bucket that holds a prompt: at most a quarter of it is padding from 64 on."""
+    if buckets is not None:
+        fitting = [size for size in buckets if size >= length]
+        if not fitting:
+            raise ValueError(f"the longest bucket must hold {length} tokens, got {tuple(buckets)}")
+        return min(fitting)
+    step = max(64, 2 ** (length.bit_length() - 3))
+    size = -(-length // step) * step
+    return size if max_positions is None else max(length, min(size, max_positions))
