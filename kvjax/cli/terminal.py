@@ -13,6 +13,12 @@ from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
 
+import kvjax
+
+_FIGURES = (
+    "ttft_s", "tpot_s", "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "dropped",
+)  # fmt: skip
+
 
 class _Clock(progress.ProgressColumn):
     """Time since the display was made, whatever was shown since then."""
@@ -83,11 +89,11 @@ class Display(progress.Progress):
         self.update(self.task_ids[0], completed=done)
         self._now.plain = what
 
-    def compiling(self, what: str) -> None:
-        """Says what is compiled now: an `on_compile` for `kvjax.generate`."""
-        # Nothing is told when it is compiled, and before it has run.
+    def compiling(self, what: str, method: str = "") -> None:
+        """Says what is compiled now, for which method: an `on_compile` for `kvjax.generate`."""
+        # Nothing is told between the compilation of a layer and its end.
         runs = " and running" if what.startswith("the prompt pass") else ""
-        line = f"compiling{runs} {what}"
+        line = f"compiling{runs} {what}{' for ' * bool(method)}{method}"
         if self.tasks and self.tasks[0].total is not None and not self.tasks[0].finished:
             self._now.plain = line  # layers are being read
         else:
@@ -101,6 +107,21 @@ class Display(progress.Progress):
             self.show(layer + 1, layers, what)
 
         return None if self.disable else show
+
+    def writing(self, count: int) -> None:
+        """Says how many new tokens there are."""
+        self.show(0, None, f"writing: {count:,} new tokens")
+
+    def text(self, piece: str) -> None:
+        """Prints text that comes, on standard output; the display is over."""
+        self.stop()
+        print(piece, end="", flush=True)
+
+
+def figures(result: kvjax.Generation) -> dict[str, Any]:
+    """Times and bytes of a generation as `--json` prints them."""
+    recall = None if result.recall is None else result.recall._asdict()
+    return {**{name: getattr(result, name) for name in _FIGURES}, "recall": recall}
 
 
 def seconds(value: float | None) -> str:
@@ -148,18 +169,19 @@ def print_figures(record: Mapping[str, Any]) -> None:
         else:
             lines.append(part)
     for line in lines:
-        _print_line(line, "dim")
+        print_line(line, "dim")
 
 
 def print_dropped(method: str, dropped: int) -> None:
     """One line on standard error where tokens were lost."""
     if dropped:
-        _print_line(
+        print_line(
             f"{method} lost {dropped:,} tokens that found no free slot, summed over layers and "
             "heads: it keeps more than it promises",
             "red",
         )
 
 
-def _print_line(line: str, style: str) -> None:
+def print_line(line: str, style: str) -> None:
+    """A line on standard error, of any length."""
     Console(stderr=True, highlight=False).print(line, style=style, soft_wrap=True, markup=False)
