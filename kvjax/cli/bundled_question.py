@@ -35,9 +35,10 @@ def answer(args: argparse.Namespace) -> None:
     candidates = {
         name: Candidate.of(name, args.budget) for name in dict.fromkeys(("full", args.method))
     }
-    new, choice, document = args.max_new or _NEW_TOKENS, sampling(args), demo.document()
+    new, choice = args.max_new or _NEW_TOKENS, sampling(args)
     with Display(not args.json) as display:
         opened = OpenedModel(None, display)
+        document = demo.document()
         prompt = opened.dialogue(args).prompt(document.text + document.question)
         for one in candidates.values():
             layers = kvjax.bind(one.transform, opened.config.num_layers)
