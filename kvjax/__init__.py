@@ -15,8 +15,9 @@ from kvjax.generation.context import Context
 from kvjax.generation.generate import Generation, generate, read, stream
 from kvjax.generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
 from kvjax.generation.sampling import Sampling
+from kvjax.generation.saving import context_about, load_context, save_context
 from kvjax.protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
-from kvjax.registry import METHODS, parse, register
+from kvjax.registry import METHODS, parse, register, unparse
 from kvjax.rope import Rope
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.offload import Offload
@@ -96,6 +97,7 @@ __all__ = [
     "calibrated",
     "chain",
     "compact",
+    "context_about",
     "evict",
     "flush",
     "flush_interval",
@@ -103,6 +105,7 @@ __all__ = [
     "init_cache",
     "kept_tokens",
     "kit",
+    "load_context",
     "memory_bytes",
     "merge",
     "nbytes",
@@ -110,8 +113,10 @@ __all__ = [
     "read",
     "register",
     "reserve_ratio",
+    "save_context",
     "stream",
     "testing",
+    "unparse",
 ]
 
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvjax.compose.chain import chain
+from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.wrappers import Every, WhenFull
 from kvjax.messages import brief, printable
 from kvjax.protocol import Full, KVTransform, Stage
@@ -158,6 +158,47 @@ def expression(text: str) -> ast.expr | None:
             return ast.parse(text, mode="eval").body
         except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested
             return None
+
+
+def unparse(transform: KVTransform) -> str:
+    """The text from which `parse` makes this transform: what differs from the defaults is in it.
+
+    Raises:
+      ValueError: a part has no name, or a parameter that is no Python literal.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.unparse(kvjax.Every(kvjax.SnapKV(budget=64, window=16), steps=8))
+      'every(snapkv(budget=64, window=16), steps=8)'
+    """
+    parts = parts_of(transform)
+    if len(parts) > 1:
+        return f"chain({', '.join(map(unparse, parts))})"
+    names = {kind: name for name, kind in (METHODS | WRAPPERS | STORAGE).items()}
+    name = names.get(type(transform))
+    if name is None:
+        raise ValueError(
+            f"a method needs a name (kvjax.register) to be written as text, got {transform!r:.200}"
+        )
+    given = []
+    for field in dataclasses.fields(transform):
+        value = getattr(transform, field.name)
+        if field.name == "base":
+            given.insert(0, unparse(value))
+        elif field.init and (value != field.default or type(value) is not type(field.default)):
+            given.append(f"{field.name}={_literal(name, field.name, value)}")
+    return f"{name}({', '.join(given)})" if given else name
+
+
+def _literal(method: str, field: str, value: object) -> str:
+    text = repr(value)
+    try:
+        same = ast.literal_eval(text) == value
+    except (ValueError, SyntaxError):
+        same = False
+    if not same:
+        raise ValueError(f"{field} of {method} is no Python literal, got {text:.200}")
+    return text
 
 
 def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1) -> KVTransform:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.messages import brief, printable
-from kvjax.reading import read_json
+from kvjax.regular_files import read_json
 
 from .config import DecoderConfig
 from .llama import LAYER, llama_config, llama_weights, mistral_config

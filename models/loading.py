@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from kvjax.messages import brief, printable, quiet
-from kvjax.reading import check_regular, read_json
+from kvjax.regular_files import check_regular, read_json
 
 from .config import DecoderConfig
 from .decoder import Decoder

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.messages import printable
-from kvjax.reading import check_regular, read_json
+from kvjax.regular_files import check_regular, read_json
 
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights that are read: name in the file → NumPy name."""

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from kvjax.messages import brief, printable
-from kvjax.reading import read_json, read_regular
+from kvjax.regular_files import read_json, read_regular
 
 from .grid import Cell
 from .results import CacheRow, Proportion, Results

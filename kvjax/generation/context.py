@@ -13,6 +13,7 @@ from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.cache.slots import nbytes
 from kvjax.generation.reading import CacheSize
 from kvjax.protocol import KVTransform
+from kvjax.storage.offload import HOST_MEMORY
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +33,8 @@ class Context:
       prompt_tokens: those of them that were read, of `max_prompt` at most.
       new_tokens: those that the model wrote, of `max_new` at most.
       waiting: decode steps since the caches were flushed last (see `kvjax.flush`).
-      layers: the transform of each layer (static).
+      transform: how the caches are compressed (static).
+      layers: the same, bound to each layer (static).
       size: what the caches were made for (static).
     """
 
@@ -42,6 +44,7 @@ class Context:
     prompt_tokens: Int[Array, " B"]
     new_tokens: Int[Array, " B"]
     waiting: Int[Array, ""]
+    transform: KVTransform = field(metadata={"static": True})
     layers: tuple[KVTransform, ...] = field(metadata={"static": True})
     size: CacheSize = field(metadata={"static": True})
 
@@ -115,11 +118,13 @@ def _repeated(
 
 def _rows_of(x: Array, rows: int) -> Array:
     """The one row of `x`, `rows` times, in the same kind of memory."""
-    where = x.sharding
-    if where.memory_kind != "device":
-        x = jax.device_put(x, jax.memory.Space.Device)
-    return jax.device_put(jnp.repeat(x, rows, axis=0), where)
+    if x.sharding.memory_kind != HOST_MEMORY:
+        return jnp.repeat(x, rows, axis=0)
+    there = jax.device_put(x, jax.memory.Space.Device)
+    return jax.device_put(jnp.repeat(there, rows, axis=0), x.sharding)
 
 
 def _copied(x: Array) -> Array:
-    return jax.device_put(x, x.sharding, may_alias=False)
+    """`x` in memory of its own. Where no sharding is named, the copy is not bound to a device."""
+    where = x.sharding if x.sharding.memory_kind == HOST_MEMORY else None
+    return jax.device_put(x, where, may_alias=False)

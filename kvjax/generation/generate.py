@@ -116,9 +116,10 @@ def read(
       (2, [3], [9, 8])
     """
     functional = as_functional(model)
-    layers = bind(Full() if transform is None else transform, functional.num_layers)
+    transform = Full() if transform is None else transform
+    layers = bind(transform, functional.num_layers)
     check_count("max_new", max_new, 1)
-    check_prompts(functional, prompts, layers, max_new)
+    check_prompts(functional, prompts, layers, 0)  # whether a turn fits is seen when it comes
     padded = _bucket(max(map(len, prompts)), functional.max_positions, buckets)
     if max_prompt is not None:
         check_count("max_prompt", max_prompt, 1)
@@ -129,7 +130,8 @@ def read(
             )
     most = max(padded, max_prompt or 0)
     size = CacheSize.of(functional, len(prompts), most, max_new, dtype)
-    return _begin(functional, prompts, layers, padded, size, Compiler(on_compile), on_layer)
+    how = transform, layers, size
+    return _begin(functional, prompts, padded, *how, Compiler(on_compile), on_layer)
 
 
 def generate(
@@ -373,13 +375,15 @@ class _Writing:
             if prompts is None:
                 raise ValueError("generate needs prompts, or a context to go on from")
             self._keeps = False
-            layers = bind(Full() if transform is None else transform, self._model.num_layers)
+            transform = Full() if transform is None else transform
+            layers = bind(transform, self._model.num_layers)
             check_prompts(self._model, prompts, layers, max_new_tokens)
             padded = _bucket(max(map(len, prompts)), self._model.max_positions, buckets)
             size = CacheSize.of(
                 self._model, len(prompts), padded, _bucket(max_new_tokens, None, None), dtype
             )
-            context = _begin(self._model, prompts, layers, padded, size, self._compiler, on_layer)
+            how = transform, layers, size
+            context = _begin(self._model, prompts, padded, *how, self._compiler, on_layer)
         else:
             if transform is not None:
                 raise ValueError("a context has its own transform, got transform= as well")
@@ -502,8 +506,9 @@ class _Writing:
 def _begin(
     model: FunctionalModel,
     prompts: Sequence[Sequence[int]],
-    layers: tuple[KVTransform, ...],
     padded: int,
+    transform: KVTransform,
+    layers: tuple[KVTransform, ...],
     size: CacheSize,
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
@@ -513,7 +518,8 @@ def _begin(
     logits, caches = read_prompt(model, layers, tokens, positions, size, compiler, on_layer)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     none, never = np.zeros_like(length), np.int32(0)
-    return Context(caches, logits, *map(jnp.asarray, (length, length, none, never)), layers, size)
+    counts = map(jnp.asarray, (length, length, none, never))
+    return Context(caches, logits, *counts, transform, layers, size)
 
 
 def _further(

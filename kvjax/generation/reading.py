@@ -133,6 +133,25 @@ def read_prompt(
     return _last_logits(*end), tuple(written)
 
 
+def cache_shapes(
+    model: FunctionalModel, layers: tuple[KVTransform, ...], size: CacheSize
+) -> tuple[Cache, ...]:
+    """What `read_prompt` returns for new caches, as shapes: nothing is computed or compiled."""
+    tokens = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
+    given = jax.eval_shape(functools.partial(_states, layers, size))
+    if model.parts is None:
+        whole = functools.partial(_read_whole, layers, size)
+        return jax.eval_shape(whole, model, tokens, tokens, given)[1]
+    parts = model.parts
+    x = jax.eval_shape(functools.partial(_embed, parts.embed), model.params, tokens, tokens)
+    positions, written = tokens, []
+    for layer, own in enumerate(parts.split(model.params)):
+        one = functools.partial(_read_layer, parts.blocks[layer], layers[layer], size)
+        x, positions, cache = jax.eval_shape(one, own, x, positions, given[layer])
+        written.append(cache)
+    return tuple(written)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _states(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
     """What the transforms of empty caches carry beside the slots: all that differs by layer."""

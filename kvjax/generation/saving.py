@@ -1,0 +1,394 @@
+"""Contexts in folders: what a model has read is there again after the process has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Array
+
+import kvjax
+from kvjax.compose.chain import bind, chain, parts_of
+from kvjax.generation.context import Context
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.reading import CacheSize, cache_shapes
+from kvjax.messages import printable, quiet
+from kvjax.protocol import KVTransform
+from kvjax.registry import parse, unparse
+from kvjax.regular_files import check_regular, read_regular
+from kvjax.storage.offload import HOST_MEMORY
+from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
+from kvjax.transforms.infinigen.projections import InfiniGenCalibration
+
+FORMAT = 1  # of the folder; another number is refused
+_ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
+_LIST_BYTES = 2**24  # a list of checksums is not longer
+_SAMPLES = 256  # numbers of each parameter that a fingerprint looks at
+
+
+def save_context(
+    path: str | os.PathLike[str],
+    context: Context,
+    *,
+    model: LanguageModel | FunctionalModel,
+    tokenizer: Any = None,
+    about: dict[str, Any] | None = None,
+) -> None:
+    """Writes a context to a folder, from which `load_context` makes it again.
+
+    The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
+    expression, its calibrations, sizes, versions, and fingerprints of model and tokenizer. A list
+    of checksums of all its files is written last, and makes it complete: only then a context that
+    was there before is removed.
+
+    Args:
+      path: of the folder.
+      context: from `kvjax.read` or a result.
+      model: that the context is of.
+      tokenizer: of `transformers`, if it is to be checked as well.
+      about: more to keep, that JSON can hold; `context_about` gives it back.
+
+    Raises:
+      ValueError: the method has no expression, `about` is no JSON, or `path` is something else than
+        a context.
+      OSError: the folder cannot be written.
+
+    Example:
+      >>> import tempfile, kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+      >>> context = kvjax.read(model, [[1, 2, 3]], transform=kvjax.SnapKV(64))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kvjax.save_context(folder, context, model=model)
+      ...     again = kvjax.load_context(folder, model)
+      >>> again.length.tolist(), again.transform
+      ([3], SnapKV(budget=64, window=32, kernel=7, pooling='max', group_reduce='mean'))
+    """
+    folder = Path(path).absolute()
+    _check_folder(folder, empty=True)
+    plain, calibrations = _without_calibrations(context.transform)
+    leaves = jax.tree.leaves(context)
+    arrays = {f"{n:05d}": _plain(leaf) for n, leaf in enumerate(leaves)}
+    arrays |= {
+        f"calibration{n}": np.asarray(found.projections)
+        for n, found in enumerate(calibrations)
+        if isinstance(found, InfiniGenCalibration)
+    }
+    content = {
+        "format": FORMAT,
+        "kvjax": kvjax.__version__,
+        "jax": jax.__version__,
+        "method": unparse(plain),
+        "outlier_heads": [
+            dataclasses.asdict(found) if isinstance(found, OutlierHeads) else None
+            for found in calibrations
+        ],
+        "size": context.size._asdict(),
+        "fingerprints": _fingerprints(as_functional(model), tokenizer),
+        "arrays": {name: _kind(x) for name, x in arrays.items()},
+        "memories": [leaf.sharding.memory_kind for leaf in leaves],
+        "about": {} if about is None else about,
+    }
+    try:
+        text = json.dumps(content, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"about must be what JSON can hold: {error}") from error
+    content = json.loads(text)
+    with _checkpoints(folder, create=True) as checkpoints:
+        step = max(checkpoints.all_steps(), default=0) + 1
+        items = {_ARRAYS: ocp.args.PyTreeSave(arrays), _ABOUT: ocp.args.JsonSave(content)}
+        checkpoints.save(step, args=ocp.args.Composite(**items))
+        checkpoints.wait_until_finished()
+        sums = json.dumps(_checksums(folder / str(step)))
+        partial = folder / f"{step}.json.tmp"
+        partial.write_text(sums)
+        partial.replace(_list_of(folder, step))
+        for old in checkpoints.all_steps():
+            if old != step:
+                _list_of(folder, old).unlink(missing_ok=True)
+                checkpoints.delete(old)
+
+
+def load_context(
+    path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
+) -> Context:
+    """The context that `save_context` wrote, on the default device.
+
+    Nothing of the folder is run: it is read as JSON and arrays, after the checksums of all its
+    files have been compared. The caches are those that this version of kvjax makes for the method.
+
+    Args:
+      path: of the folder.
+      model: the one that the context is of, with the same weights.
+      tokenizer: is checked if it is given and was given to `save_context`.
+
+    Raises:
+      ValueError: there is no context, it is damaged, or it is of another model, tokenizer, method
+        or version; says what differs.
+    """
+    folder = Path(path).absolute()
+    content = _content(folder)
+    functional = as_functional(model)
+    _compare(folder, content["fingerprints"], _fingerprints(functional, tokenizer))
+    with _damaged(folder), _checkpoints(folder) as checkpoints:
+        arrays = _read_arrays(checkpoints, _complete_step(folder), content["arrays"])
+    with _damaged(folder):
+        transform = _with_calibrations(parse(content["method"]), content["outlier_heads"], arrays)
+        size = CacheSize(**content["size"])
+        layers = bind(transform, functional.num_layers)
+    shapes = _context_shapes(functional, transform, layers, size)
+    expected = jax.tree.leaves(shapes)
+    own = [arrays[name] for name in sorted(arrays) if name.isdigit()]
+    if [_kind(x) for x in own] != [_kind(_plain_shape(x)) for x in expected]:
+        raise ValueError(
+            f"{folder} was written by kvjax {content['kvjax']} with jax {content['jax']}, whose "
+            f"caches of {content['method']} are made otherwise than those of kvjax "
+            f"{kvjax.__version__} with jax {jax.__version__}"
+        )
+    parts = zip(own, expected, content["memories"], strict=True)
+    leaves = [_placed(x, like, memory) for x, like, memory in parts]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `save_context` was given as `about`; no array is read.
+
+    Raises:
+      ValueError: there is no context, or its JSON is damaged.
+    """
+    return _content(Path(path).absolute())["about"]
+
+
+@contextlib.contextmanager
+def _checkpoints(folder: Path, create: bool = False) -> Iterator[ocp.CheckpointManager]:
+    """Orbax's view of a folder; its lines of log are not the user's."""
+    handlers = {_ABOUT: ocp.JsonCheckpointHandler(), _ARRAYS: ocp.PyTreeCheckpointHandler()}
+    with quiet():
+        options = ocp.CheckpointManagerOptions(
+            create=create, enable_async_checkpointing=False, read_only=not create
+        )
+        with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as checkpoints:
+            yield checkpoints
+
+
+@contextlib.contextmanager
+def _damaged(folder: Path) -> Iterator[None]:
+    """Whatever goes wrong while a folder is read is said in one line."""
+    try:
+        yield
+    except Exception as error:  # of Orbax, of TensorStore, of what checks the values
+        reason = " ".join(f"{error}".split())[:300] or type(error).__name__
+        raise ValueError(f"the context in {folder} is damaged: {reason}") from error
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """The JSON of a folder, checked."""
+    _check_folder(folder, empty=False)
+    with _damaged(folder):
+        step = _complete_step(folder)
+        if step is None:
+            raise ValueError("it was never completed")
+        if json.loads(read_regular(_list_of(folder, step), _LIST_BYTES)) != _checksums(
+            folder / str(step)
+        ):
+            raise ValueError("files do not have their checksums")
+        with _checkpoints(folder) as checkpoints:
+            args = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
+            content = checkpoints.restore(step, args=args)[_ABOUT]
+    if content["format"] != FORMAT:
+        raise ValueError(
+            f"{folder} has format {content['format']}, written by kvjax {content['kvjax']}; "
+            f"kvjax {kvjax.__version__} reads format {FORMAT}"
+        )
+    return content
+
+
+def _check_folder(folder: Path, *, empty: bool) -> None:
+    """Raises unless the folder holds a context, or (`empty`) nothing."""
+    if empty and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))):
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder of a context")
+    strange = [place.name for place in folder.iterdir() if not _is_step(place)]
+    if strange or not any(folder.iterdir()):
+        held = printable(strange[0]) if strange else "nothing"
+        raise ValueError(f"{folder} is no folder of a context: it holds {held}")
+
+
+def _is_step(place: Path) -> bool:
+    """Whether it is a step of a checkpoint, complete or interrupted, or the list of one."""
+    return place.name.split(".")[0].isdigit()
+
+
+def _list_of(folder: Path, step: int) -> Path:
+    """The file with the checksums of a step's files."""
+    return folder / f"{step}.json"
+
+
+def _complete_step(folder: Path) -> int | None:
+    """The newest step whose list has been written; None if there is none."""
+    lists = [int(place.stem) for place in folder.glob("*.json") if place.stem.isdigit()]
+    return max(lists, default=None)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """Of all files of a step."""
+    found = {}
+    for place in sorted(folder.rglob("*")):
+        if place.is_dir() and not place.is_symlink():
+            continue
+        check_regular(place)
+        with place.open("rb") as file:
+            name = place.relative_to(folder).as_posix()
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _read_arrays(
+    checkpoints: ocp.CheckpointManager, step: int, described: dict[str, list]
+) -> dict[str, np.ndarray]:
+    """The arrays of a folder, which are those that it describes."""
+    there = checkpoints.item_metadata(step)[_ARRAYS]
+    if {name: _kind(x) for name, x in there.items()} != described:
+        raise ValueError("it does not hold the arrays of its description")
+    how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in described}
+    restore = ocp.args.PyTreeRestore(dict.fromkeys(described, 0), restore_args=how)
+    return checkpoints.restore(step, args=ocp.args.Composite(**{_ARRAYS: restore}))[_ARRAYS]
+
+
+def _context_shapes(
+    model: FunctionalModel,
+    transform: KVTransform,
+    layers: tuple[KVTransform, ...],
+    size: CacheSize,
+) -> Context:
+    """A context as shapes."""
+    count = jax.ShapeDtypeStruct((size.batch,), jnp.int32)
+    step, caches = jax.ShapeDtypeStruct((), jnp.int32), cache_shapes(model, layers, size)
+    logits = jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32)
+    return Context(caches, logits, count, count, count, step, transform, layers, size)
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _plain(x: Array) -> np.ndarray:
+    """An array of numbers; of a random key, those that it consists of."""
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _plain_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
+
+
+def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
+    """An array as it was, on the default device, in the same kind of memory."""
+    if _is_key(like):
+        return jax.random.wrap_key_data(jnp.asarray(x))
+    if memory != HOST_MEMORY:
+        return jnp.asarray(x)
+    return jax.device_put(
+        x, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
+    )
+
+
+def _kind(x: Any) -> list:
+    return [jnp.dtype(x.dtype).name, list(x.shape)]
+
+
+def _fingerprints(model: FunctionalModel, tokenizer: Any) -> dict[str, Any]:
+    """What tells models and tokenizers apart: sizes, and checksums of numbers and of words.
+
+    Of each parameter a few hundred numbers are looked at, spread over all of it.
+    """
+    names = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
+    found: dict[str, Any] = {name: getattr(model, name) for name in names}
+    summed = hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(model.params):
+        summed.update(f"{jax.tree_util.keystr(path)} {_kind(x)}".encode())
+        places = np.unique(np.linspace(0, max(x.size - 1, 0), _SAMPLES).astype(np.int64))
+        index = np.unravel_index(places, x.shape)
+        summed.update(np.asarray(x[index] if x.size else 0).tobytes())
+    found["weights"] = summed.hexdigest()
+    found["tokenizer"] = None
+    if tokenizer is not None:
+        words = json.dumps(sorted(tokenizer.get_vocab().items()))
+        found["tokenizer"] = hashlib.sha256(words.encode()).hexdigest()
+    return found
+
+
+def _compare(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raises where a context is of another model or tokenizer, with what differs."""
+    for name, value in here.items():
+        both = value is not None and there[name] is not None
+        if both and value != there[name]:
+            what = "weights" if name == "weights" else name
+            shown = "" if isinstance(value, str) else f": {there[name]}, here {value}"
+            raise ValueError(
+                f"the context in {folder} is of another model: its {what} differ{shown}"
+            )
+
+
+def _calibration(transform: KVTransform) -> str | None:
+    """The field that holds a calibration, if there is one."""
+    for field in dataclasses.fields(transform):
+        if isinstance(getattr(transform, field.name), InfiniGenCalibration | OutlierHeads):
+            return field.name
+    return None
+
+
+def _without_calibrations(transform: KVTransform) -> tuple[KVTransform, list]:
+    """The transform without calibrations, and these, part by part; None where there is none."""
+    plain, found = [], []
+    for part in parts_of(transform):
+        base = getattr(part, "base", None)
+        if isinstance(base, KVTransform):
+            inner, own = _without_calibrations(base)
+            plain.append(dataclasses.replace(part, base=inner) if any(own) else part)
+            found.extend(own)
+            continue
+        field = _calibration(part)
+        found.append(None if field is None else getattr(part, field))
+        plain.append(part if field is None else dataclasses.replace(part, **{field: None}))
+    return chain(*plain), found
+
+
+def _with_calibrations(
+    transform: KVTransform, outlier_heads: list, arrays: dict[str, np.ndarray]
+) -> KVTransform:
+    """The reverse of `_without_calibrations`."""
+    numbers = iter(range(len(outlier_heads)))
+
+    def of(transform: KVTransform) -> KVTransform:
+        parts = []
+        for part in parts_of(transform):
+            base = getattr(part, "base", None)
+            if isinstance(base, KVTransform):
+                parts.append(dataclasses.replace(part, base=of(base)))
+                continue
+            number = next(numbers)
+            heads = outlier_heads[number]
+            if heads is not None:
+                pairs = tuple(tuple(pair) for pair in heads["heads"])
+                found = OutlierHeads(pairs, heads["num_layers"], heads["kv_heads"])
+                part = dataclasses.replace(part, outlier_heads=found)
+            elif f"calibration{number}" in arrays:
+                found = InfiniGenCalibration(arrays[f"calibration{number}"])
+                part = dataclasses.replace(part, calibration=found)
+            parts.append(part)
+        return chain(*parts)
+
+    return of(transform)
