@@ -75,7 +75,7 @@ def _tidy(root: Path, folder: Path) -> None:
     for path in own:
         if _OWN_FOLDER.fullmatch(path.name)[1] not in list(versions)[:_VERSIONS]:
             shutil.rmtree(path, ignore_errors=True)
-    entries = [(path, path.stat()) for path in root.glob(f"jaxlib-*/*{_ENTRY}")]
+    entries = [(path, path.stat()) for one in own for path in one.glob(f"*{_ENTRY}")]
     total = 0
     for path, stat in sorted(entries, key=lambda x: max(x[1].st_atime, x[1].st_mtime))[::-1]:
         total += stat.st_size
