@@ -74,5 +74,5 @@ def _check_folder(out: Path) -> None:
             kvjax.context_about(out)
         except ValueError as error:
             raise ValueError(
-                f"{printable(out)} is no folder of kvjax read, and is left as it is: {error}"
+                f"{printable(out)} is in the way, and stays as it is: {error}"
             ) from error

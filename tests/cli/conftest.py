@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ def no_kept_code(monkeypatch):
 @pytest.fixture(scope="session")
 def tinystories(data_dir):
     return data_dir / "tinystories-656k"
+
+
+@pytest.fixture
+def broken_copy(tinystories, tmp_path):
+    """A copy of the model in which files can be replaced."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tinystories.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,16 +36,6 @@ FIELDS = {
     "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "recall",
     "dropped",
 }  # fmt: skip
-
-
-@pytest.fixture
-def broken_copy(tinystories, tmp_path):
-    """A copy of the model in which files can be replaced."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in tinystories.iterdir():
-        shutil.copyfile(file, folder / file.name)
-    return folder
 
 
 # Text
