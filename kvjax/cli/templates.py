@@ -59,8 +59,8 @@ class Dialogue:
     def question(self, text: str) -> list[int]:
         """A question about a document that has been read: the end of its message."""
         if not self.templated:
-            return self._following("", text)
-        return self._following(INSTRUCTION, text.strip(), self._after)
+            return self._following("\n", "", text)
+        return self._following(INSTRUCTION, "", text.strip(), self._after)
 
     def turn(self, text: str, ended_by: Sequence[int]) -> list[int]:
         """What a further turn adds to a conversation.
@@ -71,10 +71,10 @@ class Dialogue:
             none.
         """
         if not self.templated:
-            return self._following("", text)
+            return self._following("\n", "", text)
         messages = [_message("Hello"), _message(_ANSWER, "assistant"), _message(_TEXT)]
         _, between, after = self._parts(messages, _ANSWER, _TEXT)
-        tokens = self._encode(between, text, after)
+        tokens = self._following("\n", between, text, after)
         return tokens[1:] if tokens[0] in ended_by else tokens
 
     def _parts(self, messages: Sequence[Mapping[str, str]], *markers: str) -> list[str]:
@@ -104,14 +104,13 @@ class Dialogue:
         own = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         return [*self._tokens(before), *own, *self._tokens(after)]
 
-    def _following(self, before: str, text: str, after: str = "") -> list[int]:
-        """Tokens of `text` and `after` as they are where `before` comes first."""
+    def _following(self, anchor: str, before: str, text: str, after: str = "") -> list[int]:
+        """Tokens of the last three joined, as they are where `anchor` comes first."""
         # Some tokenizers put a space before what they take for the beginning of a text.
-        anchor = before or "\n"
-        first, whole = self._tokens(anchor), self._encode(anchor, text, after)
+        first, whole = self._tokens(anchor), self._encode(anchor + before, text, after)
         if whole[: len(first)] == first:
             return whole[len(first) :]
-        return self._encode("", text, after)
+        return self._encode(before, text, after)
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False).input_ids if text else []

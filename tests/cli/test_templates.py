@@ -7,19 +7,19 @@ import json
 import pytest
 
 from kvjax.cli.templates import INSTRUCTION, Dialogue
-from kvjax.models import load_tokenizer
+from kvjax.models import demo, load_tokenizer
 from tests.cli.commands import error, output
 
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}<|end_story|>\n"
+    "{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}</s>\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 DOCUMENT, QUESTION = "A long text.\n\nIt ends here.", "How does it end?"
 
 
 @pytest.fixture(scope="module")
-def own(tinystories):
-    tokenizer = load_tokenizer(tinystories)
+def own():
+    tokenizer = load_tokenizer(demo.directory())
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -71,7 +71,7 @@ def test_special_tokens_in_a_text_are_mere_text(own):
         (dialogue.turn(f"a {name} b", (end,)), 1, 1),
     ):
         assert tokens.count(end) == ends
-        assert own.decode([one for one in tokens if one != end]).count("story") == texts
+        assert own.decode([one for one in tokens if one != end]).count(name) == texts
 
 
 def test_without_a_template_texts_are_fed_as_they_are(own):
@@ -100,7 +100,9 @@ def test_templates_that_do_not_work(tinystories, template, said):
         Dialogue(tokenizer)
 
 
-def test_a_prompt_becomes_a_message(capsys, broken_copy, own):
+def test_a_prompt_becomes_a_message(capsys, broken_copy, tinystories):
+    own = load_tokenizer(tinystories)
+    own.chat_template = TEMPLATE
     (broken_copy / "chat_template.jinja").write_text(TEMPLATE)
     args = ["generate", "--model", broken_copy, "--prompt", "Hello", "--max-new", "2", "--json"]
     args += ["--method", "full"]
