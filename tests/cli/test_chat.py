@@ -13,7 +13,6 @@ import sys
 import pytest
 
 import kvjax
-from kvjax import models
 from kvjax.cli import interrupts
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
@@ -130,19 +129,6 @@ def test_a_second_interrupt_ends_the_process():
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (interrupts.INTERRUPTED, "True\n", "")
-
-
-def test_non_finite_weights_need_a_flag(chat, monkeypatch):
-    given = []
-
-    def load(folder, **options):
-        given.append(options)
-        return from_pretrained(folder)
-
-    monkeypatch.setattr(models, "from_pretrained", load)
-    chat("/quit")
-    chat("/quit", options=("--allow-nonfinite",))
-    assert given == [{"allow_nonfinite": False}, {"allow_nonfinite": True}]
 
 
 @pytest.mark.slow

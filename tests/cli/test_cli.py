@@ -357,9 +357,15 @@ def test_methods_as_json(capsys):
 def test_version_and_help(capsys):
     assert output(capsys, "--version") == f"kvjax {kvjax.__version__}\n"
     assert output(capsys) == output(capsys, "--help")
+    for name in ("generate", "read", "ask", "chat", "compare", "methods"):
+        assert name in output(capsys, "--help")
+        assert output(capsys, name, "--help").startswith(f"usage: kvjax {name}")
     for name in (
         "--model",
         "--prompt-file",
+        "--prompts",
+        "--stop",
+        "--raw",
         "--budget",
         "--max-new",
         "--min-p",
@@ -555,6 +561,32 @@ def test_bugs_are_not_hidden(monkeypatch):
     monkeypatch.setattr(methods_command, "methods", lambda args: {}["a bug"])
     with pytest.raises(KeyError):
         main(["methods"])
+
+
+@pytest.mark.parametrize("name", ["generate", "compare", "read", "ask", "chat"])
+def test_weights_that_are_not_finite_need_a_flag(capsys, monkeypatch, tmp_path, name):
+    """The flag reaches `from_pretrained`, which stops here."""
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 1000)
+    about = {"model": None, "document": "a", "method": "full", "budget": None, "raw": True}
+    monkeypatch.setattr(kvjax, "context_about", lambda folder: about)
+    monkeypatch.chdir(tmp_path)
+    args = {
+        "generate": ["--prompt", "a"],
+        "compare": ["--lengths", "256", "--out", "out"],
+        "read": ["text.txt", "--out", "new"],
+        "ask": ["folder", "why"],
+        "chat": [],
+    }[name]
+    given = []
+
+    def load(folder, **options):
+        given.append(options)
+        raise ValueError("no weights today")
+
+    monkeypatch.setattr(models, "from_pretrained", load)
+    for flag in ([], ["--allow-nonfinite"]):
+        assert "no weights today" in error(capsys, name, *args, *flag)
+    assert given == [{"allow_nonfinite": False}, {"allow_nonfinite": True}]
 
 
 # The process and its terminal
