@@ -19,6 +19,9 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # No exception is raised: what is imported might catch it, or show a traceback.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    # XLA writes to standard error by itself, such as when something takes long to compile. What is
+    # an error for the user, JAX raises. XLA looks at the variable when it is imported.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from kvjax.cli.main import main as run
 
     code = run()

@@ -80,7 +80,7 @@ def test_wheel(tmp_path):
 
     target = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel)
-    environment = {**os.environ, "PYTHONPATH": str(target)}
+    environment = {**os.environ, "PYTHONPATH": str(target), "KVJAX_CACHE": "off"}
     where = "import kvjax, kvjax.models; print(kvjax.__file__, kvjax.models.__file__)"
     files = run(sys.executable, "-c", where, cwd=tmp_path, env=environment).split()
     assert all(Path(file).is_relative_to(target) for file in files)

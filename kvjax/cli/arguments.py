@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import numpy as np
 
 import kvjax
-from kvjax.cli import compare_command, generate_command, methods_command
+from kvjax.cli import (
+    ask_command,
+    chat_command,
+    compare_command,
+    generate_command,
+    methods_command,
+    options,
+    read_command,
+)
 from kvjax.evaluation import grid
-from kvjax.messages import brief
+from kvjax.messages import brief, printable
 from kvjax.registry import expression
 
 
@@ -25,14 +34,49 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
+class _Whole(Parser):
+    """The parser of all commands, which knows what was perhaps meant."""
+
+    commands: dict[str, Parser]
+
+    def error(self, message: str) -> NoReturn:
+        """Raises it; a command that is not known gets a hint."""
+        wrong = re.search(r"argument COMMAND: invalid choice: '(.*?)'", message)
+        if wrong is not None:
+            message = f"there is no command {brief(wrong[1])}{_guess(wrong[1], self.commands)}"
+        super().error(message)
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """The same as of any parser; an option that is not known gets a hint."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            own = self.commands.get(parsed.command, self)
+            wrong = next((word for word in rest if word.startswith("-")), rest[0])
+            known = [name for action in own._actions for name in action.option_strings]
+            own.error(
+                f"unrecognized arguments: {printable(' '.join(rest), 200)}"
+                f"{_guess(wrong.partition('=')[0], known)}"
+            )
+        return parsed
+
+
+def _guess(word: str, known: Iterable[str]) -> str:
+    """A question about the word that was perhaps meant."""
+    close = difflib.get_close_matches(word[:40], known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def parser() -> Parser:
     """The parser of all commands; `run` is the command's function."""
-    whole = Parser(
+    whole = _Whole(
         prog="kvjax", allow_abbrev=False, description="Language models with a compressed KV cache."
     )
     whole.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     whole.set_defaults(run=lambda args: whole.print_help())
-    added = whole.add_subparsers(title="commands", metavar="COMMAND")
+    added = whole.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", parser_class=Parser
+    )
+    whole.commands = added.choices
 
     def command(name: str, run: Callable, about: str, description: str, examples: str = ""):
         own = added.add_parser(
@@ -43,17 +87,41 @@ def parser() -> Parser:
         return own
 
     _add_generate_options(command(
-        "generate", generate_command.generate, "continue a prompt through a compressed cache",
-        "Continues a prompt through a compressed cache. The text goes to standard\n"
-        "output, figures to standard error. Without --model, the bundled model continues\n"
-        "it. Without a prompt as well, the bundled model answers a question about a long\n"
-        "document, with the method and with the full cache.",
+        "generate", generate_command.generate, "continue prompts through a compressed cache",
+        "Continues prompts through a compressed cache. The text goes to standard output,\n"
+        "figures to standard error. A model with a chat template takes each prompt as a\n"
+        "user's message, unless --raw is given. Without --model, the bundled model\n"
+        "continues the prompt. Without a prompt as well, it answers a question about a\n"
+        "long document, with the method and with the full cache.",
         "examples:\n"
         "  kvjax generate\n"
         "  kvjax generate --model DIR --prompt 'Once upon a time' --budget 256\n"
         "  kvjax generate --model DIR --prompt-file book.txt --method streaming_llm\n"
         "  kvjax generate --model DIR --prompt Hello --method 'every(snapkv, steps=64)'\n"
+        "  kvjax generate --model DIR --prompts questions.jsonl --stop 'Question:' --json\n"
         "  kvjax generate --import mine.py --method mine",
+    ))  # fmt: skip
+    _add_read_options(command(
+        "read", read_command.read, "read a document once, for many questions",
+        "Reads a document into a compressed cache and saves that in a folder, for\n"
+        "kvjax ask. A folder of an earlier kvjax read is replaced.",
+        "examples:\n"
+        "  kvjax read book.txt --out book --model DIR --method quest --budget 0.2\n"
+        "  kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'",
+    ))  # fmt: skip
+    _add_ask_options(command(
+        "ask", ask_command.ask, "ask questions about a document that was read",
+        "Answers questions about a document that kvjax read has read, all of them in one\n"
+        "batch. The folder stays as it is, and no question knows of another.",
+    ))  # fmt: skip
+    _add_chat_options(command(
+        "chat", chat_command.chat, "talk with a model whose history is compressed",
+        "A conversation whose whole history is one compressed cache. A line is a turn;\n"
+        f"{chat_command.HELP}\n"
+        "Ctrl-C ends an answer that is being written.",
+        "examples:\n"
+        "  kvjax chat --model DIR\n"
+        "  kvjax chat --model DIR --method h2o --budget 512 --system 'Be brief.'",
     ))  # fmt: skip
     _add_compare_options(command(
         "compare", compare_command.compare,
@@ -71,43 +139,70 @@ def parser() -> Parser:
         "methods", methods_command.methods, "list the methods of compression",
         "Lists the methods of compression with their parameters and papers.",
     )  # fmt: skip
-    for own in added.choices.values():
+    for name, own in added.choices.items():
         own.add_argument("--import", metavar="MODULE", action="append", default=[], dest="imports",
             help="a module, or a .py file, that registers methods with kvjax.register; may be "
             "given several times")  # fmt: skip
-        own.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+        if name != "chat":
+            own.add_argument("--json", action="store_true",
+                help="print one JSON object, nothing else")  # fmt: skip
     return whole
 
 
-def _add_model(own: Parser) -> None:
-    own.add_argument("--model", metavar="DIR_OR_ID", help="folder of a Hugging Face model, or its "
-        "hub id (default: the bundled model)")  # fmt: skip
-
-
 def _add_generate_options(own: Parser) -> None:
-    _add_model(own)
+    options.add_model(own)
     prompt = own.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 file with it, read as it is")
-    add = own.add_argument
-    add("--method", metavar="NAME", default="snapkv",
-        help="a method of `kvjax methods` or a composition of them (default: snapkv)")  # fmt: skip
-    add("--budget", metavar="N_OR_FRACTION", type=_budget, default=0.1,
-        help="what to keep: slots per head (256) or a share of the prompt (0.2); for every part of "
-        "--method that takes a budget and is not given its own (default: 0.1)")  # fmt: skip
-    add("--max-new", metavar="N", type=int,
+    prompt.add_argument("--prompt", metavar="TEXT", action="append",
+        help="text to continue; may be given several times")  # fmt: skip
+    prompt.add_argument("--prompt-file", metavar="FILE",
+        help="UTF-8 file with it, read as it is; - is standard input")  # fmt: skip
+    prompt.add_argument("--prompts", metavar="FILE",
+        help="UTF-8 file with a prompt in each line, as text or as JSON: strings, or objects with "
+        "a \"prompt\"; - is standard input")  # fmt: skip
+    options.add_template(own, "the prompt")
+    options.add_method(own)
+    own.add_argument("--max-new", metavar="N", type=int,
         help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
-    add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
-    add("--top-k", metavar="K", type=int, help="draw from the K most likely tokens")
-    add("--top-p", metavar="P", type=float,
-        help="draw from the most likely tokens that add up to P")  # fmt: skip
-    add("--min-p", metavar="P", type=float,
-        help="draw from tokens at least P times as likely as the likeliest")  # fmt: skip
-    add("--seed", metavar="N", type=_seed, default=0, help="of the draws (default: 0)")
+    own.add_argument("--stop", metavar="TEXT", type=options.stop_text, action="append", default=[],
+        help="ends the text, and is no part of it; may be given several times")  # fmt: skip
+    options.add_sampling(own)
+
+
+def _add_read_options(own: Parser) -> None:
+    own.add_argument("document", metavar="DOCUMENT", help="UTF-8 file; - is standard input")
+    own.add_argument("--out", metavar="FOLDER", required=True, help="where it is saved")
+    options.add_model(own)
+    options.add_template(own, "the document")
+    options.add_method(own)
+    own.add_argument("--max-questions", metavar="TOKENS", type=int, default=256,
+        help="room for the tokens of a question (default: 256)")  # fmt: skip
+    own.add_argument("--max-new", metavar="N", type=int, default=128,
+        help="room for the tokens of an answer (default: 128)")  # fmt: skip
+
+
+def _add_ask_options(own: Parser) -> None:
+    own.add_argument("folder", metavar="FOLDER", help="of kvjax read")
+    own.add_argument("questions", metavar="QUESTION", nargs="+", help="about the document")
+    options.add_model(own, "the one that read the document")
+    own.add_argument("--max-new", metavar="N", type=int,
+        help="most tokens of an answer (default: what kvjax read made room for)")  # fmt: skip
+    options.add_sampling(own)
+
+
+def _add_chat_options(own: Parser) -> None:
+    options.add_model(own)
+    options.add_template(own, "what is said")
+    options.add_method(own)
+    own.add_argument("--max-prompt", metavar="TOKENS", type=int,
+        help="room for all that is said to the model, and as much again for all that it answers "
+        "(default: 4096, or half of the model's positions)")  # fmt: skip
+    own.add_argument("--max-new", metavar="N", type=int, default=512,
+        help="most tokens of an answer (default: 512)")  # fmt: skip
+    options.add_sampling(own)
 
 
 def _add_compare_options(own: Parser) -> None:
-    _add_model(own)
+    options.add_model(own)
     own.add_argument("--text", metavar="FILE",
         help="UTF-8 text that the model does not know (default: a bundled one)")  # fmt: skip
 
@@ -125,7 +220,7 @@ def _add_compare_options(own: Parser) -> None:
         "where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
     add("--tasks", name_list, grid.DEFAULT_TASKS, f"of {', '.join(grid.TASKS)}")
     add("--cases", int, grid.CASES, "per task, method, budget, length and depth", "N")
-    add("--seed", _seed, 0, "of the cases", "N")
+    add("--seed", options.seed, 0, "of the cases", "N")
     add("--out", str, "kvjax-compare", "folder of the results", "DIR")
 
 
@@ -154,7 +249,7 @@ def method_list(text: str) -> list[str]:
 
 def number_list(text: str) -> list[int | float]:
     """Integers and decimals separated by commas."""
-    return [_number(part, "numbers between commas") for part in text.split(",")]
+    return [options.number(part, "numbers between commas") for part in text.split(",")]
 
 
 def depth_list(text: str) -> list[float]:
@@ -173,23 +268,3 @@ def depth_list(text: str) -> list[float]:
 def name_list(text: str) -> list[str]:
     """Names separated by commas."""
     return [part.strip() for part in text.split(",")]
-
-
-def _number(text: str, what: str) -> int | float:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    raise argparse.ArgumentTypeError(f"must be {what}, got {brief(text.strip())}")
-
-
-def _budget(text: str) -> int | float:
-    return _number(text, "a number of slots (256) or a share of the prompt (0.2)")
-
-
-def _seed(text: str) -> int:
-    # JAX would take larger ones and drop their upper bits.
-    if not text.isascii() or not text.isdigit() or len(text) > 10 or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(
-            f"must be an integer from 0 to 2**32 - 1, got {brief(text)}"
-        )
-    return int(text)

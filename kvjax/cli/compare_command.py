@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvjax.cli import compilation_cache
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.inputs import model_folder, read_text
 from kvjax.cli.terminal import Display, print_dropped
@@ -39,7 +40,8 @@ def compare(args: argparse.Namespace) -> int:
         material = Material(grid, load_tokenizer(folder), text)
         material.check(config)
         display.show(0, None, "loading the model")
-        model = from_pretrained(folder)
+        compilation_cache.enable()
+        model = from_pretrained(folder, allow_nonfinite=args.allow_nonfinite)
         try:
             results = run(
                 material, model, end_tokens=config.eos_token_ids, name=args.model or "bundled",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import traceback
 from pathlib import Path
+
+from kvjax.messages import brief
 
 _BUNDLED = (
     "config.json", "model.safetensors", "tokenizer.json", "document.txt", "document.json",
@@ -14,14 +17,65 @@ _BUNDLED = (
 
 
 def read_text(path: str) -> str:
-    """The text of a UTF-8 file, line ends as they are; ValueError where it is none."""
+    """The text of a UTF-8 file, line ends as they are; `-` is standard input.
+
+    Raises ValueError where it is no such text.
+    """
+    name = "standard input" if path == "-" else path
     try:
-        return Path(path).read_bytes().decode("utf-8")
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise ValueError(f"{path} is not UTF-8 text: {where}") from error
+        raise ValueError(f"{name} is not UTF-8 text: {where}") from error
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {name}: {error.strerror}") from error
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts of a file, one a line: as text, or as JSON.
+
+    Lines are JSON if the first one is a JSON string or object; an object has its text as "prompt".
+    Empty lines are left out. Raises ValueError for other JSON, and where there is no prompt.
+    """
+    name = "standard input" if path == "-" else path
+    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{name} is empty")
+    if _prompt_of(numbered[0][1]) is None and not numbered[0][1].lstrip().startswith("{"):
+        return [line for _, line in numbered]
+    prompts = []
+    for number, line in numbered:
+        prompt = _prompt_of(line)
+        if prompt is None:
+            raise ValueError(
+                f"line {number} of {name} must be a JSON string, or an object with a text as "
+                f'"prompt", got {brief(line)}'
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+def _prompt_of(line: str) -> str | None:
+    """The prompt that a line of JSON holds; None where it holds none."""
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    prompt = given.get("prompt") if isinstance(given, dict) else given
+    return prompt if isinstance(prompt, str) else None
+
+
+def check_text(text: str, what: str) -> str:
+    """The text; ValueError where it is empty or, as arguments may be, bytes that are no text."""
+    if not text.strip():
+        raise ValueError(f"{what} is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is not UTF-8 text") from error
+    return text
 
 
 def model_folder(given: str | None) -> Path:

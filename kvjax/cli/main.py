@@ -1,26 +1,21 @@
-"""The command line: `kvjax generate`, `kvjax compare`, `kvjax methods`."""
+"""The command line: one command is run, and every error of the user's is one line."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 import jax
 
+from kvjax.cli import interrupts
 from kvjax.cli.arguments import parser
 from kvjax.cli.inputs import import_module
 from kvjax.messages import printable, quiet
 
-_CLOSED_PIPE, _INTERRUPTED = 1, 130
-_GRACE_SECONDS = 1  # to clean up after a Ctrl-C
-_interrupted = threading.Event()  # by a Ctrl-C
+_CLOSED_PIPE = 1
 
 # Everything that a user can get wrong: the library raises the first two, files and hub the third,
 # the others say that there is not enough memory for what was asked.
@@ -44,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       0
     """
     if argv is None:
-        _end_after_interrupt()
+        interrupts.end_after_interrupt()
     try:
         try:
             return _run(argv)
@@ -53,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 # Its exception may have been lost, or another one have taken its place. End the
                 # process at once: JAX can crash when the interpreter shuts down after a compilation
                 # was interrupted.
-                _end_if_interrupted()
+                interrupts.end_if_interrupted()
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return interrupts.INTERRUPTED
     except BrokenPipeError:
         _discard_output()
         return _CLOSED_PIPE
@@ -96,60 +91,6 @@ def _discard_output() -> None:
     """Lets the interpreter flush standard output at its end without a complaint."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _end_after_interrupt() -> None:
-    """Ends the process at most a second after a Ctrl-C, unless the parent process ignores it.
-
-    Python raises KeyboardInterrupt wherever it happens to be. In some places, such as finalizers,
-    it is lost, and nowhere is it raised while compiled code runs, such as XLA's compiler. Another
-    thread therefore waits for the signal too.
-    """
-    if not hasattr(signal, "setitimer"):  # not POSIX
-        return
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return
-
-    def interrupt(*_: object) -> NoReturn:
-        if _interrupted.is_set():  # the second one
-            _end()
-        _interrupted.set()
-        raise KeyboardInterrupt
-
-    def lost(given: sys.UnraisableHookArgs) -> None:
-        if isinstance(given.exc_value, KeyboardInterrupt):
-            _end()
-        sys.__unraisablehook__(given)
-
-    coming, signals = os.pipe()
-    os.set_blocking(signals, False)
-    threading.Thread(target=_watch, args=(coming,), daemon=True).start()
-    signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, interrupt)
-    sys.unraisablehook = lost
-
-
-def _watch(coming: int) -> None:
-    """Waits for a Ctrl-C among the signals that come, and ends the process a second later."""
-    while os.read(coming, 1) != bytes([signal.SIGINT]):
-        pass
-    time.sleep(_GRACE_SECONDS)
-    _end()
-
-
-def _end_if_interrupted() -> None:
-    """Ends the process after a Ctrl-C; one that comes from now on ends it too."""
-    if _interrupted.is_set():
-        _end()
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: _end())
-
-
-def _end() -> NoReturn:
-    with contextlib.suppress(OSError, ValueError):
-        if sys.stderr.isatty():  # a display may have hidden the cursor
-            os.write(sys.stderr.fileno(), b"\x1b[?25h")
-    os._exit(_INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 from rich import progress
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
+
+import kvjax
+
+_FIGURES = (
+    "ttft_s", "tpot_s", "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "dropped",
+)  # fmt: skip
+
+
+class _Clock(progress.ProgressColumn):
+    """Time since the display was made, whatever was shown since then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start = time.monotonic()
+
+    def render(self, task: progress.Task) -> Text:
+        """`0:00:07 elapsed`."""
+        passed = timedelta(seconds=int(time.monotonic() - self._start))
+        return Text(f"{passed} elapsed", style="progress.elapsed")
+
+
+class _Left(progress.ProgressColumn):
+    """An estimate of the time that is left, where there is one."""
+
+    def render(self, task: progress.Task) -> Text:
+        """`0:00:07 left`, or nothing: work that remains takes more than no time."""
+        left = None if task.finished else task.time_remaining
+        if not left:
+            return Text()
+        return Text(f"{timedelta(seconds=int(left))} left", style="progress.remaining")
 
 
 class Display(progress.Progress):
@@ -27,10 +59,8 @@ class Display(progress.Progress):
             progress.SpinnerColumn(),
             progress.BarColumn(bar_width=None),
             progress.TaskProgressColumn(),
-            progress.TimeElapsedColumn(),
-            "elapsed,",
-            progress.TimeRemainingColumn(),
-            "left",
+            _Clock(),
+            _Left(),
             console=console,
             transient=True,
             expand=True,
@@ -59,6 +89,40 @@ class Display(progress.Progress):
         self.update(self.task_ids[0], completed=done)
         self._now.plain = what
 
+    def compiling(self, what: str, method: str = "") -> None:
+        """Says what is compiled now, for which method: an `on_compile` for `kvjax.generate`."""
+        # Nothing is told between the compilation of a layer and its end.
+        runs = " and running" if what.startswith("the prompt pass") else ""
+        line = f"compiling{runs} {what}{' for ' * bool(method)}{method}"
+        if self.tasks and self.tasks[0].total is not None and not self.tasks[0].finished:
+            self._now.plain = line  # layers are being read
+        else:
+            self.show(0, None, line)
+
+    def reading(self, layers: int, tokens: int) -> Callable[[int], None] | None:
+        """An `on_layer` for `kvjax.generate`; None where nothing is shown."""
+
+        def show(layer: int) -> None:
+            what = f"reading {tokens:,} tokens: layer {layer + 1} of {layers}"
+            self.show(layer + 1, layers, what)
+
+        return None if self.disable else show
+
+    def writing(self, count: int) -> None:
+        """Says how many new tokens there are."""
+        self.show(0, None, f"writing: {count:,} new tokens")
+
+    def text(self, piece: str) -> None:
+        """Prints text that comes, on standard output; the display is over."""
+        self.stop()
+        print(piece, end="", flush=True)
+
+
+def figures(result: kvjax.Generation) -> dict[str, Any]:
+    """Times and bytes of a generation as `--json` prints them."""
+    recall = None if result.recall is None else result.recall._asdict()
+    return {**{name: getattr(result, name) for name in _FIGURES}, "recall": recall}
+
 
 def seconds(value: float | None) -> str:
     """A duration for people: `"1.25 s"`, `"3.1 ms"`, `"-"` for None."""
@@ -78,31 +142,46 @@ def host_bytes(record: Mapping[str, Any]) -> int:
 
 
 def print_figures(record: Mapping[str, Any]) -> None:
-    """One line on standard error: tokens, times, bytes; from what `--json` prints."""
-    line = (
-        f"{record['prompt_tokens']} + {record['new_tokens']} tokens · first after "
-        f"{seconds(record['ttft_s'])} · {seconds(record['tpot_s'])} per token · cache "
-        f"{decimal(record['cache_bytes'])} of {decimal(record['full_cache_bytes'])} "
-        f"({share(record)})"
-    )
+    """Tokens, times and bytes on standard error, in as few lines as the terminal's width allows.
+
+    Args:
+      record: what `--json` prints.
+    """
+    parts = [
+        f"{record['prompt_tokens']} + {record['new_tokens']} tokens",
+        f"first after {seconds(record['ttft_s'])}",
+        f"{seconds(record['tpot_s'])} per token",
+        f"compiled in {seconds(record['compile_s'])}",
+        f"cache {decimal(record['cache_bytes'])} of {decimal(record['full_cache_bytes'])} "
+        f"({share(record)})",
+    ]
     if host_bytes(record):
-        line += f", {decimal(host_bytes(record))} of it in host memory"
+        parts.append(f"{decimal(host_bytes(record))} of it in host memory")
     recall = record["recall"]
     if recall is not None and recall["hit_rate"] is not None:
         fetched = decimal(round(recall["fetched_bytes_per_step"]))
-        line += f" · {100 * recall['hit_rate']:.0f}% hits, {fetched} fetched per token"
-    _print_line(line, "dim")
+        parts += [f"{100 * recall['hit_rate']:.0f}% hits", f"{fetched} fetched per token"]
+    lines, width = [parts[0]], Console(stderr=True).width
+    for part in parts[1:]:
+        joined = f"{lines[-1]} · {part}"
+        if len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    for line in lines:
+        print_line(line, "dim")
 
 
 def print_dropped(method: str, dropped: int) -> None:
     """One line on standard error where tokens were lost."""
     if dropped:
-        _print_line(
+        print_line(
             f"{method} lost {dropped:,} tokens that found no free slot, summed over layers and "
             "heads: it keeps more than it promises",
             "red",
         )
 
 
-def _print_line(line: str, style: str) -> None:
+def print_line(line: str, style: str) -> None:
+    """A line on standard error, of any length."""
     Console(stderr=True, highlight=False).print(line, style=style, soft_wrap=True, markup=False)

@@ -59,6 +59,10 @@ class Candidate:
                 budget = None
         return cls(method, budget, transform)
 
+    def named(self) -> dict[str, Any]:
+        """Method and budget as `--json` prints them."""
+        return {"method": self.method, "budget": self.budget}
+
 
 class Cell(NamedTuple):
     """One unit of work.

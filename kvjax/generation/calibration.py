@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cache.slots import KVCache
 from kvjax.compose.chain import Chain, chain
-from kvjax.generation.generate import check_prompts
+from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.steps import pad, read_prompt
 from kvjax.protocol import Full, KVTransform, Needs, State, Step

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from kvjax.generation.continuation import Continuation
 from kvjax.models import demo
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds
+from tests.cli.commands import command, error, one_line, output
 
 ROOT = Path(__file__).parents[2]
 LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
@@ -36,46 +36,6 @@ FIELDS = {
     "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "recall",
     "dropped",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def tinystories(data_dir):
-    return data_dir / "tinystories-656k"
-
-
-@pytest.fixture
-def broken_copy(tinystories, tmp_path):
-    """A copy of the model in which files can be replaced."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in tinystories.iterdir():
-        shutil.copyfile(file, folder / file.name)
-    return folder
-
-
-def command(*args, **options) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "kvjax.cli.main", *map(str, args)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, **options)
-
-
-def output(capsys, *args) -> str:
-    assert main([str(arg) for arg in args]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
-
-
-def error(capsys, *args) -> str:
-    """The one line that a command fails with."""
-    assert main([str(arg) for arg in args]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    return one_line(err)
-
-
-def one_line(err: str) -> str:
-    assert err.startswith("kvjax: error: ") and err.endswith("\n") and err.count("\n") == 1, err
-    return err
 
 
 # Text
@@ -100,8 +60,9 @@ def test_known_continuation(capsys, tinystories):
     assert main(args) == 0
     out, err = capsys.readouterr()
     assert out == record["text"] + "\n", "streamed, it is the same text"
-    assert err.count("\n") == 1
-    assert err.startswith("6 + 134 tokens") and "(100.0%)" in err
+    times, sizes = err.splitlines()
+    assert times.startswith("6 + 134 tokens") and " · compiled in " in times
+    assert sizes.startswith("cache ") and sizes.endswith("(100.0%)")
 
 
 @pytest.mark.slow
@@ -145,8 +106,8 @@ def test_lost_tokens_are_told(capsys, monkeypatch, tinystories):
     config = models.read_config(tinystories)
     assert record["dropped"] == config.num_layers * config.kv_heads
     assert main(args) == 0
-    figures, lost = capsys.readouterr().err.splitlines()
-    assert figures.startswith("6 + 3 tokens")
+    times, sizes, lost = capsys.readouterr().err.splitlines()
+    assert times.startswith("6 + 3 tokens") and sizes.startswith("cache")
     assert lost.startswith(f"keeps_too_much lost {record['dropped']} tokens"), lost
 
 
@@ -192,7 +153,7 @@ def test_nothing_but_figures_on_standard_error(tinystories):
     )
     args = [sys.executable, "-c", code, *story(tinystories, "--max-new", "4")]
     done = subprocess.run(args, capture_output=True, text=True, timeout=120)
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("6 + 4 tokens")
+    assert done.stderr.count("\n") == 2 and done.stderr.startswith("6 + 4 tokens")
     assert done.stdout == LILY[:2] + done.stdout[2:]
 
 
@@ -396,9 +357,15 @@ def test_methods_as_json(capsys):
 def test_version_and_help(capsys):
     assert output(capsys, "--version") == f"kvjax {kvjax.__version__}\n"
     assert output(capsys) == output(capsys, "--help")
+    for name in ("generate", "read", "ask", "chat", "compare", "methods"):
+        assert name in output(capsys, "--help")
+        assert output(capsys, name, "--help").startswith(f"usage: kvjax {name}")
     for name in (
         "--model",
         "--prompt-file",
+        "--prompts",
+        "--stop",
+        "--raw",
         "--budget",
         "--max-new",
         "--min-p",
@@ -495,17 +462,28 @@ def test_which_method_and_budget(args, budget, transform):
         (["--model", "/no/such/folder", "--prompt", "a"], "/no/such/folder is not a directory"),
         (["--model", "a b", "--prompt", "a"], "a b is not a directory"),
         (["--model", "gpt2"], "needs a --prompt"),
+        (["--stop", "."], "--stop needs a --prompt"),
+        (["--stop", "", "--prompt", "a"], "--stop"),
+        (["--prompt", "a", "--prompt", " "], "prompt 2 is empty"),
+        (["--prompts", "a", "--prompt", "b"], "not allowed with"),
+        (["--prompts", "no such file"], "cannot read no such file"),
+        (["--chat", "--prompt", "a"], "--chat needs a chat template: the model's tokenizer has no"),
+        (["--system", "Be brief.", "--prompt", "a"], "--system needs a chat template"),
+        (["--system", "Be brief.", "--raw", "--prompt", "a"], "--raw leaves it out"),
+        (["--chat", "--raw", "--prompt", "a"], "not allowed with"),
         (["--bogus"], "--bogus"),
+        (["--promt", "a"], "did you mean --prompt?"),
         (["--max", "5"], "--max"),
     ],
 )
-def test_errors_before_anything_is_loaded(capsys, monkeypatch, args, said):
-    monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
+def test_errors_before_anything_is_loaded(capsys, no_weights, args, said):
     assert said in error(capsys, "generate", *args)
 
 
 def test_errors_of_the_command_itself(capsys):
-    assert "'frob'" in error(capsys, "frob")
+    assert "there is no command 'frob' (see" in error(capsys, "frob")
+    assert "did you mean generate?" in error(capsys, "genrate")
+    assert r"\x1b[2J" in error(capsys, "\x1b[2J")
     assert "--frob" in error(capsys, "methods", "--frob")
 
 
@@ -532,8 +510,7 @@ def test_prompt_file_without_permission(capsys, monkeypatch):
     assert "cannot read secret.txt: Permission denied" in said
 
 
-def test_more_than_the_bundled_model_reads(capsys, monkeypatch):
-    monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
+def test_more_than_the_bundled_model_reads(capsys, no_weights):
     said = error(capsys, "generate", "--prompt", "one two " * 5000)
     assert "8448 positions" in said
     assert "8448 positions" in error(capsys, "generate", "--max-new", "5000")
@@ -561,8 +538,7 @@ def test_models_that_do_not_load(capsys, broken_copy, changes, said):
     assert said in error(capsys, "generate", "--model", broken_copy, "--prompt", "a")
 
 
-def test_more_than_the_model_reads(capsys, tinystories, monkeypatch):
-    monkeypatch.setattr(models, "from_pretrained", lambda _: pytest.fail("weights were loaded"))
+def test_more_than_the_model_reads(capsys, tinystories, no_weights):
     long = ["generate", "--model", tinystories, "--prompt", "one two three " * 400]
     assert "512 positions" in error(capsys, *long)
     short = ["generate", "--model", tinystories, "--prompt", "Once", "--max-new", "600"]
@@ -585,6 +561,32 @@ def test_bugs_are_not_hidden(monkeypatch):
     monkeypatch.setattr(methods_command, "methods", lambda args: {}["a bug"])
     with pytest.raises(KeyError):
         main(["methods"])
+
+
+@pytest.mark.parametrize("name", ["generate", "compare", "read", "ask", "chat"])
+def test_weights_that_are_not_finite_need_a_flag(capsys, monkeypatch, tmp_path, name):
+    """The flag reaches `from_pretrained`, which stops here."""
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 1000)
+    about = {"model": None, "document": "a", "method": "full", "budget": None, "raw": True}
+    monkeypatch.setattr(kvjax, "context_about", lambda folder: about)
+    monkeypatch.chdir(tmp_path)
+    args = {
+        "generate": ["--prompt", "a"],
+        "compare": ["--lengths", "256", "--out", "out"],
+        "read": ["text.txt", "--out", "new"],
+        "ask": ["folder", "why"],
+        "chat": [],
+    }[name]
+    given = []
+
+    def load(folder, **options):
+        given.append(options)
+        raise ValueError("no weights today")
+
+    monkeypatch.setattr(models, "from_pretrained", load)
+    for flag in ([], ["--allow-nonfinite"]):
+        assert "no weights today" in error(capsys, name, *args, *flag)
+    assert given == [{"allow_nonfinite": False}, {"allow_nonfinite": True}]
 
 
 # The process and its terminal
@@ -640,14 +642,14 @@ SHORT_DOCUMENT = """if True:
 
 
 class Terminal:
-    """A process whose standard error is a terminal of 80 columns."""
+    """A process whose standard error is a terminal."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, columns=80):
         import pty
 
         self._ours, theirs = pty.openpty()
         line = [sys.executable, "-c", SHORT_DOCUMENT, *args]
-        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)}
         self.process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=env)
         os.close(theirs)
         self.shown = ""
@@ -680,8 +682,8 @@ class Terminal:
 def terminal():
     opened = []
 
-    def start(*args) -> Terminal:
-        opened.append(Terminal(*args))
+    def start(*args, **options) -> Terminal:
+        opened.append(Terminal(*args, **options))
         return opened[-1]
 
     yield start
@@ -695,10 +697,15 @@ def test_progress_on_a_terminal(terminal):
     own = terminal("generate", "--max-new", "4", "--method", "streaming_llm")
     shown = own.read()
     assert own.process.wait(60) == 0
-    parts = "loading the bundled model", "compiling for full", "compiling for streaming_llm"
-    for part in (*parts, "reading "):
+    for part in (
+        "loading the bundled model",
+        "compiling and running the prompt pass of layer 1 of 4 for full",
+        "compiling the decode loop for streaming_llm",
+        "layer 4 of 4",
+        " elapsed",
+    ):
         assert part in shown, shown
-    assert "4/4" in shown
+    assert "0:00:00 left" not in shown
     assert b"\x1b" not in own.process.stdout.read(), "standard output is no terminal"
 
 

@@ -1,0 +1,66 @@
+"""`kvjax ask`: questions about a document that `kvjax read` has read."""
+
+from __future__ import annotations
+
+import argparse
+
+import kvjax
+from kvjax.cli.generate_command import print_rows
+from kvjax.cli.inputs import check_text
+from kvjax.cli.opened import OpenedModel, check_counts, sampling
+from kvjax.cli.templates import Dialogue
+from kvjax.cli.terminal import Display, figures, print_dropped
+from kvjax.cli.writing import Row, write
+from kvjax.generation.checks import check_turn
+from kvjax.generation.model import as_functional
+from kvjax.messages import brief, printable
+
+
+def ask(args: argparse.Namespace) -> None:
+    """`kvjax ask`: answers all questions in one batch; the folder stays as it is."""
+    check_counts(args, "max_new")
+    choice, about = sampling(args), _about(args.folder)
+    texts = [check_text(text, f"question {n}") for n, text in enumerate(args.questions, 1)]
+    several = len(texts) > 1
+    with Display(not args.json) as display:
+        opened = OpenedModel(about["model"] if args.model is None else args.model, display)
+        # The template is rendered as for the document, whose system message has been read.
+        dialogue = Dialogue(opened.tokenizer, raw=about["raw"])
+        questions = [dialogue.question(text) for text in texts]
+        model = opened.load(args)
+        display.show(0, None, f"loading {printable(args.folder)}")
+        context = kvjax.load_context(args.folder, model, tokenizer=opened.tokenizer)
+        new = args.max_new or context.max_new
+        check_turn(as_functional(model), context, questions, new)
+        on_text = None if args.json or several else display.text
+        rows = [Row(opened.decode, question, (), on_text) for question in questions]
+        result = write(
+            model, questions, rows, streaming=not args.json, context=context, donate=True,
+            on_step=display.writing, on_compile=display.compiling,
+            on_layer=display.reading(model.num_layers, sum(map(len, questions))),
+            max_new_tokens=new, sampling=choice, seed=args.seed,
+        )  # fmt: skip
+    named = {name: about[name] for name in ("document", "method", "budget")}
+    record = {"model": opened.name, "folder": args.folder, **named, **figures(result)}
+    print_rows(
+        args.json, record, texts, rows, result.prompt_tokens,
+        several=several or args.json, name="question",
+    )  # fmt: skip
+    if not args.json:
+        print_dropped(about["method"], result.dropped)
+
+
+def _about(folder: str) -> dict:
+    """What `kvjax read` has written beside the context."""
+    about = kvjax.context_about(folder)
+    kinds = {
+        "model": str | None, "document": str, "method": str, "budget": int | float | None,
+        "raw": bool,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        if name not in about or not isinstance(about[name], kind):
+            raise ValueError(
+                f"{printable(folder)} was not written by kvjax read: {name} is "
+                f"{brief(about.get(name))}"
+            )
+    return about

@@ -1,0 +1,99 @@
+"""The question that the bundled model answers, with a method and with the full cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+import kvjax
+from kvjax.cli.opened import BUNDLED, OpenedModel, calibrated, sampling
+from kvjax.cli.terminal import Display, figures, host_bytes, print_dropped, seconds, share
+from kvjax.evaluation import is_right
+from kvjax.evaluation.grid import Candidate
+from kvjax.generation.checks import check_prompts
+from kvjax.generation.continuation import new_text
+
+if TYPE_CHECKING:
+    from kvjax.models.demo import Document
+
+_NEW_TOKENS = 16  # where none are given
+
+
+def answer(args: argparse.Namespace) -> None:
+    """`kvjax generate` without a prompt."""
+    from kvjax.models import demo
+
+    candidates = {
+        name: Candidate.of(name, args.budget) for name in dict.fromkeys(("full", args.method))
+    }
+    new, choice = args.max_new or _NEW_TOKENS, sampling(args)
+    with Display(not args.json) as display:
+        opened = OpenedModel(None, display)
+        document = demo.document()
+        prompt = opened.dialogue(args).prompt(document.text + document.question)
+        for one in candidates.values():
+            layers = kvjax.bind(one.transform, opened.config.num_layers)
+            check_prompts(opened.config, [prompt], layers, new)
+        model, records = opened.load(args), {}
+        for name, one in candidates.items():
+            transform = calibrated(one.transform, model, prompt)
+            result = kvjax.generate(
+                model, [prompt], transform=transform, max_new_tokens=new, sampling=choice,
+                seed=args.seed, on_compile=lambda what, name=name: display.compiling(what, name),
+                on_layer=display.reading(model.num_layers, len(prompt)),
+            )  # fmt: skip
+            text = new_text(opened.decode, prompt, result.tokens[0])
+            tokens = {"prompt_tokens": len(prompt), "new_tokens": len(result.tokens[0])}
+            records[name] = {"text": text, **one.named(), **tokens, **figures(result)}
+            records[name]["correct"] = is_right(text, document.answer)
+    if args.json:
+        about = {"question": document.question.strip(), "expected": document.answer}
+        record = {"model": BUNDLED, **about, "full": records["full"], **records[args.method]}
+        print(json.dumps(record))
+        return
+    _print_answers(document, new, records)
+    for name, record in records.items():
+        print_dropped(name, record["dropped"])
+
+
+def _print_answers(document: Document, max_new: int, records: Mapping[str, dict]) -> None:
+    """The question, the answer of each method, and what each one's cache costs."""
+    answers = Table.grid(padding=(0, 3, 0, 0))
+    answers.add_column(style="bold", overflow="fold")
+    answers.add_column(no_wrap=True)
+    answers.add_column(overflow="fold")
+    answers.add_row("expected", "", document.answer, style="dim")
+    costs = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    costs.add_column("method", style="bold", overflow="fold")
+    for heading in ("budget", "cache", "of full", "first token", "per token"):
+        costs.add_column(heading, justify="right", no_wrap=True)
+    for name, record in records.items():
+        verdict = Text("right", "green") if record["correct"] else Text("wrong", "red")
+        answers.add_row(Text(name), verdict, Text(" ".join(record["text"].split())))
+        budget = "-" if record["budget"] is None else str(record["budget"])
+        times = seconds(record["ttft_s"]), seconds(record["tpot_s"])
+        costs.add_row(Text(name), budget, decimal(record["cache_bytes"]), share(record), *times)
+        if host_bytes(record):
+            costs.caption = f"{decimal(host_bytes(record))} of {name} are in host memory."
+    tokens = records["full"]["prompt_tokens"]
+    console = Console(highlight=False)
+    console.print(f"The bundled model read a document and a question, {tokens:,} tokens:\n")
+    console.print(f"{document.question.strip()} ...\n", style="bold", markup=False)
+    console.print(Padding(answers, (0, 0, 0, 1)))  # in line with the other table
+    console.print(costs)
+    console.print(
+        f"Bytes are those of the whole cache, with room for {max_new:,} new tokens.\n"
+        "Other methods: kvjax methods\n"
+        "Many questions: kvjax compare\n"
+        "Your own text: kvjax generate --model DIR_OR_ID --prompt TEXT",
+        style="dim",
+    )

@@ -1,0 +1,169 @@
+"""`kvjax chat`: a conversation whose history is one compressed context."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from rich.filesize import decimal
+
+import kvjax
+from kvjax.cli import interrupts
+from kvjax.cli.inputs import check_text
+from kvjax.cli.opened import OpenedModel, calibrated, check_counts, full_bytes, sampling
+from kvjax.cli.templates import Dialogue
+from kvjax.cli.terminal import Display, print_line
+from kvjax.cli.writing import Row, write
+from kvjax.evaluation.grid import Candidate
+
+HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
+_MOST_PROMPT = 4096  # tokens, where no other room is given
+
+
+def chat(args: argparse.Namespace) -> None:
+    """`kvjax chat`: reads lines and answers them, until /quit or the end of input."""
+    check_counts(args, "max_prompt", "max_new")
+    transform = Candidate.of(args.method, args.budget).transform
+    sampling(args)
+    with Display() as display:
+        opened = OpenedModel(args.model, display)
+        dialogue = opened.dialogue(args)
+        kvjax.bind(transform, opened.config.num_layers)
+        room = _room(args, opened.config.max_positions)
+        model = opened.load(args)
+    talk = Conversation(args, opened, dialogue, model, transform, room)
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  what is typed can be edited
+
+        print_line(HELP, "dim")
+    while (line := _next_line()) is not None:
+        if line.strip() == "/quit":
+            return
+        if line.strip() == "/reset":
+            talk.reset()
+        elif line.strip() == "/bytes":
+            print(talk.bytes(), flush=True)
+        elif line.startswith("/"):
+            print_line(HELP, "dim")
+        elif line.strip():
+            try:
+                talk.say(check_text(line, "the line"))
+            except ValueError as error:
+                print_line(f"{error}; /reset begins a new conversation", "red")
+
+
+class Conversation:
+    """What has been said, as one context.
+
+    Args:
+      args: how to answer: `max_new`, the options of `add_sampling`.
+      opened, dialogue, model: the model and its template.
+      transform: how to compress.
+      room: most tokens that are read, and most that are written.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        opened: OpenedModel,
+        dialogue: Dialogue,
+        model: Any,
+        transform: kvjax.KVTransform,
+        room: tuple[int, int],
+    ) -> None:
+        self._args, self._opened, self._dialogue = args, opened, dialogue
+        self._model, self._transform, self._room = model, transform, room
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self._context: kvjax.Context | None = None
+        self._ended_by: tuple[int, ...] = ()
+
+    def bytes(self) -> str:
+        """What the cache holds, for people."""
+        context = self._context
+        if context is None:
+            return "the cache holds nothing yet"
+        full = full_bytes(context)
+        return (
+            f"{int(context.length[0]):,} tokens; the cache takes {decimal(context.nbytes)}, "
+            f"{context.nbytes / full:.1%} of a full one; {self._left()}"
+        )
+
+    def say(self, text: str) -> None:
+        """Takes a turn and prints the answer as it comes.
+
+        Raises:
+          ValueError: the turn or the answer does not fit; nothing has changed.
+        """
+        args, context = self._args, self._context
+        begins = context is None
+        prompt = (
+            self._dialogue.prompt(text) if begins else self._dialogue.turn(text, self._ended_by)
+        )
+        left = self._room[1] - (0 if begins else int(context.new_tokens[0]))
+        most = self._room[0] - (0 if begins else int(context.prompt_tokens[0]))
+        if len(prompt) > most or left < 1:
+            raise ValueError(f"the conversation is full: {len(prompt)} tokens, {self._left()}")
+        with Display() as display, interrupts.noticed() as stopped:
+            said = {
+                "on_compile": display.compiling,
+                "on_layer": display.reading(self._model.num_layers, len(prompt)),
+            }
+            if begins:
+                context = kvjax.read(
+                    self._model, [prompt], max_prompt=self._room[0], max_new=self._room[1],
+                    transform=calibrated(self._transform, self._model, prompt), **said,
+                )  # fmt: skip
+            row = Row(self._opened.decode, prompt, (), display.text)
+            result = write(
+                self._model, None if begins else [prompt], [row], streaming=True, stopped=stopped,
+                context=context, donate=True, max_new_tokens=min(args.max_new, left),
+                sampling=sampling(args), seed=args.seed, **said,
+            )  # fmt: skip
+        print(flush=True)
+        self._context = result.context
+        self._ended_by = self._opened.config.eos_token_ids if result.ended[0] else ()
+        if result.dropped:
+            print_line(f"{result.dropped:,} tokens found no free slot", "red")
+
+    def _left(self) -> str:
+        """How much room there is, for people."""
+        read, written = (
+            (0, 0)
+            if self._context is None
+            else (int(self._context.prompt_tokens[0]), int(self._context.new_tokens[0]))
+        )
+        return (
+            f"room for {self._room[0] - read:,} more tokens and "
+            f"{self._room[1] - written:,} of answers"
+        )
+
+
+def _room(args: argparse.Namespace, positions: int | None) -> tuple[int, int]:
+    """Most tokens of a conversation that are read, and most that are written."""
+    if args.max_prompt is None:
+        most = _MOST_PROMPT if positions is None else min(_MOST_PROMPT, positions // 2)
+    else:
+        most = args.max_prompt
+    if positions is None:
+        return most, most
+    if most >= positions:
+        raise ValueError(
+            f"--max-prompt must be below the model's {positions} positions, got {most}"
+        )
+    return most, min(most, positions - most)
+
+
+def _next_line() -> str | None:
+    """What is typed next; None at the end of input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        if sys.stdin.isatty():
+            print()
+        return None
+    except UnicodeDecodeError as error:
+        raise ValueError("standard input is not UTF-8 text") from error

@@ -1,0 +1,81 @@
+"""A model as a command uses it: opened first, so that errors come before its weights are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import kvjax
+from kvjax.budgets.budgets import check_count
+from kvjax.cli import compilation_cache
+from kvjax.cli.inputs import model_folder
+from kvjax.cli.templates import Dialogue
+from kvjax.cli.terminal import Display
+from kvjax.generation.continuation import decoder
+
+BUNDLED = "bundled"
+"""What `--json` calls the bundled model."""
+
+_CALIBRATION_TOKENS = 1024  # of the prompt, for methods that are calibrated
+
+
+class OpenedModel:
+    """The configuration and the tokenizer of a model; `load` reads its weights.
+
+    Args:
+      given: a folder or a hub id; None for the bundled model.
+      display: says what is done.
+    """
+
+    def __init__(self, given: str | None, display: Display) -> None:
+        # Imported here: kvjax does without kvjax.models, and help without what they import.
+        from kvjax.models import load_tokenizer, read_config
+
+        self.name = BUNDLED if given is None else given
+        self.folder: Path = model_folder(given)
+        display.show(0, None, f"loading the {'bundled ' if given is None else ''}model")
+        self.config = read_config(self.folder)  # first: it says what is not supported
+        self.tokenizer = load_tokenizer(self.folder)
+        self.decode = decoder(self.tokenizer)
+
+    def dialogue(self, args: argparse.Namespace) -> Dialogue:
+        """How texts become tokens, with the options of `add_template`."""
+        return Dialogue(self.tokenizer, system=args.system, raw=args.raw, chat=args.chat)
+
+    def load(self, args: argparse.Namespace) -> Any:
+        """The model with its weights. What it compiles is kept for the next process."""
+        from kvjax.models import from_pretrained
+
+        compilation_cache.enable()
+        return from_pretrained(self.folder, allow_nonfinite=args.allow_nonfinite)
+
+
+def calibrated(transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]) -> Any:
+    """A transform with what it needs to know of the model, found on the prompt's first tokens."""
+    return kvjax.calibrated(transform, model, [prompt[:_CALIBRATION_TOKENS]])
+
+
+def sampling(args: argparse.Namespace) -> kvjax.Sampling:
+    """What the options of `add_sampling` say."""
+    return kvjax.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError where an option is given and below 1."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None:
+            check_count(f"--{name.replace('_', '-')}", value, 1)
+
+
+def full_bytes(context: kvjax.Context) -> int:
+    """Bytes of a full cache for as many tokens as a context is made for."""
+    full = kvjax.bind(kvjax.Full(), len(context.layers))
+    caches = jax.eval_shape(
+        lambda: tuple(context.size.cache(one, layer) for layer, one in enumerate(full))
+    )
+    return kvjax.nbytes(caches)

@@ -1,0 +1,78 @@
+"""Options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from kvjax.messages import brief
+
+
+def add_model(own: argparse.ArgumentParser, default: str = "the bundled model") -> None:
+    """Which model."""
+    own.add_argument("--model", metavar="DIR_OR_ID", help="folder of a Hugging Face model, or its "
+        f"hub id (default: {default})")  # fmt: skip
+    own.add_argument("--allow-nonfinite", action="store_true",
+        help="load weights that are NaN or infinite")  # fmt: skip
+
+
+def add_method(own: argparse.ArgumentParser) -> None:
+    """How the cache is compressed."""
+    own.add_argument("--method", metavar="NAME", default="snapkv",
+        help="a method of `kvjax methods` or a composition of them (default: snapkv)")  # fmt: skip
+    own.add_argument("--budget", metavar="N_OR_FRACTION", type=budget, default=0.1,
+        help="what to keep: slots per head (256) or a share of the prompt (0.2); for every part of "
+        "--method that takes a budget and is not given its own (default: 0.1)")  # fmt: skip
+
+
+def add_template(own: argparse.ArgumentParser, what: str) -> None:
+    """Whether the model's chat template is used."""
+    own.add_argument("--system", metavar="TEXT", help="a system message before everything else")
+    how = own.add_mutually_exclusive_group()
+    how.add_argument("--raw", action="store_true",
+        help=f"feed {what} as it is, without the model's chat template")  # fmt: skip
+    how.add_argument("--chat", action="store_true",
+        help="use the chat template, as is done by default where the model has one; it is an "
+        "error if there is none")  # fmt: skip
+
+
+def add_sampling(own: argparse.ArgumentParser) -> None:
+    """How tokens are chosen."""
+    add = own.add_argument
+    add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--top-k", metavar="K", type=int, help="draw from the K most likely tokens")
+    add("--top-p", metavar="P", type=float,
+        help="draw from the most likely tokens that add up to P")  # fmt: skip
+    add("--min-p", metavar="P", type=float,
+        help="draw from tokens at least P times as likely as the likeliest")  # fmt: skip
+    add("--seed", metavar="N", type=seed, default=0, help="of the draws (default: 0)")
+
+
+def number(text: str, what: str) -> int | float:
+    """An integer or a decimal; `what` says in an error what it should be."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    raise argparse.ArgumentTypeError(f"must be {what}, got {brief(text.strip())}")
+
+
+def budget(text: str) -> int | float:
+    """A number of slots, or a share."""
+    return number(text, "a number of slots (256) or a share of the prompt (0.2)")
+
+
+def seed(text: str) -> int:
+    """A seed."""
+    # JAX would take larger ones and drop their upper bits.
+    if not text.isascii() or not text.isdigit() or len(text) > 10 or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(
+            f"must be an integer from 0 to 2**32 - 1, got {brief(text)}"
+        )
+    return int(text)
+
+
+def stop_text(text: str) -> str:
+    """A text that ends a row."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a text, got ''")
+    return text

@@ -1,0 +1,78 @@
+"""`kvjax read`: a document is read once, and its compressed cache saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.filesize import decimal
+
+import kvjax
+from kvjax.cli.inputs import check_text, read_text
+from kvjax.cli.opened import OpenedModel, calibrated, check_counts, full_bytes
+from kvjax.cli.terminal import Display, print_dropped, share
+from kvjax.evaluation.grid import Candidate
+from kvjax.generation.checks import check_prompts
+from kvjax.messages import printable
+
+
+def read(args: argparse.Namespace) -> None:
+    """`kvjax read`: saves what a method keeps of a document."""
+    check_counts(args, "max_questions", "max_new")
+    candidate, out = Candidate.of(args.method, args.budget), Path(args.out)
+    _check_folder(out)
+    text = check_text(read_text(args.document), "the document")
+    with Display(not args.json) as display:
+        opened = OpenedModel(args.model, display)
+        dialogue = opened.dialogue(args)
+        document = dialogue.document(text)
+        room = args.max_questions + args.max_new
+        layers = kvjax.bind(candidate.transform, opened.config.num_layers)
+        check_prompts(opened.config, [document], layers, room)
+        model = opened.load(args)
+        context = kvjax.read(
+            model, [document], transform=calibrated(candidate.transform, model, document),
+            max_prompt=len(document) + args.max_questions, max_new=args.max_new,
+            on_compile=display.compiling,
+            on_layer=display.reading(model.num_layers, len(document)),
+        )  # fmt: skip
+        display.show(0, None, f"writing {out}")
+        about = {
+            "model": None if args.model is None else _place(args.model),
+            "document": args.document,
+            **candidate.named(),
+            "raw": not dialogue.templated,
+        }
+        kvjax.save_context(out, context, model=model, tokenizer=opened.tokenizer, about=about)
+    record = {
+        **about, "model": opened.name, "out": args.out, "prompt_tokens": len(document),
+        "max_questions": args.max_questions, "max_new": args.max_new,
+        "cache_bytes": context.nbytes, "full_cache_bytes": full_bytes(context),
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps(record))
+        return
+    print(
+        f"{printable(args.out)}: {len(document):,} tokens in {decimal(context.nbytes)}, "
+        f"{share(record)} of the full cache"
+    )
+    print_dropped(args.method, context.dropped)
+
+
+def _place(model: str) -> str:
+    """The model for another process in another folder: an absolute path, or a hub id."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _check_folder(out: Path) -> None:
+    """Raises ValueError where something is in the way that `kvjax read` has not written."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists():
+        try:
+            kvjax.context_about(out)
+        except ValueError as error:
+            raise ValueError(
+                f"{printable(out)} is in the way, and stays as it is: {error}"
+            ) from error

@@ -1,0 +1,33 @@
+"""Commands in this process or in another one, and what they print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from kvjax.cli.main import main
+
+
+def command(*args, **options) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "kvjax.cli.main", *map(str, args)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, **options)
+
+
+def output(capsys, *args) -> str:
+    assert main([str(arg) for arg in args]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def error(capsys, *args) -> str:
+    """The one line that a command fails with."""
+    assert main([str(arg) for arg in args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return one_line(err)
+
+
+def one_line(err: str) -> str:
+    assert err.startswith("kvjax: error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    return err

@@ -1,0 +1,51 @@
+"""What the tests of commands share: models, and no compiled code in the user's folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvjax import models
+
+
+@pytest.fixture(autouse=True)
+def no_kept_code(monkeypatch):
+    """Commands in other processes keep no compiled code; in this one, the tests' own folder is."""
+    monkeypatch.setenv("KVJAX_CACHE", "off")
+
+
+@pytest.fixture(scope="session")
+def tinystories(data_dir):
+    return data_dir / "tinystories-656k"
+
+
+@pytest.fixture
+def broken_copy(tinystories, tmp_path):
+    """A copy of the model in which files can be replaced."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tinystories.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails if weights are loaded."""
+
+    def refuse(*args, **options):
+        pytest.fail("weights were loaded")
+
+    monkeypatch.setattr(models, "from_pretrained", refuse)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct: `KVJAX_SMOLLM2`."""
+    given = os.environ.get("KVJAX_SMOLLM2")
+    if not given or not Path(given).is_dir():
+        pytest.skip("no SmolLM2-135M-Instruct: set KVJAX_SMOLLM2 to its folder")
+    return Path(given)

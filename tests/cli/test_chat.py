@@ -1,0 +1,140 @@
+"""A conversation at the terminal: its history is one context, and it survives what goes wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import kvjax
+from kvjax.cli import interrupts
+from kvjax.cli.main import main
+from kvjax.cli.templates import Dialogue
+from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.generate import Stream
+from kvjax.models import from_pretrained, load_tokenizer
+from tests.cli.commands import error
+
+HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends.\n"
+
+
+@pytest.fixture
+def chat(capsys, monkeypatch, tinystories):
+    """Says lines to the model, and returns what is printed."""
+
+    def run(*lines: str, options: tuple = (), model=tinystories) -> tuple[str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        args = ["chat", "--model", model, "--method", "full", "--max-new", 12, *options]
+        assert main([str(arg) for arg in args]) == 0
+        return capsys.readouterr()
+
+    return run
+
+
+def test_each_turn_goes_on_from_what_was_said(chat, tinystories):
+    said = "Once upon a time", " Then Lily", " The end"
+    tokenizer, model = load_tokenizer(tinystories), from_pretrained(tinystories)
+    dialogue, decode = Dialogue(tokenizer), decoder(tokenizer)
+    tokens: list[int] = []
+    answers = []
+    for text in said:
+        tokens += dialogue.turn(text, ()) if tokens else dialogue.prompt(text)
+        result = kvjax.generate(model, [tokens], max_new_tokens=12)
+        answers.append(new_text(decode, tokens, result.tokens[0]))
+        tokens += result.tokens[0]
+
+    out, err = chat(said[0], "/bytes", *said[1:], "", "/reset", "/bytes", said[0])
+    (held,) = re.findall(r"18 tokens; the cache takes .*", out)
+    first, second, third = answers
+    empty = "the cache holds nothing yet"
+    assert out == "".join(f"{x}\n" for x in (first, held, second, third, empty, first))
+    assert err == "" and "100.0% of a full one" in held
+    assert held.endswith("room for 250 more tokens and 244 of answers")
+
+
+def test_commands_of_the_conversation(chat):
+    out, err = chat("/what", " /quit ", "never said")
+    assert (out, err) == ("", HELP)
+    assert chat() == ("", "")
+
+
+def test_what_does_not_fit_is_said_and_changes_nothing(chat):
+    options = ("--max-prompt", "12")
+    first, bytes_before, bytes_after, second = chat(
+        "Once upon a time", "/bytes", "one two three " * 20, "/bytes", "/reset", "Once upon a time",
+        options=options,
+    )[0].splitlines()  # fmt: skip
+    assert bytes_before == bytes_after and first == second
+    err = chat("Once upon a time", "one two three " * 20, options=options)[1]
+    assert err.startswith("the conversation is full: ") and err.count("\n") == 1
+    assert err.endswith("/reset begins a new conversation\n") and "room for 6 more tokens" in err
+
+
+def test_answers_have_room_too(chat):
+    out, err = chat("Once upon a time", " a", "b", options=("--max-prompt", "16"))
+    assert len(out.splitlines()) == 2, "the second answer takes what is left"
+    assert "and 0 of answers; /reset begins" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--max-prompt", "0"], "--max-prompt must be at least 1"),
+        (["--max-prompt", "9000"], "--max-prompt must be below the model's 8448 positions"),
+        (["--max-new", "0"], "--max-new must be at least 1"),
+        (["--method", "nope"], "unknown method"),
+        (["--temperature", "-1"], "temperature"),
+        (["--system", "Be brief."], "--system needs a chat template"),
+        (["--json"], "unrecognized arguments: --json"),
+    ],
+)
+def test_errors_before_weights_are_loaded(capsys, no_weights, args, said):
+    assert said in error(capsys, "chat", *args)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_an_interrupt_ends_the_answer_and_not_the_conversation(chat, monkeypatch):
+    whole = chat("Once upon a time")[0]
+    plain, count = Stream.__next__, iter(range(100))
+
+    def next_and_interrupt(self):
+        if next(count) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(self)
+
+    monkeypatch.setattr(Stream, "__next__", next_and_interrupt)
+    handler = signal.getsignal(signal.SIGINT)
+    first, held, second = chat("Once upon a time", "/bytes", " Then Lily")[0].splitlines()
+    assert first and whole.startswith(first) and len(first) < len(whole.strip())
+    assert int(held.split()[0]) < 18 and second
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_second_interrupt_ends_the_process():
+    code = """if True:
+        import os, signal
+        from kvjax.cli import interrupts
+        with interrupts.noticed() as came:
+            os.kill(os.getpid(), signal.SIGINT)
+            print(came(), flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+            print("went on")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (interrupts.INTERRUPTED, "True\n", "")
+
+
+@pytest.mark.slow
+def test_a_chat_model_takes_part(chat, smollm2):
+    said = "What is the capital of France?", "And of Italy?"
+    out, _ = chat(*said, "/bytes", model=smollm2, options=("--method", "h2o", "--budget", "128"))
+    assert "Paris" in out and "Rome" in out
+    tokenizer = load_tokenizer(smollm2)
+    assert json.dumps(out).count(tokenizer.eos_token) == 0

@@ -1,0 +1,160 @@
+"""Compiled code that is kept for the next process: where, how much, and never an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import jax
+import jaxlib
+import pytest
+
+from kvjax.cli import compilation_cache
+
+PROGRAM = """if True:
+    import jax, jax.numpy as jnp
+    from kvjax.cli import compilation_cache
+    from kvjax.messages import quiet
+
+    hits = []
+    seen = lambda name, **_: hits.append(name.endswith("/cache_hits"))
+    jax.monitoring.register_event_listener(seen)
+    with quiet():
+        compilation_cache.enable()
+        print(float(jax.jit(lambda x: (x * 2).sum())(jnp.arange(4.0))), sum(hits) > 0)
+"""
+
+
+def run(root: Path) -> str:
+    """What a process that keeps its code in `root` prints: a number, and whether code was there."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    env["KVJAX_CACHE"] = str(root)
+    line = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def settings():
+    """JAX as it is without a folder; what is set is put back."""
+    names = (
+        "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes", "jax_raise_persistent_cache_errors",
+    )  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield jax.config
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("value", ["", "0", "off", "OFF"])
+def test_it_can_be_switched_off(settings, monkeypatch, value):
+    monkeypatch.setenv("KVJAX_CACHE", value)
+    assert compilation_cache.home() is None
+    compilation_cache.enable()
+    assert settings.jax_compilation_cache_dir is None
+
+
+def test_where_it_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "own"))
+    assert compilation_cache.home() == tmp_path / "own"
+    monkeypatch.delenv("KVJAX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compilation_cache.home() == tmp_path / "kvjax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compilation_cache.home() == tmp_path / ".cache" / "kvjax"
+
+
+def test_a_folder_of_this_jaxlib_and_cpu(settings, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    compilation_cache.enable()
+    (folder,) = tmp_path.iterdir()
+    assert settings.jax_compilation_cache_dir == str(folder)
+    assert folder.name.startswith(f"jaxlib-{jaxlib.__version__}-{jax.default_backend()}-")
+    assert folder.stat().st_mode & 0o077 == 0, "others could write code into it"
+
+
+def test_a_folder_that_the_user_has_set_stays(settings, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "other"))
+    settings.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.enable()
+    assert settings.jax_compilation_cache_dir == str(tmp_path)
+    assert not (tmp_path / "other").exists()
+
+
+def entry(folder: Path, name: str, data: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-cache"
+    path.write_bytes(data)
+    return path
+
+
+def test_old_versions_and_what_is_used_least_goes(settings, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    compilation_cache.enable()
+    (here,) = tmp_path.iterdir()
+    new, old = (entry(here, name, zlib.compress(os.urandom(60))) for name in ("new", "old"))
+    other = [tmp_path / f"jaxlib-0.0.{n}-cpu-0123456789ab" for n in range(3)]
+    for age, folder in enumerate(other, 1):
+        entry(folder, "a", zlib.compress(b"a"))
+        time = here.stat().st_mtime - 1000 * age
+        os.utime(folder, (time, time))
+    strange = entry(tmp_path / "jaxlib-mine", "a", b"not ours" * 99)
+    settings.update("jax_compilation_cache_dir", None)
+    compilation_cache.enable()
+    assert new.exists() and old.exists()
+    time = new.stat().st_mtime - 100
+    os.utime(old, (time, time))
+    monkeypatch.setattr(compilation_cache, "_MOST_BYTES", 100)
+    settings.update("jax_compilation_cache_dir", None)
+    compilation_cache.enable()
+    assert [folder.exists() for folder in other] == [True, False, False]
+    assert new.exists() and not old.exists() and strange.exists()
+
+
+def test_what_was_cut_short_goes(settings, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    compilation_cache.enable()
+    (here,) = tmp_path.iterdir()
+    data = zlib.compress(os.urandom(1000))
+    whole, cut, empty = (
+        entry(here, name, part) for name, part in (("a", data), ("b", data[:500]), ("c", b""))
+    )
+    settings.update("jax_compilation_cache_dir", None)
+    compilation_cache.enable()
+    assert whole.exists() and not cut.exists() and not empty.exists()
+
+
+@pytest.mark.slow
+def test_code_is_there_in_the_next_process(tmp_path):
+    assert run(tmp_path) == "12.0 False"
+    assert run(tmp_path) == "12.0 True"
+
+
+@pytest.mark.parametrize("garbage", [b"", b"garbage", zlib.compress(b"garbage" * 9)])
+@pytest.mark.parametrize("seen", [False, True], ids=["new", "seen"])
+@pytest.mark.slow
+def test_garbage_is_no_error(tmp_path, garbage, seen):
+    run(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(garbage)
+        if seen:  # as old as what has been looked at
+            os.utime(path, (1, 1))
+    assert run(tmp_path).startswith("12.0")
+    assert run(tmp_path).startswith("12.0")
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    assert run(file / "below") == run(file) == "12.0 False"
+    assert file.read_text() == "no folder"
