@@ -1,0 +1,176 @@
+"""What stands in free slots reaches nothing: NaN and infinities there change no number of a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.payload import Dense
+from kvjax.storage.offload import Offloaded, Resident, to_host
+from kvjax.storage.quantized import Quantized
+from kvjax.storage.recent import Recent
+from kvjax.storage.references import CodebookPayload
+from tests.compose.test_conformance import (
+    CASES,
+    LENGTHS,
+    WIDTH,
+    names,
+    same_slots,
+    standard,
+    tokens,
+)
+from tests.support.attending import Tokens, decode, flushed, new_cache, prompt, right, run
+from tests.support.tolerances import close
+
+BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+bad_numbers = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+
+# Every form of storage, and every kind of method; the others take part with the slow tests.
+FAST = ("chelsea", "clusterkv", "full", "h2o", "kvmerger", "quantize", "snapkv")
+
+
+# --- writing into free slots ----------------------------------------------------------------------
+
+
+def spoiled(cache, bad: float):
+    """The cache with `bad` wherever it holds a number of a key or value that no live slot has."""
+
+    def of_layer(layer: kvjax.LayerCache) -> kvjax.LayerCache:
+        kv, live = layer.kv, np.asarray(layer.kv.live)
+        changes = {"k": spoiled_payload(kv.k, live, bad), "v": spoiled_payload(kv.v, live, bad)}
+        if kv.stored is not None:  # a prompt is being read: it is not looked at until its end
+            changes["stored"] = kv.stored
+        state = jax.tree.map(
+            lambda x: spoiled_resident(x, kv.slots, bad) if isinstance(x, Resident) else x,
+            layer.state,
+            is_leaf=lambda x: isinstance(x, Resident),
+        )
+        return dataclasses.replace(layer, kv=kv.replace(**changes), state=state)
+
+    return jax.tree.map(of_layer, cache, is_leaf=lambda x: isinstance(x, kvjax.LayerCache))
+
+
+def put(x, free: np.ndarray, bad: float) -> jax.Array:
+    """`x [B, H, S, ...]`, or of groups of slots, with `bad` in the entries without a live slot."""
+    x = np.array(x)
+    own = free.reshape(*x.shape[:3], -1).all(-1)
+    if x.dtype == np.uint8:  # the bits of float8
+        x[own] = 0x7F
+    elif np.issubdtype(x.dtype, np.floating):
+        x[own] = bad
+    return jnp.asarray(x)
+
+
+def spoiled_payload(payload, live: np.ndarray, bad: float):
+    if isinstance(payload, Dense):
+        return Dense(put(payload.data, ~live, bad))
+    if isinstance(payload, Quantized):
+        body = live if payload.recent is None else live & ~held(payload.recent, live.shape)
+        more = payload.encoded.values.shape[2] - live.shape[2]
+        free = ~np.pad(body, ((0, 0), (0, 0), (0, more)))
+        float8 = payload.form.bits == "float8"
+        values = put(payload.encoded.values, free, bad) if float8 else payload.encoded.values
+        others = (None if x is None else put(x, free, bad) for x in payload.encoded[1:])
+        encoded = type(payload.encoded)(values, *others)
+        recent = payload.recent and spoiled_recent(payload.recent, live, bad)
+        return dataclasses.replace(payload, encoded=encoded, recent=recent)
+    if isinstance(payload, Offloaded):
+        body = live & ~held(payload.recent, live.shape)
+        more = payload.store.shape[2] - live.shape[2]
+        free = ~np.pad(body, ((0, 0), (0, 0), (0, more)))
+        store = to_host(put(payload.store, free, bad))
+        return Offloaded(store, spoiled_recent(payload.recent, live, bad))
+    assert isinstance(payload, CodebookPayload)
+    entries, index = np.array(payload.entries), np.asarray(payload.index)
+    for row in range(len(index)):
+        unused = np.setdiff1d(np.arange(entries.shape[2]), index[row][live[row]])
+        entries[row, 0, unused] = bad
+    magnitude = payload.magnitude
+    magnitude = None if magnitude is None else put(magnitude, ~live, bad)
+    return dataclasses.replace(payload, entries=jnp.asarray(entries), magnitude=magnitude)
+
+
+def held(recent: Recent, shape: tuple[int, ...]) -> np.ndarray:
+    """Which slots have their row among the recent ones."""
+    out = np.zeros((*shape[:2], shape[2] + 1), bool)
+    np.put_along_axis(out, np.asarray(recent.slots), True, axis=2)
+    return out[..., :-1]
+
+
+def spoiled_recent(recent: Recent, live: np.ndarray, bad: float) -> Recent:
+    slots = np.asarray(recent.slots)
+    own = np.take_along_axis(np.pad(live, ((0, 0), (0, 0), (0, 1))), slots, axis=2)
+    return dataclasses.replace(recent, rows=put(recent.rows, ~own, bad))
+
+
+def spoiled_resident(resident: Resident, slots: int, bad: float) -> Resident:
+    free = np.asarray(resident.slots) == slots
+    k, v = (put(x, free, bad) for x in (resident.k, resident.v))
+    return dataclasses.replace(resident, k=k, v=v)
+
+
+# --- what comes out -------------------------------------------------------------------------------
+
+
+def same(name: str, out, cache, expected_out, expected, what: str):
+    """Outputs are those of the other cache, and so are its tokens and all that they carry."""
+    assert np.isfinite(out).all(), f"{name}, {what}: not finite"
+    close(out, expected_out, what=what)
+    same_slots(name, cache, range(3), expected, range(3), "float32")
+
+
+@functools.cache
+def turns(name: str) -> tuple:
+    """A prompt, steps with flushes, and a further turn with a step: outputs and caches."""
+    return tuple(followed(name, lambda cache: cache))
+
+
+def followed(name: str, change):
+    """Outputs and caches call by call, each call on what `change` makes of the cache before."""
+    transform = CASES[name]
+    cache, starts = standard(name).prompt_cache, np.array(LENGTHS)
+    for step in range(6):
+        out, cache = decode(transform, change(cache), tokens(), (starts + step)[:, None])
+        cache = flushed(change(cache), step + 1)
+        yield f"step {step}", out, cache
+    starts, counts = starts + 6, np.array((6, 4, 1))
+    for last in (False, True):
+        positions = right(starts, counts, 8) if not last else right(starts + counts, (0, 1, 1), 8)
+        out, cache = prompt(transform, change(cache), tokens(), positions, last=last)
+        yield f"turn, last={last}", out, cache
+    now = (starts + counts + np.array((0, 1, 1)))[:, None]
+    out, cache = decode(transform, change(cache), tokens(), now)
+    yield "step after the turn", out, cache
+
+
+@pytest.mark.parametrize("name", names(CASES))
+@bad_numbers
+@pytest.mark.fast_cases(*(f"nan-{name}" for name in FAST))
+def test_what_stands_in_free_slots_reaches_nothing(name, bad):
+    """Before a step, a flush, each chunk of a further turn, and the step after it."""
+    spoil = functools.partial(spoiled, bad=bad)
+    for mine, expected in zip(followed(name, spoil), turns(name), strict=True):
+        what, out, cache = mine
+        same(name, np.asarray(out), cache, expected[1], expected[2], what)
+
+
+@pytest.mark.parametrize("name", names(CASES))
+@bad_numbers
+@pytest.mark.fast_cases(*(f"nan-{name}" for name in FAST))
+def test_an_empty_cache_may_hold_anything(name, bad):
+    """A prompt in chunks, whose free slots are spoiled between them too."""
+    transform, expected = CASES[name], standard(name)
+    positions = right([0, 0, 0], LENGTHS, WIDTH)
+    cache, outs = new_cache(transform), []
+    for start in range(0, WIDTH, 8):
+        chunk, last = positions[:, start : start + 8], start == WIDTH - 8
+        out, cache = prompt(transform, spoiled(cache, bad), tokens(), chunk, last=last)
+        outs.append(np.asarray(out))
+    out = np.concatenate(outs, axis=2)
+    same(name, out, cache, expected.prompt_out, expected.prompt_cache, "prompt")
