@@ -87,13 +87,16 @@ def spoiled_payload(payload, live: np.ndarray, bad: float):
         store = to_host(put(payload.store, free, bad))
         return Offloaded(store, spoiled_recent(payload.recent, live, bad))
     assert isinstance(payload, CodebookPayload)
-    entries, index = np.array(payload.entries), np.asarray(payload.index)
+    entries, index = np.array(payload.entries), np.array(payload.index)
     for row in range(len(index)):
         unused = np.setdiff1d(np.arange(entries.shape[2]), index[row][live[row]])
         entries[row, 0, unused] = bad
+        index[row][~live[row]] = unused[-1]
     magnitude = payload.magnitude
     magnitude = None if magnitude is None else put(magnitude, ~live, bad)
-    return dataclasses.replace(payload, entries=jnp.asarray(entries), magnitude=magnitude)
+    return dataclasses.replace(
+        payload, entries=jnp.asarray(entries), index=jnp.asarray(index), magnitude=magnitude
+    )
 
 
 def held(recent: Recent, shape: tuple[int, ...]) -> np.ndarray:
