@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -120,16 +121,21 @@ def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
 
 
+@jax.jit  # so that a call outside of `jit` does not compile the second sum every time
 def _reference(q, k, v, bias, query_position, key_position, *, scale, window, soft_cap):
     """The XLA reference: all slots at once."""
     batch, kv_heads, group, tokens, head_dim = q.shape
     rows = q.reshape(batch, kv_heads, group * tokens, head_dim)
-    logits = masked_logits(
-        rows, k, bias, key_position, query_position,
-        scale=scale, window=window, soft_cap=soft_cap,
-    )  # fmt: skip
-    probabilities, lse = _softmax(logits)
-    out = mix_rows(probabilities, v, live_slots(bias, key_position))
+
+    def weigh():
+        logits = masked_logits(
+            rows, k, bias, key_position, query_position,
+            scale=scale, window=window, soft_cap=soft_cap,
+        )  # fmt: skip
+        return _softmax(logits)
+
+    probabilities, lse = weigh()
+    out = mix_rows(probabilities, v, bias, key_position, again=lambda: weigh()[0])
     per_query = (batch, kv_heads, group, tokens)
     return (
         out.astype(v.dtype).reshape(*per_query, head_dim),

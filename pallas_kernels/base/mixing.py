@@ -11,41 +11,69 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.base.logits import live_slots
+from pallas_kernels.base.rows import block_of, over_blocks
+
+BLOCK = 256  # slots whose values are chosen at a time
 
 
-@jax.jit
 def mix_rows(
     weights: Float[Array, "B H R S"],
     values: Float[Array, "B H S D"],
-    live: Bool[Array, "B H S"],
+    bias: Float[Array, "B H S"],
+    position: Int[Array, "B H S"],
+    again: Callable[[], Float[Array, "B H R S"]] | None = None,
 ) -> Float[Array, "B H R D"]:
-    """`Σ_s w_s v_s` over the live slots in float32. Weights of other slots are 0.
+    """`Σ_s w_s v_s` over the live slots in float32.
+
+    Args:
+      weights: of the slots, 0 where one is free.
+      values: of the slots, anything where one is free.
+      bias, position: they say which slots are free, as in `decode_attention`.
+      again: computes the weights anew, from arrays that are there anyway. XLA on CPU would else
+        compute the same weights twice in every call, once for each of two sums. None: `weights`,
+        where they are few.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels.base.mixing import mix_rows
       >>> values = jnp.array([[[[1.0], [jnp.nan], [5.0]]]])
-      >>> live = jnp.array([[[True, False, True]]])
-      >>> mix_rows(jnp.array([[[[0.5, 0.0, 0.5]]]]), values, live).tolist()
+      >>> position = jnp.array([[[0, -1, 1]]])
+      >>> weights = jnp.array([[[[0.5, 0.0, 0.5]]]])
+      >>> mix_rows(weights, values, jnp.zeros((1, 1, 3)), position).tolist()
       [[[[3.0]]]]
     """
-    weights = weights.astype(values.dtype)
-    out = jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
 
     def of_live() -> Array:
-        # Products and their sum are one loop for XLA, which holds no second array of values.
-        products = weights[..., None].astype(jnp.float32) * values[:, :, None].astype(jnp.float32)
-        return jnp.where(live[:, :, None, :, None], products, 0.0).sum(3)
+        own = weights if again is None else again()
 
-    return unless_finite(out, of_live)
+        def add(start: Array | int, count: int, total: Array) -> Array:
+            live = live_slots(*(block_of(x, start, count, 2) for x in (bias, position)))
+            rows = jnp.where(live[..., None], block_of(values, start, count, 2), 0)
+            return total + _mix(block_of(own, start, count, 3), rows)
+
+        # Two blocks at least, so that there is never a second array of all values.
+        slots, total = values.shape[2], jnp.zeros((*weights.shape[:3], values.shape[3]))
+        return over_blocks(slots, max(min(BLOCK, slots // 2), 1), add, total)
+
+    return unless_finite(_mix(weights, values), of_live)
 
 
-def unless_finite(out: Float[Array, "..."], again: Callable[[], Array]) -> Float[Array, "..."]:
+def unless_finite(
+    out: Float[Array, "B H R D"], again: Callable[[], Float[Array, "B H R D"]]
+) -> Float[Array, "B H R D"]:
     """`out`, and what `again()` gives where it is not finite. `again` runs only if there is any."""
 
     def _again() -> Array:  # the name says to tests that this condition is one of attention
-        finite = jnp.isfinite(out)
-        return jax.lax.cond(finite.all(), lambda: out, lambda: jnp.where(finite, out, again()))
+        # The sum is finite only if all are. To look at each one takes twice the time.
+        finite = jnp.isfinite(out.sum())
+        return jax.lax.cond(finite, lambda: out, lambda: jnp.where(jnp.isfinite(out), out, again()))
 
     return jax.jit(_again)()
+
+
+def _mix(weights: Float[Array, "B H R S"], values: Float[Array, "B H S D"]) -> Array:
+    weights = weights.astype(values.dtype)
+    return jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)

@@ -19,19 +19,30 @@ from kvjax.storage.references import CodebookPayload
 from tests.compose.test_conformance import (
     CASES,
     LENGTHS,
+    STEPS,
     WIDTH,
     names,
     same_slots,
     standard,
     tokens,
 )
-from tests.support.attending import Tokens, decode, flushed, new_cache, prompt, right, run
+from tests.support.attending import (
+    Tokens,
+    decode,
+    flushed,
+    new_cache,
+    parts,
+    prompt,
+    right,
+    run,
+)
 from tests.support.tolerances import close
 
 BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 bad_numbers = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 
 # Every form of storage, and every kind of method; the others take part with the slow tests.
+KERNELS = ("full", "h2o", "clusterkv", "h2o_quantize", "snapkv_quantize_channel", "h2o_codebook")
 FAST = ("chelsea", "clusterkv", "full", "h2o", "kvmerger", "quantize", "snapkv")
 
 
@@ -121,11 +132,11 @@ def spoiled_resident(resident: Resident, slots: int, bad: float) -> Resident:
 # --- what comes out -------------------------------------------------------------------------------
 
 
-def same(name: str, out, cache, expected_out, expected, what: str):
+def same(name: str, out, cache, expected_out, expected, what: str, rows: int = 3):
     """Outputs are those of the other cache, and so are its tokens and all that they carry."""
     assert np.isfinite(out).all(), f"{name}, {what}: not finite"
     close(out, expected_out, what=what)
-    same_slots(name, cache, range(3), expected, range(3), "float32")
+    same_slots(name, cache, range(rows), expected, range(rows))
 
 
 @functools.cache
@@ -177,3 +188,90 @@ def test_an_empty_cache_may_hold_anything(name, bad):
         outs.append(np.asarray(out))
     out = np.concatenate(outs, axis=2)
     same(name, out, cache, expected.prompt_out, expected.prompt_cache, "prompt")
+
+
+# --- with kernels ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", names(KERNELS))
+@pytest.mark.fast_cases("h2o")
+def test_what_stands_in_free_slots_reaches_nothing_with_kernels(name):
+    """One step of every kernel that reads a cache, interpreted."""
+    transform, cache = CASES[name], standard(name).prompt_cache
+    step = functools.partial(decode, transform, tokens=tokens(), implementation="interpret")
+    now = np.array(LENGTHS)[:, None]
+    expected_out, expected = step(cache, positions=now)
+    out, cache = step(spoiled(cache, np.nan), positions=now)
+    same(name, np.asarray(out), cache, expected_out, expected, "step")
+
+
+# --- tokens that hold NaN and are evicted ---------------------------------------------------------
+
+
+@functools.cache
+def one_row(name: str):
+    """A row of 24 tokens and some decoding."""
+    return run(CASES[name], tokens().rows([0]), right([0], [WIDTH], WIDTH), STEPS)
+
+
+def held_at(name: str, cache, position: int) -> bool:
+    """Whether any KV head holds the token."""
+    held = [part.cache.kv.position for part in parts(CASES[name], cache)]
+    return any((np.asarray(x) == position).any() for x in held)
+
+
+def equals_but_for_a_token(name, position: int, bad: float, side: str, first: int):
+    """From step `first` on a row is what it would be had the token's key or value been finite."""
+    given, expected = Tokens(*(x.copy() for x in tokens().rows([0]))), one_row(name)
+    getattr(given, side)[:, :, position] = bad
+    changed = run(CASES[name], given, right([0], [WIDTH], WIDTH), STEPS)
+    for step in range(first, STEPS):
+        out, cache = changed.outs[step], changed.caches[step]
+        same(name, out, cache, expected.outs[step], expected.caches[step], f"step {step}", rows=1)
+    if first:
+        assert not np.isfinite(changed.outs[0]).all(), "the token is live in the first step"
+
+
+# What they decide does not depend on values.
+AT_THE_END = (
+    "streaming_llm", "reposition", "h2o", "snapkv", "pyramidkv", "kvcrush", "chain", "h2o_quantize",
+    "h2o_codebook", "snapkv_quantize_channel",
+)  # fmt: skip
+IN_A_STEP = ("streaming_llm", "reposition", "h2o", "chain", "h2o_quantize", "h2o_quantize_token")
+
+
+@pytest.mark.parametrize("name", names(AT_THE_END))
+@bad_numbers
+@pytest.mark.fast_cases("nan-h2o", "nan-streaming_llm")
+def test_a_value_that_a_prompts_end_evicts_is_gone(name, bad):
+    cache = one_row(name).prompt_cache
+    position = next(x for x in range(WIDTH) if not held_at(name, cache, x))
+    equals_but_for_a_token(name, position, bad, "v", 0)
+
+
+@pytest.mark.parametrize("name", names(IN_A_STEP))
+@bad_numbers
+@pytest.mark.fast_cases("nan-h2o", "nan-streaming_llm")
+def test_a_value_that_a_step_evicts_is_gone(name, bad):
+    equals_but_for_a_token(name, **evicted_in_a_step(name), bad=bad, side="v")
+
+
+@pytest.mark.parametrize("name", names(["streaming_llm", "reposition"]))
+@bad_numbers
+@pytest.mark.fast_cases("nan-streaming_llm")
+def test_a_key_that_is_evicted_is_gone(name, bad):
+    """Of methods that decide by position alone: others have no score of a row that saw NaN."""
+    cache = one_row(name).prompt_cache
+    position = next(x for x in range(WIDTH) if not held_at(name, cache, x))
+    equals_but_for_a_token(name, position, bad, "k", 0)
+    equals_but_for_a_token(name, **evicted_in_a_step(name), bad=bad, side="k")
+
+
+def evicted_in_a_step(name: str) -> dict[str, int]:
+    """A token that a step evicts, and the first step that does not see it any more."""
+    given = one_row(name)
+    for position in range(WIDTH):
+        gone = [not held_at(name, cache, position) for cache in given.all_caches]
+        if not gone[0] and any(gone[:-2]):
+            return {"position": position, "first": gone.index(True)}
+    raise AssertionError(f"{name} evicts nothing")
