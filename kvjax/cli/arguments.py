@@ -43,7 +43,8 @@ class _Whole(Parser):
         """Raises it; a command that is not known gets a hint."""
         wrong = re.search(r"argument COMMAND: invalid choice: '(.*?)'", message)
         if wrong is not None:
-            message = f"there is no command {brief(wrong[1])}{_guess(wrong[1], self.commands)}"
+            given = printable(wrong[1], 200)
+            message = f"there is no command '{given}'{_guess(given, self.commands)}"
         super().error(message)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:

@@ -101,10 +101,12 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
         texts = read_prompts(args.prompts)
     elif args.prompt_file is not None:
         texts = [read_text(args.prompt_file)]
-    else:
+    elif args.prompt is not None:
         texts = args.prompt
-    if texts is None or len(texts) == 1:
-        return texts and [check_text(texts[0], "the prompt")]
+    else:
+        return None
+    if len(texts) == 1:
+        return [check_text(texts[0], "the prompt")]
     return [check_text(text, f"prompt {number}") for number, text in enumerate(texts, 1)]
 
 
