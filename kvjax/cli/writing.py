@@ -7,7 +7,6 @@ from typing import Any
 
 import kvjax
 from kvjax.generation.continuation import Continuation
-from kvjax.generation.generate import Stream
 
 
 class Row:
@@ -109,15 +108,9 @@ def write(
                     row.finish()
             on_step(max(row.new_tokens for row in rows))
             if stopped() or all(row.over for row in rows):
-                result = _end(steps)
+                result = steps.stop()
                 break
         result = result or steps.result
     for row in rows:
         row.finish()
     return result
-
-
-def _end(steps: Stream) -> kvjax.Generation:
-    """The result of a stream that is not read to its end."""
-    steps._writing._finish()
-    return steps.result

@@ -187,6 +187,11 @@ class Stream:
     def __next__(self) -> list[list[int]]:
         return next(self._steps)
 
+    def stop(self) -> Generation:
+        """Ends here: no more tokens come, and the result is that of the tokens so far."""
+        self._steps.close()
+        return self._writing.stop()
+
     @property
     def result(self) -> Generation:
         """What `generate` would have returned.

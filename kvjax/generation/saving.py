@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,9 @@ def _check_folder(folder: Path, *, empty: bool) -> None:
 
 def _is_step(place: Path) -> bool:
     """Whether it is a step of a checkpoint, complete or interrupted, or the list of one."""
-    return place.name.split(".")[0].isdigit()
+    if re.fullmatch(r"\d+\.json(\.tmp)?|\d+\.orbax-checkpoint-tmp.*", place.name):
+        return True
+    return place.name.isdigit() and (place / _ABOUT).is_dir() and (place / _ARRAYS).is_dir()
 
 
 def _list_of(folder: Path, step: int) -> Path:

@@ -246,6 +246,12 @@ class Writing:
             raise RuntimeError("the result is there when all tokens have come")
         return self._result
 
+    def stop(self) -> Generation:
+        """The result of the tokens so far, if there is none yet."""
+        if self._result is None:
+            self._finish()
+        return self.result
+
     def __iter__(self) -> Iterator[list[list[int]]]:
         """New tokens of each row, without end tokens; all of them at once if not streaming."""
         self._compile_loop()

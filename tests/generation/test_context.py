@@ -200,6 +200,20 @@ def test_streams():
     assert [len(row) for row in pieces[0]] == [1, 1, 1] and len(pieces) > 1
 
 
+def test_a_stream_may_be_stopped():
+    """The context then holds what has come, and nothing else."""
+    context = read("full")
+    steps = kvjax.stream(model(), QUESTIONS, context=context, max_new_tokens=40)
+    come = [new[0][0] for new, _ in zip(steps, range(1), strict=False)]
+    result = steps.stop()
+    assert result.tokens[0][: len(come)] == come and len(result.tokens[0]) < 40
+    assert list(steps) == [] and steps.result is result
+    written = len(result.tokens[0])
+    shorter = generate(QUESTIONS, context, max_new_tokens=written)
+    assert shorter.tokens == result.tokens
+    same(shorter.context, result.context)
+
+
 @pytest.mark.parametrize("name", LAYERED)
 @pytest.mark.fast_cases("clusterkv", "full", "pyramidinfer", "spindlekv")
 def test_layers_that_are_alike_differ_in_their_states_alone(name):

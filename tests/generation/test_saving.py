@@ -164,6 +164,11 @@ def test_folders_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="holds notes"):
         kvjax.save_context(tmp_path / "other", context, model=model())
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
+    (tmp_path / "photos" / "2024").mkdir(parents=True)
+    (tmp_path / "photos" / "2024" / "sea.jpg").write_bytes(b"sea")
+    with pytest.raises(ValueError, match="holds 2024"):
+        kvjax.save_context(tmp_path / "photos", context, model=model())
+    assert (tmp_path / "photos" / "2024" / "sea.jpg").exists()
     with pytest.raises(ValueError, match="what JSON can hold"):
         kvjax.save_context(tmp_path / "own", context, model=model(), about={"x": {1, 2}})
 
