@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -32,6 +33,9 @@ TESTS = pytest.StashKey[int]()
 # folder, and JAX_ENABLE_COMPILATION_CACHE=false turns it off. Commands that tests start do not use
 # it: one that is killed while it writes would leave a broken file. JAX warns of those, which the
 # settings of pytest ignore, and compiles.
+# Jobs in the background ignore Ctrl-C, and so would the commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 CACHE_HOME = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 OWN_FOLDER = os.path.join(CACHE_HOME, "kvjax-tests")
 MOST_BYTES = 2**30
