@@ -86,7 +86,7 @@ def test_fewer_bits_in_a_chain(capsys):
     record = json.loads(output(capsys, *args, "--method", method, "--json"))
     assert record["method"] == method and record["budget"] == 64 and record["new_tokens"] == 4
     # Four layers of four KV heads of 32 channels, each key and value with a scale.
-    slots, of_slot, of_head, of_layer = 64 + 4, 2 * (32 + 4) + 4 + 4 + 1, 4 + 4, 4
+    slots, of_slot, of_head, of_layer = 64 + 64, 2 * (32 + 4) + 4 + 4 + 1, 4 + 4, 4
     assert record["cache_bytes"] == 4 * (4 * (slots * of_slot + of_head) + of_layer)
 
 
