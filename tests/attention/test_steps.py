@@ -17,7 +17,8 @@ from tests.conftest import AS_USERS
 from tests.support.attending import Tokens, new_cache, parts, the_rope
 from tests.support.hlo_text import Program
 
-ATTENTION = ("_fetch",)  # rows of a store in host memory come run by run
+# Rows of a store in host memory come run by run; sums in which a free slot's NaN is are made again.
+ATTENTION = ("_fetch", "_again")
 CHAINS = {
     "chain of three": kvjax.chain(
         snapkv(14), kvjax.H2O(budget=12), kvjax.Quantize(4, group=4, key_axis="token")
