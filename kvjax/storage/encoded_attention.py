@@ -98,8 +98,7 @@ class EncodedPayload(ABC):
             out = values._mix(weights[..., :slots], live[..., :slots])
             if self.recent is None:
                 return out
-            own = weights[..., slots:], values.recent.rows
-            return out + mix_rows(*own, pieces[1].bias, pieces[1].position)
+            return out + mix_rows(weights[..., slots:], values.recent.rows)
 
         bias = jnp.concatenate([piece.bias for piece in pieces], axis=2)
         position = jnp.concatenate([piece.position for piece in pieces], axis=2)

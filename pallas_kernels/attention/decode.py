@@ -126,16 +126,14 @@ def _reference(q, k, v, bias, query_position, key_position, *, scale, window, so
     """The XLA reference: all slots at once."""
     batch, kv_heads, group, tokens, head_dim = q.shape
     rows = q.reshape(batch, kv_heads, group * tokens, head_dim)
-
-    def weigh():
-        logits = masked_logits(
-            rows, k, bias, key_position, query_position,
-            scale=scale, window=window, soft_cap=soft_cap,
-        )  # fmt: skip
-        return _softmax(logits)
-
-    probabilities, lse = weigh()
-    out = mix_rows(probabilities, v, bias, key_position, again=lambda: weigh()[0])
+    logits = masked_logits(
+        rows, k, bias, key_position, query_position,
+        scale=scale, window=window, soft_cap=soft_cap,
+    )  # fmt: skip
+    weights, total, lse = _softmax(logits)
+    probabilities = weights / total
+    # From the weights: what decides after this step overwrites the bias and the positions.
+    out = mix_rows(probabilities, v, again=lambda: weights / total)
     per_query = (batch, kv_heads, group, tokens)
     return (
         out.astype(v.dtype).reshape(*per_query, head_dim),
@@ -164,7 +162,9 @@ def attention_by_products(
       dtype: of the output.
     """
     products = multiply(q.reshape(*q.shape[:2], -1, q.shape[4]))
-    p, lse = _softmax(mask_products(products, bias, key_position, query_position, **kind))
+    logits = mask_products(products, bias, key_position, query_position, **kind)
+    weights, total, lse = _softmax(logits)
+    p = weights / total
     per_query = q.shape[:4]
     out = mix(p, live_slots(bias, key_position))
     return out.astype(dtype).reshape(q.shape), lse.reshape(per_query), p.reshape(*per_query, -1)
@@ -172,9 +172,12 @@ def attention_by_products(
 
 def _softmax(
     logits: Float[Array, "B H R S"],
-) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"]]:
-    """Probabilities, all 0 for a row that sees nothing, and log-sum-exps."""
+) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"], Float[Array, "B H R 1"]]:
+    """Weights, what they are divided by to be probabilities, and log-sum-exps.
+
+    A row that sees nothing has weights 0, divided by 1.
+    """
     top = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top))
     total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1.0, total), top + jnp.log(total)
+    return weights, jnp.where(total == 0, 1.0, total), top + jnp.log(total)

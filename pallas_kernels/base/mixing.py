@@ -11,27 +11,23 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.base.logits import live_slots
 from pallas_kernels.base.rows import block_of, over_blocks
 
-BLOCK = 256  # slots whose values are chosen at a time
+BLOCK = 64  # slots whose values are chosen at a time
 
 
 def mix_rows(
     weights: Float[Array, "B H R S"],
     values: Float[Array, "B H S D"],
-    bias: Float[Array, "B H S"],
-    position: Int[Array, "B H S"],
     again: Callable[[], Float[Array, "B H R S"]] | None = None,
 ) -> Float[Array, "B H R D"]:
-    """`Σ_s w_s v_s` over the live slots in float32.
+    """`Σ_s w_s v_s` in float32, to which values add nothing where all weights of a slot are 0.
 
     Args:
       weights: of the slots, 0 where one is free.
       values: of the slots, anything where one is free.
-      bias, position: they say which slots are free, as in `decode_attention`.
       again: computes the weights anew, from arrays that are there anyway. XLA on CPU would else
         compute the same weights twice in every call, once for each of two sums. None: `weights`,
         where they are few.
@@ -40,25 +36,23 @@ def mix_rows(
       >>> import jax.numpy as jnp
       >>> from pallas_kernels.base.mixing import mix_rows
       >>> values = jnp.array([[[[1.0], [jnp.nan], [5.0]]]])
-      >>> position = jnp.array([[[0, -1, 1]]])
-      >>> weights = jnp.array([[[[0.5, 0.0, 0.5]]]])
-      >>> mix_rows(weights, values, jnp.zeros((1, 1, 3)), position).tolist()
+      >>> mix_rows(jnp.array([[[[0.5, 0.0, 0.5]]]]), values).tolist()
       [[[[3.0]]]]
     """
 
-    def of_live() -> Array:
+    def of_some() -> Array:
         own = weights if again is None else again()
 
         def add(start: Array | int, count: int, total: Array) -> Array:
-            live = live_slots(*(block_of(x, start, count, 2) for x in (bias, position)))
-            rows = jnp.where(live[..., None], block_of(values, start, count, 2), 0)
-            return total + _mix(block_of(own, start, count, 3), rows)
+            part = block_of(own, start, count, 3)
+            counts = (part != 0).any(2)[..., None]
+            return total + _mix(part, jnp.where(counts, block_of(values, start, count, 2), 0))
 
         # Two blocks at least, so that there is never a second array of all values.
         slots, total = values.shape[2], jnp.zeros((*weights.shape[:3], values.shape[3]))
         return over_blocks(slots, max(min(BLOCK, slots // 2), 1), add, total)
 
-    return unless_finite(_mix(weights, values), of_live)
+    return unless_finite(_mix(weights, values), of_some)
 
 
 def unless_finite(
