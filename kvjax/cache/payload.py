@@ -136,7 +136,7 @@ class Payload(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense:
-    """Rows as they are, `data [B, H, S, D]`, finite in free slots too.
+    """Rows as they are, `data [B, H, S, D]`, and anything in free slots.
 
     Example:
       >>> import jax.numpy as jnp

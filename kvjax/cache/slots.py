@@ -235,7 +235,8 @@ def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H
 def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
     """Frees every slot that is neither kept nor pinned.
 
-    It only marks: keys, values and columns stay where they are.
+    It only marks: keys, values and columns stay where they are. Nothing reads them there, so that
+    they may be NaN or infinite.
 
     Args:
       keep: which slots stay, `[B, H, S]`.

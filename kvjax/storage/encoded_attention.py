@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Seen
 from kvjax.storage.recent import Recent
@@ -17,6 +17,7 @@ from pallas_kernels.attention.forms import Rows, dense_rows
 from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.logits import products
+from pallas_kernels.base.mixing import mix_rows
 
 
 class EncodedPayload(ABC):
@@ -39,8 +40,10 @@ class EncodedPayload(ABC):
         """Products of the body's keys, turned or not, with q in float32."""
 
     @abstractmethod
-    def _mix(self, weights: Float[Array, "B H R S"]) -> Float[Array, "B H R D"]:
-        """Weighted sums of the body's values in float32."""
+    def _mix(
+        self, weights: Float[Array, "B H R S"], live: Bool[Array, "B H S"]
+    ) -> Float[Array, "B H R D"]:
+        """Weighted sums of the body's values in float32; weights are 0 where a slot is not live."""
 
     def attention(
         self,
@@ -91,15 +94,11 @@ class EncodedPayload(ABC):
             new = products(rows, keys if turn is None else turn.rotate(keys))
             return jnp.concatenate((found, new), axis=-1)
 
-        def mix(weights: Array) -> Array:
-            out = values._mix(weights[..., :slots])
+        def mix(weights: Array, live: Array) -> Array:
+            out = values._mix(weights[..., :slots], live[..., :slots])
             if self.recent is None:
                 return out
-            rows = values.recent.rows
-            own = weights[..., slots:].astype(rows.dtype)
-            return out + jnp.einsum(
-                "bhrn,bhnd->bhrd", own, rows, preferred_element_type=jnp.float32
-            )
+            return out + mix_rows(weights[..., slots:], values.recent.rows)
 
         bias = jnp.concatenate([piece.bias for piece in pieces], axis=2)
         position = jnp.concatenate([piece.position for piece in pieces], axis=2)

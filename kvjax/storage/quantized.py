@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Moves, Slots, of_rows, take_slots, write_slots
 from kvjax.storage.encoded_attention import EncodedPayload
@@ -208,7 +208,10 @@ class Quantized(EncodedPayload):
         found = quantized_logits(q, *self.encoded, axis=self.form.axis, product=product)
         return found[..., : self.slots]
 
-    def _mix(self, weights: Float[Array, "B H R S"]) -> Float[Array, "B H R D"]:
+    def _mix(
+        self, weights: Float[Array, "B H R S"], live: Bool[Array, "B H S"]
+    ) -> Float[Array, "B H R D"]:
         more = self.encoded.values.shape[2] - self.slots
         weights = jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, more)))
-        return quantized_mix(weights, *self.encoded, axis=self.form.axis)
+        live = jnp.pad(live, ((0, 0), (0, 0), (0, more)))
+        return quantized_mix(weights, *self.encoded, axis=self.form.axis, live=live)

@@ -200,8 +200,10 @@ class CodebookPayload(EncodedPayload):
         rotated = {} if turn is None else {"product": turn.product, "channels": turn.channels}
         return codebook_logits(q, *self._references, **rotated)
 
-    def _mix(self, weights: Float[Array, "B H R S"]) -> Float[Array, "B H R D"]:
-        return codebook_mix(weights, *self._references)
+    def _mix(
+        self, weights: Float[Array, "B H R S"], live: Bool[Array, "B H S"]
+    ) -> Float[Array, "B H R D"]:
+        return codebook_mix(weights, *self._references, live=live)
 
     def _with(self, change: Callable[[Array], Array]) -> CodebookPayload:
         """The payload with its per-slot arrays changed."""

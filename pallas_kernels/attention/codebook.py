@@ -72,8 +72,9 @@ def codebook_attention(
         )  # fmt: skip
     rotated = {} if turn is None else {"product": turn.product, "channels": turn.channels}
     out, lse, p = attention_by_products(
-        q, lambda rows: codebook_logits(rows, *k, **rotated), lambda p: codebook_mix(p, *v),
-        bias, query_position, key_position, dtype=dtype, **kind,
+        q, lambda rows: codebook_logits(rows, *k, **rotated),
+        lambda p, live: codebook_mix(p, *v, live=live), bias, query_position, key_position,
+        dtype=dtype, **kind,
     )  # fmt: skip
     return out, lse, p if probabilities else None
 

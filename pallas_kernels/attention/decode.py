@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -11,7 +12,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.call import stored_attention
 from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.logits import mask_products, masked_logits
+from pallas_kernels.base.logits import live_slots, mask_products, masked_logits
+from pallas_kernels.base.mixing import mix_rows
 
 
 def decode_attention(
@@ -119,6 +121,7 @@ def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
 
 
+@jax.jit  # so that a call outside of `jit` does not compile the second sum every time
 def _reference(q, k, v, bias, query_position, key_position, *, scale, window, soft_cap):
     """The XLA reference: all slots at once."""
     batch, kv_heads, group, tokens, head_dim = q.shape
@@ -127,10 +130,10 @@ def _reference(q, k, v, bias, query_position, key_position, *, scale, window, so
         rows, k, bias, key_position, query_position,
         scale=scale, window=window, soft_cap=soft_cap,
     )  # fmt: skip
-    probabilities, lse = _softmax(logits)
-    out = jnp.einsum(
-        "bhqk,bhkd->bhqd", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
+    weights, total, lse = _softmax(logits)
+    probabilities = weights / total
+    # From the weights: what decides after this step overwrites the bias and the positions.
+    out = mix_rows(probabilities, v, again=lambda: weights / total)
     per_query = (batch, kv_heads, group, tokens)
     return (
         out.astype(v.dtype).reshape(*per_query, head_dim),
@@ -142,7 +145,7 @@ def _reference(q, k, v, bias, query_position, key_position, *, scale, window, so
 def attention_by_products(
     q: Float[Array, "B H G T D"],
     multiply: Callable[[Array], Array],
-    mix: Callable[[Array], Array],
+    mix: Callable[[Array, Array], Array],
     bias: Float[Array, "B H S"],
     query_position: Int[Array, "B T"],
     key_position: Int[Array, "B H S"],
@@ -154,20 +157,27 @@ def attention_by_products(
 
     Args:
       multiply: products of query rows `[B, H, R, D]` with all keys, `[B, H, R, S]`.
-      mix: sums of all values with weights `[B, H, R, S]`, `[B, H, R, D]`.
+      mix: sums of the values of live slots, `[B, H, S]`, with weights `[B, H, R, S]`, which are 0
+        elsewhere, `[B, H, R, D]`.
       dtype: of the output.
     """
     products = multiply(q.reshape(*q.shape[:2], -1, q.shape[4]))
-    p, lse = _softmax(mask_products(products, bias, key_position, query_position, **kind))
+    logits = mask_products(products, bias, key_position, query_position, **kind)
+    weights, total, lse = _softmax(logits)
+    p = weights / total
     per_query = q.shape[:4]
-    return mix(p).astype(dtype).reshape(q.shape), lse.reshape(per_query), p.reshape(*per_query, -1)
+    out = mix(p, live_slots(bias, key_position))
+    return out.astype(dtype).reshape(q.shape), lse.reshape(per_query), p.reshape(*per_query, -1)
 
 
 def _softmax(
     logits: Float[Array, "B H R S"],
-) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"]]:
-    """Probabilities, all 0 for a row that sees nothing, and log-sum-exps."""
+) -> tuple[Float[Array, "B H R S"], Float[Array, "B H R 1"], Float[Array, "B H R 1"]]:
+    """Weights, what they are divided by to be probabilities, and log-sum-exps.
+
+    A row that sees nothing has weights 0, divided by 1.
+    """
     top = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top))
     total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1.0, total), top + jnp.log(total)
+    return weights, jnp.where(total == 0, 1.0, total), top + jnp.log(total)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.base.logits import masked_logits
+from pallas_kernels.base.logits import live_slots, masked_logits
 from pallas_kernels.base.rows import block_of, entry_of
 
 # On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
@@ -64,6 +64,8 @@ def prompt_attention(
             top, total, acc = carry
             k_j, v_j, *slot_data = blocks.key(j, k, v)
             logits = mask_and_scale(q_i, k_j, *slot_data, position_i)
+            # Of a block this costs nothing beside the products with 128 queries or more.
+            v_j = jnp.where(live_slots(*slot_data)[..., None], v_j, 0)
             new_top = jnp.maximum(top, logits.max(-1))
             # A row that has seen nothing yet has top = -inf; exp(-inf - 0) is the 0 it needs.
             finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)

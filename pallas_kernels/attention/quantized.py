@@ -76,7 +76,8 @@ def quantized_attention(
     product = None if turn is None else turn.product
     out, lse, p = attention_by_products(
         q, lambda rows: quantized_logits(rows, *k, axis=key_axis, product=product),
-        lambda p: quantized_mix(p, *v), bias, query_position, key_position, dtype=q.dtype, **kind,
+        lambda p, live: quantized_mix(p, *v, live=live), bias, query_position, key_position,
+        dtype=q.dtype, **kind,
     )  # fmt: skip
     return out, lse, p if probabilities else None
 

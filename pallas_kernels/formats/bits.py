@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8, UInt8
+from jaxtyping import Array, Bool, Float, Int8, UInt8
 
 from pallas_kernels.base.logits import Product
 from pallas_kernels.base.rows import BLOCK, block_of, over_blocks
@@ -213,11 +213,13 @@ def quantized_mix(
     low: Array | None = None,
     *,
     axis: Axis = "token",
+    live: Bool[Array, "B H S"] | None = None,
 ) -> Float[Array, "B H R D"]:
     """`Σ_s w_s v_s` of encoded values in float32, without a decoded copy of all of them.
 
     Args:
       values, scale, low, axis: as in `quantized_logits`.
+      live: the slots whose values count; others have weight 0, and may hold NaN. None: all.
 
     Example:
       >>> import jax.numpy as jnp
@@ -230,7 +232,7 @@ def quantized_mix(
 
     def add(start: Array | int, count: int, total: Array) -> Array:
         part = block_of(weights, start, count, 3)
-        parts, by = _decoded(values, scale, low, axis, start, count)
+        parts, by = _decoded(values, scale, low, axis, start, count, live)
         part = part if by is None else part * by[:, :, None]
         return total + _whole([_einsum("bhrs,bhsd->bhrd", part, rows) for rows in parts])
 
@@ -252,10 +254,11 @@ def _over_blocks(values: Array, scale: Array, axis: Axis, add: Callable, carry: 
     return over_blocks(size, block, add, carry)
 
 
-def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int):
+def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int, live=None):
     """Float32 rows of a block, as one array or one for each half of the channels, and factors.
 
-    Each slot's row must still be multiplied by its factor; None: there are no factors.
+    Each slot's row must still be multiplied by its factor; None: there are no factors. Rows that no
+    `live` slot has are finite; None: they are as they are stored.
     """
     slots = values.shape[2]
 
@@ -263,13 +266,24 @@ def _decoded(values, scale, low, axis: Axis, start: Array | int, count: int):
         group = slots // x.shape[2]  # slots that share an entry of x
         return block_of(x, start // group, count // group, 2)
 
+    def number(x: Array) -> Array:
+        return x if live is None else _of_live(x, block_of(live, start, count, 2))
+
     if low is None:
-        return [_numbers(part(values))], part(scale)
-    values, scale, low = part(values), part(scale), part(low)
+        rows = part(values)
+        # Any byte is a number as int8. As float8 it may be NaN.
+        return [_numbers(number(rows) if rows.dtype == jnp.uint8 else rows)], number(part(scale))
+    values, scale, low = part(values), number(part(scale)), number(part(low))
     if scale.shape[3] % 2:  # a group has channels of both halves
         return [dequantise_groups(values, scale, low, axis)], None
     halves = _halves(values), jnp.split(scale, 2, axis=-1), jnp.split(low, 2, axis=-1)
     return [_scaled(*half, axis) for half in zip(*halves, strict=True)], None
+
+
+def _of_live(x: Array, live: Bool[Array, "B H S"]) -> Array:
+    """`x [B, H, S, ...]`, or of groups of slots, with zeros for what no live slot has."""
+    own = live.reshape(*x.shape[:3], -1).any(-1)
+    return jnp.where(own.reshape(*own.shape, *(1,) * (x.ndim - 3)), x, jnp.zeros((), x.dtype))
 
 
 def _whole(parts: list[Array]) -> Array:

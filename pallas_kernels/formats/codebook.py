@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Bool, Float, UInt
 
 from pallas_kernels.base.logits import Product, products
+from pallas_kernels.base.mixing import unless_finite
 from pallas_kernels.base.rows import BLOCK, block_of, over_blocks, take_shared
 
 # On CPU, gathering the entry of a slot takes as long as this many products of a query row with an
@@ -91,6 +92,8 @@ def codebook_mix(
     entries: Float[Array, "B 1 E D"],
     index: UInt[Array, "B H S"],
     magnitude: Float[Array, "B H S"] | None = None,
+    *,
+    live: Bool[Array, "B H S"] | None = None,
 ) -> Float[Array, "B H R D"]:
     """`Σ_s w_s · entries[index_s] · magnitude_s` in float32, without a decoded copy of all values.
 
@@ -99,6 +102,8 @@ def codebook_mix(
 
     Args:
       entries, index, magnitude: as in `codebook_logits`.
+      live: the slots whose values count; others have weight 0, and their magnitudes and entries may
+        be NaN. None: all.
 
     Example:
       >>> import jax.numpy as jnp
@@ -111,18 +116,35 @@ def codebook_mix(
     weights = weights.astype(jnp.float32)
     if magnitude is not None:
         weights = weights * magnitude.astype(jnp.float32)[:, :, None]
+        if live is not None:
+            weights = jnp.where(live[:, :, None], weights, 0.0)
     slots = index.shape[2]
-    if _per_entry(weights.shape[2], entries, slots):
-        total = _sum_own(jnp.moveaxis(weights, 2, 3), index, entries.shape[2])
-        return _einsum("bher,bed->bhrd", total.astype(entries.dtype), entries[:, 0])
+    if not _per_entry(weights.shape[2], entries, slots):
+        return _mix_slots(weights, entries, index, live)
+    total = _sum_own(jnp.moveaxis(weights, 2, 3), index, entries.shape[2])
+    out = _einsum("bher,bed->bhrd", total.astype(entries.dtype), entries[:, 0])
+    if live is None:
+        return out
+    return unless_finite(out, lambda: _mix_slots(weights, entries, index, live))
+
+
+def _mix_slots(
+    weights: Float[Array, "B H R S"],
+    entries: Float[Array, "B 1 E D"],
+    index: UInt[Array, "B H S"],
+    live: Bool[Array, "B H S"] | None,
+) -> Float[Array, "B H R D"]:
+    """`Σ_s w_s · entries[index_s]` of live slots, decoded block by block."""
 
     def add(start: Array | int, count: int, total: Array) -> Array:
         part = block_of(weights, start, count, 3)
         rows = _take(entries, block_of(index, start, count, 2))
+        if live is not None:
+            rows = jnp.where(block_of(live, start, count, 2)[..., None], rows, 0)
         return total + _einsum("bhrs,bhsd->bhrd", part.astype(rows.dtype), rows)
 
     total = jnp.zeros((*weights.shape[:3], entries.shape[3]), jnp.float32)
-    return over_blocks(slots, BLOCK, add, total)
+    return over_blocks(index.shape[2], BLOCK, add, total)
 
 
 def _per_entry(query_rows: int, entries: Array, slots: int) -> bool:
