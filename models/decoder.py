@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -15,6 +17,22 @@ from kvjax.generation.pruning import drops_tokens, pass_on, states_at, whole_pro
 
 from .blocks import DecoderLayer, RMSNorm, wants_prediction
 from .config import DecoderConfig
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("layer", "phase", "last"))
+def _run_block(
+    graph: nnx.GraphDef,
+    weights: nnx.State,
+    x: Float[Array, "B T C"],
+    positions: Int[Array, "B T"],
+    cache: Cache,
+    predicted_query: Float[Array, "B Q T D"] | None,
+    **how: Any,
+) -> tuple[Float[Array, "B T C"], Cache]:
+    """One block. As a function of its own, it is traced and lowered once for layers that are alike;
+    XLA puts it in the place of its calls."""
+    block = nnx.merge(graph, weights)
+    return block(x, positions, cache, predicted_query=predicted_query, **how)
 
 
 class Decoder(nnx.Module):
@@ -119,8 +137,9 @@ class Decoder(nnx.Module):
             if phase == "decode" and below is not None and wants_prediction(layer):
                 predicted = block.predict_queries(*below)
             below = block, x
-            x, cache = block(
-                x, reaching, cache, layer=layer, phase=phase, last=last, predicted_query=predicted,
+            x, cache = _run_block(
+                *nnx.split(block), x, reaching, cache, predicted,
+                layer=layer, phase=phase, last=last,
             )  # fmt: skip
             written.append(cache)
             if whole and len(written) < self.num_layers and drops_tokens(layer, cache):

@@ -223,8 +223,7 @@ def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H
     free, valid, size = ~cache.live, positions >= 0, cache.slots
     if positions.shape[1] == 1:
         # The step of a decode loop: one pass over scalars instead of a prefix sum.
-        lowest = jnp.where(free, _slot_numbers(free.shape), size).min(-1, keepdims=True)
-        return jnp.where(valid[:, None, :], lowest, size)
+        return jnp.where(valid[:, None, :], _first(free)[..., None], size)
     count = jnp.cumsum(free, axis=-1, dtype=jnp.int32)
     wanted = jnp.cumsum(valid, axis=-1, dtype=jnp.int32)
     find = jax.vmap(jax.vmap(jnp.searchsorted, in_axes=(0, None)), in_axes=(0, 0))
@@ -259,8 +258,15 @@ def _free_others(cache: KVCache, live: Bool[Array, "B H S"]) -> KVCache:
         log_mass=jnp.where(live, cache.log_mass, NEG_INF),
         position=jnp.where(live, cache.position, FREE),
         pinned=cache.pinned & live,
-        used=jnp.where(live, _slot_numbers(live.shape) + 1, 0).max(-1),
+        used=cache.slots - _first(live[..., ::-1]),
     )
+
+
+def _first(slots: Bool[Array, "B H S"]) -> Int[Array, "B H"]:
+    """The lowest of these slots, S if there is none."""
+    # One kernel, where a minimum of slot numbers would take four.
+    padded = jnp.pad(slots, ((0, 0), (0, 0), (0, 1)), constant_values=True)
+    return jax.lax.argmax(padded, 2, jnp.int32)
 
 
 def _slot_numbers(shape: tuple[int, int, int]) -> Int[Array, "B H S"]:

@@ -131,14 +131,12 @@ def _reference(q, k, v, bias, query_position, key_position, *, scale, window, so
         scale=scale, window=window, soft_cap=soft_cap,
     )  # fmt: skip
     weights, total, lse = _softmax(logits)
-    probabilities = weights / total
-    # From the weights: what decides after this step overwrites the bias and the positions.
-    out = mix_rows(probabilities, v, again=lambda: weights / total)
+    out = mix_rows(weights, v) / total
     per_query = (batch, kv_heads, group, tokens)
     return (
         out.astype(v.dtype).reshape(*per_query, head_dim),
         lse.reshape(per_query),
-        probabilities.reshape(*per_query, -1),
+        (weights / total).reshape(*per_query, -1),
     )
 
 
@@ -164,10 +162,10 @@ def attention_by_products(
     products = multiply(q.reshape(*q.shape[:2], -1, q.shape[4]))
     logits = mask_products(products, bias, key_position, query_position, **kind)
     weights, total, lse = _softmax(logits)
-    p = weights / total
+    out = mix(weights, live_slots(bias, key_position)) / total
     per_query = q.shape[:4]
-    out = mix(p, live_slots(bias, key_position))
-    return out.astype(dtype).reshape(q.shape), lse.reshape(per_query), p.reshape(*per_query, -1)
+    p = (weights / total).reshape(*per_query, -1)
+    return out.astype(dtype).reshape(q.shape), lse.reshape(per_query), p
 
 
 def _softmax(

@@ -7,31 +7,27 @@ that nothing of the kind was in it, so that only others are computed again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.base.rows import block_of, over_blocks
+from pallas_kernels.base.rows import block_of
 
-BLOCK = 64  # slots whose values are chosen at a time
+BLOCK = 16  # slots that a second sum adds at a time, at most: few, so that one kernel adds them
 SUM_AGAIN = "sum_again"  # the function that holds the condition: checks of steps skip it
 
 
 def mix_rows(
-    weights: Float[Array, "B H R S"],
-    values: Float[Array, "B H S D"],
-    again: Callable[[], Float[Array, "B H R S"]] | None = None,
+    weights: Float[Array, "B H R S"], values: Float[Array, "B H S D"]
 ) -> Float[Array, "B H R D"]:
-    """`Σ_s w_s v_s` in float32, to which values add nothing where all weights of a slot are 0.
+    """`Σ_s w_s v_s` in float32, to which a value adds nothing where its weight is 0.
 
     Args:
       weights: of the slots, 0 where one is free.
       values: of the slots, anything where one is free.
-      again: computes the weights anew, from arrays that are there anyway. XLA on CPU would else
-        compute the same weights twice in every call, once for each of two sums. None: `weights`,
-        where they are few.
 
     Example:
       >>> import jax.numpy as jnp
@@ -40,20 +36,20 @@ def mix_rows(
       >>> mix_rows(jnp.array([[[[0.5, 0.0, 0.5]]]]), values).tolist()
       [[[[3.0]]]]
     """
+    slots, own = values.shape[2], weights.astype(values.dtype)
+    out = jnp.einsum("bhrs,bhsd->bhrd", own, values, preferred_element_type=jnp.float32)
 
     def of_some() -> Array:
-        own = weights if again is None else again()
+        block = math.gcd(slots, BLOCK)
 
-        def add(start: Array | int, count: int, total: Array) -> Array:
-            part = block_of(own, start, count, 3)
-            counts = (part != 0).any(2)[..., None]
-            return total + _mix(part, jnp.where(counts, block_of(values, start, count, 2), 0))
+        def add(i: Array, total: Array) -> Array:
+            part = block_of(own, i * block, block, 3)[..., None].astype(jnp.float32)
+            rows = block_of(values, i * block, block, 2)[:, :, None].astype(jnp.float32)
+            return total + jnp.where(part != 0, part * rows, 0).sum(3)
 
-        # Two blocks at least, so that there is never a second array of all values.
-        slots, total = values.shape[2], jnp.zeros((*weights.shape[:3], values.shape[3]))
-        return over_blocks(slots, max(min(BLOCK, slots // 2), 1), add, total)
+        return jax.lax.fori_loop(0, slots // block, add, jnp.zeros_like(out))
 
-    return unless_finite(_mix(weights, values), of_some)
+    return unless_finite(out, of_some)
 
 
 def unless_finite(
@@ -67,8 +63,3 @@ def unless_finite(
         return jax.lax.cond(finite, lambda: out, lambda: jnp.where(jnp.isfinite(out), out, again()))
 
     return jax.jit(sum_again)()
-
-
-def _mix(weights: Float[Array, "B H R S"], values: Float[Array, "B H S D"]) -> Array:
-    weights = weights.astype(values.dtype)
-    return jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
