@@ -106,19 +106,32 @@ def _put_nearest(
     side: int,
 ) -> Int[Array, " N"]:
     """Gives wanted vectors the nearest of `count` centers, `side` vectors at a time."""
-    size, inside = units.shape[0], jnp.arange(side, dtype=jnp.int32)
-    total = wanted.sum(dtype=jnp.int32)
-    order = jnp.argsort(~wanted, stable=True).astype(jnp.int32)
-    order = jnp.pad(order, (0, side), constant_values=size)
+    size = units.shape[0]
+    side = min(side, size)
     entries = units[jnp.minimum(centers, size - 1)]
 
-    def block(i: Array, index: Array) -> Array:
-        at = block_of(order, i * side, side)
-        nearest, _ = nearest_directions(units[jnp.minimum(at, size - 1)], entries, count)
-        at = jnp.where(i * side + inside < total, at, size)
-        return index.at[at].set(nearest, mode="drop")
+    def block(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        left, index = carry
+        # The block that begins with the first vector that is left, or the last whole one.
+        start = jnp.minimum(_first(left), size - side)
+        own = block_of(left, start, side)
+        nearest, _ = nearest_directions(block_of(units, start, side), entries, count)
+        nearest = jnp.where(own, nearest, block_of(index, start, side))
+        index = jax.lax.dynamic_update_slice_in_dim(index, nearest, start, 0)
+        done = jnp.zeros(side, bool)
+        return jax.lax.dynamic_update_slice_in_dim(left, done, start, 0), index
 
-    return jax.lax.fori_loop(0, -(-total // side), block, index)
+    return jax.lax.while_loop(lambda carry: _some(carry[0]), block, (wanted, index))[1]
+
+
+def _first(x: Bool[Array, " N"]) -> Int[Array, ""]:
+    """The lowest number of those that are true, 0 if none is."""
+    return jax.lax.argmax(x, 0, jnp.int32)
+
+
+def _some(x: Bool[Array, " N"]) -> Bool[Array, ""]:
+    """Whether any is true, by one kernel; `any` takes three."""
+    return x[_first(x)]
 
 
 class _Tiles(NamedTuple):
@@ -227,7 +240,7 @@ def _graph(
 
         # A loop of one round or none, since the result of a conditional would be a copy.
         start = (bound > theta - MARGIN, graph)
-        return jax.lax.while_loop(lambda carry: carry[0].any(), write, start)[1]
+        return jax.lax.while_loop(lambda carry: _some(carry[0]), write, start)[1]
 
     def line(i: Array, graph: _Graph) -> _Graph:
         return jax.lax.fori_loop(i, number, functools.partial(tile, i), graph)
@@ -253,7 +266,7 @@ def _tile(
 
     def strip(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         left, rows, columns, gain = carry
-        first = jnp.argmax(left).astype(jnp.int32)
+        first = _first(left)
         start = own + first * STRIP
         row = start + jnp.arange(STRIP, dtype=jnp.int32)[:, None]
         units_here, weights_here = (block_of(x, start, STRIP) for x in (units, weights))
@@ -271,7 +284,7 @@ def _tile(
 
     words = jnp.zeros((tiles.side, tiles.side // WORD), jnp.uint32)
     start = (left, words, words.T, gain)
-    _, rows, columns, gain = jax.lax.while_loop(lambda carry: carry[0].any(), strip, start)
+    _, rows, columns, gain = jax.lax.while_loop(lambda carry: _some(carry[0]), strip, start)
     return rows, columns.T, gain
 
 
@@ -309,20 +322,19 @@ def _take_heavy(
     with the highest bound; where it is still the bound, no gain is higher. So a step reads one row
     of bits, instead of one for every covered vertex.
     """
-    tiles, position = _Tiles(*graph.bits.shape[1:3]), jnp.argsort(number)
+    tiles = _Tiles(*graph.bits.shape[1:3])
     own = jnp.arange(tiles.size, dtype=jnp.int32)
 
-    def heavy(greed: _Greed) -> Bool[Array, " N"]:
-        return greed.sharing(weights) & (greed.gain > FEW)
+    def heaviest(greed: _Greed) -> tuple[Array, Array]:
+        """The highest gain of more than a few, else -1, and the first vertex that has it."""
+        heavy = greed.sharing(weights) & (greed.gain > FEW)
+        return _highest_first(jnp.where(heavy, greed.gain, -1), number)
 
-    def goes_on(carry: tuple[_Greed, Array]) -> Bool[Array, ""]:
-        return heavy(carry[0]).any() & (carry[1] < capacity)
+    def goes_on(carry: tuple[_Greed, Array, Array, Array]) -> Bool[Array, ""]:
+        return (carry[2] >= 0) & (carry[1] < capacity)
 
-    def step(carry: tuple[_Greed, Array]) -> tuple[_Greed, Array]:
-        greed, count = carry
-        score = jnp.where(heavy(greed), greed.gain, -1)
-        best = score.max()
-        vertex = position[jnp.where(score == best, number, tiles.size - 1).min()]
+    def step(carry: tuple[_Greed, Array, Array, Array]) -> tuple[_Greed, Array, Array, Array]:
+        greed, count, best, vertex = carry
         words = graph.bits[vertex // tiles.side, :, vertex % tiles.side]
         near = (_unpack(words.reshape(-1)) | (own == vertex)) & greed.uncovered
         gain = jnp.where(near, weights, 0).sum(dtype=jnp.int32)
@@ -334,9 +346,27 @@ def _take_heavy(
             jnp.where(covered, vertex, greed.center),
             greed.value.at[vertex].set(jnp.where(holds, gain, 0)),
         )
-        return greed, count + holds.astype(jnp.int32)
+        return greed, count + holds.astype(jnp.int32), *heaviest(greed)
 
-    return jax.lax.while_loop(goes_on, step, (greed, jnp.int32(0)))
+    return jax.lax.while_loop(goes_on, step, (greed, jnp.int32(0), *heaviest(greed)))[:2]
+
+
+def _highest_first(
+    score: Int[Array, " N"], number: Int[Array, " N"]
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """The highest score, and the place of the one with the lowest number of those that have it."""
+
+    def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+        first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+        return tuple(jnp.where(first, a, b) for a, b in zip(one, other, strict=True))
+
+    least, none = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    place = jnp.arange(score.size, dtype=jnp.int32)
+    given = score, number, place
+    best, _, place = jax.lax.reduce(
+        given, (jnp.int32(least), jnp.int32(none), jnp.int32(0)), better, (0,)
+    )
+    return best, place
 
 
 def _lists(
@@ -353,9 +383,9 @@ def _lists(
     def of_block(i: Array) -> Array:
         def next_bit(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             words, j, found, lists = carry
-            some = (words != 0).any(1)
             at = jnp.where(words != 0, word, word.size - 1).min(1)
             bits = words[inside, at]
+            some = bits != 0
             lowest = jax.lax.population_count((bits & -bits) - 1).astype(jnp.int32)
             vertex = j * tiles.side + at * WORD + lowest
             put = some[:, None] & (place == found[:, None])
@@ -363,20 +393,23 @@ def _lists(
             words = jnp.where(word == at[:, None], words & (words - 1), words)
             return words, j, found + some.astype(jnp.int32), lists
 
+        def more(carry: tuple[Array, ...]) -> Bool[Array, ""]:
+            return _some((carry[0] != 0).reshape(-1))
+
         def next_tile(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             left, found, lists = carry
-            j = jnp.where(left, block, tiles.number).min(0)
-            at = jnp.minimum(j, tiles.number - 1)
-            words = jnp.where((j == at)[:, None], graph.bits[i, at, inside] & open_words[at], 0)
-            carry = (words, at, found, lists)
-            _, _, found, lists = jax.lax.while_loop(lambda c: (c[0] != 0).any(), next_bit, carry)
+            j = jax.lax.argmax(left, 0, jnp.int32)
+            some = left[j, inside][:, None]
+            words = jnp.where(some, graph.bits[i, j, inside] & open_words[j], 0)
+            carry = (words, j, found, lists)
+            _, _, found, lists = jax.lax.while_loop(more, next_bit, carry)
             return left & (block != j[None]), found, lists
 
         left = block_of(graph.filled, i * tiles.side, tiles.side, 1)
         left &= tiles.block(wanted, i)[None]
         empty = jnp.full((tiles.side, FEW), tiles.size, jnp.int32)
         start = (left, jnp.zeros(tiles.side, jnp.int32), empty)
-        return jax.lax.while_loop(lambda c: c[0].any(), next_tile, start)[2]
+        return jax.lax.while_loop(lambda c: _some(c[0].reshape(-1)), next_tile, start)[2]
 
     lists = jax.lax.map(of_block, jnp.arange(tiles.number, dtype=jnp.int32))
     return lists.reshape(tiles.size, FEW)
@@ -417,7 +450,7 @@ def _take_light(graph: _Graph, greed: _Greed, weights: Array, number: Array) -> 
         )
 
     greed = greed._replace(gain=gains(greed.uncovered))
-    return jax.lax.while_loop(lambda greed: greed.sharing(weights).any(), step, greed)
+    return jax.lax.while_loop(lambda greed: _some(greed.sharing(weights)), step, greed)
 
 
 def _search(
