@@ -242,7 +242,8 @@ class CodebookPayload(EncodedPayload):
         there = valid & (norms > 0)
         index, made, count, over = jax.vmap(one_row)(nearest, cosine, mutual, there, count)
         place = jnp.where(made >= 0, made, self.entries.shape[2])[:, None]
-        entries = write_slots(self.entries, place, _stored(vectors, self.book)[:, None])
+        stored = units if self.book.magnitude else vectors
+        entries = write_slots(self.entries, place, stored[:, None])
         overflow = self.overflow + over
         return dataclasses.replace(self, entries=entries, count=count, overflow=overflow), index
 
@@ -293,15 +294,17 @@ def make_books(
     put = jax.vmap(lambda at, x: jnp.zeros_like(x).at[at].set(x))
     index = put(of_all(order), jnp.where(of_all(alive), index, 0))
     made = jnp.arange(book.entries, dtype=jnp.int32)[None] < cover.count[:, None]
-    entries = take_slots(vectors[:, None], jnp.minimum(cover.centers, room - 1)[:, None])
-    entries = jnp.where(made[:, None, :, None], _stored(entries, book), 0)
+    stored, norms = directions(rows) if book.magnitude else (rows.astype(jnp.float32), None)
+    center = jnp.take_along_axis(source, jnp.minimum(cover.centers, room - 1), axis=1)[:, None]
+    entries = take_slots(stored.reshape(len(source), 1, size, -1), center)
+    entries = jnp.where(made[:, None, :, None], entries, 0)
     new = payloads[0].entries.shape[2] - book.entries
     entries = jnp.pad(entries, ((0, 0), (0, 0), (0, new), (0, 0)))
 
     def payload(n: int, old: CodebookPayload) -> CodebookPayload:
         own, magnitude = slice(n * batch, (n + 1) * batch), None
         if book.magnitude:
-            magnitude = jnp.where(live, directions(rows[n])[1], 0.0).astype(old.dtype)
+            magnitude = jnp.where(live, norms[n], 0.0).astype(old.dtype)
         return dataclasses.replace(
             old,
             entries=entries[own].astype(old.dtype),
@@ -313,8 +316,3 @@ def make_books(
         )
 
     return tuple(payload(n, old) for n, old in enumerate(payloads))
-
-
-def _stored(vectors: Float[Array, "... D"], book: Book) -> Float[Array, "... D"]:
-    """What becomes of a vector as an entry."""
-    return directions(vectors)[0] if book.magnitude else vectors.astype(jnp.float32)
