@@ -11,7 +11,7 @@ from rich.filesize import decimal
 import kvjax
 from kvjax.cli import interrupts
 from kvjax.cli.inputs import check_text
-from kvjax.cli.opened import OpenedModel, calibrated, check_counts, full_bytes, sampling
+from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 from kvjax.cli.writing import Row, write
@@ -86,7 +86,7 @@ class Conversation:
         context = self._context
         if context is None:
             return "the cache holds nothing yet"
-        full = full_bytes(context)
+        full = context.full_nbytes
         return (
             f"{int(context.length[0]):,} tokens; the cache takes {decimal(context.nbytes)}, "
             f"{context.nbytes / full:.1%} of a full one; {self._left()}"

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 import kvjax
 from kvjax.budgets.budgets import check_count
 from kvjax.cli import compilation_cache
@@ -70,12 +68,3 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
         value = getattr(args, name)
         if value is not None:
             check_count(f"--{name.replace('_', '-')}", value, 1)
-
-
-def full_bytes(context: kvjax.Context) -> int:
-    """Bytes of a full cache for as many tokens as a context is made for."""
-    full = kvjax.bind(kvjax.Full(), len(context.layers))
-    caches = jax.eval_shape(
-        lambda: tuple(context.size.cache(one, layer) for layer, one in enumerate(full))
-    )
-    return kvjax.nbytes(caches)

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 import kvjax
 from kvjax.cli.inputs import check_text, read_text
-from kvjax.cli.opened import OpenedModel, calibrated, check_counts, full_bytes
+from kvjax.cli.opened import OpenedModel, calibrated, check_counts
 from kvjax.cli.terminal import Display, print_dropped, share
 from kvjax.evaluation.grid import Candidate
 from kvjax.generation.checks import check_prompts
@@ -48,7 +48,7 @@ def read(args: argparse.Namespace) -> None:
     record = {
         **about, "model": opened.name, "out": args.out, "prompt_tokens": len(document),
         "max_questions": args.max_questions, "max_new": args.max_new,
-        "cache_bytes": context.nbytes, "full_cache_bytes": full_bytes(context),
+        "cache_bytes": context.nbytes, "full_cache_bytes": context.full_nbytes,
     }  # fmt: skip
     if args.json:
         print(json.dumps(record))

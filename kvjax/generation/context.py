@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.cache.slots import nbytes
+from kvjax.compose.chain import bind
 from kvjax.generation.reading import CacheSize
-from kvjax.protocol import KVTransform
+from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import HOST_MEMORY
 
 
@@ -56,6 +57,16 @@ class Context:
     def nbytes(self) -> int:
         """Bytes of all caches."""
         return nbytes(self.caches)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes that `Full` would take for as many tokens as this context is made for."""
+        full = bind(Full(), len(self.layers))
+        return nbytes(
+            jax.eval_shape(
+                lambda: tuple(self.size.cache(one, layer) for layer, one in enumerate(full))
+            )
+        )
 
     @property
     def dropped(self) -> int:

@@ -103,10 +103,9 @@ def save_context(
         "about": {} if about is None else about,
     }
     try:
-        text = json.dumps(content, allow_nan=False)
+        json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"about must be what JSON can hold: {error}") from error
-    content = json.loads(text)
     with _checkpoints(folder, create=True) as checkpoints:
         step = max(checkpoints.all_steps(), default=0) + 1
         items = {_ARRAYS: ocp.args.PyTreeSave(arrays), _ABOUT: ocp.args.JsonSave(content)}
@@ -338,10 +337,9 @@ def _compare(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     for name, value in here.items():
         both = value is not None and there[name] is not None
         if both and value != there[name]:
-            what = "weights" if name == "weights" else name
             shown = "" if isinstance(value, str) else f": {there[name]}, here {value}"
             raise ValueError(
-                f"the context in {folder} is of another model: its {what} differ{shown}"
+                f"the context in {folder} is of another model: its {name} differ{shown}"
             )
 
 

@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.attention.attend import flush, flush_interval
-from kvjax.attention.layer import Cache, layer_caches
+from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
-from kvjax.cache.slots import memory_bytes, nbytes
+from kvjax.cache.slots import memory_bytes
 from kvjax.compose.chain import bind
 from kvjax.generation.checks import (
     Rows,
@@ -168,6 +168,12 @@ def _kind(cache: Cache) -> Hashable:
     return jax.tree.structure(cache), tuple(x.shape for x in jax.tree.leaves(cache))
 
 
+def _compile_flush(compiler: Compiler, caches: tuple[Cache, ...], interval: int) -> None:
+    """Compiles the flush of each kind of layer."""
+    for cache in caches:
+        compiler.compile("the flush", _kind(cache), _flush_layer, cache, interval)
+
+
 class Writing:
     """One call of `generate`: prompts are read when it is made, iterating writes tokens."""
 
@@ -279,8 +285,7 @@ class Writing:
         self._compiler.compile("the decode loop", "loop", _decode, *given)
         interval = flush_interval(self._loop.caches)
         if interval is not None and self._waiting + self._most > interval:
-            for cache in self._loop.caches:  # JAX lowers equal layers once
-                self._compiler.compile("the flush", _kind(cache), _flush_layer, cache, interval)
+            _compile_flush(self._compiler, self._loop.caches, interval)
 
     def _go_on(self, until: int) -> None:
         """Decode steps up to `until` new tokens, or up to the next flush, which comes first."""
@@ -301,24 +306,18 @@ class Writing:
         rows = [[token for token in row if token >= 0] for row in np.asarray(loop.tokens).tolist()]
         ended = [bool(row) and row[-1] in self._ends for row in rows]
         steps = int(loop.step) - 1
-        kept = None
         if self._keeps:
             # One step more, whose choice of a token is dropped.
             self._loop = dataclasses.replace(loop, done=jnp.asarray(~self._active))
             self._go_on(steps + 2)
             loop = self._loop
-            kept = dataclasses.replace(
-                context,
-                caches=loop.caches,
-                logits=loop.logits,
-                length=loop.position,
-                new_tokens=context.new_tokens + np.array([len(row) for row in rows], np.int32),
-                waiting=jnp.int32(self._waiting),
-            )
-        full = (Full(),) * len(context.layers)
-        size = context.size
-        full_caches = jax.eval_shape(
-            lambda: tuple(size.cache(one, layer) for layer, one in enumerate(full))
+        context = dataclasses.replace(
+            context,
+            caches=loop.caches,
+            logits=loop.logits,
+            length=loop.position,
+            new_tokens=context.new_tokens + np.array([len(row) for row in rows], np.int32),
+            waiting=jnp.int32(self._waiting),
         )
         self._result = Generation(
             tokens=[row[:-1] if end else row for row, end in zip(rows, ended, strict=True)],
@@ -327,14 +326,14 @@ class Writing:
             ttft_s=self._ttft,
             tpot_s=self._seconds / steps if steps else None,
             compile_s=self._compiler.seconds,
-            cache_bytes=nbytes(loop.caches),
-            full_cache_bytes=nbytes(full_caches),
+            cache_bytes=context.nbytes,
+            full_cache_bytes=context.full_nbytes,
             memory_bytes=memory_bytes(loop.caches),
             recall=recall_statistics(loop.caches),
-            dropped=sum(int(part.kv.dropped.sum()) for part in layer_caches(loop.caches)),
-            context=kept,
+            dropped=context.dropped,
+            context=context if self._keeps else None,
         )
-        self._loop = None  # frees the caches
+        self._loop = self._context = None  # frees the caches
 
 
 def begin(
@@ -377,8 +376,7 @@ def further(
     if active.all():
         waiting = jnp.int32(0)  # a prompt's end is a flush of its rows
     elif interval is not None:
-        for cache in caches:
-            compiler.compile("the flush", _kind(cache), _flush_layer, cache, interval)
+        _compile_flush(compiler, caches, interval)
         caches = tuple(_flush_layer(cache, interval) for cache in caches)
         waiting = jnp.int32(0)
     return dataclasses.replace(
