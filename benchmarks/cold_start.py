@@ -9,8 +9,8 @@ the first process exceeds the second: what compiling costs. `compile_s` is what 
 With `--rounds` each is run as often, in turns, and each figure is the least: what else the machine
 does can only add to it.
 
-`--before PYTHON` is the interpreter of an environment that has an earlier kvjax installed, whose
-`kvjax generate` makes the same new tokens in the same rounds. `same_text` says whether it does.
+`--before` is how an earlier kvjax is called, as `"PYTHON -P -m kvjax.cli"`, which then makes the
+same new tokens in the same rounds. `same_text` says whether they are the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -32,15 +33,15 @@ METHODS = (
 )  # fmt: skip
 NEW_TOKENS = 64
 OTHER = ["--max-new", "48", "--temperature", "0.7"]
-COMMAND = ["-P", "-m", "kvjax.cli.main", "generate"]
+COMMAND = [sys.executable, "-P", "-m", "kvjax.cli.main"]
 FIGURES = ("compile_s", "ttft_s", "tpot_s", "cache_bytes")
 
 
-def process(python: str, args: list[str], cache: str) -> tuple[dict[str, float], str]:
+def process(kvjax: list[str], args: list[str], cache: str) -> tuple[dict[str, float], str]:
     """CPU seconds and figures of one process, and the text that it makes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "KVJAX_CACHE": cache}
-    command = [python, *COMMAND, *args, "--json"]
+    command = [*kvjax, "generate", *args, "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -64,12 +65,12 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, object]:
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as cache:
             for name in ("first", "second"):
-                figures, text = process(sys.executable, [*usual, "--raw"], cache)
+                figures, text = process(COMMAND, [*usual, "--raw"], cache)
                 found.setdefault(name, []).append(figures)
-            figures, _ = process(sys.executable, [*given, *OTHER, "--raw"], cache)
+            figures, _ = process(COMMAND, [*given, *OTHER, "--raw"], cache)
             found.setdefault("third", []).append(figures)
         if args.before is not None:
-            figures, earlier = process(args.before, usual, "")
+            figures, earlier = process(shlex.split(args.before), usual, "")
             found.setdefault("before", []).append(figures)
             same &= earlier == text
     processes = {name: least(rows) for name, rows in found.items()}
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--budget", default="0.2")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--before", metavar="PYTHON", help="interpreter with an earlier kvjax")
+    parser.add_argument("--before", metavar="COMMAND", help="how to call an earlier kvjax")
     parser.add_argument("--out")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
