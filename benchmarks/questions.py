@@ -29,10 +29,12 @@ from kvjax.models import from_pretrained, load_tokenizer
 
 METHODS = (
     "full", "snapkv", "h2o", "streaming_llm", "pyramidkv", "pyramidinfer", "kvmerger", "chelsea",
-    "clusterkv", "quest", "kvcrush(snapkv)", "cam(streaming_llm)", "every(snapkv, steps=64)",
-    "chain(snapkv, quantize)", "chain(snapkv, quantize(bits=4))", "chain(clusterkv, offload)",
+    "clusterkv", "quest", "infinigen", "kvcrush(snapkv)", "cam(streaming_llm)",
+    "every(snapkv, steps=64)", "chain(snapkv, quantize)", "chain(snapkv, quantize(bits=4))",
+    "chain(snapkv, codebook)", "spindlekv", "chain(clusterkv, offload)",
 )  # fmt: skip
 NEW, QUESTION = 16, 24  # tokens of an answer, and of a question
+CALIBRATION = 1024  # tokens of the document that InfiniGen is calibrated on
 
 
 def timed(work: Callable[[], object]) -> tuple[object, float]:
@@ -111,6 +113,7 @@ def main() -> None:
     for name in args.methods:
         jax.clear_caches()
         transform = kvjax.parse(name, args.budget)
+        transform = kvjax.calibrated(transform, model, [document[:CALIBRATION]])
         found = measure(model, document, questions, transform, args.separate)
         rows.append({"method": name, **found})
         save(args.out, result)

@@ -29,8 +29,10 @@ def _run_block(
     predicted_query: Float[Array, "B Q T D"] | None,
     **how: Any,
 ) -> tuple[Float[Array, "B T C"], Cache]:
-    """One block. As a function of its own, it is traced and lowered once for layers that are alike;
-    XLA puts it in the place of its calls."""
+    """One block: traced and lowered once for all layers that are alike.
+
+    XLA puts it in the place of its calls.
+    """
     block = nnx.merge(graph, weights)
     return block(x, positions, cache, predicted_query=predicted_query, **how)
 
