@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.cache.slots import nbytes
-from kvjax.compose.chain import bind
 from kvjax.generation.reading import CacheSize
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import HOST_MEMORY
@@ -61,12 +60,8 @@ class Context:
     @property
     def full_nbytes(self) -> int:
         """Bytes that `Full` would take for as many tokens as this context is made for."""
-        full = bind(Full(), len(self.layers))
-        return nbytes(
-            jax.eval_shape(
-                lambda: tuple(self.size.cache(one, layer) for layer, one in enumerate(full))
-            )
-        )
+        # Its layers are alike.
+        return len(self.layers) * nbytes(jax.eval_shape(lambda: self.size.cache(Full(), 0)))
 
     @property
     def dropped(self) -> int:

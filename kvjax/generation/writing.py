@@ -174,6 +174,11 @@ def _compile_flush(compiler: Compiler, caches: tuple[Cache, ...], interval: int)
         compiler.compile("the flush", _kind(cache), _flush_layer, cache, interval)
 
 
+def _flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
+    """Every layer's cache flushed; the given ones are donated."""
+    return tuple(_flush_layer(cache, interval) for cache in caches)
+
+
 class Writing:
     """One call of `generate`: prompts are read when it is made, iterating writes tokens."""
 
@@ -203,6 +208,7 @@ class Writing:
         sampling = Sampling() if sampling is None else sampling
         self._choice = _Choice(sampling.numbers, jnp.asarray(ends), jax.random.key(seed))
         self._ends, self._most, self._keeps = set(ends.tolist()), max_new_tokens, True
+        room = bucket(max_new_tokens, None, None)
         start = time.perf_counter()
         if context is None:
             if prompts is None:
@@ -212,9 +218,7 @@ class Writing:
             layers = bind(transform, self._model.num_layers)
             check_prompts(self._model, prompts, layers, max_new_tokens)
             padded = bucket(max(map(len, prompts)), self._model.max_positions, buckets)
-            size = CacheSize.of(
-                self._model, len(prompts), padded, bucket(max_new_tokens, None, None), dtype
-            )
+            size = CacheSize.of(self._model, len(prompts), padded, room, dtype)
             how = transform, layers, size
             context = begin(self._model, prompts, padded, *how, self._compiler, on_layer)
         else:
@@ -232,11 +236,8 @@ class Writing:
         )
         self._read = [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
         self._context, self._result = context, None
-        first = (
-            bucket(max_new_tokens, None, None), bool(self._choice.numbers.temperature == 0),
-            self._choice, context.logits, context.length,
-            self._active,
-        )  # fmt: skip
+        greedy = bool(self._choice.numbers.temperature == 0)
+        first = room, greedy, self._choice, context.logits, context.length, self._active
         self._compiler.compile("the choice of a token", "first", _first_tokens, *first)
         token, tokens, done = jax.block_until_ready(_first_tokens(*first))
         self._ttft = time.perf_counter() - start - self._compiler.seconds
@@ -293,7 +294,7 @@ class Writing:
         step = int(loop.step)
         if interval is not None:
             if self._waiting >= interval:
-                flushed = tuple(_flush_layer(cache, interval) for cache in loop.caches)
+                flushed = _flush_all(loop.caches, interval)
                 loop, self._waiting = dataclasses.replace(loop, caches=flushed), 0
             until = min(until, step + interval - self._waiting)
         given = self._context.layers, self._model, loop, jnp.int32(until), self._choice
@@ -364,8 +365,8 @@ def further(
     on_layer: Callable[[int], None] | None,
 ) -> Context:
     """A context that has read one more prompt of each row that has one; donates the given one."""
-    count = np.array([len(row or ()) for row in prompts], np.int32)
     rows = [np.asarray(row or (), np.int32) for row in prompts]
+    count = np.array([row.size for row in rows], np.int32)
     tokens, places = pad(rows, bucket(int(count.max()), None, buckets))
     length = np.asarray(context.length)
     positions = np.where(places >= 0, places + length[:, None], -1)
@@ -377,7 +378,7 @@ def further(
         waiting = jnp.int32(0)  # a prompt's end is a flush of its rows
     elif interval is not None:
         _compile_flush(compiler, caches, interval)
-        caches = tuple(_flush_layer(cache, interval) for cache in caches)
+        caches = _flush_all(caches, interval)
         waiting = jnp.int32(0)
     return dataclasses.replace(
         context,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.call import stored_attention
 from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.logits import live_slots, mask_products, masked_logits
+from pallas_kernels.base.logits import live_slots, mask_products, products
 from pallas_kernels.base.mixing import mix_rows
 
 
@@ -124,20 +124,11 @@ def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
 @jax.jit  # so that a call outside of `jit` does not compile the second sum every time
 def _reference(q, k, v, bias, query_position, key_position, *, scale, window, soft_cap):
     """The XLA reference: all slots at once."""
-    batch, kv_heads, group, tokens, head_dim = q.shape
-    rows = q.reshape(batch, kv_heads, group * tokens, head_dim)
-    logits = masked_logits(
-        rows, k, bias, key_position, query_position,
-        scale=scale, window=window, soft_cap=soft_cap,
+    return attention_by_products(
+        q, lambda rows: products(rows, k), lambda weights, _: mix_rows(weights, v),
+        bias, query_position, key_position,
+        dtype=v.dtype, scale=scale, window=window, soft_cap=soft_cap,
     )  # fmt: skip
-    weights, total, lse = _softmax(logits)
-    out = mix_rows(weights, v) / total
-    per_query = (batch, kv_heads, group, tokens)
-    return (
-        out.astype(v.dtype).reshape(*per_query, head_dim),
-        lse.reshape(per_query),
-        (weights / total).reshape(*per_query, -1),
-    )
 
 
 def attention_by_products(
@@ -159,8 +150,8 @@ def attention_by_products(
         elsewhere, `[B, H, R, D]`.
       dtype: of the output.
     """
-    products = multiply(q.reshape(*q.shape[:2], -1, q.shape[4]))
-    logits = mask_products(products, bias, key_position, query_position, **kind)
+    rows = q.reshape(*q.shape[:2], -1, q.shape[4])
+    logits = mask_products(multiply(rows), bias, key_position, query_position, **kind)
     weights, total, lse = _softmax(logits)
     out = mix(weights, live_slots(bias, key_position)) / total
     per_query = q.shape[:4]
