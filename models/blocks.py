@@ -16,6 +16,10 @@ from kvjax.attention.layer import Cache
 from .config import ACTIVATIONS, DecoderConfig
 from .rope_scaling import make_rope
 
+MLP_TOKENS = 2048
+"""How many tokens go through the MLP at once: what is wider than the residual stream is temporary
+memory, and a prompt of 100,000 tokens would take gigabytes of it in every layer."""
+
 
 class RMSNorm(nnx.Module):
     """Scales `x [..., C]` to a root mean square of one, then by a learned weight per channel.
@@ -113,8 +117,14 @@ class MLP(nnx.Module):
         self.up_proj = linear(config.hidden_size, config.intermediate_size)
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
-    def __call__(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
+    def __call__(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """What the MLP adds to the residual stream."""
+        if x.shape[1] <= MLP_TOKENS:
+            return self._added(x)
+        by_token = jax.lax.map(self._added, x.swapaxes(0, 1), batch_size=MLP_TOKENS)
+        return by_token.swapaxes(0, 1)
+
+    def _added(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
         gate = ACTIVATIONS[self.activation](self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
 
