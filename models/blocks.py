@@ -24,37 +24,87 @@ memory, and a prompt of 100,000 tokens would take gigabytes of it in every layer
 class RMSNorm(nnx.Module):
     """Scales `x [..., C]` to a root mean square of one, then by a learned weight per channel.
 
-    The mean square is float32; the result is rounded to the dtype of `x` before the weight, as in
-    the code that these models were trained with.
+    The mean square is float32. As in the code that the models were trained with, the result is
+    rounded to the dtype of `x` before the weight, or after it.
+
+    Args:
+      size: C.
+      eps: added to the mean square.
+      plus_one: the weight is `1 + w`, multiplied in float32.
+      in_float32: the weight is multiplied in float32 in any case.
+      dtype: of w.
     """
 
-    def __init__(self, size: int, *, eps: float, dtype: DTypeLike) -> None:
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
+    def __init__(
+        self,
+        size: int,
+        *,
+        eps: float,
+        dtype: DTypeLike,
+        plus_one: bool = False,
+        in_float32: bool = False,
+    ) -> None:
+        self.scale = nnx.Param((jnp.zeros if plus_one else jnp.ones)((size,), dtype))
         self.eps = eps
+        self.plus_one = plus_one
+        self.in_float32 = in_float32 or plus_one
+
+    @classmethod
+    def of(cls, config: DecoderConfig, size: int, dtype: DTypeLike) -> RMSNorm:
+        """A norm over `size` channels as the configuration asks for."""
+        return cls(
+            size,
+            eps=config.norm_eps,
+            dtype=dtype,
+            plus_one=config.norm_plus_one,
+            in_float32=config.norm_in_float32,
+        )
 
     def __call__(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
         """The normalised `x`, in its dtype."""
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
-        return normed.astype(x.dtype) * scale
+        if not self.in_float32:
+            return normed.astype(x.dtype) * scale
+        scale = scale.astype(jnp.float32)
+        return (normed * (1.0 + scale if self.plus_one else scale)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Projections around `kvjax.attend`."""
+    """Projections around `kvjax.attend`.
 
-    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.config = config
+    Args:
+      config: of the decoder.
+      index: the layer's number. Layers with equal settings are equal as graphs, so that they share
+        compiled code; the number itself is not kept.
+      dtype: of the weights.
+      rngs: source of the random initial weights.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, index: int = 0, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        self.settings = config.layer(index)
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        self.soft_cap = config.attention_soft_cap
+        self.qk_norm = config.qk_norm
         queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+        biased = config.attention_bias
+        output_biased = biased if config.output_bias is None else config.output_bias
 
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            bias = config.attention_bias
+        def linear(inputs: int, outputs: int, bias: bool) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=bias, param_dtype=dtype, rngs=rngs)
 
-        self.q_proj = linear(config.hidden_size, queries)
-        self.k_proj = linear(config.hidden_size, keys)
-        self.v_proj = linear(config.hidden_size, keys)
-        self.o_proj = linear(queries, config.hidden_size)
+        self.q_proj = linear(config.hidden_size, queries, biased)
+        self.k_proj = linear(config.hidden_size, keys, biased)
+        self.v_proj = linear(config.hidden_size, keys, biased)
+        self.o_proj = linear(queries, config.hidden_size, output_biased)
+        if config.qk_norm is not None:
+            per_head = config.qk_norm == "head"
+            self.q_norm = RMSNorm.of(config, config.head_dim if per_head else queries, dtype)
+            self.k_norm = RMSNorm.of(config, config.head_dim if per_head else keys, dtype)
 
     def __call__(
         self,
@@ -78,24 +128,46 @@ class Attention(nnx.Module):
             positions,
             phase=phase,
             last=last,
-            rope=make_rope(self.config.rope, positions),
-            window=self.config.sliding_window,
+            rope=self._rope(layer, positions),
+            scale=self.scale,
+            window=self.settings.window,
+            soft_cap=self.soft_cap,
             predicted_query=predicted_query,
         )
         return self.merge(out.astype(x.dtype)), cache
+
+    def _rope(self, layer: kvjax.KVTransform, positions: Int[Array, "B T"]) -> kvjax.Rope | None:
+        """What rotates queries and keys; where nothing does, methods still get a rope if they ask.
+
+        Methods that keep keys unrotated need one: that of a layer without positions turns by 0.
+        """
+        if self.settings.rope is not None:
+            return make_rope(self.settings.rope, positions)
+        unrotated = any(transform.needs.unrotated_keys for transform in _transforms(layer))
+        return kvjax.Rope(jnp.zeros((1,), jnp.float32)) if unrotated else None
 
     def project(
         self, x: Float[Array, "B T C"]
     ) -> tuple[Float[Array, "B Q T D"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
         """Queries, keys and values of `x`, not rotated."""
-        return self.queries(x), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        k = self.k_proj(x)
+        if self.qk_norm == "width":
+            k = self.k_norm(k)
+        k = self._heads(k)
+        if self.qk_norm == "head":
+            k = self.k_norm(k)
+        return self.queries(x), k, self._heads(self.v_proj(x))
 
     def queries(self, x: Float[Array, "B T C"]) -> Float[Array, "B Q T D"]:
         """Queries of `x` alone, not rotated."""
-        return self._heads(self.q_proj(x))
+        q = self.q_proj(x)
+        if self.qk_norm == "width":
+            q = self.q_norm(q)
+        q = self._heads(q)
+        return self.q_norm(q) if self.qk_norm == "head" else q
 
     def _heads(self, projected: Float[Array, "B T N"]) -> Float[Array, "B N T D"]:
-        split = projected.reshape(*projected.shape[:2], -1, self.config.head_dim)
+        split = projected.reshape(*projected.shape[:2], -1, self.head_dim)
         return split.transpose(0, 2, 1, 3)
 
     def merge(self, out: Float[Array, "B Q T D"]) -> Float[Array, "B T C"]:
@@ -130,21 +202,50 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One pre-norm layer: attention and MLP, each added to the residual stream."""
+    """One layer: attention and MLP, each added to the residual stream.
 
-    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+    Norms stand before the two (`attention_norm`, `mlp_norm`), after them and before they are added
+    (`attention_post_norm`, `mlp_post_norm`), or in both places, as `config.norms` says. The layer
+    has those norms alone.
+
+    Args:
+      config: of the decoder.
+      index: the layer's number.
+      dtype: of the weights.
+      rngs: source of the random initial weights.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, index: int = 0, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        self.norms = config.norms
+        if config.norms != "after":
+            self.attention_norm = RMSNorm.of(config, config.hidden_size, dtype)
+        self.attention = Attention(config, index, dtype=dtype, rngs=rngs)
+        if config.norms != "before":
+            self.attention_post_norm = RMSNorm.of(config, config.hidden_size, dtype)
+        if config.norms != "after":
+            self.mlp_norm = RMSNorm.of(config, config.hidden_size, dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        if config.norms != "before":
+            self.mlp_post_norm = RMSNorm.of(config, config.hidden_size, dtype)
 
     def __call__(
         self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: Cache, **how: Any
     ) -> tuple[Float[Array, "B T C"], Cache]:
         """The residual stream after the layer, and its cache; `how` goes to `Attention`."""
-        attended, cache = self.attention(self.attention_norm(x), positions, cache, **how)
+        attended, cache = self.attention(self.attention_input(x), positions, cache, **how)
+        if self.norms != "before":
+            attended = self.attention_post_norm(attended)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        added = self.mlp(x if self.norms == "after" else self.mlp_norm(x))
+        if self.norms != "before":
+            added = self.mlp_post_norm(added)
+        return x + added, cache
+
+    def attention_input(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """What attention sees of the residual stream `x`."""
+        return x if self.norms == "after" else self.attention_norm(x)
 
     def predict_queries(
         self, below: DecoderLayer, x: Float[Array, "B T C"]
@@ -156,11 +257,27 @@ class DecoderLayer(nnx.Module):
           x: the residual stream as it entered that layer. It changes little from layer to layer, so
             these queries are close to the layer's own, and they are known a layer earlier.
         """
-        return self.attention.queries(below.attention_norm(x))
+        return self.attention.queries(below.attention_input(x))
+
+
+def soft_capped(logits: Float[Array, "*N"], cap: float | None) -> Float[Array, "*N"]:
+    """`cap · tanh(logits / cap)`; None: the logits as they are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from kvjax.models.blocks import soft_capped
+      >>> float(soft_capped(jnp.float32(1000.0), 30.0))
+      30.0
+    """
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def wants_prediction(layer: kvjax.KVTransform) -> bool:
     """Whether a layer's transform, or that of any of its head groups, uses predicted queries."""
+    return any(transform.needs.predicted_query for transform in _transforms(layer))
+
+
+def _transforms(layer: kvjax.KVTransform) -> list[kvjax.KVTransform]:
+    """A layer's transform, or those of its head groups."""
     grouped = isinstance(layer, kvjax.HeadGroups)
-    transforms = [tx for _, tx in layer.groups] if grouped else [layer]
-    return any(transform.needs.predicted_query for transform in transforms)
+    return [transform for _, transform in layer.groups] if grouped else [layer]

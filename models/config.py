@@ -1,4 +1,4 @@
-"""What a decoder is made of: sizes, rotary embedding and options, as frozen values."""
+"""What a decoder is made of: sizes, rotary embeddings and options, as frozen values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.messages import brief
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Rotary embeddings that `kvjax.models` computes, by their Hugging Face names."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -24,6 +24,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 """Activations of the gated MLP, by their Hugging Face names."""
 
+NORM_PLACES = ("before", "after", "both")
+"""Where a sublayer is normalised: its input, what it adds to the residual stream, or both."""
+
+QK_NORMS = ("head", "width")
+"""How queries and keys are normalised: each head alone, or all heads together."""
 
 MOST_SIZE = 2**31 - 1
 """The largest size of a model."""
@@ -63,22 +68,41 @@ def _check_positive(owner: object, names: tuple[str, ...]) -> None:
             raise not_finite(name, value)
 
 
+def _check_choice(owner: object, name: str, choices: tuple[str | None, ...]) -> None:
+    value = getattr(owner, name)
+    if value not in choices:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {brief(value)}"
+        )
+
+
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of a model, before any frequency is computed.
+    """Rotary position embedding of a layer, before any frequency is computed.
 
     Args:
       rotary_dim: how many of the first channels of a head are rotated; even.
       theta: base of the geometric series of wavelengths.
       type: `"default"` (arXiv 2104.09864), `"linear"` (position interpolation, arXiv 2306.15595),
-        `"dynamic"` (the base grows with the row's length, "NTK-aware") or `"llama3"` (long
-        wavelengths are stretched, short ones kept).
+        `"dynamic"` (the base grows with the row's length, "NTK-aware"), `"llama3"` (long
+        wavelengths are stretched, short ones kept), `"yarn"` (the same with another ramp, and
+        larger logits, arXiv 2309.00071) or `"longrope"` (a factor per channel pair, one set for
+        short rows and one for long ones, arXiv 2402.13753).
       factor: how many times longer the context became; all types but `"default"`.
-      original_max_positions: the context before it was stretched; `"dynamic"` and `"llama3"`.
+      original_max_positions: the context before it was stretched; `"dynamic"`, `"llama3"`,
+        `"yarn"` and `"longrope"`.
       low_freq_factor: `"llama3"`: wavelengths above `original_max_positions / low_freq_factor` are
         stretched by the whole factor.
       high_freq_factor: `"llama3"`: wavelengths below `original_max_positions / high_freq_factor`
         are kept.
+      beta_fast: `"yarn"`: a wavelength that fits into the original context more often is kept.
+      beta_slow: `"yarn"`: one that fits into it less often is stretched by the whole factor.
+      truncate: `"yarn"`: both ends of the ramp are rounded outwards to whole channels.
+      short_factors: `"longrope"`: what each pair's wavelength is multiplied by in rows up to the
+        original context, `rotary_dim / 2` numbers.
+      long_factors: `"longrope"`: the same for longer rows.
+      attention_factor: rotated channels are multiplied by it; `"yarn"` and `"longrope"`. None: what
+        their papers recommend (`rope_scaling.attention_factor`).
       interleaved: rotated pairs are neighbouring channels instead of halves.
 
     Raises:
@@ -97,6 +121,12 @@ class RopeConfig:
     original_max_positions: int | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float | None = None
     interleaved: bool = False
 
     def __post_init__(self) -> None:
@@ -108,15 +138,73 @@ class RopeConfig:
         if self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
         _check_positive(self, ("theta", "factor", "low_freq_factor", "high_freq_factor"))
-        if self.type in ("dynamic", "llama3"):
+        _check_positive(self, ("beta_fast", "beta_slow"))
+        if self.attention_factor is not None:
+            _check_positive(self, ("attention_factor",))
+        if self.type in ("dynamic", "llama3", "yarn", "longrope"):
             _check_sizes(self, ("original_max_positions",))
-        if self.type == "dynamic" and self.rotary_dim < 4:
+        check = getattr(self, f"_check_{self.type}", None)
+        if check is not None:
+            check()
+
+    def _check_dynamic(self) -> None:
+        if self.rotary_dim < 4:
             raise ValueError(f"dynamic rope needs a rotary_dim of 4 or more, got {self.rotary_dim}")
-        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+
+    def _check_llama3(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "high_freq_factor must be above low_freq_factor, got "
                 f"{self.high_freq_factor} and {self.low_freq_factor}"
             )
+
+    def _check_yarn(self) -> None:
+        if self.theta <= 1:
+            raise ValueError(f"yarn rope needs a theta above 1, got {self.theta}")
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast must be at least beta_slow, got {self.beta_fast} and {self.beta_slow}"
+            )
+
+    def _check_longrope(self) -> None:
+        pairs = self.rotary_dim // 2
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if len(factors) != pairs or not all(is_finite(x) and x > 0 for x in factors):
+                raise ValueError(
+                    f"{name} must be {pairs} finite numbers above 0 (rotary_dim / 2), "
+                    f"got {len(factors)}: {brief(factors)}"
+                )
+        if self.attention_factor is None and self.original_max_positions < 2:
+            raise ValueError(
+                "longrope needs an original_max_positions of 2 or more, "
+                f"got {self.original_max_positions}"
+            )
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ between the layers of one decoder; layers with equal ones share code.
+
+    Args:
+      rope: rotary position embedding; None: the layer does not know positions ("NoPE").
+      window: a token sees this many of the newest tokens, itself included; None: all.
+
+    Raises:
+      ValueError: the window is below 1.
+
+    Example:
+      >>> from kvjax.models import LayerConfig, RopeConfig
+      >>> LayerConfig(RopeConfig(rotary_dim=64), window=4096).window
+      4096
+    """
+
+    rope: RopeConfig | None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            _check_sizes(self, ("window",))
 
 
 @dataclass(frozen=True)
@@ -136,15 +224,30 @@ class DecoderConfig:
       norm_eps: added to the mean square in RMSNorm.
       tie_embeddings: the output projection is the embedding table.
       attention_bias: query, key, value and output projections have a bias.
+      output_bias: the output projection of attention has a bias; None: as `attention_bias` says.
       mlp_bias: the projections of the MLP have a bias.
       activation: of the MLP's gate, a name of `kvjax.models.config.ACTIVATIONS`.
       sliding_window: a token sees this many of the newest tokens, itself included; None: all.
+      layers: rope and window of each layer where layers differ, `num_layers` of them; empty: all
+        layers have `rope` and `sliding_window`.
+      norms: `"before"`: a sublayer's input is normalised; `"after"`: what it adds to the residual
+        stream is; `"both"`.
+      norm_plus_one: norms multiply by `1 + w` instead of by `w`.
+      norm_in_float32: norms multiply by their weight before they round to the computation's dtype;
+        those with `norm_plus_one` do in any case.
+      qk_norm: queries and keys are normalised before they are rotated: `"head"`: every head alone,
+        `"width"`: all heads together; None: they are not.
+      attention_scale: of the attention logits; None: `head_dim ** -0.5`.
+      attention_soft_cap: bounds attention logits, `c · tanh(logit / c)`; None: they are not.
+      logit_soft_cap: bounds the model's logits in the same way.
+      embedding_scale: embeddings are multiplied by it as they enter the first layer.
       bos_token_id: the token that starts a text, if there is one.
       eos_token_ids: the tokens that end a generation.
 
     Raises:
       ValueError: a size is below 1 or too large (`MOST_SIZE`, `MOST_LAYERS`), the heads do not
-        divide, the activation is unknown or the rotated channels are more than a head has.
+        divide, the activation or another choice is unknown, there are not as many `layers` as
+        `num_layers`, or the rotated channels are more than a head has.
 
     Example:
       >>> from kvjax.models import DecoderConfig, RopeConfig
@@ -168,9 +271,19 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     attention_bias: bool = False
+    output_bias: bool | None = None
     mlp_bias: bool = False
     activation: str = "silu"
     sliding_window: int | None = None
+    layers: tuple[LayerConfig, ...] = ()
+    norms: str = "before"
+    norm_plus_one: bool = False
+    norm_in_float32: bool = False
+    qk_norm: str | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
 
@@ -178,21 +291,48 @@ class DecoderConfig:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "query_heads")
         _check_sizes(self, (*sizes, "kv_heads", "head_dim", "max_positions"))
         _check_sizes(self, ("num_layers",), MOST_LAYERS)
-        _check_positive(self, ("norm_eps",))
+        _check_positive(self, ("norm_eps", "embedding_scale"))
         if self.sliding_window is not None:
             _check_sizes(self, ("sliding_window",))
-        if self.query_heads % self.kv_heads:
-            raise ValueError(
-                f"query_heads must be a multiple of kv_heads, got {self.query_heads} query heads "
-                f"and {self.kv_heads} KV heads"
-            )
-        if self.rope.rotary_dim > self.head_dim:
-            raise ValueError(
-                f"rotary_dim must be at most head_dim, got {self.rope.rotary_dim} "
-                f"and {self.head_dim}"
-            )
+        for name in ("attention_scale", "attention_soft_cap", "logit_soft_cap"):
+            if getattr(self, name) is not None:
+                _check_positive(self, (name,))
+        _check_choice(self, "norms", NORM_PLACES)
+        _check_choice(self, "qk_norm", (None, *QK_NORMS))
+        self._check_heads()
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation {brief(self.activation)} is not supported; "
                 f"supported: {', '.join(ACTIVATIONS)}"
             )
+
+    def _check_heads(self) -> None:
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"query_heads must be a multiple of kv_heads, got {self.query_heads} query heads "
+                f"and {self.kv_heads} KV heads"
+            )
+        if self.layers and len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"layers must have num_layers = {self.num_layers} entries, got {len(self.layers)}"
+            )
+        for rope in (self.rope, *(layer.rope for layer in self.layers)):
+            if rope is not None and rope.rotary_dim > self.head_dim:
+                raise ValueError(
+                    f"rotary_dim must be at most head_dim, got {rope.rotary_dim} "
+                    f"and {self.head_dim}"
+                )
+
+    def layer(self, index: int) -> LayerConfig:
+        """Rope and window of one layer.
+
+        Example:
+          >>> from kvjax.models import DecoderConfig, RopeConfig
+          >>> config = DecoderConfig(
+          ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+          ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128,
+          ...     sliding_window=16)
+          >>> config.layer(1).window
+          16
+        """
+        return self.layers[index] if self.layers else LayerConfig(self.rope, self.sliding_window)

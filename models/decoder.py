@@ -15,7 +15,7 @@ import kvjax
 from kvjax.attention.layer import Cache
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at, whole_prompt
 
-from .blocks import DecoderLayer, RMSNorm, wants_prediction
+from .blocks import DecoderLayer, RMSNorm, soft_capped, wants_prediction
 from .config import DecoderConfig
 
 
@@ -85,9 +85,9 @@ class Decoder(nnx.Module):
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed = nnx.Embed(vocab, hidden, param_dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
-        self.norm = RMSNorm(hidden, eps=config.norm_eps, dtype=dtype)
+        self.norm = RMSNorm.of(config, hidden, dtype)
         if not config.tie_embeddings:
             self.lm_head = nnx.Linear(
                 hidden,
@@ -160,18 +160,21 @@ class Decoder(nnx.Module):
         """The residual stream as it enters the first layer."""
         # A padding token may lie outside the table (a [PAD] added without resizing the model):
         # looked up it would be NaN, and NaN survives a masked sum.
-        return self.embed(jnp.where(positions >= 0, tokens, 0))
+        x = self.embed(jnp.where(positions >= 0, tokens, 0))
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def head(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
         """Logits of what leaves the last layer: the final norm and the output projection."""
         return self.logits(self.norm(x))
 
     def logits(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
-        """The output projection of normalised states, in float32."""
+        """The output projection of normalised states, in float32, with its soft cap."""
         if not self.config.tie_embeddings:
-            return self.lm_head(x)
+            return soft_capped(self.lm_head(x), self.config.logit_soft_cap)
         table = self.embed.embedding[...]
-        return jnp.einsum("bnc,vc->bnv", x, table, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("bnc,vc->bnv", x, table, preferred_element_type=jnp.float32)
+        return soft_capped(logits, self.config.logit_soft_cap)
 
     def _check(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from kvjax.regular_files import check_regular, read_json
 from .config import DecoderConfig
 from .decoder import Decoder
 from .families import FAMILIES, check_layers, parse_config, read_raw_config
-from .reading import Weight
 from .safetensors_files import STORED_DTYPES, StoredTensor, list_tensors, read_tensors
+from .tensor_names import ParameterPath, Weight
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
 """Checkpoint name and shape in the decoder → placement, None for the default device."""
@@ -32,8 +32,8 @@ _MOST_TOKENIZER_BYTES = 2**30
 _CHECKED_AT_ONCE = 2**18  # elements, which fit into a cache
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# Buffers that old Llama checkpoints carry: they follow from the configuration.
-_NOT_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# Buffers that checkpoints of Llama and ChatGLM carry: they follow from the configuration.
+_NOT_WEIGHTS = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$")
 
 
 def from_pretrained(
@@ -57,8 +57,8 @@ def from_pretrained(
         `config.json` states it.
       sharding: where the weights go: one `jax.sharding.Sharding` for all, or a function from the
         checkpoint's tensor name and the shape in the decoder (weights of projections are
-        `[in, out]`, the transpose of the file's) to a Sharding or None. None (default): the
-        default device.
+        `[in, out]`, the transpose of the file's) to a Sharding or None. Of a tensor that holds
+        several weights it is asked for each. None (default): the default device.
       allow_nonfinite: load weights that are NaN or infinite, in the file or once they are cast.
 
     Returns:
@@ -92,7 +92,6 @@ def from_pretrained(
     names = _match(stored, FAMILIES[raw["model_type"]].weights(config), parameters)
     filled = {}
     for name, tensor in read_tensors(stored, names):
-        weight = names[name]
         with np.errstate(over="ignore"):  # what becomes infinite is refused
             tensor = tensor.astype(jnp.dtype(dtype), copy=False)
         if not allow_nonfinite and not _is_finite(tensor):
@@ -100,9 +99,10 @@ def from_pretrained(
                 f"tensor {printable(name)} of {printable(stored[name].file)} has NaN or infinite "
                 f"values in {tensor.dtype}: allow_nonfinite=True loads it as it is"
             )
-        value = _place(name, tensor.T if weight.transpose else tensor, sharding)
-        del tensor  # frees it before the next one is read
-        filled[weight.path] = parameters[weight.path].replace(value)
+        for path, part in _parts(tensor, names[name], parameters):
+            value = _place(name, part, sharding)
+            filled[path] = parameters[path].replace(value)
+        del tensor, part  # frees the tensor before the next one is read
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
@@ -170,7 +170,7 @@ def _match(
 ) -> dict[str, Weight]:
     """Tensor names to read, each with its place. Every place has one, and no tensor is unknown."""
     names: dict[str, Weight] = {}
-    taken: dict[tuple, str] = {}
+    taken: dict[tuple[ParameterPath, ...], str] = {}
     for name, tensor in stored.items():
         if _NOT_WEIGHTS.search(name):
             continue
@@ -180,24 +180,40 @@ def _match(
                 "model type"
             )
         weight = weights[name]
-        _check_tensor(name, tensor, weight, parameters[weight.path].get_value().shape)
-        if weight.path in taken:
-            _check_equal(taken[weight.path], name, stored)
+        shapes = [parameters[path].get_value().shape for path in weight.parts]
+        _check_tensor(name, tensor, weight, shapes)
+        if weight.parts in taken:
+            _check_equal(taken[weight.parts], name, stored)
         else:
-            taken[weight.path] = name
+            taken[weight.parts] = name
             names[name] = weight
-    missing = [
-        " or ".join(name for name, weight in weights.items() if weight.path == path)
-        for path in parameters
-        if path not in taken
-    ]
+    alike: dict[tuple[ParameterPath, ...], list[str]] = {}
+    for name, weight in weights.items():
+        alike.setdefault(weight.parts, []).append(name)
+    missing = [" or ".join(found) for parts, found in alike.items() if parts not in taken]
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing: {', '.join(missing[:8])}")
     return names
 
 
-def _check_tensor(name: str, tensor: StoredTensor, weight: Weight, shape: tuple[int, ...]) -> None:
-    expected = shape[::-1] if weight.transpose else shape
+def _parts(
+    tensor: np.ndarray, weight: Weight, parameters: Mapping[ParameterPath, nnx.Variable]
+) -> Iterator[tuple[ParameterPath, np.ndarray]]:
+    """The parameters that a tensor holds, as views of it, in the decoder's orientation."""
+    start = 0
+    for path in weight.parts:
+        shape = parameters[path].get_value().shape
+        end = start + (shape[-1] if weight.transpose else shape[0])
+        part = tensor[start:end]
+        yield path, part.T if weight.transpose else part
+        start = end
+
+
+def _check_tensor(
+    name: str, tensor: StoredTensor, weight: Weight, shapes: Sequence[tuple[int, ...]]
+) -> None:
+    stored = [shape[::-1] if weight.transpose else shape for shape in shapes]
+    expected = (sum(shape[0] for shape in stored), *stored[0][1:])
     if tensor.shape != expected:
         raise ValueError(
             f"tensor {printable(name)} of {printable(tensor.file)} has shape {list(tensor.shape)}, "

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvjax.messages import brief
 
-from .config import MOST_SIZE, ROPE_TYPES, RopeConfig, is_finite, not_finite
+from .config import (
+    MOST_LAYERS,
+    MOST_SIZE,
+    ROPE_TYPES,
+    DecoderConfig,
+    LayerConfig,
+    RopeConfig,
+    is_finite,
+    not_finite,
+)
+from .rope_scaling import yarn_magnitude
 
-
-class Weight(NamedTuple):
-    """Where a checkpoint's tensor belongs.
-
-    Attributes:
-      path: the parameter in the decoder's NNX state, as `("layers", 0, "mlp", "up_proj", "bias")`.
-      transpose: the checkpoint holds `[out, in]`, the decoder `[in, out]`.
-    """
-
-    path: tuple[str | int, ...]
-    transpose: bool = False
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The layer types that are read, by their Hugging Face names."""
 
 
 def read_size(
@@ -54,6 +56,17 @@ def read_number(raw: Mapping[str, Any], name: str, default: float) -> float:
     return value
 
 
+def read_optional_number(
+    raw: Mapping[str, Any], name: str, default: float | None = None
+) -> float | None:
+    """The number `raw[name]`, `default` where it is missing; null is None.
+
+    Raises:
+      ValueError: it is neither null nor a number above 0 that is finite in float32.
+    """
+    return None if raw.get(name, default) is None else read_number(raw, name, default)
+
+
 def read_choice(raw: Mapping[str, Any], name: str, default: str) -> str:
     """The text `raw[name]`, `default` where it is missing.
 
@@ -81,31 +94,201 @@ def read_token_ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def refuse(raw: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raises ValueError where an option of the file is set otherwise than the decoder computes.
+
+    Args:
+      raw: the content of `config.json`.
+      values: option → the only supported value. A missing option and null are supported too.
+    """
+    for name, supported in values.items():
+        if raw.get(name) is not None and raw[name] != supported:
+            raise ValueError(f"{name} must be {json.dumps(supported)}, got {brief(raw[name])}")
+
+
+Layers = Callable[..., tuple[LayerConfig, ...]]
+"""`layers(num_layers, rope)`, or with the rope of layers that have a window as a third argument."""
+
+
+def read_decoder(
+    raw: Mapping[str, Any],
+    *,
+    max_positions: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    tied: bool = False,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    rope: Callable[[int, int], RopeConfig | tuple[RopeConfig, RopeConfig]] | None = None,
+    layers: Layers | None = None,
+    **family: Any,
+) -> DecoderConfig:
+    """What all families' configurations say in the same words; a family's file adds the rest.
+
+    Sizes have no default, save for those that the family gives one.
+
+    Args:
+      raw: the content of `config.json`.
+      max_positions: the family's default of `max_position_embeddings`.
+      kv_heads: its default of `num_key_value_heads`; None, and a null in the file: as many as there
+        are query heads.
+      head_dim: its default; None, and a null in the file: `hidden_size / num_attention_heads`.
+      norm_eps: its default of `rms_norm_eps`.
+      tied: its default of `tie_word_embeddings`.
+      activation: name and default of the option that names the MLP's activation.
+      rope: `rope(head_dim, max_positions)`: the rotary embedding, or two, of layers without and
+        with a window; by default the one of the file, of all channels.
+      layers: the layers' own settings; by default they are alike.
+      family: further fields of `DecoderConfig`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    hidden, heads = read_size(raw, "hidden_size"), read_size(raw, "num_attention_heads")
+    channels = raw.get("head_dim", head_dim)
+    if channels is None and hidden % heads:
+        raise ValueError(
+            f"hidden_size must be a multiple of num_attention_heads, got {hidden} and {heads}"
+        )
+    channels = read_size({"head_dim": channels}, "head_dim", max(hidden // heads, 1))
+    positions = read_size(raw, "max_position_embeddings", max_positions)
+    count = read_size(raw, "num_hidden_layers", most=MOST_LAYERS)
+    found = read_rope(raw, channels, positions) if rope is None else rope(channels, positions)
+    ropes = found if isinstance(found, tuple) else (found,)
+    own = () if layers is None else layers(count, *ropes)
+    alike = own and all(layer == LayerConfig(ropes[0], own[0].window) for layer in own)
+    family |= {"sliding_window": own[0].window} if alike else {"layers": own}
+    return DecoderConfig(
+        vocab_size=read_size(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read_size(raw, "intermediate_size"),
+        num_layers=count,
+        query_heads=heads,
+        kv_heads=_kv_heads(raw, kv_heads, heads),
+        head_dim=channels,
+        rope=ropes[0],
+        max_positions=usable_positions(ropes[0], positions),
+        norm_eps=read_number(raw, "rms_norm_eps", norm_eps),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", tied)),
+        activation=read_choice(raw, *activation),
+        bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
+        eos_token_ids=read_token_ids(raw, "eos_token_id"),
+        **family,
+    )
+
+
+def _kv_heads(raw: Mapping[str, Any], default: int | None, query_heads: int) -> int:
+    name = "num_key_value_heads"
+    return read_size(raw, name, default if default and name not in raw else query_heads)
+
+
+def read_window(raw: Mapping[str, Any], default: int | None) -> int | None:
+    """The size of the sliding window: `sliding_window`, `default` where it is missing; null: none.
+
+    Raises:
+      ValueError: it is neither null nor an integer of at least 1.
+    """
+    given = raw.get("sliding_window", default)
+    return None if given is None else read_size({"sliding_window": given}, "sliding_window")
+
+
+def read_sliding(
+    raw: Mapping[str, Any], layers: int, default: Callable[[int], bool]
+) -> tuple[bool, ...]:
+    """Whether each layer has a sliding window: `layer_types`, else `default(index)`.
+
+    Raises:
+      ValueError: `layer_types` has another length or a type that is not supported.
+    """
+    types = raw.get("layer_types")
+    if types is None:
+        return tuple(default(index) for index in range(layers))
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(
+            f"layer_types must be a list of num_hidden_layers = {layers} names, got {brief(types)}"
+        )
+    unknown = [kind for kind in types if kind not in (FULL, SLIDING)]
+    if unknown:
+        raise ValueError(
+            f"layer type {brief(unknown[0])} is not supported; supported: {FULL}, {SLIDING}"
+        )
+    return tuple(kind == SLIDING for kind in types)
+
+
+def sliding_layers(
+    sliding: Sequence[bool],
+    window: int | None,
+    rope: RopeConfig | None,
+    local_rope: RopeConfig | None = None,
+) -> tuple[LayerConfig, ...]:
+    """The layers of a decoder, some of which have a sliding window.
+
+    Args:
+      sliding: which have.
+      window: of those.
+      rope: of the layers.
+      local_rope: of those with a window, where they have another one.
+
+    Raises:
+      ValueError: a layer slides, and there is no window.
+    """
+    if any(sliding) and window is None:
+        raise ValueError("some layers have a sliding window (layer_types), but there is no size")
+    plain, local = LayerConfig(rope), LayerConfig(local_rope or rope, window)
+    return tuple(local if slides else plain for slides in sliding)
+
+
+def layers_with_windows(
+    raw: Mapping[str, Any], window: int | None, default: Callable[[int], bool]
+) -> Layers:
+    """The argument `layers` of `read_decoder` for families with `layer_types`.
+
+    Args:
+      raw: the content of `config.json`.
+      window: the size.
+      default: whether the layer of this number has it, where the file does not say so.
+    """
+
+    def layers(
+        count: int, rope: RopeConfig, local_rope: RopeConfig | None = None
+    ) -> tuple[LayerConfig, ...]:
+        return sliding_layers(read_sliding(raw, count, default), window, rope, local_rope)
+
+    return layers
+
+
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
 def read_rope(
     raw: Mapping[str, Any],
-    *,
-    rotary_dim: int,
+    head_dim: int,
     max_positions: int,
-    default_theta: float = 10000.0,
+    *,
+    theta: float = 10000.0,
+    share: float | None = None,
     interleaved: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> RopeConfig:
     """The rotary embedding, from `rope_theta` and `rope_scaling` or from `rope_parameters`.
 
     Args:
       raw: the content of `config.json`, in the old format (`rope_theta` beside a `rope_scaling`
         with `type` or `rope_type`) or in that of transformers 5 (`rope_parameters`).
-      rotary_dim: how many channels of a head are rotated.
+      head_dim: channels per head.
       max_positions: `max_position_embeddings`, the original context where none is given.
-      default_theta: the family's theta where the file gives none.
+      theta: the family's theta where the file gives none.
+      share: the family's share of rotated channels where the file gives no
+        `partial_rotary_factor`; None: the family rotates all channels.
       interleaved: the family rotates neighbouring channels.
+      names: other names of types that the family's files use.
 
     Raises:
       ValueError: the type is unknown, or a parameter of it is missing or out of its range.
@@ -118,6 +301,8 @@ def read_rope(
             )
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if isinstance(kind, str):
+        kind = (names or {}).get(kind, kind)
     if not isinstance(kind, str) or kind not in _NEEDED:
         raise ValueError(
             f"rope type {brief(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}"
@@ -125,14 +310,109 @@ def read_rope(
     missing = [name for name in _NEEDED[kind] if scaling.get(name) is None]
     if missing:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, got {brief(scaling)}")
-    theta = scaling.get("rope_theta") or raw.get("rope_theta") or default_theta
+    given = scaling.get("rope_theta") or raw.get("rope_theta") or theta
+    original = _original_positions(raw, scaling, kind, max_positions)
     return RopeConfig(
-        rotary_dim=rotary_dim,
-        theta=read_number({"rope_theta": theta}, "rope_theta", default_theta),
+        rotary_dim=_rotary_dim(raw, head_dim, share),
+        theta=read_number({"rope_theta": given}, "rope_theta", theta),
         type=kind,
-        original_max_positions=_original_positions(raw, scaling, kind, max_positions),
+        original_max_positions=original,
         interleaved=interleaved,
-        **{name: scaling[name] for name in _NEEDED[kind]},
+        **_parameters(scaling, kind, max_positions, original),
+    )
+
+
+def _parameters(
+    scaling: Mapping[str, Any], kind: str, max_positions: int, original: int | None
+) -> dict[str, Any]:
+    """The parameters of a rope type, by their names in `RopeConfig`."""
+    if kind not in ("yarn", "longrope"):
+        return {name: scaling[name] for name in _NEEDED[kind]}
+    factor = read_optional_number(scaling, "factor")
+    if factor is None:
+        name = "original_max_position_embeddings"
+        factor = max_positions / read_size({name: original}, name)
+    larger = read_optional_number(scaling, "attention_factor")
+    if kind == "yarn":
+        return {
+            "factor": factor,
+            "beta_fast": scaling.get("beta_fast") or 32.0,
+            "beta_slow": scaling.get("beta_slow") or 1.0,
+            "truncate": bool(scaling.get("truncate", True)),
+            "attention_factor": _weighted_yarn(scaling, factor) if larger is None else larger,
+        }
+    for name in _NEEDED[kind]:
+        if not isinstance(scaling[name], list):
+            raise ValueError(f"{name} must be a list of numbers, got {brief(scaling[name])}")
+    factors = {f"{name}s": tuple(scaling[name]) for name in _NEEDED[kind]}
+    return {"factor": factor, "attention_factor": larger, **factors}
+
+
+def _weighted_yarn(scaling: Mapping[str, Any], factor: float) -> float | None:
+    """YaRN's attention factor where the file weights it (`mscale`, `mscale_all_dim`)."""
+    names = ("mscale", "mscale_all_dim")
+    if not all(scaling.get(name) for name in names):
+        return None
+    above, below = (yarn_magnitude(factor, read_number(scaling, name, 1.0)) for name in names)
+    return above / below
+
+
+def _rotary_dim(raw: Mapping[str, Any], head_dim: int, share: float | None) -> int:
+    """How many channels of a head are rotated, from `partial_rotary_factor`."""
+    name = "partial_rotary_factor"
+    places = (raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}, raw)
+    for place in places:
+        given = place.get(name)
+        if given is None:
+            continue
+        if share is None:
+            if given != 1:
+                raise ValueError(f"{name} must be 1 for this model type, got {brief(given)}")
+            continue
+        if not is_finite(given) or not 0 < given <= 1:
+            raise ValueError(f"{name} must be a number above 0 and at most 1, got {brief(given)}")
+        return int(head_dim * given)
+    return head_dim if share is None else int(head_dim * share)
+
+
+def read_rope_of_types(
+    raw: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    *,
+    theta: float,
+    local_theta: tuple[str, float],
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary embeddings of layers without and with a sliding window.
+
+    Args:
+      raw: the content of `config.json`. `rope_parameters` has an object for each layer type; or,
+        in the older format, `rope_scaling` (or a `rope_parameters` without layer types) holds for
+        the layers without a window alone.
+      head_dim: channels per head.
+      max_positions: as in `read_rope`.
+      theta: default of `rope_theta`.
+      local_theta: name and default of the theta of layers with a window.
+
+    Raises:
+      ValueError: as in `read_rope`.
+    """
+    given = raw.get("rope_parameters") or {}
+    by_type = isinstance(given, dict) and any(kind in given for kind in (FULL, SLIDING))
+    objects = {kind: given.get(kind) or {} if by_type else {} for kind in (FULL, SLIDING)}
+    for name, more in (
+        ("rope_parameters", {} if by_type else given),
+        ("rope_scaling", raw.get("rope_scaling") or {}),
+    ):
+        if not isinstance(more, dict) or not isinstance(objects[FULL], dict):
+            raise ValueError(f"rope parameters must be objects, got {name}: {brief(raw[name])}")
+        objects[FULL] = {**objects[FULL], **more}
+    base = {k: v for k, v in raw.items() if k not in ("rope_parameters", "rope_scaling")}
+    name, default = local_theta
+    local = {**base, "rope_theta": raw.get(name), "rope_parameters": objects[SLIDING]}
+    return (
+        read_rope({**base, "rope_parameters": objects[FULL]}, head_dim, max_positions, theta=theta),
+        read_rope(local, head_dim, max_positions, theta=default),
     )
 
 
@@ -142,7 +422,7 @@ def _original_positions(
     name = "original_max_position_embeddings"
     if kind == "dynamic":
         return max_positions
-    if kind == "llama3":
+    if kind in ("llama3", "yarn", "longrope"):
         return raw.get(name) or scaling.get(name) or max_positions
     return None
 
@@ -153,16 +433,19 @@ def usable_positions(rope: RopeConfig, max_positions: int) -> int:
     `"linear"` and `"dynamic"` configurations usually give the context before it was stretched:
     theirs is multiplied by the factor. (The result is too high for a `"linear"` configuration that
     gives the stretched context already. That does no harm: the number only serves to refuse prompts
-    that are too long.)
+    that are too long.) `"yarn"` configurations give the one or the other, and the original context
+    too: the larger one is taken.
 
     Raises:
       ValueError: they are more than an int32 can count.
     """
-    if rope.type not in ("linear", "dynamic"):
+    if rope.type not in ("linear", "dynamic", "yarn"):
         return max_positions
-    if max_positions * rope.factor > MOST_SIZE:
+    before = rope.original_max_positions if rope.type == "yarn" else max_positions
+    if before * rope.factor > MOST_SIZE:
         raise ValueError(
-            f"the rope factor times max_position_embeddings ({max_positions}) must be at most "
+            f"the rope factor times max_position_embeddings ({before}) must be at most "
             f"{MOST_SIZE}, got a factor of {brief(rope.factor)}"
         )
-    return int(max_positions * rope.factor)
+    stretched = int(before * rope.factor)
+    return max(stretched, max_positions) if rope.type == "yarn" else stretched

@@ -12,7 +12,7 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer
 
 from kvjax.models import Decoder
-from kvjax.models.llama import llama_weights
+from kvjax.models.llama import LLAMA_NAMES
 
 from .corpus import BOS, EOS
 
@@ -56,10 +56,10 @@ def save_pretrained(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     parameters = dict(nnx.to_flat_state(nnx.state(model)))
     tensors = {}
-    for name, weight in llama_weights(config).items():
+    for name, weight in LLAMA_NAMES.weights(config).items():
         if name == "lm_head.weight":
             continue  # tied: the embedding is stored once
-        value = np.asarray(parameters[weight.path].get_value())
+        value = np.asarray(parameters[weight.parts[0]].get_value())
         value = value.T if weight.transpose else value
         tensors[name] = np.ascontiguousarray(value.astype(jnp.bfloat16))
     # `save_file` would write a file that only its owner can read.

@@ -18,7 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import kvjax
 from kvjax.models import DecoderConfig, RopeConfig, from_pretrained, random_decoder
 from kvjax.models.rope_scaling import make_rope
-from tests.support.hf_models import SIZES, Stepper, reference_logits, save_reference
+from tests.support.hf_models import (
+    LENGTHS,
+    SIZES,
+    Stepper,
+    both_logits,
+    reference_logits,
+    save_reference,
+)
 from tests.support.tolerances import close
 
 THETA = {"rope_theta": 1000.0}
@@ -48,19 +55,6 @@ CASES = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral-window": {"model_type": "mistral", "sliding_window": 7},
 }
-PROMPT, NEW = 22, 6
-LENGTHS = (22, 13, 9, 15)
-
-
-def padded_rows() -> np.ndarray:
-    """Positions `[4, PROMPT]`: a full row, then padding right, left and in the middle."""
-    positions = np.full((len(LENGTHS), PROMPT), -1)
-    positions[0] = np.arange(PROMPT)
-    positions[1, : LENGTHS[1]] = np.arange(LENGTHS[1])
-    positions[2, -LENGTHS[2] :] = np.arange(LENGTHS[2])
-    middle = [t for t in range(PROMPT) if t % 3 != 1]
-    positions[3, middle[: LENGTHS[3]]] = np.arange(LENGTHS[3])
-    return positions
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -68,25 +62,7 @@ def runs(request, tmp_path_factory):
     """Ours, one padded batch, and the reference, each row alone: `[(prompt, new)]` per row."""
     folder = tmp_path_factory.mktemp(request.param)
     reference = save_reference(folder, **CASES[request.param])
-    rows = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (len(LENGTHS), PROMPT + NEW))
-    step = Stepper(from_pretrained(folder), len(LENGTHS), PROMPT, NEW)
-    positions = padded_rows()
-    valid = positions >= 0
-    # What stands at padding must not matter: here a token outside of the table.
-    tokens = np.where(valid, np.take_along_axis(rows, positions.clip(0), 1), 10**6)
-    prompt = step(tokens, positions, "prompt")
-    lengths = np.array(LENGTHS)
-    new = [
-        step(rows[np.arange(len(rows)), lengths + t][:, None], (lengths + t)[:, None], "decode")
-        for t in range(NEW)
-    ]
-    new = np.concatenate(new, axis=1)
-    ours = [(prompt[row][valid[row]], new[row]) for row in range(len(rows))]
-    theirs = []
-    for row, length in zip(rows, LENGTHS, strict=True):
-        logits = reference_logits(reference, row[: length + NEW], length)
-        theirs.append((logits[:length], logits[length:]))
-    return ours, theirs
+    return both_logits(from_pretrained(folder), reference)
 
 
 @pytest.mark.parametrize("row", range(len(LENGTHS)), ids=("full", "right", "left", "middle"))

@@ -30,7 +30,7 @@ SIZES = {
 }
 
 
-def random_reference(model_type: str = "llama", seed: int = 0, **changes):
+def random_reference(model_type: str = "llama", seed: int = 0, attention: str = "sdpa", **changes):
     """A `transformers` model with weights large enough for differences to show.
 
     The library's own initialisation (0.02) makes all logits nearly equal, with norms and biases
@@ -38,12 +38,14 @@ def random_reference(model_type: str = "llama", seed: int = 0, **changes):
     """
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = made.eval()
+    middle = 0.0 if model_type.startswith("gemma") else 1.0  # of norms; Gemma's add 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             if "norm" in name:
-                parameter.copy_(1.0 + 0.2 * noise)
+                parameter.copy_(middle + 0.2 * noise)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)
             else:
@@ -106,3 +108,41 @@ class Stepper:
             logits_at = jnp.asarray(logits_at, jnp.int32)
         logits, self.caches = self._jitted(self.state, *given, self.caches, logits_at, phase=phase)
         return np.asarray(logits)
+
+
+PROMPT, NEW = 22, 6
+LENGTHS = (22, 13, 9, 15)
+
+
+def padded_rows() -> np.ndarray:
+    """Positions `[4, PROMPT]`: a full row, then padding right, left and in the middle."""
+    positions = np.full((len(LENGTHS), PROMPT), -1)
+    positions[0] = np.arange(PROMPT)
+    positions[1, : LENGTHS[1]] = np.arange(LENGTHS[1])
+    positions[2, -LENGTHS[2] :] = np.arange(LENGTHS[2])
+    middle = [t for t in range(PROMPT) if t % 3 != 1]
+    positions[3, middle[: LENGTHS[3]]] = np.arange(LENGTHS[3])
+    return positions
+
+
+def both_logits(model: Decoder, reference) -> tuple[list, list]:
+    """Ours, one padded batch, and the reference, each row alone: `[(prompt, new)]` per row."""
+    rows = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (len(LENGTHS), PROMPT + NEW))
+    step = Stepper(model, len(LENGTHS), PROMPT, NEW)
+    positions = padded_rows()
+    valid = positions >= 0
+    # What stands at padding must not matter: here a token outside of the table.
+    tokens = np.where(valid, np.take_along_axis(rows, positions.clip(0), 1), 10**6)
+    prompt = step(tokens, positions, "prompt")
+    lengths = np.array(LENGTHS)
+    new = [
+        step(rows[np.arange(len(rows)), lengths + t][:, None], (lengths + t)[:, None], "decode")
+        for t in range(NEW)
+    ]
+    new = np.concatenate(new, axis=1)
+    ours = [(prompt[row][valid[row]], new[row]) for row in range(len(rows))]
+    theirs = []
+    for row, length in zip(rows, LENGTHS, strict=True):
+        logits = reference_logits(reference, row[: length + NEW], length)
+        theirs.append((logits[:length], logits[length:]))
+    return ours, theirs

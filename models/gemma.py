@@ -1,0 +1,90 @@
+"""Gemma 2 and the text models of Gemma 3: how they differ from Llama.
+
+- Both: embeddings are multiplied by the root of their width. Norms stand before and after attention
+  and MLP, and multiply by `1 + w`. The MLP has GELU. Attention logits are multiplied by
+  `query_pre_attn_scalar ** -0.5`. Embeddings are tied.
+- `gemma2`: attention logits and logits have soft caps; every other layer has a window.
+- `gemma3_text`: queries and keys are normalised head by head; five of six layers have a window, and
+  a theta of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from .config import DecoderConfig
+from .reading import (
+    layers_with_windows,
+    read_decoder,
+    read_number,
+    read_optional_number,
+    read_rope_of_types,
+    read_size,
+    read_window,
+    refuse,
+)
+from .tensor_names import QK_NORMS, TensorNames
+
+GEMMA2_NAMES = TensorNames(
+    norms={
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_post_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+    }
+)
+GEMMA3_NAMES = TensorNames(norms={**GEMMA2_NAMES.norms, **QK_NORMS})
+
+
+def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """A `Gemma2ForCausalLM` configuration, from the content of its `config.json`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    return _config(
+        raw,
+        max_positions=8192,
+        attention_soft_cap=read_optional_number(raw, "attn_logit_softcapping", 50.0),
+        logit_soft_cap=read_optional_number(raw, "final_logit_softcapping", 30.0),
+        layers=layers_with_windows(raw, read_window(raw, 4096), lambda index: index % 2 == 0),
+    )
+
+
+def gemma3_text_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """A `Gemma3ForCausalLM` configuration, from the content of its `config.json`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    refuse(raw, {"attn_logit_softcapping": None})
+    period = read_size(raw, "sliding_window_pattern", 6)
+    local_theta = ("rope_local_base_freq", 10_000.0)
+    window = read_window(raw, 4096)
+    return _config(
+        raw,
+        max_positions=131_072,
+        logit_soft_cap=read_optional_number(raw, "final_logit_softcapping"),
+        qk_norm="head",
+        rope=partial(read_rope_of_types, raw, theta=1_000_000.0, local_theta=local_theta),
+        layers=layers_with_windows(raw, window, lambda index: (index + 1) % period != 0),
+    )
+
+
+def _config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
+    refuse(raw, {"use_bidirectional_attention": False})
+    return read_decoder(
+        raw,
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        attention_bias=bool(raw.get("attention_bias")),
+        attention_scale=read_number(raw, "query_pre_attn_scalar", 256) ** -0.5,
+        embedding_scale=read_size(raw, "hidden_size") ** 0.5,
+        norms="both",
+        norm_plus_one=True,
+        **family,
+    )

@@ -1,0 +1,123 @@
+"""GLM-4 in the formats of `transformers` and of ChatGLM: how it differs from Llama.
+
+- All: half of a head's channels are rotated, as neighbouring pairs. One tensor holds the gate and
+  up projections. Queries, keys and values have a bias, the output projection has none.
+- `glm4` (GLM-4-0414): norms stand after attention and MLP too.
+- `chatglm` (glm-4-9b and glm-4-9b-chat as first published): one tensor holds queries, keys and
+  values; theta is 10,000 · `rope_ratio`; options and tensors have other names. Checkpoints of this
+  format come with code, which is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from .config import DecoderConfig
+from .reading import read_decoder, read_number, read_rope, read_size, refuse
+from .tensor_names import FUSED_GATE_UP, FUSED_QKV, SEPARATE, TensorNames
+
+_FUSED_MLP = {name: linears for name, linears in SEPARATE.items() if "self_attn" in name} | {
+    "mlp.gate_up_proj": FUSED_GATE_UP,
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+GLM_NAMES = TensorNames(linears=_FUSED_MLP)
+GLM4_NAMES = TensorNames(
+    norms={
+        **GLM_NAMES.norms,
+        "post_self_attn_layernorm": "attention_post_norm",
+        "post_mlp_layernorm": "mlp_post_norm",
+    },
+    linears=_FUSED_MLP,
+)
+CHATGLM_NAMES = TensorNames(
+    embed="transformer.embedding.word_embeddings",
+    norm="transformer.encoder.final_layernorm",
+    head="transformer.output_layer",
+    layers="transformer.encoder.layers",
+    linears={
+        "self_attention.query_key_value": FUSED_QKV,
+        "self_attention.dense": ("attention.o_proj",),
+        "mlp.dense_h_to_4h": FUSED_GATE_UP,
+        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+    },
+)
+
+
+def glm_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
+    """A `GlmForCausalLM` configuration, from the content of its `config.json`.
+
+    Args:
+      raw: the content.
+      family: further fields of `DecoderConfig`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    return read_decoder(
+        raw,
+        max_positions=131072,
+        kv_heads=2,
+        head_dim=128,
+        norm_eps=1.5625e-7,
+        attention_bias=bool(raw.get("attention_bias", True)),
+        output_bias=False,
+        rope=partial(read_rope, raw, share=0.5, interleaved=True),
+        **family,
+    )
+
+
+def glm4_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """A `Glm4ForCausalLM` configuration, from the content of its `config.json`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    return glm_config(raw, norms="both")
+
+
+_CHATGLM_ONLY = {
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "multi_query_attention": True,
+    "add_bias_linear": False,
+    "apply_residual_connection_post_layernorm": False,
+    "original_rope": True,
+    "quantization_bit": 0,
+}
+_CHATGLM_OPTIONS = {
+    "padded_vocab_size": "vocab_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "kv_channels": "head_dim",
+    "multi_query_group_num": "num_key_value_heads",
+    "layernorm_epsilon": "rms_norm_eps",
+    "seq_length": "max_position_embeddings",
+    "add_qkv_bias": "attention_bias",
+}
+
+
+def chatglm_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """A configuration in the format of ChatGLM, from the content of its `config.json`.
+
+    Theta is 10,000 · `rope_ratio`, as in ChatGLM3 and GLM-4. (ChatGLM2 divides positions by the
+    ratio; its published files that have one are not to be told from these.)
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    refuse(raw, _CHATGLM_ONLY)
+    for name in ("multi_query_attention", "rmsnorm"):
+        if name not in raw:
+            raise ValueError(f"{name} is missing")
+    missing = [name for name in _CHATGLM_OPTIONS if raw.get(name) is None]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    renamed = {name: raw[theirs] for theirs, name in _CHATGLM_OPTIONS.items()}
+    for name in ("hidden_size", "num_attention_heads", "bos_token_id", "eos_token_id"):
+        renamed[name] = raw.get(name)
+    read_size(renamed, "num_key_value_heads")
+    renamed["rope_theta"] = 10000.0 * read_number(raw, "rope_ratio", 1.0)
+    renamed["tie_word_embeddings"] = raw.get("tie_word_embeddings", False)
+    return glm_config(renamed)

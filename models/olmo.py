@@ -1,0 +1,62 @@
+"""OLMo 2 and OLMo 3: how they differ from Llama.
+
+- Both: norms stand after attention and MLP, none before; queries and keys are normalised over all
+  heads together.
+- `olmo3`: three of four layers have a window of 4,096 tokens; a stretched rotary embedding is for
+  the others alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from .config import DecoderConfig
+from .reading import layers_with_windows, read_decoder, read_rope_of_types, read_window
+from .tensor_names import QK_NORMS, TensorNames
+
+OLMO_NAMES = TensorNames(
+    norms={
+        "post_attention_layernorm": "attention_post_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+        **QK_NORMS,
+    }
+)
+
+
+def olmo2_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
+    """An `Olmo2ForCausalLM` configuration, from the content of its `config.json`.
+
+    Args:
+      raw: the content.
+      family: further arguments of `read_decoder`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    return read_decoder(
+        raw,
+        max_positions=2048,
+        norm_eps=1e-5,
+        attention_bias=bool(raw.get("attention_bias")),
+        norms="after",
+        norm_in_float32=True,
+        qk_norm="width",
+        **family,
+    )
+
+
+def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """An `Olmo3ForCausalLM` configuration, from the content of its `config.json`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    local_theta = ("rope_theta", 500_000.0)
+    window = read_window(raw, 4096)
+    return olmo2_config(
+        raw,
+        rope=partial(read_rope_of_types, raw, theta=500_000.0, local_theta=local_theta),
+        layers=layers_with_windows(raw, window, lambda index: (index + 1) % 4 != 0),
+    )

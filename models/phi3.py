@@ -1,0 +1,44 @@
+"""Phi-3, Phi-3.5, Phi-4-mini and Phi-4, dense: how they differ from Llama.
+
+- All: one tensor holds queries, keys and values, another the gate and up projections.
+- Long contexts: LongRoPE, by the names `longrope`, `su` and `yarn`.
+- Phi-4-mini: a part of a head's channels is rotated (`partial_rotary_factor`).
+- Some: one sliding window for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from .config import DecoderConfig
+from .reading import read_decoder, read_rope, read_size, read_window
+from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
+
+PHI3_NAMES = TensorNames(
+    linears={
+        "self_attn.qkv_proj": FUSED_QKV,
+        "self_attn.o_proj": ("attention.o_proj",),
+        "mlp.gate_up_proj": FUSED_GATE_UP,
+        "mlp.down_proj": ("mlp.down_proj",),
+    }
+)
+_LONGROPE = {"su": "longrope", "yarn": "longrope"}
+
+
+def phi3_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """A `Phi3ForCausalLM` configuration, from the content of its `config.json`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    original = read_size(raw, "original_max_position_embeddings", 4096)
+    scaled = {**raw, "original_max_position_embeddings": original}
+    return read_decoder(
+        raw,
+        max_positions=4096,
+        norm_eps=1e-5,
+        sliding_window=read_window(raw, None),
+        rope=partial(read_rope, scaled, share=1.0, names=_LONGROPE),
+    )

@@ -1,0 +1,62 @@
+"""Qwen2, Qwen2.5 and Qwen3, dense: how they differ from Llama.
+
+- `qwen2`: queries, keys and values have a bias, the output projection has none.
+- `qwen3`: heads have 128 channels by default; queries and keys are normalised head by head.
+- Both: a sliding window from layer `max_window_layers` on, where `use_sliding_window` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.messages import brief
+
+from .config import DecoderConfig
+from .reading import Layers, layers_with_windows, read_decoder, read_window
+from .tensor_names import QK_NORMS, TensorNames
+
+QWEN2_NAMES = TensorNames()
+QWEN3_NAMES = TensorNames(norms={**QWEN2_NAMES.norms, **QK_NORMS})
+
+
+def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """A `Qwen2ForCausalLM` configuration, from the content of its `config.json`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    return read_decoder(
+        raw,
+        max_positions=32768,
+        kv_heads=32,
+        attention_bias=True,
+        output_bias=False,
+        layers=_windows(raw),
+    )
+
+
+def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """A `Qwen3ForCausalLM` configuration, from the content of its `config.json`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    return read_decoder(
+        raw,
+        max_positions=32768,
+        kv_heads=32,
+        head_dim=128,
+        attention_bias=bool(raw.get("attention_bias")),
+        qk_norm="head",
+        layers=_windows(raw),
+    )
+
+
+def _windows(raw: Mapping[str, Any]) -> Layers:
+    """The layers: those from `max_window_layers` on have the window, if there is to be one."""
+    window = read_window(raw, 4096) if raw.get("use_sliding_window") else None
+    first = raw.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise ValueError(f"max_window_layers must be an integer, got {brief(first)}")
+    return layers_with_windows(raw, window, lambda index: window is not None and index >= first)

@@ -1,0 +1,66 @@
+"""SmolLM3: Llama with tied embeddings whose every fourth layer has no rotary embedding.
+
+`no_rope_layers` has a 1 for each layer that has one, and a 0 for each that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from kvjax.messages import brief
+
+from .config import DecoderConfig, LayerConfig, RopeConfig
+from .reading import (
+    read_decoder,
+    read_rope,
+    read_size,
+    read_sliding,
+    read_window,
+    sliding_layers,
+)
+from .tensor_names import TensorNames
+
+SMOLLM3_NAMES = TensorNames()
+
+
+def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """A `SmolLM3ForCausalLM` configuration, from the content of its `config.json`.
+
+    Raises:
+      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    """
+    window = read_window(raw, None) if raw.get("use_sliding_window") else None
+
+    def layers(count: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
+        rotated = _rotated(raw, count)
+        sliding = read_sliding(raw, count, lambda index: window is not None and not rotated[index])
+        with_rope = sliding_layers(sliding, window, rope)
+        without = sliding_layers(sliding, window, None)
+        chosen = zip(rotated, with_rope, without, strict=True)
+        return tuple(one if has_rope else other for has_rope, one, other in chosen)
+
+    return read_decoder(
+        raw,
+        max_positions=32768,
+        kv_heads=4,
+        tied=True,
+        attention_bias=bool(raw.get("attention_bias")),
+        mlp_bias=bool(raw.get("mlp_bias")),
+        rope=partial(read_rope, raw, theta=2_000_000.0),
+        layers=layers,
+    )
+
+
+def _rotated(raw: Mapping[str, Any], count: int) -> list[bool]:
+    """Whether each layer has a rotary embedding."""
+    given = raw.get("no_rope_layers")
+    if given is None:
+        period = read_size(raw, "no_rope_layer_interval", 4)
+        return [(index + 1) % period != 0 for index in range(count)]
+    if not isinstance(given, list) or len(given) < count or any(x not in (0, 1) for x in given):
+        raise ValueError(
+            f"no_rope_layers must be a list of 0 and 1 for {count} layers, got {brief(given)}"
+        )
+    return [x == 1 for x in given[:count]]

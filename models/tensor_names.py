@@ -1,0 +1,116 @@
+"""Which tensor of a Hugging Face checkpoint belongs where in the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .config import DecoderConfig
+
+ParameterPath = tuple[str | int, ...]
+"""A parameter in the decoder's NNX state, as `("layers", 0, "mlp", "up_proj", "bias")`."""
+
+
+class Weight(NamedTuple):
+    """Where a checkpoint's tensor belongs.
+
+    Attributes:
+      parts: the parameters that the tensor holds, one after the other along its first axis. A fused
+        tensor holds several; most hold one.
+      transpose: the checkpoint holds `[out, in]`, the decoder `[in, out]`.
+    """
+
+    parts: tuple[ParameterPath, ...]
+    transpose: bool = False
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """How a family names its tensors; the defaults are those of Llama.
+
+    Names are those of modules, which end in `.weight` and `.bias` in the checkpoint.
+
+    Args:
+      embed, norm, head: the embedding table, the last norm and the output projection.
+      layers: what the layers' names begin with, before their number.
+      norms: name in a layer → norm of `DecoderLayer` or of its attention.
+      linears: name in a layer → the projections that its tensor holds, in their order.
+    """
+
+    embed: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layers: str = "model.layers"
+    norms: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "mlp_norm",
+        }
+    )
+    linears: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {**SEPARATE})
+
+    def weights(self, config: DecoderConfig) -> dict[str, Weight]:
+        """Every tensor name that a checkpoint may have, and its place in the decoder.
+
+        The output projection is among them even where it is tied to the embedding: then both names
+        have the same place.
+
+        Example:
+          >>> from kvjax.models import DecoderConfig, RopeConfig
+          >>> from kvjax.models.tensor_names import TensorNames
+          >>> config = DecoderConfig(
+          ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+          ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128)
+          >>> TensorNames().weights(config)["model.layers.1.mlp.up_proj.weight"].parts
+          (('layers', 1, 'mlp', 'up_proj', 'kernel'),)
+        """
+        table = (("embed", "embedding"),)
+        head = Weight((("lm_head", "kernel"),), transpose=True)
+        weights = {
+            f"{self.embed}.weight": Weight(table),
+            f"{self.norm}.weight": Weight((("norm", "scale"),)),
+            f"{self.head}.weight": Weight(table) if config.tie_embeddings else head,
+        }
+        for index in range(config.num_layers):
+            ours, theirs = ("layers", index), f"{self.layers}.{index}"
+            for name, norm in self.norms.items():
+                place = (*ours, *norm.split("."), "scale")
+                weights[f"{theirs}.{name}.weight"] = Weight((place,))
+            for name, linears in self.linears.items():
+                places = [(*ours, *linear.split(".")) for linear in linears]
+                kernels = tuple((*place, "kernel") for place in places)
+                weights[f"{theirs}.{name}.weight"] = Weight(kernels, transpose=True)
+                if _has_bias(config, linears[0]):
+                    biases = tuple((*place, "bias") for place in places)
+                    weights[f"{theirs}.{name}.bias"] = Weight(biases)
+        return weights
+
+
+def _has_bias(config: DecoderConfig, linear: str) -> bool:
+    if linear.startswith("mlp."):
+        return config.mlp_bias
+    if linear == "attention.o_proj" and config.output_bias is not None:
+        return config.output_bias
+    return config.attention_bias
+
+
+SEPARATE = {
+    "self_attn.q_proj": ("attention.q_proj",),
+    "self_attn.k_proj": ("attention.k_proj",),
+    "self_attn.v_proj": ("attention.v_proj",),
+    "self_attn.o_proj": ("attention.o_proj",),
+    "mlp.gate_proj": ("mlp.gate_proj",),
+    "mlp.up_proj": ("mlp.up_proj",),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+"""The projections of a layer, a tensor each."""
+
+FUSED_QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+"""What a fused projection of attention holds: all query heads, all key heads, all value heads."""
+
+FUSED_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+"""What a fused projection of the MLP holds."""
+
+QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+"""The norms of queries and keys."""

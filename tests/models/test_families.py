@@ -1,0 +1,335 @@
+"""Every family against `transformers`, in float32: the same weights, the same logits."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import kvjax
+from kvjax.models import from_pretrained, read_config
+from kvjax.models.families import FAMILIES
+from tests.models.family_cases import NAMED, SEEDS, drawn
+from tests.support.hf_models import LENGTHS, SIZES, Stepper, both_logits, reference_logits
+from tests.support.hf_models import save_reference as save
+from tests.support.tolerances import close
+
+# Random models of transformers are computed with its own eager attention: the others leave out the
+# soft cap.
+save_reference = functools.partial(save, attention="eager")
+
+CASES = {
+    f"{family}-{name}": (family, changes)
+    for family, cases in NAMED.items()
+    for name, changes in cases.items()
+}
+DRAWN = {
+    f"{family}-{seed}": (family, drawn(family, seed)) for family in NAMED for seed in range(SEEDS)
+}
+
+
+def compare(folder, family, changes) -> None:
+    """Prompts and decode steps of four rows, padded in all ways, that differ in length."""
+    reference = save_reference(folder, family, **changes)
+    ours, theirs = both_logits(from_pretrained(folder), reference)
+    assert theirs[0][0].std() > 0.3, "all logits are nearly alike"
+    for row, length in enumerate(LENGTHS):
+        for part, what in enumerate(("prompt", "decoding")):
+            what = f"{what} of row {row} of {length} tokens"
+            close(ours[row][part], theirs[row][part], "accumulated", what)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_named_models(tmp_path, name):
+    compare(tmp_path, *CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWN)
+def test_logits_of_drawn_models(tmp_path, name):
+    compare(tmp_path, *DRAWN[name])
+
+
+@pytest.mark.parametrize("family", NAMED)
+@pytest.mark.fast_cases("phi3", "gemma3_text", "olmo3")
+def test_every_token_through_the_cache(tmp_path, family):
+    """From the second token on nothing but decode steps, against `transformers` doing the same."""
+    changes = list(NAMED[family].values())[-1]
+    reference = save_reference(tmp_path, family, **changes)
+    count = 24
+    tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], count)
+    step = Stepper(from_pretrained(tmp_path), 1, 1, count - 1)
+    logits = [step([[tokens[0]]], [[0]], "prompt")]
+    logits += [step([[tokens[t]]], [[t]], "decode") for t in range(1, count)]
+    close(np.concatenate(logits, 1)[0], reference_logits(reference, tokens, 1), "accumulated")
+
+
+def leaves(model) -> dict:
+    return {
+        ".".join(map(str, path)): np.asarray(leaf.get_value())
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
+
+
+@pytest.mark.parametrize("family", [*NAMED, "chatglm"])
+def test_every_parameter_has_a_tensor(tmp_path, family):
+    """The names of a family cover the decoder's parameters, each once, and nothing else."""
+    if family == "chatglm":
+        (tmp_path / "config.json").write_text(json.dumps(chatglm_config()))
+    else:
+        changes = list(NAMED[family].values())[-1]
+        transformers_config(family, changes).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    parameters = {path for path, _ in nnx.to_flat_state(nnx.state(abstract(config)))}
+    weights = FAMILIES[family].weights(config)
+    paths = [path for parts in {w.parts for w in weights.values()} for path in parts]
+    assert sorted(paths, key=str) == sorted(parameters, key=str)
+
+
+def transformers_config(family, changes):
+    import transformers
+
+    return transformers.AutoConfig.for_model(family, **{**SIZES, **changes})
+
+
+def abstract(config):
+    from kvjax.models import Decoder
+
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def test_layers_that_are_alike_are_equal_as_graphs(tmp_path):
+    """They share compiled code: a model has as many kinds of layers as of settings."""
+    changes = {"num_hidden_layers": 12, "sliding_window": 7, "head_dim": 8}
+    transformers_config("gemma3_text", changes).save_pretrained(tmp_path)
+    model = abstract(read_config(tmp_path))
+    graphs = [nnx.split(layer)[0] for layer in model.layers]
+    assert len(set(graphs)) == 2
+    assert graphs[0] == graphs[6] and graphs[5] == graphs[11] and graphs[4] != graphs[5]
+
+
+# ChatGLM's format
+
+CHATGLM = {
+    "model_type": "chatglm",
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "apply_residual_connection_post_layernorm": False,
+    "ffn_hidden_size": 48,
+    "hidden_size": 32,
+    "kv_channels": 16,
+    "layernorm_epsilon": 1.5625e-07,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "num_attention_heads": 4,
+    "num_layers": 2,
+    "original_rope": True,
+    "padded_vocab_size": 97,
+    "post_layer_norm": True,
+    "rmsnorm": True,
+    "rope_ratio": 50,
+    "seq_length": 64,
+    "eos_token_id": [3, 4],
+    "tie_word_embeddings": False,
+}
+
+
+def chatglm_config(**changes) -> dict:
+    return {**CHATGLM, **changes}
+
+
+def as_chatglm(tensors: dict) -> dict:
+    """The tensors of a GLM checkpoint by ChatGLM's names, fused as there."""
+    named = {
+        "transformer.embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
+        "transformer.encoder.final_layernorm.weight": tensors["model.norm.weight"],
+        "transformer.output_layer.weight": tensors["lm_head.weight"],
+        "transformer.rotary_pos_emb.inv_freq": np.ones(4, np.float32),
+    }
+    for layer in range(2):
+        new, old = f"transformer.encoder.layers.{layer}", f"model.layers.{layer}"
+        for kind in ("weight", "bias"):
+            qkv = [tensors[f"{old}.self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            named[f"{new}.self_attention.query_key_value.{kind}"] = np.concatenate(qkv)
+        for ours, theirs in (
+            ("self_attention.dense", "self_attn.o_proj"),
+            ("mlp.dense_h_to_4h", "mlp.gate_up_proj"),
+            ("mlp.dense_4h_to_h", "mlp.down_proj"),
+            ("input_layernorm", "input_layernorm"),
+            ("post_attention_layernorm", "post_attention_layernorm"),
+        ):
+            named[f"{new}.{ours}.weight"] = tensors[f"{old}.{theirs}.weight"]
+    return named
+
+
+@pytest.fixture(scope="module")
+def glm_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("glm")
+    reference = save_reference(
+        folder, "glm", head_dim=16, rms_norm_eps=1.5625e-7, eos_token_id=[3, 4],
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5,
+        },
+    )  # fmt: skip
+    return folder, reference
+
+
+@pytest.fixture
+def chatglm_folder(tmp_path, glm_folder):
+    """`chatglm_folder(change, **options)`: the same model in ChatGLM's format."""
+
+    def make(change=None, **options):
+        tensors = as_chatglm(load_file(glm_folder[0] / "model.safetensors"))
+        if change is not None:
+            change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(chatglm_config(**options)))
+        return tmp_path
+
+    return make
+
+
+def test_chatglm_is_glm_by_other_names(glm_folder, chatglm_folder):
+    folder, reference = glm_folder
+    model, same = from_pretrained(chatglm_folder()), from_pretrained(folder)
+    assert model.config == same.config
+    ours, theirs = leaves(model), leaves(same)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+    tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 12)
+    logits = Stepper(model, 1, 12, 1)(tokens[None], np.arange(12)[None], "prompt")[0]
+    close(logits, reference_logits(reference, tokens, 12), "accumulated")
+
+
+QKV = "transformer.encoder.layers.1.self_attention.query_key_value.weight"
+
+
+def remove(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, shape, dtype=np.float32):
+    return lambda tensors: tensors.update({name: np.ones(shape, dtype)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove(QKV), "1 tensors are missing: " + QKV),
+        (
+            remove("transformer.encoder.layers.0.mlp.dense_h_to_4h.weight"),
+            "1 tensors are missing: transformer.encoder.layers.0.mlp.dense_h_to_4h.weight",
+        ),
+        (put("model.layers.0.self_attn.q_proj.weight", (64, 32)), "q_proj.weight .*unknown"),
+        (put(QKV, (96, 32)), QKV + r" .*has shape \[96, 32\], expected \[128, 32\]"),
+        (put(QKV, (128, 16)), QKV + r" .*has shape \[128, 16\], expected \[128, 32\]"),
+        (put(QKV, (128, 32), np.int8), QKV + " .*has type I8"),
+    ],
+)
+def test_every_fused_tensor_is_accounted_for(chatglm_folder, change, message):
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(chatglm_folder(change))
+
+
+def test_weights_of_fused_tensors_that_are_not_finite(chatglm_folder):
+    def damage(tensors):
+        tensors[QKV][-1, -1] = np.nan
+
+    with pytest.raises(ValueError, match=f"{QKV} of .* has NaN or infinite"):
+        from_pretrained(chatglm_folder(damage))
+
+
+def test_a_sharding_rule_is_asked_for_each_part(chatglm_folder):
+    asked = []
+
+    def rule(name, shape):
+        asked.append((name, shape))
+
+    from_pretrained(chatglm_folder(), sharding=rule)
+    assert [shape for name, shape in asked if name == QKV] == [(32, 64), (32, 32), (32, 32)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rmsnorm": False}, "rmsnorm must be true, got False"),
+        ({"add_bias_linear": True}, "add_bias_linear must be false, got True"),
+        ({"multi_query_attention": False}, "multi_query_attention must be true"),
+        ({"quantization_bit": 4}, "quantization_bit must be 0, got 4"),
+        ({"kv_channels": None}, "kv_channels is missing"),
+        ({"rope_ratio": "x"}, "rope_ratio must be a finite number above 0, got 'x'"),
+    ],
+)
+def test_other_chatglm_models_are_refused(chatglm_folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(chatglm_folder(**options))
+
+
+# Generation
+
+
+def small_model(family, folder):
+    changes = {"max_position_embeddings": 256, **next(iter(NAMED[family].values()))}
+    reference = save_reference(folder, family, **changes)
+    return from_pretrained(folder), reference
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    made = {}
+
+    def model(family):
+        if family not in made:
+            made[family] = small_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return model
+
+
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(SIZES["vocab_size"], size=size).tolist() for size in (53, 9)]
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_greedy_text_is_that_of_transformers(model_of, family):
+    model, reference = model_of(family)
+    result = kvjax.generate(model, PROMPTS, max_new_tokens=8, end_tokens=())
+    for prompt, written in zip(PROMPTS, result.tokens, strict=True):
+        logits = reference_logits(reference, np.array(prompt + written), len(prompt))
+        assert written == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def method(name: str, model) -> kvjax.KVTransform:
+    """A method as the command line makes it, with a budget that compresses the longer row."""
+    own = {
+        "chelsea": "chelsea(sinks=4, recent=8, interval=8)",
+        "clusterkv": "clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=())",
+        "quest": "quest(page=4, dense_layers=())",
+        "infinigen": "infinigen(alpha=None, dense_layers=(0,))",
+        "layer_budget": "layer_budget(reserve=0.6, window=8)",
+        "spindlekv": "spindlekv(reserve=0.6, window=8, interval=4)",
+        "reposition": "streaming_llm(reposition=True)",
+        "quantize": "chain(h2o, quantize)",
+    }
+    return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model, [PROMPTS[0]])
+
+
+@pytest.mark.parametrize("name", [*kvjax.METHODS, "reposition", "quantize"])
+@pytest.mark.parametrize("family", NAMED)
+@pytest.mark.fast_cases("smollm3-reposition", "gemma3_text-snapkv", "phi3-h2o", "olmo3-infinigen")
+def test_every_method_writes_text(model_of, family, name):
+    """The batch gives what its rows give alone, and a budget for everything changes nothing."""
+    model, _ = model_of(family)
+    transform = method(name, model)
+    context = kvjax.read(model, PROMPTS, transform=transform, max_new=8, buckets=[64])
+    together = kvjax.generate(model, None, context=context, max_new_tokens=6, end_tokens=())
+    assert [len(row) for row in together.tokens] == [6, 6]
+    assert np.isfinite(np.asarray(together.context.logits)).all()
+    if name in ("full", "snapkv", "h2o", "streaming_llm"):  # the short row is within the budget
+        full = kvjax.generate(model, PROMPTS[1:], max_new_tokens=6, end_tokens=(), buckets=[64])
+        assert together.tokens[1] == full.tokens[0]
