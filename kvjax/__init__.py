@@ -8,7 +8,7 @@ from kvjax.attention.attend import attend, flush, flush_interval
 from kvjax.attention.layer import LayerCache, init_cache, kept_tokens
 from kvjax.cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes
 from kvjax.compose.chain import bind, chain
-from kvjax.compose.wrappers import Every, HeadGroups, PerLayer, WhenFull
+from kvjax.compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
 from kvjax.decisions import Keep, Mark, Merge, Order, Retain
 from kvjax.generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from kvjax.generation.context import Context
@@ -35,6 +35,7 @@ from kvjax.transforms.kvmerger.kvmerger import KVMerger
 from kvjax.transforms.pyramidinfer import PyramidInfer
 from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.quest import Quest
+from kvjax.transforms.ring import Ring
 from kvjax.transforms.snapkv import SnapKV
 from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
 from kvjax.transforms.spindlekv.reserve import reserve_ratio
@@ -52,6 +53,7 @@ __all__ = [
     "Codebook",
     "Context",
     "Every",
+    "Everywhere",
     "Extent",
     "Full",
     "FunctionalModel",
@@ -81,6 +83,7 @@ __all__ = [
     "Quantize",
     "Quest",
     "Retain",
+    "Ring",
     "Rope",
     "Sampling",
     "SnapKV",

@@ -221,6 +221,8 @@ class View:
       predicted: what the query was expected to be before this layer began, rotated,
         `[B, Q, T, D]`: the layer's query weights times the input of the attention before it. None
         where no transform needs it or the model does not give it.
+      window: sliding window of the attention, as given to `attend`: what lies outside it is not
+        worth selecting (static).
       implementation: of the operations in `pallas_kernels`, as given to `attend` (static).
     """
 
@@ -230,6 +232,7 @@ class View:
     fixed: int = field(default=0, metadata={"static": True})
     rows: tuple[Array, Array] | None = None
     predicted: Float[Array, "B Q T D"] | None = None
+    window: int | None = field(default=None, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
 
     def take(self, index: Int[Array, "B K N"], fixed: int = 0) -> View:

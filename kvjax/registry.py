@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvjax.compose.chain import chain, parts_of
-from kvjax.compose.wrappers import Every, WhenFull
+from kvjax.compose.wrappers import Every, Everywhere, WhenFull
 from kvjax.messages import brief, printable
 from kvjax.protocol import Full, KVTransform, Stage
 from kvjax.storage.codebook import Codebook
@@ -52,6 +52,7 @@ WRAPPERS: dict[str, type[KVTransform]] = {
     "when_full": WhenFull,
     "cam": CaM,
     "kvcrush": KVCrush,
+    "everywhere": Everywhere,
 }
 STORAGE: dict[str, type[KVTransform]] = {
     "quantize": Quantize,

@@ -323,6 +323,22 @@ class DecoderConfig:
                     f"and {self.head_dim}"
                 )
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, None where it has none; empty if no layer has one.
+
+        Example:
+          >>> from kvjax.models import DecoderConfig, LayerConfig, RopeConfig
+          >>> rope = RopeConfig(rotary_dim=8)
+          >>> DecoderConfig(
+          ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+          ...     kv_heads=2, head_dim=8, rope=rope, max_positions=128,
+          ...     layers=(LayerConfig(rope, window=16), LayerConfig(rope))).windows
+          (16, None)
+        """
+        windows = tuple(self.layer(index).window for index in range(self.num_layers))
+        return windows if any(windows) else ()
+
     def layer(self, index: int) -> LayerConfig:
         """Rope and window of one layer.
 

@@ -52,8 +52,8 @@ class Decoder(nnx.Module):
 
     Attributes:
       config: as given.
-      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: from `config`, what
-        `kvjax.generate` reads of any model.
+      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions, windows: from
+        `config`, what `kvjax.generate` reads of any model.
 
     Example:
       >>> import jax.numpy as jnp, kvjax
@@ -153,6 +153,8 @@ class Decoder(nnx.Module):
         elif logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, :, None], axis=1)
         return self.head(x), tuple(written)
+
+    windows = property(lambda self: self.config.windows)
 
     def embed_tokens(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]

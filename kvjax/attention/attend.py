@@ -71,7 +71,8 @@ def attend(
         chunks of one size share one compiled function from the second on.
       rope: rotates q and k here. Needed by transforms that keep keys unrotated.
       scale: of the logits; `D ** -0.5` by default.
-      window: sliding window: a query sees the newest `window` positions. None: all.
+      window: sliding window: a query sees the newest `window` positions. None: all. It hides what
+        lies outside; a `kvjax.Ring` does not hold it either.
       soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
       predicted_query: the layer's query weights times the input of the previous layer's attention,
         rotated or not as `q` is, for transforms that choose slots before the layer's own query is
@@ -136,7 +137,8 @@ def _attend(transform, cache: LayerCache, q, k, v, positions, predicted, call: _
             slots = kv.slots + (k.shape[2] if call.last else kv.max_prompt)
             kv = widen(kv, min(slots, kv.max_tokens))
     kv, slots = append(kv, k, v, positions)
-    view = View(kv, slots, predicted=predicted, implementation=call.implementation)
+    seen = {"window": call.logits.window, "implementation": call.implementation}
+    view = View(kv, slots, predicted=predicted, **seen)
     if not call.prompt:
         view, state = transform.select(view, state, q)
         kv = view.cache

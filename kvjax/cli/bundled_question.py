@@ -41,7 +41,7 @@ def answer(args: argparse.Namespace) -> None:
         document = demo.document()
         prompt = opened.dialogue(args).prompt(document.text + document.question)
         for one in candidates.values():
-            layers = kvjax.bind(one.transform, opened.config.num_layers)
+            layers = opened.bind(one.transform)
             check_prompts(opened.config, [prompt], layers, new)
         model, records = opened.load(args), {}
         for name, one in candidates.items():

@@ -29,7 +29,7 @@ def chat(args: argparse.Namespace) -> None:
     with Display() as display:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
-        kvjax.bind(transform, opened.config.num_layers)
+        opened.bind(transform)
         room = _room(args, opened.config.max_positions)
         model = opened.load(args)
     talk = Conversation(args, opened, dialogue, model, transform, room)

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import kvjax
 from kvjax.cli import bundled_question
 from kvjax.cli.inputs import check_text, read_prompts, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
@@ -33,7 +32,7 @@ def generate(args: argparse.Namespace) -> None:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
         prompts = [dialogue.prompt(text) for text in texts]
-        layers = kvjax.bind(candidate.transform, opened.config.num_layers)
+        layers = opened.bind(candidate.transform)
         check_prompts(opened.config, prompts, layers, new)
         model = opened.load(args)
         on_text = None if args.json or several else display.text

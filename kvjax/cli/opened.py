@@ -44,6 +44,10 @@ class OpenedModel:
         """How texts become tokens, with the options of `add_template`."""
         return Dialogue(self.tokenizer, system=args.system, raw=args.raw, chat=args.chat)
 
+    def bind(self, transform: kvjax.KVTransform) -> tuple[kvjax.KVTransform, ...]:
+        """A transform for each layer, for checks: every window is a ring."""
+        return kvjax.bind(transform, self.config.num_layers, self.config.windows)
+
     def load(self, args: argparse.Namespace) -> Any:
         """The model with its weights. What it compiles is kept for the next process."""
         from kvjax.models import from_pretrained

@@ -28,7 +28,7 @@ def read(args: argparse.Namespace) -> None:
         dialogue = opened.dialogue(args)
         document = dialogue.document(text)
         room = args.max_questions + args.max_new
-        layers = kvjax.bind(candidate.transform, opened.config.num_layers)
+        layers = opened.bind(candidate.transform)
         check_prompts(opened.config, [document], layers, room)
         model = opened.load(args)
         context = kvjax.read(

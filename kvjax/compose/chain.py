@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Array
@@ -11,7 +13,7 @@ from jaxtyping import Array
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
-from kvjax.compose.wrappers import HeadGroups
+from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer
 from kvjax.decisions import Changed, Decision, Mark, Retain, decide
 from kvjax.protocol import (
     Extent,
@@ -22,11 +24,13 @@ from kvjax.protocol import (
     State,
     Step,
     View,
+    Wrapper,
     check_transform,
     takes_part,
 )
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.quantize import Quantize
+from kvjax.transforms.ring import Ring
 
 
 @dataclass(frozen=True)
@@ -190,18 +194,91 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             )
 
 
-def bind(transform: KVTransform, num_layers: int) -> tuple[KVTransform, ...]:
-    """One transform per layer, `tuple(transform.for_layer(i, num_layers))`.
+def bind(
+    transform: KVTransform,
+    num_layers: int,
+    windows: Sequence[int | None] = (),
+    max_tokens: int | None = None,
+) -> tuple[KVTransform, ...]:
+    """One transform per layer, `tuple(transform.for_layer(i, num_layers))`, and rings for windows.
+
+    A layer with a sliding window that is shorter than a text may become is a `Ring`, whatever the
+    method does in other layers: it holds the tokens of its window, exactly, and no others. How the
+    transform stores keys and values (`Quantize`, `Codebook`) holds in rings too, but for keys of 4
+    bits in groups of slots, which are encoded token by token there. Where a window is not shorter
+    than a text may become, no token ever leaves it, and the layer is like any other. `Everywhere`
+    lets a method work in all layers.
+
+    Args:
+      transform: the method.
+      num_layers: of the model.
+      windows: of each layer, None where it has none, as the layer gives it to `attend`; empty: no
+        layer has one.
+      max_tokens: the most tokens of a row, `max_prompt + max_new`; None: more than any window.
 
     Raises:
-      TypeError: not a transform, or `num_layers` not an int.
-      ValueError: fewer than one layer.
+      TypeError: not a transform, a number that is no int.
+      ValueError: fewer than one layer, windows of another number of layers or below 1.
 
     Example:
       >>> import kvjax
       >>> kvjax.bind(kvjax.H2O(budget=64), num_layers=2)
       (H2O(budget=64, group_reduce='mean'), H2O(budget=64, group_reduce='mean'))
+      >>> kvjax.bind(kvjax.H2O(budget=64), 2, windows=(1024, None), max_tokens=8192)
+      (Ring(window=1024), H2O(budget=64, group_reduce='mean'))
     """
     check_transform(transform, "bind")
     check_count("num_layers", num_layers, 1)
-    return tuple(transform.for_layer(layer, num_layers) for layer in range(num_layers))
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens, 1)
+    windows = tuple(windows) or (None,) * num_layers
+    if len(windows) != num_layers:
+        raise ValueError(f"windows must have one entry per layer, {num_layers}, got {len(windows)}")
+    layers = []
+    for layer, window in enumerate(windows):
+        bound = transform.for_layer(layer, num_layers)
+        if window is not None:
+            check_count(f"the window of layer {layer}", window, 1)
+            if max_tokens is None or window < max_tokens:
+                bound = _ring(window, transform, layer, num_layers)
+        layers.append(bound)
+    return tuple(layers)
+
+
+def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
+    """A layer's ring, stored as the transform's parts say; the method itself under `Everywhere`."""
+    if isinstance(transform, HeadGroups):
+        groups = tuple(
+            (heads, _ring(window, tx, layer, num_layers)) for heads, tx in transform.groups
+        )
+        alike = len({tx for _, tx in groups}) == 1
+        return groups[0][1] if alike else HeadGroups(groups)
+    parts = list(_parts_for(transform, layer, num_layers))
+    if any(map(_works_everywhere, parts)):
+        return transform.for_layer(layer, num_layers)
+    own = (part.for_layer(layer, num_layers) for part in parts if part.stage == Stage.REPRESENT)
+    # A method that brings a form of storage of its own (SpindleKV) becomes a chain: it is replaced.
+    stored = (part for part in own if not isinstance(part, Chain))
+    return chain(Ring(window), *(_slot_by_slot(part) for part in stored))
+
+
+def _parts_for(transform: KVTransform, layer: int, num_layers: int) -> Iterator[KVTransform]:
+    """The parts that are given for a layer, as they were before they are bound to it."""
+    for part in parts_of(transform):
+        if isinstance(part, PerLayer):
+            yield from _parts_for(part.choose(layer, num_layers), layer, num_layers)
+        else:
+            yield part
+
+
+def _works_everywhere(part: KVTransform) -> bool:
+    """Whether it is `Everywhere`, or a wrapper around that."""
+    around = isinstance(part, Wrapper) and _works_everywhere(part.base)
+    return around or isinstance(part, Everywhere)
+
+
+def _slot_by_slot(part: KVTransform) -> KVTransform:
+    """A form of storage of which slots can be freed one by one."""
+    if isinstance(part, Quantize) and part.groups_slots:
+        return dataclasses.replace(part, key_axis="token", residual=None)
+    return part

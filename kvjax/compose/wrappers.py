@@ -105,6 +105,35 @@ class HeadGroups(KVTransform):
 
 
 @dataclass(frozen=True)
+class Everywhere(Wrapper):
+    """A method that works in layers with a sliding window too, which would be rings otherwise.
+
+    A `Ring` holds a window exactly, and no less than it. A smaller budget, in models whose layers
+    all have long windows for one, needs the method itself: it then decides as in any other layer,
+    over all tokens, of which a query sees those inside its window. Around a whole transform, a part
+    of a chain, or what `PerLayer` chooses; `bind` resolves it.
+
+    Args:
+      base: the method.
+
+    Example:
+      >>> import kvjax
+      >>> tx = kvjax.Everywhere(kvjax.StreamingLLM(budget=64))
+      >>> kvjax.bind(tx, num_layers=1, windows=(4096,))
+      (StreamingLLM(budget=64, sinks=4, reposition=False),)
+    """
+
+    stage = property(lambda self: self.base.stage)
+
+    def __post_init__(self):
+        check_transform(self.base, "Everywhere")
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """The base of this layer."""
+        return self.base.for_layer(layer, num_layers)
+
+
+@dataclass(frozen=True)
 class _Again(Wrapper):
     """Compresses again while decoding what its base compresses at a prompt's end.
 

@@ -200,7 +200,7 @@ def measure_fidelity(
       ((2, 1, 2), (2, 1), True)
     """
     functional = as_functional(model)
-    layers = bind(transform, functional.num_layers)
+    bind(transform, functional.num_layers)  # whether it can be
     check_count("new_tokens", new_tokens, 1)
     # The full cache reads the prompts too, whatever positions the method could go beyond.
     check_prompts(functional, prompts, (Full(),), new_tokens)
@@ -212,6 +212,7 @@ def measure_fidelity(
                 f"budget must be at most the {longest + new_tokens} tokens of the longest row, "
                 f"got {budget}"
             )
+    layers = bind(transform, functional.num_layers, functional.windows, longest + new_tokens)
     tokens, positions = pad(prompts)
     rotated = not any(map(_late, layers))
     truth = full_run(rotated, new_tokens, functional, tokens, positions)

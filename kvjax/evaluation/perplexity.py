@@ -66,7 +66,7 @@ def continuation_nll(
     outside = tokens[(tokens < 0) | (tokens >= functional.vocab_size)]
     if outside.size:
         raise ValueError(f"tokens must lie in [0, {functional.vocab_size}), got {outside[0]}")
-    layers = bind(transform, functional.num_layers)
+    layers = bind(transform, functional.num_layers, functional.windows, length)
     return np.asarray(_nll(layers, int(prompt), functional, jnp.asarray(tokens, jnp.int32)))
 
 

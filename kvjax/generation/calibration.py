@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cache.slots import KVCache
 from kvjax.compose.chain import Chain, chain
+from kvjax.compose.wrappers import Everywhere
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.steps import pad, read_prompt
@@ -184,6 +185,8 @@ def calibrated(
     """
     if isinstance(transform, Chain):
         return chain(*(calibrated(part, model, sample) for part in transform.parts))
+    if isinstance(transform, Everywhere):
+        return Everywhere(calibrated(transform.base, model, sample))
     if isinstance(transform, InfiniGen) and transform.calibration is None:
         found = calibrate_infinigen(model, sample)
         return dataclasses.replace(transform, calibration=found)

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel
+from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 
 _END_TOKENS = 8  # places for end tokens; more of them are padded to a multiple
@@ -64,6 +65,11 @@ def check_turn(
         raise ValueError(
             "the context must be of this model: layers, KV heads, query heads and head_dim are "
             f"{others}, the model's {own}"
+        )
+    if context.windows != model.windows:
+        raise ValueError(
+            "the context must be of this model: the windows of its layers are "
+            f"{brief(context.windows)}, the model's {brief(model.windows)}"
         )
     if prompts is None:
         count = np.zeros(context.rows, int)

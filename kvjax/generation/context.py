@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.cache.slots import nbytes
+from kvjax.compose.chain import bind
 from kvjax.generation.reading import CacheSize
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import HOST_MEMORY
@@ -36,6 +38,7 @@ class Context:
       transform: how the caches are compressed (static).
       layers: the same, bound to each layer (static).
       size: what the caches were made for (static).
+      windows: of each layer, as the model says; empty: no layer has one (static).
     """
 
     caches: tuple[Cache, ...]
@@ -47,6 +50,7 @@ class Context:
     transform: KVTransform = field(metadata={"static": True})
     layers: tuple[KVTransform, ...] = field(metadata={"static": True})
     size: CacheSize = field(metadata={"static": True})
+    windows: tuple[int | None, ...] = field(metadata={"static": True})
 
     rows = property(lambda self: self.size.batch)
     max_prompt = property(lambda self: self.size.max_prompt)
@@ -59,9 +63,15 @@ class Context:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes that `Full` would take for as many tokens as this context is made for."""
-        # Its layers are alike.
-        return len(self.layers) * nbytes(jax.eval_shape(lambda: self.size.cache(Full(), 0)))
+        """Bytes that `Full` would take for as many tokens as this context is made for.
+
+        Its layers with windows are rings too.
+        """
+        kinds = Counter(bind(Full(), len(self.layers), self.windows, self.size.max_tokens))
+        return sum(
+            count * nbytes(jax.eval_shape(lambda kind=kind: self.size.cache(kind, 0)))
+            for kind, count in kinds.items()
+        )
 
     @property
     def dropped(self) -> int:

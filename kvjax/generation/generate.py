@@ -54,9 +54,10 @@ def read(
     """
     functional = as_functional(model)
     transform = Full() if transform is None else transform
-    layers = bind(transform, functional.num_layers)
+    of_model = functional.num_layers, functional.windows
     check_count("max_new", max_new, 1)
-    check_prompts(functional, prompts, layers, 0)  # whether a turn fits is seen when it comes
+    # Whether a turn fits is seen when it comes.
+    check_prompts(functional, prompts, bind(transform, *of_model), 0)
     padded = bucket(max(map(len, prompts)), functional.max_positions, buckets)
     if max_prompt is not None:
         check_count("max_prompt", max_prompt, 1)
@@ -67,7 +68,7 @@ def read(
             )
     most = max(padded, max_prompt or 0)
     size = CacheSize.of(functional, len(prompts), most, max_new, dtype)
-    how = transform, layers, size
+    how = transform, bind(transform, *of_model, size.max_tokens), size
     return begin(functional, prompts, padded, *how, Compiler(on_compile), on_layer)
 
 
@@ -89,6 +90,9 @@ def generate(
     dtype: DTypeLike | None = None,
 ) -> Generation:
     """Continues prompts through a cache that `transform` compresses.
+
+    A layer with a sliding window that is shorter than a text may become keeps its window, exactly,
+    and nothing else, whatever the method does in other layers: see `kvjax.bind`.
 
     Prompts are padded to one of a few lengths. Of a model that shows its parts
     (`kvjax.LayeredModel`), they are read layer by layer, so that no more than one layer holds its

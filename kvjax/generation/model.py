@@ -30,6 +30,8 @@ class LanguageModel(Protocol):
     Attributes:
       num_layers, query_heads, kv_heads, head_dim, vocab_size: sizes.
       max_positions: longest sequence that it can read; optional.
+      windows: of each layer, the sliding window that it gives to `attend`, None where it has none;
+        optional, a tuple. A layer with a window gets a `kvjax.Ring` (see `kvjax.bind`).
     """
 
     num_layers: int
@@ -126,6 +128,7 @@ class FunctionalModel:
       params: any pytree of arrays.
       num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as `LanguageModel`.
       parts: the same model in parts, with which prompts are read layer by layer; optional.
+      windows: as `LanguageModel`; empty: no layer has one.
 
     It is a pytree itself, of the arrays of `params`; all else is static.
     """
@@ -139,12 +142,13 @@ class FunctionalModel:
     vocab_size: int
     max_positions: int | None = None
     parts: ModelParts | None = None
+    windows: tuple[int | None, ...] = ()
 
 
 jax.tree_util.register_dataclass(
     FunctionalModel,
     data_fields=["params"],
-    meta_fields=["apply", *_COUNTS, "max_positions", "parts"],
+    meta_fields=["apply", *_COUNTS, "max_positions", "parts", "windows"],
 )
 
 
@@ -209,7 +213,8 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
         )
     sizes = {name: getattr(model, name) for name in _COUNTS}
     max_positions = getattr(model, "max_positions", None)
-    parts = _parts_of(model, called, params)
+    parts, windows = _parts_of(model, called, params), getattr(model, "windows", None)
     return FunctionalModel(
-        _Apply(called), params, max_positions=max_positions, parts=parts, **sizes
-    )
+        _Apply(called), params, max_positions=max_positions, parts=parts,
+        windows=tuple(windows or ()), **sizes,
+    )  # fmt: skip

@@ -54,6 +54,8 @@ class CacheSize(NamedTuple):
         heads = model.kv_heads, model.query_heads, model.head_dim
         return cls(batch, *heads, max_prompt, max_new, dtype)
 
+    max_tokens = property(lambda self: self.max_prompt + self.max_new)  # of a row
+
     def cache(self, transform: KVTransform, layer: int) -> Cache:
         """An empty cache of one layer."""
         return init_cache(transform, layer=layer, **self._asdict())

@@ -23,7 +23,7 @@ from kvjax.compose.chain import bind, chain, parts_of
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, cache_shapes
-from kvjax.messages import printable, quiet
+from kvjax.messages import brief, printable, quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
 from kvjax.regular_files import check_regular, read_regular
@@ -147,7 +147,8 @@ def load_context(
     with _damaged(folder):
         transform = _with_calibrations(parse(content["method"]), content["outlier_heads"], arrays)
         size = CacheSize(**content["size"])
-        layers = bind(transform, functional.num_layers)
+        of_model = functional.num_layers, functional.windows
+        layers = bind(transform, *of_model, size.max_tokens)
     shapes = _context_shapes(functional, transform, layers, size)
     expected = jax.tree.leaves(shapes)
     own = [arrays[name] for name in sorted(arrays) if name.isdigit()]
@@ -280,7 +281,8 @@ def _context_shapes(
     count = jax.ShapeDtypeStruct((size.batch,), jnp.int32)
     step, caches = jax.ShapeDtypeStruct((), jnp.int32), cache_shapes(model, layers, size)
     logits = jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32)
-    return Context(caches, logits, count, count, count, step, transform, layers, size)
+    how = transform, layers, size, model.windows
+    return Context(caches, logits, count, count, count, step, *how)
 
 
 def _is_key(x: Any) -> bool:
@@ -318,6 +320,7 @@ def _fingerprints(model: FunctionalModel, tokenizer: Any) -> dict[str, Any]:
     """
     names = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
     found: dict[str, Any] = {name: getattr(model, name) for name in names}
+    found["windows"] = list(model.windows)
     summed = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(model.params):
         summed.update(f"{jax.tree_util.keystr(path)} {_kind(x)}".encode())
@@ -335,9 +338,11 @@ def _fingerprints(model: FunctionalModel, tokenizer: Any) -> dict[str, Any]:
 def _compare(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Raises where a context is of another model or tokenizer, with what differs."""
     for name, value in here.items():
-        both = value is not None and there[name] is not None
+        # Contexts of earlier versions say nothing about windows.
+        both = value is not None and there.get(name) is not None
         if both and value != there[name]:
-            shown = "" if isinstance(value, str) else f": {there[name]}, here {value}"
+            given = f": {brief(there[name])}, here {brief(value)}"
+            shown = "" if isinstance(value, str) else given
             raise ValueError(
                 f"the context in {folder} is of another model: its {name} differ{shown}"
             )

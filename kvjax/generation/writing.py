@@ -52,7 +52,8 @@ class Generation:
         `on_tokens` it includes that callback.
       compile_s: seconds of tracing and compiling; next to nothing on a second call.
       cache_bytes: bytes of all cache arrays, index structures included.
-      full_cache_bytes: what `Full` would hold for the same padded prompt and new tokens.
+      full_cache_bytes: what `Full` would hold for the same padded prompt and new tokens, windows of
+        layers being rings as well.
       memory_bytes: `cache_bytes` by the kind of memory: `"device"`, and `"pinned_host"` for what
         `Offload` keeps there.
       recall: how often offloaded caches had what a step selected, and what crossed; None where
@@ -215,11 +216,11 @@ class Writing:
                 raise ValueError("generate needs prompts, or a context to go on from")
             self._keeps = False
             transform = Full() if transform is None else transform
-            layers = bind(transform, self._model.num_layers)
-            check_prompts(self._model, prompts, layers, max_new_tokens)
+            of_model = self._model.num_layers, self._model.windows
+            check_prompts(self._model, prompts, bind(transform, *of_model), max_new_tokens)
             padded = bucket(max(map(len, prompts)), self._model.max_positions, buckets)
             size = CacheSize.of(self._model, len(prompts), padded, room, dtype)
-            how = transform, layers, size
+            how = transform, bind(transform, *of_model, size.max_tokens), size
             context = begin(self._model, prompts, padded, *how, self._compiler, on_layer)
         else:
             if transform is not None:
@@ -353,7 +354,7 @@ def begin(
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     none, never = np.zeros_like(length), np.int32(0)
     counts = map(jnp.asarray, (length, length, none, never))
-    return Context(caches, logits, *counts, transform, layers, size)
+    return Context(caches, logits, *counts, transform, layers, size, model.windows)
 
 
 def further(

@@ -9,10 +9,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots
 from kvjax.cache.payload import take_slots, write_slots
+from kvjax.cache.selection import newest
 from kvjax.cache.slots import NEG_INF, KVCache
 from kvjax.protocol import Step, View
 from kvjax.transforms.recall import Recall, of_lists
@@ -44,7 +45,8 @@ class Quest(Recall):
     the least and the greatest key, channel by channel, so that no token of it has a higher `q · k`
     than `u_P = Σ_c max(q_c · low_c, q_c · high_c)`. A decode step attends to the newest page and to
     those with the highest u, ties to the lower page, `budget / page` of them in all, listed in
-    ascending order. The new token's key widens the bounds of its page, the newest, in place.
+    ascending order. The new token's key widens the bounds of its page, the newest, in place. In
+    attention with a sliding window, pages that lie outside it as a whole are not taken.
 
     The index is `[B, H, P, D]` twice, in the dtype of the keys: 1 / `page` of keys and values.
 
@@ -113,8 +115,11 @@ class Quest(Recall):
         if not self.per_query_head:
             score = score.max(2)
         score = score.reshape(len(score), lists, -1)
-        tokens = of_lists(cache.used, cache)
-        pages = self._choose(score, -(-tokens // self.page), state.budget, length // self.page)
+        tokens, seen = of_lists(cache.used, cache), None
+        if view.window is not None:
+            seen = of_lists(self._seen(cache, view.window), cache)
+        there, most = -(-tokens // self.page), length // self.page
+        pages = self._choose(score, there, state.budget, most, seen)
         slot = pages[..., None] * self.page + _numbers(self.page)[None]
         slot = slot.reshape(*pages.shape[:2], length)
         return view.take(jnp.where(slot < tokens[..., None], slot, -1)), state
@@ -147,18 +152,32 @@ class Quest(Recall):
         low, high = widen(state.low, jnp.minimum), widen(state.high, jnp.maximum)
         return dataclasses.replace(state, low=low, high=high)
 
+    def _seen(self, cache: KVCache, window: int) -> Bool[Array, "B H P"]:
+        """Pages that do not lie outside the window as a whole."""
+        pages = -(-cache.slots // self.page)
+        more = pages * self.page - cache.slots
+        visible = jnp.pad(newest(cache, window), ((0, 0), (0, 0), (0, more)))
+        return visible.reshape(*cache.shape[:2], pages, self.page).any(-1)
+
     def _choose(
         self,
         score: Float[Array, "B K P"],
         there: Int[Array, "B K"],
         budget: Int[Array, " B"],
         most: int,
+        seen: Bool[Array, "B K P"] | None,
     ) -> Int[Array, "B K N"]:
-        """The newest of the pages there and the best others, ascending; P where there is none."""
+        """The newest of the pages there and the best others, ascending; P where there is none.
+
+        Of those that are `seen`; None: all of them.
+        """
         pages = score.shape[2]
         number, there = _numbers(pages), there[..., None]
         score = jnp.where(number < there, score, NEG_INF)
         score = jnp.where(number == there - 1, jnp.inf, score)
+        if seen is not None:  # the newest page is among them
+            score = jnp.where(seen, score, NEG_INF)
+            there = seen.sum(-1, keepdims=True, dtype=jnp.int32)
         # One more entry: XLA on CPU takes the top P of P by a sort.
         score = jnp.pad(score, ((0, 0), (0, 0), (0, 1)), constant_values=NEG_INF)
         _, best = jax.lax.top_k(score, most)

@@ -140,6 +140,8 @@ def compositions(budget: int) -> dict:
         "every_kvcrush": Every(KVCrush(snap, anchor="alternate"), steps=3),
         "outlier_heads": chelsea(budget, recent=2, outlier_heads=OUTLIERS),
         "reposition": kvjax.StreamingLLM(budget=budget, reposition=True),
+        "ring": kvjax.Ring(budget + 1),
+        "ring_quantize": chain(kvjax.Ring(budget + 1), Quantize(8)),
         "float_h2o": kvjax.H2O(budget=share),
         "clusterkv_offload": chain(clusterkv(budget), kvjax.Offload()),
         "clusterkv_per_query_head": chain(
@@ -195,7 +197,7 @@ COVERING = {
 # Live slots after any call while decoding, where the method bounds all of them.
 DECODING_BUDGET = {
     "streaming_llm", "h2o", "chain", "cam", "reposition", "h2o_codebook", "h2o_quantize",
-    "h2o_quantize_token",
+    "h2o_quantize_token", "ring", "ring_quantize",
 }  # fmt: skip
 # Attention over a selection: of what was live in `test_<method>.py`.
 SELECTING = {
@@ -220,8 +222,8 @@ SLOW = {
     "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head", "every",
     "every_kvcrush", "float_h2o", "head_groups", "infinigen", "kvcrush", "kvcrush_h2o",
     "h2o_codebook", "layer_budget", "outlier_heads", "per_layer", "pyramidinfer_paper",
-    "pyramidkv", "quest", "quest_offload", "reposition", "snapkv_clusterkv", "spindlekv",
-    "spindlekv_unfold", "when_full",
+    "pyramidkv", "quest", "quest_offload", "reposition", "ring", "ring_quantize",
+    "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
     *set(quantised(BUDGET)) - {"quantize"},
 }  # fmt: skip
 

@@ -784,5 +784,5 @@ def test_all_methods_are_every_one_there_is():
     from kvjax.registry import METHODS, WRAPPERS
 
     names = {text.partition("(")[0] for text in method_list("all")}
-    assert names == {*METHODS, *WRAPPERS} - {"every", "when_full"}
+    assert names == {*METHODS, *WRAPPERS} - {"every", "when_full", "everywhere"}
     assert len(Grid.of(methods=method_list(" all "), budgets=[0.1]).candidates) == len(names)

@@ -36,7 +36,8 @@ class Quest(Recalling):
     """The newest page, and the best of the others up to the budget, as a list in ascending order.
 
     Pages are `page` consecutive live tokens in the order of their positions; generated tokens go on
-    filling the last one.  A KV head goes by the maximum of the page's scores over its group.
+    filling the last one.  A KV head goes by the maximum of the page's scores over its group.  With
+    a sliding window, pages all of whose tokens lie outside it are no candidates.
     """
 
     def __init__(
@@ -52,15 +53,17 @@ class Quest(Recalling):
     def select(self, q: np.ndarray) -> list[list[int]]:
         """The positions of the pages taken, ascending."""
         taken = page_budget(self.budget, self.prompt_length, self.page)
-        selected = []
+        window, selected = self.options.get("window"), []
         for slots, group in zip(self.heads, self.by_group(q), strict=True):
             bounds = page_bounds(slots.keys, self.page)
             scores = np.array([page_scores(query, *bounds) for query in group])
             if not self.per_query_head:
                 scores = reduce_group(scores, "max")[None]
+            positions = slots.positions.tolist()
+            pages = [positions[i : i + self.page] for i in range(0, len(positions), self.page)]
+            first = -1 if window is None else positions[-1] - window + 1
+            seen = [i for i, page in enumerate(pages[:-1]) if page[-1] >= first]
             for row in scores:
-                pages = [*best(row[:-1], taken - 1), len(row) - 1]
-                positions = slots.positions.tolist()
-                chunks = [positions[p * self.page : (p + 1) * self.page] for p in pages]
-                selected.append([p for chunk in chunks for p in chunk])
+                chosen = [pages[seen[i]] for i in best(row[seen], taken - 1)]
+                selected.append([p for page in [*chosen, pages[-1]] for p in page])
         return selected

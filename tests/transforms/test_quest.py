@@ -192,8 +192,9 @@ def test_rows_that_stop_and_go_on():
 
 
 def test_attention_options():
-    """A window hides tokens of pages that are taken all the same."""
+    """Pages outside the window are not taken; of one that is, the window hides some tokens."""
     Pair(32, 8, seed=3, scale=0.5, window=40, soft_cap=3.0).prompt(LENGTHS).decode(20)
+    Pair(32, 8, seed=3, window=13, per_query_head=True).prompt(LENGTHS).decode(20)
 
 
 @pytest.mark.parametrize("budget", [20, 0.25])

@@ -35,7 +35,8 @@ class ClusterKV(Recall):
     and centroid, `q · μ_c`, and attends to the sinks and to whole clusters in that order, up to
     `budget` slots; the last cluster is trimmed to its earliest tokens. Tokens that are generated
     are attended to as they are, until the `kvjax.flush` that finds `interval` of them in a row
-    clusters them among themselves.
+    clusters them among themselves. In attention with a sliding window, clusters that lie outside it
+    as a whole are passed over, and so are the sinks.
 
     Slots are stored cluster by cluster, so that a cluster is a range of slots and the list of slots
     follows from prefix sums over cluster sizes.
@@ -120,6 +121,10 @@ class ClusterKV(Recall):
     def select(self, view: View, state: Index, query: Array) -> tuple[View, Index]:
         """The sinks, the clusters of the highest `q · μ` up to the budget, and recent tokens."""
         cache, (clusters, _) = view.cache, state
+        slots, recent = self._recent(cache, clusters)
+        fixed = self.sinks
+        if view.window is not None:
+            clusters, fixed = clusters.seen(cache, view.window), 0
         order = rank_clusters(
             query.reshape(*cache.shape[:2], cache.group, -1), clusters.centroids, clusters.sizes,
             per_query_head=self.per_query_head, implementation=view.implementation,
@@ -129,12 +134,11 @@ class ClusterKV(Recall):
             sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=cache.lists[1],
             implementation=view.implementation,
         )  # fmt: skip
-        slots, recent = self._recent(cache, clusters)
         recent = of_lists(jnp.where(recent, slots, -1), cache)
         unseen = (slots[..., -1:] < view.slots) & (view.slots < cache.slots)
         dropped = cache.dropped + unseen.sum(-1, dtype=jnp.int32)
         view = dataclasses.replace(view, cache=cache.replace(dropped=dropped))
-        return view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=self.sinks), state
+        return view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=fixed), state
 
     def on_prompt(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
         """Clusters everything but the sinks."""

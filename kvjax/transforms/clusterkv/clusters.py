@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import take_slots, write_slots
+from kvjax.cache.slots import KVCache
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +70,26 @@ class Clusters:
             self,
             centroids=write_slots(self.centroids, at, (centroid * old + total) / new),
             sizes=write_slots(self.sizes, at, new_size),
+        )
+
+    def seen(self, cache: KVCache, window: int) -> Clusters:
+        """With no slots in clusters, and no sinks, that lie outside the window as a whole.
+
+        For a selection alone: the slots are as they were.
+        """
+        first = cache.length[:, None] - window
+
+        def newest(starts: Int[Array, "B H N"], sizes: Int[Array, "B H N"]) -> Int[Array, "B H N"]:
+            last = jnp.clip(starts + sizes - 1, 0, cache.slots - 1)
+            return take_slots(cache.position, last)  # positions ascend within a cluster
+
+        visible = newest(self.starts, self.sizes) >= first[..., None]
+        sinks = self.sinks[..., None]
+        sinks_visible = newest(jnp.zeros_like(sinks), sinks)[..., 0] >= first
+        return dataclasses.replace(
+            self,
+            sizes=jnp.where(visible, self.sizes, 0),
+            sinks=jnp.where(sinks_visible, self.sinks, 0),
         )
 
     def with_sinks(self) -> tuple[Int[Array, "B H C"], Int[Array, "B H C"]]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_budget, check_number, most_slots, rows_budget
 from kvjax.cache.payload import write_slots
-from kvjax.cache.selection import keep_best
+from kvjax.cache.selection import keep_best, newest
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Mark
 from kvjax.protocol import KVTransform, Needs, Step, View
@@ -41,7 +41,8 @@ class InfiniGen(Recall):
 
     the same for all heads of the row. q is a prediction itself where the model gives one: the
     layer's query weights times the input of the attention before it, so that slots can be fetched
-    while the layer below is computed. Other models' own query is used.
+    while the layer below is computed. Other models' own query is used. In attention with a sliding
+    window, the earlier tokens are those inside it.
 
     Args:
       budget: most earlier tokens to attend to: a share of the row's tokens so far, 0.2 as in the
@@ -142,7 +143,8 @@ class InfiniGen(Recall):
         """The tokens of the highest predicted scores, and the step's own."""
         cache, slots, (_, length) = self._add(view, state), view.slots, view.cache.lists
         own = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2) == slots
-        earlier = cache.live & ~own
+        seen = cache.live if view.window is None else newest(cache, view.window)
+        earlier = seen & ~own
         score = self._scores(cache, state, query if view.predicted is None else view.predicted)
         count = self._count(cache, score, earlier)
         earlier, position = (of_lists(x, cache) for x in (earlier, cache.position))

@@ -1,0 +1,292 @@
+"""Models with sliding windows: rings give the full cache's text from the bytes of the windows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.cache.slots import nbytes
+from kvjax.evaluation import continuation_nll, measure_fidelity
+from kvjax.generation import reading
+from kvjax.generation.model import as_functional
+from kvjax.generation.reading import CacheSize, cache_shapes
+from kvjax.generation.steps import init_caches, pad
+from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
+from tests.generation.test_context import STORED, TRANSFORMS, same
+from tests.generation.test_generate import RAGGED, method
+from tests.support.tolerances import close
+
+WINDOW, NEW = 8, 48
+LOCAL, GLOBAL = RopeConfig(rotary_dim=8, theta=100.0), RopeConfig(rotary_dim=8)
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "query_heads": 4, "kv_heads": 2,
+    "head_dim": 8, "rope": GLOBAL, "max_positions": 256,
+}  # fmt: skip
+GEMMA = DecoderConfig(
+    **SIZES, num_layers=4, layers=(LayerConfig(LOCAL, WINDOW), LayerConfig(GLOBAL)) * 2,
+    qk_norm="head", norms="both", norm_plus_one=True, embedding_scale=2.0,
+)  # fmt: skip
+MISTRAL = DecoderConfig(**SIZES, num_layers=2, sliding_window=WINDOW)
+CONFIGS = {"gemma": GEMMA, "mistral": MISTRAL}
+QUESTIONS = [[7, 3], [11], list(range(20))]
+
+
+@functools.cache
+def model(name: str):
+    """A random decoder whose weights are large enough for its text to vary."""
+    graph, state = nnx.split(random_decoder(CONFIGS[name], seed=3))
+    louder = jax.tree.map(lambda x: x * 2.0 if x.ndim > 1 else x, state)
+    return nnx.merge(graph, louder)
+
+
+@functools.cache
+def without_rings(name: str) -> kvjax.FunctionalModel:
+    """The same model, of which nothing but its attention knows the windows."""
+    return dataclasses.replace(as_functional(model(name)), windows=())
+
+
+def read(name: str, prompts=RAGGED, transform=None, **options):
+    options = {"max_prompt": 160, "max_new": 128, **options}
+    return kvjax.read(model(name), prompts, transform=transform, **options)
+
+
+def rings(context) -> list:
+    return [cache for cache, window in zip(context.caches, context.windows, strict=True) if window]
+
+
+# --- the full cache's text ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_text_is_that_of_the_full_cache(name):
+    """Ragged prompts, some shorter than a window, and 48 new tokens; then two further turns."""
+    turns = {}
+    for of_rings, mine in ((True, model(name)), (False, without_rings(name))):
+        context, found = kvjax.read(mine, RAGGED, max_prompt=160, max_new=128), []
+        for asked, most in ((None, NEW), (QUESTIONS, 10), ([[5], None, [9, 9]], 10)):
+            result = kvjax.generate(mine, asked, context=context, max_new_tokens=most)
+            context = result.context
+            found.append((result.tokens, np.asarray(context.logits), result.dropped))
+        turns[of_rings] = found
+        slots = [cache.kv.slots for cache in context.caches]
+        whole = 160 + 128
+        assert slots == [WINDOW if window and of_rings else whole for window in model(name).windows]
+    for (tokens, logits, dropped), (expected, full_logits, _) in zip(*turns.values(), strict=True):
+        assert tokens == expected and dropped == 0
+        close(logits, full_logits)
+    assert len(set(turns[True][0][0][0])) > 3, "a model that repeats itself shows nothing"
+
+
+def test_at_once_as_in_a_context():
+    together = kvjax.generate(model("gemma"), RAGGED, max_new_tokens=NEW)
+    expected = kvjax.generate(without_rings("gemma"), RAGGED, max_new_tokens=NEW)
+    alone = [
+        kvjax.generate(model("gemma"), [row], max_new_tokens=NEW, buckets=[64]) for row in RAGGED
+    ]
+    assert together.tokens == expected.tokens == [one.tokens[0] for one in alone]
+    assert together.cache_bytes == together.full_cache_bytes < expected.full_cache_bytes
+
+
+def test_prompts_in_chunks():
+    """Of a model's own call: chunks shorter and longer than the window, padding in between."""
+    functional = as_functional(model("gemma"))
+    layers = kvjax.bind(kvjax.Full(), 4, functional.windows)
+    tokens, positions = pad(RAGGED, 60)
+    chunks = np.cumsum([3, 21, 12])
+
+    @functools.partial(jax.jit, static_argnames=("layers", "phase", "last"))
+    def call(tokens, positions, caches, layers, **how):
+        return functional.apply(functional.params, tokens, positions, caches, layers=layers, **how)
+
+    def read_in(pieces, layers):
+        caches = init_caches(functional, layers, 3, 60, 12)
+        for number, at in enumerate(pieces):
+            last = number == len(pieces) - 1
+            part = jnp.asarray(tokens[:, at]), jnp.asarray(positions[:, at])
+            logits, caches = call(*part, caches, layers, phase="prompt", last=last)
+        outs, position = [], positions.max(1)
+        for step in range(12):
+            new = jnp.full((3, 1), step + 1), jnp.asarray(position[:, None] + 1 + step)
+            logits, caches = call(*new, caches, layers, phase="decode", last=True)
+            outs.append(np.asarray(logits[:, 0]))
+        return outs, caches
+
+    found, caches = read_in(np.split(np.arange(60), chunks), layers)
+    assert [cache.kv.slots for cache in caches] == [WINDOW, 72] * 2
+    expected, _ = read_in([np.arange(60)], kvjax.bind(kvjax.Full(), 4))
+    for out, full in zip(found, expected, strict=True):
+        close(out, full)
+
+
+def test_many_questions_about_one_document():
+    document = read("gemma", RAGGED[:1])
+    together = kvjax.generate(model("gemma"), QUESTIONS, context=document, max_new_tokens=12)
+    full = kvjax.read(without_rings("gemma"), RAGGED[:1], max_prompt=160, max_new=128)
+    for row, question in enumerate(QUESTIONS):
+        expected = kvjax.generate(
+            without_rings("gemma"), [question], context=full, max_new_tokens=12
+        )
+        assert together.tokens[row] == expected.tokens[0]
+
+
+# --- with every method ----------------------------------------------------------------------------
+
+
+@functools.cache
+def ring_bytes() -> int:
+    (cache, *_) = rings(read("gemma"))
+    return nbytes(cache)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.fast_cases("h2o")
+def test_every_method_in_the_other_layers(name):
+    """Rings hold the same bytes under all of them, unless rows are stored in fewer bits."""
+    tx = kvjax.calibrated(uncalibrated(STORED.get(name, name)), model("gemma"), [RAGGED[0]])
+    context = read("gemma", transform=tx)
+    answer = kvjax.generate(model("gemma"), QUESTIONS, context=context, max_new_tokens=12)
+    assert [len(row) for row in answer.tokens] == [12] * 3 and answer.dropped == 0
+    for cache in rings(answer.context):
+        assert cache.kv.slots == WINDOW
+        if "quantize" in STORED.get(name, ""):
+            assert nbytes(cache) < ring_bytes()
+        else:
+            assert nbytes(cache) == ring_bytes()
+            assert cache.transform == kvjax.Ring(WINDOW)
+    alone = [
+        kvjax.generate(
+            model("gemma"), [q], context=read("gemma", [p], tx, buckets=[64]), max_new_tokens=12
+        )
+        for p, q in zip(RAGGED, QUESTIONS, strict=True)
+    ]
+    if name != "pyramidinfer":  # a row alone has another longest prompt, so another schedule
+        assert answer.tokens == [one.tokens[0] for one in alone]
+
+
+def uncalibrated(name: str) -> kvjax.KVTransform:
+    """As `method` makes it, for a model of four layers."""
+    tx = method(name)
+    return dataclasses.replace(tx, calibration=None) if isinstance(tx, kvjax.InfiniGen) else tx
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "pyramidkv"])
+@pytest.mark.fast_cases("h2o")
+def test_a_model_of_windows_alone_loses_nothing(name):
+    """The method never comes to work: the text is the full cache's."""
+    result = kvjax.generate(model("mistral"), RAGGED, transform=method(name), max_new_tokens=12)
+    full = kvjax.generate(without_rings("mistral"), RAGGED, max_new_tokens=12)
+    assert result.tokens == full.tokens
+    assert result.cache_bytes == result.full_cache_bytes
+
+
+def test_everywhere_and_short_texts():
+    tx = kvjax.H2O(4)
+    everywhere = read("mistral", transform=kvjax.Everywhere(tx))
+    assert everywhere.layers == (tx, tx)
+    assert everywhere.nbytes < everywhere.full_nbytes == read("mistral").nbytes
+    wide = dataclasses.replace(MISTRAL, sliding_window=100)
+    short = kvjax.read(random_decoder(wide), [[1, 2, 3]], transform=tx, max_new=36, buckets=[64])
+    assert short.layers == (tx, tx), "a text of 100 tokens never leaves the window"
+    longer = kvjax.read(random_decoder(wide), [[1, 2, 3]], transform=tx, max_new=37, buckets=[64])
+    assert longer.layers == (kvjax.Ring(100),) * 2
+
+
+def test_rings_are_one_kind():
+    before = reading._read_layer._cache_size()
+    read("gemma", transform=kvjax.SnapKV(40, window=8), max_new=77)
+    assert reading._read_layer._cache_size() == before + 2, "local layers and global ones"
+
+
+# --- what is said and kept ------------------------------------------------------------------------
+
+
+def test_bytes_before_anything_is_made():
+    """Of shapes alone, Gemma 3 4B's: 29 of 34 layers hold 1,024 tokens of 32,768."""
+    local, size = 1024, CacheSize(1, 4, 8, 256, 32_768, 512, "bfloat16")
+    windows = tuple(None if (layer + 1) % 6 == 0 else local for layer in range(34))
+    ringed, full = (
+        sum(
+            nbytes(jax.eval_shape(lambda tx=tx: size.cache(tx, 0)))
+            for tx in kvjax.bind(kvjax.Full(), 34, each, size.max_tokens)
+        )
+        for each in (windows, ())
+    )
+    per_slot = 4 * (2 * 256 * 2 + 9)
+    assert full == 34 * ((32_768 + 512) * per_slot + 4 * 8 + 4)
+    assert ringed == full - 29 * (32_768 + 512 - local) * per_slot
+    assert 5 < full / ringed < 6
+
+
+def test_shapes_of_a_context():
+    """Those that `load_context` compares with: nothing is computed."""
+    functional, size = as_functional(model("gemma")), CacheSize(3, 2, 4, 8, 64, 64, None)
+    layers = kvjax.bind(kvjax.H2O(36), 4, functional.windows, size.max_tokens)
+    shapes = cache_shapes(functional, layers, size)
+    assert [cache.kv.slots for cache in shapes] == [WINDOW, 37] * 2
+
+
+def test_contexts_are_saved_and_loaded(tmp_path):
+    tx = kvjax.chain(kvjax.H2O(36), kvjax.Quantize())
+    first = kvjax.generate(
+        model("gemma"), QUESTIONS, context=read("gemma", transform=tx), max_new_tokens=5
+    )
+    kvjax.save_context(tmp_path / "own", first.context, model=model("gemma"))
+    loaded = kvjax.load_context(tmp_path / "own", model("gemma"))
+    same(loaded, first.context)
+    assert loaded.layers[0] == kvjax.chain(kvjax.Ring(WINDOW), kvjax.Quantize())
+    found, expected = (
+        kvjax.generate(model("gemma"), QUESTIONS, context=each, max_new_tokens=9).tokens
+        for each in (loaded, first.context)
+    )
+    assert found == expected
+
+
+def test_another_models_windows_are_refused(tmp_path):
+    """Weights and sizes are the same: nothing but the windows differs."""
+    context = read("mistral")
+    kvjax.save_context(tmp_path / "own", context, model=model("mistral"))
+    other = random_decoder(dataclasses.replace(MISTRAL, sliding_window=9))
+    nnx.update(other, nnx.state(model("mistral")))
+    with pytest.raises(ValueError, match=r"its windows differ: \[8, 8\], here \[9, 9\]"):
+        kvjax.load_context(tmp_path / "own", other)
+    with pytest.raises(
+        ValueError, match=r"windows of its layers are \(8, 8\), the model's \(9, 9\)"
+    ):
+        kvjax.generate(other, [[1]] * 3, context=context)
+    with pytest.raises(ValueError, match=r"its windows differ: \[8, 8\], here \[\]"):
+        kvjax.load_context(tmp_path / "own", without_rings("mistral"))
+
+
+def test_windows_of_another_number_of_layers_are_refused():
+    wrong = dataclasses.replace(without_rings("gemma"), windows=(8, None))
+    with pytest.raises(ValueError, match="one entry per layer, 4, got 2"):
+        kvjax.generate(wrong, RAGGED)
+
+
+def test_repositioned_texts_end_where_rings_positions_do():
+    """Rings keep tokens' own positions, so that a text may not go beyond the model's."""
+    tx, prompt = kvjax.StreamingLLM(16, reposition=True), [list(range(60)) * 4]
+    with pytest.raises(ValueError, match="the model has 256 positions"):
+        kvjax.generate(model("gemma"), prompt, transform=tx, max_new_tokens=40)
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def test_evaluation_sees_no_difference():
+    tokens = np.array([RAGGED[0]])
+    ringed, full = (
+        continuation_nll(each, kvjax.Full(), tokens, prompt=30)
+        for each in (model("gemma"), without_rings("gemma"))
+    )
+    close(ringed, full)
+    found = measure_fidelity(model("gemma"), kvjax.H2O(16), RAGGED, new_tokens=3)
+    assert (found.recall[::2] == 1).all() and found.error[::2].max() < 1e-5
+    assert found.error[1::2, ::2].min() > 1e-3, "the other layers lose something of long rows"

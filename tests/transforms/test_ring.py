@@ -1,0 +1,245 @@
+"""Rings: exact attention within a window, from the window's slots alone; which layers have one."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+    H2O,
+    Chelsea,
+    Codebook,
+    Everywhere,
+    Full,
+    HeadGroups,
+    InfiniGen,
+    PerLayer,
+    PyramidKV,
+    Quantize,
+    Quest,
+    Ring,
+    SnapKV,
+    SpindleKV,
+    StreamingLLM,
+    chain,
+)
+from tests.references.attention import softmax_attention
+from tests.references.ring import Ring as Reference
+from tests.support.attending import Tokens, decode, new_cache, prompt, slots_of, the_rope
+from tests.support.method_pair import LENGTHS, SIDES, Pair
+from tests.support.tolerances import close
+
+ROPE = kvjax.Rope(np.float32([1.0, 0.25, 0.01, 0.5]))
+
+
+def pair(window: int, seed: int = 0, **options) -> Pair:
+    return Pair(Ring(window), Reference, seed=seed, window=window, **options)
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 8, 40, 500])
+@pytest.mark.fast_cases("8", "1")
+def test_prompt_and_64_steps(window):
+    """Shorter than every prompt, between them, and longer than any text."""
+    both = pair(window).prompt(LENGTHS).decode(64)
+    assert both.cache.kv.slots == min(window, 128 + 64)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.fast_cases("left")
+def test_padding(side):
+    pair(8, seed=1, rope=ROPE).prompt(LENGTHS, side).decode(16)
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.fast_cases("5")
+def test_chunks_and_turns(chunks):
+    """Queries of a chunk see tokens before it, in this prompt and in earlier turns."""
+    both = pair(12, seed=2).prompt(LENGTHS, chunks=chunks).decode(9)
+    both.prompt((3, 40, 0), "left", chunks=chunks).decode(20)
+    both.prompt((1, 0, 2), chunks=chunks).decode(20)
+
+
+def test_rows_that_stop_and_go_on():
+    both = pair(8, seed=3).prompt((30, 0, 9)).decode(6, stopped=(1,))
+    both.decode(9, stopped=(0, 2)).decode(7).decode(20, stopped=(0,))
+
+
+def test_scale_and_soft_cap():
+    pair(16, seed=4, heads=(2, 4), scale=0.5, soft_cap=2.0).prompt(LENGTHS).decode(16)
+
+
+def test_positions_decide_and_not_their_number():
+    """Hidden states that were pruned below leave gaps: a window holds fewer tokens then."""
+    tokens, window = Tokens.random(rows=1), 8
+    positions = np.array([[0, 3, 4, 9, 11, 12, 20]])
+    _, cache = prompt(Ring(window), new_cache(Ring(window), 1), tokens, positions, window=window)
+    assert slots_of(cache, 0, 0)["position"].tolist() == [20]
+    out, cache = decode(Ring(window), cache, tokens, [21], window=window)
+    q, k, v, _ = (np.asarray(x) for x in tokens.at(np.array([[20, 21]])))
+    turned = [np.asarray(the_rope().rotate(x, jnp.array([[20, 21]]))) for x in (q, k)]
+    for head in range(2):
+        expected, _ = softmax_attention(
+            turned[0][0, 2 * head : 2 * head + 2, 1:], turned[1][0, head], v[0, head],
+            np.array([21]), np.array([20, 21]),
+        )  # fmt: skip
+        close(out[0, 2 * head : 2 * head + 2], expected, "reference")
+
+
+# --- what it holds --------------------------------------------------------------------------------
+
+SIZE = {"batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("window", "max_prompt", "max_new", "slots"),
+    [(8, 64, 16, 8), (8, 64, 0, 7), (8, 5, 100, 8), (8, 3, 2, 5), (1, 64, 16, 1), (1, 4, 0, 1)],
+)
+def test_slots_are_those_of_the_window(window, max_prompt, max_new, slots):
+    shapes = jax.eval_shape(
+        lambda: kvjax.init_cache(Ring(window), max_prompt=max_prompt, max_new=max_new, **SIZE)
+    )
+    assert shapes.kv.slots == shapes.kv.capacity == slots
+    keys_values, scalars = 2 * 16 * 4, 4 + 4 + 1
+    assert kvjax.nbytes(shapes) == 2 * 2 * (slots * (keys_values + scalars) + 8) + 2 * 4
+
+
+def test_a_step_does_not_scale_with_the_prompt():
+    """The very same program after 64 tokens and after a million."""
+
+    def lowered(max_prompt: int) -> str:
+        cache = jax.eval_shape(
+            lambda: kvjax.init_cache(Ring(8), max_prompt=max_prompt, max_new=16, **SIZE)
+        )
+        q = jax.ShapeDtypeStruct((2, 2, 1, 16), jnp.float32)
+        position = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+        step = functools.partial(kvjax.attend, Ring(8), phase="decode", window=8)
+        return jax.jit(step).lower(cache, q, q, q, position).as_text()
+
+    assert lowered(64) == lowered(1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("window", "error"), [(0, ValueError), (2.5, TypeError), (True, TypeError)]
+)
+def test_bad_windows(window, error):
+    with pytest.raises(error, match="window must be"):
+        Ring(window)
+
+
+# --- which layers have one ------------------------------------------------------------------------
+
+WINDOWS = (8, None, 8)
+
+
+def bound(transform, windows=WINDOWS, max_tokens=1024):
+    return kvjax.bind(transform, len(windows), windows, max_tokens)
+
+
+def by_layer(layer: int, num_layers: int) -> kvjax.KVTransform:
+    return chain(SnapKV(64), Quantize()) if layer == 0 else Everywhere(H2O(64))
+
+
+OUTLIERS = kvjax.OutlierHeads(((0, 1), (1, 0)), num_layers=3, kv_heads=2)
+REPLACED = {
+    "full": Full(),
+    "evicts": H2O(64),
+    "budgets by layer": PyramidKV(64),
+    "dense layers": Quest(48),
+    "brings its own storage": SpindleKV(0.5),
+    "wrapper": kvjax.Every(SnapKV(64), steps=8),
+    "wrapper in a wrapper": kvjax.Every(kvjax.KVCrush(SnapKV(64)), steps=8),
+    "chain": chain(SnapKV(64), H2O(48)),
+    "outlier heads": Chelsea(256, outlier_heads=OUTLIERS),
+    "head groups": HeadGroups((((0,), Full()), ((1,), H2O(64)))),
+    "offloaded": chain(Quest(48, dense_layers=()), kvjax.Offload()),
+}
+
+
+@pytest.mark.parametrize("transform", REPLACED.values(), ids=REPLACED)
+def test_a_window_is_a_ring_whatever_the_method(transform):
+    """Other layers are as they would be without windows; layers are counted as before."""
+    first, other, last = bound(transform)
+    assert first == last == Ring(8)
+    assert other == kvjax.bind(transform, 3)[1]
+
+
+def test_how_rows_are_stored_holds_in_rings_too():
+    assert bound(chain(SnapKV(64), Quantize()))[0] == chain(Ring(8), Quantize())
+    assert bound(Quantize("float8"))[0] == chain(Ring(8), Quantize("float8"))
+    book = Codebook(capacity=64)
+    assert bound(chain(H2O(64), book))[0] == chain(Ring(8), book)
+    recalled = chain(Quantize(), Quest(48, dense_layers=()))
+    assert bound(recalled) == (chain(Ring(8), Quantize()), recalled, chain(Ring(8), Quantize()))
+    own = HeadGroups((((0,), chain(SnapKV(64), Quantize())), ((1,), Full())))
+    assert bound(own)[0] == HeadGroups((((0,), chain(Ring(8), Quantize())), ((1,), Ring(8))))
+
+
+def test_groups_of_slots_are_groups_of_channels_in_rings():
+    """A ring frees slots one by one."""
+    tx = chain(SnapKV(64), Quantize(4, group=16, residual=32))
+    ring, other, _ = bound(tx)
+    assert ring == chain(Ring(8), Quantize(4, group=16, key_axis="token"))
+    assert other == tx
+
+
+def test_per_layer_chooses_storage_and_everywhere():
+    assert bound(PerLayer(by_layer)) == (chain(Ring(8), Quantize()), H2O(64), H2O(64))
+    assert bound(chain(PerLayer(by_layer)))[0] == chain(Ring(8), Quantize())
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [H2O(64), PyramidKV(64), chain(SnapKV(64), Quantize()), Quest(48), Chelsea(256)],
+    ids=repr,
+)
+def test_everywhere(transform):
+    assert bound(Everywhere(transform)) == kvjax.bind(transform, 3)
+    assert kvjax.parse(kvjax.unparse(Everywhere(transform))) == Everywhere(transform)
+
+
+def test_everywhere_within():
+    """As a part of a chain, and within a wrapper."""
+    assert bound(chain(Everywhere(SnapKV(64)), Quantize())) == bound(
+        Everywhere(chain(SnapKV(64), Quantize()))
+    )
+    assert bound(kvjax.Every(Everywhere(SnapKV(64)), 8)) == (kvjax.Every(SnapKV(64), 8),) * 3
+    with pytest.raises(TypeError, match="Everywhere takes transforms"):
+        Everywhere(8)
+    with pytest.raises(ValueError, match="decides per layer"):
+        kvjax.init_cache(Everywhere(H2O(64)), max_prompt=8, max_new=8, **SIZE)
+
+
+def test_a_window_that_no_text_leaves_is_no_ring():
+    assert bound(H2O(64), max_tokens=8) == (H2O(64),) * 3
+    assert bound(H2O(64), max_tokens=9)[0] == Ring(8)
+    assert bound(H2O(64), max_tokens=None)[0] == Ring(8)
+    assert kvjax.bind(H2O(64), 3) == kvjax.bind(H2O(64), 3, ()) == (H2O(64),) * 3
+    assert bound(StreamingLLM(64), (4, 16, None), 10)[:2] == (Ring(4), StreamingLLM(64))
+
+
+@pytest.mark.parametrize(
+    ("windows", "max_tokens", "error", "message"),
+    [
+        ((8,), 64, ValueError, "one entry per layer, 3, got 1"),
+        ((8, 0, 8), 64, ValueError, "the window of layer 1 must be at least 1, got 0"),
+        ((8, None, 2.0), 64, TypeError, "the window of layer 2 must be an int, got 2.0"),
+        ((8, None, 8), 0, ValueError, "max_tokens must be at least 1, got 0"),
+    ],
+)
+def test_bad_windows_of_layers(windows, max_tokens, error, message):
+    with pytest.raises(error, match=message):
+        kvjax.bind(H2O(64), 3, windows, max_tokens)
+
+
+def test_a_wrong_calibration_is_seen_in_models_of_rings_alone():
+    found = kvjax.InfiniGenCalibration(np.ones((5, 2, 8, 3)))
+    with pytest.raises(ValueError, match="a calibration for another model"):
+        bound(InfiniGen(calibration=found), (8, 8, 8))
