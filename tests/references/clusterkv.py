@@ -62,6 +62,12 @@ class Recalling:
         self.update()
         return out, selected
 
+    @property
+    def first(self) -> int:
+        """The first position that the newest token's query sees; not below 0 without a window."""
+        window = self.options.get("window")
+        return 0 if window is None else max(slots.length for slots in self.heads) - window
+
     def by_group(self, x: np.ndarray) -> np.ndarray:
         """[Q, ...] -> [H, G, ...]."""
         return np.reshape(x, (len(self.heads), -1, *np.shape(x)[1:]))
@@ -194,7 +200,8 @@ class ClusterKV(Recalling):
 
         (size centroid + sum of their keys) / (size + tokens)
 
-    A further prompt clusters everything anew.
+    A further prompt clusters everything anew.  With a sliding window, sinks and clusters all of
+    whose tokens lie outside it are passed over.
 
     draw(head, positions, count) returns the positions whose keys the clusters start from.
     """
@@ -275,13 +282,17 @@ class ClusterKV(Recalling):
             scores = scores.reshape(len(index.clusters), len(group)).T
             if not self.per_query_head:
                 scores = scores.mean(axis=0, keepdims=True)
-            members = [cluster.members for cluster in index.clusters]
-            room = self.limit - len(index.sinks)
+            members = [self._seen(cluster.members) for cluster in index.clusters]
+            sinks = self._seen(index.sinks)
             selected += [
-                [*index.sinks, *take_clusters(row, members, room), *index.unclustered]
+                [*sinks, *take_clusters(row, members, self.limit - len(sinks)), *index.unclustered]
                 for row in scores
             ]
         return selected
+
+    def _seen(self, positions: list[int]) -> list[int]:
+        """All of them, or none where all lie outside the window."""
+        return positions if any(p >= self.first for p in positions) else []
 
     def _cluster(self, head: int, positions: list[int], count: int) -> list[Cluster]:
         if count == 0:

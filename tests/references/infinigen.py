@@ -78,7 +78,8 @@ class InfiniGen(Recalling):
 
         score[s] = 1/G sum_g (q[g] P) . (k[s] P) / sqrt(D)          or of each query head for itself
 
-    projections: P of this layer, [H, D, r].  Equal scores go to the lower position.
+    projections: P of this layer, [H, D, r].  Equal scores go to the lower position.  With a sliding
+    window, the earlier tokens are those inside it.
     """
 
     def __init__(
@@ -111,8 +112,9 @@ class InfiniGen(Recalling):
         query = q if self.predicting_query is None else self.predicting_query
         deciding = []
         for head, (slots, group) in enumerate(zip(self.heads, self.by_group(query), strict=True)):
-            for row in self._scores(head, slots.keys[:-1], group):
-                deciding.append((slots.positions.tolist(), row))
+            seen = slots.positions >= self.first
+            for row in self._scores(head, slots.keys[seen][:-1], group):
+                deciding.append((slots.positions[seen].tolist(), row))
         count = token_count([row for _, row in deciding], self.budget, self.alpha)
         return [
             [*(positions[i] for i in best(row, count)), positions[-1]]

@@ -53,7 +53,7 @@ class Quest(Recalling):
     def select(self, q: np.ndarray) -> list[list[int]]:
         """The positions of the pages taken, ascending."""
         taken = page_budget(self.budget, self.prompt_length, self.page)
-        window, selected = self.options.get("window"), []
+        selected = []
         for slots, group in zip(self.heads, self.by_group(q), strict=True):
             bounds = page_bounds(slots.keys, self.page)
             scores = np.array([page_scores(query, *bounds) for query in group])
@@ -61,8 +61,7 @@ class Quest(Recalling):
                 scores = reduce_group(scores, "max")[None]
             positions = slots.positions.tolist()
             pages = [positions[i : i + self.page] for i in range(0, len(positions), self.page)]
-            first = -1 if window is None else positions[-1] - window + 1
-            seen = [i for i, page in enumerate(pages[:-1]) if page[-1] >= first]
+            seen = [i for i, page in enumerate(pages[:-1]) if page[-1] >= self.first]
             for row in scores:
                 chosen = [pages[seen[i]] for i in best(row[seen], taken - 1)]
                 selected.append([p for page in [*chosen, pages[-1]] for p in page])

@@ -94,10 +94,11 @@ class Both:
     predicts: decode steps get a query that predicts, which is not the one that attends.
     first: what evicts at the prompt's end, before InfiniGen.
     last: stands behind it.
+    window: of the attention.
     """
 
     def __init__(self, *, heads=(2, 2), seed=0, rope=False, predicts=False, first=None, last=None,
-                 **fields) -> None:  # fmt: skip
+                 window=None, **fields) -> None:  # fmt: skip
         self.kv_heads, self.group = heads
         self.rng, self.rows = np.random.default_rng(seed), len(LENGTHS)
         self.rope, self.predicts, self.first = rope, predicts, first
@@ -105,7 +106,8 @@ class Both:
         own = Watched(one_layer(p, **fields))
         parts = [part for part in (first, own, last) if part is not None]
         self.transform = kvjax.chain(*parts)
-        self.references = [reference.InfiniGen(p, **fields) for _ in range(self.rows)]
+        self.window, options = window, {**fields, "window": window}
+        self.references = [reference.InfiniGen(p, **options) for _ in range(self.rows)]
         query_heads = self.kv_heads * self.group
         size = (self.rows, 2 * query_heads + 2 * self.kv_heads, MAX_PROMPT + MAX_NEW, DIM)
         cuts = np.cumsum([query_heads, query_heads, self.kv_heads])
@@ -133,7 +135,7 @@ class Both:
         where = jnp.asarray(positions, jnp.int32)
         out, cache = attend(
             self.transform, self.cache, q, k, v, where, rope=the_rope() if self.rope else None,
-            **options,
+            window=self.window, **options,
         )  # fmt: skip
         if options["phase"] == "decode":
             seen = found(cache, Seen)
@@ -227,6 +229,7 @@ CASES = {
     "groups of four": {"heads": (2, 4), "alpha": 1.0},
     "groups of four, per query head": {"heads": (2, 4), "alpha": 1.0, "per_query_head": True},
     "multi-head": {"heads": (3, 1), "budget": 0.5, "alpha": 3.0},
+    "window": {"alpha": 1.5, "budget": 0.5, "window": 20},
 }
 
 
