@@ -48,6 +48,17 @@ def brief(value: object) -> str:
         return f"a {type(value).__name__} nested too deeply to print"
 
 
+def one_line(error: Exception) -> str:
+    """The message of another library's exception in one line, its type where it has none.
+
+    Example:
+      >>> from kvjax.messages import one_line
+      >>> one_line(RuntimeError("no\\nnetwork")), one_line(KeyError())
+      ('no network', 'KeyError')
+    """
+    return printable(" ".join(str(error).split())) or type(error).__name__
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No log lines and warnings of the libraries underneath: an error is one line."""

@@ -1,9 +1,11 @@
 """Decoder language models in Flax NNX whose attention is kvjax, with Hugging Face loading."""
 
+from .checkpoints import read_config
 from .config import DecoderConfig, LayerConfig, RopeConfig
 from .decoder import Decoder
-from .families import read_config
 from .loading import from_pretrained, load_tokenizer, random_decoder
+from .orbax_checkpoints import load_checkpoint, save_checkpoint
+from .saving import save_pretrained
 
 __all__ = [
     "Decoder",
@@ -11,7 +13,10 @@ __all__ = [
     "LayerConfig",
     "RopeConfig",
     "from_pretrained",
+    "load_checkpoint",
     "load_tokenizer",
     "random_decoder",
     "read_config",
+    "save_checkpoint",
+    "save_pretrained",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,28 +13,48 @@ from kvjax.messages import brief, printable
 from kvjax.regular_files import read_json
 
 from .config import DecoderConfig
-from .gemma import GEMMA2_NAMES, GEMMA3_NAMES, gemma2_config, gemma3_text_config
-from .glm import CHATGLM_NAMES, GLM4_NAMES, GLM_NAMES, chatglm_config, glm4_config, glm_config
-from .llama import LLAMA_NAMES, llama_config, mistral_config
-from .ministral import MINISTRAL_NAMES, ministral_config
-from .olmo import OLMO_NAMES, olmo2_config, olmo3_config
-from .phi3 import PHI3_NAMES, phi3_config
-from .qwen import QWEN2_NAMES, QWEN3_NAMES, qwen2_config, qwen3_config
-from .safetensors_files import tensor_names
-from .smollm3 import SMOLLM3_NAMES, smollm3_config
+from .gemma import (
+    GEMMA2_NAMES,
+    GEMMA3_NAMES,
+    gemma2_config,
+    gemma2_options,
+    gemma3_text_config,
+    gemma3_text_options,
+)
+from .glm import (
+    CHATGLM_NAMES,
+    GLM4_NAMES,
+    GLM_NAMES,
+    chatglm_config,
+    glm4_config,
+    glm_config,
+    glm_options,
+)
+from .llama import LLAMA_NAMES, llama_config, llama_options, mistral_config, mistral_options
+from .ministral import MINISTRAL_NAMES, ministral_config, ministral_options
+from .olmo import OLMO_NAMES, olmo2_config, olmo3_config, olmo3_options
+from .phi3 import PHI3_NAMES, phi3_config, phi3_options
+from .qwen import QWEN2_NAMES, QWEN3_NAMES, qwen2_config, qwen3_config, qwen_options
+from .smollm3 import SMOLLM3_NAMES, smollm3_config, smollm3_options
 from .tensor_names import TensorNames, Weight
+from .writing import decoder_options
 
 
 class Family(NamedTuple):
-    """How the checkpoints of one `model_type` are read.
+    """How the checkpoints of one `model_type` are read and written.
 
     Attributes:
       config: content of `config.json` → `DecoderConfig`.
       names: how they name their tensors.
+      options: `DecoderConfig` → content of `config.json`, of which `config` makes the same again
+        where the family has such decoders; None: checkpoints of this type are not written.
+      architecture: the class of `transformers`.
     """
 
     config: Callable[[Mapping[str, Any]], DecoderConfig]
     names: TensorNames
+    options: Callable[[DecoderConfig], dict[str, Any]] | None = None
+    architecture: str | None = None
 
     def weights(self, config: DecoderConfig) -> dict[str, Weight]:
         """Every tensor name that a checkpoint may have, and its place."""
@@ -46,20 +67,24 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(llama_config, LLAMA_NAMES),
-    "mistral": Family(mistral_config, LLAMA_NAMES),
-    "ministral": Family(ministral_config, MINISTRAL_NAMES),
-    "qwen2": Family(qwen2_config, QWEN2_NAMES),
-    "qwen3": Family(qwen3_config, QWEN3_NAMES),
-    "glm": Family(glm_config, GLM_NAMES),
-    "glm4": Family(glm4_config, GLM4_NAMES),
+    "llama": Family(llama_config, LLAMA_NAMES, llama_options, "LlamaForCausalLM"),
+    "mistral": Family(mistral_config, LLAMA_NAMES, mistral_options, "MistralForCausalLM"),
+    "ministral": Family(
+        ministral_config, MINISTRAL_NAMES, ministral_options, "MinistralForCausalLM"
+    ),
+    "qwen2": Family(qwen2_config, QWEN2_NAMES, qwen_options, "Qwen2ForCausalLM"),
+    "qwen3": Family(qwen3_config, QWEN3_NAMES, qwen_options, "Qwen3ForCausalLM"),
+    "glm": Family(glm_config, GLM_NAMES, glm_options, "GlmForCausalLM"),
+    "glm4": Family(glm4_config, GLM4_NAMES, glm_options, "Glm4ForCausalLM"),
     "chatglm": Family(chatglm_config, CHATGLM_NAMES),
-    "phi3": Family(phi3_config, PHI3_NAMES),
-    "gemma2": Family(gemma2_config, GEMMA2_NAMES),
-    "gemma3_text": Family(gemma3_text_config, GEMMA3_NAMES),
-    "smollm3": Family(smollm3_config, SMOLLM3_NAMES),
-    "olmo2": Family(olmo2_config, OLMO_NAMES),
-    "olmo3": Family(olmo3_config, OLMO_NAMES),
+    "phi3": Family(phi3_config, PHI3_NAMES, phi3_options, "Phi3ForCausalLM"),
+    "gemma2": Family(gemma2_config, GEMMA2_NAMES, gemma2_options, "Gemma2ForCausalLM"),
+    "gemma3_text": Family(
+        gemma3_text_config, GEMMA3_NAMES, gemma3_text_options, "Gemma3ForCausalLM"
+    ),
+    "smollm3": Family(smollm3_config, SMOLLM3_NAMES, smollm3_options, "SmolLM3ForCausalLM"),
+    "olmo2": Family(olmo2_config, OLMO_NAMES, decoder_options, "Olmo2ForCausalLM"),
+    "olmo3": Family(olmo3_config, OLMO_NAMES, olmo3_options, "Olmo3ForCausalLM"),
 }
 """Supported model types."""
 
@@ -67,13 +92,13 @@ _EXPERTS = "mixtures of experts are not supported"
 _RECURRENT = "linear attention and state spaces are not supported"
 _IMAGES = "images and sound are not supported"
 _UNSUPPORTED = {
-    _EXPERTS: r".*moe.*|mixtral|gpt_oss|dbrx|jamba|grok.*|deepseek_v[234].*|llama4.*|minimax.*",
-    _RECURRENT: r".*mamba.*|rwkv.*|qwen3_next|qwen3_5.*|recurrent_gemma|falcon_h1|bamba|zamba.*|"
+    _EXPERTS: r".*moe.*|mixtral|gpt_oss|dbrx|jamba|grok.*|deepseek.*|llama4.*|minimax.*",
+    _RECURRENT: r".*mamba.*|rwkv.*|qwen3_?next|qwen3_?5.*|recurrent_gemma|falcon_h1|bamba|zamba.*|"
     r"lfm[23].*|olmo_hybrid|nemotron_h|kimi_linear|granitemoehybrid",
     _IMAGES: r"gemma3n?|gemma4|mistral3|mllama|paligemma|.*llava.*|.*_vl.*|glm4v.*|phi4_multimodal|"
     r"qwen2_5_omni|qwen2_audio|pixtral|idefics.*|internvl",
-    "LayerNorm is not supported": r"gpt2|gpt_neo.*|gptj|opt|bloom|mpt|falcon|phi|stablelm|"
-    r"starcoder2|cohere2?|olmo",
+    "LayerNorm is not supported": r"gpt2|gpt_?neo.*|gptj|opt|bloom|mpt|falcon|phi2?|stablelm|"
+    r"starcoder2?|cohere2?|command_r|olmo",
     "queries that grow with their position are not supported": r"ministral3",
     "multipliers of the residual stream are not supported": r"granite|minicpm",
 }
@@ -86,16 +111,18 @@ _UNSUPPORTED_OPTIONS = {
 }
 
 
-def _what_is_missing(raw: Mapping[str, Any]) -> str:
-    """What a model type that is not supported would need, as far as it is known."""
-    kind = raw.get("model_type")
+def what_is_missing(kind: object) -> str:
+    """What a model type that is not supported would need; empty where that is not known."""
     for reason, pattern in _UNSUPPORTED.items():
         if isinstance(kind, str) and re.fullmatch(pattern, kind):
             return f": {reason}"
-    for option, reason in _UNSUPPORTED_OPTIONS.items():
-        if raw.get(option):
-            return f": {reason}"
     return ""
+
+
+def _missing_for(raw: Mapping[str, Any]) -> str:
+    """The same, by the options of a `config.json` where the model type is not known."""
+    by_option = (reason for option, reason in _UNSUPPORTED_OPTIONS.items() if raw.get(option))
+    return what_is_missing(raw.get("model_type")) or next((f": {x}" for x in by_option), "")
 
 
 def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -112,7 +139,7 @@ def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"{printable(folder / 'config.json')}: model_type {brief(kind)} is not supported"
-            f"{_what_is_missing(raw)}; supported: {', '.join(FAMILIES)}"
+            f"{_missing_for(raw)}; supported: {', '.join(FAMILIES)}"
         )
     quantization = raw.get("quantization_config")
     if quantization is not None:
@@ -130,52 +157,81 @@ def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return raw
 
 
-def read_config(directory: str | os.PathLike[str]) -> DecoderConfig:
-    """The configuration of the Hugging Face model in `directory`.
-
-    Args:
-      directory: a folder with `config.json`, and `generation_config.json` where it has one (its
-        end tokens are then used).
-
-    Returns:
-      The `DecoderConfig`.
-
-    Raises:
-      ValueError: the file is missing or unreadable; its model type, rope type, activation or
-        quantisation is not supported (the message says what is); a value is missing or wrong; a
-        checkpoint in the folder is unreadable, or has fewer layers than the configuration says.
-
-    Example:
-      >>> from kvjax.models import read_config
-      >>> read_config("llama-3.2-1b").num_layers  # doctest: +SKIP
-      16
-    """
-    folder, raw = Path(directory), read_raw_config(directory)
-    config = parse_config(raw, folder / "config.json")
-    names = tensor_names(folder)
-    if names is not None:
-        check_layers(raw, config, names, folder / "config.json")
-    return config
-
-
-def parse_config(raw: Mapping[str, Any], source: Path) -> DecoderConfig:
+def parse_config(raw: Mapping[str, Any], family: Family, source: Path) -> DecoderConfig:
     """The configuration in `raw`, as `read_raw_config` gives it; errors name the file `source`."""
     try:
-        return FAMILIES[raw["model_type"]].config(raw)
+        config = family.config(raw)
+        return dataclasses.replace(config, model_type=raw["model_type"])
     except (ValueError, TypeError) as error:
         raise ValueError(f"{printable(source)}: {error}") from error
 
 
-def check_layers(
-    raw: Mapping[str, Any], config: DecoderConfig, names: Iterable[str], source: Path
-) -> None:
+def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], source: Path) -> None:
     """Raises ValueError where a configuration has more layers than there are tensors of.
 
     Every layer costs memory before the first weight is read.
     """
-    layers = FAMILIES[raw["model_type"]].layers(names)
+    layers = family.layers(names)
     if config.num_layers > layers:
         raise ValueError(
             f"{printable(source)}: num_hidden_layers is {config.num_layers}, but the checkpoint "
             f"has tensors of {layers} layers"
         )
+
+
+def describe(config: DecoderConfig) -> dict[str, Any]:
+    """The content of a `config.json` from which `parse_config` makes this very configuration.
+
+    It is that of `config.model_type`, or where there is none or it has no such decoders, of the
+    first type that has. Whether it has is found out by reading what was written.
+
+    Args:
+      config: of a decoder.
+
+    Returns:
+      The content, `model_type` and `architectures` included.
+
+    Raises:
+      ValueError: no supported type has such decoders; says where the closest one differs.
+
+    Example:
+      >>> from kvjax.models import DecoderConfig, RopeConfig
+      >>> from kvjax.models.families import describe
+      >>> raw = describe(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> raw["model_type"], raw["num_hidden_layers"]
+      ('llama', 2)
+    """
+    kinds = sorted(
+        (kind for kind, family in FAMILIES.items() if family.options is not None),
+        key=lambda kind: kind != config.model_type,
+    )
+    reasons = []
+    for kind in kinds:
+        raw, wrong = _described(config, kind)
+        if not wrong:
+            return raw
+        reasons.append((len(wrong), f"for {kind}, {'; '.join(wrong)}"))
+    closest = min(reasons, key=lambda reason: reason[0])[1]
+    raise ValueError(
+        f"no model type of Hugging Face that is supported has such decoders: {closest}"
+    )
+
+
+def _described(config: DecoderConfig, kind: str) -> tuple[dict[str, Any], list[str]]:
+    """The content of `config.json` for a model type, and what would be read otherwise from it."""
+    family = FAMILIES[kind]
+    try:
+        raw = {"architectures": [family.architecture], "model_type": kind}
+        raw |= family.options(config)
+        again = family.config(raw)
+    except (ValueError, TypeError) as error:
+        return {}, [str(error)]
+    fields = (one for one in dataclasses.fields(config) if one.compare)
+    given = ((one.name, getattr(config, one.name), getattr(again, one.name)) for one in fields)
+    return raw, [
+        f"{name} would be {brief(other)}, not {brief(own)}"
+        for name, own, other in given
+        if own != other
+    ]

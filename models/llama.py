@@ -8,6 +8,7 @@ from typing import Any
 from .config import DecoderConfig
 from .reading import read_decoder, read_window
 from .tensor_names import TensorNames
+from .writing import decoder_options, divided_heads
 
 LLAMA_NAMES = TensorNames()
 
@@ -43,3 +44,18 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
         kv_heads=8,
         sliding_window=read_window(raw, 4096),
     )
+
+
+def llama_options(config: DecoderConfig) -> dict[str, Any]:
+    """The content of a `LlamaForCausalLM`'s `config.json`.
+
+    Raises:
+      ValueError: `transformers` refuses such sizes.
+    """
+    divided_heads(config)
+    return decoder_options(config)
+
+
+def mistral_options(config: DecoderConfig) -> dict[str, Any]:
+    """The content of a `MistralForCausalLM`'s `config.json`."""
+    return {**decoder_options(config), "sliding_window": config.sliding_window}

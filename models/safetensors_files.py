@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -15,7 +17,11 @@ from kvjax.regular_files import check_regular, read_json
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights that are read: name in the file → NumPy name."""
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_STORED_NAMES = {name: stored for stored, name in STORED_DTYPES.items()}
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+"""The file with all weights, or the index of several."""
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 
@@ -44,7 +50,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     index = _shards(folder)
-    for path in sorted(set(index.values())) or [folder / _FILE]:
+    for path in sorted(set(index.values())) or [folder / SINGLE_FILE]:
         with _open(path) as handle:
             for name in sorted(handle.keys()):
                 if name in found:
@@ -68,22 +74,28 @@ def tensor_names(folder: Path) -> list[str] | None:
     Raises:
       ValueError: a file is unreadable.
     """
-    if not any((folder / name).exists() for name in (_FILE, _INDEX)):
+    if not any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         return None
     index = _shards(folder)
     if index:
         return list(index)
-    with _open(folder / _FILE) as handle:
+    with _open(folder / SINGLE_FILE) as handle:
         return list(handle.keys())
 
 
-def read_tensors(
-    stored: Mapping[str, StoredTensor], names: Iterable[str]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The named tensors, one after another, file by file.
+class Slices(Protocol):
+    """A tensor in its file, of which parts are read: `tensor[2:5, :7]`, a slice for each axis."""
 
-    Files are memory-mapped and each tensor is copied out when its turn comes, so that host memory
-    holds no more than the caller keeps.
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
+
+
+def open_tensors(
+    stored: Mapping[str, StoredTensor], names: Iterable[str]
+) -> Iterator[tuple[str, Slices]]:
+    """The named tensors, one after another, file by file, as something to be sliced.
+
+    Files are memory-mapped, and what is sliced is copied out, so that host memory holds no more
+    than the caller keeps. A tensor is good until the next one comes.
 
     Raises:
       ValueError: a file has become unreadable; names it.
@@ -94,14 +106,62 @@ def read_tensors(
     for path, members in by_file.items():
         with _open(path) as handle:
             for name in members:
-                yield name, handle.get_tensor(name)
+                yield name, handle.get_slice(name)
+
+
+class NewTensor(NamedTuple):
+    """A tensor that is to be written.
+
+    Attributes:
+      name: its name.
+      shape: as it will be stored.
+      dtype: the element type.
+      blocks: its elements in order, as contiguous arrays of this type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    blocks: Iterable[np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(path: Path, tensors: Sequence[NewTensor]) -> None:
+    """Writes a safetensors file, block by block.
+
+    The format is the length of a header, the header, which is JSON and says where each tensor
+    lies, and the tensors' bytes, little endian. The library writes tensors that are in memory.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what `transformers` asks for
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        dtype = _STORED_NAMES[tensor.dtype.name]
+        header[tensor.name] = {
+            "dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors:
+            for block in tensor.blocks:
+                file.write(block.reshape(-1).view(np.uint8).data)
 
 
 def _shards(folder: Path) -> dict[str, Path]:
     """Tensor name → shard; empty where the checkpoint is the single `model.safetensors`."""
-    if (folder / _FILE).exists():
+    if (folder / SINGLE_FILE).exists():
         return {}
-    path = folder / _INDEX
+    path = folder / INDEX_FILE
     if not path.exists():
         raise ValueError(_no_checkpoint(folder))
     files = read_json(path).get("weight_map")
@@ -118,7 +178,7 @@ def _is_shard(file: object) -> bool:
 
 
 def _no_checkpoint(folder: Path) -> str:
-    wanted = f"{_FILE} or {_INDEX}"
+    wanted = f"{SINGLE_FILE} or {INDEX_FILE}"
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         return (

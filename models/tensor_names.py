@@ -67,11 +67,7 @@ class TensorNames:
         """
         table = (("embed", "embedding"),)
         head = Weight((("lm_head", "kernel"),), transpose=True)
-        weights = {
-            f"{self.embed}.weight": Weight(table),
-            f"{self.norm}.weight": Weight((("norm", "scale"),)),
-            f"{self.head}.weight": Weight(table) if config.tie_embeddings else head,
-        }
+        weights = {f"{self.embed}.weight": Weight(table)}
         for index in range(config.num_layers):
             ours, theirs = ("layers", index), f"{self.layers}.{index}"
             for name, norm in self.norms.items():
@@ -84,6 +80,8 @@ class TensorNames:
                 if _has_bias(config, linears[0]):
                     biases = tuple((*place, "bias") for place in places)
                     weights[f"{theirs}.{name}.bias"] = Weight(biases)
+        weights[f"{self.norm}.weight"] = Weight((("norm", "scale"),))
+        weights[f"{self.head}.weight"] = Weight(table) if config.tie_embeddings else head
         return weights
 
 

@@ -94,6 +94,6 @@ def _print_answers(document: Document, max_new: int, records: Mapping[str, dict]
         f"Bytes are those of the whole cache, with room for {max_new:,} new tokens.\n"
         "Other methods: kvjax methods\n"
         "Many questions: kvjax compare\n"
-        "Your own text: kvjax generate --model DIR_OR_ID --prompt TEXT",
+        "Your own text: kvjax generate --model MODEL --prompt TEXT",
         style="dim",
     )

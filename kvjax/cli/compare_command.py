@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvjax.cli import compilation_cache
 from kvjax.cli.compare_table import print_report
-from kvjax.cli.inputs import model_folder, read_text
+from kvjax.cli.inputs import model_path, read_text
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import Grid
 from kvjax.evaluation.compare import run
@@ -32,16 +32,16 @@ def compare(args: argparse.Namespace) -> int:
     text = demo.held_out_text() if args.text is None else read_text(args.text)
     if not text.strip():
         raise ValueError(f"{args.text} is empty")
-    folder = model_folder(args.model)
-    config = read_config(folder)
+    path = model_path(args.model)
+    config = read_config(path)
     grid.check_model(config.num_layers)
     with Display(not args.json) as display:
         display.show(0, None, "reading the text")
-        material = Material(grid, load_tokenizer(folder), text)
+        material = Material(grid, load_tokenizer(path), text)
         material.check(config)
         display.show(0, None, "loading the model")
         compilation_cache.enable()
-        model = from_pretrained(folder, allow_nonfinite=args.allow_nonfinite)
+        model = from_pretrained(path, allow_nonfinite=args.allow_nonfinite)
         try:
             results = run(
                 material, model, end_tokens=config.eos_token_ids, name=args.model or "bundled",

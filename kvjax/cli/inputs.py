@@ -78,17 +78,17 @@ def check_text(text: str, what: str) -> str:
     return text
 
 
-def model_folder(given: str | None) -> Path:
-    """The folder of a model; None stands for the bundled one, an id for files of the hub.
+def model_path(given: str | None) -> Path:
+    """The folder or the file of a model; None is the bundled one, an id means files of the hub.
 
     Raises ValueError if there is no such model, or files of the bundled model are missing.
     """
     # Imported here: kvjax does without kvjax.models, and help without what they import.
     from kvjax.models import demo
-    from kvjax.models.loading import local_directory
+    from kvjax.models.finding import find_model
 
     if given is not None:
-        return local_directory(given)
+        return find_model(given)
     folder = demo.directory()
     missing = [name for name in _BUNDLED if not (folder / name).is_file()]
     if missing:

@@ -10,7 +10,7 @@ from typing import Any
 import kvjax
 from kvjax.budgets.budgets import check_count
 from kvjax.cli import compilation_cache
-from kvjax.cli.inputs import model_folder
+from kvjax.cli.inputs import model_path
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display
 from kvjax.generation.continuation import decoder
@@ -25,7 +25,7 @@ class OpenedModel:
     """The configuration and the tokenizer of a model; `load` reads its weights.
 
     Args:
-      given: a folder or a hub id; None for the bundled model.
+      given: a folder, a GGUF file or a hub id; None for the bundled model.
       display: says what is done.
     """
 
@@ -34,10 +34,10 @@ class OpenedModel:
         from kvjax.models import load_tokenizer, read_config
 
         self.name = BUNDLED if given is None else given
-        self.folder: Path = model_folder(given)
+        self.path: Path = model_path(given)
         display.show(0, None, f"loading the {'bundled ' if given is None else ''}model")
-        self.config = read_config(self.folder)  # first: it says what is not supported
-        self.tokenizer = load_tokenizer(self.folder)
+        self.config = read_config(self.path)  # first: it says what is not supported
+        self.tokenizer = load_tokenizer(self.path)
         self.decode = decoder(self.tokenizer)
 
     def dialogue(self, args: argparse.Namespace) -> Dialogue:
@@ -53,7 +53,7 @@ class OpenedModel:
         from kvjax.models import from_pretrained
 
         compilation_cache.enable()
-        return from_pretrained(self.folder, allow_nonfinite=args.allow_nonfinite)
+        return from_pretrained(self.path, allow_nonfinite=args.allow_nonfinite)
 
 
 def calibrated(transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]) -> Any:

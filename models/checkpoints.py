@@ -1,0 +1,153 @@
+"""Checkpoints as the loader sees them, whether they are folders of Hugging Face or GGUF files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .config import DecoderConfig
+from .families import FAMILIES, Family, check_layers, parse_config, read_raw_config
+from .finding import is_gguf
+from .gguf_architectures import architecture_of, config_of, family_of, weight_tensors
+from .gguf_header import GgufHeader, read_header
+from .gguf_tensors import read_gguf_tensors, readable_types
+from .safetensors_files import (
+    STORED_DTYPES,
+    Slices,
+    StoredTensor,
+    list_tensors,
+    open_tensors,
+    tensor_names,
+)
+from .tensor_names import Weight
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk; its configuration is read, and of its tensors their descriptions.
+
+    Attributes:
+      config: the decoder's configuration.
+      dtype: NumPy name of the dtype that the model was stored in, where that is known.
+      tensors: name → description.
+      weights: every name that a tensor may have → its place in the decoder.
+      types: the element types that can be read, by their names in the descriptions.
+      read: `read(names)`: the named tensors, one after another, each opened to be sliced, or read,
+        when its turn comes. A tensor is good until the next one comes.
+      hub_names: name of a tensor → its name in a Hugging Face checkpoint, where that is another.
+    """
+
+    config: DecoderConfig
+    dtype: str | None
+    tensors: Mapping[str, StoredTensor]
+    weights: Mapping[str, Weight]
+    types: tuple[str, ...]
+    read: Callable[[Iterable[str]], Iterator[tuple[str, Slices]]]
+    hub_names: Mapping[str, str] = field(default_factory=dict)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a Hugging Face folder, or in a GGUF file; no weight is read.
+
+    Raises:
+      ValueError: a file is missing or unreadable, or describes a model that is not supported; names
+        the file and what is wrong with it.
+
+    Example:
+      >>> from kvjax.models import demo
+      >>> from kvjax.models.checkpoints import open_checkpoint
+      >>> open_checkpoint(demo.directory()).tensors["model.norm.weight"].shape
+      (128,)
+    """
+    return _open_gguf(path) if is_gguf(path) else _open_folder(path)
+
+
+def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
+    """The configuration of the model in a Hugging Face folder or a GGUF file.
+
+    Args:
+      path: a folder with `config.json`, and `generation_config.json` where it has one (its end
+        tokens are then used); or a GGUF file, whose metadata say the same.
+
+    Returns:
+      The `DecoderConfig`.
+
+    Raises:
+      ValueError: the file is missing or unreadable; its model type, rope type, activation or
+        quantisation is not supported (the message says what is); a value is missing or wrong; a
+        checkpoint in the folder is unreadable, or has fewer layers than the configuration says.
+
+    Example:
+      >>> from kvjax.models import read_config
+      >>> read_config("llama-3.2-1b").num_layers  # doctest: +SKIP
+      16
+    """
+    path = Path(path)
+    if is_gguf(path):
+        return _read_gguf(read_header(path))[1]
+    raw, family = _read_raw(path)
+    config = parse_config(raw, family, path / "config.json")
+    names = tensor_names(path)
+    if names is not None:
+        check_layers(family, config, names, path / "config.json")
+    return config
+
+
+def _read_raw(folder: Path) -> tuple[dict[str, Any], Family]:
+    raw = read_raw_config(folder)
+    return raw, FAMILIES[raw["model_type"]]
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    raw, family = _read_raw(folder)
+    config = parse_config(raw, family, folder / "config.json")
+    tensors = list_tensors(folder)
+    check_layers(family, config, tensors, folder / "config.json")
+    first = next((STORED_DTYPES.get(tensor.dtype) for tensor in tensors.values()), None)
+    return Checkpoint(
+        config,
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or first,
+        tensors=tensors,
+        weights=family.weights(config),
+        types=tuple(STORED_DTYPES),
+        read=lambda names: open_tensors(tensors, names),
+    )
+
+
+def _read_gguf(header: GgufHeader) -> tuple[dict[str, Any], DecoderConfig]:
+    raw = config_of(header)
+    family = family_of(header, raw)
+    config = parse_config(raw, family, header.path)
+    check_layers(family, config, header.tensors, header.path)
+    return raw, config
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    header = read_header(path)
+    raw, config = _read_gguf(header)
+    change = architecture_of(header).change
+
+    def read(names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in read_gguf_tensors(header, names):
+            tensor = change(name, tensor, config)
+            yield name, tensor
+            del tensor  # frees the tensor before the next one is read
+
+    weights = family_of(header, raw).weights(config)
+    theirs: dict[tuple, str] = {}
+    for name, weight in FAMILIES[raw["model_type"]].weights(config).items():
+        theirs.setdefault(weight.parts, name)
+    return Checkpoint(
+        config,
+        dtype=raw["dtype"],
+        tensors=weight_tensors(header),
+        weights=weights,
+        types=readable_types(),
+        read=read,
+        hub_names={name: theirs.get(weight.parts, name) for name, weight in weights.items()},
+    )

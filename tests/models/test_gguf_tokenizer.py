@@ -1,0 +1,315 @@
+"""Tokenizers from the metadata of GGUF files, against those that they were written from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvjax.models import demo, from_pretrained, load_tokenizer
+from kvjax.models.gguf_tokenizer import gguf_tokenizer
+from tests.support.gguf_models import add_tokenizer, write, write_model
+
+TEXTS = (
+    "Once upon a time there was a harbour master's ledger.",
+    "In 1998 he'd paid 1,234.50 for 3 boats;\n\n\tWE'RE sure   it is 12345 now...\r\n",
+    "Größe, naïve, 中文 混ぜる, 🙂🙃 ½ and ٣ of HTMLParser2Go / x==y\n  }\n",
+    "  leading and trailing  ",
+    "",
+)
+
+
+@pytest.fixture(scope="module")
+def described():
+    return json.loads((demo.directory() / "tokenizer.json").read_text())
+
+
+@pytest.fixture
+def made(tmp_path):
+    """`made(add)`: the GGUF file with this metadata and no tensors."""
+
+    def make(add):
+        return write(tmp_path / "vocabulary.gguf", "llama", {}, add)
+
+    return make
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def byte_level(described, pre, *more):
+    def add(writer):
+        add_tokenizer(writer, "gpt2", described, pre)
+        for method, *values in more:
+            getattr(writer, method)(*values)
+
+    return add
+
+
+def numbers(add):
+    """What `AutoTokenizer` wants to know of the model too."""
+
+    def with_sizes(writer):
+        add(writer)
+        writer.add_block_count(2)
+        writer.add_embedding_length(32)
+        writer.add_head_count(4)
+
+    return with_sizes
+
+
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "olmo", "llama-bpe", "smaug-bpe", "dbrx", "qwen2", "tekken", "gpt-4o"]
+)
+def test_texts_are_taken_apart_as_transformers_does(made, described, pre):
+    known = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    if pre not in known.GGUF_PRE_TOKENIZER_SPLITS and pre not in ("gpt-2", "olmo"):
+        pytest.skip(f"this version of transformers does not know {pre}")
+    path = made(numbers(byte_level(described, pre)))
+    reference, _ = known.convert_gguf_tokenizer(*known.get_gguf_tokenizer(str(path))[:2])
+    ours = gguf_tokenizer(path)
+    for text in TEXTS:
+        assert ids(ours, text) == reference.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(ids(ours, text)) == text
+
+
+def pieces(tokenizer, text):
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return [text[start:end] for _, (start, end) in found]
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["It", "'s", " 1234", " x", "(", "y", ")", "\n ", " 5"]),
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", " x", "(", "y", ")", "\n  ", "5"]),
+        ("llama-bpe", ["It", "'s", " ", "123", "4", " x", "(y", ")\n", " ", " ", "5"]),
+        ("glm4", ["It", "'s", " ", "123", "4", " x", "(y", ")\n", " ", " ", "5"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " x", "(y", ")\n", " ", " ", "5"]),
+        ("tekken", ["It", "'s", " ", "1", "2", "3", "4", " x", "(y", ")\n", " ", " ", "5"]),
+        ("gpt-4o", ["It's", " ", "123", "4", " x", "(y", ")\n", " ", " ", "5"]),
+    ],
+)
+def test_pieces_of_a_text(made, described, pre, expected):
+    assert (
+        pieces(gguf_tokenizer(made(byte_level(described, pre))), "It's 1234 x(y)\n  5") == expected
+    )
+
+
+def test_the_same_tokens_as_the_folder_it_came_from(tmp_path, described):
+    """The bundled tokenizer splits otherwise; with its own splits both are the same."""
+    ours = gguf_tokenizer(
+        write(tmp_path / "model.gguf", "llama", {}, byte_level(described, "smollm"))
+    )
+    theirs = load_tokenizer(demo.directory())
+    ours.backend_tokenizer.pre_tokenizer = theirs.backend_tokenizer.pre_tokenizer
+    text = demo.document().text[:20_000]
+    assert ids(ours, text) == ids(theirs, text)
+    assert ours.get_vocab() == theirs.get_vocab()
+
+
+def test_characters_are_composed_for_qwen2(made, described):
+    composed = gguf_tokenizer(made(byte_level(described, "qwen2")))
+    assert ids(composed, "u\u0308ber") == ids(composed, "\u00fcber")
+
+
+def test_special_tokens(made, described):
+    path = made(
+        byte_level(
+            described, "llama-bpe",
+            ("add_bos_token_id", 0), ("add_eos_token_id", 1), ("add_pad_token_id", 1),
+            ("add_unk_token_id", 0), ("add_chat_template", "{{ messages[0]['content'] }}!"),
+        )
+    )  # fmt: skip
+    tokenizer = load_tokenizer(path)
+    special = ("bos_token", "eos_token", "pad_token", "unk_token")
+    assert [getattr(tokenizer, name) for name in special] == ["<s>", "</s>", "</s>", "<s>"]
+    assert tokenizer("a</s>b").input_ids[0] == 0, "Llama 3 begins with it by default"
+    assert ids(tokenizer, "a</s>b").count(1) == 1
+    message = [{"role": "user", "content": "hello"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "hello!"
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends"), [(True, True), (True, False), (False, True), (False, False), (None, None)]
+)
+def test_what_stands_before_and_behind_a_text(made, described, begins, ends):
+    more = [("add_bos_token_id", 0), ("add_eos_token_id", 1)]
+    more += [("add_add_bos_token", begins), ("add_add_eos_token", ends)] if ends is not None else []
+    tokenizer = gguf_tokenizer(made(byte_level(described, "gpt-2", *more)))
+    plain = ids(tokenizer, "hello there")
+    before, after = [0] * bool(begins), [1] * bool(ends)
+    assert tokenizer("hello there").input_ids == [*before, *plain, *after]
+    pair = tokenizer("hello there", "hello there").input_ids
+    assert pair == [*before, *plain, *after] * 2
+
+
+def test_tokens_that_stand_as_they_are(made):
+    """Control tokens and those of users are never merged, and may hold spaces."""
+    tokens = ["a", "b", "ab", "<|end|>", "a b", "\u0120", "\u0120a"]
+
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([1, 1, 1, 3, 4, 1, 1])
+        writer.add_token_merges(["a b", "\u0120 a"])
+
+    tokenizer = gguf_tokenizer(made(add))
+    assert tokenizer("a bab").input_ids == [4, 2]
+    assert tokenizer("ab<|end|>ab").input_ids == [2, 3, 2]
+    assert tokenizer.decode([4, 2, 3, 6]) == "a bab<|end|> a"
+    assert tokenizer.decode([4, 2, 3, 6], skip_special_tokens=True) == "a bab a"
+
+
+# SentencePiece
+
+
+@pytest.fixture(scope="module")
+def stories(data_dir):
+    """The tokenizer of a real model, and its GGUF form, which has scores in place of merges."""
+    folder = data_dir / "tinystories-656k"
+    return folder, json.loads((folder / "tokenizer.json").read_text())
+
+
+def sentencepiece(described, *more):
+    def add(writer):
+        add_tokenizer(writer, "llama", described, "default")
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        for method, *values in more:
+            getattr(writer, method)(*values)
+
+    return add
+
+
+def test_scores_are_merges(made, stories, data_dir):
+    folder, described = stories
+    ours, theirs = gguf_tokenizer(made(sentencepiece(described))), load_tokenizer(folder)
+    sample = (data_dir / "text" / "tinystories_sample.txt").read_text()
+    for text in (sample, "a", "  two  spaces "):
+        assert ours(text).input_ids == theirs(text).input_ids
+    known = sample.replace("<|endoftext|>", "").encode("ascii", "ignore").decode()
+    assert ours.decode(ids(ours, known)) == known
+    # A token of the file stands as it is, and what comes after it begins like a text.
+    assert ids(ours, "One<|end_story|>two") == [*ids(ours, "One"), 2, *ids(ours, "two")]
+
+
+def test_no_space_before_a_text(made, stories):
+    described = stories[1]
+    without = gguf_tokenizer(made(sentencepiece(described, ("add_add_space_prefix", False))))
+    assert without.convert_ids_to_tokens(ids(without, "the"))[0] == "the"
+    assert without.decode(ids(without, " the")) == " the"
+
+
+def test_bytes_of_unknown_characters(made):
+    def add(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", "a"])
+        writer.add_token_types([2, *[6] * 256, 1, 1])
+        writer.add_token_scores([0.0] * 259)
+        writer.add_unk_token_id(0)
+
+    tokenizer = gguf_tokenizer(made(add))
+    assert tokenizer("a\u00e9").input_ids == [257, 258, 1 + 0xC3, 1 + 0xA9]
+    assert tokenizer.decode([257, 258, 1 + 0xC3, 1 + 0xA9]) == "a\u00e9"
+
+
+def test_a_real_model_goes_on_as_it_is_known_to(tmp_path, stories):
+    """Queries and keys of TinyStories-656K permuted, its tokenizer as scores: the same story."""
+    import transformers
+
+    import kvjax
+
+    folder, described = stories
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
+    add = sentencepiece(described)
+    path = write_model(
+        tmp_path / "model.gguf", "llama", reference, lambda w, config: add_again(w, add)
+    )
+    model, tokenizer = from_pretrained(path), load_tokenizer(path)
+    prompt = tokenizer("Once upon a time").input_ids
+    result = kvjax.generate(model, [prompt], transform=kvjax.Full(), max_new_tokens=25)
+    text = tokenizer.decode(result.tokens[0])
+    assert text.startswith(", a little girl named Lily lived in a small house with her mom, dad")
+
+
+def add_again(writer, add):
+    """Metadata in place of what was there."""
+    for data in writer.kv_data:
+        for name in ("bos", "eos"):
+            data.pop(f"tokenizer.ggml.{name}_token_id", None)
+    add(writer)
+
+
+# What is refused
+
+
+def without(add, *keys):
+    def changed(writer):
+        add(writer)
+        for data in writer.kv_data:
+            for key in keys:
+                data.pop(key, None)
+
+    return changed
+
+
+def replaced(add, key, method, value):
+    def changed(writer):
+        without(add, key)(writer)
+        getattr(writer, method)(key, value)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("key", "method", "value", "message"),
+    [
+        ("model", None, None, "ggml.model must be of type str, it is missing"),
+        ("model", "add_string", "t5", "ggml.model 't5' is not supported; supported: gpt2, llama"),
+        ("pre", None, None, "ggml.pre must be of type str, it is missing"),
+        (
+            "pre",
+            "add_string",
+            "viking",
+            "ggml.pre 'viking' is not supported; supported: gpt-2, olm",
+        ),
+        ("tokens", None, None, "ggml.tokens must be of type list, it is missing"),
+        ("tokens", "add_array", [1, 2], r"ggml.tokens must be a list of texts, got \[1, 2\]"),
+        ("token_type", "add_array", [1, 2], "one entry for each of 2048 tokens, got 2"),
+        ("merges", None, None, "ggml.merges must be of type list, it is missing"),
+        ("merges", "add_array", ["a"], "two tokens with a space between, got 'a'"),
+        ("merges", "add_array", ["zzzz qqqq"], "its tokenizer cannot be made: .*zzzz"),
+        ("bos_token_id", "add_uint32", 2048, "bos_token_id must be below the 2048 tokens, got 20"),
+        ("bos_token_id", "add_string", "x", "bos_token_id must be of type int, got 'x'"),
+        ("add_bos_token", "add_uint32", 1, "add_bos_token must be of type bool, got 1"),
+    ],
+)
+def test_wrong_metadata(made, described, key, method, value, message):
+    key, add = f"tokenizer.ggml.{key}", byte_level(described, "gpt-2")
+    path = made(without(add, key) if method is None else replaced(add, key, method, value))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_tokenizer(path)
+    assert "vocabulary.gguf: " in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_neither_merges_nor_scores(made, stories):
+    add = without(sentencepiece(stories[1]), "tokenizer.ggml.scores")
+    with pytest.raises(ValueError, match=r"scores is missing, and so is tokenizer\.ggml\.merges"):
+        load_tokenizer(made(add))
+
+
+@pytest.mark.slow
+def test_no_pytorch_and_no_word(made, described):
+    path = made(byte_level(described, "smollm"))
+    code = (
+        "import sys; sys.modules['torch'] = None; from kvjax.models import load_tokenizer; "
+        f"load_tokenizer({str(path)!r}).batch_decode([[5, 6]])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
