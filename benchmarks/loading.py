@@ -51,10 +51,10 @@ def write_checkpoint(folder: Path, shape: dict[str, int]) -> None:
     import numpy as np
 
     from kvjax.models import DecoderConfig, RopeConfig, save_pretrained
-    from kvjax.models.loading import abstract_decoder
+    from kvjax.models.shapes import abstract_parameters
 
     config = DecoderConfig(**shape, rope=RopeConfig(rotary_dim=shape["head_dim"]))
-    graphdef, parameters = abstract_decoder(config, "bfloat16")
+    graphdef, parameters = abstract_parameters(config, "bfloat16")
     rng = np.random.default_rng(0)
     filled = {}
     for path, leaf in parameters.items():

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.selection import evict_worst, evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, evict, merge, permute
+from kvjax.devices import all_heads
 from kvjax.protocol import GroupReduce, KVTransform, State, Step
 
 Rows = Bool[Array, " B"] | Bool[Array, "B H"]
@@ -281,5 +282,7 @@ def group_scores(
 
 def over_heads(score: Float[Array, "B H S"], cache: KVCache) -> Float[Array, "B H S"]:
     """The mean over all KV heads of a row whose slots hold the same tokens in each."""
-    same = (cache.position == cache.position[:, :1]).all((1, 2), keepdims=True)
-    return jnp.where(same, score.mean(1, keepdims=True), score)
+    first = all_heads(cache.position[:, :1], cache.heads // cache.shape[1])[:, :1]
+    same = all_heads((cache.position == first).all(2), cache.heads).all(1)[:, None, None]
+    mean = all_heads(score, cache.heads).mean(1, keepdims=True)
+    return jnp.where(same, mean, score)

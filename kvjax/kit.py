@@ -16,6 +16,7 @@ from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import Column, KVCache
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
+from kvjax.devices import all_heads
 from kvjax.protocol import (
     Extent,
     KVTransform,
@@ -49,6 +50,7 @@ __all__ = [
     "View",
     "Wrapper",
     "accumulated_attention",
+    "all_heads",
     "by_query_head",
     "check_budget",
     "check_choice",

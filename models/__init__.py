@@ -5,16 +5,20 @@ from .config import DecoderConfig, LayerConfig, RopeConfig
 from .decoder import Decoder
 from .loading import from_pretrained, load_tokenizer, random_decoder
 from .orbax_checkpoints import load_checkpoint, save_checkpoint
+from .placement import on_mesh
 from .saving import save_pretrained
+from .shapes import abstract_decoder
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "LayerConfig",
     "RopeConfig",
+    "abstract_decoder",
     "from_pretrained",
     "load_checkpoint",
     "load_tokenizer",
+    "on_mesh",
     "random_decoder",
     "read_config",
     "save_checkpoint",

@@ -135,26 +135,30 @@ def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = Path(directory)
     raw = read_json(folder / "config.json")
-    kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(
-            f"{printable(folder / 'config.json')}: model_type {brief(kind)} is not supported"
-            f"{_missing_for(raw)}; supported: {', '.join(FAMILIES)}"
-        )
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ValueError(
-            f"{printable(folder / 'config.json')}: quantization_config "
-            f"({printable(method or 'unnamed')}) is not supported; "
-            "supported are plain float32, float16 and bfloat16 weights"
-        )
+    check_raw_config(raw, folder / "config.json")
     if (folder / "generation_config.json").exists():
         generation = read_json(folder / "generation_config.json")
         for name in ("bos_token_id", "eos_token_id"):
             if generation.get(name) is not None:
                 raw[name] = generation[name]
     return raw
+
+
+def check_raw_config(raw: Mapping[str, Any], source: Path) -> None:
+    """Raises ValueError unless the model type is known and the weights are not quantised."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(
+            f"{printable(source)}: model_type {brief(kind)} is not supported"
+            f"{_missing_for(raw)}; supported: {', '.join(FAMILIES)}"
+        )
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ValueError(
+            f"{printable(source)}: quantization_config ({printable(method or 'unnamed')}) is not "
+            "supported; supported are plain float32, float16 and bfloat16 weights"
+        )
 
 
 def parse_config(raw: Mapping[str, Any], family: Family, source: Path) -> DecoderConfig:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from kvjax.messages import brief, one_line, printable, quiet
@@ -24,7 +24,9 @@ from .config import DecoderConfig
 from .decoder import Decoder
 from .finding import find_model, is_gguf
 from .gguf_tokenizer import gguf_tokenizer
+from .placement import weight_placement
 from .safetensors_files import Slices, StoredTensor
+from .shapes import abstract_parameters
 from .tensor_names import ParameterPath, Weight
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
@@ -47,6 +49,7 @@ def from_pretrained(
     dtype: DTypeLike | None = None,
     sharding: Sharding | ShardingRule | None = None,
     *,
+    mesh: Mesh | None = None,
     allow_nonfinite: bool = False,
 ) -> Decoder:
     """Loads a Hugging Face model or a GGUF file, weights included.
@@ -70,6 +73,8 @@ def from_pretrained(
         `[in, out]`, the transpose of the file's) to a Sharding or None. Of a tensor that holds
         several weights it is asked for each; of a GGUF file's it is given Hugging Face's names.
         None (default): the default device.
+      mesh: devices that share the model, with axes "data" and "tensor": the latter divides heads,
+        the MLP and the vocabulary, and `kvjax.generate` then divides rows by the former. None: no.
       allow_nonfinite: load weights that are NaN or infinite, in the file or once they are cast.
 
     Returns:
@@ -78,40 +83,33 @@ def from_pretrained(
     Raises:
       ValueError: the folder, the file or the id cannot be read; the model is not supported; a
         tensor is missing, unknown, misshapen, of a type that no weight has, stored twice, not
-        finite, or cannot be placed. The message names it.
+        finite, or cannot be placed; both `sharding` and `mesh` are given. The message names it.
       TypeError: `sharding` is neither a Sharding nor callable, or returns neither a Sharding nor
-        None.
+        None; `mesh` is no mesh.
 
     Example:
       >>> from kvjax.models import from_pretrained
       >>> model = from_pretrained("llama-3.2-1b", dtype="bfloat16")  # doctest: +SKIP
     """
-    check_sharding(sharding)
+    check_sharding(sharding, mesh)
     if dtype is not None:
         _check_dtype(dtype)
     checkpoint = open_checkpoint(find_model(directory_or_hub_id))
+    rule = None if mesh is None else weight_placement(checkpoint.config, mesh)
     if dtype is None:
-        dtype = _default_dtype(checkpoint, sharding)
-    graphdef, parameters = abstract_decoder(checkpoint.config, dtype)
+        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        dtype = _default_dtype(checkpoint, everywhere or sharding)
+    graphdef, parameters = abstract_parameters(checkpoint.config, dtype)
     names = _match(checkpoint, parameters)
     filled = {}
     for name, tensor in checkpoint.read(names):
         stored, hub_name = checkpoint.tensors[name], checkpoint.hub_names.get(name, name)
         source = _Source(tensor, stored, name, hub_name, jnp.dtype(dtype), allow_nonfinite)
         for path, part in _parts(source, names[name], parameters):
-            filled[path] = parameters[path].replace(_place(part, sharding))
+            where = sharding if rule is None else rule(path)
+            filled[path] = parameters[path].replace(_place(part, where))
         del tensor, source, part  # frees the tensor before the next one is read
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
-
-
-def abstract_decoder(
-    config: DecoderConfig, dtype: DTypeLike
-) -> tuple[nnx.GraphDef, dict[ParameterPath, nnx.Variable]]:
-    """A decoder without weights: its graph, and its parameters as shapes, by their paths."""
-    graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    )
-    return graphdef, dict(nnx.to_flat_state(state))
 
 
 def _check_dtype(dtype: DTypeLike) -> None:
@@ -283,8 +281,10 @@ def _is_finite(tensor: np.ndarray) -> bool:
     )
 
 
-def check_sharding(sharding: Sharding | ShardingRule | None) -> None:
-    """Raises TypeError unless it is what `from_pretrained` takes."""
+def check_sharding(sharding: Sharding | ShardingRule | None, mesh: Mesh | None) -> None:
+    """Raises TypeError or ValueError unless they are what `from_pretrained` takes."""
+    if mesh is not None and sharding is not None:
+        raise ValueError("give sharding or mesh, not both: a mesh says where all weights go")
     if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
         raise TypeError(f"sharding must be a Sharding, a function or None, got {sharding!r}")
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx, traverse_util
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 import kvjax
 from kvjax.messages import brief, printable, quiet
@@ -23,9 +23,11 @@ from kvjax.regular_files import check_regular, read_json
 from .config import DecoderConfig, LayerConfig, RopeConfig
 from .decoder import Decoder
 from .families import FAMILIES, describe
-from .loading import ShardingRule, abstract_decoder, check_sharding, chosen_sharding
+from .loading import ShardingRule, check_sharding, chosen_sharding
 from .new_folder import new_folder
+from .placement import weight_placement
 from .saving import check_parameters, dotted
+from .shapes import abstract_parameters
 from .tensor_names import ParameterPath
 
 FORMAT = 1
@@ -82,7 +84,10 @@ def save_checkpoint(model: Decoder, folder: str | os.PathLike[str]) -> None:
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str], sharding: Sharding | ShardingRule | None = None
+    folder: str | os.PathLike[str],
+    sharding: Sharding | ShardingRule | None = None,
+    *,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """The model that `save_checkpoint` wrote, on devices that need not be those of then.
 
@@ -96,6 +101,7 @@ def load_checkpoint(
         The name is the one that `save_pretrained` gives the tensor, so that a function serves both;
         where no model type of Hugging Face has such decoders, it is the parameter's path, as
         `layers.0.mlp.up_proj.kernel`. None (default): the default device.
+      mesh: devices that share the model, as in `from_pretrained`.
 
     Returns:
       A `Decoder`.
@@ -108,23 +114,18 @@ def load_checkpoint(
 
     Example:
       >>> import jax
-      >>> from jax.sharding import NamedSharding, PartitionSpec
       >>> from kvjax.models import load_checkpoint
       >>> mesh = jax.make_mesh((1, 8), ("data", "tensor"))  # doctest: +SKIP
-      >>> def rule(name, shape):
-      ...     if len(shape) == 2 and "embed" not in name:
-      ...         return NamedSharding(mesh, PartitionSpec(None, "tensor"))
-      ...     return NamedSharding(mesh, PartitionSpec())
-      >>> model = load_checkpoint("checkpoint", sharding=rule)  # doctest: +SKIP
+      >>> model = load_checkpoint("checkpoint", mesh=mesh)  # doctest: +SKIP
     """
-    check_sharding(sharding)
+    check_sharding(sharding, mesh)
     folder = Path(folder).absolute()
     about = _read_about(folder)
     with _damaged(folder):
         if about["files"] != _sizes(folder / _ARRAYS):
             raise ValueError("files are missing, unknown or not of the size that they had")
         config = _config(about["config"], most_layers=len(about["parameters"]))
-        graphdef, leaves = abstract_decoder(config, jnp.float32)
+        graphdef, leaves = abstract_parameters(config, jnp.float32)
         shapes = {path: leaf.get_value() for path, leaf in leaves.items()}
         described = {dotted(path): list(x.shape) for path, x in shapes.items()}
         if {name: shape for name, (_, shape) in about["parameters"].items()} != described:
@@ -132,10 +133,13 @@ def load_checkpoint(
         dtypes = {path: jnp.dtype(about["parameters"][dotted(path)][0]) for path in shapes}
     names = _tensor_names(config)
     default = jnp.zeros(()).sharding
-    places = {
-        path: chosen_sharding(names.get(path, dotted(path)), x.shape, sharding) or default
-        for path, x in shapes.items()
-    }
+    rule = None if mesh is None else weight_placement(config, mesh)
+
+    def place(path: ParameterPath, shape: tuple[int, ...]) -> Sharding:
+        where = sharding if rule is None else rule(path)
+        return chosen_sharding(names.get(path, dotted(path)), shape, where) or default
+
+    places = {path: place(path, x.shape) for path, x in shapes.items()}
     restore = {
         path: ocp.ArrayRestoreArgs(sharding=places[path], global_shape=x.shape)
         for path, x in shapes.items()

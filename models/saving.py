@@ -20,9 +20,9 @@ from kvjax.regular_files import check_regular
 from .decoder import Decoder
 from .families import FAMILIES, describe
 from .finding import find_model, is_gguf
-from .loading import abstract_decoder
 from .new_folder import new_folder
 from .safetensors_files import INDEX_FILE, SINGLE_FILE, STORED_DTYPES, NewTensor, write_tensors
+from .shapes import abstract_parameters
 from .tensor_names import ParameterPath, Weight
 
 _TOKENIZER_FILES = (
@@ -105,7 +105,7 @@ def check_parameters(model: Decoder) -> dict[ParameterPath, jax.Array]:
     if not isinstance(model, Decoder):
         raise TypeError(f"model must be a Decoder, got {type(model).__name__}")
     found = {path: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
-    _, leaves = abstract_decoder(model.config, jnp.float32)
+    _, leaves = abstract_parameters(model.config, jnp.float32)
     expected = {path: leaf.get_value() for path, leaf in leaves.items()}
     if found.keys() != expected.keys():
         path = sorted(found.keys() ^ expected.keys(), key=str)[0]

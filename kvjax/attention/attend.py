@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, QueryWindow, layer_caches
+from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
 from kvjax.budgets.budgets import check_choice, check_count, check_number
 from kvjax.cache.payload import Dense, Seen, Slots, take_slots
 from kvjax.cache.slots import KVCache, append, compact, opened, sorted_slots, widen
@@ -80,7 +82,8 @@ def attend(
       implementation: of the operations in `pallas_kernels` that a decode step makes: "pallas",
         "interpret" (their kernels, interpreted), "xla", or None, the best that can run. A prompt
         has XLA alone. Kernels see the arrays of one device: of arrays divided among several, None
-        takes XLA unless inside `shard_map`. They round queries to the dtype of what is stored.
+        takes XLA unless inside `shard_map`, as with a cache that was made for a mesh
+        (`init_cache(mesh=)`). They round queries to the dtype of what is stored.
 
     Returns:
       Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
@@ -104,9 +107,10 @@ def attend(
     logits = Logits(q.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
     call = _Call(phase == "prompt", last, rope, logits, implementation)
     _check_options(phase, call, q, predicted_query)
-    attend_layer = _attend_groups if isinstance(transform, HeadGroups) else _attend
     positions = positions.astype(jnp.int32)
-    return attend_layer(transform, cache, q, k, v, positions, predicted_query, call)
+    if placement_of(cache) is not None:
+        return _attend_on_mesh(transform, cache, q, k, v, positions, predicted_query, call)
+    return _attend_layer(transform, cache, q, k, v, positions, predicted_query, call)
 
 
 class _Call(NamedTuple):
@@ -117,6 +121,30 @@ class _Call(NamedTuple):
     rope: Rope | None
     logits: Logits
     implementation: str | None
+
+
+def _attend_on_mesh(transform, cache: Cache, q, k, v, positions, predicted, call: _Call):
+    """Every device's rows and heads by themselves: no part of a cache goes to another device."""
+    placement = placement_of(cache)
+    rows = placement.rows_axis(len(q))
+    by_head, by_row = PartitionSpec(rows, placement.heads_axis), PartitionSpec(rows)
+
+    def own(cache, q, k, v, positions, predicted, rope):
+        given = transform, cache, q, k, v, positions, predicted
+        return _attend_layer(*given, call._replace(rope=rope))
+
+    args = cache, q, k, v, positions, predicted, call.rope
+    expected = None if predicted is None else by_head
+    tokens = by_head, by_head, by_head, by_row, expected
+    specs = cache_specs(cache), *tokens, rope_specs(call.rope, rows)
+    return on_each_device(
+        own, placement, args, specs, lambda shapes: (by_head, cache_specs(shapes[1]))
+    )
+
+
+def _attend_layer(transform, cache: Cache, q, k, v, positions, predicted, call: _Call):
+    attend_layer = _attend_groups if isinstance(transform, HeadGroups) else _attend
+    return attend_layer(transform, cache, q, k, v, positions, predicted, call)
 
 
 def _attend(transform, cache: LayerCache, q, k, v, positions, predicted, call: _Call):
@@ -256,7 +284,7 @@ def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
     if steps is None:
         return caches
     check_count("steps", steps, 1)
-    flushed = functools.partial(_flush, steps=steps)
+    flushed = functools.partial(_flush_layer, steps=steps)
     return jax.tree.map(flushed, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
@@ -269,10 +297,17 @@ def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
     return min((steps for steps in intervals if steps is not None), default=None)
 
 
+def _flush_layer(cache: LayerCache, steps: int) -> LayerCache:
+    placement, own = cache.placement, functools.partial(_flush, steps=steps)
+    if cache.kv.interval is None:
+        return cache
+    if placement is None:
+        return own(cache)
+    return on_each_device(own, placement, (cache,), (cache_specs(cache),), cache_specs)
+
+
 def _flush(cache: LayerCache, steps: int) -> LayerCache:
     kv, (query, query_position) = cache.kv, cache.window or (None, None)
-    if kv.interval is None:
-        return cache
     if cache.reading is not None or kv.stored is not None:
         raise ValueError("the prompt is not complete: give its last chunk before flush")
     keys = kv.k.read() if _looks_at_keys(cache.transform) else None

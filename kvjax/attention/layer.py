@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -15,6 +16,7 @@ from kvjax.budgets.budgets import check_count
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import KVCache, empty_cache, opened
 from kvjax.compose.wrappers import HeadGroups
+from kvjax.devices import Placement, check_mesh
 from kvjax.protocol import PASSED, Extent, KVTransform, Logits, State, check_transform, is_bound
 from kvjax.rope import Rope
 
@@ -64,6 +66,7 @@ class LayerCache:
       transform: what it was made for (static).
       logits: how the last prompt's attention made its logits, where the cache is to be flushed
         (static).
+      placement: the devices that it is divided among (static); None: `attend` divides nothing.
     """
 
     kv: KVCache
@@ -73,6 +76,7 @@ class LayerCache:
     rope: Rope | None
     transform: KVTransform = field(metadata={"static": True})
     logits: Logits | None = field(default=None, metadata={"static": True})
+    placement: Placement | None = field(default=None, metadata={"static": True})
 
 
 Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
@@ -133,6 +137,7 @@ def init_cache(
     query_heads: int | None = None,
     dtype: DTypeLike | None = None,
     layer: int | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Cache:
     """An empty cache for one attention layer, of the capacity that the transform promises.
 
@@ -145,6 +150,10 @@ def init_cache(
         and bfloat16 elsewhere.
       layer: the number of the layer, on which budgets, random numbers and calibrations depend. By
         default 0, or the layer that the transform was bound to, if it stands for that one alone.
+      mesh: devices that `attend` divides the cache among, with axes "data" for its rows and
+        "tensor" for its heads. Rows that the axis does not divide evenly are on all of its
+        devices, and so are KV heads, and those of `HeadGroups`. None: one device, or what XLA
+        makes of where the arrays are.
 
     Returns:
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
@@ -152,7 +161,7 @@ def init_cache(
     Raises:
       TypeError, ValueError: a count that is no positive int, heads that don't divide, a dtype that
         is not floating, a transform that must be bound to a layer first, or that was bound to
-        others than `layer`.
+        others than `layer`; a mesh with other axes.
 
     Example:
       >>> import kvjax
@@ -189,15 +198,17 @@ def init_cache(
             f"{transform!r} decides per layer: give init_cache and attend one element of "
             "kvjax.bind(transform, num_layers)"
         )
+    mesh = None if mesh is None else check_mesh(mesh)
     if isinstance(transform, HeadGroups):
         transform.check_heads(kv_heads)
         same = {"batch": batch, "head_dim": head_dim, "max_prompt": max_prompt}
         same |= {"max_new": max_new, "dtype": dtype, "layer": layer}
-        group = query_heads // kv_heads
-        return tuple(
+        group, whole = query_heads // kv_heads, Placement.of(mesh, kv_heads, divisible=False)
+        made = (
             init_cache(tx, kv_heads=len(heads), query_heads=len(heads) * group, **same)
             for heads, tx in transform.groups
         )
+        return tuple(dataclasses.replace(cache, placement=whole) for cache in made)
     extent, needs = transform.extent(Extent(max_prompt, max_new)), transform.needs
     if needs.reposition and needs.decode_queries:
         raise ValueError(
@@ -217,7 +228,8 @@ def init_cache(
     if needs.decode_queries:
         window = QueryWindow.empty(batch, query_heads, needs.queries(max_prompt), head_dim, dtype)
     logits = None if extent.interval is None else Logits(head_dim**-0.5)
-    return LayerCache(kv, state, window, None, None, transform, logits)
+    placement = Placement.of(mesh, kv_heads, divisible=True)
+    return LayerCache(kv, state, window, None, None, transform, logits, placement)
 
 
 def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...]:

@@ -63,6 +63,8 @@ class KVCache:
         than `max_prompt + max_new`.
       capacity: slots that the cache has between calls (static).
       max_prompt, max_new: prompt and new tokens that the cache was made for, all turns together.
+      heads: lists of slots that a row has on all devices together: H, or where `kvjax.attend` runs
+        on a device's part of the heads, more (static).
       group: query heads per list of slots.
       unfolded: lists of slots per KV head, which are then what H counts: 1, or where every query
         head keeps tokens of its own all query heads of a KV head.
@@ -85,6 +87,7 @@ class KVCache:
     capacity: int = _static()
     max_prompt: int = _static()
     max_new: int = _static()
+    heads: int = _static()
     group: int = _static(1)
     unfolded: int = _static(1)
     interval: int | None = _static(None)
@@ -160,6 +163,7 @@ def empty_cache(
         length=jnp.zeros(batch, jnp.int32),
         dropped=jnp.zeros(shape[:2], jnp.int32),
         capacity=capacity,
+        heads=kv_heads,
         **static,
     )
 

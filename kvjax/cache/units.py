@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.slots import KVCache
+from kvjax.devices import all_heads
 
 
 class Units(NamedTuple):
@@ -61,7 +62,10 @@ class Units(NamedTuple):
         inside = (unit >= 0) & (unit < self.count)
         return take_slots(x, jnp.clip(unit, 0, self.count - 1)) & inside
 
-    def join(self, bits: Bool[Array, "B Q S"]) -> Bool[Array, "B U N"]:
-        """The bits of all heads and of a unit's tokens, one token after the other: `N = size·Q`."""
-        grid = jnp.moveaxis(self.grid_of_query_heads(bits), 1, 3)
+    def join(self, bits: Bool[Array, "B Q S"], heads: int | None = None) -> Bool[Array, "B U N"]:
+        """The bits of all heads and of a unit's tokens, one token after the other: `N = size·Q`.
+
+        `heads` as in `kvjax.devices.all_heads`.
+        """
+        grid = jnp.moveaxis(all_heads(self.grid_of_query_heads(bits), heads), 1, 3)
         return grid.reshape(*grid.shape[:2], -1)

@@ -19,6 +19,7 @@ from kvjax.cli import (
     generate_command,
     methods_command,
     options,
+    plan_command,
     read_command,
 )
 from kvjax.evaluation import grid
@@ -136,6 +137,17 @@ def parser() -> Parser:
         "  kvjax compare --methods snapkv,h2o --budgets 0.1,0.2 --cases 20\n"
         "  kvjax compare --model DIR --text book.txt --lengths 4096 --depths 0,0.5,1",
     ))  # fmt: skip
+    _add_plan_options(command(
+        "plan", plan_command.run, "what devices will hold, and how many requests fit",
+        "Places a model and its caches on devices that need not be there, and says what\n"
+        "each holds: weights, caches by method, how many requests fit, and the least time\n"
+        "of a decode step by the bytes that it moves. No weights are read.",
+        "examples:\n"
+        "  kvjax plan --model llama-3.1-8b\n"
+        "  kvjax plan --model llama-3.1-70b --mesh tensor=8 --batch 1 8 32\n"
+        "  kvjax plan --model DIR --mesh data=8,tensor=8 --tokens 32768\n"
+        "      --method full snapkv 'chain(snapkv, quantize(bits=4))' --budget 0.2",
+    ))  # fmt: skip
     command(
         "methods", methods_command.methods, "list the methods of compression",
         "Lists the methods of compression with their parameters and papers.",
@@ -223,6 +235,30 @@ def _add_compare_options(own: Parser) -> None:
     add("--cases", int, grid.CASES, "per task, method, budget, length and depth", "N")
     add("--seed", options.seed, 0, "of the cases", "N")
     add("--out", str, "kvjax-compare", "folder of the results", "DIR")
+
+
+def _add_plan_options(own: Parser) -> None:
+    add = own.add_argument
+    add("--model", metavar="DIR_OR_SHAPE", required=True,
+        help="folder with config.json, such a file, or llama-3.1-8b, -70b or -405b")  # fmt: skip
+    add("--mesh", metavar="SIZES", type=plan_command.mesh_sizes, default={"tensor": 1},
+        help="devices that divide rows (data) and heads (tensor), as data=2,tensor=4 (default: "
+        "one device)")  # fmt: skip
+    add("--memory", metavar="GB", type=float, default=plan_command.MEMORY,
+        help="of each device (default: 80)")  # fmt: skip
+    add("--bandwidth", metavar="GB/S", type=float, default=plan_command.BANDWIDTH,
+        help="of each device's memory (default: 3350, an NVIDIA H100 SXM's)")  # fmt: skip
+    add("--tokens", metavar="N", type=int, default=131072,
+        help="of a request's prompt (default: 131072)")  # fmt: skip
+    add("--new", metavar="N", type=int, default=512, help="new tokens (default: 512)")
+    add("--batch", metavar="N", type=int, nargs="+", default=[1, 8, 32],
+        help="requests at a time (default: 1 8 32)")  # fmt: skip
+    add("--method", metavar="NAME", nargs="+", default=plan_command.METHODS,
+        help="methods of `kvjax methods` and compositions (default: full snapkv)")  # fmt: skip
+    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
+        help="as for kvjax generate (default: 0.1)")  # fmt: skip
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        help="of weights, keys and values (default: bfloat16)")  # fmt: skip
 
 
 def method_list(text: str) -> list[str]:

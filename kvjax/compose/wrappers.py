@@ -14,6 +14,7 @@ from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
 from kvjax.decisions import Decision
+from kvjax.devices import all_heads
 from kvjax.protocol import (
     Extent,
     Full,
@@ -171,7 +172,8 @@ class _Again(Wrapper):
     ) -> tuple[Decision | None, State]:
         """What the base decides about everything live, in the rows and heads that are due."""
         due &= step.rows[:, None]
-        as_prompt = dataclasses.replace(step, moment="prompt", rows=due.any(-1))
+        rows = all_heads(due, cache.heads).any(-1)
+        as_prompt = dataclasses.replace(step, moment="prompt", rows=rows)
         decision, state = super().on_prompt(cache, state, as_prompt)
         return None if decision is None else decision.concerning(due), state
 

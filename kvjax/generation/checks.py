@@ -7,8 +7,10 @@ from typing import Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
+from kvjax.devices import mesh_of
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel
 from kvjax.messages import brief
@@ -71,6 +73,12 @@ def check_turn(
             "the context must be of this model: the windows of its layers are "
             f"{brief(context.windows)}, the model's {brief(model.windows)}"
         )
+    mesh = mesh_of(model.params)
+    if context.size.mesh != mesh:
+        raise ValueError(
+            "the context must lie where the model does, its caches were made for "
+            f"{_shown(context.size.mesh)}, the model is on {_shown(mesh)}"
+        )
     if prompts is None:
         count = np.zeros(context.rows, int)
     else:
@@ -98,6 +106,10 @@ def check_turn(
                 f"the context has {name} = {most}, and row {row} would need {total[row]}: "
                 f"{total[row] - more[row]} so far and {more[row]} more"
             )
+
+
+def _shown(mesh: Mesh | None) -> str:
+    return "one device" if mesh is None else f"a mesh of {dict(mesh.shape)}"
 
 
 def _check_row(model: Sized, row: int, prompt: Sequence[int]) -> None:

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.attention.parts import has_rows, map_parts, placed
 from kvjax.cache.slots import nbytes
 from kvjax.compose.chain import bind
+from kvjax.devices import put, put_rows
 from kvjax.generation.reading import CacheSize
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import HOST_MEMORY
@@ -88,48 +90,37 @@ class Context:
         """
         if self.rows != 1:
             raise ValueError(f"only a context of one row can be repeated, got {self.rows} rows")
-        caches = tuple(
-            _repeated(cache, transform, layer, self.size, rows)
-            for layer, (cache, transform) in enumerate(zip(self.caches, self.layers, strict=True))
-        )
+        caches = tuple(map_parts(lambda part: _repeated(part, rows), own) for own in self.caches)
         own = {
             name: _rows_of(getattr(self, name), rows)
             for name in ("logits", "length", "prompt_tokens", "new_tokens")
         }
         size = self.size._replace(batch=rows)
-        return dataclasses.replace(self, caches=caches, size=size, waiting=+self.waiting, **own)
+        whole = dataclasses.replace(self, caches=caches, size=size, waiting=+self.waiting, **own)
+        return whole.placed()
 
     def copy(self) -> Context:
         """The same in memory of its own."""
         return jax.tree.map(_copied, self)
 
+    def placed(self) -> Context:
+        """The same on the mesh that its caches were made for; without one, as it is."""
+        mesh = self.size.mesh
+        if mesh is None:
+            return self
+        counts = ("length", "prompt_tokens", "new_tokens", "waiting")
+        own = {name: put(getattr(self, name), mesh) for name in counts}
+        caches, logits = tuple(map(placed, self.caches)), put_rows(self.logits, mesh)
+        return dataclasses.replace(self, caches=caches, logits=logits, **own)
 
-def _repeated(
-    cache: Cache, transform: KVTransform, layer: int, size: CacheSize, rows: int
-) -> Cache:
-    """One layer's cache with its one row repeated."""
-    one, two = (
-        jax.eval_shape(lambda batch=batch: size._replace(batch=batch).cache(transform, layer))
-        for batch in (1, 2)
-    )
 
-    def part(cache: LayerCache, one: LayerCache, two: LayerCache) -> LayerCache:
-        def repeat(x: Array, one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> Array:
-            return _copied(x) if one.shape == two.shape else _rows_of(x, rows)
+def _repeated(cache: LayerCache, rows: int) -> LayerCache:
+    """One layer's cache, or that of a group of its heads, with its one row repeated."""
 
-        kept = {
-            name: jax.tree.map(repeat, *(getattr(c, name) for c in (cache, one, two)))
-            for name in ("kv", "state")
-        }
-        window = jax.tree.map(lambda x: _rows_of(x, rows), cache.window)
-        # Only frequencies that depend on a row's length have an axis of rows.
-        rope = jax.tree.map(lambda x: _rows_of(x, rows) if x.ndim == 2 else _copied(x), cache.rope)
-        return dataclasses.replace(cache, window=window, rope=rope, **kept)
+    def repeat(x: Array, has_rows: bool) -> Array:
+        return _rows_of(x, rows) if has_rows else _copied(x)
 
-    def is_part(x: object) -> bool:
-        return isinstance(x, LayerCache)
-
-    return jax.tree.map(part, cache, one, two, is_leaf=is_part)
+    return jax.tree.map(repeat, cache, has_rows(cache))
 
 
 def _rows_of(x: Array, rows: int) -> Array:
@@ -142,5 +133,6 @@ def _rows_of(x: Array, rows: int) -> Array:
 
 def _copied(x: Array) -> Array:
     """`x` in memory of its own. Where no sharding is named, the copy is not bound to a device."""
-    where = x.sharding if x.sharding.memory_kind == HOST_MEMORY else None
+    named = x.sharding.memory_kind == HOST_MEMORY or len(x.sharding.device_set) > 1
+    where = x.sharding if named else None
     return jax.device_put(x, where, may_alias=False)

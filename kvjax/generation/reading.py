@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -21,7 +22,9 @@ from kvjax.attention.layer import (
     kept_tokens,
     layer_caches,
 )
+from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.layers import layers_of
+from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
 from kvjax.protocol import KVTransform
@@ -39,6 +42,7 @@ class CacheSize(NamedTuple):
     max_prompt: int
     max_new: int
     dtype: str | None
+    mesh: Mesh | None = None
 
     @classmethod
     def of(
@@ -49,10 +53,10 @@ class CacheSize(NamedTuple):
         max_new: int,
         dtype: DTypeLike | None,
     ) -> CacheSize:
-        """Of a model's layers."""
+        """Of a model's layers, on the mesh of its parameters."""
         dtype = None if dtype is None else jnp.dtype(dtype).name
         heads = model.kv_heads, model.query_heads, model.head_dim
-        return cls(batch, *heads, max_prompt, max_new, dtype)
+        return cls(batch, *heads, max_prompt, max_new, dtype, mesh_of(model.params))
 
     max_tokens = property(lambda self: self.max_prompt + self.max_new)  # of a row
 
@@ -116,8 +120,8 @@ def read_prompt(
         for layer in range(len(layers) if on_layer is not None else 0):
             on_layer(layer)
         return logits, caches
-    parts, wanted = model.parts, positions
-    start = parts.embed, model.params, tokens, positions
+    parts, wanted, mesh = model.parts, positions, mesh_of(model.params)
+    start = parts.embed, mesh, model.params, tokens, positions
     compiler.compile("the embedding", "embed", _embed, *start)
     x, written = _embed(*start), []
     for layer, own in enumerate(parts.split(model.params)):
@@ -130,7 +134,7 @@ def read_prompt(
         written.append(cache)
         if on_layer is not None:
             on_layer(layer)
-    end = parts.head, model.params, x, positions, wanted
+    end = parts.head, mesh, model.params, x, positions, wanted
     compiler.compile("the logits", "head", _last_logits, *end)
     return _last_logits(*end), tuple(written)
 
@@ -138,27 +142,38 @@ def read_prompt(
 def cache_shapes(
     model: FunctionalModel, layers: tuple[KVTransform, ...], size: CacheSize
 ) -> tuple[Cache, ...]:
-    """What `read_prompt` returns for new caches, as shapes: nothing is computed or compiled."""
+    """What `read_prompt` returns for new caches, as shapes: nothing is computed or compiled.
+
+    Layers that are alike share one value.
+    """
     tokens = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
-    given = jax.eval_shape(functools.partial(_states, layers, size))
     if model.parts is None:
+        given = jax.eval_shape(functools.partial(_states, layers, size))
         whole = functools.partial(_read_whole, layers, size)
         return jax.eval_shape(whole, model, tokens, tokens, given)[1]
     parts = model.parts
-    x = jax.eval_shape(functools.partial(_embed, parts.embed), model.params, tokens, tokens)
-    positions, written = tokens, []
-    for layer, own in enumerate(parts.split(model.params)):
-        one = functools.partial(_read_layer, parts.blocks[layer], layers[layer], size)
-        x, positions, cache = jax.eval_shape(one, own, x, positions, given[layer])
-        written.append(cache)
-    return tuple(written)
+    embed = functools.partial(_embed, parts.embed, None)
+    x = jax.eval_shape(embed, model.params, tokens, tokens)
+    kinds = tuple(zip(parts.blocks, layers, strict=True))
+    known: dict[Hashable, Cache] = {}
+    for layer, (kind, own) in enumerate(zip(kinds, parts.split(model.params), strict=True)):
+        if kind not in known:
+            states = jax.eval_shape(functools.partial(_states_of, layers[layer], size, layer))
+            one = functools.partial(_read_layer, *kind, size)
+            known[kind] = jax.eval_shape(one, own, x, tokens, states)[2]
+    return tuple(known[kind] for kind in kinds)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _states(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
     """What the transforms of empty caches carry beside the slots: all that differs by layer."""
-    caches = (size.cache(transform, layer) for layer, transform in enumerate(layers))
-    return tuple(tuple(part.state for part in layer_caches(cache)) for cache in caches)
+    return tuple(_states_of(transform, size, layer) for layer, transform in enumerate(layers))
+
+
+def _states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
+    """The same of one layer."""
+    cache = placed(size.cache(transform, layer))
+    return tuple(part.state for part in layer_caches(cache))
 
 
 def _new_cache(transform: KVTransform, size: CacheSize, states: tuple) -> Cache:
@@ -174,9 +189,11 @@ def _new_cache(transform: KVTransform, size: CacheSize, states: tuple) -> Cache:
     return about_to_read(filled)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _embed(embed: Callable, params: Any, tokens: Array, positions: Array) -> Array:
-    return embed(params, tokens, positions)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _embed(
+    embed: Callable, mesh: Mesh | None, params: Any, tokens: Array, positions: Array
+) -> Array:
+    return by_rows(embed(params, tokens, positions), mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
@@ -195,15 +212,17 @@ def _read_layer(
     x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=True)
     if drops_tokens(transform, cache):
         x, positions = pass_on(x, positions, kept_tokens(cache))
-    return x, positions, cache
+    mesh = mesh_of_cache(cache)
+    return by_rows(x, mesh), by_rows(positions, mesh), placed(cache)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _last_logits(
-    head: Callable, params: Any, x: Array, reaching: Array, positions: Array
+    head: Callable, mesh: Mesh | None, params: Any, x: Array, reaching: Array, positions: Array
 ) -> Float[Array, "B V"]:
     """Logits of each row's newest token, which is among those that reach the end."""
-    return head(params, states_at(x, reaching, positions.max(-1, keepdims=True)))[:, -1]
+    logits = head(params, states_at(x, reaching, positions.max(-1, keepdims=True)))[:, -1]
+    return by_rows(logits, mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
@@ -223,4 +242,4 @@ def _read_whole(
         model.params, tokens, positions, caches,
         layers=layers, phase="prompt", last=True, logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
-    return logits[:, -1], caches
+    return by_rows(logits[:, -1], mesh_of_cache(caches[0])), tuple(map(placed, caches))

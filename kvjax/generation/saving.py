@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.compose.chain import bind, chain, parts_of
+from kvjax.devices import mesh_of
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, cache_shapes
@@ -96,7 +97,7 @@ def save_context(
             dataclasses.asdict(found) if isinstance(found, OutlierHeads) else None
             for found in calibrations
         ],
-        "size": context.size._asdict(),
+        "size": {name: x for name, x in context.size._asdict().items() if name != "mesh"},
         "fingerprints": _fingerprints(as_functional(model), tokenizer),
         "arrays": {name: _kind(x) for name, x in arrays.items()},
         "memories": [leaf.sharding.memory_kind for leaf in leaves],
@@ -124,7 +125,7 @@ def save_context(
 def load_context(
     path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
 ) -> Context:
-    """The context that `save_context` wrote, on the default device.
+    """The context that `save_context` wrote, on the default device or the mesh of the model.
 
     Nothing of the folder is run: it is read as JSON and arrays, after the checksums of all its
     files have been compared. The caches are those that this version of kvjax makes for the method.
@@ -146,7 +147,7 @@ def load_context(
         arrays = _read_arrays(checkpoints, _complete_step(folder), content["arrays"])
     with _damaged(folder):
         transform = _with_calibrations(parse(content["method"]), content["outlier_heads"], arrays)
-        size = CacheSize(**content["size"])
+        size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
         of_model = functional.num_layers, functional.windows
         layers = bind(transform, *of_model, size.max_tokens)
     shapes = _context_shapes(functional, transform, layers, size)
@@ -160,7 +161,7 @@ def load_context(
         )
     parts = zip(own, expected, content["memories"], strict=True)
     leaves = [_placed(x, like, memory) for x, like, memory in parts]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves).placed()
 
 
 def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -326,13 +327,24 @@ def _fingerprints(model: FunctionalModel, tokenizer: Any) -> dict[str, Any]:
         summed.update(f"{jax.tree_util.keystr(path)} {_kind(x)}".encode())
         places = np.unique(np.linspace(0, max(x.size - 1, 0), _SAMPLES).astype(np.int64))
         index = np.unravel_index(places, x.shape)
-        summed.update(np.asarray(x[index] if x.size else 0).tobytes())
+        summed.update(_numbers_at(x, index).tobytes())
     found["weights"] = summed.hexdigest()
     found["tokenizer"] = None
     if tokenizer is not None:
         words = json.dumps(sorted(tokenizer.get_vocab().items()))
         found["tokenizer"] = hashlib.sha256(words.encode()).hexdigest()
     return found
+
+
+def _numbers_at(x: Array, index: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Some numbers of a parameter, bit for bit."""
+    if not x.size:
+        return np.asarray(0)
+    if isinstance(x, np.ndarray) or len(x.sharding.device_set) == 1:
+        return np.asarray(x[index])
+    # Devices add up what each of them has, and -0 + 0 is 0.
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return np.asarray(jax.jit(lambda x: jax.lax.bitcast_convert_type(x, bits)[index])(x))
 
 
 def _compare(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:

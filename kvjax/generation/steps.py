@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.attend import flush, flush_interval
 from kvjax.attention.layer import Cache, about_to_read, init_cache
+from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
 from kvjax.protocol import KVTransform
 
@@ -42,6 +43,7 @@ def init_caches(
     """`init_cache` for every layer of a model."""
     sizes = {"kv_heads": model.kv_heads, "query_heads": model.query_heads}
     sizes |= {"head_dim": model.head_dim, "max_prompt": max_prompt, "max_new": max_new}
+    sizes |= {"mesh": mesh_of(model.params)}
     return tuple(
         init_cache(transform, batch=batch, dtype=dtype, layer=layer, **sizes)
         for layer, transform in enumerate(layers)

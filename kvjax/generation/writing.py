@@ -12,14 +12,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.attention.attend import flush, flush_interval
 from kvjax.attention.layer import Cache
+from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes
 from kvjax.compose.chain import bind
+from kvjax.devices import by_rows, divided, mesh_of, put, put_rows
 from kvjax.generation.checks import (
     Rows,
     bucket,
@@ -37,6 +40,7 @@ from kvjax.storage.offload import RecallStatistics, recall_statistics
 from kvjax.transforms.random import check_seed
 
 _STREAM_SECONDS = 0.1  # how often a streaming loop comes back to the host, about
+_STREAM_STEPS = 16  # the same where several processes must agree on it
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,9 @@ class _Loop:
     step: Int[Array, ""]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _first_tokens(
-    size: int, greedy: bool, choice: _Choice, logits, position, active
+    size: int, greedy: bool, mesh: Mesh | None, choice: _Choice, logits, position, active
 ) -> tuple[Array, ...]:
     """Each active row's first token, those so far, and which rows get no more.
 
@@ -132,7 +136,8 @@ def _first_tokens(
     else:
         token, ends = choice.tokens(logits, position)
     first = jnp.where(active, token, -1)
-    return token, jnp.full((len(token), size), -1, jnp.int32).at[:, 0].set(first), ends | ~active
+    tokens = jnp.full((len(token), size), -1, jnp.int32).at[:, 0].set(first)
+    return tuple(divided(x, mesh) for x in (token, tokens, ends | ~active))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -143,21 +148,30 @@ def _decode(
     until: Int[Array, ""],
     choice: _Choice,
 ) -> _Loop:
-    """Goes on until `until` new tokens are there or every row is done."""
+    """Goes on until `until` new tokens are there or every row is done.
+
+    On a mesh, logits and caches are divided; what the host reads is on every device.
+    """
+    mesh = mesh_of_cache(loop.caches[0])
 
     def step(loop: _Loop) -> _Loop:
         done = loop.done
-        at = jnp.where(done, -1, loop.position)
-        logits, caches = decode_step(model, layers, loop.caches, loop.token, at)
+        token, at = (by_rows(x, mesh) for x in (loop.token, jnp.where(done, -1, loop.position)))
+        logits, caches = decode_step(model, layers, loop.caches, token, at)
+        logits = by_rows(logits, mesh)
         logits = jnp.where(done[:, None], loop.logits, logits.astype(loop.logits.dtype))
         position = jnp.where(done, loop.position, loop.position + 1)
-        token, ends = choice.tokens(logits, position)
+        token, ends = (divided(x, mesh) for x in choice.tokens(logits, position))
         kept = jnp.where(done, -1, token)
         tokens = jax.lax.dynamic_update_slice_in_dim(loop.tokens, kept[:, None], loop.step, 1)
         token = jnp.where(done, loop.token, token)
         return _Loop(caches, logits, token, position, tokens, done | ends, loop.step + 1)
 
-    return jax.lax.while_loop(lambda x: (x.step < until) & ~x.done.all(), step, loop)
+    loop = jax.lax.while_loop(lambda x: (x.step < until) & ~x.done.all(), step, loop)
+    read = ("token", "position", "tokens", "done", "step")
+    own = {name: divided(getattr(loop, name), mesh) for name in read}
+    caches, logits = tuple(map(placed, loop.caches)), by_rows(loop.logits, mesh)
+    return dataclasses.replace(loop, caches=caches, logits=logits, **own)
 
 
 # Of one layer: layers whose caches are alike share the compiled code.
@@ -178,6 +192,14 @@ def _compile_flush(compiler: Compiler, caches: tuple[Cache, ...], interval: int)
 def _flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
     """Every layer's cache flushed; the given ones are donated."""
     return tuple(_flush_layer(cache, interval) for cache in caches)
+
+
+def _key(seed: int, mesh: Mesh | None) -> Key[Array, ""]:
+    """The key of the draws, on every device."""
+    if mesh is None:
+        return jax.random.key(seed)
+    where = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(jax.random.key, out_shardings=where)(np.uint32(seed))
 
 
 class Writing:
@@ -207,7 +229,8 @@ class Writing:
         check_seed(seed)
         ends = end_token_array(model, end_tokens)
         sampling = Sampling() if sampling is None else sampling
-        self._choice = _Choice(sampling.numbers, jnp.asarray(ends), jax.random.key(seed))
+        self._mesh = mesh = mesh_of(self._model.params)
+        self._choice = _Choice(sampling.numbers, put(ends, mesh), _key(seed, mesh))
         self._ends, self._most, self._keeps = set(ends.tolist()), max_new_tokens, True
         room = bucket(max_new_tokens, None, None)
         start = time.perf_counter()
@@ -238,13 +261,14 @@ class Writing:
         self._read = [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
         self._context, self._result = context, None
         greedy = bool(self._choice.numbers.temperature == 0)
-        first = room, greedy, self._choice, context.logits, context.length, self._active
+        first = room, greedy, mesh, self._choice, context.logits, context.length, self._active
         self._compiler.compile("the choice of a token", "first", _first_tokens, *first)
         token, tokens, done = jax.block_until_ready(_first_tokens(*first))
         self._ttft = time.perf_counter() - start - self._compiler.seconds
         self._loop = _Loop(
-            context.caches, context.logits, token, context.length, tokens, done, jnp.int32(1)
-        )
+            context.caches, context.logits, token, context.length, tokens, done,
+            put(np.int32(1), mesh),
+        )  # fmt: skip
         self._waiting, self._seconds = int(context.waiting), 0.0
 
     @property
@@ -265,7 +289,7 @@ class Writing:
         self._compile_loop()
         step, sent, chunk = 1, 0, 1 if self._streaming else self._most
         while True:
-            over = step >= self._most or bool(self._loop.done.all())
+            over = step >= self._most or bool(np.asarray(self._loop.done).all())
             if self._streaming or over:
                 new = np.asarray(self._loop.tokens)[:, sent:step].tolist()
                 sent = step
@@ -279,11 +303,14 @@ class Writing:
             self._seconds += seconds
             if self._streaming:
                 chunk = int(np.clip(_STREAM_SECONDS * (step - before) / seconds, 1, 256))
+                if jax.process_count() > 1:
+                    chunk = _STREAM_STEPS
         self._finish()
 
     def _compile_loop(self) -> None:
         """Compiles the decode loop and, where there is something to flush, the flush."""
-        given = self._context.layers, self._model, self._loop, jnp.int32(0), self._choice
+        none = put(np.int32(0), self._mesh)
+        given = self._context.layers, self._model, self._loop, none, self._choice
         self._compiler.compile("the decode loop", "loop", _decode, *given)
         interval = flush_interval(self._loop.caches)
         if interval is not None and self._waiting + self._most > interval:
@@ -298,7 +325,8 @@ class Writing:
                 flushed = _flush_all(loop.caches, interval)
                 loop, self._waiting = dataclasses.replace(loop, caches=flushed), 0
             until = min(until, step + interval - self._waiting)
-        given = self._context.layers, self._model, loop, jnp.int32(until), self._choice
+        until = put(np.int32(until), self._mesh)
+        given = self._context.layers, self._model, loop, until, self._choice
         self._loop = jax.block_until_ready(_decode(*given))
         self._waiting += int(self._loop.step) - step
 
@@ -310,7 +338,7 @@ class Writing:
         steps = int(loop.step) - 1
         if self._keeps:
             # One step more, whose choice of a token is dropped.
-            self._loop = dataclasses.replace(loop, done=jnp.asarray(~self._active))
+            self._loop = dataclasses.replace(loop, done=put(~self._active, self._mesh))
             self._go_on(steps + 2)
             loop = self._loop
         context = dataclasses.replace(
@@ -319,7 +347,7 @@ class Writing:
             logits=loop.logits,
             length=loop.position,
             new_tokens=context.new_tokens + np.array([len(row) for row in rows], np.int32),
-            waiting=jnp.int32(self._waiting),
+            waiting=put(np.int32(self._waiting), self._mesh),
         )
         self._result = Generation(
             tokens=[row[:-1] if end else row for row, end in zip(rows, ended, strict=True)],
@@ -349,11 +377,11 @@ def begin(
     on_layer: Callable[[int], None] | None,
 ) -> Context:
     """A context of new caches that hold these prompts."""
-    tokens, positions = map(jnp.asarray, pad(prompts, padded))
+    tokens, positions = (put_rows(x, size.mesh) for x in pad(prompts, padded))
     logits, caches = read_prompt(model, layers, tokens, positions, size, compiler, on_layer)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     none, never = np.zeros_like(length), np.int32(0)
-    counts = map(jnp.asarray, (length, length, none, never))
+    counts = (put(x, size.mesh) for x in (length, length, none, never))
     return Context(caches, logits, *counts, transform, layers, size, model.windows)
 
 
@@ -371,21 +399,22 @@ def further(
     tokens, places = pad(rows, bucket(int(count.max()), None, buckets))
     length = np.asarray(context.length)
     positions = np.where(places >= 0, places + length[:, None], -1)
-    given = model, context.layers, jnp.asarray(tokens), jnp.asarray(positions)
+    mesh = context.size.mesh
+    given = model, context.layers, *(put_rows(x, mesh) for x in (tokens, positions))
     logits, caches = read_prompt(*given, context.caches, compiler, on_layer)
     active, waiting = count > 0, context.waiting
     interval = flush_interval(caches)
     if active.all():
-        waiting = jnp.int32(0)  # a prompt's end is a flush of its rows
+        waiting = put(np.int32(0), mesh)  # a prompt's end is a flush of its rows
     elif interval is not None:
         _compile_flush(compiler, caches, interval)
         caches = _flush_all(caches, interval)
-        waiting = jnp.int32(0)
+        waiting = put(np.int32(0), mesh)
     return dataclasses.replace(
         context,
         caches=caches,
         logits=jnp.where(active[:, None], logits, context.logits),
-        length=jnp.asarray(length + count),
+        length=put(length + count, mesh),
         prompt_tokens=context.prompt_tokens + count,
         waiting=waiting,
     )

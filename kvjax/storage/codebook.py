@@ -96,4 +96,6 @@ class Codebook(KVTransform):
         vectors = min(lists * cache.capacity, lists // copies * cache.max_tokens)
         if not isinstance(entries, int | np.integer):
             entries = max(int(entries * vectors), 1)
-        return Book(theta, int(entries), self.magnitude, self.interval, copies, vectors)
+        return Book(
+            theta, int(entries), self.magnitude, self.interval, copies, vectors, heads=cache.heads
+        )

@@ -130,7 +130,7 @@ class Resident:
       slots: of each entry, S = none.
       k, v: their rows.
       selected: entries of all steps so far that lay in host memory, but for those that every list
-        has and those of rows without a new token; per row.
+        has and those of rows without a new token; per list.
       found: how many of them were resident.
       fetched: entries whose rows have crossed.
       steps: decode steps so far.
@@ -139,9 +139,9 @@ class Resident:
     slots: Int[Array, "B K R*N"]
     k: Float[Array, "B K R*N D"]
     v: Float[Array, "B K R*N D"]
-    selected: Int[Array, " B"]
-    found: Int[Array, " B"]
-    fetched: Int[Array, " B"]
+    selected: Int[Array, "B K"]
+    found: Int[Array, "B K"]
+    fetched: Int[Array, "B K"]
     steps: Int[Array, ""]
 
     def put(self, slots: Int[Array, "B K N"], k: Array, v: Array) -> Resident:
@@ -237,9 +237,9 @@ class Offload(KVTransform):
             slots=jnp.full(entries, slots, jnp.int32),
             k=jnp.zeros((*entries, head_dim), dtype),
             v=jnp.zeros((*entries, head_dim), dtype),
-            selected=jnp.zeros(batch, jnp.int32),
-            found=jnp.zeros(batch, jnp.int32),
-            fetched=jnp.zeros(batch, jnp.int32),
+            selected=jnp.zeros((batch, lists), jnp.int32),
+            found=jnp.zeros((batch, lists), jnp.int32),
+            fetched=jnp.zeros((batch, lists), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
         )
         size = min(cache.interval, max(cache.max_new, 1))
@@ -265,8 +265,8 @@ class Offload(KVTransform):
         kept = (x[:, :, :length] for x in (jnp.where(stored, index, k.shape[2]), *rows))
         state = state.put(*kept)
 
-        def count(entries: Bool[Array, "B K N"]) -> Int[Array, " B"]:
-            return entries.sum((1, 2), dtype=jnp.int32)
+        def count(entries: Bool[Array, "B K N"]) -> Int[Array, "B K"]:
+            return entries.sum(2, dtype=jnp.int32)
 
         # Rows without a token in this step have come to their end.
         stepping = (view.slots < view.cache.slots).any((1, 2))

@@ -167,6 +167,7 @@ class Quantized(EncodedPayload):
             last = count // group * group + place
             empty = Recent.empty(self.shape, self.dtype, self.recent.size)
             own = take_slots(rows, jnp.minimum(last, self.slots - 1))
+            empty = dataclasses.replace(empty, heads=self.recent.heads)
             recent = empty.add(jnp.where(last < count, last, self.slots), own)
             new = dataclasses.replace(new, recent=recent)
         return of_rows(slots.rows, new, self)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Moves, take_slots, write_slots
+from kvjax.devices import all_heads
 
 
 def places(
@@ -32,6 +33,7 @@ class Recent:
       slots: the slot of each place; `nowhere` where it has none.
       count: places that are taken.
       nowhere: the slot number that is none: S (static).
+      heads: as of `KVCache` (static).
 
     Example:
       >>> import jax.numpy as jnp
@@ -48,6 +50,7 @@ class Recent:
     slots: Int[Array, "B H R"]
     count: Int[Array, "B H"]
     nowhere: int = field(metadata={"static": True})
+    heads: int = field(metadata={"static": True})
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: DTypeLike, size: int) -> Recent:
@@ -58,6 +61,7 @@ class Recent:
             jnp.full((batch, lists, size), slots, jnp.int32),
             jnp.zeros((batch, lists), jnp.int32),
             slots,
+            lists,
         )
 
     size = property(lambda self: self.slots.shape[2])  # R
@@ -136,7 +140,7 @@ class Recent:
 
     def due(self, steps: int) -> Bool[Array, " B"]:
         """The rows that have no room for `steps` more."""
-        return self.room < steps
+        return self.size - all_heads(self.count, self.heads).max(1) < steps
 
     def cleared(self, mask: Bool[Array, " B"]) -> Recent:
         """Without the rows of the batch that are chosen."""

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvjax.cache.payload import Moves, Slots, of_rows, take_slots, write_slots
+from kvjax.devices import all_heads, own_heads
 from kvjax.storage.encoded_attention import EncodedPayload
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
 from pallas_kernels.attention.forms import Rows, codebook_rows
@@ -34,6 +35,7 @@ class Book:
       copies: lists of slots that hold the same new tokens (`KVCache.unfolded`).
       vectors: the most different vectors that a row has at a prompt's end; None: as many as slots.
         The memory of the cover grows with their square.
+      heads: as of `KVCache`; None: all lists of a row are on one device.
     """
 
     theta: float
@@ -42,6 +44,7 @@ class Book:
     interval: int = 1
     copies: int = 1
     vectors: int | None = None
+    heads: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +54,7 @@ class CodebookPayload(EncodedPayload):
 
     A new vector is an entry of its own, as it came and with magnitude 1, until it is encoded. Those
     are the last N = M · H / copies entries: of token t and head h, number `t * (H / copies) + h`.
+    Where heads are divided among devices, each has the whole book, and the references of its own.
 
     Args:
       entries: E directions that all heads of a row share, then N places of new vectors.
@@ -151,13 +155,16 @@ class CodebookPayload(EncodedPayload):
         place = self.waiting[:, None] + jnp.cumsum(stored, axis=1, dtype=jnp.int32) - 1
         # A place beyond the last one writes nothing.
         place = jnp.where(stored, place, self.book.interval)[:, None]
-        head = jax.lax.broadcasted_iota(jnp.int32, (batch, lists // copies, tokens), 1)
-        entry = self.book.entries + place * head.shape[1] + head
+        heads = (self.book.heads or lists) // copies
+        rows = all_heads(rows[:, ::copies], heads)
+        head = jax.lax.broadcasted_iota(jnp.int32, (batch, heads, tokens), 1)
+        entry = self.book.entries + place * heads + head
         entries = write_slots(
             self.entries,
             entry.reshape(batch, 1, -1),
-            rows[:, ::copies].reshape(batch, 1, -1, rows.shape[3]),
+            rows.reshape(batch, 1, -1, rows.shape[3]),
         )
+        entry = own_heads(entry, lists // copies)
         magnitude = self.magnitude
         if magnitude is not None:
             magnitude = write_slots(magnitude, slots, jnp.ones(slots.shape))
@@ -171,7 +178,7 @@ class CodebookPayload(EncodedPayload):
 
     def _encode_new(self, due: Bool[Array, " B"]) -> CodebookPayload:
         """The new vectors encoded in the order in which they came, in the rows that are due."""
-        vectors = self.entries[:, 0, self.book.entries :]
+        vectors, index_lists = self.entries[:, 0, self.book.entries :], self.index.shape[1]
         new = self.index.astype(jnp.int32) - self.book.entries
         waits = (new >= 0) & due[:, None, None]
         number = vectors.shape[1]
@@ -180,7 +187,8 @@ class CodebookPayload(EncodedPayload):
         there = write_slots(
             jnp.zeros((len(new), 1, number), bool), place, jnp.ones(place.shape, bool)
         )
-        payload, index = self._add(vectors, there[:, 0])
+        devices = (self.book.heads or index_lists) // index_lists
+        payload, index = self._add(vectors, all_heads(there, devices).any(1))
 
         def of_slots(x: Array, old: Array) -> Array:
             own = take_slots(x[:, None], jnp.minimum(place, number - 1)).reshape(old.shape)
@@ -258,10 +266,14 @@ def make_books(
 
     Copies of a token's vector under several lists of a KV head are one vertex, which weighs as
     many. Of equals, the lowest position comes first, then the lowest head. All covers are rows of
-    one, made one after the other, so that books must have one size.
+    one, made one after the other, so that books must have one size. Where heads are divided among
+    devices, each gets the vectors of all of them, and makes the whole books.
     """
+    book, own = payloads[0].book, rows.shape[2]
+    rows = all_heads(rows, book.heads, axis=2)
+    position, live = (all_heads(x, book.heads) for x in (position, live))
     _, batch, lists, slots, _ = rows.shape
-    size, book = lists * slots, payloads[0].book
+    size = lists * slots
     room = size if book.vectors is None else min(size, book.vectors)
     head = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) // book.copies
     position = jnp.where(live, position, jnp.iinfo(jnp.int32).max)
@@ -302,16 +314,17 @@ def make_books(
     entries = jnp.pad(entries, ((0, 0), (0, 0), (0, new), (0, 0)))
 
     def payload(n: int, old: CodebookPayload) -> CodebookPayload:
-        own, magnitude = slice(n * batch, (n + 1) * batch), None
+        part, magnitude = slice(n * batch, (n + 1) * batch), None
         if book.magnitude:
-            magnitude = jnp.where(live, norms[n], 0.0).astype(old.dtype)
+            magnitude = own_heads(jnp.where(live, norms[n], 0.0), own).astype(old.dtype)
+        references = own_heads(index[part].reshape(batch, lists, slots), own)
         return dataclasses.replace(
             old,
-            entries=entries[own].astype(old.dtype),
-            index=index[own].reshape(old.index.shape).astype(old.index.dtype),
+            entries=entries[part].astype(old.dtype),
+            index=references.astype(old.index.dtype),
             magnitude=magnitude,
-            count=cover.count[own],
-            overflow=cover.overflow[own],
+            count=cover.count[part],
+            overflow=cover.overflow[part],
             waiting=jnp.zeros_like(old.waiting),
         )
 

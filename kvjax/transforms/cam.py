@@ -144,12 +144,13 @@ class CaM(Wrapper):
         attention: Float[Array, "B H N"],
         mean: Float[Array, "B H N"],
         position: Int[Array, "B H N"],
+        heads: int,
     ) -> Float[Array, "B H N"]:
         """p, or a draw that is 1 with probability p."""
         some = mean > 0
         ratio = attention / jnp.where(some, mean, 1.0)
         p = jnp.where(some, jnp.minimum(ratio, 1.0), (attention > 0).astype(jnp.float32))
-        return p if self.expected else (uniform(key, position) < p).astype(jnp.float32)
+        return p if self.expected else (uniform(key, position, heads) < p).astype(jnp.float32)
 
     def _merge_one(
         self,
@@ -171,7 +172,7 @@ class CaM(Wrapper):
         targets = oldest(later, cache.position, tokens, unroll=unroll)
         attention = jnp.where(gone, received, 0.0).sum(-1, keepdims=True)
         mean = jnp.mean(received, -1, keepdims=True, where=targets)
-        share = self._weigh(key, attention, mean, jnp.maximum(position, 0))
+        share = self._weigh(key, attention, mean, jnp.maximum(position, 0), cache.heads)
         share = share / tokens.astype(jnp.float32)
         value = cache.v.read(jnp.argmax(gone, axis=-1, keepdims=True)).astype(jnp.float32)
         rows = cache.v.read()
@@ -201,7 +202,8 @@ class CaM(Wrapper):
         count = jnp.clip(kept.sum(-1, keepdims=True, dtype=jnp.int32) - number, 1, tokens)
         mean = total / count.astype(jnp.float32)
         position = jnp.maximum(cache.position, 0)
-        share = self._weigh(key, received, mean, position) / tokens.astype(jnp.float32)
+        share = self._weigh(key, received, mean, position, cache.heads)
+        share = share / tokens.astype(jnp.float32)
         rows = cache.v.read()
         moved = share[..., None] * rows.astype(jnp.float32)
         moved = sum_into(jnp.where(gone, number, nowhere), moved)

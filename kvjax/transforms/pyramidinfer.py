@@ -31,6 +31,7 @@ from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
 from kvjax.decisions import Keep, Mark, Retain, group_scores, over_heads
+from kvjax.devices import all_heads
 from kvjax.protocol import PASSED, Extent, KVTransform, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.snapkv import by_query_head, window_attention
@@ -310,7 +311,7 @@ class PyramidInferLayer(PyramidInferPrompt):
             freed = gone.sum(-1, dtype=jnp.int32)
             earlier = jnp.cumsum(freed, axis=-1) - freed
             over = evictable(cache).sum(-1, dtype=jnp.int32) - state.budget[:, None]
-            due &= (over[..., None] > earlier).any(1)
+            due &= all_heads(over[..., None] > earlier, cache.heads).any(1)
         evicted = blocks.slots_of_tokens(gone & due[:, None, :, None])
         start = state.start + self.interval * due.sum(-1, dtype=jnp.int32)
         return Retain(~evicted, newest=state.window), state._replace(start=start)

@@ -106,7 +106,7 @@ class Quest(Recall):
 
     def select(self, view: View, state: Pages, query: Array) -> tuple[View, Pages]:
         """Adds the new token to its page, and takes the newest page and those of the highest u."""
-        cache, (lists, length) = view.cache, view.cache.lists
+        cache, (_, length) = view.cache, view.cache.lists
         state = self._add(state, cache, view.slots)
         score = page_scores(
             query.reshape(*cache.shape[:2], cache.group, -1), state.low, state.high,
@@ -114,7 +114,7 @@ class Quest(Recall):
         )  # fmt: skip
         if not self.per_query_head:
             score = score.max(2)
-        score = score.reshape(len(score), lists, -1)
+        score = score.reshape(len(score), -1, score.shape[-1])
         tokens, seen = of_lists(cache.used, cache), None
         if view.window is not None:
             seen = of_lists(self._seen(cache, view.window), cache)

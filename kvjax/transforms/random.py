@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import check_count
+from kvjax.devices import head_numbers
 from kvjax.messages import brief
 
 
@@ -24,11 +24,17 @@ def layer_key(seed: int, layer: int) -> Array:
     return jax.random.fold_in(jax.random.key(seed), layer)
 
 
-def uniform(key: Array, position: Int[Array, "B H N"]) -> Float[Array, "B H N"]:
-    """A number in [0, 1) per KV head and position, the same in every row."""
-    heads = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(position.shape[1]))
+def uniform(
+    key: Array, position: Int[Array, "B H N"], heads: int | None = None
+) -> Float[Array, "B H N"]:
+    """A number in [0, 1) per KV head and position, the same in every row.
+
+    `heads` as in `kvjax.devices.all_heads`: a head draws the same numbers on whichever device.
+    """
+    numbers = head_numbers(position.shape[1], heads)
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
 
     def draw(key: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, position))
 
-    return jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))), (None, 0))(heads, position)
+    return jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))), (None, 0))(keys, position)

@@ -43,4 +43,4 @@ class Recall(KVTransform):
 
 def of_lists(x: Array, cache: KVCache) -> Array:
     """What KV heads have, `[B, H, ...]`, for every list of theirs."""
-    return jnp.repeat(x, cache.lists[0] // cache.shape[1], axis=1)
+    return jnp.repeat(x, cache.lists[0] // cache.heads, axis=1)

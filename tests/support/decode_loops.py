@@ -106,7 +106,7 @@ def _flush(cache):
 def _after(cache):
     resident = found(cache, Resident)
     if resident is not None:
-        resident = resident.selected, resident.found, resident.fetched
+        resident = tuple(x.sum(1) for x in (resident.selected, resident.found, resident.fetched))
     return cache.kv.position, cache.kv.dropped, found(cache, Clusters), resident
 
 

@@ -16,6 +16,7 @@ from kvjax.cache.payload import sum_into, take_slots
 from kvjax.cache.selection import keep_best
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Order
+from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.random import check_seed, layer_key, uniform
@@ -151,7 +152,7 @@ class ClusterKV(Recall):
         wanted = jnp.where(rows[..., 0], wanted, 0)
         # Keys as they are now, not as attention saw them: a part before may have merged them.
         keys, most = cache.k.read(), self._most_clusters(cache)
-        label, found = self._find(keys, members, cache.position, wanted, most, key)
+        label, found = self._find(keys, members, cache.position, wanted, most, key, cache.heads)
         new = self._no_clusters(cache, sinks).add(*found)
         cluster = jnp.where(members, label, jnp.where(slot < sinks[..., None], -1, most))
         order = cluster, jnp.where(members, cache.position, slot), slot
@@ -162,14 +163,14 @@ class ClusterKV(Recall):
         """Clusters recent tokens of rows that have no room for those of the next steps."""
         clusters, key = state
         slots, recent = self._recent(cache, clusters)
-        due = recent.sum(-1).max(1) + step.room > slots.shape[2]
+        due = all_heads(recent.sum(-1), cache.heads).max(1) + step.room > slots.shape[2]
         members = recent & due[:, None, None]
         index = jnp.minimum(slots, cache.slots - 1)
         keys, position = cache.k.read(index), take_slots(cache.position, index)
         count = members.sum(-1, dtype=jnp.int32)
         most = min(self.new_clusters, slots.shape[2])
         wanted = jnp.minimum(jnp.minimum(count, most), clusters.room)
-        label, found = self._find(keys, members, position, wanted, most, key)
+        label, found = self._find(keys, members, position, wanted, most, key, cache.heads)
         clusters = clusters.add(*found).join_last(keys, members & (wanted == 0)[..., None])
         place = jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2)
         cluster = jnp.where(members, label, most + 1)
@@ -191,13 +192,14 @@ class ClusterKV(Recall):
         wanted: Int[Array, "B H"],
         most: int,
         key: Array,
+        heads: int,
     ) -> tuple[Int[Array, "B H N"], tuple[Array, Array, Array]]:
         """k-means from the keys of `wanted` members that are drawn, at most `most`.
 
         Returns:
           The cluster of each member, and of the clusters centroids, sizes and how many they are.
         """
-        drawn = keep_best(uniform(key, position), members, position, wanted)
+        drawn = keep_best(uniform(key, position, heads), members, position, wanted)
         start = take_slots(keys, sorted_slots(drawn, position)[..., :most])
         there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
         label, centroids = kmeans(

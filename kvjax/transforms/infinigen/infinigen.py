@@ -15,6 +15,7 @@ from kvjax.cache.payload import write_slots
 from kvjax.cache.selection import keep_best, newest
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Mark
+from kvjax.devices import all_heads
 from kvjax.protocol import KVTransform, Needs, Step, View
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.recall import Recall, of_lists
@@ -177,13 +178,15 @@ class InfiniGen(Recall):
         self, cache: KVCache, score: Float[Array, "B K S"], earlier: Bool[Array, "B H S"]
     ) -> Int[Array, " B"]:
         """How many earlier tokens every list of a row gets."""
-        longest = earlier.sum(-1, dtype=jnp.int32).max(-1)
+        longest = all_heads(earlier.sum(-1, dtype=jnp.int32), cache.heads).max(-1)
         limit = rows_budget(self.budget, longest, cache.slots, self.minimum)
         if self.alpha is not None:
             earlier = of_lists(earlier, cache)
             highest = jnp.where(earlier, score, -jnp.inf).max(-1, keepdims=True)
             near = earlier & (score >= highest - self.alpha)
-            limit = jnp.minimum(near.sum((1, 2), dtype=jnp.int32) // score.shape[1], limit)
+            lists, _ = cache.lists
+            near = all_heads(near.sum(-1, dtype=jnp.int32), lists).sum(1, dtype=jnp.int32)
+            limit = jnp.minimum(near // lists, limit)
         return jnp.maximum(limit, 1)
 
     def on_prompt(self, cache: KVCache, state: Array, step: Step) -> tuple[Mark, Array]:

@@ -19,6 +19,7 @@ from kvjax.cache.units import Units
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Keep, Mark, Retain
+from kvjax.devices import all_heads
 from kvjax.protocol import (
     Extent,
     KVTransform,
@@ -230,11 +231,14 @@ class KVCrush(Wrapper):
         if self.kmeans:
             return nearest_to_centroids(keys, gone, cache.position, count, most)
         units = Units.of(cache, self.unit)
-        vectors, there = units.join(bits), units.any(cache.live).any(1)
+        vectors = units.join(bits, cache.heads)
+        there = all_heads(units.any(cache.live), cache.heads).any(1)
         anchor_key, pick_key = (None, None) if key is None else jax.random.split(key)
         anchor = anchor_bits(self.anchor, vectors, there, anchor_key)
         distance = hamming_distance(pack_bits(vectors), pack_bits(anchor)[:, None])
-        draw = functools.partial(uniform, pick_key) if self.pick == "random" else None
+        draw = None
+        if self.pick == "random":
+            draw = functools.partial(uniform, pick_key, heads=cache.heads)
         buckets, most = count // self.unit, most // self.unit
         chosen = bucket_representatives(distance, units.any(gone), buckets, most, draw)
         return gone & units.slots(chosen)

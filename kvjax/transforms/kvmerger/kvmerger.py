@@ -189,7 +189,7 @@ class KVMerger(Unmerged):
         if self.pivot == "attention":
             rank = cache.column("attention").mean(-1)
         else:
-            rank = uniform(key, cache.position)
+            rank = uniform(key, cache.position, cache.heads)
         best = rank == _set_max(rank, sets)
         age = jnp.where(best, -cache.position, jnp.iinfo(jnp.int32).min)
         oldest = best & (age == _set_max(age, sets))

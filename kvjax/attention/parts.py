@@ -1,0 +1,158 @@
+"""A layer's cache on a mesh: which axes divide its arrays, and calls on each device's part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from kvjax.attention.layer import Cache, LayerCache, init_cache, layer_caches
+from kvjax.budgets.layers import layers_of
+from kvjax.devices import Placement
+from kvjax.protocol import KVTransform
+from kvjax.rope import Rope
+from kvjax.storage.offload import HOST_MEMORY
+
+
+def placement_of(cache: Cache) -> Placement | None:
+    """Where a layer's cache is; None: on one device, or wherever XLA puts it."""
+    parts = layer_caches(cache)
+    return parts[0].placement if parts and isinstance(parts[0], LayerCache) else None
+
+
+def mesh_of_cache(cache: Cache) -> Mesh | None:
+    """The mesh that a layer's cache is divided among, if any."""
+    placement = placement_of(cache)
+    return None if placement is None else placement.mesh
+
+
+def map_parts(function: Callable[..., Any], *caches: Cache) -> Any:
+    """`function` of each `LayerCache` of trees of them."""
+    return jax.tree.map(function, *caches, is_leaf=lambda x: isinstance(x, LayerCache))
+
+
+def has_rows(cache: LayerCache) -> LayerCache:
+    """Which arrays of a cache have an axis of rows, their first: `True` and `False` as leaves.
+
+    All of the slots' have. Of a transform's state, it is those that grow with the number of rows.
+    """
+
+    def every(tree: Any, has: bool = True) -> Any:
+        return jax.tree.map(lambda x: has, tree)
+
+    kv = cache.kv
+    flags = _rows_of_state(
+        cache.transform, kv.shape[1] // kv.unfolded, kv.shape[1] * kv.group, kv.k.shape[3],
+        kv.max_prompt, kv.max_new, kv.k.dtype,
+    )  # fmt: skip
+    state = jax.tree.unflatten(jax.tree.structure(cache.state), flags)
+    # Only frequencies that depend on a row's length have an axis of rows.
+    rope = jax.tree.map(lambda x: x.ndim == 2, cache.rope)
+    return LayerCache(
+        every(kv), state, every(cache.window), every(cache.reading), rope, cache.transform,
+        cache.logits, cache.placement,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_of_state(
+    transform: KVTransform,
+    kv_heads: int,
+    query_heads: int,
+    head_dim: int,
+    max_prompt: int,
+    max_new: int,
+    dtype: DTypeLike,
+) -> tuple[bool, ...]:
+    """Which arrays of the state of one layer's transform grow with the number of rows."""
+
+    def state(rows: int) -> list[jax.ShapeDtypeStruct]:
+        make = functools.partial(
+            init_cache, transform, batch=rows, kv_heads=kv_heads, query_heads=query_heads,
+            head_dim=head_dim, max_prompt=max_prompt, max_new=max_new, dtype=dtype,
+            layer=(layers_of(transform) or (0,))[0],
+        )  # fmt: skip
+        return jax.tree.leaves(jax.eval_shape(lambda: make().state))
+
+    return tuple(one.shape != two.shape for one, two in zip(state(1), state(2), strict=True))
+
+
+def cache_specs(cache: Cache) -> Cache:
+    """What divides each array of a layer's cache: `PartitionSpec` in place of arrays.
+
+    Rows are the first axis. Heads, or lists of slots, are the second one; of what a state has for
+    all rows alike, the first of two axes or more.
+
+    Args:
+      cache: of one layer, arrays or shapes, whole.
+    """
+    return map_parts(_specs, cache)
+
+
+def _specs(cache: LayerCache) -> LayerCache:
+    placement, kv = cache.placement, cache.kv
+    rows, heads = placement.rows_axis(kv.shape[0]), placement.heads_axis
+    lists = kv.shape[1], kv.shape[1] * kv.group  # per KV head, or per query head
+
+    def spec(x: Any, has: bool) -> P:
+        if not has:
+            alike = x.ndim > 1 and x.shape[0] == kv.shape[1]
+            return P(heads) if alike else P()
+        return P(rows, heads) if x.ndim > 1 and x.shape[1] in lists else P(rows)
+
+    own = jax.tree.map(spec, cache, has_rows(cache))
+    # The number of its queries may be that of heads.
+    window = None if cache.window is None else type(cache.window)(P(rows, heads), P(rows))
+    rope = jax.tree.map(lambda x: P(rows) if x.ndim == 2 else P(), cache.rope)
+    return LayerCache(
+        own.kv, own.state, window, own.reading, rope, cache.transform, cache.logits, placement
+    )
+
+
+def on_each_device(
+    function: Callable[..., tuple], placement: Placement, args: tuple, specs: tuple, out: Callable
+) -> Any:
+    """A function of arrays, called on each device's part of them.
+
+    Args:
+      function: of `args`; its parts depend on each other through `kvjax.devices.all_heads` alone.
+      placement: the devices.
+      args: pytrees of whole arrays.
+      specs: what divides them.
+      out: the same for the function's result, whose shapes it is given.
+    """
+    shapes = jax.eval_shape(function, *args)
+    mapped = jax.shard_map(
+        function, mesh=placement.mesh, in_specs=specs, out_specs=out(shapes), check_vma=False
+    )
+    return mapped(*args)
+
+
+def rope_specs(rope: Rope | None, rows: str | None) -> Rope | None:
+    """What divides frequencies: rows, where they depend on them."""
+    return jax.tree.map(lambda x: P(rows) if x.ndim == 2 else P(), rope)
+
+
+def placed(cache: Cache) -> Cache:
+    """A layer's cache, brought to its place; on one device, as it is.
+
+    Outside of `jit` arrays are moved, inside of it XLA is told where they belong.
+    """
+    placement = placement_of(cache)
+    if placement is None:
+        return cache
+
+    def place(x: jax.Array, spec: P) -> jax.Array:
+        if jax.typeof(x).memory_space == jax.memory.Space.Host:
+            if isinstance(x, jax.core.Tracer):
+                return x  # it stays where the call on each device has put it
+            where = NamedSharding(placement.mesh, spec, memory_kind=HOST_MEMORY)
+            return jax.device_put(x, where)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
+
+    return jax.tree.map(place, cache, cache_specs(cache))

@@ -1,0 +1,146 @@
+"""`kvjax plan`: what devices will hold, and how many requests fit, from shapes alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import kvjax
+from kvjax.budgets.budgets import check_count, check_number
+from kvjax.generation.planning import Plan, abstract_mesh, plan
+from kvjax.messages import brief, printable
+
+GB = 10**9
+MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
+METHODS = ["full", "snapkv"]
+_AXES = ("data", "tensor")
+
+
+def run(args: argparse.Namespace) -> None:
+    """`kvjax plan`: a table, or one JSON object."""
+    # Imported here: kvjax does without kvjax.models, and help without what they import.
+    from kvjax.models import abstract_decoder
+    from kvjax.models.shapes import shape_config
+
+    for name in ("memory", "bandwidth"):
+        check_number(name, getattr(args, name), above=0)
+    for requests in args.batch:
+        check_count("batch", requests, 1)
+    methods = {text: kvjax.parse(text, args.budget) for text in args.method}
+    config = shape_config(args.model)
+    mesh = abstract_mesh(args.mesh.items())
+    model = abstract_decoder(config, dtype=args.dtype, mesh=mesh)
+    table = model.embed.embedding.get_value()
+    looked_up = 0
+    if not config.tie_embeddings:  # else the logits take all of it
+        rows, channels = table.sharding.shard_shape(table.shape)
+        looked_up = rows * channels * table.dtype.itemsize
+    made = {
+        text: plan(
+            model, method, max_prompt=args.tokens, max_new=args.new, dtype=args.dtype, mesh=mesh,
+            looked_up=looked_up,
+        )
+        for text, method in methods.items()
+    }  # fmt: skip
+    record = _record(args, made)
+    if args.json:
+        print(json.dumps(record))
+        return
+    _show(Console(highlight=False), args, record)
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """The axes of a mesh and their sizes: `data=2,tensor=4`.
+
+    Example:
+      >>> from kvjax.cli.plan_command import mesh_sizes
+      >>> mesh_sizes("data=2,tensor=4")
+      {'data': 2, 'tensor': 4}
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        known = name in _AXES and name not in sizes
+        if not known or not size.isascii() or not size.isdigit() or not 0 < int(size[:9]) < 2**20:
+            raise argparse.ArgumentTypeError(
+                f"must be the sizes of data and tensor, as data=2,tensor=4, got {brief(text)}"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def _record(args: argparse.Namespace, made: dict[str, Plan]) -> dict[str, Any]:
+    """Everything that is shown, bytes per device."""
+    memory, second = args.memory * GB, args.bandwidth * GB
+    first = next(iter(made.values()))
+    methods = {}
+    for text, own in made.items():
+        batches = [
+            {
+                "requests": requests,
+                "bytes": own.held(requests),
+                "fits": own.held(requests) <= memory,
+                "step_bytes": own.step_bytes(requests),
+                "step_s": own.step_bytes(requests) / second,
+            }
+            for requests in args.batch
+        ]
+        methods[text] = {
+            "request_bytes": round(own.request.device),
+            "request_host_bytes": round(own.request.host),
+            "fixed_bytes": round(own.fixed.device),
+            "requests_that_fit": own.fits(memory),
+            "batches": batches,
+        }
+    return {
+        "model": args.model,
+        "dtype": args.dtype,
+        "mesh": args.mesh,
+        "devices": first.devices,
+        "memory_bytes": memory,
+        "bandwidth_bytes_per_s": second,
+        "tokens": args.tokens,
+        "new": args.new,
+        "weight_bytes": first.weights,
+        "methods": methods,
+    }
+
+
+def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) -> None:
+    axes = ", ".join(f"{name} {size}" for name, size in args.mesh.items())
+    fits = "fit" if record["weight_bytes"] <= record["memory_bytes"] else "do not fit"
+    console.print(
+        f"{printable(args.model)} in {args.dtype}, {record['devices']} x {args.memory:g} GB "
+        f"({axes}): weights take {record['weight_bytes'] / GB:.2f} GB of each device and {fits}.\n"
+        f"Requests of {args.tokens:,} tokens and {args.new:,} new ones; GB are 10^9 bytes.",
+        markup=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", overflow="fold")
+    table.add_column("GB per request\nand device", justify="right")
+    hosted = any(own["request_host_bytes"] for own in record["methods"].values())
+    if hosted:
+        table.add_column("and in host\nmemory", justify="right")
+    table.add_column("requests\nthat fit", justify="right")
+    for requests in args.batch:
+        table.add_column(f"step of {requests}\nms (GB held)", justify="right")
+    for text, own in record["methods"].items():
+        row = [printable(text), f"{own['request_bytes'] / GB:.3f}"]
+        if hosted:
+            row.append(f"{own['request_host_bytes'] / GB:.3f}")
+        row.append(f"{own['requests_that_fit']:,}")
+        for batch in own["batches"]:
+            time = f"{batch['step_s'] * 1e3:.2f}" if batch["fits"] else "-"
+            row.append(f"{time} ({batch['bytes'] / GB:.1f})")
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        f"A step takes no less than its bytes at {args.bandwidth:g} GB/s: weights and caches read "
+        "once.\n- : does not fit. Activations and temporary memory are not counted.",
+        markup=False,
+    )

@@ -1,0 +1,108 @@
+"""Which axis of a mesh divides which weights: heads, the width of the MLP and the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kvjax.devices import TENSOR, check_mesh, put
+
+from .config import DecoderConfig
+from .decoder import Decoder
+from .tensor_names import ParameterPath
+
+Rule = Callable[[ParameterPath], NamedSharding]
+"""A parameter's path in the decoder's state → where it goes."""
+
+_INTO = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"}  # divided by output
+_OUT_OF = {"o_proj", "down_proj"}  # divided by input
+
+
+def weight_placement(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Rule:
+    """Where each weight of a decoder goes on a mesh.
+
+    The axis "tensor" divides projections by heads (queries and output by query heads, keys and
+    values by KV heads), those of the MLP by its width, and the embedding and the output projection
+    by the vocabulary. What it does not divide evenly is on all of its devices, like the norms. The
+    axis "data" divides no weight.
+
+    Args:
+      config: of the decoder.
+      mesh: with the axes "data" and "tensor", or one of them.
+
+    Raises:
+      TypeError, ValueError: no mesh, or one with other axes.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import AbstractMesh
+      >>> from kvjax.models import DecoderConfig, RopeConfig
+      >>> from kvjax.models.placement import weight_placement
+      >>> config = DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128)
+      >>> rule = weight_placement(config, AbstractMesh((2, 2), ("data", "tensor")))
+      >>> tuple(rule(("layers", 0, "mlp", "up_proj", "kernel")).spec)
+      (None, 'tensor')
+    """
+    mesh = check_mesh(mesh)
+    tensor = mesh.shape.get(TENSOR, 1)
+    units = {
+        "q_proj": config.query_heads, "o_proj": config.query_heads,
+        "k_proj": config.kv_heads, "v_proj": config.kv_heads,
+        "gate_proj": config.intermediate_size, "up_proj": config.intermediate_size,
+        "down_proj": config.intermediate_size,
+        "embed": config.vocab_size, "lm_head": config.vocab_size,
+    }  # fmt: skip
+
+    def rule(path: ParameterPath) -> NamedSharding:
+        *_, module, name = path
+        spec = P()
+        if tensor > 1 and units.get(module, 1) % tensor == 0:
+            if module in _INTO:
+                spec = P(TENSOR) if name == "bias" else P(None, TENSOR)
+            elif module == "embed" or (module in _OUT_OF and name == "kernel"):
+                spec = P(TENSOR)
+        return NamedSharding(mesh, spec)
+
+    return rule
+
+
+def on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
+    """The same decoder with its weights on a mesh, as `from_pretrained(mesh=)` places them.
+
+    Args:
+      model: anywhere.
+      mesh: as for `weight_placement`.
+
+    Raises:
+      TypeError, ValueError: no mesh, or one with other axes.
+
+    Example:
+      >>> import jax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, on_mesh, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> model = on_mesh(model, jax.make_mesh((1, 1), ("data", "tensor")))
+      >>> dict(model.embed.embedding.get_value().sharding.mesh.shape)
+      {'data': 1, 'tensor': 1}
+    """
+    rule = weight_placement(model.config, mesh)
+    graphdef, state = nnx.split(model)
+    moved = {
+        path: variable.replace(place(variable.get_value(), rule(path)))
+        for path, variable in nnx.to_flat_state(state)
+    }
+    return nnx.merge(graphdef, nnx.from_flat_state(moved))
+
+
+def place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array at its place, also where other processes have a part of the mesh."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    return put(x, sharding.mesh, *sharding.spec)

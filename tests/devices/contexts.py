@@ -1,0 +1,138 @@
+"""What goes with a mesh beside `generate`, on eight virtual devices: prints one JSON object."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from tests.devices.many_devices import generate, model, prompts, transform
+from tests.support.tolerances import TOLERANCES
+
+QUESTIONS = [[5, 6, 7], [8, 9], [10] * 12, [11]]
+
+
+def everywhere(work) -> bool:
+    """Whether some work gives the same with the model on one device and on eight."""
+    return work(model()) == work(model(2, 4))
+
+
+def questions(own) -> list:
+    """Several questions about one document, then a turn of some rows, then none but the answer."""
+    document = kvjax.read(
+        own, prompts()[:1], transform=transform("every(snapkv, steps=8)"), max_prompt=320,
+        max_new=64, dtype="float32",
+    )  # fmt: skip
+    first = answer(own, document, QUESTIONS)
+    second = answer(own, first.context, [[3, 4], None, None, [7, 7, 7]], donate=True)
+    third = answer(own, second.context, None)
+    lengths = [result.context.length.tolist() for result in (first, second, third)]
+    return [first.tokens, second.tokens, third.tokens, lengths]
+
+
+def answer(own, context, rows, **options) -> kvjax.Generation:
+    how = {"max_new_tokens": 12, "end_tokens": ()} | options
+    return kvjax.generate(own, rows, context=context, **how)
+
+
+def drawn(own) -> list:
+    sampling = kvjax.Sampling(temperature=0.8, top_k=40, top_p=0.9)
+    return generate(own, kvjax.Full(), sampling=sampling, seed=3).tokens
+
+
+def streamed(own) -> list:
+    steps = kvjax.stream(own, prompts(), transform=transform("h2o"), max_new_tokens=12)
+    rows = [[] for _ in prompts()]
+    for new in steps:
+        for row, tokens in zip(rows, new, strict=True):
+            row.extend(tokens)
+    return rows
+
+
+def saved_and_loaded() -> bool:
+    """A context saved on one device goes on on the mesh, and the other way round."""
+    one, many, method = model(), model(2, 4), transform("kvcrush(snapkv)")
+    answers = []
+    for there, here in ((one, many), (many, one), (one, one)):
+        context = kvjax.read(there, prompts(), transform=method, max_prompt=320, dtype="float32")
+        with tempfile.TemporaryDirectory() as folder:
+            kvjax.save_context(folder, context, model=there)
+            context = kvjax.load_context(folder, here)
+        answers.append(answer(here, context, QUESTIONS).tokens)
+    return answers[0] == answers[1] == answers[2]
+
+
+def groups() -> kvjax.HeadGroups:
+    parts = ((0, 3), kvjax.Full()), ((1, 2), transform("kvcrush(snapkv)"))
+    return kvjax.HeadGroups(parts)
+
+
+def same_tokens(tx, *sizes: int, rows: int | None = None) -> bool:
+    return generate(model(), tx, rows).tokens == generate(model(*sizes), tx, rows).tokens
+
+
+def placed() -> bool:
+    """Keys are divided by rows and heads, weights by heads, width and vocabulary."""
+    own = model(2, 4)
+    context = kvjax.read(own, prompts(), transform=transform("quantize"), dtype="float32")
+    keys = context.caches[0].kv.k.encoded.values
+    weights = own.layers[0].mlp.down_proj.kernel.get_value(), own.embed.embedding.get_value()
+    parts = [x.addressable_shards[0].data.size for x in (keys, *weights)]
+    return parts == [keys.size // 8, *(x.size // 4 for x in weights)]
+
+
+def refused() -> bool:
+    """A context is not taken to a model that lies elsewhere."""
+    context = kvjax.read(model(), prompts(), max_prompt=320, dtype="float32")
+    try:
+        answer(model(2, 4), context, QUESTIONS)
+    except ValueError as error:
+        return "the model is on a mesh of {'data': 2, 'tensor': 4}" in str(error)
+    return False
+
+
+def attended(implementation: str, mesh) -> list[np.ndarray]:
+    """Outputs of a layer's steps, without a model."""
+    tx = kvjax.chain(kvjax.SnapKV(40), kvjax.Quantize(bits=8))
+    size = {"batch": 2, "kv_heads": 4, "query_heads": 8, "head_dim": 16, "mesh": mesh}
+    cache = kvjax.init_cache(tx, max_prompt=64, max_new=8, dtype="float32", **size)
+    attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=("phase", "implementation"))
+    rng, outs = np.random.default_rng(0), []
+    for at, count in ((0, 64), (64, 1), (65, 1)):
+        q, k, v = (rng.normal(size=(2, heads, count, 16)).astype(np.float32) for heads in (8, 4, 4))
+        positions = np.broadcast_to(at + np.arange(count, dtype=np.int32), (2, count))
+        prompt = at == 0
+        how = {"phase": "prompt"} if prompt else {
+            "phase": "decode", "implementation": implementation
+        }  # fmt: skip
+        out, cache = attend(tx, cache, *map(jnp.asarray, (q, k, v, positions)), **how)
+        outs.append(np.asarray(out))
+    return outs
+
+
+def kernels() -> bool:
+    """Kernels run on each device's part of a cache."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    one, many = attended("interpret", None), attended("interpret", mesh)
+    return all(np.allclose(a, b, **TOLERANCES["float32"]) for a, b in zip(one, many, strict=True))
+
+
+if __name__ == "__main__":
+    found = {
+        "questions": everywhere(questions),
+        "drawn": everywhere(drawn),
+        "streamed": everywhere(streamed),
+        "saved and loaded": saved_and_loaded(),
+        "heads in groups": same_tokens(groups(), 2, 4),
+        "more devices than heads": same_tokens(transform("kvcrush(snapkv)"), 1, 8),
+        "rows that cannot be divided": same_tokens(transform("h2o"), 2, 4, rows=3),
+        "rows alone": same_tokens(transform("snapkv"), 4, 1),
+        "placed": placed(),
+        "refused": refused(),
+        "kernels": kernels(),
+    }
+    print(json.dumps(found))

@@ -1,0 +1,97 @@
+"""A mesh of eight virtual devices, and two processes that share one, give what one device gives."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import QUICK, ROOT
+from tests.devices.many_devices import NEW
+
+METHODS = (
+    "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer",
+    "pyramidinfer(budget=96)", "kvmerger", "kvmerger(pivot='random')", "chelsea",
+    "clusterkv(dense_layers=())", "quest(dense_layers=())",
+    "quest(dense_layers=(), per_query_head=True)", "infinigen(dense_layers=())",
+    "infinigen(dense_layers=(), per_query_head=True)", "layer_budget", "layer_budget(unfold=True)",
+    "spindlekv", "spindlekv(unfold=True)", "every(snapkv, steps=8)",
+    "every(pyramidinfer(budget=96, interval=None), steps=8)", "when_full(snapkv, room=8)",
+    "cam(h2o)", "cam(snapkv, expected=False)", "kvcrush(snapkv)", "kvcrush(h2o, pick='random')",
+    "kvcrush(snapkv, anchor='median')", "kvcrush(snapkv, anchor='mean', granularity=4)",
+    "kvcrush(streaming_llm)", "kvcrush(snapkv, kmeans=True)", "chain(snapkv, h2o)",
+    "chain(snapkv, quantize)", "quantize(bits=4)", "quantize(bits=4, key_axis='channel')",
+    "codebook", "chain(snapkv, codebook(magnitude=False))",
+    "chain(clusterkv(dense_layers=()), offload)",
+    "chain(quest(dense_layers=(), per_query_head=True), offload)",
+)  # fmt: skip
+QUICKLY = ("infinigen(dense_layers=())", "kvcrush(snapkv, anchor='median')", "pyramidinfer")
+BOOKS = ("spindlekv", "codebook")  # each device makes whole books: it gets all heads' vectors
+
+
+def start(module: str, devices: int, *args: str) -> subprocess.Popen:
+    """A program of its own that has so many virtual devices."""
+    flags = f"{QUICK} --xla_force_host_platform_device_count={devices}"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", f"tests.devices.{module}", *args],
+        cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finished(process: subprocess.Popen) -> dict:
+    """What it printed: JSON objects, put together."""
+    out, err = process.communicate()
+    assert process.returncode == 0, err[-4000:]
+    found = {}
+    for line in out.splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    return found
+
+
+def check(found: dict, methods: tuple[str, ...]) -> None:
+    assert tuple(found) == methods
+    for method, own in found.items():
+        assert own["same"] and own["different"], method
+        assert own["dropped"] == 0, method
+        assert own["bytes"][0] == own["bytes"][1], method
+        for program, moved in own["moved"].items():
+            if program == "the prompt pass" and any(book in method for book in BOOKS):
+                continue
+            assert moved < own["store"], (method, program, moved)
+
+
+def test_a_mesh_equals_one_device():
+    """Token for token, and no program gathers or exchanges as much as one layer's keys."""
+    check(finished(start("many_devices", 8, *QUICKLY)), QUICKLY)
+
+
+@pytest.mark.slow
+def test_a_mesh_equals_one_device_with_every_method():
+    check(finished(start("many_devices", 8, *METHODS)), METHODS)
+
+
+def test_what_goes_with_a_mesh():
+    """Contexts, further turns, streams, draws, saved contexts, heads that cannot be divided."""
+    found = finished(start("contexts", 8))
+    assert found and all(found.values()), found
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one():
+    """Rows are divided between the processes, then heads."""
+    methods = ("full", "kvcrush(snapkv)", "infinigen(dense_layers=())", "every(snapkv, steps=8)")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    both = [start("two_processes", 4, str(number), port, *methods) for number in range(2)]
+    alone = finished(start("two_processes", 8, "alone", port, *methods))
+    for found in map(finished, both):
+        assert {own["devices"] for own in found.values()} == {8}
+        assert {name: own["tokens"] for name, own in found.items()} == {
+            name: own["tokens"] for name, own in alone.items()
+        }
+        assert all(len(row) == NEW for own in found.values() for row in own["tokens"])

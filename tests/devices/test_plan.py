@@ -1,0 +1,132 @@
+"""`kvjax plan`: bytes are those of the caches and weights that there will be."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import kvjax
+from kvjax.cli.main import main
+from kvjax.generation.model import as_functional
+from kvjax.generation.planning import plan
+from kvjax.generation.steps import read_prompt
+from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_decoder
+from kvjax.models.shapes import SHAPES, shape_config
+from kvjax.registry import METHODS
+
+LAYERS, HEADS = 5, 2
+CONFIG = DecoderConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=LAYERS, query_heads=4,
+    kv_heads=HEADS, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512,
+)  # fmt: skip
+OTHERS = (
+    "every(snapkv, steps=8)", "when_full(kvmerger, room=8)", "cam(h2o)", "kvcrush(snapkv)",
+    "chain(snapkv, quantize)", "quantize(bits=4, key_axis='channel')", "chain(snapkv, codebook)",
+    "chain(clusterkv, offload)", "chelsea(keep_layers=(0, 4))", "spindlekv(unfold=True)",
+)  # fmt: skip
+ROWS = [[1, 2, 3], [4, 5], [6]]
+
+
+def transform(method: str) -> kvjax.KVTransform:
+    share = method.startswith(("spindlekv", "layer_budget"))
+    return kvjax.parse(method, 0.5 if share else 96)
+
+
+@pytest.mark.parametrize("method", (*METHODS, *OTHERS))
+@pytest.mark.fast_cases("full", "pyramidinfer", "spindlekv", "chain(clusterkv, offload)")
+def test_a_plan_counts_what_a_context_holds(method):
+    size = {"max_prompt": 160, "max_new": 24}
+    planned = plan(abstract_decoder(CONFIG), transform(method), dtype="float32", **size)
+    model = random_decoder(CONFIG)
+    tx = planned.transform  # with a calibration, where it needs one
+    context = kvjax.read(model, ROWS, transform=tx, dtype="float32", **size)
+    held = kvjax.memory_bytes(context.caches)
+    caches = planned.caches(len(ROWS))
+    assert caches.device == held["device"] and caches.host == held.get("pinned_host", 0)
+    assert 0 < caches.read <= caches.device
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv", "quantize(bits=4)"])
+def test_llama_on_one_device(method, data_dir):
+    """Llama-3.1-8B: the bytes of its weights, and of the caches that all its layers make."""
+    config = shape_config(data_dir / "hf_configs" / "Llama-3.1-8B-Instruct.config.json")
+    model, tx = abstract_decoder(config), kvjax.parse(method, 1024)
+    planned = plan(model, tx, max_prompt=4096, max_new=512)
+    functional, layers = as_functional(model), kvjax.bind(tx, config.num_layers)
+    tokens = jax.ShapeDtypeStruct((3, 4096), jnp.int32)
+    made = jax.eval_shape(
+        lambda model, tokens: read_prompt(model, layers, tokens, tokens, 512, jnp.bfloat16)[1],
+        functional,
+        tokens,
+    )
+    assert planned.weights == 8_030_261_248 * 2  # what its card says
+    assert planned.caches(3).device == kvjax.nbytes(made)
+    assert planned.held(3) == planned.weights + kvjax.nbytes(made)
+
+
+def test_a_mesh_divides_heads_and_rows():
+    config = shape_config("llama-3.1-70b")
+    size = {"max_prompt": 131_072, "max_new": 512}
+    plans = {}
+    for name, sizes in (("one", (1, 1)), ("eight", (1, 8)), ("many", (8, 8)), ("16", (1, 16))):
+        mesh = AbstractMesh(sizes, ("data", "tensor"))
+        model = abstract_decoder(config, mesh=mesh)
+        plans[name] = plan(model, kvjax.Full(), mesh=mesh, **size)
+    one, eight, many, sixteen = (plans[name] for name in plans)
+    assert one.weights == 70_553_706_496 * 2
+    norms = 2 * 8192 * (2 * 80 + 1)
+    assert eight.weights == (one.weights - norms) // 8 + norms == many.weights
+    per_row = 4 * 80  # the row's length, which no head divides
+    assert eight.request.device == (one.request.device - per_row) / 8 + per_row
+    assert many.request == eight.request
+    assert sixteen.request == one.request, "8 KV heads are on all of 16 devices"
+    assert one.fits(80e9) == 0 and eight.fits(80e9) > 0
+    assert many.fits(80e9) == 8 * eight.fits(80e9)
+    assert many.held(8) == eight.held(1) and many.held(1) == eight.held(1)
+    assert eight.held(eight.fits(80e9)) <= 80e9 < eight.held(eight.fits(80e9) + 1)
+
+
+def test_what_is_selected_is_read():
+    model = abstract_decoder(CONFIG)
+    size = {"max_prompt": 256, "max_new": 16}
+    full, quest = (
+        plan(model, tx, **size) for tx in (kvjax.Full(), kvjax.Quest(budget=48, dense_layers=()))
+    )
+    assert full.request.read == full.request.device
+    assert quest.request.device > full.request.device > 2 * quest.request.read
+
+
+def test_the_command(capsys):
+    words = ["plan", "--model", "llama-3.1-70b", "--mesh", "data=8,tensor=8", "--batch", "1", "64"]
+    assert main([*words, "--method", "full", "snapkv", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == 64 and list(found["methods"]) == ["full", "snapkv"]
+    full, snapkv = found["methods"].values()
+    assert snapkv["requests_that_fit"] > 5 * full["requests_that_fit"] > 0
+    batch = full["batches"][1]
+    assert batch["step_s"] == pytest.approx(batch["step_bytes"] / 3350e9)
+    assert batch["fits"] == (batch["bytes"] <= 80e9) and batch["requests"] == 64
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "64 x 80 GB (data 8, tensor 8)" in " ".join(shown.split()) and "snapkv" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "llama-4"], "or one of llama-3.1-8b, llama-3.1-70b, llama-3.1-405b, got"),
+        (["--model", "llama-3.1-8b", "--mesh", "heads=2"], "must be the sizes of data and tensor"),
+        (["--model", "llama-3.1-8b", "--batch", "0"], "batch must be"),
+        (["--model", "llama-3.1-8b", "--memory", "0"], "memory must be"),
+        (["--model", "llama-3.1-8b", "--method", "nothing"], "unknown method 'nothing'"),
+    ],
+)
+def test_errors(words, message, capsys):
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_have_configurations():
+    assert [shape_config(name).num_layers for name in SHAPES] == [32, 80, 126]
