@@ -357,7 +357,7 @@ def test_methods_as_json(capsys):
 def test_version_and_help(capsys):
     assert output(capsys, "--version") == f"kvjax {kvjax.__version__}\n"
     assert output(capsys) == output(capsys, "--help")
-    for name in ("generate", "read", "ask", "chat", "compare", "methods"):
+    for name in ("generate", "read", "ask", "chat", "compare", "plan", "methods"):
         assert name in output(capsys, "--help")
         assert output(capsys, name, "--help").startswith(f"usage: kvjax {name}")
     for name in (
