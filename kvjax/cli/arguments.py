@@ -123,6 +123,7 @@ def parser() -> Parser:
         "Ctrl-C ends an answer that is being written.",
         "examples:\n"
         "  kvjax chat --model DIR\n"
+        "  kvjax chat --model smollm2\n"
         "  kvjax chat --model DIR --method h2o --budget 512 --system 'Be brief.'",
     ))  # fmt: skip
     _add_compare_options(command(
