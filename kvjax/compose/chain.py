@@ -15,6 +15,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
 from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer
 from kvjax.decisions import Changed, Decision, Mark, Retain, decide
+from kvjax.messages import brief
 from kvjax.protocol import (
     Extent,
     Full,
@@ -217,7 +218,7 @@ def bind(
       max_tokens: the most tokens of a row, `max_prompt + max_new`; None: more than any window.
 
     Raises:
-      TypeError: not a transform, a number that is no int.
+      TypeError: not a transform, a number that is no int, windows that are no tuple.
       ValueError: fewer than one layer, windows of another number of layers or below 1.
 
     Example:
@@ -231,6 +232,10 @@ def bind(
     check_count("num_layers", num_layers, 1)
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, 1)
+    if not isinstance(windows, tuple | list):
+        raise TypeError(
+            f"windows must be a tuple with an int or None for each layer, got {brief(windows)}"
+        )
     windows = tuple(windows) or (None,) * num_layers
     if len(windows) != num_layers:
         raise ValueError(f"windows must have one entry per layer, {num_layers}, got {len(windows)}")
@@ -247,6 +252,8 @@ def bind(
 
 def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
     """A layer's ring, stored as the transform's parts say; the method itself under `Everywhere`."""
+    if isinstance(transform, PerLayer):
+        return _ring(window, transform.choose(layer, num_layers), layer, num_layers)
     if isinstance(transform, HeadGroups):
         groups = tuple(
             (heads, _ring(window, tx, layer, num_layers)) for heads, tx in transform.groups

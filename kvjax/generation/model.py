@@ -213,8 +213,8 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
         )
     sizes = {name: getattr(model, name) for name in _COUNTS}
     max_positions = getattr(model, "max_positions", None)
-    parts, windows = _parts_of(model, called, params), getattr(model, "windows", None)
+    parts, windows = _parts_of(model, called, params), getattr(model, "windows", None) or ()
     return FunctionalModel(
         _Apply(called), params, max_positions=max_positions, parts=parts,
-        windows=tuple(windows or ()), **sizes,
+        windows=tuple(windows) if isinstance(windows, list) else windows, **sizes,
     )  # fmt: skip

@@ -192,7 +192,10 @@ def test_groups_of_slots_are_groups_of_channels_in_rings():
 
 def test_per_layer_chooses_storage_and_everywhere():
     assert bound(PerLayer(by_layer)) == (chain(Ring(8), Quantize()), H2O(64), H2O(64))
-    assert bound(chain(PerLayer(by_layer)))[0] == chain(Ring(8), Quantize())
+    per_head = HeadGroups((((0,), chain(SnapKV(64), Quantize())), ((1,), Everywhere(H2O(64)))))
+    assert bound(PerLayer(lambda layer, count: per_head))[0] == HeadGroups(
+        (((0,), chain(Ring(8), Quantize())), ((1,), H2O(64)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,6 +231,7 @@ def test_a_window_that_no_text_leaves_is_no_ring():
 @pytest.mark.parametrize(
     ("windows", "max_tokens", "error", "message"),
     [
+        (8, 64, TypeError, "windows must be a tuple with an int or None for each layer, got 8"),
         ((8,), 64, ValueError, "one entry per layer, 3, got 1"),
         ((8, 0, 8), 64, ValueError, "the window of layer 1 must be at least 1, got 0"),
         ((8, None, 2.0), 64, TypeError, "the window of layer 2 must be an int, got 2.0"),
