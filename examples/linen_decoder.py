@@ -1,0 +1,148 @@
+"""A Flax Linen decoder of one's own whose attention is kvjax, and a loop of one's own around it.
+
+    python examples/linen_decoder.py
+
+A Linen module is a function of its parameters, and a cache is a value that goes in and comes out:
+nothing here is a mutable collection. The prompts have different lengths: -1 as a position marks
+padding, and each row has its own budget. On a mesh with the axes `data` and `tensor`, rows are
+divided over `data` and heads over `tensor`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kvjax
+
+VOCABULARY, WIDTH, LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 128, 64, 2, 4, 2, 16
+LENGTHS, PROMPT, NEW = (48, 31, 40, 9), 48, 12
+LARGE = linen.initializers.normal(0.3)  # with usual random weights a token would repeat itself
+Dense = functools.partial(linen.Dense, kernel_init=LARGE)
+ROPE = kvjax.Rope(inv_freq=1.0 / 1000.0 ** (jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+METHODS = {
+    "full": kvjax.Full(),
+    "streaming_llm": kvjax.StreamingLLM(budget=16, sinks=2),
+    "snapkv, 8 bits": kvjax.chain(kvjax.SnapKV(budget=0.5, window=8), kvjax.Quantize(8)),
+}
+
+
+class Attention(linen.Module):
+    """Projections around one call of `kvjax.attend`."""
+
+    @linen.compact
+    def __call__(self, x, positions, cache, transform, phase):
+        """What attention adds, and the cache with the new tokens."""
+
+        def heads(name: str, count: int) -> jax.Array:
+            y = Dense(count * HEAD_DIM, use_bias=False, name=name)(x)
+            return y.reshape(*y.shape[:2], count, HEAD_DIM).swapaxes(1, 2)
+
+        q, k, v = heads("q", QUERY_HEADS), heads("k", KV_HEADS), heads("v", KV_HEADS)
+        out, cache = kvjax.attend(transform, cache, q, k, v, positions, phase=phase, rope=ROPE)
+        out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
+        return Dense(WIDTH, use_bias=False, name="out")(out), cache
+
+
+class Decoder(linen.Module):
+    """Token ids to logits, and caches to caches."""
+
+    @linen.compact
+    def __call__(self, tokens, positions, caches, transforms, phase):
+        """Logits of every token, and the new caches."""
+        embed = linen.Embed(VOCABULARY, WIDTH, name="embed")
+        x, written = embed(jnp.where(positions >= 0, tokens, 0)), []
+        for i, (cache, transform) in enumerate(zip(caches, transforms, strict=True)):
+            y = linen.RMSNorm(name=f"attention_norm_{i}")(x)
+            attention = Attention(name=f"attention_{i}")
+            added, cache = attention(y, positions, cache, transform, phase)
+            x, y = x + added, linen.RMSNorm(name=f"mlp_norm_{i}")(x + added)
+            y = jax.nn.gelu(Dense(4 * WIDTH, name=f"up_{i}")(y))
+            x = x + Dense(WIDTH, name=f"down_{i}")(y)
+            written.append(cache)
+        return embed.attend(linen.RMSNorm(name="norm")(x)), tuple(written)
+
+
+def empty_caches(transforms: tuple[kvjax.KVTransform, ...]) -> tuple:
+    """A cache for each layer."""
+    make = functools.partial(
+        kvjax.init_cache, batch=len(LENGTHS), kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
+        head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32,
+    )  # fmt: skip
+    return tuple(make(transform, layer=i) for i, transform in enumerate(transforms))
+
+
+def padded_positions() -> jax.Array:
+    """Positions `[rows, PROMPT]`: 0, 1, ... and -1 behind the end of a row."""
+    numbers = jnp.arange(PROMPT)[None, :]
+    return jnp.where(numbers < jnp.array(LENGTHS)[:, None], numbers, -1)
+
+
+def random_parameters(mesh: Mesh | None = None) -> dict:
+    """Parameters, of which a mesh gets those with heads or MLP channels divided over `tensor`."""
+    transforms = kvjax.bind(kvjax.Full(), LAYERS)
+    one = jnp.zeros((len(LENGTHS), 1), jnp.int32)
+    model = functools.partial(Decoder().init, transforms=transforms, phase="prompt")
+    params = model(jax.random.key(0), one, one, empty_caches(transforms))
+    if mesh is None:
+        return params
+    specs = {"q": (None, "tensor"), "k": (None, "tensor"), "v": (None, "tensor"),
+             "up": (None, "tensor"), "out": ("tensor",), "down": ("tensor",)}  # fmt: skip
+
+    def place(path: tuple, leaf: jax.Array) -> jax.Array:
+        layer = path[-2].key.split("_")[0] if path[-1].key == "kernel" else ""
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*specs.get(layer, ()))))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=None) -> jax.Array:
+    """Greedy text, `[rows, NEW]`: the prompt in one call, then M steps and a flush in one each."""
+    transforms, positions = kvjax.bind(method, LAYERS), padded_positions()
+    if mesh is not None:
+        by_row = NamedSharding(mesh, PartitionSpec("data"))
+        tokens, positions = jax.device_put((tokens, positions), by_row)
+    model = functools.partial(Decoder().apply, transforms=transforms)
+
+    @jax.jit
+    def read(params, tokens, positions):
+        logits, caches = model(params, tokens, positions, empty_caches(transforms), phase="prompt")
+        last = positions.argmax(axis=1)[:, None, None]  # each row's own last token
+        return jnp.take_along_axis(logits, last, axis=1).argmax(-1), caches
+
+    @functools.partial(jax.jit, static_argnames="steps", donate_argnames="caches")
+    def period(params, token, position, caches, *, steps):
+        def step(carry, _):
+            token, position, caches = carry
+            logits, caches = model(params, token, position, caches, phase="decode")
+            return (logits.argmax(-1), position + 1, caches), token[:, 0]
+
+        carry = (token, position, caches)
+        (token, position, caches), written = jax.lax.scan(step, carry, length=steps)
+        return written.T, token, position, kvjax.flush(caches)
+
+    token, caches = read(params, tokens, positions)
+    position, text = positions.max(axis=1, keepdims=True) + 1, []
+    interval = kvjax.flush_interval(caches) or NEW
+    for _ in range(0, NEW, interval):
+        written, token, position, caches = period(params, token, position, caches, steps=interval)
+        text.append(written)
+    return jnp.concatenate(text, axis=1)[:, :NEW]
+
+
+def main(mesh: Mesh | None = None) -> dict[str, list[list[int]]]:
+    """Text by every method, printed and returned."""
+    params = random_parameters(mesh)
+    tokens = jax.random.randint(jax.random.key(1), (len(LENGTHS), PROMPT), 0, VOCABULARY)
+    texts = {name: generate(params, tokens, tx, mesh).tolist() for name, tx in METHODS.items()}
+    for name, text in texts.items():
+        print(f"{name:14}", *text[0])
+    return texts
+
+
+if __name__ == "__main__":
+    main()
