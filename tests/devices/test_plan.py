@@ -23,7 +23,8 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 OTHERS = (
     "every(snapkv, steps=8)", "when_full(kvmerger, room=8)", "cam(h2o)", "kvcrush(snapkv)",
-    "chain(snapkv, quantize)", "quantize(bits=4, group=8, key_axis='channel')", "chain(snapkv, codebook)",
+    "chain(snapkv, quantize)", "quantize(bits=4, group=8, key_axis='channel')",
+    "chain(snapkv, codebook)",
     "chain(clusterkv, offload)", "chelsea(budget=150, keep_layers=(0,))", "spindlekv(unfold=True)",
 )  # fmt: skip
 ROWS = [[1, 2, 3], [4, 5], [6]]

@@ -170,6 +170,7 @@ assert kernel.addressable_shards[0].data.shape == (64, 32), kernel.sharding
 """
 
 
+@pytest.mark.slow
 def test_texts_are_equal_on_eight_devices():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
