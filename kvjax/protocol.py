@@ -322,6 +322,10 @@ class KVTransform:
 
         Whatever differs between layers only as a number (seeds, projections) belongs into the
         state, so that layers are equal values and share compiled code.
+
+        Arrays of the state are `[B, ...]`, and `[B, H, ...]` where they differ by head; or the same
+        for all rows, and then `[H, ...]` of two axes or more where they differ by head. So a mesh
+        can divide them. What looks across heads at other moments asks `kvjax.kit.all_heads`.
         """
         return cache, ()
 
