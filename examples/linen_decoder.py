@@ -67,11 +67,11 @@ class Decoder(linen.Module):
         return embed.attend(linen.RMSNorm(name="norm")(x)), tuple(written)
 
 
-def empty_caches(transforms: tuple[kvjax.KVTransform, ...]) -> tuple:
+def empty_caches(transforms: tuple[kvjax.KVTransform, ...], mesh: Mesh | None = None) -> tuple:
     """A cache for each layer."""
     make = functools.partial(
         kvjax.init_cache, batch=len(LENGTHS), kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
-        head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32,
+        head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32, mesh=mesh,
     )  # fmt: skip
     return tuple(make(transform, layer=i) for i, transform in enumerate(transforms))
 
@@ -110,7 +110,8 @@ def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=No
 
     @jax.jit
     def read(params, tokens, positions):
-        logits, caches = model(params, tokens, positions, empty_caches(transforms), phase="prompt")
+        caches = empty_caches(transforms, mesh)
+        logits, caches = model(params, tokens, positions, caches, phase="prompt")
         last = positions.argmax(axis=1)[:, None, None]  # each row's own last token
         return jnp.take_along_axis(logits, last, axis=1).argmax(-1), caches
 

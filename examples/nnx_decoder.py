@@ -5,7 +5,8 @@
 The model is written by hand and knows kvjax in three places: its attention layer calls
 `kvjax.attend`, the loop calls `kvjax.flush` between the steps, and caches come from
 `kvjax.init_cache`. Weights are random. On several devices (a mesh with the axes `data` and
-`tensor`) the same code runs divided: rows over `data`, heads over `tensor`.
+`tensor`) the same code runs divided, rows over `data` and heads over `tensor`: `init_cache` is
+given the mesh, and weights and prompts are put on it.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def generate(model: Decoder, tokens: jax.Array, method: kvjax.KVTransform, mesh=
         caches = tuple(
             kvjax.init_cache(
                 transform, layer=i, batch=ROWS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
-                head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32,
+                head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32, mesh=mesh,
             )
             for i, transform in enumerate(transforms)
         )  # fmt: skip
