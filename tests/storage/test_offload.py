@@ -404,7 +404,7 @@ def test_bytes_by_memory(case):
     clusters = round(slots / 12) + 2 * (max_new // INTERVAL)
     rows = batch * lists * recent * BUDGET
     expected = {
-        "resident": rows * (2 * DIM * dtype.itemsize + 4) + 3 * 4 * batch + 4,
+        "resident": rows * (2 * DIM * dtype.itemsize + 4) + 3 * 4 * batch * lists + 4,
         "recent": 2 * batch * KV_HEADS * (INTERVAL * (DIM * dtype.itemsize + 4) + 4),
         "clusters": batch * KV_HEADS * (clusters * (4 * DIM + 8) + 8) + 4 * batch + 8,
         "slots": batch * KV_HEADS * (slots * (4 + 4 + 1) + 8) + 4 * batch,
