@@ -261,7 +261,8 @@ kernel = model.layers[0].mlp.up_proj.kernel.get_value()
 assert kernel.sharding == NamedSharding(first, P(None, "tensor")), kernel.sharding
 assert kernel.addressable_shards[0].data.shape == (32, 12)
 # Four parts of a quarter each, not one for each device, and never the whole.
-assert parts.count((32, 12)) == 4 * 2 * 2 and (32, 48) not in parts, parts
+# The file has [out, in]: each device's part was read alone.
+assert parts.count((12, 32)) == 4 * 2 * 2 and (48, 32) not in parts, parts
 
 save_checkpoint(model, folder + "/checkpoint")
 for mesh, axis in ((second, "tensor"), (first, "data"), (second, "data")):

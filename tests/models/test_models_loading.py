@@ -317,7 +317,6 @@ def watched(monkeypatch):
     monkeypatch.setattr(jax, "device_put", copied)
     monkeypatch.setattr(checkpoints, "open_tensors", opened)
     monkeypatch.setattr(loading, "_READ_AT_ONCE", 64)
-    monkeypatch.setattr(loading, "_ROWS_AT_ONCE", 1)
     return seen
 
 
