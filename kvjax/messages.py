@@ -48,7 +48,7 @@ def brief(value: object) -> str:
         return f"a {type(value).__name__} nested too deeply to print"
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception, most: int = 1000) -> str:
     """The message of another library's exception in one line, its type where it has none.
 
     Example:
@@ -56,7 +56,7 @@ def one_line(error: Exception) -> str:
       >>> one_line(RuntimeError("no\\nnetwork")), one_line(KeyError())
       ('no network', 'KeyError')
     """
-    return printable(" ".join(str(error).split())) or type(error).__name__
+    return printable(" ".join(str(error).split()), most) or type(error).__name__
 
 
 @contextlib.contextmanager

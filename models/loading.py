@@ -33,7 +33,7 @@ ShardingRule = Callable[[str, tuple[int, ...]], Sharding | None]
 """Checkpoint name and shape in the decoder → placement, None for the default device."""
 
 _TOKENIZER_FILES = ("tokenizer*", "*.json", "*.model", "*.jinja", "*.txt", "*/*.jinja")
-_MOST_TOKENIZER_BYTES = 2**30
+MOST_TOKENIZER_BYTES = 2**30
 _CHECKED_AT_ONCE = 2**18  # elements, which fit into a cache
 _READ_AT_ONCE = 2**19  # elements: what is read, cast and checked stays within a cache
 _ALIGNMENT = 64
@@ -419,7 +419,7 @@ def _check_tokenizer_files(folder: Path) -> None:
     paths = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)}
     for path in sorted(paths):
         if path.exists() and not path.is_dir():
-            check_regular(path, _MOST_TOKENIZER_BYTES)
+            check_regular(path, MOST_TOKENIZER_BYTES)
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         raw = read_json(folder / name) if (folder / name).is_file() else {}
         length = raw.get("model_max_length", 0)

@@ -17,7 +17,7 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh, Sharding
 
 import kvjax
-from kvjax.messages import brief, printable, quiet
+from kvjax.messages import brief, one_line, printable, quiet
 from kvjax.regular_files import check_regular, read_json
 
 from .config import DecoderConfig, LayerConfig, RopeConfig
@@ -163,8 +163,9 @@ def _damaged(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of Orbax, of TensorStore, of what checks the values
-        reason = printable(" ".join(str(error).split()), 300) or type(error).__name__
-        raise ValueError(f"the checkpoint in {printable(folder)} is damaged: {reason}") from error
+        raise ValueError(
+            f"the checkpoint in {printable(folder)} is damaged: {one_line(error, 300)}"
+        ) from error
 
 
 def _read_about(folder: Path) -> dict[str, Any]:

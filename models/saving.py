@@ -20,6 +20,7 @@ from kvjax.regular_files import check_regular
 from .decoder import Decoder
 from .families import FAMILIES, describe
 from .finding import find_model, is_gguf
+from .loading import MOST_TOKENIZER_BYTES
 from .new_folder import new_folder
 from .safetensors_files import INDEX_FILE, SINGLE_FILE, STORED_DTYPES, NewTensor, write_tensors
 from .shapes import abstract_parameters
@@ -29,7 +30,6 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.jinja",
 )  # fmt: skip
-_MOST_TOKENIZER_BYTES = 2**30
 _WRITTEN_AT_ONCE = 2**20  # elements
 _NAMES = {name: stored for stored, name in STORED_DTYPES.items()}
 
@@ -212,7 +212,7 @@ def _tokenizer_files(directory_or_hub_id: str | os.PathLike[str]) -> list[Path]:
         )
     found = sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
     for path in found:
-        check_regular(path, _MOST_TOKENIZER_BYTES)
+        check_regular(path, MOST_TOKENIZER_BYTES)
     if not found:
         raise ValueError(f"there are no files of a tokenizer in {printable(folder)}")
     return found

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, QueryWindow, layer_caches
+from kvjax.attention.layer import Cache, LayerCache, QueryWindow, layer_caches, map_parts
 from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
 from kvjax.budgets.budgets import check_choice, check_count, check_number
 from kvjax.cache.payload import Dense, Seen, Slots, take_slots
@@ -284,8 +284,7 @@ def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
     if steps is None:
         return caches
     check_count("steps", steps, 1)
-    flushed = functools.partial(_flush_layer, steps=steps)
-    return jax.tree.map(flushed, caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    return map_parts(functools.partial(_flush_layer, steps=steps), caches)
 
 
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,11 @@ Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
 def layer_caches(caches: Cache | tuple[Cache, ...]) -> list[LayerCache]:
     """The caches of one layer or of several, one for each head group, in order."""
     return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
+
+
+def map_parts(function: Callable[[LayerCache], Any], caches: Cache | tuple[Cache, ...]) -> Any:
+    """`function` of each `LayerCache` in the caches of one layer or of several."""
+    return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
 def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
@@ -242,4 +248,4 @@ def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...
     def dense(cache: LayerCache) -> LayerCache:
         return dataclasses.replace(cache, kv=opened(cache.kv, empty=True))
 
-    return jax.tree.map(dense, caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    return map_parts(dense, caches)

@@ -11,7 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from kvjax.attention.layer import Cache, LayerCache, init_cache, layer_caches
+from kvjax.attention.layer import (
+    Cache,
+    LayerCache,
+    QueryWindow,
+    init_cache,
+    layer_caches,
+    map_parts,
+)
 from kvjax.budgets.layers import layers_of
 from kvjax.devices import Placement
 from kvjax.protocol import KVTransform
@@ -29,11 +36,6 @@ def mesh_of_cache(cache: Cache) -> Mesh | None:
     """The mesh that a layer's cache is divided among, if any."""
     placement = placement_of(cache)
     return None if placement is None else placement.mesh
-
-
-def map_parts(function: Callable[..., Any], *caches: Cache) -> Any:
-    """`function` of each `LayerCache` of trees of them."""
-    return jax.tree.map(function, *caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
 def has_rows(cache: LayerCache) -> LayerCache:
@@ -107,8 +109,8 @@ def _specs(cache: LayerCache) -> LayerCache:
 
     own = jax.tree.map(spec, cache, has_rows(cache))
     # The number of its queries may be that of heads.
-    window = None if cache.window is None else type(cache.window)(P(rows, heads), P(rows))
-    rope = jax.tree.map(lambda x: P(rows) if x.ndim == 2 else P(), cache.rope)
+    window = None if cache.window is None else QueryWindow(P(rows, heads), P(rows))
+    rope = rope_specs(cache.rope, rows)
     return LayerCache(
         own.kv, own.state, window, own.reading, rope, cache.transform, cache.logits, placement
     )

@@ -12,7 +12,7 @@ from rich.table import Table
 
 import kvjax
 from kvjax.budgets.budgets import check_count, check_number
-from kvjax.generation.planning import Plan, abstract_mesh, plan
+from kvjax.generation.planning import Plan, abstract_mesh, bytes_on_device, plan
 from kvjax.messages import brief, printable
 
 GB = 10**9
@@ -35,11 +35,8 @@ def run(args: argparse.Namespace) -> None:
     config = shape_config(args.model)
     mesh = abstract_mesh(args.mesh.items())
     model = abstract_decoder(config, dtype=args.dtype, mesh=mesh)
-    table = model.embed.embedding.get_value()
-    looked_up = 0
-    if not config.tie_embeddings:  # else the logits take all of it
-        rows, channels = table.sharding.shard_shape(table.shape)
-        looked_up = rows * channels * table.dtype.itemsize
+    # Where it is tied, the logits take all of it.
+    looked_up = 0 if config.tie_embeddings else bytes_on_device(model.embed.embedding.get_value())
     made = {
         text: plan(
             model, method, max_prompt=args.tokens, max_new=args.new, dtype=args.dtype, mesh=mesh,

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, layer_caches
-from kvjax.attention.parts import has_rows, map_parts, placed
+from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
+from kvjax.attention.parts import has_rows, placed
 from kvjax.cache.slots import nbytes
 from kvjax.compose.chain import bind
 from kvjax.devices import put, put_rows

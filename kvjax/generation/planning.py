@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from kvjax.attention.layer import Cache, LayerCache, layer_caches
-from kvjax.attention.parts import cache_specs, map_parts
+from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
+from kvjax.attention.parts import cache_specs
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import Chain, bind, chain
 from kvjax.compose.wrappers import HeadGroups
@@ -147,7 +147,7 @@ def plan(
         for rows in (data, 2 * data)
     )
     request = two.plus(one, -1)
-    weights = sum(_bytes_on_device(x) for x in jax.tree.leaves(functional.params))
+    weights = sum(bytes_on_device(x) for x in jax.tree.leaves(functional.params))
     devices = 1 if mesh is None else mesh.size
     return Plan(
         transform, devices, data, weights, weights - looked_up, one.plus(request, -1), request
@@ -200,7 +200,7 @@ def _part_bytes(cache: LayerCache) -> Bytes:
     def on_device(tree: Any, spec: Any) -> int:
         mesh = None if placement is None else placement.mesh
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(spec), strict=True)
-        return sum(_bytes_on_device(x, mesh, s) for x, s in pairs)
+        return sum(bytes_on_device(x, mesh, s) for x, s in pairs)
 
     payloads = (kv.k, specs.kv.k), (kv.v, specs.kv.v)
     host = sum(
@@ -216,7 +216,7 @@ def _part_bytes(cache: LayerCache) -> Bytes:
     return Bytes(device, host, device - stored * (1 - selected))
 
 
-def _bytes_on_device(
+def bytes_on_device(
     x: Any, mesh: Mesh | AbstractMesh | None = None, spec: PartitionSpec | None = None
 ) -> int:
     """Bytes of an array, or of a shape, on each device of those that share it."""

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import (
     Cache,
-    LayerCache,
     about_to_read,
     init_cache,
     kept_tokens,
     layer_caches,
+    map_parts,
 )
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.layers import layers_of
@@ -181,11 +181,7 @@ def _new_cache(transform: KVTransform, size: CacheSize, states: tuple) -> Cache:
     bound = layers_of(transform)
     cache = size.cache(transform, 0 if bound is None else bound[0])
     left = iter(states)
-    filled = jax.tree.map(
-        lambda part: dataclasses.replace(part, state=next(left)),
-        cache,
-        is_leaf=lambda x: isinstance(x, LayerCache),
-    )
+    filled = map_parts(lambda part: dataclasses.replace(part, state=next(left)), cache)
     return about_to_read(filled)
 
 

@@ -25,6 +25,7 @@ from kvjax.models import (
     save_checkpoint,
     save_pretrained,
 )
+from tests.support.decoders import assert_equal
 
 ROPE = RopeConfig(rotary_dim=8)
 TINY = DecoderConfig(
@@ -36,20 +37,6 @@ LONG = RopeConfig(
     rotary_dim=4, type="longrope", original_max_positions=16, factor=4.0,
     short_factors=(1.0, 1.5), long_factors=(2.0, 3.0),
 )  # fmt: skip
-
-
-def parameters(model) -> dict:
-    return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
-def assert_equal(model, other) -> None:
-    ours, theirs = parameters(model), parameters(other)
-    assert ours.keys() == theirs.keys()
-    for path, value in ours.items():
-        assert value.dtype == theirs[path].dtype, path
-        np.testing.assert_array_equal(
-            np.asarray(value).view(np.uint8), np.asarray(theirs[path]).view(np.uint8), err_msg=path
-        )
 
 
 @pytest.mark.parametrize(

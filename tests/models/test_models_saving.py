@@ -30,6 +30,7 @@ from kvjax.models.checkpoints import read_config
 from kvjax.models.families import FAMILIES, describe
 from tests.models.family_cases import NAMED, SEEDS, drawn
 from tests.models.test_families import CASES, as_chatglm, chatglm_config
+from tests.support.decoders import assert_equal
 from tests.support.hf_models import SIZES, reference_logits, save_reference
 from tests.support.tolerances import close
 
@@ -38,21 +39,6 @@ TINY = DecoderConfig(
     head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128,
 )  # fmt: skip
 LINEAR = RopeConfig(rotary_dim=8, type="linear", factor=3.0)
-
-
-def parameters(model) -> dict:
-    return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
-def assert_equal(model, other) -> None:
-    """Bit for bit."""
-    ours, theirs = parameters(model), parameters(other)
-    assert ours.keys() == theirs.keys()
-    for path, value in ours.items():
-        assert value.dtype == theirs[path].dtype, path
-        np.testing.assert_array_equal(
-            np.asarray(value).view(np.uint8), np.asarray(theirs[path]).view(np.uint8), err_msg=path
-        )
 
 
 def transformers_model(folder):
