@@ -14,6 +14,7 @@ from kvjax.generation.calibration import calibrate_infinigen, calibrate_outlier_
 from kvjax.generation.context import Context
 from kvjax.generation.generate import generate, read, stream
 from kvjax.generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
+from kvjax.generation.reading_once import ReadOnce
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.saving import context_about, load_context, save_context
 from kvjax.generation.writing import Generation
@@ -82,6 +83,7 @@ __all__ = [
     "PyramidKV",
     "Quantize",
     "Quest",
+    "ReadOnce",
     "Retain",
     "Ring",
     "Rope",

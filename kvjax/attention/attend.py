@@ -149,22 +149,16 @@ def _attend_layer(transform, cache: Cache, q, k, v, positions, predicted, call: 
 
 def _attend(transform, cache: LayerCache, q, k, v, positions, predicted, call: _Call):
     _check_cache(transform, cache, q, k, call)
-    needs, kv, rope, state = transform.needs, cache.kv, call.rope, cache.state
+    needs, rope, state = transform.needs, call.rope, cache.state
     if not needs.predicted_query or call.prompt:
         predicted = None
     if rope is not None and not needs.unrotated_keys:
         q, k = rope.rotate(q, positions), rope.rotate(k, positions)
         predicted = None if predicted is None else rope.rotate(predicted, positions)
-    if kv.unfolded > 1:
-        k, v = (jnp.repeat(x, kv.unfolded, axis=1) for x in (k, v))
     rows = (positions >= 0).any(1)
-    if call.prompt:
-        rows = rows if cache.reading is None else rows | cache.reading
-        kv = opened(kv)
-        if kv.slots <= kv.capacity:  # no earlier chunk has made room for the whole prompt
-            slots = kv.slots + (k.shape[2] if call.last else kv.max_prompt)
-            kv = widen(kv, min(slots, kv.max_tokens))
-    kv, slots = append(kv, k, v, positions)
+    if call.prompt and cache.reading is not None:
+        rows = rows | cache.reading
+    kv, slots = _appended(cache.kv, k, v, positions, call)
     seen = {"window": call.logits.window, "implementation": call.implementation}
     view = View(kv, slots, predicted=predicted, **seen)
     if not call.prompt:
@@ -184,36 +178,115 @@ def _attend(transform, cache: LayerCache, q, k, v, positions, predicted, call: _
         out, mass = _prompt_attention(needs, kv, q, keys, positions, call)
     else:
         out, mass = _decode_attention(needs, view, q, rotate, positions, call)
+    seen = _Seen(rows, slots, keys, mass, _last_queries(needs, cache, q, positions, call), out)
+    return out.astype(q.dtype), _after_attention(transform, cache, kv, state, seen, call)
+
+
+def _appended(kv: KVCache, k, v, positions, call: _Call) -> tuple[KVCache, Int[Array, "B H T"]]:
+    """The slots with the new tokens in them, and where those are; widened while a prompt comes."""
+    if kv.unfolded > 1:
+        k, v = (jnp.repeat(x, kv.unfolded, axis=1) for x in (k, v))
+    if call.prompt:
+        kv = opened(kv)
+        if kv.slots <= kv.capacity:  # no earlier chunk has made room for the whole prompt
+            slots = kv.slots + (k.shape[2] if call.last else kv.max_prompt)
+            kv = widen(kv, min(slots, kv.max_tokens))
+    return append(kv, k, v, positions)
+
+
+class _Seen(NamedTuple):
+    """What a transform may be shown of an attention: the fields of a `Step` of these names.
+
+    `window` holds the last queries, and `output` is that of the attention, None where it is over.
+    """
+
+    rows: Array
+    slots: Array
+    keys: Array | None
+    mass: Array | None
+    window: QueryWindow | None
+    output: Array | None
+
+
+def _after_attention(
+    transform: KVTransform, cache: LayerCache, kv: KVCache, state: State, seen: _Seen, call: _Call
+) -> LayerCache:
+    """The cache after the attention over `kv`, with what the transform decides carried out."""
+    needs, rope = transform.needs, call.rope
     if needs.accumulated_attention:
-        received = jnp.moveaxis(mass.reshape(*kv.shape[:2], kv.group, -1), 2, -1)
+        received = jnp.moveaxis(seen.mass.reshape(*kv.shape[:2], kv.group, -1), 2, -1)
         kv = kv.with_column("attention", kv.column("attention") + received)
-    window = _last_queries(needs, cache, q, positions, call)
-    query, query_position = window or (None, None)
-    after = dataclasses.replace(cache, kv=kv, state=state, window=window, reading=None)
+    query, query_position = seen.window or (None, None)
+    after = dataclasses.replace(cache, kv=kv, state=state, window=seen.window, reading=None)
     if call.prompt and not call.last:
-        return out.astype(q.dtype), dataclasses.replace(after, reading=rows)
+        return dataclasses.replace(after, reading=seen.rows)
     if call.prompt and kv.interval is not None:  # what a flush has to know of this attention
         after = dataclasses.replace(after, logits=call.logits)
         if needs.unrotated_keys and _looks_at_keys(transform):
             own = jax.tree.map(lambda x: x + 0, rope)  # the cache is donated, not the rope
             after = dataclasses.replace(after, rope=own)
     step = Step(
-        rows=rows,
-        slots=slots,
-        mass=mass,
-        keys=keys,
+        rows=seen.rows,
+        slots=seen.slots,
+        mass=seen.mass,
+        keys=seen.keys,
         query=query,
         query_position=query_position,
         rope=rope,
         moment="prompt" if call.prompt else "step",
         logits=call.logits,
         implementation=call.implementation,
-        output=None if call.prompt else out,
+        output=None if call.prompt else seen.output,
     )
     kv, state = _decide(transform, kv, state, step)
-    window = window if needs.decode_queries else None
-    after = dataclasses.replace(after, kv=kv, state=state, window=window)
-    return out.astype(q.dtype), after
+    window = seen.window if needs.decode_queries else None
+    return dataclasses.replace(after, kv=kv, state=state, window=window)
+
+
+def compress_prompt(transform: KVTransform, cache: Cache, observed: LayerCache) -> Cache:
+    """The cache that `attend` leaves of a whole prompt which another cache has observed.
+
+    Nothing is attended to: what methods need of a prompt's attention is taken from `observed`.
+
+    Args:
+      transform: the layer's transform, the one that the cache was made for.
+      cache: empty, from `init_cache`, for as many rows and heads. Donate it.
+      observed: the layer's cache of an `Observe` whose needs serve the transform.
+    """
+    if not isinstance(transform, HeadGroups):
+        return _compress_prompt(transform, cache, observed, list(range(observed.kv.shape[1])))
+    return tuple(
+        _compress_prompt(tx, own, observed, list(heads))
+        for (heads, tx), own in zip(transform.groups, cache, strict=True)
+    )
+
+
+def _compress_prompt(
+    transform: KVTransform, cache: LayerCache, observed: LayerCache, heads: list[int]
+) -> LayerCache:
+    """`compress_prompt` for some of the observed KV heads."""
+    needs, seen, group = transform.needs, observed.state, observed.kv.group
+    index = jnp.array(heads)
+    query_index = jnp.array([head * group + g for head in heads for g in range(group)])
+    k, v = (payload.read()[:, index] for payload in (observed.kv.k, observed.kv.v))
+    positions = jnp.where(observed.kv.live[:, 0], observed.kv.position[:, 0], -1)
+    if seen.rope is not None and not needs.unrotated_keys:
+        k = seen.rope.rotate(k, positions)
+    call = _Call(True, True, seen.rope, seen.logits, None)
+    kv, slots = _appended(cache.kv, k, v, positions, call)
+    keys = kv.k.read()
+    if needs.unrotated_keys:
+        keys = seen.rope.rotate(keys, _key_positions(needs, kv))
+    mass = None
+    if needs.attention_mass or needs.accumulated_attention:
+        mass = seen.mass[:, query_index]
+        mass = jnp.pad(mass, ((0, 0), (0, 0), (0, kv.slots - mass.shape[2])))
+    window, size = None, needs.queries(cache.kv.max_prompt)
+    if size:
+        query = seen.query[:, query_index, -size:].astype(cache.kv.k.dtype)
+        window = QueryWindow(query, seen.query_position[:, -size:])
+    attention = _Seen((positions >= 0).any(1), slots, keys, mass, window, None)
+    return _after_attention(transform, cache, kv, cache.state, attention, call)
 
 
 def _decide(transform: KVTransform, kv: KVCache, state: State, step: Step) -> tuple[KVCache, State]:

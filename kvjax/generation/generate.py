@@ -54,22 +54,38 @@ def read(
     """
     functional = as_functional(model)
     transform = Full() if transform is None else transform
-    of_model = functional.num_layers, functional.windows
+    padded, size = size_to_read(
+        functional, prompts, [transform], max_prompt, max_new, dtype, buckets
+    )
+    layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
+    how = transform, layers, size
+    return begin(functional, prompts, padded, *how, Compiler(on_compile), on_layer)
+
+
+def size_to_read(
+    model: FunctionalModel,
+    prompts: Sequence[Sequence[int]],
+    transforms: Sequence[KVTransform],
+    max_prompt: int | None,
+    max_new: int,
+    dtype: DTypeLike | None,
+    buckets: Sequence[int] | None,
+) -> tuple[int, CacheSize]:
+    """The padded length of prompts, and what caches are made for; raises what `read` raises."""
     check_count("max_new", max_new, 1)
-    # Whether a turn fits is seen when it comes.
-    check_prompts(functional, prompts, bind(transform, *of_model), 0)
-    padded = bucket(max(map(len, prompts)), functional.max_positions, buckets)
+    for transform in transforms:
+        # Whether a turn fits is seen when it comes.
+        check_prompts(model, prompts, bind(transform, model.num_layers, model.windows), 0)
+    longest = max(map(len, prompts))
+    padded = bucket(longest, model.max_positions, buckets)
     if max_prompt is not None:
         check_count("max_prompt", max_prompt, 1)
-        longest = max(map(len, prompts))
         if max_prompt < longest:
             raise ValueError(
                 f"max_prompt must hold the prompt of {longest} tokens, got {max_prompt}"
             )
     most = max(padded, max_prompt or 0)
-    size = CacheSize.of(functional, len(prompts), most, max_new, dtype)
-    how = transform, bind(transform, *of_model, size.max_tokens), size
-    return begin(functional, prompts, padded, *how, Compiler(on_compile), on_layer)
+    return padded, CacheSize.of(model, len(prompts), most, max_new, dtype)
 
 
 def generate(

@@ -111,8 +111,8 @@ def read_prompt(
     """
     size, given = (caches, None) if isinstance(caches, CacheSize) else (None, caches)
     if size is not None:
-        compiler.compile("the caches", "states", _states, layers, size)
-        given = _states(layers, size)
+        compiler.compile("the caches", "states", states_of_layers, layers, size)
+        given = states_of_layers(layers, size)
     if model.parts is None:
         whole = layers, size, model, tokens, positions, given
         compiler.compile("the prompt pass", "prompt", _read_whole, *whole)
@@ -148,7 +148,7 @@ def cache_shapes(
     """
     tokens = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
     if model.parts is None:
-        given = jax.eval_shape(functools.partial(_states, layers, size))
+        given = jax.eval_shape(functools.partial(states_of_layers, layers, size))
         whole = functools.partial(_read_whole, layers, size)
         return jax.eval_shape(whole, model, tokens, tokens, given)[1]
     parts = model.parts
@@ -165,7 +165,7 @@ def cache_shapes(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _states(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
+def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
     """What the transforms of empty caches carry beside the slots: all that differs by layer."""
     return tuple(_states_of(transform, size, layer) for layer, transform in enumerate(layers))
 
@@ -176,7 +176,7 @@ def _states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
     return tuple(part.state for part in layer_caches(cache))
 
 
-def _new_cache(transform: KVTransform, size: CacheSize, states: tuple) -> Cache:
+def new_cache(transform: KVTransform, size: CacheSize, states: tuple) -> Cache:
     """An empty cache with these states; layers that are alike get equal ones otherwise."""
     bound = layers_of(transform)
     cache = size.cache(transform, 0 if bound is None else bound[0])
@@ -204,7 +204,7 @@ def _read_layer(
 ) -> tuple[Array, Array, Cache]:
     """What leaves a layer, at which positions, and its cache. `size`: `cache` is its states."""
     if size is not None:
-        cache = _new_cache(transform, size, cache)
+        cache = new_cache(transform, size, cache)
     x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=True)
     if drops_tokens(transform, cache):
         x, positions = pass_on(x, positions, kept_tokens(cache))
@@ -233,7 +233,7 @@ def _read_whole(
     """All layers in one call, of a model that does not show its parts."""
     if size is not None:
         pairs = zip(layers, caches, strict=True)
-        caches = tuple(_new_cache(transform, size, states) for transform, states in pairs)
+        caches = tuple(new_cache(transform, size, states) for transform, states in pairs)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
         layers=layers, phase="prompt", last=True, logits_at=positions.argmax(-1)[:, None],

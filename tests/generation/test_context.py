@@ -224,8 +224,8 @@ def test_layers_that_are_alike_differ_in_their_states_alone(name):
 
     @jax.jit
     def both():
-        states = reading._states(layers, size)
-        made = [reading._new_cache(one, size, own) for one, own in zip(layers, states, strict=True)]
+        states = reading.states_of_layers(layers, size)
+        made = [reading.new_cache(one, size, own) for one, own in zip(layers, states, strict=True)]
         given = [size.cache(one, layer) for layer, one in enumerate(layers)]
         return made, [reading.about_to_read(cache) for cache in given]
 

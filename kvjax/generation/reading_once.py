@@ -1,0 +1,192 @@
+"""One prompt pass for many methods: a prompt is observed, and compressed by each of them later."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention.attend import compress_prompt
+from kvjax.attention.layer import Cache, LayerCache
+from kvjax.cache.slots import KVCache
+from kvjax.compose.chain import bind
+from kvjax.compose.wrappers import HeadGroups
+from kvjax.generation.context import Context
+from kvjax.generation.generate import read, size_to_read
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.reading import CacheSize, Compiler, new_cache, states_of_layers
+from kvjax.generation.writing import begin
+from kvjax.protocol import Extent, KVTransform, Logits, Needs, State, Step
+from kvjax.rope import Rope
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Observation:
+    """What methods may need of a prompt's attention in one layer; None where none does.
+
+    Args:
+      mass, query, query_position, rope, logits: as in `Step`.
+    """
+
+    mass: Float[Array, "B Q S"] | None
+    query: Float[Array, "B Q W D"] | None
+    query_position: Int[Array, "B W"] | None
+    rope: Rope | None
+    logits: Logits = field(metadata={"static": True})
+
+
+@dataclass(frozen=True)
+class Observe(KVTransform):
+    """The full cache, and what other methods need of a prompt as its state: for a prompt alone.
+
+    Args:
+      wanted: what they need.
+    """
+
+    wanted: Needs
+
+    needs = property(lambda self: self.wanted)
+
+    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[None, State]:
+        """Leaves what was asked for as the state."""
+        rope = step.rope if self.wanted.unrotated_keys else None
+        return None, Observation(step.mass, step.query, step.query_position, rope, step.logits)
+
+
+class ReadOnce:
+    """Prompts that a model has read once, for any of several methods to compress.
+
+    Methods that differ only in what they do when a prompt has been read share the prompt pass. Each
+    layer keeps the full prompt's keys and values and what the methods need of its attention: the
+    sums of probabilities (H2O, CaM), or the last queries (SnapKV, PyramidKV, ...). A method that
+    changes the pass itself (PyramidInfer without a budget drops hidden states) reads for itself,
+    and so does every method of a model on a mesh.
+
+    Args:
+      model, prompts, max_prompt, max_new, dtype, buckets, on_layer, on_compile: as in `kvjax.read`.
+      transforms: the methods, of which `context` takes any.
+
+    Raises:
+      TypeError, ValueError: as `kvjax.read`, for any of the methods.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
+      >>> methods = [kvjax.SnapKV(40), kvjax.H2O(8)]
+      >>> once = kvjax.ReadOnce(model, [list(range(64))], methods)
+      >>> [once.context(tx).caches[0].kv.live.sum(-1).tolist() for tx in methods]
+      [[[40, 40]], [[8, 8]]]
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | FunctionalModel,
+        prompts: Sequence[Sequence[int]],
+        transforms: Sequence[KVTransform],
+        *,
+        max_prompt: int | None = None,
+        max_new: int = 512,
+        dtype: DTypeLike | None = None,
+        buckets: Sequence[int] | None = None,
+        on_layer: Callable[[int], None] | None = None,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> None:
+        self._model, self._prompts = as_functional(model), prompts
+        self._options = {
+            "max_prompt": max_prompt, "max_new": max_new, "dtype": dtype, "buckets": buckets,
+            "on_compile": on_compile,
+        }  # fmt: skip
+        padded, self._size = size_to_read(
+            self._model, prompts, transforms, max_prompt, max_new, dtype, buckets
+        )
+        self._compiler = Compiler(on_compile)
+        self._observed: Context | None = None
+        needs = [self._needs(tx) for tx in transforms if not self._reads_alone(tx)]
+        if needs:
+            observe = Observe(functools.reduce(Needs.union, needs))
+            size = self._size._replace(max_new=0)
+            layers = (observe,) * self._model.num_layers
+            self._observed = begin(
+                self._model, prompts, padded, observe, layers, size, self._compiler, on_layer
+            )
+
+    def context(self, transform: KVTransform) -> Context:
+        """What `kvjax.read` returns for the same prompts and this method.
+
+        Args:
+          transform: one of the given ones, or any that needs no more of the prompt than they do.
+
+        Raises:
+          ValueError: it needs more of the prompt's attention than was observed.
+        """
+        if self._reads_alone(transform):
+            return read(self._model, self._prompts, transform=transform, **self._options)
+        needs = self._needs(transform)
+        observed = self._observed
+        if observed is None or observed.transform.wanted.union(needs) != observed.transform.wanted:
+            raise ValueError(f"{transform!r} needs more of the prompt than was observed: name it")
+        layers = self._bind(transform)
+        of_method = {"transform": transform, "layers": layers, "size": self._size}
+        # The rest is copied, so that a call may take it over.
+        rest = dataclasses.replace(observed, caches=(), **of_method).copy()
+        caches = _compressed(layers, self._size, observed.caches, self._compiler)
+        return dataclasses.replace(rest, caches=caches)
+
+    def _bind(self, transform: KVTransform) -> tuple[KVTransform, ...]:
+        return bind(transform, self._model.num_layers, self._model.windows, self._size.max_tokens)
+
+    def _needs(self, transform: KVTransform) -> Needs:
+        """What a prompt's attention must leave for all layers of a method."""
+        parts = [part for layer in self._bind(transform) for part in _head_groups(layer)]
+        needs = functools.reduce(Needs.union, (part.needs for part in parts))
+        return Needs(
+            attention_mass=needs.attention_mass or needs.accumulated_attention,
+            query_window=needs.query_window,
+            query_share=needs.query_share,
+            unrotated_keys=needs.unrotated_keys,
+        )
+
+    def _reads_alone(self, transform: KVTransform) -> bool:
+        """Whether a method changes the prompt pass, or the model is on a mesh."""
+        extent = Extent(self._size.max_prompt, self._size.max_new)
+        parts = [part for layer in self._bind(transform) for part in _head_groups(layer)]
+        drops = any(part.extent(extent).passed is not None for part in parts)
+        return drops or self._size.mesh is not None
+
+
+def _head_groups(layer: KVTransform) -> list[KVTransform]:
+    """The transforms of a layer's head groups, or the one of the whole layer."""
+    return [tx for _, tx in layer.groups] if isinstance(layer, HeadGroups) else [layer]
+
+
+def _compressed(
+    layers: tuple[KVTransform, ...],
+    size: CacheSize,
+    observed: tuple[LayerCache, ...],
+    compiler: Compiler,
+) -> tuple[Cache, ...]:
+    """The caches of all layers, one after the other; layers that are alike share compiled code."""
+    compiler.compile("the caches", ("states", layers), states_of_layers, layers, size)
+    states, caches = states_of_layers(layers, size), []
+    for transform, own, seen in zip(layers, states, observed, strict=True):
+        given = transform, size, own, seen
+        compiler.compile("the compression of a layer", transform, _compress, *given)
+        caches.append(_compress(*given))
+    return tuple(jax.block_until_ready(caches))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _compress(
+    transform: KVTransform, size: CacheSize, states: tuple, observed: LayerCache
+) -> Cache:
+    """One layer's cache."""
+    return compress_prompt(transform, new_cache(transform, size, states), observed)

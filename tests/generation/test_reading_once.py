@@ -1,0 +1,142 @@
+"""`kvjax.ReadOnce`: one prompt pass, compressed by many methods, equals a pass for each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.generation import reading
+from kvjax.generation.model import as_functional
+from tests.generation.test_context import TRANSFORMS, transform_of
+from tests.generation.test_generate import RAGGED, model
+from tests.generation.test_rings import model as model_with_windows
+from tests.support.tolerances import close
+
+SIZES = {"max_prompt": 96, "max_new": 32}
+QUESTIONS = [[7, 3], [11], [5, 9, 2]]
+MORE = {
+    "reposition": "streaming_llm(reposition=True)",
+    "unrotated": "chain(snapkv, codebook)",
+    "cam of h2o": "cam(h2o)",
+    "outlier heads": None,
+}
+
+
+def made(name: str) -> kvjax.KVTransform:
+    if name == "outlier heads":
+        few = kvjax.StreamingLLM(budget=12)
+        return kvjax.HeadGroups((((1,), kvjax.H2O(budget=20)), ((0,), few)))
+    return transform_of(MORE.get(name, name))
+
+
+NAMES = [*TRANSFORMS, *MORE]
+
+
+def equal(one: kvjax.Context, other: kvjax.Context) -> None:
+    """Two contexts are alike: the same slots, and numbers but for roundings."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            close(x, y, "accumulated")
+        else:
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture(scope="module")
+def once() -> kvjax.ReadOnce:
+    return kvjax.ReadOnce(model(), RAGGED, [made(name) for name in NAMES], **SIZES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.fast_cases("snapkv", "h2o", "quest", "pyramidinfer", "unrotated", "outlier heads")
+def test_a_context_equals_the_one_that_read_gives(once, name):
+    transform = made(name)
+    shared, alone = (
+        once.context(transform),
+        kvjax.read(model(), RAGGED, transform=transform, **SIZES),
+    )
+    equal(shared, alone)
+    answers = [
+        kvjax.generate(model(), QUESTIONS, context=context, max_new_tokens=6).tokens
+        for context in (shared, alone)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_the_prompt_is_read_once(monkeypatch):
+    """One pass, whatever the number of methods; those that change the pass make their own."""
+    calls = []
+    read_prompt = kvjax.generation.writing.read_prompt
+    monkeypatch.setattr(
+        kvjax.generation.writing, "read_prompt",
+        lambda *args, **options: calls.append(args[1]) or read_prompt(*args, **options),
+    )  # fmt: skip
+    transforms = [made(name) for name in ("full", "snapkv", "h2o")]
+    once = kvjax.ReadOnce(model(), RAGGED, [*transforms, kvjax.PyramidInfer()], **SIZES)
+    for transform in [*transforms, *transforms]:
+        once.context(transform)
+    assert len(calls) == 1
+    once.context(kvjax.PyramidInfer())
+    assert len(calls) == 2
+
+
+def test_contexts_are_independent(once):
+    """What one call takes over (`donate`) is not another's."""
+    transform = made("snapkv")
+    first = once.context(transform)
+    expected = kvjax.generate(model(), QUESTIONS, context=first, max_new_tokens=6, donate=True)
+    again = kvjax.generate(
+        model(), QUESTIONS, context=once.context(transform), max_new_tokens=6, donate=True
+    )
+    assert again.tokens == expected.tokens
+
+
+def test_a_method_that_needs_more_is_refused(once):
+    few = kvjax.ReadOnce(model(), RAGGED, [kvjax.Full(), kvjax.SnapKV(36)], **SIZES)
+    with pytest.raises(ValueError, match="needs more of the prompt than was observed"):
+        few.context(kvjax.H2O(budget=12))
+    few.context(kvjax.SnapKV(40))
+    with pytest.raises(ValueError, match="max_prompt must hold the prompt of 53 tokens, got 5"):
+        kvjax.ReadOnce(model(), RAGGED, [kvjax.Full()], max_prompt=5)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "8 bits"])
+@pytest.mark.parametrize("which", ["gemma", "mistral"])
+def test_windows_are_rings(which, name):
+    given, transform = model_with_windows(which), made(name)
+    once = kvjax.ReadOnce(given, RAGGED, [transform], **SIZES)
+    equal(once.context(transform), kvjax.read(given, RAGGED, transform=transform, **SIZES))
+
+
+def test_a_model_that_does_not_show_its_parts():
+    whole = dataclasses.replace(as_functional(model()), parts=None)
+    transforms = [made(name) for name in ("full", "h2o", "clusterkv")]
+    once = kvjax.ReadOnce(whole, RAGGED, transforms, **SIZES)
+    for transform in transforms:
+        equal(once.context(transform), kvjax.read(whole, RAGGED, transform=transform, **SIZES))
+
+
+def test_a_second_prompt_compiles_nothing():
+    transforms = [made(name) for name in ("full", "snapkv", "quest")]
+
+    def run(seed: int) -> None:
+        rows = [np.random.default_rng(seed).integers(64, size=53).tolist()]
+        once = kvjax.ReadOnce(model(), rows, transforms, **SIZES)
+        for transform in transforms:
+            once.context(transform)
+
+    run(1)
+    before = (
+        reading._read_layer._cache_size(),
+        kvjax.generation.reading_once._compress._cache_size(),
+    )
+    run(2)
+    after = reading._read_layer._cache_size(), kvjax.generation.reading_once._compress._cache_size()
+    assert before == after
