@@ -169,8 +169,8 @@ def unparse(transform: KVTransform) -> str:
 
     Example:
       >>> import kvjax
-      >>> kvjax.unparse(kvjax.Every(kvjax.SnapKV(budget=64, window=16), steps=8))
-      'every(snapkv(budget=64, window=16), steps=8)'
+      >>> kvjax.unparse(kvjax.Every(kvjax.SnapKV(budget=64, window=8), steps=8))
+      'every(snapkv(budget=64, window=8), steps=8)'
     """
     parts = parts_of(transform)
     if len(parts) > 1:

@@ -70,7 +70,7 @@ def _table(
 
 
 def _parameter(given: Mapping[str, Any]) -> str:
-    """`"window=32"`; what has no default stands alone, a wrapper's base as "method"."""
+    """`"window=16"`; what has no default stands alone, a wrapper's base as "method"."""
     if given["name"] == "base":
         return "method"
     return f"{given['name']}={given['default']!r}" if "default" in given else given["name"]

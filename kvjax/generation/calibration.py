@@ -123,9 +123,9 @@ def calibrate_infinigen(
     """The few channels of skewed queries and keys by which `InfiniGen` predicts attention.
 
     The model reads the sample with the full cache. In each KV head, the rotated queries of its
-    group and its rotated keys are the rows of one matrix, and A holds the right singular vectors of
-    that matrix. A is orthogonal, so it changes no product of a query and a key,
-    `qA · kA = q · k`, but it gathers most of the product in few channels. The result P has the
+    group are the rows of one matrix, and A holds the right singular vectors of that matrix. A is
+    orthogonal, so it changes no product of a query and a key, `qA · kA = q · k`, but it gathers
+    most of the product in few channels. With the head's rotated keys k, the result P has the
     columns of A for the `n = max(1, int(share · D))` channels with the largest `Σ |q A|` and for
     the n with the largest `Σ |k A|`.
 

@@ -76,7 +76,7 @@ def save_context(
       ...     kvjax.save_context(folder, context, model=model)
       ...     again = kvjax.load_context(folder, model)
       >>> again.length.tolist(), again.transform
-      ([3], SnapKV(budget=64, window=32, kernel=7, pooling='max', group_reduce='mean'))
+      ([3], SnapKV(budget=64, window=16, kernel=7, pooling='max', group_reduce='mean'))
     """
     folder = Path(path).absolute()
     _check_folder(folder, empty=True)

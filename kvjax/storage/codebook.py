@@ -53,8 +53,10 @@ class Codebook(KVTransform):
 
     Deviations from the paper:
       Books have a capacity. Degrees are those of the graph (equation 10); Algorithm 1 sums
-      similarities. New tokens are encoded every `interval` steps. A row that has tokens in a
-      further turn is encoded anew, with what was encoded as it is read.
+      similarities. New tokens are encoded every `interval` steps, one after the other: a vector
+      that no entry is near to becomes an entry, for those after it too. The paper covers what is
+      left over anew, as it does a prompt. A row that has tokens in a further turn is encoded anew,
+      with what was encoded as it is read.
     """
 
     theta_key: float = 0.98

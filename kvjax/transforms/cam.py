@@ -69,10 +69,12 @@ class CaM(Wrapper):
 
     Deviations from the paper:
       Any evicting method may be the base; the authors' code has StreamingLLM. With grouped queries
-      one decision is made per KV head. Received attention counts the prompt's queries. The targets
-      of a token are the next ones that its own eviction leaves over. Where all targets have
-      received nothing, a token that has received something is merged. What goes at a flush goes all
-      at once, and nothing is merged in rows of which nothing goes.
+      one decision is made per KV head. Received attention counts the prompt's queries, and a token
+      is compared with the mean of its own targets, as in the authors' code for streaming; their
+      code for benchmarks has the last query's attention alone, and the mean of all recent tokens.
+      The targets of a token are the next ones that its own eviction leaves over. Where all targets
+      have received nothing, a token that has received something is merged. What goes at a flush
+      goes all at once, and nothing is merged in rows of which nothing goes.
     """
 
     merge_tokens: int | None = None

@@ -96,11 +96,14 @@ class PyramidInfer(KVTransform):
       arXiv 2405.12532.
 
     Deviations from the paper:
-      Constants and the decoding stage are those of the authors' code, except that w keeps the size
-      that the prompt gave it; there it grows; and that a block waits for the next flush. The form
-      with a budget is ours. Behind a method whose heads keep different tokens, each KV head decides
-      for itself. On a further turn everything live is compressed as one prompt, in rows that have
-      tokens in it.
+      Constants are those of the authors' configuration for Llama 2; where a configuration is
+      silent, their code has 64 sinks, an emphasis of 1 and blocks of 1,024. The decoding stage is
+      that of their code too, with three differences. w keeps the size that the prompt gave it;
+      there it grows with the cache. Blocks begin with the first generated token; there they lie one
+      token further back, the first one with the prompt's last token in it. And a block waits for
+      the next flush. The form with a budget is ours. Behind a method whose heads keep different
+      tokens, each KV head decides for itself. On a further turn everything live is compressed as
+      one prompt, in rows that have tokens in it.
     """
 
     budget: Budget | None = None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_count, most_slots
+from kvjax.budgets.budgets import Budget, check_budget, check_count, check_flag, most_slots
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import NEG_INF, KVCache
@@ -43,10 +43,10 @@ class Quest(Recall):
 
     Tokens stand in pages of `page`, in the order of their positions. Of each page P the index has
     the least and the greatest key, channel by channel, so that no token of it has a higher `q · k`
-    than `u_P = Σ_c max(q_c · low_c, q_c · high_c)`. A decode step attends to the newest page and to
-    those with the highest u, ties to the lower page, `budget / page` of them in all, listed in
-    ascending order. The new token's key widens the bounds of its page, the newest, in place. In
-    attention with a sliding window, pages that lie outside it as a whole are not taken.
+    than `u_P = Σ_c max(q_c · low_c, q_c · high_c)`. A decode step attends to the first page, to the
+    newest and to those with the highest u, ties to the lower page, `budget / page` of them in all,
+    listed in ascending order. The new token's key widens the bounds of its page, the newest, in
+    place. In attention with a sliding window, pages that lie outside it as a whole are not taken.
 
     The index is `[B, H, P, D]` twice, in the dtype of the keys: 1 / `page` of keys and values.
 
@@ -59,6 +59,8 @@ class Quest(Recall):
         over the group decides for a KV head.
       dense_layers: layers that stay as they are; the first two as in the paper. Give `()` to a
         model of two layers.
+      first_page: always take the first page, which holds the attention sinks; False is the paper's
+        form, where its u decides.
 
     Raises:
       TypeError, ValueError: a number out of range, `budget` below three pages or no multiple of
@@ -67,29 +69,32 @@ class Quest(Recall):
     Example:
       >>> import kvjax
       >>> kvjax.bind(kvjax.Quest(budget=1024), num_layers=3)[1:]
-      (Full(), Quest(budget=1024, page=16, per_query_head=False, dense_layers=()))
+      (Full(), Quest(budget=1024, page=16, per_query_head=False, dense_layers=(), first_page=True))
 
     References:
       Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv
       2406.10774.
 
     Deviations from the paper:
-      The default is one choice per KV head; `per_query_head=True` is the paper's. The newest page
-      is always taken, however full it is. Over a cache that was evicted or merged at the prompt's
-      end, pages are of the tokens that are left; on a further turn everything live is paged anew in
-      rows that have tokens in it.
+      The default is one choice per KV head; `per_query_head=True` is the paper's. The first page is
+      always taken, unless `first_page=False`: sinks have keys that their page's bounds say little
+      about. The newest page is always taken too, however full it is. Over a cache that was evicted
+      or merged at the prompt's end, pages are of the tokens that are left; on a further turn
+      everything live is paged anew in rows that have tokens in it.
     """
 
     budget: Budget
     page: int = 16
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)
+    first_page: bool = True
 
     paper: ClassVar[str] = "Quest, arXiv 2406.10774"
     minimum = property(lambda self: PAGES * self.page)  # the smallest workable budget
 
     def __post_init__(self):
         super().__post_init__()
+        check_flag("first_page", self.first_page)
         check_count("page", self.page, 1)
         check_budget(self.budget, self.minimum, f"{PAGES} pages of {self.page}")
         if isinstance(self.budget, int | np.integer) and self.budget % self.page:
@@ -167,14 +172,17 @@ class Quest(Recall):
         most: int,
         seen: Bool[Array, "B K P"] | None,
     ) -> Int[Array, "B K N"]:
-        """The newest of the pages there and the best others, ascending; P where there is none.
+        """The first and the newest of the pages there and the best others; P where there is none.
 
-        Of those that are `seen`; None: all of them.
+        Of those that are `seen`; None: all of them. In ascending order.
         """
         pages = score.shape[2]
         number, there = _numbers(pages), there[..., None]
         score = jnp.where(number < there, score, NEG_INF)
-        score = jnp.where(number == there - 1, jnp.inf, score)
+        always = number == there - 1
+        if self.first_page:
+            always |= number == 0
+        score = jnp.where(always, jnp.inf, score)
         if seen is not None:  # the newest page is among them
             score = jnp.where(seen, score, NEG_INF)
             there = seen.sum(-1, keepdims=True, dtype=jnp.int32)

@@ -85,18 +85,21 @@ def kmeans(
             return done + 1, moved, centroids, (moved != label).any()
 
         def goes_on(state: tuple[Array, ...]) -> Bool[Array, ""]:
-            return (state[0] < rounds) & state[-1]
+            return (state[0] <= rounds) & state[-1]
 
-        centroids = centroids.astype(jnp.float32)
-        start = jnp.int32(0), assign(centroids), centroids, jnp.array(True)
+        # At first no key has a label, so that all centroids stay: `assign` is compiled once.
+        label = jnp.full(keys.shape[:1], clusters, jnp.int32)
+        start = jnp.int32(0), label, centroids.astype(jnp.float32), jnp.array(True)
         _, label, centroids, _ = jax.lax.while_loop(goes_on, move, start)
         return label, centroids
 
     heads = (keys, members, centroids, there)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), heads)
-    # None instead of a batch of one head, which would copy all keys.
-    batch = heads_at_once if heads_at_once > 1 else None
-    label, moved = jax.lax.map(one_head, flat, batch_size=batch)
+    count = len(flat[0])
+    # More at once than there are: no loop. Else as many as leave no rest, for which everything
+    # would be compiled once more; None instead of one, for which all keys would be copied.
+    dividing = (n for n in range(heads_at_once, 1, -1) if n > count or count % n == 0)
+    label, moved = jax.lax.map(one_head, flat, batch_size=next(dividing, None))
     return label.reshape(members.shape), moved.reshape(centroids.shape)
 
 

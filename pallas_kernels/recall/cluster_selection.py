@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,15 @@ from pallas_kernels.base.kernel_parts import head_part, own_part, zero
 from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import power_of_two
 
+GroupReduce = Literal["mean", "max"]
+
 # Sizes of the kernels' tiles, all powers of two. 4 warps keep a few thousand numbers in registers.
 # Smaller tiles mean more programs, so that few clusters fill a device too.
 SCORED = 4096  # numbers of a tile of centroids: 32 centroids of 128 channels
 RANKED = 16  # clusters whose ranks a program counts; divides COUNTED
 COUNTED = 512  # clusters that it compares them with at a time
 PLACES = 128  # of a list, that a program fills
-LOOKED_AT = 64  # ranks that it looks through at a time: more than 4,000 slots of common clusters
+LOOKED_AT = 64  # ranks that it looks through at a time: about a thousand slots of clusters of 16
 
 NOTHING = np.float32(-np.inf)
 NONE = np.int32(0)
@@ -35,12 +38,13 @@ def rank_clusters(
     sizes: Int[Array, "B H C"],
     *,
     per_query_head: bool = False,
+    group_reduce: GroupReduce = "max",
     implementation: str | None = None,
 ) -> Int[Array, "B K C"]:
     """All clusters by their score, the highest first; ties go to the lower, empty ones come last.
 
-    The score of a cluster is `q·μ`, its mean over the G query heads or that of each of them, in
-    float32.
+    The score of a cluster is `q·μ` in float32: the largest of the G query heads, their mean, or
+    that of each of them.
 
     There are two kernels: one reads the centroids, once, and one finds the rank of a cluster by
     counting those that come before it. The centroid of an empty cluster is ignored; a score that is
@@ -52,6 +56,8 @@ def rank_clusters(
       sizes: members of each cluster.
       per_query_head: a ranking for each query head, K = H·G with that of head g of group h at
         `h·G + g`, instead of one for each group, K = H.
+      group_reduce: how the scores of a group become one, `"max"` or `"mean"`; not looked at with
+        `per_query_head`.
       implementation: `"pallas"` (the kernels), `"interpret"` (the kernels, interpreted on any
         device), `"xla"`, or None: the kernels on a GPU that can run them, XLA elsewhere.
 
@@ -59,8 +65,8 @@ def rank_clusters(
       The clusters of each ranking, int32.
 
     Raises:
-      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
-        GPU is too old for.
+      ValueError: shapes that do not fit each other; an unknown `group_reduce` or implementation,
+        or one that the GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,6 +77,10 @@ def rank_clusters(
       [[[1, 0, 2]]]
     """
     chosen = choose_implementation(implementation, centroids)
+    if group_reduce not in get_args(GroupReduce):
+        raise ValueError(
+            f"group_reduce must be one of {get_args(GroupReduce)}, got {group_reduce!r}"
+        )
     if q.ndim != 4:
         raise ValueError(f"q must be [B, H, G, D], got {q.shape}")
     clusters = sizes.shape[-1]
@@ -79,13 +89,16 @@ def rank_clusters(
         if x.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
     if chosen != "xla":
-        return _rank(q, centroids, sizes, per_query_head, chosen == "interpret")
+        reduce = None if per_query_head else group_reduce
+        return _rank(q, centroids, sizes, reduce, chosen == "interpret")
     q = q.astype(jnp.float32)
-    if not per_query_head:
+    if not per_query_head and group_reduce == "mean":
         q = q.mean(2, keepdims=True)  # the mean of q·μ is the mean q times μ
     score = jnp.einsum(
         "bhgd,bhcd->bhgc", q, centroids.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
+    if not per_query_head:
+        score = score.max(2, keepdims=True)
     score = jnp.where(sizes[:, :, None] > 0, score, -jnp.inf)
     # One more entry, behind all others: XLA on CPU finds the top C of C entries by a sort, which is
     # several times slower than its top k.
@@ -165,10 +178,13 @@ def build_indices(
     return jnp.where(place < jnp.minimum(end[..., -1], count)[..., None], slot, -1)
 
 
-def _rank(q, centroids, sizes, per_query_head: bool, interpret: bool) -> Int[Array, "B K C"]:
-    """Scores by one kernel, ranks by another, which needs all scores of a ranking."""
+def _rank(q, centroids, sizes, reduce: GroupReduce | None, interpret: bool) -> Int[Array, "B K C"]:
+    """Scores by one kernel, ranks by another, which needs all scores of a ranking.
+
+    Without a `reduce` every query head has a ranking.
+    """
     batch, heads, group, channels = q.shape
-    clusters, choices = sizes.shape[2], group if per_query_head else 1
+    clusters, choices = sizes.shape[2], 1 if reduce else group
     order = jax.ShapeDtypeStruct((batch, heads * choices, clusters), jnp.int32)
     if not order.size:
         return jnp.zeros(order.shape, order.dtype)
@@ -177,7 +193,7 @@ def _rank(q, centroids, sizes, per_query_head: bool, interpret: bool) -> Int[Arr
     sizes = sizes.astype(jnp.int32)
     own = (0, 1)
     score = pl.pallas_call(
-        functools.partial(_score_kernel, tile=tile, per_query_head=per_query_head),
+        functools.partial(_score_kernel, tile=tile, reduce=reduce),
         grid=(batch, heads, pl.cdiv(clusters, tile)),
         in_specs=[own_part(x, own) for x in (q, centroids, sizes)],
         out_specs=own_part(score, own),
@@ -198,7 +214,7 @@ def _rank(q, centroids, sizes, per_query_head: bool, interpret: bool) -> Int[Arr
     )(score)
 
 
-def _score_kernel(q, centroids, sizes, score, *, tile: int, per_query_head: bool):
+def _score_kernel(q, centroids, sizes, score, *, tile: int, reduce: GroupReduce | None):
     """The scores of a tile of clusters, for all query heads of a group."""
     (group, channels), clusters = q.shape, sizes.shape[0]
     cluster = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
@@ -214,15 +230,21 @@ def _score_kernel(q, centroids, sizes, score, *, tile: int, per_query_head: bool
     own = load(centroids, cluster, there)
     size = plt.load(sizes.at[cluster], mask=there, other=NONE)
     head = jnp.arange(power_of_two(group), dtype=jnp.int32)
-    for g in range(score.shape[0]):
-        # Either one query head or, for their mean, all of them.
-        chosen = head == g if per_query_head else head < group
-        query = load(q, head, chosen).sum(0)
-        query = query if per_query_head else query / group
+
+    def scores(chosen):
+        """Of the sum of the chosen queries."""
         # A matrix unit would pad this one query to 16, which takes longer than adding up here.
-        product = (own * query[None, :]).sum(1)
+        product = (own * load(q, head, chosen).sum(0)[None, :]).sum(1)
         # Every cluster must have a rank of its own, or places of the order are never written.
-        product = jnp.where(product == product, product, jnp.inf)
+        return jnp.where(product == product, product, jnp.inf)
+
+    if reduce == "mean":
+        found = [scores(head < group) / group]
+    else:
+        found = [scores(head == g) for g in range(group)]
+    if reduce == "max":
+        found = [functools.reduce(jnp.maximum, found)]
+    for g, product in enumerate(found):
         plt.store(score.at[g, cluster], jnp.where(size > 0, product, -jnp.inf), mask=there)
 
 

@@ -72,7 +72,7 @@ CONSTRUCTION = {
     "negative sinks": (lambda: StreamingLLM(budget=8, sinks=-1), ValueError, "-1", "sinks"),
     "sinks as float": (lambda: StreamingLLM(budget=8, sinks=2.0), TypeError, "2.0", "int"),
     "h2o budget": (lambda: H2O(budget=1), ValueError, "1", "at least 2"),
-    "window beyond budget": (lambda: SnapKV(budget=32), ValueError, "32", "at least 33", "window"),
+    "window beyond budget": (lambda: SnapKV(budget=16), ValueError, "16", "at least 17", "window"),
     "snapkv window": (lambda: SnapKV(budget=64, window=0), ValueError, "0", "window"),
     "window as bool": (lambda: SnapKV(budget=64, window=True), TypeError, "True", "int"),
     "even kernel": (lambda: SnapKV(budget=64, kernel=4), ValueError, "4", "odd"),

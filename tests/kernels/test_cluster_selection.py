@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from pallas_kernels import build_indices, rank_clusters
 from tests.references import cluster_selection as reference
 
-ranked = jax.jit(rank_clusters, static_argnames="per_query_head")
+ranked = jax.jit(rank_clusters, static_argnames=("per_query_head", "group_reduce"))
 listed = jax.jit(build_indices, static_argnums=4)
 SIZES = np.array([[[3, 2, 0]]], np.int32)
 
 
-def check_ranks(q, centroids, sizes, per_query_head):
-    order = np.asarray(ranked(q, centroids, sizes, per_query_head=per_query_head))
+def check_ranks(q, centroids, sizes, per_query_head, group_reduce="max"):
+    options = {"per_query_head": per_query_head, "group_reduce": group_reduce}
+    order = np.asarray(ranked(q, centroids, sizes, **options))
     assert order.dtype == np.int32
     rows, heads, group, _ = q.shape
     choices = group if per_query_head else 1
@@ -31,24 +32,28 @@ def check_ranks(q, centroids, sizes, per_query_head):
             np.asarray(own, np.float64),
             np.asarray(centroids[row, head], np.float64),
             sizes[row, head].tolist(),
+            group_reduce,
         )
         assert order[row, head * choices + g].tolist() == expected
     return order
 
 
-@pytest.mark.parametrize("per_query_head", [False, True])
+CHOICES = [(False, "max"), (False, "mean"), (True, "max"), (True, "mean")]
+
+
+@pytest.mark.parametrize(("per_query_head", "group_reduce"), CHOICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "clusters"), [(4, 30), (1, 5), (3, 1)])
-def test_ranks(group, clusters, dtype, per_query_head):
+def test_ranks(group, clusters, dtype, per_query_head, group_reduce):
     rng = np.random.default_rng(clusters)
     q = jnp.asarray(rng.normal(size=(2, 3, group, 8)), dtype)
     centroids = rng.normal(size=(2, 3, clusters, 8)).astype(np.float32)
     sizes = rng.integers(0, 4, (2, 3, clusters)).astype(np.int32)
-    check_ranks(q, centroids, sizes, per_query_head)
+    check_ranks(q, centroids, sizes, per_query_head, group_reduce)
 
 
-@pytest.mark.parametrize("per_query_head", [False, True])
-def test_ties_go_to_the_lower_and_empty_clusters_come_last(per_query_head):
+@pytest.mark.parametrize(("per_query_head", "group_reduce"), CHOICES[:3])
+def test_ties_go_to_the_lower_and_empty_clusters_come_last(per_query_head, group_reduce):
     """Small whole numbers: many equal scores, zero of either sign among them."""
     rng = np.random.default_rng(0)
     q = rng.integers(-1, 2, (3, 2, 4, 3)).astype(np.float32)
@@ -56,7 +61,7 @@ def test_ties_go_to_the_lower_and_empty_clusters_come_last(per_query_head):
     centroids = rng.integers(-2, 3, (3, 2, 50, 3)).astype(np.float32)
     sizes = rng.integers(0, 3, (3, 2, 50)).astype(np.int32)
     sizes[1, 0] = 0
-    order = check_ranks(q, centroids, sizes, per_query_head)
+    order = check_ranks(q, centroids, sizes, per_query_head, group_reduce)
     assert order[1, 0].tolist() == list(range(50))
 
 

@@ -62,31 +62,36 @@ def slow_unless(fast, cases) -> list:
 # Clusters: their ranks
 
 
-def expected_order(q, centroids, sizes, per_query_head):
+CHOICES = {
+    "max": {"group_reduce": "max"}, "mean": {"group_reduce": "mean"},
+    "each": {"per_query_head": True},
+}  # fmt: skip
+
+
+def expected_order(q, centroids, sizes, per_query_head=False, group_reduce="max"):
     lists = []
     for row, head in np.ndindex(sizes.shape[:2]):
         group = np.asarray(q, np.float64)[row, head]
         for own in group[:, None] if per_query_head else [group]:
             args = np.asarray(centroids, np.float64)[row, head], sizes[row, head].tolist()
-            lists.append(clusters_reference.rank_clusters(own, *args))
+            lists.append(clusters_reference.rank_clusters(own, *args, group_reduce))
     return np.reshape(lists, (len(sizes), -1, sizes.shape[2]))
 
 
-def check_order(q, centroids, sizes, per_query_head, implementation):
-    options = {"per_query_head": per_query_head, "implementation": implementation}
-    order = run(rank_clusters, q, centroids, sizes, **options)
+def check_order(q, centroids, sizes, choice, implementation):
+    options = CHOICES[choice]
+    order = run(rank_clusters, q, centroids, sizes, implementation=implementation, **options)
     assert order.dtype == jnp.int32
-    expected = expected_order(q, centroids, sizes, per_query_head)
+    expected = expected_order(q, centroids, sizes, **options)
     np.testing.assert_array_equal(order, expected)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(
-    ("group", "dim", "per_query_head"),
-    [(*shape, each) for shape in SHAPES for each in (False, True)],
+    ("group", "dim", "choice"), [(*shape, each) for shape in SHAPES for each in CHOICES]
 )
-@pytest.mark.fast_cases("1-64-True-interpret", "2-80-False-interpret", "2-80-True-interpret")
-def test_ranks(group, dim, per_query_head, implementation, small_tiles):
+@pytest.mark.fast_cases("1-64-each-interpret", "2-80-max-interpret", "2-80-mean-interpret")
+def test_ranks(group, dim, choice, implementation, small_tiles):
     """Several tiles of centroids; NaN where a cluster is empty."""
     rng = np.random.default_rng(group + dim)
     dtype = "bfloat16" if dim == 80 else "float32"
@@ -94,7 +99,7 @@ def test_ranks(group, dim, per_query_head, implementation, small_tiles):
     sizes = rng.integers(0, 4, (*HEADS, 37)).astype(np.int32)
     centroids = rng.normal(size=(*HEADS, 37, dim)).astype(np.float32)
     centroids[sizes == 0] = np.nan
-    check_order(q, centroids, sizes, per_query_head, implementation)
+    check_order(q, centroids, sizes, choice, implementation)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -111,8 +116,8 @@ def test_ties_go_to_the_lower_and_empty_clusters_come_last(clusters, implementat
     centroids = rng.integers(-1, 2, (3, 2, clusters, 3)).astype(np.float32)
     sizes = rng.integers(0, 3, (3, 2, clusters)).astype(np.int32)
     sizes[1, 0] = 0
-    for per_query_head in (False, True):
-        check_order(q, centroids, sizes, per_query_head, implementation)
+    for choice in CHOICES:
+        check_order(q, centroids, sizes, choice, implementation)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -122,7 +127,7 @@ def test_ranks_with_the_tiles_as_they_are(implementation):
     q = rng.integers(-3, 4, (1, 1, 2, 8)).astype(np.float32)
     centroids = rng.integers(-3, 4, (1, 1, 1100, 8)).astype(np.float32)
     sizes = rng.integers(0, 5, (1, 1, 1100)).astype(np.int32)
-    check_order(q, centroids, sizes, False, implementation)
+    check_order(q, centroids, sizes, "max", implementation)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -408,12 +413,12 @@ def lowered(operation, *args, **options) -> str:
     return lower_for_cuda(functools.partial(operation, **options, implementation="pallas"), *args)
 
 
-@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(("group", "dim"), SHAPES)
-def test_ranking_lowers_for_cuda(group, dim, per_query_head):
+def test_ranking_lowers_for_cuda(group, dim, choice):
     q = struct((2, 8, group, dim), jnp.bfloat16)
     centroids, sizes = struct((2, 8, 1641, dim), jnp.float32), struct((2, 8, 1641), jnp.int32)
-    text = lowered(rank_clusters, q, centroids, sizes, per_query_head=per_query_head)
+    text = lowered(rank_clusters, q, centroids, sizes, **CHOICES[choice])
     assert text.count(KERNEL) == 2, "scores, and ranks"
     assert not computed(text), "nothing but the kernels"
 
@@ -468,6 +473,12 @@ def zeros(*shape, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: rank_clusters(
+                zeros(1, 2, 1, 4), zeros(1, 2, 5, 4), zeros(1, 2, 5), group_reduce="sum"
+            ),
+            "'mean', 'max'.*got 'sum'",
+        ),
         (
             lambda: rank_clusters(zeros(1, 2, 1, 4), zeros(1, 2, 5, 3), zeros(1, 2, 5)),
             r"centroids must have shape \(1, 2, 5, 4\), got \(1, 2, 5, 3\)",

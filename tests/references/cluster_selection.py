@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 
-def rank_clusters(q: np.ndarray, centroids: np.ndarray, sizes: list[int]) -> list[int]:
-    """q [G, D] of one KV head and centroids [C, D] -> clusters by the mean of q . mu, descending.
+def rank_clusters(
+    q: np.ndarray, centroids: np.ndarray, sizes: list[int], reduce: str = "max"
+) -> list[int]:
+    """q [G, D] of one KV head and centroids [C, D] -> clusters by q . mu, descending.
 
-    Ties go to the lower cluster; empty clusters come last.
+    Of G scores the largest counts, or their mean. Ties go to the lower cluster; empty clusters come
+    last.
     """
-    score = [float(np.mean([query @ centroid for query in q])) for centroid in centroids]
+    join = {"max": max, "mean": np.mean}[reduce]
+    score = [float(join([query @ centroid for query in q])) for centroid in centroids]
     return sorted(range(len(score)), key=lambda c: (sizes[c] == 0, -score[c] * (sizes[c] > 0), c))
 
 

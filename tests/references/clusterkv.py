@@ -147,17 +147,32 @@ def kmeans(
     return assign(), centroids
 
 
-def cluster_count(
-    n: int, tokens_per_cluster: float = 80, sinks: int = 16, clusters: int | None = None
-) -> int:
-    """C0 of a prompt's n live tokens: rint(n / tokens_per_cluster), half to even, or `clusters`.
+def tokens_per_cluster(length: int, budget: int) -> int:
+    """As many clusters as slots, halves up; no larger than a twelfth of them, at least 8."""
+    return max(min(math.floor(length / max(budget, 1) + 0.5), budget // 12), 8)
 
-    At least 1, at most the tokens that aren't sinks; 0 if there are none of those.
+
+def rounded(count: int, size: float) -> int:
+    """How many clusters of `size` tokens so many tokens are: rounded, halves up, at least 1."""
+    return max(math.floor(count / size + 0.5), 1)
+
+
+def cluster_counts(
+    n: int, size: float, sinks: int = 16, clusters: int | None = None, chunk: float = math.inf
+) -> list[int]:
+    """Clusters in every chunk of `chunk` of a prompt's n live tokens.
+
+    A chunk's tokens, sinks included, are rounded to clusters of `size`; at most as many as it has
+    tokens that aren't sinks.  With `clusters` there is one chunk, with as many of them.
     """
-    if n <= sinks:
-        return 0
-    wanted = round(n / tokens_per_cluster) if clusters is None else clusters
-    return min(max(wanted, 1), n - sinks)
+    if clusters is not None:
+        return [min(max(clusters, 1), n - sinks)] if n > sinks else []
+    counts = []
+    while n > 0:
+        live = min(chunk, n)
+        counts.append(min(rounded(live, size), max(live - sinks, 0)))
+        n, sinks = n - live, max(sinks - live, 0)
+    return counts
 
 
 @dataclass
@@ -191,12 +206,15 @@ class HeadIndex:
 class ClusterKV(Recalling):
     """Sinks, the best clusters of the others within the budget, and what isn't clustered yet.
 
-        score[c] = 1/G sum_g q[g] . mu[c]          or of each query head for itself
+        score[c] = max_g q[g] . mu[c]          or 1/G sum_g, or of each query head for itself
 
-    Of a prompt's live tokens the first `sinks` are set aside, the others are clustered with
-    `cluster_count` clusters.  The tokens of `interval` decode steps are clustered among themselves
-    at the end of the last of them, into min(new_clusters, tokens), numbered after the others, or
-    where there are `most_clusters` already join the last one, whose centroid becomes
+    Of a prompt's live tokens the first `sinks` are set aside.  The others are clustered chunk by
+    chunk, `chunk` live tokens at a time (sinks count), into `cluster_counts` clusters of
+    `tokens_per_cluster` tokens, or of what follows from the budget; those of a chunk are numbered
+    after those of the one before.  The tokens of `interval` decode steps are clustered among
+    themselves at the end of the last of them, into min(new_clusters, tokens), or as many as follow
+    from the size of clusters, numbered after the others, or where there are `most_clusters` already
+    join the last one, whose centroid becomes
 
         (size centroid + sum of their keys) / (size + tokens)
 
@@ -210,14 +228,16 @@ class ClusterKV(Recalling):
         self,
         budget: int | float,
         draw: Callable[[int, list[int], int], list[int]],
-        tokens_per_cluster: float = 80,
+        tokens_per_cluster: float | None = None,
         sinks: int = 16,
         interval: int = 320,
-        new_clusters: int = 4,
-        iterations: int = 20,
+        new_clusters: int | None = None,
+        iterations: int = 5,
+        chunk: float | None = 1024,
         clusters: int | None = None,
         metric: str = "cosine",
         per_query_head: bool = False,
+        group_reduce: str = "max",
         most_clusters: float = math.inf,
         **options: float | None,
     ) -> None:
@@ -226,6 +246,8 @@ class ClusterKV(Recalling):
         self.tokens_per_cluster, self.sinks, self.clusters = tokens_per_cluster, sinks, clusters
         self.interval, self.new_clusters = interval, new_clusters
         self.iterations, self.metric = iterations, metric
+        self.chunk = math.inf if chunk is None or clusters is not None else chunk
+        self.reduce = {"max": np.max, "mean": np.mean}[group_reduce]
         self.indices: list[HeadIndex] = []
 
     @property
@@ -233,13 +255,24 @@ class ClusterKV(Recalling):
         """B: sinks and selected clustered tokens together."""
         return rows_budget(self.budget, self.prompt_length, self.sinks + 1)
 
+    @property
+    def size(self) -> float:
+        """Tokens of a cluster."""
+        if self.tokens_per_cluster is None:
+            return tokens_per_cluster(self.prompt_length, self.limit)
+        return self.tokens_per_cluster
+
     def index(self) -> None:
         """Clusters everything live."""
         self.indices = []
         for head, slots in enumerate(self.heads):
             positions = slots.positions.tolist()
-            count = cluster_count(len(slots), self.tokens_per_cluster, self.sinks, self.clusters)
-            clusters = self._cluster(head, positions[self.sinks :], count)
+            options = self.size, self.sinks, self.clusters, self.chunk
+            clusters, at = [], 0
+            for count in cluster_counts(len(slots), *options):
+                own = positions[at : min(at + self.chunk, len(positions))]
+                clusters += self._cluster(head, own[max(self.sinks - at, 0) :], count)
+                at += len(own)
             self.indices.append(HeadIndex(positions[: self.sinks], clusters, []))
 
     def decode(
@@ -260,7 +293,9 @@ class ClusterKV(Recalling):
             if len(index.unclustered) + steps <= self.interval or not index.unclustered:
                 continue
             room = self.most_clusters - len(index.clusters)
-            count = min(self.new_clusters, len(index.unclustered), room)
+            new = rounded(len(index.unclustered), self.size)
+            new = new if self.new_clusters is None else self.new_clusters
+            count = min(new, len(index.unclustered), room)
             if count:
                 index.clusters += self._cluster(head, index.unclustered, count)
             else:
@@ -281,7 +316,7 @@ class ClusterKV(Recalling):
             scores = np.array([group @ cluster.centroid for cluster in index.clusters])  # [C, G]
             scores = scores.reshape(len(index.clusters), len(group)).T
             if not self.per_query_head:
-                scores = scores.mean(axis=0, keepdims=True)
+                scores = self.reduce(scores, axis=0, keepdims=True)
             members = [self._seen(cluster.members) for cluster in index.clusters]
             sinks = self._seen(index.sinks)
             selected += [

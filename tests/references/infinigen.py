@@ -10,12 +10,12 @@ from .clusterkv import Recalling
 from .slots import best, reduce_group
 
 
-def skew(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """A [D, D]: right singular vectors of queries [M1, D] over keys [M2, D], as columns.
+def skew(queries: np.ndarray) -> np.ndarray:
+    """A [D, D]: right singular vectors of queries [M, D], as columns, by descending singular value.
 
-    By descending singular value.  A column's sign is free.
+    A column's sign is free.
     """
-    rows = np.concatenate([queries, keys]).astype(np.float64)
+    rows = queries.astype(np.float64)
     # all D of them, also of fewer rows than channels
     return np.linalg.svd(rows, full_matrices=len(rows) < rows.shape[1])[2].T
 
@@ -53,7 +53,7 @@ def partial_projections(
 
 
 def _partial_projection(queries: np.ndarray, keys: np.ndarray, share: float) -> np.ndarray:
-    a = skew(queries, keys)
+    a = skew(queries)
     return a[:, partial_channels(queries, keys, a, share)]
 
 
@@ -86,7 +86,7 @@ class InfiniGen(Recalling):
         self,
         projections: np.ndarray,
         budget: int | float = 0.2,
-        alpha: float | None = 5.0,
+        alpha: float | None = None,
         per_query_head: bool = False,
         **options: float | None,
     ) -> None:

@@ -17,8 +17,9 @@ from .slots import best, reduce_group
 class Head(NamedTuple):
     """What the base has decided for one KV head.
 
-    positions [N]: of the tokens before it evicted.  scores [G, N].  always [N]: which tokens it
-    keeps whatever their score.  kept: positions that it keeps.
+    positions [N]: of the tokens before it evicted.  scores [G, N]; accumulated attention where it
+    has none.  always [N]: which tokens it keeps whatever these scores.  kept: positions that it
+    keeps.
     """
 
     positions: list[int]
@@ -98,12 +99,13 @@ def whole_units(head: Head, unit: int, reduce: str) -> list[int]:
 def head_bits(scores: np.ndarray, always: np.ndarray, count: int) -> np.ndarray:
     """[G, N] scores of N tokens by position, [N] -> bits [G, N].
 
-    bit[g, s] = 1 iff s is among the `count` highest scores of query head g (ties to the lower
-    position) or is always kept.
+    bit[g, s] = 1 iff query head g alone would retain s: `count` tokens, the ones that are always
+    kept and then the others with its highest scores (ties to the lower position).
     """
     bits = np.broadcast_to(always, scores.shape).copy()
+    others = np.flatnonzero(~always)
     for own, score in zip(bits, scores, strict=True):
-        own[best(score, count)] = True
+        own[others[best(score[others], count - int(always.sum()))]] = True
     return bits
 
 

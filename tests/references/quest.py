@@ -33,11 +33,12 @@ def page_budget(budget: int | float, length: int, page: int = 16) -> int:
 
 
 class Quest(Recalling):
-    """The newest page, and the best of the others up to the budget, as a list in ascending order.
+    """The first and the newest page, and the best of the others up to the budget, ascending.
 
-    Pages are `page` consecutive live tokens in the order of their positions; generated tokens go on
-    filling the last one.  A KV head goes by the maximum of the page's scores over its group.  With
-    a sliding window, pages all of whose tokens lie outside it are no candidates.
+    With first_page=False the first page has to be among the best, as in the paper.  Pages are
+    `page` consecutive live tokens in the order of their positions; generated tokens go on filling
+    the last one.  A KV head goes by the maximum of the page's scores over its group.  With a
+    sliding window, pages all of whose tokens lie outside it are no candidates.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class Quest(Recalling):
         budget: int | float,
         page: int = 16,
         per_query_head: bool = False,
+        first_page: bool = True,
         **options: float | None,
     ) -> None:
         super().__init__(per_query_head, **options)
-        self.budget, self.page = budget, page
+        self.budget, self.page, self.first_page = budget, page, first_page
 
     def select(self, q: np.ndarray) -> list[list[int]]:
         """The positions of the pages taken, ascending."""
@@ -62,7 +64,10 @@ class Quest(Recalling):
             positions = slots.positions.tolist()
             pages = [positions[i : i + self.page] for i in range(0, len(positions), self.page)]
             seen = [i for i, page in enumerate(pages[:-1]) if page[-1] >= self.first]
+            always = [i for i in seen if i == 0 and self.first_page]
+            others = [i for i in seen if i not in always]
             for row in scores:
-                chosen = [pages[seen[i]] for i in best(row[seen], taken - 1)]
-                selected.append([p for page in [*chosen, pages[-1]] for p in page])
+                chosen = [others[i] for i in best(row[others], taken - 1 - len(always))]
+                listed = [*always, *chosen, len(pages) - 1]
+                selected.append([p for i in listed for p in pages[i]])
         return selected

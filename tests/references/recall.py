@@ -84,18 +84,21 @@ def fidelity(
     method: Callable[[int, int], object],
     budget: int | None = None,
     new_tokens: int = 1,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Recall [layers, H] and error [layers] of one row, means over the new tokens.
+    question: list[int] | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Recall [layers, H], error [layers] and error by head [layers, H] of one row.
 
-    Every layer of the full cache's run gives q, k and v to `method(layer, head)`, a reference with
-    `prompt`, `decode` and `kept`; one that repositions gets q and k unrotated.  Without a budget it
+    All are means over the new tokens.  Every layer of the full cache's run gives q, k and v to
+    `method(layer, head)`, a reference with `prompt`, `decode` and `kept`; one that repositions gets
+    q and k unrotated.  A question is a second prompt, which follows the first.  Without a budget it
     is the number of tokens that the method looks at: what it has kept, and the new one.
     """
-    tokens = model.go_on(prompt, new_tokens)
+    turns = [prompt] if question is None else [prompt, question]
+    tokens = model.go_on([token for turn in turns for token in turn], new_tokens)
     _, layers = model.read(tokens)
-    length, steps = len(prompt), range(len(prompt), len(tokens))
+    steps = range(sum(map(len, turns)), len(tokens))
     recall = np.zeros((len(layers), model.kv_heads, new_tokens))
-    error = np.zeros((len(layers), new_tokens))
+    error, head_error = np.zeros((len(layers), new_tokens)), np.zeros_like(recall)
     for layer, (q, k, v) in enumerate(layers):
         q = q.reshape(model.kv_heads, -1, *q.shape[1:])
         outs, full = [], []
@@ -104,7 +107,11 @@ def fidelity(
             if getattr(own, "reposition", False):
                 back = -np.arange(len(tokens))
                 own_q, own_k = (rope(x, back, model.inv_freq) for x in (own_q, own_k))
-            own.prompt(own_q[:, :length], own_k[:length], v[head][:length], np.arange(length))
+            start = 0
+            for turn in turns:
+                at = np.arange(start, start + len(turn))
+                own.prompt(own_q[:, at], own_k[at], v[head][at], at)
+                start += len(turn)
             for step, at in enumerate(steps):
                 looked_at = [*own.kept, at]
                 outs.append(own.decode(own_q[:, at], own_k[at], v[head][at], at))
@@ -118,4 +125,6 @@ def fidelity(
         outs, full = (np.reshape(x, (model.kv_heads, new_tokens, -1)) for x in (outs, full))
         for step in range(new_tokens):
             error[layer, step] = attention_error(outs[:, step], full[:, step])
-    return recall.mean(-1), error.mean(-1)
+            for head in range(model.kv_heads):
+                head_error[layer, head, step] = attention_error(outs[head, step], full[head, step])
+    return recall.mean(-1), error.mean(-1), head_error.mean(-1)

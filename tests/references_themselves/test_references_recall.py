@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from tests.references.attention import softmax_attention
-from tests.references.clusterkv import ClusterKV, cluster_count, kmeans, take_clusters
+from tests.references.clusterkv import (
+    ClusterKV,
+    cluster_counts,
+    kmeans,
+    take_clusters,
+    tokens_per_cluster,
+)
 from tests.references.infinigen import (
     InfiniGen,
     partial_channels,
@@ -128,22 +134,41 @@ def test_kmeans_ends_where_every_key_is_nearest_to_its_own_mean():
 @pytest.mark.parametrize(
     ("n", "options", "expected"),
     [
-        (0, {}, 0),
-        (16, {}, 0),
-        (17, {}, 1),
-        (119, {}, 1),
-        (120, {}, 2),  # 1.5, half to even
-        (200, {}, 2),  # 2.5
-        (32768, {}, 410),
-        (20, {"tokens_per_cluster": 1}, 4),
-        (20, {"clusters": 3}, 3),
-        (20, {"clusters": 400}, 4),
-        (16, {"clusters": 3}, 0),
-        (5, {"tokens_per_cluster": 2, "sinks": 0}, 2),
+        (0, {}, []),
+        (16, {}, [0]),
+        (17, {}, [1]),
+        (119, {}, [1]),
+        (120, {}, [2]),  # 1.5, halves up
+        (32768, {}, [410]),
+        (20, {"size": 1}, [4]),
+        (20, {"clusters": 3}, [3]),
+        (20, {"clusters": 400}, [4]),
+        (16, {"clusters": 3}, []),
+        (5, {"size": 2, "sinks": 0}, [3]),
+        (240, {"chunk": 120}, [2, 2]),
+        (241, {"chunk": 120}, [2, 2, 1]),
+        (25, {"chunk": 10, "size": 2}, [0, 4, 3]),  # of the sinks, ten and six
+        (25, {"chunk": 10, "clusters": 3}, [3]),
     ],
 )
-def test_cluster_count(n, options, expected):
-    assert cluster_count(n, **options) == expected
+def test_cluster_counts(n, options, expected):
+    assert cluster_counts(n, **{"size": 80, **options}) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "expected"),
+    [
+        (0, 17, 8),
+        (1000, 100, 8),  # 10 would be two more than a twelfth
+        (1000, 200, 8),  # 5
+        (2000, 200, 10),
+        (2100, 200, 11),  # 10.5
+        (32768, 1024, 32),
+        (131072, 1024, 85),  # a twelfth
+    ],
+)
+def test_tokens_per_cluster(length, budget, expected):
+    assert tokens_per_cluster(length, budget) == expected
 
 
 # Figure 8: k0 and k5 are in cluster 2, k1 in cluster 0, k2, k3 and k4 in cluster 1.
@@ -252,7 +277,15 @@ def test_clusterkv_empty_clusters_are_never_selected():
     assert step(method, 4, [Y], [Z]) == [[0, 1, 2, 4]]
 
 
-def test_clusterkv_group_mean_or_each_query_head():
+@pytest.mark.parametrize(("reduce", "expected"), [("max", [0, 2, 7]), ("mean", [0, 3, 7])])
+def test_clusterkv_largest_or_mean_of_a_group(reduce, expected):
+    """Scores of the clusters along X and Y: 8 and 4 of one query, -4 and 4 of the other."""
+    method = ClusterKV(2, lambda *_: [2, 3, 6], sinks=1, clusters=3, group_reduce=reduce, **MEAN)
+    read(method, [FIGURE_8_KEYS])
+    assert step(method, 7, [[4, 3, 0], [-2, 3, 0]], [X]) == [expected]
+
+
+def test_clusterkv_group_or_each_query_head():
     q = [[0, 0, 4], [3, 0, 0], [0, 2, 0], [0, 4, 0]]  # group 0's sums: 6, 0, 8
     keys = [FIGURE_8_KEYS, FIGURE_8_KEYS]
 
@@ -322,8 +355,8 @@ def test_clusterkv_lists_are_whole_clusters_but_one():
             taken = set(chosen[5:40])
             partly = [c for c in before[head] if c & taken and not c <= taken]
             assert len(partly) <= 1
-            means = np.array(mu[head]) @ q[2 * head : 2 * head + 2, t].mean(axis=0)
-            scores = [means[[p in c for c in before[head]]].item() for p in chosen[5:40]]
+            best = (np.array(mu[head]) @ q[2 * head : 2 * head + 2, t].T).max(axis=1)
+            scores = [best[[p in c for c in before[head]]].item() for p in chosen[5:40]]
             assert sorted(scores, reverse=True) == scores
     assert [len(index.clusters) for index in method.indices] == [6 + 9, 6 + 9]
 
@@ -370,8 +403,17 @@ def quest_keys(levels) -> np.ndarray:
     return np.array([key for level in levels for key in (level, [-50, -50])], float)[None]
 
 
+def test_quest_always_takes_the_first_page():
+    """By the bounds the pages of 4 and of 6 come before it."""
+    keys = quest_keys([[1, 0], [2, 0], [8, 0], [9, 0], [1, 0]])[:, :9]
+    for first_page, expected in ((True, [0, 1, 6, 7, 8, 9]), (False, [4, 5, 6, 7, 8, 9])):
+        method = Quest(6, page=2, first_page=first_page, **MEAN)
+        read(method, keys)
+        assert step(method, 9, [[1, 0]], [[-50, -50]]) == [expected]
+
+
 def test_quest_by_hand():
-    method = Quest(6, page=2, **MEAN)
+    method = Quest(6, page=2, first_page=False, **MEAN)
     read(method, quest_keys([[1, 0], [3, 0], [0, 9], [3, 0], [2, 0]])[:, :9])
     # the last page has position 8 and takes the new 9: it is always there
     assert step(method, 9, [[1, 0]], [[-70, -70]]) == [[2, 3, 6, 7, 8, 9]]
@@ -395,7 +437,7 @@ def test_quest_group_maximum_or_each_query_head():
             [[0, 1, 2, 3, 8, 9], [2, 3, 6, 7, 8, 9], [2, 3, 6, 7, 8, 9], [0, 1, 2, 3, 8, 9]],
         ),
     ):
-        method = Quest(6, page=2, per_query_head=per_query_head, **MEAN)
+        method = Quest(6, 2, per_query_head, first_page=False, **MEAN)
         read(method, np.repeat(quest_keys(levels)[:, :9], 2, axis=0))
         assert step(method, 9, q, [[-50, -50]] * 2) == expected
 
@@ -420,13 +462,13 @@ def test_quest_float_budget_and_short_rows(length):
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_skew_is_orthogonal_and_finds_the_strongest_direction(rows):
-    q, k, _ = random_tokens(rows, 1, 1, dim=8)
+    q, _, _ = random_tokens(rows, 1, 1, dim=8)
     direction = np.ones(8) / 8**0.5
     q = q[0] + 20 * direction
-    a = skew(q, k[0])
+    a = skew(q)
     np.testing.assert_allclose(a.T @ a, np.eye(8), atol=1e-12)
     assert abs(a[:, 0] @ direction) > 0.99
-    strengths = np.linalg.norm(np.concatenate([q, k[0]]) @ a, axis=0)
+    strengths = np.linalg.norm(q @ a, axis=0)
     assert np.all(np.diff(strengths) <= 1e-9)
 
 

@@ -58,10 +58,12 @@ class Row(reference.ClusterKV):
     """A row of a batch, clustered every `interval` steps of the batch."""
 
     def __init__(self, tx: ClusterKV, most: int):
-        names = "tokens_per_cluster sinks interval new_clusters iterations clusters metric".split()
+        names = (
+            "tokens_per_cluster", "sinks", "interval", "new_clusters", "iterations", "chunk",
+            "clusters", "metric", "per_query_head", "group_reduce",
+        )  # fmt: skip
         options = {name: getattr(tx, name) for name in names}
-        options |= {"per_query_head": tx.per_query_head, "most_clusters": most}
-        super().__init__(tx.budget, drawn(tx.seed), **options)
+        super().__init__(tx.budget, drawn(tx.seed), most_clusters=most, **options)
 
     def load(self, slots: list[dict], length: int) -> Row:
         """Starts with the live slots of every head, as a method before has left them."""
@@ -98,7 +100,8 @@ class Row(reference.ClusterKV):
             for _ in range(1000):
                 q = short_floats(2 * rng.normal(size=(GROUP, DIM)))
                 scores = np.reshape(there, (-1, DIM)) @ q.T.astype(np.float64)
-                scores = scores if self.per_query_head else scores.mean(1, keepdims=True)
+                if not self.per_query_head:
+                    scores = self.reduce(scores, axis=1, keepdims=True)
                 gaps = np.diff(np.sort(scores, axis=0), axis=0)
                 if np.all(gaps > 1e-4):
                     break
@@ -138,6 +141,22 @@ def keys_and_values(rng, *shape):
     return short_floats(keys), short_floats(values)
 
 
+def most_clusters(tx: ClusterKV, capacity: int, steps: int) -> int:
+    """Of a head, with room for the prompts of all lengths and the tokens of so many steps."""
+    prompt, new = 1, 0
+    for length in range(MAX_PROMPT + 1):
+        row = Row(tx, 0)
+        row.prompt_length = length
+        # The longest prompt may be one of several turns.
+        live = capacity if length == MAX_PROMPT else min(length, capacity)
+        counts = reference.cluster_counts(live, row.size, 0, row.clusters, row.chunk)
+        prompt = max(prompt, sum(counts))
+        each = reference.rounded(tx.interval, row.size)
+        each = each if tx.new_clusters is None else tx.new_clusters
+        new = max(new, min(each, tx.interval))
+    return prompt + new * (steps // tx.interval)
+
+
 class Both:
     """A method and one reference per row, step by step on the same tokens.
 
@@ -155,13 +174,8 @@ class Both:
         }  # fmt: skip
         self.cache = new_cache(self.watched, len(lengths), **self.sizes)
         self.since = 0
-        own, capacity = self.clusterkv, self.cache.kv.capacity
-        most = max(
-            reference.cluster_count(n, own.tokens_per_cluster, own.sinks, own.clusters)
-            for n in range(capacity + 1)
-        )
-        most = max(most, 1) + own.new_clusters * (steps // own.interval)
-        assert self.clusters.sizes.shape[2] == most
+        most = self.clusters.sizes.shape[2]
+        assert most == most_clusters(self.clusterkv, self.cache.kv.capacity, steps)
         self.rows = [Row(self.clusterkv, most) for _ in lengths]
         positions = right([0] * len(lengths), lengths, max(lengths))
         tokens = self._prompt_tokens(positions)
@@ -309,6 +323,7 @@ def test_400_steps(changes):
     assert len(lists) > STEPS * 0.9, "selections vary"
 
 
+BY_BUDGET = {"tokens_per_cluster": None, "new_clusters": None}
 CASES = {
     "l2": {"metric": "l2"},
     "inner product": {"metric": "inner_product", "per_query_head": True},
@@ -322,15 +337,37 @@ CASES = {
     "fewer tokens than new clusters": {"interval": 2, "new_clusters": 4},
     "one round": {"iterations": 1, "tokens_per_cluster": 3},
     "another seed": {"seed": 7},
+    "the mean of a group": {"group_reduce": "mean"},
+    "clusters that follow the budget": {**BY_BUDGET, "budget": 120},
+    "the largest budget": {**BY_BUDGET, "budget": 2**31 - 1},
+    "the largest clusters": {"tokens_per_cluster": 2**31 - 1},
+    "chunks": {"chunk": 16, "sinks": 3},
+    "chunks of a rest of one token": {"chunk": 7, "tokens_per_cluster": 2},
+    "chunks of sinks": {"chunk": 4, "sinks": 9, "new_clusters": None},
+    "all at once": {"chunk": None},
     "nothing new is clustered": {"interval": 10_000},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.fast_cases("nothing new is clustered")
+@pytest.mark.fast_cases("nothing new is clustered", "chunks")
 def test_options(name):
     both = Both(clusterkv(**CASES[name]), (50, 5, 6, 0), seed=3, steps=SHORT)
     both.decode(SHORT)
+
+
+def test_clusters_follow_the_budget_and_the_length_of_each_row():
+    """120 slots: 1,280 / 120 tokens a cluster would be 11, more than a twelfth of the budget."""
+    tx = ClusterKV(120, interval=32, dense_layers=())
+    first, then = same_tokens(13, (1280, 1080, 100), 32)
+    cache = new_cache(Watched(tx), 3, **{**SIZES, "max_prompt": 1280})
+    _, cache = read_prompt(Watched(tx), cache, *first)
+    assert found(cache, Clusters).per_cluster.tolist() == [10, 9, 8]
+    of_chunks = [102 + 26, 114 + 6, 13]
+    assert found(cache, Clusters).number[:, 0].tolist() == of_chunks
+    cache, _ = decode_loop(Watched(tx), cache, then)
+    new = found(cache, Clusters).number[:, 0] - np.array(of_chunks)
+    assert new.tolist() == [3, 4, 4]
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
@@ -502,6 +539,8 @@ def test_layers_draw_for_themselves():
         ({"budget": 1.5}, ValueError, "got 1.5"),
         ({"budget": "24"}, TypeError, "got '24'"),
         ({"budget": True}, TypeError, "got True"),
+        ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
+        ({"group_reduce": "sum"}, ValueError, "'max', 'mean'.*got 'sum'"),
         ({"tokens_per_cluster": 0}, ValueError, "tokens_per_cluster must be at least 1, got 0"),
         ({"tokens_per_cluster": 80.0}, TypeError, "got 80.0"),
         ({"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),

@@ -173,7 +173,7 @@ class Crushing:
             return reference.Head(positions.tolist(), None, None, kept)
         method, length = the_method(self.tx.split[0]), int(self.next[row])
         if hasattr(method, "parts") or isinstance(method, StreamingLLM):
-            always = np.isin(positions, kept)
+            always = np.zeros(len(positions), bool)  # accumulated attention alone decides
         else:
             always = positions >= length - newest(method, length)
             always |= positions < getattr(method, "sinks", 0)
@@ -189,6 +189,10 @@ class Crushing:
             heads, self.count, kind, the_draw if self.tx.pick == "random" else None, self.tx.unit,
             getattr(method, "group_reduce", "mean") if scores else None,
         )  # fmt: skip
+        if self.tx.unit == 1:  # each query head retains as many tokens as its KV head
+            ones = np.sum([*crushed.bits.values()], axis=0)
+            kept = np.repeat([len(head.kept) for head in heads], self.heads[1])
+            np.testing.assert_array_equal(ones, kept)
         bits = seen.bits[row]
         there = np.isin(np.arange(len(bits)), list(crushed.bits))
         assert not bits[~there].any()

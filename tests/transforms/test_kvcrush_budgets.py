@@ -196,10 +196,10 @@ ERRORS = {
     "share of nothing": (
         lambda: KVCrush(chain(H2O(16), SnapKV(40))), ValueError, "budget", "representatives=",
     ),
-    "share of too little": (lambda: KVCrush(SnapKV(33)), ValueError, "0.25", "25", "window + 1"),
+    "share of too little": (lambda: KVCrush(SnapKV(17)), ValueError, "0.25", "13", "window + 1"),
     "share too small": (lambda: KVCrush(H2O(2), share=0.2), ValueError, "at least 1", "0"),
     "share in a wrapper": (
-        lambda: KVCrush(Every(SnapKV(33), 4)), ValueError, "0.25", "33", "window + 1",
+        lambda: KVCrush(Every(SnapKV(17), 4)), ValueError, "0.25", "17", "window + 1",
     ),
     "anchor": (lambda: KVCrush(H2O(16), anchor="ones"), ValueError, "'ones'", "alternate"),
     "pick": (lambda: KVCrush(H2O(16), pick="first"), ValueError, "'first'", "middle"),

@@ -281,12 +281,26 @@ def test_pinned_slots_are_passed_over():
 
 @pytest.mark.parametrize(
     ("budget", "recent", "heavy"),
-    [(0.5, 170, 120), (0.35, 80, 20), (0.425, 125, 70), (0.25, 57, 14), (0.75, 255, 180)],
+    [(0.5, 170, 120), (0.35, 80, 20), (0.425, 125, 70), (0.75, 255, 180)],
 )
 def test_what_stays_of_1000_tokens(budget, recent, heavy):
     """As in the paper at 50 % and 35 %, linear between, scaled with the budget outside."""
     for own in (KVMerger(budget=budget), KVMerger(budget=int(1000 * budget))):
         assert [int(x[0]) for x in own.counts(np.array([1000]))] == [recent, heavy]
+
+
+@pytest.mark.parametrize(
+    ("budget", "length", "recent", "heavy"),
+    [(0.25, 1000, 64, 14), (0.1, 1000, 64, 5), (0.1, 512, 44, 2), (0.5, 60, 26, 1), (8, 500, 7, 0)],
+)
+def test_the_newest_tokens_stay_under_a_small_budget(budget, length, recent, heavy):
+    """64 of them where the paper's share is less, or seven eighths of a smaller budget."""
+    assert [int(x[0]) for x in KVMerger(budget=budget).counts(np.array([length]))] == [
+        recent,
+        heavy,
+    ]
+    given = KVMerger(budget=budget, recent=2).counts(np.array([length]))
+    assert int(given[0][0]) == 2
 
 
 # --- mass -----------------------------------------------------------------------------------------

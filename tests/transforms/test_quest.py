@@ -50,9 +50,9 @@ class Pair:
     Token p of row b is the same random q, k, v whichever call brings it.
     """
 
-    def __init__(self, budget, page=16, per_query_head=False, *, before=(), evicts=None,
-                 offload=(), heads=(2, 4), seed=0, **options):  # fmt: skip
-        own = Quest(budget, page, per_query_head, dense_layers=())
+    def __init__(self, budget, page=16, per_query_head=False, *, first_page=True, before=(),
+                 evicts=None, offload=(), heads=(2, 4), seed=0, **options):  # fmt: skip
+        own = Quest(budget, page, per_query_head, dense_layers=(), first_page=first_page)
         self.transform = kvjax.chain(*before, Watched(own), *offload)
         self.page, self.options, self.evicts = page, options, evicts
         self.kv_heads, query_heads = heads
@@ -65,7 +65,8 @@ class Pair:
         self.q, self.k, self.v = draw(query_heads), draw(self.kv_heads), draw(self.kv_heads)
         self.next, self.outs, self.since = np.zeros(ROWS, int), [], 0
         self.references = [
-            reference.Quest(budget, page, per_query_head, **options) for _ in range(ROWS)
+            reference.Quest(budget, page, per_query_head, first_page, **options)
+            for _ in range(ROWS)
         ]
         self.cache = new_cache(
             self.transform, ROWS, kv_heads=self.kv_heads, query_heads=query_heads,
@@ -177,6 +178,17 @@ CASES = {
 def test_every_list_of_64_steps(case):
     budget, page, per_query_head, heads = case
     Pair(budget, page, per_query_head, heads=heads).prompt(LENGTHS).decode(64)
+
+
+def test_the_first_page_is_always_taken():
+    """Keys that no query looks for stand first; by their bound alone they are never chosen."""
+    for first_page in (True, False):
+        both = Pair(12, 4, first_page=first_page, seed=8)
+        both.q, both.k = np.abs(both.q), np.abs(both.k)
+        both.k[:, :, :4] *= -1
+        both.prompt(LENGTHS).decode(3)
+        taken = np.asarray(found(both.cache, Seen).positions)[::2, :, 0]
+        assert ((taken == 0) == first_page).all()
 
 
 @pytest.mark.parametrize("layout", [left, middle])
@@ -355,6 +367,7 @@ def test_lists_are_no_longer_than_the_cache():
         ({"budget": True}, TypeError, "got True"),
         ({"page": 0}, ValueError, "page must be at least 1, got 0"),
         ({"page": 16.0}, TypeError, "page must be an int, got 16.0"),
+        ({"first_page": 1}, TypeError, "first_page must be True or False, got 1"),
         ({"per_query_head": 1}, TypeError, "per_query_head must be True or False, got 1"),
         ({"dense_layers": [0]}, TypeError, "tuple of layer numbers, got [0]"),
         ({"dense_layers": (-1,)}, ValueError, "a layer of dense_layers must be at least 0, got -1"),

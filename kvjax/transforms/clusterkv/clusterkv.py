@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_choice, check_count, most_slots
-from kvjax.cache.payload import sum_into, take_slots
-from kvjax.cache.selection import keep_best
-from kvjax.cache.slots import KVCache, sorted_slots
+from kvjax.budgets.budgets import (
+    Budget,
+    check_budget,
+    check_choice,
+    check_count,
+    most_slots,
+    slots_for,
+)
+from kvjax.cache.payload import take_slots
+from kvjax.cache.slots import KVCache
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
+from kvjax.transforms.clusterkv.chunks import Metric, Tokens, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
-from pallas_kernels import build_indices, kmeans, rank_clusters
+from pallas_kernels import build_indices, rank_clusters
 
-Metric = Literal["cosine", "l2", "inner_product"]
+# Where the size of clusters follows the budget, this holds at least so many of them, unless they
+# would have fewer tokens than the smallest.
+RECALLED, SMALLEST = 12, 8
+
+GroupReduce = Literal["max", "mean"]
+Counts = TypeVar("Counts", Array, np.ndarray)  # both: what is static is computed by NumPy
 Index = tuple[Clusters, Array]  # the index, and the key of the layer's draws
 
 
@@ -32,12 +44,13 @@ class ClusterKV(Recall):
     """Keeps everything, and attends to the clusters of tokens that the query points at.
 
     At the prompt's end the keys of each KV head, the first `sinks` tokens apart, are clustered by
-    k-means under cosine distance. A decode step ranks the clusters by the inner product of query
-    and centroid, `q · μ_c`, and attends to the sinks and to whole clusters in that order, up to
-    `budget` slots; the last cluster is trimmed to its earliest tokens. Tokens that are generated
-    are attended to as they are, until the `kvjax.flush` that finds `interval` of them in a row
-    clusters them among themselves. In attention with a sliding window, clusters that lie outside it
-    as a whole are passed over, and so are the sinks.
+    k-means under cosine distance, each `chunk` of neighbouring tokens by itself. A decode step
+    ranks all clusters by the inner product of query and centroid, `q · μ_c`, and attends to the
+    sinks and to whole clusters in that order, up to `budget` slots; the last cluster is trimmed to
+    its earliest tokens. Tokens that are generated are attended to as they are, until the
+    `kvjax.flush` that finds `interval` of them in a row clusters them among themselves. In
+    attention with a sliding window, clusters that lie outside it as a whole are passed over, and so
+    are the sinks.
 
     Slots are stored cluster by cluster, so that a cluster is a range of slots and the list of slots
     follows from prefix sums over cluster sizes.
@@ -45,17 +58,26 @@ class ClusterKV(Recall):
     Args:
       budget: slots to attend to per KV head, sinks included; generated tokens that are not yet
         clustered come on top. A float is a share of each row's prompt.
-      tokens_per_cluster: a prompt of n tokens has `round(n / 80)` clusters, as in the paper.
+      tokens_per_cluster: a chunk of n tokens has `round(n / tokens_per_cluster)` clusters. None: of
+        a prompt of L tokens `L / budget`, so that a step looks at about as many centroids as slots;
+        no more than a twelfth of the budget, so that a small one recalls several clusters too; but
+        at least 8. The paper has 80, for prompts of 32,768 tokens.
       sinks: first tokens, which stand outside the clusters and are always attended to; 16 as in the
         paper.
       interval: generated tokens of a row that are clustered together; 320 as in the paper.
-      new_clusters: clusters made each time; 4 as in the paper.
-      iterations: most rounds of k-means.
-      clusters: number of clusters of a prompt outright, whatever its length.
+      new_clusters: clusters made each time, 4 in the paper; None: clusters of as many tokens as
+        those of the prompt have.
+      iterations: most rounds of k-means; 20 in the paper.
+      chunk: tokens that are clustered together, so that the time is linear in the prompt's length;
+        None: all of a prompt, as in the paper.
+      clusters: number of clusters of a prompt outright, whatever its length; all of it is then
+        clustered together.
       metric: what assigns a key to a cluster: `"cosine"`, or `"l2"` and `"inner_product"` for the
         paper's comparison.
-      per_query_head: every query head chooses its own clusters, as in the paper; else the mean of
-        `q · μ_c` over the group decides for a KV head.
+      per_query_head: every query head chooses its own clusters, as in the paper; else the scores of
+        the group decide for a KV head.
+      group_reduce: how `q · μ_c` of a group's query heads become one score: the largest, `"max"`,
+        or the `"mean"`.
       dense_layers: layers that stay as they are; the first two as in the paper. Give `()` to a
         model of two layers.
       seed: of the keys that k-means starts from.
@@ -73,8 +95,9 @@ class ClusterKV(Recall):
       arXiv 2412.03213.
 
     Deviations from the paper:
-      The default is one choice per KV head; `per_query_head=True` is the paper's. Clustering is not
-      overlapped with the attention of its layer. On a further turn everything live is clustered
+      The paper's method is `ClusterKV(budget, tokens_per_cluster=80, new_clusters=4, iterations=20,
+      chunk=None, per_query_head=True)`. Clustering is not overlapped with the attention of its
+      layer. On a further turn everything live is clustered
       anew in rows that have tokens in it. A row that got no token in some steps has fewer than
       `interval` tokens when the flush comes that must make room: they are clustered all the same,
       and join the row's last cluster once there is no room for further ones. Over a cache that was
@@ -82,14 +105,16 @@ class ClusterKV(Recall):
     """
 
     budget: Budget
-    tokens_per_cluster: int = 80
+    tokens_per_cluster: int | None = None
     sinks: int = 16
     interval: int = 320
-    new_clusters: int = 4
-    iterations: int = 20
+    new_clusters: int | None = None
+    iterations: int = 5
+    chunk: int | None = 1024
     clusters: int | None = None
     metric: Metric = "cosine"
     per_query_head: bool = False
+    group_reduce: GroupReduce = "max"
     dense_layers: tuple[int, ...] = (0, 1)
     seed: int = 0
 
@@ -98,12 +123,14 @@ class ClusterKV(Recall):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("tokens_per_cluster", "interval", "new_clusters", "iterations"):
+        for name in ("interval", "iterations"):
             check_count(name, getattr(self, name), 1)
+        for name in ("tokens_per_cluster", "new_clusters", "chunk", "clusters"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
         check_count("sinks", self.sinks, 0)
-        if self.clusters is not None:
-            check_count("clusters", self.clusters, 1)
-        check_choice("metric", self.metric, ("cosine", "l2", "inner_product"))
+        check_choice("metric", self.metric, get_args(Metric))
+        check_choice("group_reduce", self.group_reduce, get_args(GroupReduce))
         check_seed(self.seed)
         check_budget(self.budget, self.minimum, "sinks + 1, the smallest cluster")
 
@@ -128,7 +155,8 @@ class ClusterKV(Recall):
             clusters, fixed = clusters.seen(cache, view.window), 0
         order = rank_clusters(
             query.reshape(*cache.shape[:2], cache.group, -1), clusters.centroids, clusters.sizes,
-            per_query_head=self.per_query_head, implementation=view.implementation,
+            per_query_head=self.per_query_head, group_reduce=self.group_reduce,
+            implementation=view.implementation,
         )  # fmt: skip
         sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
         chosen = build_indices(
@@ -146,16 +174,23 @@ class ClusterKV(Recall):
         clusters, key = state
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         sinks = jnp.minimum(cache.used, self.sinks)
-        rows = step.rows[:, None, None]
+        rows, new = step.rows[:, None, None], self._no_clusters(cache, sinks)
         members = cache.live & (slot >= sinks[..., None]) & rows
-        wanted = jnp.asarray(self._clusters_of(np.arange(cache.slots + 1)), jnp.int32)[cache.used]
-        wanted = jnp.where(rows[..., 0], wanted, 0)
+        chunk = self._chunk(cache.slots)
+        begin = jnp.arange(0, cache.slots, chunk, dtype=jnp.int32)[None, None]
+        live, fixed = (jnp.clip(n[..., None] - begin, 0, chunk) for n in (cache.used, sinks))
+        wanted = self._clusters_of(live, live - fixed, new.per_cluster[:, None, None])
         # Keys as they are now, not as attention saw them: a part before may have merged them.
-        keys, most = cache.k.read(), self._most_clusters(cache)
-        label, found = self._find(keys, members, cache.position, wanted, most, key, cache.heads)
-        new = self._no_clusters(cache, sinks).add(*found)
-        cluster = jnp.where(members, label, jnp.where(slot < sinks[..., None], -1, most))
-        order = cluster, jnp.where(members, cache.position, slot), slot
+        number = uniform(key, cache.position, cache.heads)
+        tokens = Tokens(cache.k.read(), cache.position, members, number)
+        most = self._most_clusters(cache)[0]
+        found = cluster_chunks(
+            tokens, jnp.where(rows, wanted, 0), most, chunk, self.metric, self.iterations
+        )
+        new = new.add(*found[1:])
+        last = found.sizes.shape[2]
+        label = jnp.where(members, found.label, jnp.where(slot < sinks[..., None], -1, last))
+        order = label, jnp.where(members, cache.position, slot), slot
         source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
         return Order(source), (step.of_rows(new, clusters), key)
 
@@ -168,13 +203,16 @@ class ClusterKV(Recall):
         index = jnp.minimum(slots, cache.slots - 1)
         keys, position = cache.k.read(index), take_slots(cache.position, index)
         count = members.sum(-1, dtype=jnp.int32)
-        most = min(self.new_clusters, slots.shape[2])
-        wanted = jnp.minimum(jnp.minimum(count, most), clusters.room)
-        label, found = self._find(keys, members, position, wanted, most, key, cache.heads)
-        clusters = clusters.add(*found).join_last(keys, members & (wanted == 0)[..., None])
+        most = min(self._most_new(cache), slots.shape[2])
+        wanted = self._new_clusters_of(count, clusters.per_cluster[:, None])
+        wanted = jnp.minimum(wanted, clusters.room)
+        tokens = Tokens(keys, position, members, uniform(key, position, cache.heads))
+        found = cluster(tokens, wanted, most, self.metric, self.iterations)
+        clusters = clusters.add(*found[1:])
+        clusters = clusters.join_last(keys, members & (wanted == 0)[..., None])
         place = jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2)
-        cluster = jnp.where(members, label, most + 1)
-        order = cluster, jnp.where(members, position, place), slots
+        label = jnp.where(members, found.label, most + 1)
+        order = label, jnp.where(members, position, place), slots
         source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
         return Order(source, slots), (clusters, key)
 
@@ -184,51 +222,68 @@ class ClusterKV(Recall):
         slots = clusters.clustered[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         return jnp.minimum(slots, cache.slots), slots < cache.used[..., None]
 
-    def _find(
-        self,
-        keys: Float[Array, "B H N D"],
-        members: Bool[Array, "B H N"],
-        position: Int[Array, "B H N"],
-        wanted: Int[Array, "B H"],
-        most: int,
-        key: Array,
-        heads: int,
-    ) -> tuple[Int[Array, "B H N"], tuple[Array, Array, Array]]:
-        """k-means from the keys of `wanted` members that are drawn, at most `most`.
-
-        Returns:
-          The cluster of each member, and of the clusters centroids, sizes and how many they are.
-        """
-        drawn = keep_best(uniform(key, position, heads), members, position, wanted)
-        start = take_slots(keys, sorted_slots(drawn, position)[..., :most])
-        there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
-        label, centroids = kmeans(
-            keys, members, start, there, metric=self.metric, rounds=self.iterations
-        )
-        sizes = sum_into(label, jnp.ones_like(label))[..., :most]
-        return label, (centroids, sizes, wanted)
-
     def _no_clusters(self, cache: KVCache, sinks: Int[Array, "B H"]) -> Clusters:
         """An index of sinks, with room for the clusters of a prompt and of `max_new` tokens."""
-        blocks = cache.max_new // self.interval
-        shape = (*cache.shape[:2], self._most_clusters(cache) + self.new_clusters * blocks)
+        new = self._most_new(cache) * (cache.max_new // self.interval)
+        shape = (*cache.shape[:2], self._most_clusters(cache)[1] + new)
+        length, budget = jnp.minimum(cache.length, cache.max_prompt), self.rows_budget(cache)
         return Clusters(
             centroids=jnp.zeros((*shape, cache.k.shape[3]), jnp.float32),
             sizes=jnp.zeros(shape, jnp.int32),
             starts=jnp.zeros(shape, jnp.int32),
             number=jnp.zeros(shape[:2], jnp.int32),
             sinks=sinks,
-            budget=self.rows_budget(cache),
+            budget=budget,
+            per_cluster=self._per_cluster(length, budget),
         )
 
-    def _clusters_of(self, count: np.ndarray) -> np.ndarray:
-        """How many clusters a head with so many live tokens gets."""
+    def _chunk(self, slots: int) -> int:
+        """Slots that are clustered together, of so many."""
+        whole = self.chunk is None or self.clusters is not None
+        return slots if whole else min(self.chunk, slots)
+
+    def _per_cluster(self, length: Counts, budget: Counts) -> Counts:
+        """Tokens of a cluster, of rows with prompts of such lengths and such budgets."""
+        if self.tokens_per_cluster is not None:
+            return 0 * budget + self.tokens_per_cluster
+        most = (budget // RECALLED).clip(SMALLEST)
+        clusters = budget.clip(1).clip(max=length.clip(1))
+        return _rounded(length, clusters).clip(SMALLEST).clip(max=most)
+
+    def _clusters_of(self, live: Counts, clusterable: Counts, size: Counts) -> Counts:
+        """Clusters of a chunk of so many live tokens, of which so many can be clustered."""
+        wanted = _rounded(live, size) if self.clusters is None else live * 0 + self.clusters
+        return wanted.clip(1).clip(max=clusterable)
+
+    def _new_clusters_of(self, count: Counts, size: Counts) -> Counts:
+        """Clusters of so many generated tokens."""
         wanted = (
-            np.rint(count / self.tokens_per_cluster) if self.clusters is None else self.clusters
+            _rounded(count, size) if self.new_clusters is None else self.new_clusters + 0 * count
         )
-        clusterable = np.maximum(count - self.sinks, 0)
-        return np.minimum(np.maximum(wanted, 1), clusterable).astype(np.int64)
+        return wanted.clip(1).clip(max=count)
 
-    def _most_clusters(self, cache: KVCache) -> int:
-        """Most clusters of a head when a prompt is complete."""
-        return max(int(self._clusters_of(np.arange(cache.capacity + 1)).max()), 1)
+    def _most_clusters(self, cache: KVCache) -> tuple[int, int]:
+        """Most clusters of a chunk, and of a head, when a prompt is complete."""
+        size, live = self._sizes(cache), np.arange(cache.max_prompt + 1).clip(max=cache.capacity)
+        live[-1] = cache.capacity  # of earlier turns too
+        chunk = self._chunk(cache.capacity)
+        first, last = np.minimum(live, chunk), live % chunk
+        in_first, in_last = (self._clusters_of(n, n, size) for n in (first, last))
+        in_all = live // chunk * in_first + in_last
+        return max(int(in_first.max()), 1), max(int(in_all.max()), 1)
+
+    def _most_new(self, cache: KVCache) -> int:
+        """Most clusters of the tokens of an interval."""
+        size = self._sizes(cache)
+        return int(self._new_clusters_of(0 * size + self.interval, size).max())
+
+    def _sizes(self, cache: KVCache) -> np.ndarray:
+        """Tokens of a cluster, of prompts of 0 to `max_prompt` tokens."""
+        lengths = np.arange(cache.max_prompt + 1)
+        budget = slots_for(self.budget, lengths, self.minimum)
+        return self._per_cluster(lengths, budget)
+
+
+def _rounded(count: Counts, size: Counts) -> Counts:
+    """`count / size`, halves up."""
+    return (count + size // 2) // size

@@ -25,6 +25,7 @@ class Clusters:
       number: clusters so far.
       sinks: how many there are.
       budget: slots to attend to, of each row.
+      per_cluster: tokens that a cluster has on average, of each row.
     """
 
     centroids: Float[Array, "B H C D"]
@@ -33,6 +34,7 @@ class Clusters:
     number: Int[Array, "B H"]
     sinks: Int[Array, "B H"]
     budget: Int[Array, " B"]
+    per_cluster: Int[Array, " B"]
 
     room = property(lambda self: self.sizes.shape[2] - self.number)  # for further clusters
     # Slots of the sinks and of all clusters.
@@ -42,19 +44,18 @@ class Clusters:
         self,
         centroids: Float[Array, "B H N D"],
         sizes: Int[Array, "B H N"],
-        number: Int[Array, "B H"],
+        there: Bool[Array, "B H N"],
     ) -> Clusters:
-        """With `number` further clusters, whose slots follow those of the others."""
-        place = jax.lax.broadcasted_iota(jnp.int32, sizes.shape, 2)
-        there = place < number[..., None]
-        at = jnp.where(there, self.number[..., None] + place, self.sizes.shape[2])
+        """With further clusters, those that are there, whose slots follow those of the others."""
+        rank = jnp.cumsum(there, axis=-1, dtype=jnp.int32) - 1
+        at = jnp.where(there, self.number[..., None] + rank, self.sizes.shape[2])
         before = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
         return dataclasses.replace(
             self,
             centroids=write_slots(self.centroids, at, centroids),
             sizes=write_slots(self.sizes, at, sizes),
             starts=write_slots(self.starts, at, self.clustered[..., None] + before),
-            number=self.number + number,
+            number=self.number + there.sum(-1, dtype=jnp.int32),
         )
 
     def join_last(self, keys: Float[Array, "B H N D"], members: Bool[Array, "B H N"]) -> Clusters:

@@ -48,8 +48,9 @@ class InfiniGen(Recall):
     Args:
       budget: most earlier tokens to attend to: a share of the row's tokens so far, 0.2 as in the
         paper, or a number.
-      alpha: distance from the highest score within which a token counts; 5 as in the paper for
-        Llama (4 for OPT). None: `count` is what `budget` allows.
+      alpha: distance from the highest score within which a token counts; None: `count` is what
+        `budget` allows. The paper takes 5 for Llama and 4 for OPT; where attention sinks score far
+        above everything else, that leaves little but the sinks.
       calibration: of this model, from `kvjax.calibrate_infinigen`. In `HeadGroups`, one with the
         heads of the group.
       per_query_head: every query head chooses its own tokens; else the mean over the group decides
@@ -76,14 +77,15 @@ class InfiniGen(Recall):
       Cache Management, OSDI 2024, arXiv 2406.19707.
 
     Deviations from the paper:
-      Channels are chosen once, on the sample, and not at each prompt. The projection is applied to
-      rotated queries and keys, not to their weights. With grouped queries the default is one choice
-      per KV head. Nothing is prefetched, and no pool of limited size evicts: with `Offload`, a step
-      fetches what it selects.
+      `alpha` is None by default, and the first term of `count` is left out. Channels are chosen
+      once, on the sample, and not at each prompt. The projection is applied to rotated queries and
+      keys, not to their weights. With grouped queries the default is one choice per KV head.
+      Nothing is prefetched, and no pool of limited size evicts: with `Offload`, a step fetches what
+      it selects.
     """
 
     budget: Budget = 0.2
-    alpha: float | None = 5.0
+    alpha: float | None = None
     calibration: InfiniGenCalibration | None = None
     per_query_head: bool = False
     dense_layers: tuple[int, ...] = (0, 1)

@@ -105,9 +105,9 @@ def partial_projection(
 ) -> Float[np.ndarray, "D r"]:
     """P of one KV head: the strongest channels of its skewed queries and keys.
 
-    A is the matrix of right singular vectors of the queries over the keys, by descending singular
-    value. Of its columns stay the `n = max(1, int(share · D))` of the largest `Σ |q A|` and the n
-    of the largest `Σ |k A|` (ties to the lower column), in their order.
+    A is the matrix of the queries' right singular vectors, by descending singular value. Of its
+    columns stay the `n = max(1, int(share · D))` of the largest `Σ |q A|` and the n of the largest
+    `Σ |k A|` (ties to the lower column), in their order.
 
     Args:
       queries: rotated queries of all query heads of the group. The sign of a column is free.
@@ -116,13 +116,13 @@ def partial_projection(
     Example:
       >>> import numpy as np
       >>> from kvjax.transforms.infinigen.projections import partial_projection
-      >>> queries, keys = np.array([[0.0, 9.0, 0.0, 0.0]]), np.array([[0.0, 0.0, 5.0, 0.0]])
+      >>> queries, keys = np.diag([3.0, 9.0, 2.0, 1.0]), np.array([[0.0, 0.0, 5.0, 0.0]])
       >>> np.abs(partial_projection(queries, keys, 0.25)).T.tolist()
       [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
     """
     queries, keys = (np.asarray(x, np.float64) for x in (queries, keys))
     # The triangular factor has the same right singular vectors, and at most D rows.
-    triangle = np.linalg.qr(np.concatenate((queries, keys)), mode="r")
+    triangle = np.linalg.qr(queries, mode="r")
     skew = np.linalg.svd(triangle)[2].T
     count = max(1, int(share * len(skew)))
     strongest = [

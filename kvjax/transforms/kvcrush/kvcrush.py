@@ -57,13 +57,13 @@ class KVCrushState(NamedTuple):
 class KVCrush(Wrapper):
     """Keeps, beside what its base keeps, a few of the tokens that the base evicts.
 
-    At a prompt's end every token is a vector of bits, one per query head: whether it is among the k
-    tokens with the highest score of that head, where k is as many as the base keeps; tokens that
-    the base always keeps have ones. Each KV head orders the n tokens that it evicts by the Hamming
-    distance of their bits to an anchor (ties to the lower position), cuts them into R buckets,
-    bucket i being the ranks `⌊i·n/R⌋ … ⌊(i + 1)·n/R⌋ − 1`, and keeps one token of each, its
-    representative; all of them where n ≤ R. Representatives are pinned: while decoding they stand
-    outside the base's budget and candidates. At the end of a further prompt they compete again.
+    At a prompt's end every token is a vector of bits, one per query head: whether the base would
+    retain it if that head decided alone, so that each head has as many ones as the base keeps
+    tokens. Each KV head orders the n tokens that it evicts by the Hamming distance of their bits to
+    an anchor (ties to the lower position), cuts them into R buckets, bucket i being the ranks
+    `⌊i·n/R⌋ … ⌊(i + 1)·n/R⌋ − 1`, and keeps one token of each, its representative; all of them
+    where n ≤ R. Representatives are pinned: while decoding they stand outside the base's budget and
+    candidates. At the end of a further prompt they compete again.
 
     Args:
       base: any evicting method, or `Every` or `WhenFull` of one.
@@ -71,9 +71,10 @@ class KVCrush(Wrapper):
       share: of the base's budget B, in its place: `R = round(share · B)`, and the base has B − R
         slots, in each row and layer; never fewer than it works with. 0.25 if neither is given, as
         in the paper.
-      anchor: `"random"` bits; `"mean"`: ones where more than half of a row's tokens have one (with
-        k < L / 2 mostly zeros); `"median"`: ones where more tokens have one than at the median
-        bit; `"alternate"`: 0101….
+      anchor: `"random"` bits; `"mean"`: ones where more than half of a row's tokens have one (zeros
+        where the base keeps less than half); `"median"`: ones where more tokens have one than at
+        the median bit (zeros where all heads hold the same tokens, and units are tokens);
+        `"alternate"`: 0101….
       pick: `"middle"`, a bucket's lower median, or `"random"`, as in the paper.
       granularity: `"token"`, `"chunk"` (8 tokens), `"page"` (32), or a number of tokens: units of
         so many positions. A unit's bits are those of its tokens, joined. Of what the base does not
@@ -108,9 +109,9 @@ class KVCrush(Wrapper):
       buckets along the distance keep every group represented. `pick="middle"` is deterministic.
       Bits are those of all heads of a layer (of a group of `HeadGroups`), as in the paper, but
       every KV head evicts, and is represented, for itself. A base without a score (StreamingLLM)
-      has its bits from accumulated attention, and evicts single tokens. A row whose prompt the base
-      keeps whole has no representatives, and the base's part of the budget to grow to. Over
-      PyramidInfer at the paper's ratios, all hidden states go on to the next layer.
+      has its bits from accumulated attention alone, and evicts single tokens. A row whose prompt
+      the base keeps whole has no representatives, and the base's part of the budget to grow to.
+      Over PyramidInfer at the paper's ratios, all hidden states go on to the next layer.
     """
 
     representatives: int | None = None
@@ -205,7 +206,8 @@ class KVCrush(Wrapper):
         if self.kmeans:
             return kept, None
         if not isinstance(decision, Keep) or decision.score is None:
-            return kept, head_bits(accumulated_attention(cache), cache, kept, kept)
+            received = accumulated_attention(cache)
+            return kept, head_bits(received, cache, kept, cache.pinned & cache.live)
         score, always = decision.score.astype(jnp.float32), decision.stays(cache)
         if score.shape[1] < cache.shape[1] * cache.group:
             score = jnp.repeat(score, cache.group, axis=1)
@@ -250,13 +252,14 @@ def head_bits(
     kept: Bool[Array, "B H S"],
     always: Bool[Array, "B H S"],
 ) -> Bool[Array, "B Q S"]:
-    """Whether a token is among the k with the highest score of a query head, or always kept.
+    """Whether a query head would retain a token if it decided alone.
 
-    k is how many the KV head keeps: the base's budget, or everything.
+    It retains as many as the KV head has `kept`: those that are `always` kept, and then the others
+    with its highest scores.
     """
     candidates = evictable(cache)
     k = (candidates & kept).sum(-1, dtype=jnp.int32)
     candidates, position, k, always = (
         jnp.repeat(x, cache.group, axis=1) for x in (candidates, cache.position, k, always)
     )
-    return keep_best(score, candidates, position, k) | always
+    return keep_best(jnp.where(always, jnp.inf, score), candidates, position, k) | always

@@ -45,7 +45,8 @@ class KVMerger(Unmerged):
         it merges depends on the text. None: the budget decides.
       recent: newest tokens that stay, an int, or a share of the row's tokens. By default the
         paper's, 0.17 at a budget of half the prompt and 0.08 at 35 %, linear between and scaled
-        with the budget outside; 0.17 without a budget.
+        with the budget outside, but at least 64 tokens, or seven eighths of a smaller budget; 0.17
+        without a budget.
       heavy: of the others, tokens that stay for the attention they have received, likewise; by
         default 0.12 at half the prompt and 0.02 at 35 %.
       against: compares a token with its right `"neighbour"` (Algorithm 1), or with the set's last
@@ -77,13 +78,15 @@ class KVMerger(Unmerged):
     Deviations from the paper:
       A budget is met exactly; the paper's follow from ε = 0.75. Its shares of recent and heavy
       tokens, printed as per cent, are read as fractions; where a row's budget could not be met,
-      they are cut down. Equation 6 defines σ by g and g by σ, and the σ that it gives is at most
-      0.71 against a measured "about 5": hence the modes. Keys that differ by rounding alone are
-      equal. The default of `value_scale` is the one that leaves attention unchanged where keys are
-      equal. With grouped queries attention is the mean over the group, and one decision is made per
-      KV head. On a further turn a slot that stands for m tokens weighs `m · g`, and |S| counts
-      tokens. Pinned slots are passed over: their neighbours are each other's. Keys are compared as
-      attention saw them; under a transform that stores them unrotated, it is those that are merged.
+      they are cut down. Scaled to small budgets they would merge away the question and what stands
+      just before it: hence the least number of recent tokens. Equation 6 defines σ by g and g by σ,
+      and the σ that it gives is at most 0.71 against a measured "about 5": hence the modes. Keys
+      that differ by rounding alone are equal. The default of `value_scale` is the one that leaves
+      attention unchanged where keys are equal. With grouped queries attention is the mean over the
+      group, and one decision is made per KV head. On a further turn a slot that stands for m tokens
+      weighs `m · g`, and |S| counts tokens. Pinned slots are passed over: their neighbours are each
+      other's. Keys are compared as attention saw them; under a transform that stores them
+      unrotated, it is those that are merged.
     """
 
     budget: Budget | None = None

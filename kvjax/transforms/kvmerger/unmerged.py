@@ -12,6 +12,8 @@ from kvjax.transforms.held_budget import PromptBudget
 # The paper's shares of the prompt at these budgets; linear between them, scaled with the budget
 # outside.
 BUDGETS, RECENT, HEAVY = (0.0, 0.35, 0.5, 1.0), (0.0, 0.08, 0.17, 0.34), (0.0, 0.02, 0.12, 0.24)
+LEAST_RECENT = 64
+"""Recent tokens that stay by default, whatever the paper's share comes to."""
 
 
 class Unmerged(PromptBudget):
@@ -62,6 +64,8 @@ class Unmerged(PromptBudget):
 
         recent, heavy = tokens(self.recent, RECENT), tokens(self.heavy, HEAVY)
         if budget is not None:
+            if self.recent is None:
+                recent = np.maximum(recent, np.minimum(LEAST_RECENT, budget * 7 // 8))
             recent = np.clip(recent, 0, np.maximum(budget - 1, 0))
             heavy = np.clip(heavy, 0, np.maximum(budget - 1 - recent, 0) // 2)
         return recent, heavy
