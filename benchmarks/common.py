@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jaxlib
 
-import kvjax  # noqa: F401  (a benchmark of something that does not import is no benchmark)
+from kvjax.evaluation.machine import environment
 
 
 def interleaved_medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -29,27 +26,6 @@ def interleaved_medians(sides: dict[str, Callable[[], object]], rounds: int) -> 
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def environment() -> dict[str, object]:
-    """Device and versions, to stand beside every figure."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
-
-
 def save(path: str | None, result: dict[str, object]) -> str:
     """Writes a result where asked, and returns its text."""
     text = json.dumps({"environment": environment(), **result}, indent=2)
@@ -61,3 +37,31 @@ def save(path: str | None, result: dict[str, object]) -> str:
 def write(path: str | None, result: dict[str, object]) -> None:
     """Prints a result, and writes it where asked."""
     print(save(path, result))
+
+
+class Rows:
+    """Rows of a result, each written as it comes, so that a run that was stopped goes on.
+
+    Args:
+      path: the JSON file; rows that it has are kept if the rest is as given.
+      about: what else stands in it.
+    """
+
+    def __init__(self, path: str, about: dict[str, object]) -> None:
+        self.path, self.about, self.rows = path, about, []
+        if Path(path).exists():
+            found = json.loads(Path(path).read_text())
+            self.rows = found.pop("rows")
+            found.pop("environment")
+            if found != json.loads(json.dumps(about)):
+                raise ValueError(f"{path} has rows of another run: {found}")
+
+    def has(self, **key: object) -> bool:
+        """Whether there is a row with these entries."""
+        return any(all(row.get(name) == x for name, x in key.items()) for row in self.rows)
+
+    def add(self, **row: object) -> None:
+        """Prints a row and writes all."""
+        print(json.dumps(row), flush=True)
+        self.rows.append(row)
+        save(self.path, {**self.about, "rows": self.rows})

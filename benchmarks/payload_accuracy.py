@@ -34,6 +34,7 @@ from kvjax.generation.continuation import decoder, new_text
 from kvjax.models import demo, from_pretrained, load_tokenizer
 
 TASK = "needle"
+ROWS, WINDOWS = 15, 8  # cases of a batch, and windows of held-out text
 METHODS = {
     "none": ("full",),
     "evicts": (
@@ -93,39 +94,38 @@ class Measure:
         return self.material.grid.candidates[-1].budget
 
     def answers(self, transform) -> dict[str, object]:
-        """Right answers and bytes; the cases of a depth are one batch."""
-        found = [self._depth(transform, depth) for depth in self.depths]
-        right = Proportion(sum(right for right, _ in found), len(found) * self.material.grid.cases)
-        result = found[0][1]
+        """Right answers and bytes, so many cases at a time."""
+        cases = self.material.task(TASK, self.length).cases
+        most_new, right = self.material.most_new(TASK, self.length), 0
+        for first in range(0, len(cases), ROWS):
+            batch = cases[first : first + ROWS]
+            result = kvjax.generate(
+                self.model, [case.prompt for case in batch], transform=transform,
+                max_new_tokens=most_new, end_tokens=self.end_tokens,
+            )  # fmt: skip
+            right += sum(
+                is_right(new_text(self.decode, case.prompt, tokens), case.answers[0])
+                for case, tokens in zip(batch, result.tokens, strict=True)
+            )
+        found = Proportion(right, len(cases))
         return {
-            "right": right.right,
-            "cases": right.cases,
-            "interval": [round(end, 4) for end in right.interval],
+            "right": found.right,
+            "cases": found.cases,
+            "interval": [round(end, 4) for end in found.interval],
             "bytes_over_full": round(result.cache_bytes / result.full_cache_bytes, 4),
         }
 
-    def _depth(self, transform, depth: float) -> tuple[int, kvjax.Generation]:
-        cases = self.material.cases(TASK, self.length, depth)
-        result = kvjax.generate(
-            self.model, [case.prompt for case in cases], transform=transform,
-            max_new_tokens=self.material.new_tokens, end_tokens=self.end_tokens,
-        )  # fmt: skip
-        right = [
-            is_right(new_text(self.decode, case.prompt, tokens), case.answer)
-            for case, tokens in zip(cases, result.tokens, strict=True)
-        ]
-        return sum(right), result
-
     def nll(self, transform) -> dict[str, float]:
         """Nats per token of held-out text."""
-        nll = continuation_nll(self.model, transform, *self.material.windows(self.length))
+        rows, prompt = self.material.windows(self.length)
+        nll = continuation_nll(self.model, transform, rows[:WINDOWS], prompt)
         return {"nll": round(float(nll.astype(np.float64).mean()), 5)}
 
 
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=15, help="per depth")
+    parser.add_argument("--cases", type=int, default=75)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--budget", type=float, default=0.2)
     parser.add_argument("--out")
@@ -157,8 +157,8 @@ def main() -> None:
             "budget": args.budget,
             "length": args.length,
             "depths": list(grid.depths),
-            "cases_per_depth": args.cases,
-            "new_tokens": measure.material.new_tokens,
+            "cases": args.cases,
+            "new_tokens": measure.material.most_new(TASK, args.length),
             "rows": rows,
         },
     )  # fmt: skip

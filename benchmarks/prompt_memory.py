@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,22 +25,12 @@ from pathlib import Path
 METHODS = ("full", "snapkv", "h2o", "chelsea", "kvmerger", "clusterkv", "pyramidinfer")
 
 
-def resident(what: str) -> int:
-    """Bytes of resident memory: `VmRSS` now, `VmHWM` at most since `forget_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", status).group(1))
-
-
-def forget_peak() -> None:
-    """Sets the greatest resident memory to what it is now."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def worker(model_folder: str, text: str, method: str, budget: float, tokens: int) -> None:
     """Measures one method and prints JSON."""
     import jax
 
     import kvjax
+    from kvjax.evaluation.machine import forget_peak, resident
     from kvjax.generation import reading
     from kvjax.models import from_pretrained, load_tokenizer
 

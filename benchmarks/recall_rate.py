@@ -91,8 +91,8 @@ def main() -> None:
     for budget in args.budgets:
         methods = {
             "clusterkv": kvjax.ClusterKV(budget, dense_layers=()),
-            "clusterkv, 16 tokens a cluster": kvjax.ClusterKV(
-                budget, tokens_per_cluster=16, dense_layers=()
+            "clusterkv, 80 tokens a cluster": kvjax.ClusterKV(
+                budget, tokens_per_cluster=80, dense_layers=()
             ),
             "quest": kvjax.Quest(budget, dense_layers=()),
             "infinigen": kvjax.InfiniGen(

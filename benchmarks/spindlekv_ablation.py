@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import write
-from payload_accuracy import TASK, Measure
+from payload_accuracy import TASK, WINDOWS, Measure
 
 import kvjax
 from kvjax.evaluation import Grid
@@ -66,7 +66,7 @@ def reserve(model, transform: kvjax.KVTransform, rows: np.ndarray) -> dict[str, 
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=40, help="per depth")
+    parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--reserves", type=float, nargs="+", default=[0.4, 0.2])
     parser.add_argument("--out")
@@ -80,7 +80,7 @@ def main() -> None:
         )  # fmt: skip
         material = Material(grid, tokenizer, demo.held_out_text())
         measure = Measure(model, material)
-        windows, _ = material.windows(args.length)
+        windows = material.windows(args.length)[0][:WINDOWS]
         for name, text in ROWS.items():
             found = measure(text)
             held = reserve(model, kvjax.parse(text, share), windows)
@@ -93,7 +93,7 @@ def main() -> None:
             "model": "bundled",
             "task": TASK,
             "length": args.length,
-            "cases_per_depth": args.cases,
+            "cases": args.cases,
             "rows": rows,
         },
     )

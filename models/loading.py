@@ -345,12 +345,15 @@ def _place(part: _Part, sharding: Sharding | ShardingRule | None) -> jax.Array:
     )
 
 
-def random_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
-    """A decoder with random float32 weights, for tests and demonstrations.
+def random_decoder(
+    config: DecoderConfig, seed: int = 0, *, dtype: DTypeLike = jnp.float32
+) -> Decoder:
+    """A decoder with random weights, for tests, demonstrations and measurements of speed.
 
     Args:
       config: what the decoder is made of.
       seed: equal seeds give equal weights.
+      dtype: of the weights.
 
     Returns:
       A `Decoder`.
@@ -362,7 +365,7 @@ def random_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128)).num_layers
       2
     """
-    return Decoder(config, rngs=nnx.Rngs(seed))
+    return Decoder(config, dtype=dtype, rngs=nnx.Rngs(seed))
 
 
 def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
+from kvjax.budgets.budgets import check_count
 from kvjax.messages import brief
 from kvjax.regular_files import read_json
 
@@ -22,45 +24,87 @@ from .families import FAMILIES, check_raw_config, parse_config
 from .placement import weight_placement
 from .tensor_names import ParameterPath
 
-_LLAMA_3_1 = {
-    "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-    "tie_word_embeddings": False, "hidden_act": "silu",
-    "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+
+def _llama_3(
+    hidden: int, intermediate: int, layers: int, heads: int, factor: float = 8.0, tied: bool = False
+) -> dict[str, Any]:
+    """Of Llama 3.1 and 3.2, whose context was stretched from 8,192 tokens."""
+    scaling = {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    },
-}  # fmt: skip
-
-
-def _llama_3_1(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
-    return _LLAMA_3_1 | sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}
+    }  # fmt: skip
+    return {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": scaling, "tie_word_embeddings": tied, "hidden_act": "silu",
+    }  # fmt: skip
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": _llama_3_1(4096, 14336, 32, 32),
-    "llama-3.1-70b": _llama_3_1(8192, 28672, 80, 64),
-    "llama-3.1-405b": _llama_3_1(16384, 53248, 126, 128),
-}
+    "llama-3.1-8b": _llama_3(4096, 14336, 32, 32),
+    "llama-3.1-70b": _llama_3(8192, 28672, 80, 64),
+    "llama-3.1-405b": _llama_3(16384, 53248, 126, 128),
+    "llama-3.2-1b": _llama_3(2048, 8192, 16, 32, factor=32.0, tied=True),
+    "mistral-7b-v0.2": {
+        "model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584,
+        "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "use_sliding_window": False, "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    },
+    "glm-4-9b-chat": {
+        "model_type": "chatglm", "padded_vocab_size": 151552, "hidden_size": 4096,
+        "ffn_hidden_size": 13696, "num_layers": 40, "num_attention_heads": 32,
+        "multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 128,
+        "seq_length": 131072, "layernorm_epsilon": 1.5625e-07, "rope_ratio": 500,
+        "original_rope": True, "rmsnorm": True, "post_layer_norm": True,
+        "apply_residual_connection_post_layernorm": False, "add_bias_linear": False,
+        "add_qkv_bias": True, "tie_word_embeddings": False,
+    },
+    "smollm2-135m": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
+        "tie_word_embeddings": True, "hidden_act": "silu",
+    },
+}  # fmt: skip
 """What `config.json` says of models that are known by name."""
 
 
-def shape_config(given: str | os.PathLike[str]) -> DecoderConfig:
+def shape_config(given: str | os.PathLike[str], layers: int | None = None) -> DecoderConfig:
     """The configuration of a model of which no weights are needed.
 
     Args:
       given: a folder with `config.json`, such a file by itself, or a name of `SHAPES`. How the
         weights are stored (`quantization_config`) is not looked at.
+      layers: how many of its layers, from the first on; None: all.
 
     Raises:
-      ValueError: it is none of them, or what `read_config` refuses of a configuration.
+      TypeError, ValueError: it is none of them, what `read_config` refuses of a configuration, or
+        a number of layers that it does not have.
 
     Example:
       >>> from kvjax.models.shapes import shape_config
-      >>> shape_config("llama-3.1-70b").num_layers
-      80
+      >>> shape_config("llama-3.1-70b").num_layers, shape_config("llama-3.1-70b", 2).num_layers
+      (80, 2)
     """
+    config = _whole_config(given)
+    if layers is None:
+        return config
+    check_count("layers", layers, 1, most=config.num_layers)
+    return dataclasses.replace(config, num_layers=layers, layers=config.layers[:layers])
+
+
+def _whole_config(given: str | os.PathLike[str]) -> DecoderConfig:
     path = Path(given)
     if path.is_dir():
         path /= "config.json"

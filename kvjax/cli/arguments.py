@@ -14,15 +14,18 @@ import numpy as np
 import kvjax
 from kvjax.cli import (
     ask_command,
+    bench_command,
     chat_command,
     compare_command,
+    diagnose_command,
     generate_command,
     methods_command,
     options,
     plan_command,
     read_command,
+    show_command,
 )
-from kvjax.evaluation import grid
+from kvjax.evaluation import diagnosis, grid, speed
 from kvjax.messages import brief, printable
 from kvjax.registry import expression
 
@@ -128,15 +131,64 @@ def parser() -> Parser:
     ))  # fmt: skip
     _add_compare_options(command(
         "compare", compare_command.compare,
-        "measure what methods keep: answers, perplexity, bytes, times",
-        "Runs methods over budgets, prompt lengths and depths: which questions about\n"
-        "a long text are still answered, what held-out text costs, bytes and times.\n"
-        "Prints a table and writes results.json, results.csv, timings.json and pictures.\n"
-        "An interrupted run goes on when the same command is given again.",
+        "measure what methods keep: answers, perplexity, attention, bytes",
+        "Runs methods over budgets and prompt lengths: which questions about a long text\n"
+        "are still answered, what held-out text costs, what attention loses, and bytes.\n"
+        "Prints a table and writes results.json, results.csv, timings.json, pictures and\n"
+        "report.html.\n"
+        "An interrupted run goes on when the same command is given again, and a command\n"
+        "with more methods, budgets, tasks, lengths or cases measures what is missing.",
         "examples:\n"
         "  kvjax compare\n"
-        "  kvjax compare --methods snapkv,h2o --budgets 0.1,0.2 --cases 20\n"
-        "  kvjax compare --model DIR --text book.txt --lengths 4096 --depths 0,0.5,1",
+        "  kvjax compare --methods snapkv,h2o --budgets 0.1,0.2 --cases 100\n"
+        "  kvjax compare --model DIR --text book.txt --lengths 4096",
+    ))  # fmt: skip
+    _add_eval_options(command(
+        "eval", compare_command.compare, "run published tasks through compressed caches",
+        "Runs tasks through the caches of methods and budgets, beside the full cache:\n"
+        "RULER (generated in a text), LongBench, ZeroSCROLLS, XSum and GSM8K (from files\n"
+        "in --data), the tasks of kvjax compare, perplexity and attention. Published tasks\n"
+        "need packages: pip install 'kvjax[eval]'. Results are those of kvjax compare, and\n"
+        "go on as there.",
+        "examples:\n"
+        "  kvjax eval niah_single_2 vt --model smollm2 --method snapkv --budget 0.2\n"
+        "  kvjax eval multi_news --model DIR --data longbench --lengths 4096\n"
+        "  kvjax eval perplexity --model DIR --text book.txt --method h2o,quest --budget 0.1,0.2",
+    ))  # fmt: skip
+    _add_bench_options(command(
+        "bench", bench_command.bench,
+        "measure what methods cost: times and bytes, beside the machine's own",
+        "Measures methods against the full cache: time to the first token and per further\n"
+        "one, tokens per second, seconds of compilation, bytes of caches, resident bytes and\n"
+        "their peak. Beside them stands the least that the machine needs, by its bandwidth\n"
+        "and its rate of products, which are measured too. A model is given with its weights,\n"
+        "or as a shape that gets random ones.",
+        "examples:\n"
+        "  kvjax bench\n"
+        "  kvjax bench --model DIR --method snapkv h2o clusterkv --batch 1 4\n"
+        "  kvjax bench --shape llama-3.1-8b --layers 2 --tokens 8192",
+    ))  # fmt: skip
+    _add_show_options(command(
+        "show", show_command.show, "show what kvjax compare or kvjax eval found",
+        "Prints the table of a comparison, finished or not, and writes results.json,\n"
+        "results.csv, pictures and report.html, a page that needs nothing else. Nothing is\n"
+        "measured.",
+        "examples:\n"
+        "  kvjax show kvjax-compare\n"
+        "  kvjax show results --out page",
+    ))  # fmt: skip
+    _add_diagnose_options(command(
+        "diagnose", diagnose_command.run,
+        "find the smallest cache that holds for a text of yours",
+        "Reads a text once, and says for each method and budget how far the outputs of\n"
+        "attention are from those of the full cache, by layer and head, and how many\n"
+        "bytes the cache takes. Recommends the smallest cache under an error, and draws\n"
+        "what is alike in the text's cache. The question stands inside what is\n"
+        "compressed, or comes after it.",
+        "examples:\n"
+        "  kvjax diagnose --prompt-file book.txt --model DIR\n"
+        "  kvjax diagnose --prompt-file book.txt --ask 'Who is Ishmael?' --question after\n"
+        "  kvjax diagnose --prompt-file book.txt --methods all --error 0.05 --out pictures",
     ))  # fmt: skip
     _add_plan_options(command(
         "plan", plan_command.run, "what devices will hold, and how many requests fit",
@@ -216,32 +268,138 @@ def _add_chat_options(own: Parser) -> None:
 
 
 def _add_compare_options(own: Parser) -> None:
+    _add_grid_options(own, "s", "kvjax-compare")
+    _add_list(own, "--tasks", name_list, grid.DEFAULT_TASKS, "see kvjax eval --help")
+
+
+def _add_eval_options(own: Parser) -> None:
+    own.add_argument("tasks", metavar="TASK", nargs="+",
+        help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
+    _add_grid_options(own, "", "kvjax-eval")
+
+
+def _add_grid_options(own: Parser, several: str, out: str) -> None:
+    """What both commands take; `several` ends the names of --method and --budget."""
     options.add_model(own)
     own.add_argument("--text", metavar="FILE",
         help="UTF-8 text that the model does not know (default: a bundled one)")  # fmt: skip
-
-    def add(name: str, kind: Callable, default, about: str, metavar: str = "LIST") -> None:
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        help_text = f"{about} (default: {shown})"
-        own.add_argument(name, metavar=metavar, type=kind, default=default, help=help_text)
-
-    add("--methods", method_list, grid.METHODS,
-        "methods of `kvjax methods` and compositions, or all; full is always there")  # fmt: skip
-    add("--budgets", number_list, grid.BUDGETS,
-        "shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
-    add("--lengths", number_list, grid.LENGTHS, "tokens of a prompt")
-    add("--depths", depth_list, grid.DEPTHS,
+    own.add_argument("--data", metavar="DIR", help="folder with the files of data sets")
+    _add_list(own, f"--method{several}", method_list, grid.METHODS,
+        "methods of `kvjax methods` and compositions, or all; full is always there",
+        dest="methods")  # fmt: skip
+    _add_list(own, f"--budget{several}", number_list, grid.BUDGETS,
+        "shares of the prompt (0.1) or slots per head (64)", dest="budgets")  # fmt: skip
+    _add_list(own, "--lengths", number_list, grid.LENGTHS, "tokens of a prompt")
+    _add_list(own, "--question", name_list, grid.QUESTIONS,
+        "asked inside of what is compressed, or after it", dest="questions")  # fmt: skip
+    _add_list(own, "--depths", depth_list, grid.DEPTHS,
         "where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
-    add("--tasks", name_list, grid.DEFAULT_TASKS, f"of {', '.join(grid.TASKS)}")
-    add("--cases", int, grid.CASES, "per task, method, budget, length and depth", "N")
-    add("--seed", options.seed, 0, "of the cases", "N")
-    add("--out", str, "kvjax-compare", "folder of the results", "DIR")
+    _add_list(own, "--cases", int, grid.CASES, "per task, length and question", metavar="N")
+    own.add_argument("--max-new", metavar="N", type=int,
+        help="most tokens of an answer (default: what each task says)")  # fmt: skip
+    own.add_argument("--chat", action=argparse.BooleanOptionalAction,
+        help="prompts are messages of the model's chat template (default: as each benchmark has "
+        "it; RULER has none)")  # fmt: skip
+    _add_list(own, "--seed", options.seed, 0, "of the cases", metavar="N")
+    _add_list(own, "--out", str, out, "folder of the results", metavar="DIR")
+
+
+def _add_list(
+    own: Parser, name: str, kind: Callable, default, about: str, metavar: str = "LIST", **rest
+) -> None:
+    """An option whose help ends with its default."""
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    help_text = f"{about} (default: {shown})"
+    own.add_argument(name, metavar=metavar, type=kind, default=default, help=help_text, **rest)
+
+
+def _add_bench_options(own: Parser) -> None:
+    add = own.add_argument
+    options.add_model(own)
+    add("--shape", metavar="DIR_OR_NAME",
+        help="folder with config.json, such a file, or a name such as llama-3.1-8b, in place of "
+        "--model: a model of these sizes with random weights reads random tokens")  # fmt: skip
+    add("--layers", metavar="N", type=int,
+        help="layers of the shape, from the first on (default: all)")  # fmt: skip
+    add("--tokens", metavar="N", type=int, default=speed.PROMPT_TOKENS,
+        help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
+    add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
+        help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
+    add("--batch", metavar="N", type=int, nargs="+", default=list(speed.BATCHES),
+        help="rows at a time (default: 1)")  # fmt: skip
+    add("--method", metavar="NAME", nargs="+", default=bench_command.METHODS,
+        help="methods of `kvjax methods` and compositions (default: "
+        f"{' '.join(bench_command.METHODS)}); full is always there")  # fmt: skip
+    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
+        help="as for kvjax generate (default: 0.1)")  # fmt: skip
+    add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
+        help="in which every method runs once; the fastest counts (default: "
+        f"{speed.ROUNDS})")  # fmt: skip
+    add("--dtype", choices=("bfloat16", "float16", "float32"),
+        help="of weights, keys and values (default: float32 on a CPU, else bfloat16)")  # fmt: skip
+
+
+def _add_show_options(own: Parser) -> None:
+    own.add_argument("folder", metavar="FOLDER", help="of kvjax compare or kvjax eval")
+    own.add_argument("--out", metavar="DIR", help="where it is written (default: FOLDER)")
+
+
+def _add_bench_options(own: Parser) -> None:
+    add = own.add_argument
+    options.add_model(own)
+    add("--shape", metavar="DIR_OR_NAME",
+        help="folder with config.json, such a file, or a name such as llama-3.1-8b, in place of "
+        "--model: a model of these sizes with random weights reads random tokens")  # fmt: skip
+    add("--layers", metavar="N", type=int,
+        help="layers of the shape, from the first on (default: all)")  # fmt: skip
+    add("--tokens", metavar="N", type=int, default=speed.PROMPT_TOKENS,
+        help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
+    add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
+        help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
+    add("--batch", metavar="N", type=int, nargs="+", default=list(speed.BATCHES),
+        help="rows at a time (default: 1)")  # fmt: skip
+    add("--method", metavar="NAME", nargs="+", default=bench_command.METHODS,
+        help="methods of `kvjax methods` and compositions (default: "
+        f"{' '.join(bench_command.METHODS)}); full is always there")  # fmt: skip
+    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
+        help="as for kvjax generate (default: 0.1)")  # fmt: skip
+    add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
+        help="in which every method runs once; the fastest counts (default: "
+        f"{speed.ROUNDS})")  # fmt: skip
+    add("--dtype", choices=("bfloat16", "float16", "float32"),
+        help="of weights, keys and values (default: float32 on a CPU, else bfloat16)")  # fmt: skip
+
+
+def _add_diagnose_options(own: Parser) -> None:
+    options.add_model(own)
+    own.add_argument("--prompt-file", metavar="FILE", required=True,
+        help="UTF-8 file with the text; - is standard input")  # fmt: skip
+    own.add_argument("--ask", metavar="TEXT",
+        help="a question about the text (default: the last "
+        f"{diagnose_command.QUESTION_TOKENS} tokens of the text stand for one)")  # fmt: skip
+    own.add_argument("--question", choices=("inside", "after"), default="inside",
+        help="whether the question is compressed with the text, or asked afterwards (default: "
+        "inside)")  # fmt: skip
+    options.add_template(own, "the text")
+    own.add_argument("--methods", metavar="LIST", type=method_list, default=grid.METHODS,
+        help="methods of `kvjax methods` and compositions, or all (default: "
+        f"{','.join(grid.METHODS)})")  # fmt: skip
+    own.add_argument("--budgets", metavar="LIST", type=number_list, default=diagnosis.BUDGETS,
+        help="shares of the prompt (0.1) or slots per head (64) (default: "
+        f"{','.join(map(str, diagnosis.BUDGETS))})")  # fmt: skip
+    own.add_argument("--error", metavar="E", type=float, default=diagnosis.ERROR,
+        help="largest relative error of the recommended cache (default: "
+        f"{diagnosis.ERROR})")  # fmt: skip
+    own.add_argument("--new", metavar="N", type=int, default=diagnosis.NEW_TOKENS,
+        help="new tokens that errors are means over (default: "
+        f"{diagnosis.NEW_TOKENS})")  # fmt: skip
+    own.add_argument("--out", metavar="FOLDER", help="where pictures are drawn")
 
 
 def _add_plan_options(own: Parser) -> None:
     add = own.add_argument
     add("--model", metavar="DIR_OR_SHAPE", required=True,
-        help="folder with config.json, such a file, or llama-3.1-8b, -70b or -405b")  # fmt: skip
+        help="folder with config.json, such a file, or a name such as llama-3.1-8b")  # fmt: skip
     add("--mesh", metavar="SIZES", type=plan_command.mesh_sizes, default={"tensor": 1},
         help="devices that divide rows (data) and heads (tensor), as data=2,tensor=4 (default: "
         "one device)")  # fmt: skip

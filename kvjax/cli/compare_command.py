@@ -1,4 +1,4 @@
-"""`kvjax compare`: arguments checked, progress while it runs, a table at its end."""
+"""`kvjax compare` and `kvjax eval`: arguments checked, progress, and a table at the end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from kvjax.evaluation.compare import run
 from kvjax.evaluation.files import as_json, check_folder, timings
 from kvjax.evaluation.material import Material
 
-_GRID = ("methods", "budgets", "lengths", "depths", "tasks", "cases", "seed")
+_GRID = (
+    "methods", "budgets", "lengths", "questions", "depths", "tasks", "cases", "seed", "chat",
+    "max_new",
+)  # fmt: skip
 
 
 def compare(args: argparse.Namespace) -> int:
-    """`kvjax compare`; the exit code is 1 if a cell failed."""
+    """`kvjax compare`, and `kvjax eval`; the exit code is 1 if a cell failed."""
     # Imported here: kvjax does without kvjax.models, and help without what they import.
     from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
 
@@ -37,7 +40,7 @@ def compare(args: argparse.Namespace) -> int:
     grid.check_model(config.num_layers)
     with Display(not args.json) as display:
         display.show(0, None, "reading the text")
-        material = Material(grid, load_tokenizer(path), text)
+        material = Material(grid, load_tokenizer(path), text, args.data)
         material.check(config)
         display.show(0, None, "loading the model")
         compilation_cache.enable()

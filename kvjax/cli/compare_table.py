@@ -2,113 +2,104 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.evaluation.results import Average, Proportion, Results
+from kvjax.evaluation import tables
+from kvjax.evaluation.results import Results
+from kvjax.evaluation.tables import AS_FULL, AT_FLOOR, DEFINITIONS, FAILED, Column, Field
+from kvjax.messages import printable
 
-_WIDE = 110  # columns from which the table says everything
-_FAILED = Text("failed", style="red")
+_WIDE = 110  # columns from which there is space between columns
+_STYLES = {FAILED: "red", AS_FULL: "green"}
 _REASONS = 5  # failed cells that are told with their reasons
 
 
 def print_report(console: Console, results: Results, folder: Path) -> None:
-    """The table, what its columns are, the cells that failed and where the files are.
+    """A table per length, what its columns are, the cells that failed and where the files are.
 
-    A console that is too narrow for one table gets two, with the answers and with the figures.
+    What does not fit next to each other in the console's width goes into further tables.
     """
-    averages, wide = results.averages(), console.width >= _WIDE
-    answers = [_answers(row, averages[0]) for row in averages]
-    figures = [_figures(row, wide) for row in averages]
-    tables = [_table(averages, [a | b for a, b in zip(answers, figures, strict=True)], wide)]
-    unbounded = console.options.update(width=10_000)
-    if console.measure(tables[0], options=unbounded).maximum > console.width:
-        tables = [_table(averages, cells, wide) for cells in (answers, figures)]
-    for table in tables:
-        console.print(table)
-        console.print()
-    settings = results.settings
-    cells = len(settings["lengths"]) * len(settings["depths"])
-    lengths = ", ".join(f"{length:,}" for length in settings["lengths"])
-    console.print(
-        f"Accuracy over {settings['cases'] * cells:,} cases ({settings['cases']} at each of "
-        f"{len(settings['depths'])} depths in prompts of {lengths} tokens) with 95 % Wilson "
-        "interval; green: the full cache's accuracy lies in it. The question is inside the "
-        "compressed prompt.\n"
-        "Δ nats: loss per token of held-out text minus that with the full cache. cache: its bytes "
-        "after the prompt, as a share of the full cache's. recall: of the tokens with the most "
-        "attention. error: relative, of the attention outputs. TTFT, TPOT: time to the first token "
-        "and per further token.",
-        style="dim",
-    )
+    lengths = tables.tables(results)
+    for table in lengths:
+        cases = results.settings["cases"]
+        heading = f"Prompts of {table.length:,} tokens, {cases:,} cases of each task at most"
+        console.print(heading, style="bold")
+        for columns in _parts(console.width, table):
+            console.print(_rich_table(console.width, table, columns))
+            console.print()
+    for name, text in DEFINITIONS.items():
+        console.print(Text(f"{name}: {text}", style="dim"))
+    if any(column.at_floor for table in lengths for column in table.columns):
+        console.print(Text(f"*: {AT_FLOOR}.", style="dim"))
+    for note in tables.notes(results):
+        console.print(Text(note))
     failures = results.failures()
     for cell, reason in failures[:_REASONS]:
-        console.print(Text(f"failed: {cell}: {reason}", style="red"))
+        console.print(Text(printable(f"failed: {cell}: {reason}"), style="red"))
     if len(failures) > _REASONS:
         console.print(f"and {len(failures) - _REASONS} more that failed", style="red")
-    console.print(Text(f"Files: {folder}/results.json, results.csv, timings.json, *.png"))
+    console.print(Text(f"Files: {folder}/report.html, results.json, results.csv, *.png"))
 
 
-def _table(averages: list[Average], cells: list[dict[str, Text]], wide: bool) -> Table:
-    """A row per method and budget; its cells by the headings of their columns."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, int(wide)))
-    table.add_column("method", style="bold", overflow="fold")
-    table.add_column("budget", justify="right", no_wrap=True)
-    for heading in cells[0]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    methods = [row.method for row in averages]
+def _parts(width: int, table: tables.Table) -> Iterator[list[Column]]:
+    """The columns in groups that fit, each beside the names of the candidates."""
+    space = 3 if width >= _WIDE else 1
+    budgets = max(map(_budget_width, table.candidates))
+    free = width - _methods_width(width, table) - budgets - 2 * space
+    columns, used = [], 0
+    for column in table.columns:
+        own = space + max(map(cell_len, (*_heading(column).splitlines(), *_texts(column))))
+        if columns and used + own > free:
+            yield columns
+            columns, used = [], 0
+        columns, used = [*columns, column], used + own
+    yield columns
+
+
+def _methods_width(width: int, table: tables.Table) -> int:
+    """Of the first column, in which long names are broken."""
+    longest = max(len("method"), *(len(method) for method, _ in table.candidates))
+    return min(longest, max(12, width // 3))
+
+
+def _budget_width(candidate: tuple[str, str]) -> int:
+    return max(len("budget"), len(candidate[1]))
+
+
+def _texts(column: Column) -> list[str]:
+    return [_field(one, column).plain for one in column.fields]
+
+
+def _heading(column: Column) -> str:
+    """The words of a task below each other; a star where the full cache is at the floor."""
+    lines = [*column.heading.split(" "), column.under] if column.under else [column.heading]
+    lines[-1] += " *" if column.at_floor else ""
+    return "\n".join(lines)
+
+
+def _rich_table(width: int, table: tables.Table, columns: list[Column]) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, int(width >= _WIDE)))
+    made.add_column("method", style="bold", overflow="fold", max_width=_methods_width(width, table))
+    made.add_column("budget", justify="right", no_wrap=True)
+    for column in columns:
+        made.add_column(Text(_heading(column)), justify="right", no_wrap=True)
+    methods = [method for method, _ in table.candidates]
     grouped = len(set(methods)) < len(methods)  # several budgets of a method
-    for row, own, following in zip(averages, cells, [*methods[1:], None], strict=True):
-        budget = "-" if row.budget is None else str(row.budget)
-        ends = grouped and row.method != following
-        table.add_row(Text(row.method), budget, *own.values(), end_section=ends)
-    return table
+    for number, (method, budget) in enumerate(table.candidates):
+        ends = grouped and method != [*methods, None][number + 1]
+        cells = [_field(column.fields[number], column) for column in columns]
+        made.add_row(Text(method), budget, *cells, end_section=ends)
+    return made
 
 
-def _answers(row: Average, full: Average) -> dict[str, Text]:
-    return {
-        f"{task.replace('_', chr(10))} %": _accuracy(found, full.accuracy[task])
-        for task, found in row.accuracy.items()
-    }
-
-
-def _accuracy(found: Proportion | None, full: Proportion | None) -> Text:
-    """Share and interval, green where the full cache's share lies in the interval."""
-    if found is None:
-        return _FAILED
-    low, high = found.interval
-    as_full = full is not None and low <= full.share <= high
-    text = Text(found.percent, style="green" if as_full else "")
-    # Rounded outwards: 100-100 would claim more certainty than 200 of 200 cases give.
-    return text.append(f" {math.floor(100 * low)}-{math.ceil(100 * high)}", style="dim")
-
-
-def _figures(row: Average, wide: bool) -> dict[str, Text]:
-    def cell(value: float | None, text: str) -> Text:
-        return _FAILED if value is None else Text(text.format(value))
-
-    share = None if row.cache_bytes is None else row.cache_bytes / row.full_cache_bytes
-    cache = cell(share, "{:.1%}" if wide else "{:.0%}")
-    if wide and share is not None:
-        cache = Text(f"{decimal(row.cache_bytes)} ").append(cache)
-    return {
-        "Δ nats": cell(row.nll_difference, "{:+.3f}"),
-        "cache": cache,
-        "recall": cell(row.recall, "{:.0%}"),
-        "error": cell(row.attention_error, "{:.2f}"),
-        "TTFT\nms": _milliseconds(row.ttft_s),
-        "TPOT\nms": _milliseconds(row.tpot_s),
-    }
-
-
-def _milliseconds(seconds: float | None) -> Text:
-    if seconds is None:
-        return Text("-")
-    value = 1000 * seconds
-    return Text(f"{value:,.0f}" if value >= 10 else f"{value:.2f}")
+def _field(field: Field, column: Column) -> Text:
+    """Figure and interval; green where the full cache's score lies in it."""
+    text = Text(field.text, style="dim" if column.at_floor else _STYLES.get(field.state, ""))
+    return text.append(f" {field.detail}", style="dim") if field.detail else text

@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> None:
     config = shape_config(args.model)
     mesh = abstract_mesh(args.mesh.items())
     model = abstract_decoder(config, dtype=args.dtype, mesh=mesh)
-    # Where it is tied, the logits take all of it.
-    looked_up = 0 if config.tie_embeddings else bytes_on_device(model.embed.embedding.get_value())
+    looked_up = looked_up_bytes(model)
     made = {
         text: plan(
             model, method, max_prompt=args.tokens, max_new=args.new, dtype=args.dtype, mesh=mesh,
@@ -49,6 +48,16 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(record))
         return
     _show(Console(highlight=False), args, record)
+
+
+def looked_up_bytes(model: Any) -> int:
+    """Bytes per device of those weights of a `kvjax.models.Decoder` of which a step takes few rows.
+
+    They are those of the embedding. Where it is tied there are none: the logits take all of it.
+    """
+    if model.config.tie_embeddings:
+        return 0
+    return bytes_on_device(model.embed.embedding.get_value())
 
 
 def mesh_sizes(text: str) -> dict[str, int]:

@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention.attend import attend
+from kvjax.attention.attend import attend, flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
-from kvjax.compose.wrappers import HeadGroups
 from kvjax.generation.checks import check_prompts
+from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.steps import pad, read_prompt, scan_steps
+from kvjax.generation.steps import scan_steps
 from kvjax.protocol import Full, KVTransform
 
-from .recording import Truth, full_run, holds, looked_at, record, recorded, unrecord
+from .full_run import FullRun, Truth, Turn
+from .recording import holds, looked_at, record, recorded, unrecord
 
 
 def recall_rate(
@@ -141,10 +142,12 @@ class Fidelity(NamedTuple):
     Args:
       recall: `recall_rate` of each layer, row and KV head, `[L, B, H]`.
       error: `attention_error` of each layer and row, `[L, B]`.
+      head_error: the same of each KV head: of the outputs of its query heads alone, `[L, B, H]`.
     """
 
     recall: Float[np.ndarray, "L B H"]
     error: Float[np.ndarray, "L B"]
+    head_error: Float[np.ndarray, "L B H"]
 
 
 def measure_fidelity(
@@ -153,40 +156,9 @@ def measure_fidelity(
     prompts: Sequence[Sequence[int]],
     budget: int | None = None,
     new_tokens: int = 1,
+    questions: Sequence[Sequence[int]] | None = None,
 ) -> Fidelity:
-    """Recall and attention error of a method at the first tokens after a prompt.
-
-    The model reads the prompts once with the full cache and once with `transform`, and goes on
-    greedily with the full cache. In each layer of that run the new token's query, key and value go
-    to the full cache and to the method's cache of the same layer, and with them the query that the
-    layer below predicts, for methods that select by it. So every layer is judged alone:
-    what a lower layer gets wrong does not reach the queries of a higher one and is not counted
-    again. (A method that drops hidden states between layers, as PyramidInfer does, still changes
-    what its higher layers read.)
-
-    Recall compares with what attention looked at before anything was evicted for the new token: all
-    live slots and the new token's own, or those that the method selected. A merged slot counts as
-    the token whose position it has.
-
-    Code is compiled once for each transform, longest prompt, batch and number of new tokens. The
-    full cache's run is compiled once for all transforms.
-
-    Args:
-      model: as for `kvjax.generate`.
-      transform: the method.
-      prompts: token ids of each row; rows may differ in length.
-      budget: tokens with the most attention that should have been kept, see `recall_rate`; at most
-        the longest prompt's tokens and the new ones. None: as many as the method looked at, per
-        layer, row and head.
-      new_tokens: decode steps to average over; the first one by default.
-
-    Returns:
-      Means over the new tokens.
-
-    Raises:
-      TypeError, ValueError: before anything is computed: what `kvjax.generate` raises for prompts,
-        a budget or number of tokens out of range, a transform that keeps keys unrotated with a
-        model that gives `attend` rotated ones.
+    """`measure_fidelities` of one method.
 
     Example:
       >>> import kvjax
@@ -199,12 +171,73 @@ def measure_fidelity(
       >>> found.recall.shape, found.error.shape, bool(found.error.min() > 0)
       ((2, 1, 2), (2, 1), True)
     """
+    given = {"budget": budget, "new_tokens": new_tokens, "questions": questions}
+    return measure_fidelities(model, [transform], prompts, **given)[0]
+
+
+def measure_fidelities(
+    model: LanguageModel | FunctionalModel,
+    transforms: Sequence[KVTransform],
+    prompts: Sequence[Sequence[int]],
+    *,
+    budget: int | None = None,
+    new_tokens: int = 1,
+    questions: Sequence[Sequence[int]] | None = None,
+) -> list[Fidelity]:
+    """Recall and attention error of methods at the first tokens after a prompt.
+
+    The model reads the prompts once, for all methods together (see `kvjax.ReadOnce`), and goes on
+    greedily with the full cache. In each layer of that run the new token's query, key and value go
+    to the full cache and to each method's cache of the same layer, and with them the query that the
+    layer below predicts, for methods that select by it. So every layer is judged alone:
+    what a lower layer gets wrong does not reach the queries of a higher one and is not counted
+    again. (A method that drops hidden states between layers, as PyramidInfer does, still changes
+    what its higher layers read.)
+
+    Recall compares with what attention looked at before anything was evicted for the new token: all
+    live slots and the new token's own, or those that the method selected. A merged slot counts as
+    the token whose position it has.
+
+    Questions that stand at the end of the prompts are compressed with them. `questions` are not:
+    they follow the compressed prompts as a further turn, whose tokens each layer gets as the full
+    cache's run gives them, and the new tokens come after that.
+
+    Code is compiled once for each kind of layer, longest prompt and question, batch and number of
+    new tokens. The full cache's run is compiled once for all methods.
+
+    Args:
+      model: as for `kvjax.generate`.
+      transforms: the methods.
+      prompts: token ids of each row; rows may differ in length.
+      budget: tokens with the most attention that should have been kept, see `recall_rate`; at most
+        the longest row's tokens and the new ones. None: as many as the method looked at, per
+        layer, row and head.
+      new_tokens: decode steps to average over; the first one by default.
+      questions: token ids that follow the prompt of each row; none by default.
+
+    Returns:
+      For each method, means over the new tokens.
+
+    Raises:
+      TypeError, ValueError: before anything is computed: what `kvjax.generate` raises for prompts
+        and questions, another number of questions than of prompts, a budget or number of tokens out
+        of range, a transform that keeps keys unrotated with a model that gives `attend` rotated
+        ones.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.evaluation import measure_fidelities
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> methods = [kvjax.Full(), kvjax.H2O(budget=8)]
+      >>> found = measure_fidelities(model, methods, [list(range(32))], questions=[[4, 2]])
+      >>> [one.head_error.shape for one in found], bool(found[1].error.min() > 0)
+      ([(2, 1, 2), (2, 1, 2)], True)
+    """
     functional = as_functional(model)
-    bind(transform, functional.num_layers)  # whether it can be
-    check_count("new_tokens", new_tokens, 1)
-    # The full cache reads the prompts too, whatever positions the method could go beyond.
-    check_prompts(functional, prompts, (Full(),), new_tokens)
-    longest = max(len(prompt) for prompt in prompts)
+    longest = check_run(functional, transforms, prompts, questions, new_tokens)
     if budget is not None:
         check_count("budget", budget, 1)
         if budget > longest + new_tokens:
@@ -212,40 +245,74 @@ def measure_fidelity(
                 f"budget must be at most the {longest + new_tokens} tokens of the longest row, "
                 f"got {budget}"
             )
-    layers = bind(transform, functional.num_layers, functional.windows, longest + new_tokens)
-    tokens, positions = pad(prompts)
-    rotated = not any(map(_late, layers))
-    truth = full_run(rotated, new_tokens, functional, tokens, positions)
-    found = _method_run(layers, budget, functional, tokens, positions, truth)
-    return Fidelity(*map(np.asarray, found))
+    run = FullRun(functional, prompts, transforms, new_tokens=new_tokens, questions=questions)
+    return [judge(run, run.context(transform), budget) for transform in transforms]
 
 
-def _late(layer: KVTransform) -> bool:
-    """Whether a layer rotates its keys when they are read."""
-    parts = [tx for _, tx in layer.groups] if isinstance(layer, HeadGroups) else [layer]
-    return any(part.needs.unrotated_keys for part in parts)
+def check_run(
+    model: FunctionalModel,
+    transforms: Sequence[KVTransform],
+    prompts: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]] | None,
+    new_tokens: int,
+) -> int:
+    """Tokens of the longest row; raises where a `FullRun` cannot be made of these."""
+    for transform in transforms:
+        bind(transform, model.num_layers)
+    check_count("new_tokens", new_tokens, 1)
+    # The full cache reads the prompts too, whatever positions a method could go beyond.
+    check_prompts(model, prompts, (Full(),), new_tokens)
+    if questions is None:
+        return max(map(len, prompts))
+    if len(questions) != len(prompts):
+        raise ValueError(
+            f"there must be a question for each of the {len(prompts)} prompts, got {len(questions)}"
+        )
+    check_prompts(model, questions, (Full(),), new_tokens)
+    rows = [[*prompt, *question] for prompt, question in zip(prompts, questions, strict=True)]
+    check_prompts(model, rows, (Full(),), new_tokens)
+    return max(map(len, rows))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _method_run(
-    layers, budget: int | None, model: FunctionalModel, tokens, positions, truth: tuple[Truth, ...]
-) -> tuple[Float[Array, "L B H"], Float[Array, "L B"]]:
-    """Recall and error of a method's caches, fed with the full run."""
-    _, caches = read_prompt(model, layers, tokens, positions, max_new=len(truth[0].output))
+def judge(run: FullRun, context: Context, budget: int | None = None) -> Fidelity:
+    """Recall and error of a method's caches that hold the prompts of a run; see there."""
+    interval = flush_interval(context.caches)
+    turns = run.turns or [None] * len(context.layers)
+    of_layers = zip(context.layers, context.caches, turns, run.truth, strict=True)
+    found = [
+        _judge_layer(layer, budget, interval, cache, turn, truth, run.start)
+        for layer, cache, turn, truth in of_layers
+    ]
+    return Fidelity(*(np.stack(part) for part in zip(*found, strict=True)))
 
-    def step(position, caches, truth):
-        found = [
-            _judge(*each, position, budget) for each in zip(layers, caches, truth, strict=True)
-        ]
-        caches, recall, error = zip(*found, strict=True)
-        return position + 1, caches, (jnp.stack(recall), jnp.stack(error))
 
-    _, _, found = scan_steps(step, positions.max(-1) + 1, caches, truth)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _judge_layer(
+    layer: KVTransform,
+    budget: int | None,
+    interval: int | None,
+    cache: Cache,
+    turn: Turn | None,
+    truth: Truth,
+    start: Int[Array, " B"],
+) -> tuple[Float[Array, "B H"], Float[Array, " B"], Float[Array, "B H"]]:
+    """Recall, error and error by head of one layer's cache, fed with the full run."""
+    if turn is not None:
+        _, cache = attend(
+            layer, cache, turn.query, turn.key, turn.value, turn.position,
+            phase="prompt", rope=turn.rope, **turn.logits._asdict(),
+        )  # fmt: skip
+
+    def step(position, cache, truth):
+        cache, found = _judge_step(layer, cache, truth, position, budget)
+        return position + 1, cache, found
+
+    _, _, found = scan_steps(step, start, cache, truth, interval)
     return tuple(x.mean(0) for x in found)
 
 
-def _judge(layer: KVTransform, cache: Cache, truth: Truth, position, budget: int | None):
-    """One layer's cache after the new token, its recall and its error."""
+def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget: int | None):
+    """A layer's cache after a new token, its recall, its error and its error by head."""
     own = truth.record
     out, cache = attend(
         recorded(layer), record(cache), own.query, own.key, own.value, position[:, None],
@@ -254,4 +321,7 @@ def _judge(layer: KVTransform, cache: Cache, truth: Truth, position, budget: int
     cache, records = unrecord(cache)
     held = looked_at(layer, records, truth.attention.shape[-1])
     recall = _recall(truth.attention, held, held.sum(-1) if budget is None else budget)
-    return cache, recall, attention_error(out, truth.output)
+    batch, heads = held.shape[:2]
+    by_head = (x.reshape(batch, heads, -1) for x in (out, truth.output))
+    head_error = jax.vmap(attention_error, in_axes=1, out_axes=1)(*by_head)
+    return cache, (recall, attention_error(out, truth.output), head_error)

@@ -1,4 +1,4 @@
-"""What a comparison covers: methods × budgets × lengths × depths as one value."""
+"""What a comparison covers: methods × budgets × tasks × lengths × questions as one value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse
 
-from .retrieval import TASKS
+from .tasks import ANSWERS, MEASURES
 
 METHODS = ("full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)")
 ALL_METHODS = (
@@ -27,13 +27,18 @@ ALL_METHODS = (
 BUDGETS = (0.1, 0.2)
 LENGTHS = (512, 2048)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-DEFAULT_TASKS = ("needle", "multi_needle")
-CASES = 4
+DEFAULT_TASKS = ("needle", "multi_needle", *MEASURES)
+QUESTIONS = ("inside", "after")
+CASES = 20
 MOST_DEPTHS = 1_000
-"""The most depths: each is a cell for every method, budget, length and task."""
+"""The most depths, over which the cases of a task are spread."""
 
 MOST_CASES = 100_000
-"""The most cases of a cell."""
+"""The most cases of a task."""
+
+MOST_MEASURED = {"perplexity": 32, "attention": 4}
+"""The most cases of what is measured without questions: windows of the text, and prompts of the
+first task."""
 
 
 @dataclass(frozen=True)
@@ -59,27 +64,55 @@ class Candidate:
                 budget = None
         return cls(method, budget, transform)
 
+    @property
+    def key(self) -> tuple[str, int | float | None]:
+        """Method and budget."""
+        return self.method, self.budget
+
     def named(self) -> dict[str, Any]:
         """Method and budget as `--json` prints them."""
         return {"method": self.method, "budget": self.budget}
 
 
-class Cell(NamedTuple):
-    """One unit of work.
+class Unit(NamedTuple):
+    """Prompts that are read together, once for all methods.
 
     Args:
-      measure: "retrieval", "perplexity" or "fidelity".
-      method, budget: of the candidate.
-      length: tokens of each prompt.
-      task, depth: of retrieval; None for the others.
+      task: a name of `kvjax.evaluation.TASKS`.
+      length: tokens of each prompt, the most of them in tasks of given documents.
+      question: `"inside"`: the question is part of what is compressed; `"after"`: it is asked when
+        the text before it has been read and compressed. None in tasks without questions.
+      first, stop: the task's cases, `first` to `stop - 1`.
     """
 
-    measure: str
+    task: str
+    length: int
+    question: str | None
+    first: int
+    stop: int
+
+    def __str__(self) -> str:
+        """What a progress display says of it."""
+        what = self.task.replace("_", " ")
+        asked = "" if self.question is None else f" · question {self.question}"
+        return f"{what} · {self.length:,} tokens{asked} · cases {self.first + 1}-{self.stop}"
+
+
+class Cell(NamedTuple):
+    """One unit of work: a method on the prompts of a `Unit`, whose fields come first."""
+
+    task: str
+    length: int
+    question: str | None
+    first: int
+    stop: int
     method: str
     budget: int | float | None
-    length: int
-    task: str | None = None
-    depth: float | None = None
+
+    @property
+    def unit(self) -> Unit:
+        """The prompts."""
+        return Unit(*self[:5])
 
     @property
     def candidate(self) -> str:
@@ -87,10 +120,8 @@ class Cell(NamedTuple):
         return self.method if self.budget is None else f"{self.method} {self.budget}"
 
     def __str__(self) -> str:
-        """What a progress display says of it."""
-        what = self.measure if self.task is None else self.task.replace("_", " ")
-        where = "" if self.depth is None else f" · depth {self.depth:g}"
-        return f"{self.candidate} · {what} · {self.length:,} tokens{where}"
+        """What a message says of it."""
+        return f"{self.candidate} · {self.unit}"
 
 
 @dataclass(frozen=True)
@@ -101,17 +132,26 @@ class Grid:
       candidates: methods with budgets, the full cache first.
       tasks: of `kvjax.evaluation.TASKS`.
       lengths: prompt tokens, question included.
-      depths: shares of the text that come before the sentence that is asked for.
-      cases: per task, length and depth; every candidate sees the same ones.
+      questions: where the question stands, of `"inside"` and `"after"`.
+      depths: shares of the text before what is asked for, over which the cases of tasks are spread
+        whose depth can be chosen: case i has depth i modulo their number.
+      cases: per task, length and question, 32 of `perplexity` and 4 of `attention` at most; every
+        candidate sees the same ones.
       seed: of the cases.
+      chat: whether prompts are messages of the model's chat template; None: as each benchmark
+        has it.
+      max_new: most new tokens of an answer; None: as many as each task says.
     """
 
     candidates: tuple[Candidate, ...]
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
+    questions: tuple[str, ...]
     depths: tuple[float, ...]
     cases: int
     seed: int
+    chat: bool | None
+    max_new: int | None
 
     @classmethod
     def of(
@@ -120,17 +160,20 @@ class Grid:
         methods: Sequence[str] = METHODS,
         budgets: Sequence[int | float] = BUDGETS,
         lengths: Sequence[int] = LENGTHS,
+        questions: Sequence[str] = QUESTIONS,
         depths: Sequence[float] = DEPTHS,
         tasks: Sequence[str] = DEFAULT_TASKS,
         cases: int = CASES,
         seed: int = 0,
+        chat: bool | None = None,
+        max_new: int | None = None,
     ) -> Grid:
         """A grid of these methods and budgets; duplicates count once.
 
         Args:
           methods: names and compositions as `kvjax.parse` reads them. `full` is always there.
           budgets: each for every method that takes one.
-          lengths, depths, tasks, cases, seed: as the fields.
+          lengths, questions, depths, tasks, cases, seed, chat, max_new: as the fields.
 
         Raises:
           TypeError, ValueError: what `kvjax.parse` raises, an empty list, an unknown task, a number
@@ -143,7 +186,7 @@ class Grid:
           [('full', None), ('h2o', 0.1), ('h2o', 0.2), ('snapkv(budget=64)', None)]
         """
         given = {
-            "methods": methods, "budgets": budgets, "lengths": lengths,
+            "methods": methods, "budgets": budgets, "lengths": lengths, "questions": questions,
             "depths": depths, "tasks": tasks,
         }  # fmt: skip
         for name, values in given.items():
@@ -157,8 +200,12 @@ class Grid:
             if not isinstance(method, str):
                 raise TypeError(f"a method must be text such as 'snapkv', got {brief(method)}")
         for task in tasks:
-            if task not in TASKS:
-                raise ValueError(f"unknown task {brief(task)}; there are {', '.join(TASKS)}")
+            if task not in (*ANSWERS, *MEASURES):
+                names = ", ".join((*ANSWERS, *MEASURES))
+                raise ValueError(f"unknown task {brief(task)}; there are {names}")
+        for question in questions:
+            if question not in QUESTIONS:
+                raise ValueError(f"a question is asked inside or after, got {brief(question)}")
         for depth in depths:
             if isinstance(depth, bool) or not isinstance(depth, int | float | np.number):
                 raise TypeError(f"depth must be a number, got {brief(depth)}")
@@ -172,14 +219,19 @@ class Grid:
             check_budget(budget, 1, "one slot")
         check_count("cases", cases, 1, MOST_CASES)
         check_count("seed", seed, 0, most=math.inf)
+        if max_new is not None:
+            check_count("max_new", max_new, 1)
         every = itertools.product(["full", *(method.strip() for method in methods)], budgets)
         return cls(
             candidates=tuple(dict.fromkeys(itertools.starmap(Candidate.of, every))),
             tasks=tuple(dict.fromkeys(tasks)),
             lengths=tuple(sorted({int(length) for length in lengths})),
+            questions=tuple(place for place in QUESTIONS if place in questions),
             depths=tuple(sorted({float(depth) for depth in depths})),
             cases=int(cases),
             seed=int(seed),
+            chat=chat,
+            max_new=max_new,
         )
 
     def check_model(self, num_layers: int) -> None:
@@ -187,17 +239,26 @@ class Grid:
         for one in self.candidates:
             bind(one.transform, num_layers)
 
-    def settings(self) -> dict[str, Any]:
-        """The grid in the form that is written to files."""
-        rest = dict(vars(self))
-        return {"methods": [(one.method, one.budget) for one in rest.pop("candidates")], **rest}
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The tasks that ask questions."""
+        return tuple(task for task in self.tasks if task in ANSWERS)
 
-    def groups(self) -> Iterator[tuple[Candidate, list[Cell]]]:
-        """Each candidate at each length with its cells, which share compiled code."""
-        for length, one in itertools.product(self.lengths, self.candidates):
-            key = one.method, one.budget, length
-            retrieval = [
-                Cell("retrieval", *key, task, depth)
-                for task, depth in itertools.product(self.tasks, self.depths)
-            ]
-            yield one, [*retrieval, Cell("perplexity", *key), Cell("fidelity", *key)]
+    def settings(self) -> dict[str, Any]:
+        """What determines a result besides its cell, in the form that is written to files."""
+        return {
+            "seed": self.seed, "depths": self.depths, "chat": self.chat, "max_new": self.max_new,
+        }  # fmt: skip
+
+    def asked(self) -> dict[str, Any]:
+        """What the cells are made of, in the form that is written to files."""
+        return {
+            "methods": [one.key for one in self.candidates], "lengths": self.lengths,
+            "questions": self.questions, "cases": self.cases,
+        }  # fmt: skip
+
+    def units(self, task: str, length: int, cases: int, rows: int) -> Iterator[Unit]:
+        """The prompts of a task that are read together, so many rows at a time."""
+        questions = self.questions if task in ANSWERS else (None,)
+        for question, first in itertools.product(questions, range(0, cases, rows)):
+            yield Unit(task, length, question, first, min(first + rows, cases))

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
-from kvjax.compose.chain import bind
+from kvjax.generation.checks import check_turn
+from kvjax.generation.context import Context
+from kvjax.generation.generate import read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.steps import decode_step, read_prompt, scan_steps
+from kvjax.generation.steps import decode_step, scan_steps
 from kvjax.protocol import KVTransform
 
 
@@ -61,30 +64,71 @@ def continuation_nll(
     if prompt >= length:
         raise ValueError(f"prompt must be below the {length} tokens of a row, got {prompt}")
     functional = as_functional(model)
+    check_count("batch", len(tokens), 1)
     if functional.max_positions is not None and length > functional.max_positions:
         raise ValueError(f"the model has {functional.max_positions} positions, got {length} tokens")
     outside = tokens[(tokens < 0) | (tokens >= functional.vocab_size)]
     if outside.size:
         raise ValueError(f"tokens must lie in [0, {functional.vocab_size}), got {outside[0]}")
-    layers = bind(transform, functional.num_layers, functional.windows, length)
-    return np.asarray(_nll(layers, int(prompt), functional, jnp.asarray(tokens, jnp.int32)))
+    rows = tokens[:, :prompt].tolist()
+    context = read(
+        functional, rows, transform=transform, max_new=length - int(prompt), buckets=[int(prompt)]
+    )
+    return context_nll(functional, context, tokens[:, prompt:])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _nll(layers, prompt: int, model: FunctionalModel, tokens) -> Float[Array, "B M"]:
-    length = tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    read = tokens[:, :prompt], positions[:, :prompt]
-    logits, caches = read_prompt(model, layers, *read, max_new=length - prompt)
+def context_nll(
+    model: LanguageModel | FunctionalModel,
+    context: Context,
+    tokens: Int[np.ndarray, "B M"],
+) -> Float[np.ndarray, "B M"]:
+    """Negative log-likelihood of tokens that follow what a context has read, in nats.
 
+    As `continuation_nll`, for a prompt that has been read. The context stays as it is.
+
+    Args:
+      model: the one that has read it.
+      context: from `kvjax.read` or `kvjax.ReadOnce`, with room for the tokens but one.
+      tokens: token ids `[B, M]`, without padding.
+
+    Raises:
+      TypeError, ValueError: as `kvjax.generate` for a turn that does not fit.
+
+    Example:
+      >>> import kvjax
+      >>> import numpy as np
+      >>> from kvjax.evaluation import context_nll
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> context = kvjax.read(model, [[1, 2, 3]], max_new=8)
+      >>> context_nll(model, context, np.array([[4, 5, 6]])).shape
+      (1, 3)
+    """
+    functional = as_functional(model)
+    check_turn(functional, context, None, tokens.shape[1])
+    given = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
+    return np.asarray(_nll(context.layers, functional, *given))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nll(
+    layers: tuple[KVTransform, ...],
+    model: FunctionalModel,
+    caches: tuple[Cache, ...],
+    tokens: Int[Array, "B M"],
+    length: Int[Array, " B"],
+    logits: Float[Array, "B V"],
+) -> Float[Array, "B M"]:
     def step(logits, caches, new):
         token, position = new
         nll = _token_nll(logits, token)
         return *decode_step(model, layers, caches, token, position), nll
 
     # The last token is predicted and not fed: nothing comes after it.
-    fed = tokens[:, prompt:-1].T, positions[:, prompt:-1].T
-    logits, _, nll = scan_steps(step, logits, caches, fed)
+    positions = length[None, :] + jnp.arange(tokens.shape[1] - 1)[:, None]
+    logits, _, nll = scan_steps(step, logits, caches, (tokens[:, :-1].T, positions))
     return jnp.concatenate((nll, _token_nll(logits, tokens[:, -1])[None])).T
 
 

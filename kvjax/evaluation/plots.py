@@ -1,200 +1,249 @@
-"""Pictures of a comparison, drawn with matplotlib and without a display."""
+"""Pictures of a comparison: scores, perplexity, attention, and answers by depth and length."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
-from cycler import cycler
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from .files import writing
-from .results import Average, Proportion, Results
+from . import pictures
+from .heat_maps import heat_map
+from .measures import ERROR, NATS, RECALL, SCORE, Measure, Value
+from .pictures import Panel, Picture
+from .results import Results, Row
+from .tables import panel_name
+from .tasks import MEASURES
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart. Each has a marker and a dash
-# of its own, so that prints in grey can be read too. Later methods have smaller markers, so that a
-# marker in the same place below them is visible.
-_STYLES = cycler(
-    color=[
-        "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#332288",
-        "#882255", "#117733",
-    ],
-    marker="os^DvPX<*h",
-    markersize=np.linspace(11, 6, 10),
-    linestyle=[
-        "-", (0, (5, 2)), (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (9, 2)), (0, (3, 1)),
-        (0, (7, 1, 1, 1, 1, 1)), (0, (2, 2)), (0, (6, 1, 2, 1)), (0, (4, 4)),
-    ],
-)  # fmt: skip
+_ASIDE = 0.7  # of the distance between two budgets, over which the points of one are spread
+_INTERVAL = {"elinewidth": 0.9, "capsize": 2.5, "capthick": 0.9}
 
 
-def draw(results: Results, folder: Path) -> None:
-    """Writes all pictures of a comparison to a folder.
+def all_pictures(results: Results) -> list[Picture]:
+    """What a comparison has of these, for each length and method.
 
-    `accuracy_vs_budget.png` and `bytes_vs_accuracy.png` with a line per method, and for each method
-    `heatmap_<method>.png`, depth × length for every task and budget. A failed cell is a gap.
+    `scores_by_bytes_<length>`, `scores_by_budget_<length>`, `perplexity_<length>`,
+    `perplexity_quarters_<length>`, `attention_<length>`, `attention_layers_<length>`,
+    `heatmap_<method>`. Budgets as shares and as slots are apart from each other. What failed is a
+    gap.
     """
-    _save(accuracy_vs_budget(results), folder / "accuracy_vs_budget.png")
-    _save(bytes_vs_accuracy(results), folder / "bytes_vs_accuracy.png")
-    for method in _methods(results):
-        name = re.sub(r"[^\w.=-]+", "_", method).strip("_")
-        _save(heatmap(results, method), folder / f"heatmap_{name}.png")
+    found = [picture for length in results.settings["lengths"] for picture in _of(results, length)]
+    names = set()
+    for number, method in enumerate(("full", *methods(results))):
+        panels, size = heat_map(results, method)
+        if panels:
+            name = re.sub(r"[^\w.=-]+", "_", method).strip("_")[:100]
+            name += f"_{number}" * (name in names)  # another method differs in signs alone
+            names.add(name)
+            title = f"{method}: score by depth and prompt tokens"
+            found.append(Picture(f"heatmap_{name}", title, panels, size=size))
+    return found
 
 
-def _save(figure: Figure, path: Path) -> None:
-    with writing(path):
-        figure.savefig(path, dpi=150)
+def methods(results: Results) -> list[str]:
+    """The methods in the order of their styles."""
+    every = dict.fromkeys(method for method, _ in results.settings["methods"])
+    return [method for method in every if method != "full"]
 
 
-def accuracy_vs_budget(results: Results) -> Figure:
-    """A panel per task: accuracy over all lengths and depths against the budget."""
-    given = {budget for _, budget in results.settings["methods"] if budget is not None}
-    budgets = sorted(given, key=lambda budget: (isinstance(budget, int), budget))
+def _of(results: Results, length: int) -> list[Picture]:
+    """The pictures of one length that have lines."""
+    panels = {key: rows for key, rows in results.panels().items() if key[1] == length}
+    tasks: dict[str, list[tuple]] = {}
+    for key in panels:
+        tasks.setdefault(key[0], []).append(key)
+    kinds = _kinds(row for rows in panels.values() for row in rows)
+
+    def by_budget(keys: Iterable[tuple], measure: Measure) -> list[Panel]:
+        return [
+            Panel(
+                f"{measure.of}{panel_name(key[0], key[2])}, budget as {kind}",
+                partial(_by_budget, results, key, measure, kind),
+            )
+            for kind in kinds
+            for key in keys
+        ]
+
+    def by_bytes(keys: Iterable[tuple], measure: Measure) -> list[Panel]:
+        return [
+            Panel(
+                measure.of + panel_name(key[0], key[2]), partial(_by_bytes, results, key, measure)
+            )
+            for key in keys
+        ]
+
+    made: dict[str, tuple[str, list[list[Panel]]]] = {}
+    asked = [keys for task, keys in tasks.items() if task not in MEASURES]
+    if asked:
+        made["scores_by_bytes"] = (
+            "Score by bytes of the cache",
+            [by_bytes(keys, SCORE) for keys in asked],
+        )
+        made["scores_by_budget"] = "Score by budget", [by_budget(keys, SCORE) for keys in asked]
+    if keys := tasks.get("perplexity"):
+        made["perplexity"] = (
+            "Loss of held-out text",
+            [[*by_bytes(keys, NATS), *by_budget(keys, NATS)]],
+        )
+        made["perplexity_quarters"] = (
+            "Loss of held-out text by quarters of what follows the prompt",
+            [_profiles(results, keys[0], "quarter", NATS.label, _quarters)],
+        )
+    if keys := tasks.get("attention"):
+        made["attention"] = "Attention: error of its outputs, and recall of its tokens", [
+            by_budget(keys, ERROR), by_budget(keys, RECALL)
+        ]  # fmt: skip
+        made["attention_layers"] = (
+            "Error of attention outputs by layer",
+            [_profiles(results, keys[0], "layer", ERROR.label, lambda row, full: row.layer_error)],
+        )
+    return [
+        Picture(f"{name}_{length}", f"{title}, prompts of {length:,} tokens", rows,
+            length, legend=methods(results))
+        for name, (title, rows) in made.items()
+        if any(rows)
+    ]  # fmt: skip
+
+
+def _kinds(rows: Iterable[Row]) -> list[str]:
+    """The kinds of budget that there are; one at least."""
+    own = {_kind(row) for row in rows} - {None}
+    return [kind for kind in ("share", "slots") if kind in own] or ["share"]
+
+
+def _kind(row: Row) -> str | None:
+    if row.budget is None:
+        return None
+    return "slots" if isinstance(row.budget, int) else "share"
+
+
+# Lines
+
+
+def _by_budget(results: Results, key: tuple, measure: Measure, kind: str, axes: Axes) -> None:
+    """A line per method over the budgets of one kind; without a budget it goes across."""
+    full, own = _full_and_others(results, key)
+    budgets = sorted({row.budget for row in own if _kind(row) == kind})
     places = range(max(1, len(budgets)))
-
-    def points(rows: list[Average], number: int) -> tuple[list[float], list[Average]]:
+    names = methods(results)
+    _draw_full(axes, full, measure)
+    for number, name in enumerate(names):
+        rows = [row for row in own if row.method == name]
         # Shifted sideways, or the bars of equally good methods would hide each other.
-        aside = 0.08 * (number - (len(_methods(results)) - 2) / 2)
-        if rows[0].budget is None:
-            return [x + aside for x in places], rows * len(places)
-        return [budgets.index(row.budget) + aside for row in rows], rows
-
-    figure = _lines(results, "Right answers by budget", points)
-    for axes in figure.axes:
-        axes.set_xticks(range(len(budgets)), map(str, budgets))
-        axes.set_xlim(-0.5, len(places) - 0.5)
-        axes.set_xlabel("budget (share of the prompt, or slots per KV head)")
-    return figure
+        aside = _ASIDE * ((number + 0.5) / len(names) - 0.5)
+        points = [(budgets.index(row.budget), row) for row in rows if _kind(row) == kind]
+        points += [(place, row) for row in rows if row.budget is None for place in places]
+        _line(axes, number, [(x + aside, measure.value(row)) for x, row in points])
+    axes.set_xticks(places, map(str, budgets or ["of the method"]))
+    axes.set_xlim(-0.5, len(places) - 0.5)
+    axes.set_xlabel("budget: share of the prompt" if kind == "share" else "budget: slots a KV head")
+    _finish(axes, measure, results.at_floor(key))
 
 
-def bytes_vs_accuracy(results: Results) -> Figure:
-    """A panel per task: accuracy against the cache's bytes, as a share of the full cache's."""
-    averages = results.averages()
-    # A candidate with a failed cell may have no bytes, and then it has no point.
-    share = {
-        row[:2]: row.cache_bytes / row.full_cache_bytes
-        for row in averages
-        if row.cache_bytes is not None
-    }
-
-    def points(rows: list[Average], number: int) -> tuple[list[float], list[Average]]:
-        rows = [row for row in rows if row[:2] in share]
-        return [share[row[:2]] for row in rows], rows
-
-    figure = _lines(results, "Right answers by bytes", points)
-    for axes, full in zip(figure.axes, averages[0].accuracy.values(), strict=True):
-        if full is not None:
-            axes.plot(1.0, full.share, marker="*", markersize=12, color="black", linestyle="")
-        axes.set_xscale("log")
-        axes.set_xticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
-        axes.set_xlim(min(share.values(), default=0.1) * 0.8, 1.15)
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("bytes of the cache, share of the full cache's (log scale)")
-    return figure
+def _by_bytes(results: Results, key: tuple, measure: Measure, axes: Axes) -> None:
+    """A line per method and kind of budget; points of budgets in slots are hollow."""
+    full, own = _full_and_others(results, key)
+    own = [row for row in own if row.share is not None]  # one that failed has no bytes
+    _draw_full(axes, full, measure)
+    for number, name in enumerate(methods(results)):
+        for kind in ("share", "slots", None):
+            rows = [row for row in own if row.method == name and _kind(row) == kind]
+            points = [(row.share, measure.value(row)) for row in rows]
+            _line(axes, number, sorted(points, key=lambda point: point[0]), kind == "slots")
+    shares = [row.share for row in own] or [0.1]
+    axes.set_xscale("log")
+    axes.set_xticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0])
+    axes.set_xlim(min(0.5, *shares) * 0.8, max(1.15, *shares) * 1.05)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    hollow = "; hollow: budget in slots" * (len(_kinds(own)) > 1)
+    axes.set_xlabel(f"bytes, share of the full cache's{hollow}")
+    _finish(axes, measure, results.at_floor(key))
 
 
-def heatmap(results: Results, method: str) -> Figure:
-    """A method's accuracy by depth and length: a row of panels per task, a column per budget."""
-    tasks, depths, lengths = (results.settings[name] for name in ("tasks", "depths", "lengths"))
-    budgets = [budget for name, budget in results.settings["methods"] if name == method]
-    width = max(4.8, 1.6 + len(budgets) * (1.0 + 0.72 * len(lengths)))
-    height = 1.0 + len(tasks) * (1.0 + 0.52 * len(depths))
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(len(tasks), len(budgets), squeeze=False, sharex=True, sharey=True)
-    found = {row[:5]: row.accuracy for row in results.rows()}
-    for line, task in zip(panels, tasks, strict=True):
-        for axes, budget in zip(line, budgets, strict=True):
-            image = _fields(axes, [
-                [found[method, budget, length, task, depth] for length in lengths]
-                for depth in depths
-            ])  # fmt: skip
-            axes.set_xticks(np.arange(len(lengths)) + 0.5, [f"{x:,}" for x in lengths], fontsize=8)
-            axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{y:g}" for y in depths], fontsize=8)
-            title = _label(task) if budget is None else f"{_label(task)}, budget {budget}"
-            axes.set_title(title, fontsize=9)
-        line[0].set_ylabel("depth (0 = start)")
-    for axes in panels[-1]:
-        axes.set_xlabel("prompt tokens")
-    figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02, label="accuracy")
-    figure.suptitle(f"{method}: answers by depth and length", fontsize=11)
-    return figure
-
-
-def _fields(axes: Axes, grid: list[list[Proportion | None]]) -> Any:
-    """One heat map, accuracy and cases written into each field; hatched where a cell failed."""
-    shares = [[math.nan if one is None else one.share for one in line] for line in grid]
-    axes.patch.set(facecolor="0.9", edgecolor="0.6", hatch="///")
-    image = axes.pcolormesh(shares, vmin=0, vmax=1, cmap="cividis", edgecolors="white")
-    axes.set_ylim(len(grid), 0)  # the first depth is at the top
-    for y, line in enumerate(grid):
-        for x, one in enumerate(line):
-            text = "failed" if one is None else f"{one.percent}%\n{one.right}/{one.cases}"
-            colour = "black" if one is None or one.share >= 0.5 else "white"
-            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=colour, fontsize=8)
-    return image
-
-
-def _lines(
+def _profiles(
     results: Results,
-    title: str,
-    points: Callable[[list[Average], int], tuple[list[float], list[Average]]],
-) -> Figure:
-    """A panel per task with a line per method; the full cache is a line across and a band.
+    key: tuple,
+    what: str,
+    label: str,
+    values: Callable[[Row, Row | None], Sequence[float] | None],
+) -> list[Panel]:
+    """A panel per budget: a line per method over quarters or layers."""
+    full, own = _full_and_others(results, key)
 
-    `points` takes a method's averages and its number, and returns x and the averages to draw there.
-    """
-    settings, averages = results.settings, results.averages()
-    tasks, methods = settings["tasks"], _methods(results)[1:]
-    figure = Figure(figsize=(1.2 + 4.6 * len(tasks), 4.8), layout="constrained")
-    panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
-    for task, axes in zip(tasks, panels, strict=True):
-        axes.set_title(_label(task))
-        axes.set_ylim(-0.03, 1.03)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_prop_cycle(_STYLES)
+    def draw(rows: list[Row], axes: Axes) -> None:
+        base = None if full is None else values(full, full)
+        if base is not None:
+            axes.plot(range(1, len(base) + 1), base, color="black", linewidth=1.2)
+        for number, name in enumerate(methods(results)):
+            for row in rows:
+                found = values(row, full) if row.method == name else None
+                if found is not None:
+                    axes.plot(range(1, len(found) + 1), found, **pictures.style(number))
+        axes.set_xlabel(what)
+        axes.set_ylabel(label)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        if (full := averages[0].accuracy[task]) is not None:
-            axes.axhspan(*full.interval, color="0.88", zorder=0)
-            axes.axhline(full.share, color="black", linewidth=1.2, label="full cache")
-        for number, method in enumerate(methods):
-            x, rows = points([row for row in averages if row.method == method], number)
-            _line(axes, x, [row.accuracy[task] for row in rows], method)
-    panels[0].set_ylabel("right answers, with 95 % interval")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False
-    )
-    lengths = ", ".join(f"{length:,}" for length in settings["lengths"])
-    per_point = settings["cases"] * len(settings["lengths"]) * len(settings["depths"])
-    figure.suptitle(
-        f"{title}\nprompts of {lengths} tokens, {len(settings['depths'])} depths, "
-        f"{per_point:,} cases a point; the question is inside the compressed prompt", fontsize=9,
-    )  # fmt: skip
-    return figure
+
+    budgets = dict.fromkeys(row.budget for row in own)
+    return [
+        Panel(
+            "budget of the method" if budget is None else f"budget {budget}",
+            partial(draw, [row for row in own if row.budget == budget]),
+        )
+        for budget in budgets
+    ]
 
 
-def _line(axes: Axes, x: list[float], found: list[Proportion | None], method: str) -> None:
-    """A method's points with their intervals; failed ones are left out and break the line."""
-    points = [(math.nan,) * 3 if one is None else (one.share, *one.interval) for one in found]
-    y, low, high = np.array(points).reshape(-1, 3).T
-    axes.errorbar(
-        # For shares of 0 and 1, rounding may put an end of the interval on the wrong side.
-        x, y, yerr=np.maximum((y - low, high - y), 0), label=method if found else None,
-        markeredgecolor="white", linewidth=1.8, elinewidth=1, capsize=3,
-    )  # fmt: skip
+def _quarters(row: Row, full: Row | None) -> list[float] | None:
+    """The loss of each quarter minus that with the full cache."""
+    if row.quarters is None or full is None or full.quarters is None:
+        return None
+    return [own - base for own, base in zip(row.quarters, full.quarters, strict=True)]
 
 
-def _methods(results: Results) -> list[str]:
-    return list(dict.fromkeys(method for method, _ in results.settings["methods"]))
+def _full_and_others(results: Results, key: tuple) -> tuple[Row | None, list[Row]]:
+    rows = results.panels()[key]
+    full = next((row for row in rows if row.method == "full"), None)
+    return full, [row for row in rows if row.method != "full"]
 
 
-def _label(task: str) -> str:
-    return task.replace("_", " ")
+def _draw_full(axes: Axes, full: Row | None, measure: Measure) -> None:
+    """The full cache as a line across, its interval as a band."""
+    found = None if full is None else measure.value(full)
+    if found is not None:
+        axes.axhspan(found[1], found[2], color="0.88", zorder=0)
+        axes.axhline(found[0], color="black", linewidth=1.2)
+
+
+def _line(
+    axes: Axes, number: int, points: Sequence[tuple[float, Value | None]], hollow: bool = False
+) -> None:
+    """A method's points with their intervals; a failed one is left out and breaks the line."""
+    if not points:
+        return
+    x = [at for at, _ in points]
+    y, low, high = np.array([value or (math.nan,) * 3 for _, value in points]).T
+    own = pictures.style(number)
+    edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
+    if hollow:
+        edge = {"markerfacecolor": "white", "markeredgewidth": 1.4}
+    # Of shares of 0 and 1, rounding may put an end of the interval on the wrong side.
+    axes.errorbar(x, y, yerr=np.maximum((y - low, high - y), 0), **own, **edge, **_INTERVAL)
+
+
+def _finish(axes: Axes, measure: Measure, at_floor: bool) -> None:
+    measure.finish(axes)
+    axes.set_ylabel(measure.label)
+    axes.grid(alpha=0.25)
+    if at_floor:
+        axes.set_facecolor("0.95")
+        axes.text(
+            0.5, 0.96, "full cache at the floor: not ranked", transform=axes.transAxes,
+            ha="center", va="top", fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "0.6", "boxstyle": "round"},
+        )  # fmt: skip

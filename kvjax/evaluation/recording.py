@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,11 +15,8 @@ from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import Decision
-from kvjax.generation.model import FunctionalModel
-from kvjax.generation.steps import decode_step, read_prompt
-from kvjax.protocol import Full, KVTransform, Logits, Needs, State, Step, View, Wrapper
+from kvjax.protocol import KVTransform, Logits, State, Step, View, Wrapper
 from kvjax.rope import Rope
-from pallas_kernels import decode_attention
 
 
 @jax.tree_util.register_dataclass
@@ -85,13 +81,6 @@ class Recorded(Wrapper):
         return decision, state._replace(record=own)
 
 
-@dataclass(frozen=True)
-class FullUnrotated(KVTransform):
-    """The full cache with unrotated keys, for methods that rotate keys when they are read."""
-
-    needs = property(lambda self: Needs(unrotated_keys=True))
-
-
 def recorded(layer: KVTransform) -> KVTransform:
     """A bound transform that records, group by group."""
     if isinstance(layer, HeadGroups):
@@ -133,58 +122,3 @@ def holds(kept: Int[Array, "B H S"], length: int) -> Bool[Array, "B H L"]:
     """Whether each token position is among those kept; -1 is none."""
     mark = jax.vmap(jax.vmap(lambda at: jnp.zeros(length, bool).at[at].set(True, mode="drop")))
     return mark(jnp.where(kept >= 0, kept, length))
-
-
-class Truth(NamedTuple):
-    """One layer of the full cache's run at a decode step.
-
-    Args:
-      record: what it was given.
-      output: of attention.
-      attention: probability of each token position, per query head.
-    """
-
-    record: Record
-    output: Float[Array, "B Q 1 D"]
-    attention: Float[Array, "B Q L"]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def full_run(
-    rotated: bool, new_tokens: int, model: FunctionalModel, tokens, positions
-) -> tuple[Truth, ...]:
-    """What every layer does with the full cache; a leading axis counts the new tokens."""
-    layers = (Full() if rotated else FullUnrotated(),) * model.num_layers
-    logits, caches = read_prompt(model, layers, tokens, positions, new_tokens)
-    recording = tuple(map(recorded, layers))
-
-    def step(carry, _):
-        logits, position, caches = carry
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        caches = tuple(map(record, caches))
-        logits, caches = decode_step(model, recording, caches, token, position)
-        caches, records = zip(*map(unrecord, caches), strict=True)
-        truth = tuple(
-            _attend_in_full(cache, own, position)
-            for cache, (own,) in zip(caches, records, strict=True)
-        )
-        return (logits, position + 1, caches), truth
-
-    start = logits, positions.max(-1) + 1, caches
-    return jax.lax.scan(step, start, length=new_tokens)[1]
-
-
-def _attend_in_full(cache: Cache, own: Record, position: Int[Array, " B"]) -> Truth:
-    """Output and probabilities of a full cache that holds the new token already."""
-    kv, query, keys = cache.kv, own.query, cache.kv.k.read()
-    if own.rope is not None:
-        query = own.rope.rotate(query, position[:, None])
-        keys = own.rope.rotate(keys, kv.position)
-    batch, kv_heads, slots = kv.shape
-    out, _, attention = decode_attention(
-        query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
-        kv.log_mass, position[:, None], kv.position, **own.options,
-    )  # fmt: skip
-    # Rows are padded on the right and nothing is evicted: a token's slot is its position.
-    attention = attention.reshape(batch, -1, slots)
-    return Truth(own, out.reshape(query.shape).astype(query.dtype), attention)

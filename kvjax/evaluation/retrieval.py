@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,34 +13,14 @@ import numpy as np
 from kvjax.budgets.budgets import check_count
 from kvjax.messages import brief
 
+from .tasks import OWN_TASKS
+from .tasks.task import Case, Frame, Task
 from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
-
-TASKS = ("needle", "multi_needle", "key_value", "chain")
-"""`needle`: one sentence in the text. `multi_needle`: several, one is asked for. `key_value`: a
-list of keys and values, one is asked for. `chain`: a key has the code of another key, and another
-sentence tells that one's code."""
 
 _NEAR = 100  # most tokens between a wanted place and the end of a sentence that is taken instead
 
 _LINE = Wording("{key}:", "Which value has the {key}?")
 _LINK = " The code of the {key} is the code of the {other}."
-
-
-@dataclass(frozen=True)
-class Case:
-    """One prompt and its answer.
-
-    Args:
-      prompt: token ids, with the question at the end.
-      answer: the digits that must come first among the digits of the continuation.
-      position: index in `prompt` of the first token of what is asked for.
-      reply_tokens: tokens of an exact answer, with its end token.
-    """
-
-    prompt: list[int]
-    answer: str
-    position: int
-    reply_tokens: int
 
 
 class _Pieces(NamedTuple):
@@ -77,13 +57,13 @@ class Haystack:
       >>> from kvjax.models import demo, load_tokenizer
       >>> haystack = Haystack(load_tokenizer(demo.directory()), demo.held_out_text())
       >>> case = haystack.case("needle", length=512, depth=0.5, seed=0)
-      >>> len(case.prompt), len(case.answer)
+      >>> len(case.prompt), len(case.answers[0])
       (512, 6)
     """
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer = tokenizer
-        self.start = _start_tokens(tokenizer)
+        self.start = list(Frame.of(tokenizer, chat=False).before)
         self.filler = np.array(self._encode(text), np.int32)
         if not len(self.filler):
             raise ValueError("the filler text is empty")
@@ -106,7 +86,7 @@ class Haystack:
         """One case; the same arguments give the same case.
 
         Args:
-          task: one of `TASKS`.
+          task: one of `OWN_TASKS`.
           length: tokens of the prompt, question included.
           depth: share of the filler that stands before what is asked for, 0 to 1.
           seed: which case, from 0.
@@ -114,12 +94,17 @@ class Haystack:
             four times as many. They are spread at random.
           wording: of needles and questions; lists and links have their own.
 
+        Returns:
+          A case whose one answer is the digits that must come first among those of the
+          continuation. `details["position"]` is the index in the prompt of the first token of what
+          is asked for.
+
         Raises:
           ValueError: an unknown task, a depth outside 0 to 1, or a length that the pieces and the
             text cannot fill.
         """
-        if task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {brief(task)}")
+        if task not in OWN_TASKS:
+            raise ValueError(f"task must be one of {', '.join(OWN_TASKS)}, got {brief(task)}")
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must lie between 0 and 1, got {depth}")
         check_count("length", length, 1)
@@ -128,9 +113,11 @@ class Haystack:
         rng = np.random.default_rng(
             (seed, zlib.crc32(task.encode()), length, round(depth * 10**6), needles)
         )
-        return self._assemble(rng, _pieces(rng, task, depth, needles, wording), length)
+        return self._assemble(rng, _pieces(rng, task, depth, needles, wording), length, depth)
 
-    def _assemble(self, rng: np.random.Generator, pieces: _Pieces, length: int) -> Case:
+    def _assemble(
+        self, rng: np.random.Generator, pieces: _Pieces, length: int, depth: float
+    ) -> Case:
         inserts = [(at, self._encode(text)) for at, text in pieces.inserts]
         asked, question = inserts[-1][1], self._encode(pieces.question)
         room = length - len(self.start) - len(question) - sum(len(ids) for _, ids in inserts)
@@ -156,18 +143,15 @@ class Haystack:
                 skipped = len(self._encode(before + line)) - len(self._encode(line))
                 position = len(prompt) + skipped
             prompt, done = prompt + ids, place
-        prompt += text[done:] + question
-        return Case(prompt, pieces.answer, position, len(self._encode(pieces.reply)) + 1)
+        most_new = len(self._encode(pieces.reply)) + 1  # an exact answer and its end token
+        return Case(
+            prompt + text[done:], question, (pieces.answer,), most_new, depth,
+            {"position": position},
+        )  # fmt: skip
 
     def _encode(self, text: str) -> list[int]:
         encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return list(encoded.input_ids)
-
-
-def _start_tokens(tokenizer: Any) -> list[int]:
-    """The special tokens that a tokenizer puts before a text; not those that it puts behind."""
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    return list(encoded.input_ids[: encoded.special_tokens_mask.index(0)])
 
 
 def _place(ends: np.ndarray, at: float, room: int) -> int:
@@ -178,6 +162,29 @@ def _place(ends: np.ndarray, at: float, room: int) -> int:
     places = np.concatenate(([0], ends, [room]))
     place = int(places[np.abs(places - at * room).argmin()])
     return place if abs(place - at * room) <= _NEAR else round(at * room)
+
+
+def retrieval(
+    name: str,
+    haystack: Haystack,
+    *,
+    length: int,
+    depths: Sequence[float],
+    cases: int,
+    seed: int,
+) -> Task:
+    """One of `OWN_TASKS`, with the depths in turn; a case depends on its number and the seed."""
+    made = []
+    for number in range(cases):
+        drawn = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+        depth = depths[number % len(depths)]
+        made.append(haystack.case(name, length=length, depth=depth, seed=drawn))
+    # Numbers of six digits are not found by chance.
+    return Task(name, tuple(made), _right, "accuracy")
+
+
+def _right(text: str, case: Case) -> float:
+    return float(is_right(text, case.answers[0]))
 
 
 def is_right(text: str, answer: str) -> bool:

@@ -87,6 +87,7 @@ def scan_steps(
     carry: Carry,
     caches: Caches,
     xs: Any,
+    interval: int | None = None,
 ) -> tuple[Carry, Caches, Any]:
     """As `jax.lax.scan` over decode steps, with a `flush` after every M of them.
 
@@ -95,6 +96,8 @@ def scan_steps(
       carry: what else goes from step to step.
       caches: after a prompt.
       xs: arrays whose leading axis counts the steps.
+      interval: M; None: what `flush_interval` says of these caches. Another number is for some
+        layers of a model, which are flushed when all are.
 
     Returns:
       The carry and the caches after the last step, and what the steps returned, stacked.
@@ -109,7 +112,7 @@ def scan_steps(
         return (state[0], flush(state[1], interval)), ys
 
     steps = len(jax.tree.leaves(xs)[0])
-    interval = flush_interval(caches)
+    interval = flush_interval(caches) if interval is None else interval
     whole = 0 if interval is None else steps // interval
     state, parts = (carry, caches), []
     if whole:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.evaluation import TASKS, Haystack, Proportion, is_right
+from kvjax.evaluation import OWN_TASKS, Haystack, Proportion, is_right
 from kvjax.evaluation.wording import HELD_OUT_WORDING, WORDINGS
 from kvjax.models import Decoder, demo, from_pretrained, load_tokenizer
 
@@ -44,7 +44,7 @@ def exact_answers(
         haystack.case(task, length=length, depth=DEPTHS[i % len(DEPTHS)], seed=i, **how)
         for i in range(cases)
     ]
-    new, end, right = max(case.reply_tokens for case in made), model.config.eos_token_ids, 0
+    new, end, right = max(case.max_new for case in made), model.config.eos_token_ids, 0
     for first in range(0, cases, _ROWS):
         rows = made[first : first + _ROWS]
         result = kvjax.generate(
@@ -52,7 +52,7 @@ def exact_answers(
             max_new_tokens=new, end_tokens=end,
         )  # fmt: skip
         texts = [tokenizer.decode(tokens) for tokens in result.tokens]
-        right += sum(is_right(text, row.answer) for text, row in zip(texts, rows, strict=True))
+        right += sum(is_right(text, row.answers[0]) for text, row in zip(texts, rows, strict=True))
     return {
         "task": task,
         "length": length,
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=demo.directory(), help="folder (bundled)")
     parser.add_argument("--cases", type=int, default=200, help="per task and length (200)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=OWN_TASKS, default=OWN_TASKS)
     args = parser.parse_args(argv)
     try:
         figures = measure(args.model, tasks=args.tasks, lengths=args.lengths, cases=args.cases)

@@ -338,7 +338,7 @@ def test_methods_fit_the_terminal(capsys, monkeypatch, columns):
         assert any(line.split()[:1] == [name] for line in lines), name
         assert kind.paper.split(", arXiv ")[-1] in text
     assert "…" not in text
-    assert "window=32" in text and "group_reduce='mean'" in text
+    assert "window=16" in text and "group_reduce='mean'" in text
 
 
 def test_methods_as_json(capsys):
@@ -351,13 +351,13 @@ def test_methods_as_json(capsys):
         "Keeps the prompt"
     )
     parameters = {p["name"]: p.get("default", "none") for p in snapkv["parameters"]}
-    assert parameters["budget"] == "none" and parameters["window"] == 32
+    assert parameters["budget"] == "none" and parameters["window"] == 16
 
 
 def test_version_and_help(capsys):
     assert output(capsys, "--version") == f"kvjax {kvjax.__version__}\n"
     assert output(capsys) == output(capsys, "--help")
-    for name in ("generate", "read", "ask", "chat", "compare", "plan", "methods"):
+    for name in ("generate", "read", "ask", "chat", "compare", "diagnose", "plan", "methods"):
         assert name in output(capsys, "--help")
         assert output(capsys, name, "--help").startswith(f"usage: kvjax {name}")
     for name in (
@@ -429,8 +429,8 @@ def test_which_method_and_budget(args, budget, transform):
         (["--method", "when_full(snapkv)"], "needs room="),
         (["--budget", "20%"], "number of slots (256) or a share of the prompt (0.2), got '20%'"),
         (["--budget", ""], "--budget"),
-        (["--budget", "0"], "budget must be at least 33"),
-        (["--budget", "8"], "budget must be at least 33"),
+        (["--budget", "0"], "budget must be at least 17"),
+        (["--budget", "8"], "budget must be at least 17"),
         (["--budget", "-0.5"], "(0, 1]"),
         (["--budget", "1.5"], "(0, 1]"),
         (["--budget", "nan"], "(0, 1]"),

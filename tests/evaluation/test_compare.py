@@ -1,4 +1,4 @@
-"""Comparisons: what they count, how they go on after an interruption, what they refuse."""
+"""Comparisons: what they count, how they go on and grow, what they refuse."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ import itertools
 import json
 import math
 import os
+import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
-import matplotlib.image
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy import stats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import kvjax
 from kvjax.cli.arguments import depth_list, method_list
-from kvjax.cli.compare_table import print_report
 from kvjax.cli.main import main
 from kvjax.cli.terminal import Display
-from kvjax.evaluation import Grid, Proportion, compare, files, plots
+from kvjax.evaluation import Estimate, Grid, Proportion, compare, files, read_results
 from kvjax.evaluation.compare import _Measure
-from kvjax.evaluation.grid import Cell
+from kvjax.evaluation.grid import Cell, Unit
 from kvjax.models import DecoderConfig, RopeConfig, load_tokenizer, random_decoder
 from kvjax.models.demo.export import save_pretrained
+from tests.support.comparisons import draw_nothing
 
 TEXT = "The harbour master kept a ledger of everything that came in. " * 40
 COMPARE = sys.modules["kvjax.evaluation.compare"]  # in the package, the name is the function's
@@ -67,8 +71,9 @@ def command(folder, text, tmp_path):
     def run(*flags: str, **changes) -> int:
         options = {
             "model": folder, "text": text, "methods": "h2o,streaming_llm(budget=64)",
-            "budgets": "0.25,0.5", "lengths": "192,256", "depths": "0,1", "tasks": "needle",
-            "cases": 4, "out": tmp_path / "out", **changes,
+            "budgets": "0.25,0.5", "lengths": "192,256", "depths": "0,1",
+            "tasks": "needle,perplexity,attention", "question": "inside", "cases": 4,
+            "out": tmp_path / "out", **changes,
         }  # fmt: skip
         return main(["compare", *flags, *(f"--{name}={value}" for name, value in options.items())])
 
@@ -78,33 +83,42 @@ def command(folder, text, tmp_path):
 CANDIDATES = [("full", None), ("h2o", 0.25), ("h2o", 0.5), ("streaming_llm(budget=64)", None)]
 
 
+def made_up(cell: Cell) -> dict:
+    """What is found in a cell: numbers that follow from it alone."""
+    count = cell.stop - cell.first
+    sizes = {"cache_bytes": int(1000 * (cell.budget or 1)), "full_cache_bytes": 1000}
+    if cell.task == "attention":
+        return {"recall": [0.5, 1.0], "error": [0.25, 0.125], "cases": count, "seconds": 0.5}
+    if cell.task == "perplexity":
+        more = 0.0 if cell.method == "full" else 0.001 * cell.length / 64
+        losses = [2.0 + 0.1 * number + more for number in range(cell.first, cell.stop)]
+        return {"scores": losses, "quarters": [1.0, 2.0, 3.0, 4.0], **sizes, "seconds": 0.25}
+    share = 1.0 if cell.method == "full" else min(cell.budget or 0.0, 1.0)
+    numbers = range(cell.first, cell.stop)
+    return {
+        "scores": [float((number % 4) < round(4 * share)) for number in numbers],
+        "depths": [float(number % 2) for number in numbers],
+        "texts": [f" {number}" for number in numbers], "prompt_tokens": [cell.length] * count,
+        "new_tokens": [2] * count, "live_slots": 10.0, "dropped": 0, **sizes, "seconds": 0.125,
+    }  # fmt: skip
+
+
 @pytest.fixture
 def measured(monkeypatch) -> list:
-    """Replaces the measurements by numbers that follow from the cell; the cells measured."""
+    """Replaces the measurements by numbers that follow from the cell; the cells measured.
+
+    Pictures are not drawn.
+    """
+    draw_nothing(monkeypatch)
     cells = []
 
-    def retrieval(self, transform, cell):
-        cells.append(cell)
-        share = 1.0 if cell.method == "full" else min(cell.budget or 0.0, 1.0)
-        return {
-            "right": round(4 * share), "cases": 4, "cache_bytes": int(1000 * (cell.budget or 1)),
-            "full_cache_bytes": 1000, "ttft_s": [0.5, 0.1, 0.2, 0.4], "tpot_s": [0.003],
-        }  # fmt: skip
+    def unit(self, unit, candidates):
+        for one in candidates:
+            cells.append(Cell(*unit, *one.key))
+            yield one, made_up(cells[-1])
 
-    def perplexity(self, transform, cell):
-        cells.append(cell)
-        return {"nll": 2.0 if cell.method == "full" else 2.0 + 0.001 * cell.length / 64}
-
-    def fidelity(self, transform, cell):
-        cells.append(cell)
-        return {"recall": [0.5, 1.0], "error": [0.25, 0.125]}
-
-    for name, fake in [
-        ("retrieval", retrieval),
-        ("perplexity", perplexity),
-        ("fidelity", fidelity),
-    ]:
-        monkeypatch.setattr(_Measure, name, fake)
+    monkeypatch.setattr(_Measure, "unit", unit)
+    monkeypatch.setattr(_Measure, "_rows", lambda self, length: 4)
     return cells
 
 
@@ -125,63 +139,119 @@ def test_a_whole_run(command, tmp_path, capsys):
     """Nothing is replaced: files, figures that are known, and the same bytes again."""
     out = tmp_path / "out"
     options = {"methods": "h2o", "lengths": 192, "budgets": 0.25, "cases": 2}
+    options["question"] = "inside,after"
     assert command(**options) == 0
     assert "h2o" in capsys.readouterr().out
     assert command(**options, out=tmp_path / "again") == 0
     for name in ("results.json", "results.csv"):
         assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     found = results(out)
-    full, h2o = found["caches"]
-    assert full["nll_difference"] == 0 and full["perplexity_ratio"] == 1
-    assert full["recall"] == 1 and full["attention_error"] < 1e-5
+    rows = {(row["task"], row["question"], row["method"]): row for row in found["rows"]}
+    assert len(rows) == 2 * 2 + 2 + 2
+    full, h2o = (rows["perplexity", None, name] for name in ("full", "h2o"))
+    assert full["difference"]["mean"] == 0 and h2o["difference"]["mean"] != 0
+    assert full["score"]["cases"] == 2 and len(full["quarters"]) == 4
+    assert full["score"]["mean"] == pytest.approx(np.mean(full["quarters"]), abs=1e-5)
     assert full["cache_bytes"] == full["full_cache_bytes"]
-    assert 0 < h2o["recall"] < 1 and h2o["attention_error"] > 1e-3
-    assert h2o["nll_difference"] != 0 and h2o["failed"] is None
-    assert h2o["perplexity_ratio"] == pytest.approx(math.exp(h2o["nll_difference"]), abs=1e-5)
-    assert h2o["layer_recall"] == [h2o["recall"]]
-    assert 0.2 < h2o["cache_bytes"] / h2o["full_cache_bytes"] < 0.4
-    assert len(found["cells"]) == 2 * 2
-    assert all(cell["accuracy"]["cases"] == 2 for cell in found["cells"])
+    full, h2o = (rows["attention", None, name] for name in ("full", "h2o"))
+    assert full["recall"] == 1 and full["score"]["mean"] < 1e-5
+    assert 0 < h2o["recall"] < 1 and h2o["score"]["mean"] > 1e-3
+    assert h2o["layer_recall"] == [h2o["recall"]] and h2o["failed"] is None
+    for question in ("inside", "after"):
+        h2o = rows["needle", question, "h2o"]
+        assert h2o["score"]["cases"] == 2 and h2o["slots"] == 48
+        assert 0.2 < h2o["cache_bytes"] / h2o["full_cache_bytes"] < 0.4
+    assert rows["needle", "inside", "h2o"]["live_slots"] == 48
+    assert rows["needle", "inside", "full"]["live_slots"] == 192
+    assert 100 < rows["needle", "after", "full"]["live_slots"] < 192, "the question comes later"
     times = json.loads((out / "timings.json").read_text())
     assert times["versions"]["jax"] == jax.__version__
-    assert all(0 < row["tpot_s"] < row["ttft_s"] < 60 for row in times["caches"])
-    assert "_s" not in "".join(full), "times are in timings.json alone"
+    assert "seconds" not in (out / "results.json").read_text(), "they are in timings.json alone"
 
 
-def generation(tokens: list[int]) -> kvjax.Generation:
-    return kvjax.Generation(
-        [tokens], [False], [192], 0.1, 0.01, 0.0, 100, 200, {"device": 100}, None, 0
-    )
+def test_answers_are_those_of_generate(folder):
+    """With the question inside: as one call of `generate`. After it: as a further turn."""
+    tokenizer, model = load_tokenizer(folder), random_decoder(_config(folder))
+    grid = Grid.of(methods=["h2o"], budgets=[0.25], lengths=[192], tasks=["needle"], cases=2)
+    material = COMPARE.Material(grid, tokenizer, TEXT)
+    measure = _Measure(material, COMPARE.as_functional(model), ())
+    cases, new = material.task("needle", 192).cases, material.most_new("needle", 192)
+    for question in ("inside", "after"):
+        unit = Unit("needle", 192, question, 0, 2)
+        for one, found in measure.unit(unit, grid.candidates):
+            options = {"max_new_tokens": new, "end_tokens": ()}
+            if question == "inside":
+                prompts = [case.prompt for case in cases]
+                result = kvjax.generate(model, prompts, transform=one.transform, **options)
+            else:
+                prompts = [case.context for case in cases]
+                context = kvjax.read(
+                    model, prompts, transform=one.transform, max_prompt=256, max_new=new
+                )
+                asked = [case.question for case in cases]
+                result = kvjax.generate(model, asked, context=context, **options)
+            expected = [
+                tokenizer.decode([*case.prompt, *tokens]).removeprefix(
+                    tokenizer.decode(case.prompt)
+                )
+                for case, tokens in zip(cases, result.tokens, strict=True)
+            ]
+            assert found["texts"] == expected
+            assert found["depths"] == [0.0, 0.25] and found["new_tokens"] == [new] * 2
 
 
 def test_right_answers_are_counted_and_every_method_sees_the_same_cases(
     folder, monkeypatch, tmp_path
 ):
     tokenizer = load_tokenizer(folder)
-    told = {}  # answers by prompt, from the needle itself
     prompts = {}
 
-    def answer(model, given, *, transform, **options):
-        (prompt,) = given
-        prompts.setdefault(repr(transform), []).append(prompt)
-        told_in = tokenizer.decode(prompt).split(" is ")[1][:6]
-        told[tuple(prompt)] = told_in
-        wrong = transform != kvjax.Full() and len(prompts[repr(transform)]) % 4 == 0
-        return generation(tokenizer("0" * 6 if wrong else f" {told_in}. ").input_ids[1:])
+    def answer(model, given, *, context, **options):
+        told = [tokenizer.decode(prompt).split(" is ")[1][:6] for prompt in given]
+        seen = prompts.setdefault(repr(context.transform), [])
+        texts = []
+        for prompt, right in zip(given, told, strict=True):
+            seen.append(tuple(prompt))
+            wrong = context.transform != kvjax.Full() and len(seen) % 4 == 0
+            texts.append("0" * 6 if wrong else f" {right}. ")
+        tokens = [tokenizer(text).input_ids[1:] for text in texts]
+        return kvjax.Generation(
+            tokens, [False] * len(given), [192] * len(given), 0.1, 0.01, 0.0, 400, 800,
+            {"device": 400}, None, 0,
+        )  # fmt: skip
 
-    monkeypatch.setattr(COMPARE, "generate", answer)
-    monkeypatch.setattr(_Measure, "perplexity", lambda *_: {"nll": 1.0})
-    monkeypatch.setattr(_Measure, "fidelity", lambda *_: {"recall": [1.0], "error": [0.0]})
+    class Once:
+        """Contexts that know their prompts."""
+
+        def __init__(self, model, given, transforms, **options):
+            self.given = given
+
+        def context(self, transform):
+            return Context(transform, self.given)
+
+    class Context:
+        def __init__(self, transform, given):
+            self.transform, self.given, self.caches = transform, given, ()
+
+    def with_prompts(model, questions, *, context, **options):
+        assert questions is None, "the question is inside"
+        return answer(model, context.given, context=context, **options)
+
+    monkeypatch.setattr(COMPARE, "ReadOnce", Once)
+    monkeypatch.setattr(COMPARE, "generate", with_prompts)
+    monkeypatch.setattr(COMPARE, "_live_slots", lambda context: 5.0)
     found = compare(
         random_decoder(_config(folder)), tokenizer, TEXT, methods=["h2o"], budgets=[0.5],
-        lengths=[192, 256], depths=[0.0, 1.0], tasks=["needle"], cases=4,
+        lengths=[192, 256], depths=[0.0, 1.0], tasks=["needle"], questions=["inside"], cases=8,
     )  # fmt: skip
-    full, h2o = found.averages()
-    assert full.accuracy == {"needle": Proportion(16, 16)}
-    assert h2o.accuracy == {"needle": Proportion(12, 16)}
-    assert [row.accuracy for row in found.rows() if row.method == "h2o"] == [Proportion(3, 4)] * 4
+    shares = {(row.length, row.method): row.score for row in found.rows()}
+    assert shares[192, "full"] == Estimate.of([1.0] * 8) == shares[256, "full"]
+    assert shares[192, "h2o"].mean == 0.75 and shares[192, "h2o"].cases == 8
+    (row,) = [row for row in found.rows() if row.candidate == ("h2o", 0.5) and row.length == 192]
+    assert {depth: one.cases for depth, one in row.depths.items()} == {0.0: 4, 1.0: 4}
+    assert row.difference.mean == -0.25
     first, second = prompts.values()
-    assert first == second and len({*map(tuple, first)}) == 16
+    assert first == second and len(set(first)) == 16
     assert {len(prompt) for prompt in first} == {192, 256}
 
 
@@ -191,28 +261,51 @@ def _config(folder):
     return read_config(folder)
 
 
-def test_seeds_change_the_cases(folder):
-    tokenizer = load_tokenizer(folder)
+def material_of(folder, **grid):
+    grid = {"lengths": [192], "tasks": ["needle"], "depths": [0.5], "cases": 2, **grid}
+    return COMPARE.Material(Grid.of(**grid), load_tokenizer(folder), TEXT)
 
-    def cases(seed):
-        grid = Grid.of(lengths=[192], depths=[0.5], tasks=["needle"], cases=2, seed=seed)
-        return COMPARE.Material(grid, tokenizer, TEXT).cases("needle", 192, 0.5)
+
+def test_seeds_change_the_cases(folder):
+    def cases(seed, **grid):
+        return material_of(folder, seed=seed, **grid).task("needle", 192).cases
 
     assert cases(0) == cases(0)
     assert len({tuple(case.prompt) for seed in range(4) for case in cases(seed)}) == 8
+    assert cases(0, cases=5)[:2] == cases(0), "more cases leave the first as they are"
 
 
 def test_windows_of_the_text(folder):
     tokenizer = load_tokenizer(folder)
-    grid = Grid.of(lengths=[200, 2000], depths=[0.5], tasks=["needle"])
-    material = COMPARE.Material(grid, tokenizer, TEXT)
+    material = material_of(folder, lengths=[200, 2000], cases=8)
     rows, prompt = material.windows(200)
     assert rows.shape == (8, 200) and prompt == 150
     assert material.windows(2000)[1] == 2000 - 128
     assert (rows[:, 0] == 0).all(), "the start token"
     texts = [tokenizer.decode(row[1:]) for row in rows]
     assert all(text in TEXT for text in texts) and texts[0] == TEXT[:199]
-    assert texts[-1] == TEXT[-199:]
+    assert len(set(texts)) > 1
+    fewer, _ = material_of(folder, lengths=[200, 2000], cases=3).windows(200)
+    np.testing.assert_array_equal(fewer, rows[:3])
+
+
+def test_a_measurement_that_fails_leaves_the_others(folder, monkeypatch):
+    """A prompt pass, a calibration, a method: each failure is of its own cells alone."""
+    grid = Grid.of(methods=["h2o"], budgets=[0.25], lengths=[192], tasks=["needle"], cases=2)
+    material = COMPARE.Material(grid, load_tokenizer(folder), TEXT)
+    measure = _Measure(material, COMPARE.as_functional(random_decoder(_config(folder))), ())
+    unit = Unit("perplexity", 192, None, 0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(COMPARE, "context_nll", lambda *_: np.full((2, 4), np.nan))
+        found = [record["failed"] for _, record in measure.unit(unit, grid.candidates)]
+        assert len(found) == 2 and all("loss is nan" in reason for reason in found)
+    with monkeypatch.context() as patch:
+        patch.setattr(COMPARE, "ReadOnce", lambda *_, **__: 1 / 0)
+        found = [record["failed"] for _, record in measure.unit(unit, grid.candidates)]
+        assert found == ["ZeroDivisionError: division by zero"] * 2
+    measure.calibrated = lambda transform: 1 / 0 if transform != kvjax.Full() else transform
+    records = {one.method: record for one, record in measure.unit(unit, grid.candidates)}
+    assert "ZeroDivisionError" in records["h2o"]["failed"] and "failed" not in records["full"]
 
 
 def test_intervals_are_wilsons():
@@ -225,11 +318,16 @@ def test_intervals_are_wilsons():
         assert Proportion(k, n).interval == pytest.approx(wilson(k, n), abs=1e-12)
 
 
-def test_percentages_do_not_round_to_all_or_nothing():
-    shown = {(0, 9): "0", (9, 9): "100", (1, 3): "33", (999, 1000): "99.9", (9999, 10000): "99.9"}
-    shown |= {(1, 300): "0.3", (1, 10_000): "0.1", (199, 200): "99.5"}
-    for found, percent in shown.items():
-        assert Proportion(*found).percent == percent
+def test_estimates():
+    """Wilson's interval of right and wrong answers, a bootstrap's of other scores."""
+    one = Estimate.of([1.0, 0.0, 1.0, 1.0])
+    assert one == (0.75, *Proportion(3, 4).interval, 4)
+    scores = np.random.default_rng(1).normal(2.0, 0.5, 400)
+    found = Estimate.of(scores.tolist())
+    expected = stats.norm.interval(0.95, scores.mean(), scores.std() / 20)
+    assert (found.low, found.high) == pytest.approx(expected, abs=0.01)
+    assert found == Estimate.of(scores.tolist()), "the same again"
+    assert Estimate.of([0.3]) == (0.3, 0.3, 0.3, 1)
 
 
 # Grids
@@ -257,6 +355,8 @@ def test_candidates_of_a_grid():
         ({"budgets": 0.5}, TypeError, "budgets must be a sequence"),
         ({"lengths": []}, ValueError, "lengths must not be empty"),
         ({"depths": ["0"]}, TypeError, "depth must be a number"),
+        ({"questions": ["before"]}, ValueError, "asked inside or after, got 'before'"),
+        ({"max_new": 0}, ValueError, "max_new must be at least 1"),
         ({"budgets": [1, 1.0], "methods": ["streaming_llm(sinks=0)"]}, ValueError, "told apart"),
     ],
 )
@@ -281,32 +381,39 @@ def test_files(command, measured, tmp_path, capsys):
     out = tmp_path / "out"
     found = results(out)
     assert found["settings"]["methods"] == [list(one) for one in CANDIDATES]
-    (cell,) = [
-        cell
-        for cell in found["cells"]
-        if (cell["method"], cell["budget"], cell["length"], cell["depth"]) == ("h2o", 0.5, 256, 1)
-    ]
+    assert found["settings"]["tasks"]["needle"] == {"metric": "accuracy", "floor": 0.0}
+    assert found["at_floor"] == []
+    assert len(found["rows"]) == 2 * 3 * 4
+    rows = {
+        (row["task"], row["length"], row["method"], row["budget"]): row for row in found["rows"]
+    }
+    row = rows["needle", 256, "h2o", 0.5]
     low, high = Proportion(2, 4).interval
-    assert cell["accuracy"] == {
-        "right": 2, "cases": 4, "share": 0.5, "interval": [round(low, 6), round(high, 6)]
-    }  # fmt: skip
-    average = found["averages"][2]
-    assert (average["method"], average["budget"]) == ("h2o", 0.5)
-    assert average["accuracy"]["needle"]["right"] == 8
-    assert average["nll_difference"] == pytest.approx(0.0035)  # mean of 0.003 and 0.004
-    assert average["recall"] == 0.75 and average["attention_error"] == 0.1875
-    assert (average["cache_bytes"], average["full_cache_bytes"]) == (1000, 2000)
+    assert row["score"] == {"mean": 0.5, "low": round(low, 6), "high": round(high, 6), "cases": 4}
+    assert row["difference"]["mean"] == -0.5 and row["slots"] == 128 and row["question"] == "inside"
+    assert set(row["depths"]) == {"0.0", "1.0"} and row["depths"]["0.0"]["cases"] == 2
+    assert (row["cache_bytes"], row["full_cache_bytes"]) == (500, 1000)
+    row = rows["perplexity", 192, "h2o", 0.25]
+    assert row["difference"]["mean"] == pytest.approx(0.003) and row["quarters"] == [1, 2, 3, 4]
+    assert row["score"]["mean"] == pytest.approx(2.153) and row["question"] is None
+    row = rows["attention", 192, "h2o", 0.25]
+    assert row["recall"] == 0.75 and row["score"]["mean"] == 0.1875
     with open(out / "results.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == len(found["cells"]) == 4 * 2 * 2
-    (row,) = [
-        row for row in rows if (row["budget"], row["length"], row["depth"]) == ("0.5", "256", "1.0")
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(found["rows"])
+    (line,) = [
+        line
+        for line in lines
+        if [line[name] for name in ("task", "length", "method", "budget")]
+        == ["needle", "256", "h2o", "0.5"]
     ]
-    assert (row["method"], row["right"], row["accuracy"], row["failed"]) == ("h2o", "2", "0.5", "")
-    assert float(row["nll_difference"]) == pytest.approx(0.004) and row["cache_bytes"] == "500"
+    assert (line["score"], line["cases"], line["cache_bytes"], line["failed"]) == (
+        "0.5", "4", "500", ""
+    )  # fmt: skip
     times = json.loads((out / "timings.json").read_text())
-    assert times["caches"][0]["ttft_s"] == pytest.approx(0.3), "the median"
+    assert times["seconds"] == pytest.approx(sum(made_up(cell)["seconds"] for cell in measured))
     assert not list(out.glob("*.part"))
+    assert files.as_json(read_results(out)) == found, "what is read again is the same"
 
 
 def test_json_on_the_command_line(command, measured, tmp_path, capsys):
@@ -319,55 +426,70 @@ def test_json_on_the_command_line(command, measured, tmp_path, capsys):
     assert record == results(tmp_path / "out")
 
 
+def test_eval_is_the_same_with_tasks_of_ones_own(folder, text, measured, tmp_path, capsys):
+    out = tmp_path / "eval"
+    command = [
+        "eval", "needle", "perplexity", "--model", folder, "--text", text, "--method", "h2o",
+        "--budget", "0.5", "--lengths", "192", "--question", "after", "--cases", "3", "--out", out,
+    ]  # fmt: skip
+    assert main(list(map(str, command))) == 0
+    assert [(cell.task, cell.question, cell.stop) for cell in measured] == [
+        ("needle", "after", 3), ("needle", "after", 3), ("perplexity", None, 3),
+        ("perplexity", None, 3),
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert main(["eval", "needle", "nothing"]) == 2
+    assert "unknown task 'nothing'; there are needle, " in one_line(capsys)
+
+
 def test_lost_tokens_are_told(command, measured, monkeypatch, tmp_path, capsys):
     assert command("--json") == 0 and capsys.readouterr().err == ""
-    retrieval = _Measure.retrieval
+    unit = _Measure.unit
 
-    def losing(self, transform, cell):
-        return {**retrieval(self, transform, cell), "dropped": 3 if cell.budget == 0.5 else 0}
+    def losing(self, given, candidates):
+        for one, found in unit(self, given, candidates):
+            lost = 3 if one.budget == 0.5 and given.task == "needle" else 0
+            yield one, {**found, "dropped": lost}
 
-    monkeypatch.setattr(_Measure, "retrieval", losing)
+    monkeypatch.setattr(_Measure, "unit", losing)
     assert command("--json", out=tmp_path / "other") == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("h2o 0.5 lost 12 tokens that found no free slot")  # of four cells
+    assert line.startswith("h2o 0.5 lost 6 tokens that found no free slot")  # of two cells
 
 
-# Going on, and failing
+# Going on, growing, and failing
 
 
-def interrupt_at(monkeypatch, measure: str, number: int):
-    """The `number`-th call of a measurement does not come back."""
-    whole, calls = getattr(_Measure, measure), []
+def interrupt_at(monkeypatch, number: int):
+    """The `number`-th cell does not come back."""
+    whole, calls = _Measure.unit, []
 
-    def interrupted(self, transform, cell):
-        calls.append(cell)
-        found = whole(self, transform, cell)
-        if len(calls) == number:
-            raise KeyboardInterrupt
-        return found
+    def interrupted(self, unit, candidates):
+        for found in whole(self, unit, candidates):
+            calls.append(unit)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            yield found
 
-    monkeypatch.setattr(_Measure, measure, interrupted)
+    monkeypatch.setattr(_Measure, "unit", interrupted)
 
 
 @pytest.mark.parametrize(
-    ("measure", "number", "torn"),
-    [
-        ("retrieval", 1, b""),
-        ("retrieval", 6, b'{"cell": ["retr'),
-        ("fidelity", 3, b'{"cell": ["fidelity", "h2o", 0.5, 192, null, null], "found": {}}'),
-    ],
+    ("number", "torn"), [(1, b""), (6, b'{"cell": ["nee'), (15, b'{"cell": ["needle", 192')]
 )
-@pytest.mark.fast_cases('retrieval-6-{"cell": ["retr')
+@pytest.mark.fast_cases('6-{"cell": ["nee')
 def test_going_on_after_an_interruption(
-    command, measured, monkeypatch, tmp_path, capsys, measure, number, torn
+    command, measured, monkeypatch, tmp_path, capsys, number, torn
 ):
-    assert command(out=tmp_path / "whole") == 0
+    options = {"cases": 8}
+    assert command(out=tmp_path / "whole", **options) == 0
     every = list(measured)
+    assert len(every) == 2 * 4 * (2 + 2 + 1)
     measured.clear()
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        interrupt_at(patch, measure, number)
-        assert command() == 130
+        interrupt_at(patch, number)
+        assert command(**options) == 130
     out, err = capsys.readouterr()
     assert out == "" and "the same command goes on" in err
     out = tmp_path / "out"
@@ -376,53 +498,107 @@ def test_going_on_after_an_interruption(
         file.write(torn)
     before = list(measured)
     measured.clear()
-    assert command() == 0
+    assert command(**options) == 0
     assert before[-1] == measured[0], "the cell that was interrupted is measured again"
     assert before[:-1] + measured == every, "and no other"
     for name in ("results.json", "results.csv"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     measured.clear()
-    assert command() == 0 and measured == [], "nothing is left to do"
+    assert command(**options) == 0 and measured == [], "nothing is left to do"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="a process is killed by a signal")
+def test_killed_at_any_moment(folder, text, tmp_path):
+    """Nothing is replaced: a run that is killed again and again ends in the same bytes."""
+    line = [
+        sys.executable, "-m", "kvjax.cli.main", "compare", "--model", folder, "--text", text,
+        "--methods", "h2o,quest(page=8)", "--budgets", "0.25,0.5", "--lengths", "192",
+        "--depths", "0,1", "--tasks", "needle,perplexity,attention", "--cases", "20",
+    ]  # fmt: skip
+    line = list(map(str, line))
+    start = time.monotonic()
+    assert subprocess.run([*line, "--out", tmp_path / "whole"], capture_output=True).returncode == 0
+    whole, kills = time.monotonic() - start, 0
+    rng, path = random.Random(7), tmp_path / "out" / "cells.jsonl"
+    for _ in range(8):
+        process = subprocess.Popen([*line, "--out", tmp_path / "out"], stdout=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.3, 1.0) * whole)
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert kills, "no run was killed"
+    assert path.exists(), "no kill came after the first cell"
+    subprocess.run([*line, "--out", tmp_path / "out"], check=True, capture_output=True)
+    for name in ("results.json", "results.csv"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_comparison_grows(command, measured, tmp_path, capsys):
+    """More methods, budgets, lengths, tasks, questions and cases: only what is missing is done."""
+    assert command() == 0
+    everything = set(measured)
+    changes = [
+        {"methods": "h2o,snapkv(window=8)"}, {"budgets": "0.25,0.75"}, {"lengths": "320"},
+        {"tasks": "chain", "lengths": "320"}, {"question": "after"}, {"cases": 12}, {"cases": 13},
+    ]  # fmt: skip
+    for change in changes:
+        measured.clear()
+        assert command(**change) == 0
+        assert measured and not everything & set(measured), "nothing is measured twice"
+        everything |= set(measured)
+    found = results(tmp_path / "out")
+    settings = found["settings"]
+    assert settings["lengths"] == [192, 256, 320] and settings["cases"] == 13
+    assert settings["questions"] == ["inside", "after"]
+    assert list(settings["tasks"]) == ["needle", "perplexity", "attention", "chain"]
+    assert [tuple(one) for one in settings["methods"]] == [
+        *CANDIDATES, ("snapkv(window=8)", 0.25), ("snapkv(window=8)", 0.5), ("h2o", 0.75),
+    ]  # fmt: skip
+    rows = {
+        (row["task"], row["length"], row["question"], row["method"], row["budget"]): row
+        for row in found["rows"]
+    }
+    one = rows["needle", 192, "inside", "h2o", 0.5]
+    # Cases 1 to 4 came first, then 5 to 8 and 9 to 12, then the 13th.
+    assert one["score"]["cases"] == 13 and one["score"]["mean"] == pytest.approx(7 / 13, abs=1e-6)
+    assert sum(depth["cases"] for depth in one["depths"].values()) == 13
+    measured.clear()
+    assert command() == 0 and measured == [], "the first command has nothing to do"
+    assert results(tmp_path / "out") == found
 
 
 def test_a_failed_cell(command, measured, monkeypatch, tmp_path, capsys):
     assert command(out=tmp_path / "whole") == 0
     capsys.readouterr()
-    retrieval, fidelity = _Measure.retrieval, _Measure.fidelity
+    unit = _Measure.unit
 
-    def failing(self, transform, cell):
-        if (cell.budget, cell.length) == (0.5, 192) and (cell.depth or 0) == 0:
-            raise RuntimeError("no\nluck")
-        return (fidelity if cell.depth is None else retrieval)(self, transform, cell)
+    def failing(self, given, candidates):
+        for one, found in unit(self, given, candidates):
+            if (one.budget, given.length) == (0.5, 192) and given.task != "perplexity":
+                found = {"failed": "RuntimeError: no luck", "seconds": 0.0}
+            yield one, found
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(_Measure, "retrieval", failing)
-        patch.setattr(_Measure, "fidelity", failing)
+        patch.setattr(_Measure, "unit", failing)
         assert command() == 1
     said = capsys.readouterr().out
-    (line,) = [line for line in said.splitlines() if line.split()[:2] == ["h2o", "0.5"]]
-    assert line.split().count("failed") == 3  # needle, recall, error
-    assert "failed: h2o 0.5 · needle · 192 tokens · depth 0: RuntimeError: no luck" in said
+    assert "h2o 0.5" in said and "RuntimeError: no luck" in said
     found = results(out)
-    failed = [cell for cell in found["cells"] if cell["failed"]]
-    assert [(cell["method"], cell["budget"], cell["depth"]) for cell in failed] == [("h2o", 0.5, 0)]
-    assert failed[0]["accuracy"] is None and failed[0]["failed"] == "RuntimeError: no luck"
-    average = found["averages"][2]
-    assert average["accuracy"] == {"needle": None} and average["recall"] is None
-    assert average["nll_difference"] == pytest.approx(0.0035), "what did not fail is there"
+    failed = [row for row in found["rows"] if row["failed"]]
+    assert [(row["task"], row["length"], row["budget"]) for row in failed] == [
+        ("needle", 192, 0.5), ("attention", 192, 0.5),
+    ]  # fmt: skip
+    assert all(row["score"] is None and "no luck" in row["failed"] for row in failed)
     with open(out / "results.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["failed"]]
-    first, second = rows  # of the second only the recall failed
-    assert (first["right"], first["accuracy"], first["interval_low"]) == ("", "", "")
-    assert (second["right"], second["recall"]) == ("2", "")
-    assert "fidelity: RuntimeError: no luck" in second["failed"]
-    assert (out / "accuracy_vs_budget.png").exists()
+        lines = [line for line in csv.DictReader(file) if line["failed"]]
+    assert [line["score"] for line in lines] == ["", ""]
 
     measured.clear()
     assert command() == 0, "failed cells are tried again"
-    assert {(cell.measure, cell.budget, cell.length) for cell in measured} == {
-        ("retrieval", 0.5, 192), ("fidelity", 0.5, 192),
+    assert {(cell.task, cell.budget, cell.length) for cell in measured} == {
+        ("needle", 0.5, 192), ("attention", 0.5, 192),
     }  # fmt: skip
     assert len(measured) == 2
     for name in ("results.json", "results.csv"):
@@ -430,22 +606,34 @@ def test_a_failed_cell(command, measured, monkeypatch, tmp_path, capsys):
 
 
 def test_everything_failed(command, monkeypatch, tmp_path, capsys):
-    for name in ("retrieval", "perplexity", "fidelity"):
-        monkeypatch.setattr(_Measure, name, lambda *_: 1 / 0)
+    draw_nothing(monkeypatch)
+
+    def failing(self, unit, candidates):
+        yield from ((one, {"failed": "ValueError: no", "seconds": 0.0}) for one in candidates)
+
+    monkeypatch.setattr(_Measure, "unit", failing)
     assert command() == 1
     out = capsys.readouterr().out
-    assert "ZeroDivisionError" in out and "0%" not in out
-    assert "more that failed" in out
-    assert all(cell["accuracy"] is None for cell in results(tmp_path / "out")["cells"])
+    assert "ValueError: no" in out and "more that failed" in out
+    assert all(row["score"] is None for row in results(tmp_path / "out")["rows"])
 
 
-def test_a_loss_that_is_no_number_is_a_failure(folder, monkeypatch):
-    monkeypatch.setattr(COMPARE, "continuation_nll", lambda *_: np.full((8, 4), np.nan))
-    grid = Grid.of(lengths=[192], depths=[0.5], tasks=["needle"])
-    measure = _Measure(COMPARE.Material(grid, load_tokenizer(folder), TEXT), None, ())
-    cell = next(cells for _, cells in grid.groups())[-2]
-    assert cell.measure == "perplexity"
-    assert "loss is nan" in COMPARE._try(measure, kvjax.Full(), cell)["failed"]
+def test_a_full_cache_at_the_floor_is_said(command, measured, monkeypatch, tmp_path):
+    unit = _Measure.unit
+
+    def poor(self, given, candidates):
+        for one, found in unit(self, given, candidates):
+            if given.task == "needle":
+                found = {**found, "scores": [0.0] * len(found["scores"])}
+            yield one, found
+
+    monkeypatch.setattr(_Measure, "unit", poor)
+    assert command(lengths=192) == 0
+    found = read_results(tmp_path / "out")
+    assert [panel for panel in found.panels() if found.at_floor(panel)] == [
+        ("needle", 192, "inside")
+    ]
+    assert results(tmp_path / "out")["at_floor"] == [["needle", 192, "inside"]]
 
 
 # Bad input
@@ -473,7 +661,10 @@ def refused(capsys, tmp_path, code: int) -> str:
         ({"budgets": "nan"}, "(0, 1]"),
         ({"budgets": "0.1,,0.2"}, "numbers between commas, got ''"),
         ({"budgets": "20%"}, "numbers between commas, got '20%'"),
-        ({"budgets": "8", "methods": "snapkv"}, "budget must be at least 33"),
+        ({"budgets": "8", "methods": "snapkv"}, "budget must be at least 17"),
+        ({"question": "before"}, "asked inside or after, got 'before'"),
+        ({"max-new": "0"}, "max_new must be at least 1"),
+        ({"tasks": "gsm8k"}, "gsm8k needs data"),
         ({"lengths": "0"}, "length must be at least 1"),
         ({"lengths": "192.0"}, "length must be an int"),
         ({"lengths": "10"}, "a prompt of 10 tokens is too short: what is hidden in it and the"),
@@ -560,18 +751,25 @@ def test_a_folder_with_other_settings(command, folder, measured, capsys, tmp_pat
     other_text.write_text(TEXT.replace("harbour", "station"))
     capsys.readouterr()
     changes = [
-        ({"cases": 5}, "cases"), ({"seed": 1}, "seed"), ({"budgets": "0.25"}, "methods"),
-        ({"text": other_text}, "text"), ({"depths": "0,0.5"}, "depths"),
+        ({"seed": 1}, "seed"), ({"text": other_text}, "text"), ({"depths": "0,0.5"}, "depths"),
+        ({"max-new": 3}, "max_new"),
     ]  # fmt: skip
     for change, name in changes:
         assert command(**change) == 2
         assert f"holds a comparison with other {name}: choose" in one_line(capsys)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    settings = json.loads((out / "settings.json").read_text())
-    (out / "settings.json").write_text(json.dumps({**settings, "strange\x1b[2J": 1}))
+    kept = json.loads((out / "settings.json").read_text())
+    kept["settings"]["strange\x1b[2J"] = 1
+    (out / "settings.json").write_text(json.dumps(kept))
     assert command() == 2
     assert r"with other strange\x1b[2J: choose" in one_line(capsys)
-    for damaged in ("[]", "{", '{"a":' * 100_000):
+    for damaged in (
+        "[]",
+        "{",
+        '{"a":' * 100_000,
+        '{"settings": {}}',
+        '{"asked": {}, "settings": {}}',
+    ):
         (out / "settings.json").write_text(damaged)
         assert command() == 2
         assert "settings.json is not the settings of a comparison: " in one_line(capsys)
@@ -581,7 +779,7 @@ def test_other_weights_are_another_model(folder, measured, tmp_path):
     tokenizer, config = load_tokenizer(folder), _config(folder)
     again = functools.partial(
         compare, tokenizer=tokenizer, text=TEXT, methods=["full"], lengths=[192], depths=[0.5],
-        tasks=["needle"], out=tmp_path / "out",
+        tasks=["needle"], questions=["inside"], cases=2, out=tmp_path / "out",
     )  # fmt: skip
     again(random_decoder(config))
     again(random_decoder(config))
@@ -589,24 +787,46 @@ def test_other_weights_are_another_model(folder, measured, tmp_path):
         again(random_decoder(config, seed=1))
 
 
-FOUND = {"nll": 2.0, "seconds": 0.1}
+CELL = Cell("perplexity", 192, None, 0, 2, "full", None)
+FOUND = {
+    "scores": [2.0, 3.0], "quarters": [1.0, 2.0, 3.0, 4.0], "cache_bytes": 5,
+    "full_cache_bytes": 5, "seconds": 0.1,
+}  # fmt: skip
+ASKED = {
+    "methods": [["full", None]],
+    "tasks": {"perplexity": {"metric": "nats per token", "floor": None}},
+    "lengths": [192], "questions": ["inside"], "cases": 2,
+}  # fmt: skip
+ANSWERS = made_up(Cell("needle", 192, "inside", 0, 2, "full", None))
+
+
+def damaged(change: dict | None = None, found: dict = FOUND, cell=CELL) -> dict:
+    return {"cell": cell, "found": {**found, **(change or {})}}
+
+
 DAMAGED = {
-    "cut": (b'{"cell": ["perplexity", "full", nu', "Expecting value"),
+    "cut": (b'{"cell": ["perplexity", 192, nu', "Expecting value"),
     "no text": (b"\xff", "decode"),
     "empty": (b"{}", "expected an object with cell and found"),
     "a number": (b"5", "expected an object with cell and found"),
-    "cell": ({"cell": 5, "found": FOUND}, "cell must be a list"),
-    "other cell": ({"cell": ["x", "full", None, 192], "found": FOUND}, "no comparison"),
-    "nested cell": ({"cell": ["perplexity", [], None, 192], "found": FOUND}, "no comparison"),
-    "found": ({"cell": ["perplexity", "full", None, 192], "found": 5}, "must be an object, got 5"),
-    "found, empty": ({"cell": ["perplexity", "full", None, 192], "found": {}}, "nll of found must"),
-    "nan": (
-        {"cell": ["perplexity", "full", None, 192], "found": {**FOUND, "nll": math.nan}},
-        "nll of found must be a finite number, got nan",
-    ),
+    "cell": (damaged(cell=5), "cell must be a list"),
+    "other cell": (damaged(cell=["x", *CELL[1:]]), "no comparison"),
+    "nested cell": (damaged(cell=[*CELL[:5], [], None]), "no comparison"),
+    "length": (damaged(cell=["needle", "192", *CELL[2:]]), "no comparison"),
+    "found": ({"cell": CELL, "found": 5}, "must be an object, got 5"),
+    "found, empty": ({"cell": CELL, "found": {}}, "scores of found must"),
+    "nan": (damaged({"scores": [math.nan, 1.0]}), "scores of found must be finite numbers"),
+    "bytes": (damaged({"cache_bytes": "x"}), "cache_bytes of found must be a finite number"),
+    "too few": (damaged({"scores": [1.0]}), "scores of found must be a list with one entry"),
     "text": (
-        {"cell": ["fidelity", "full", None, 192], "found": {"recall": ["x"], "seconds": 1}},
+        damaged(
+            {"recall": ["x"], "cases": 1}, {"error": [1.0], "seconds": 1}, ["attention", *CELL[1:]]
+        ),
         "recall of found must be finite numbers",
+    ),
+    "no texts": (
+        damaged({"texts": None}, ANSWERS, ["needle", *CELL[1:]]),
+        "texts of found must be a list",
     ),
     "nested": (b'{"a":' * 100_000, "nested too deeply"),
 }
@@ -616,17 +836,16 @@ DAMAGED = {
 def test_a_damaged_journal(name, tmp_path):
     line, said = DAMAGED[name]
     settings = {"seed": 0}
-    cell = Cell("perplexity", "full", None, 192)
-    journal = files.Journal(tmp_path, settings)
-    journal.add(cell, FOUND)
-    assert files.Journal(tmp_path, settings).finished == {cell: FOUND}
+    journal = files.Journal(tmp_path, settings, ASKED)
+    journal.add(CELL, FOUND)
+    assert files.Journal(tmp_path, settings, ASKED).finished == {CELL: FOUND}
     line = line if isinstance(line, bytes) else json.dumps(line).encode()
     path = tmp_path / "cells.jsonl"
     path.write_bytes(path.read_bytes() + line + b"\n" + path.read_bytes())
     with pytest.raises(
         ValueError, match=r"cells\.jsonl is damaged in line 2 \(.*\): rem"
     ) as caught:
-        files.Journal(tmp_path, settings)
+        files.Journal(tmp_path, settings, ASKED)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -639,14 +858,6 @@ def test_a_damaged_journal_is_one_line(command, measured, capsys, tmp_path):
     assert "cells.jsonl is damaged in line 1 " in one_line(capsys)
 
 
-def test_a_cell_of_another_grid_counts_for_nothing(command, measured, tmp_path):
-    assert command() == 0
-    found = {"cell": ["perplexity", "other", 0.5, 192], "found": FOUND}
-    with open(tmp_path / "out" / "cells.jsonl", "a") as file:
-        file.write(json.dumps(found) + "\n")
-    assert command() == 0
-
-
 @pytest.mark.parametrize(
     ("broken", "name"), [("fsync", "cells.jsonl"), ("replace", "settings.json")]
 )
@@ -656,7 +867,7 @@ def test_a_full_disk_names_the_file(monkeypatch, tmp_path, broken, name):
 
     monkeypatch.setattr(os, broken, full)
     with pytest.raises(OSError, match=rf"No space left on device: '.*{name}'"):
-        files.Journal(tmp_path, {}).add(Cell("perplexity", "full", None, 192), FOUND)
+        files.Journal(tmp_path, {}, ASKED).add(CELL, FOUND)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder that takes no files")
@@ -665,108 +876,21 @@ def test_a_place_that_takes_no_folder(command, measured, capsys):
     assert "/proc/kvjax" in one_line(capsys)
 
 
-# Pictures and terminal
-
-
-def test_pictures(command, measured, tmp_path):
-    assert command(budgets="0.25,0.5,64") == 0
-    names = {path.name for path in (tmp_path / "out").glob("*.png")}
-    assert names == {
-        "accuracy_vs_budget.png", "bytes_vs_accuracy.png", "heatmap_full.png", "heatmap_h2o.png",
-        "heatmap_streaming_llm_budget=64.png",
-    }  # fmt: skip
-    for name in names:
-        pixels = matplotlib.image.imread(tmp_path / "out" / name)[..., :3]
-        assert min(pixels.shape[:2]) > 300
-        assert 0.005 < (pixels < 0.9).any(-1).mean() < 0.9, f"{name} is blank"
-
-
-@pytest.fixture
-def found(folder, monkeypatch, measured):
-    """Results of two tasks, with one cell that failed."""
-    retrieval = _Measure.retrieval
-
-    def failing(self, transform, cell):
-        if (cell.budget, cell.depth, cell.task) == (0.5, 1.0, "needle"):
-            raise RuntimeError("no luck")
-        return retrieval(self, transform, cell)
-
-    monkeypatch.setattr(_Measure, "retrieval", failing)
-    return compare(
-        random_decoder(_config(folder)), load_tokenizer(folder), TEXT,
-        methods=["h2o", "streaming_llm", "h2o(budget=32)"], budgets=[0.25, 0.5, 0.75],
-        lengths=[384], depths=[0.0, 1.0], tasks=["needle", "chain"], cases=4,
-    )  # fmt: skip
-
-
-def test_lines_of_the_pictures(found):
-    for draw, label in [(plots.accuracy_vs_budget, "budget"), (plots.bytes_vs_accuracy, "bytes")]:
-        figure = draw(found)
-        needle, chain = figure.axes
-        assert (needle.get_title(), chain.get_title()) == ("needle", "chain")
-        assert label in needle.get_xlabel() and "95 %" in needle.get_ylabel()
-        bars = {bar.get_label(): bar for bar in needle.containers}
-        assert set(bars) == {"h2o", "streaming_llm", "h2o(budget=32)"}
-        styles = [(bar[0].get_marker(), bar[0].get_linestyle()) for bar in bars.values()]
-        assert len({mark for mark, _ in styles}) == 3
-        (labels,) = [[text.get_text() for text in legend.texts] for legend in figure.legends]
-        assert labels == ["full cache", "h2o", "streaming_llm", "h2o(budget=32)"]
-        y = bars["h2o"][0].get_ydata()
-        assert y[0] == 0.25 and math.isnan(y[1]) and y[2] == 0.75, "a failed cell is a gap"
-        (line,) = bars["h2o"][2]
-        low, high = Proportion(2, 8).interval
-        assert line.get_segments()[0][:, 1] == pytest.approx([low, high])
-        own = {bar.get_label(): bar for bar in chain.containers}["h2o"][0].get_ydata()
-        assert not np.isnan(np.array(own, float)).any()
-    ticks = [text.get_text() for text in plots.accuracy_vs_budget(found).axes[0].get_xticklabels()]
-    assert ticks == ["0.25", "0.5", "0.75"]
-
-
-def test_fields_of_the_heat_map(found):
-    figure = plots.heatmap(found, "h2o")
-    panels = figure.axes[:6]
-    assert [axes.get_title() for axes in panels[:2]] == [
-        "needle, budget 0.25",
-        "needle, budget 0.5",
-    ]
-    texts = [[text.get_text() for text in axes.texts] for axes in panels]
-    assert texts[0] == ["25%\n1/4", "25%\n1/4"]
-    assert texts[1] == ["50%\n2/4", "failed"], "depth 0 is above depth 1"
-    assert panels[0].get_ylabel().startswith("depth") and "tokens" in panels[3].get_xlabel()
-
-
-@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
-def test_the_table_fits_the_terminal(found, columns):
-    console = Console(width=columns, record=True, highlight=False, file=io.StringIO())
-    print_report(console, found, Path("folder"))
-    text = console.export_text()
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= columns and "…" not in text
-    for heading in ("method", "budget", "needle", "chain", "Δ nats", "recall", "error", "TPOT"):
-        assert heading in text
-    rows = [line.split() for line in lines]
-    for budget in ("0.25", "0.5", "0.75"):
-        assert any(row[:2] == ["streaming_llm", budget] for row in rows)
-    (first,) = [row for row in rows if row[:2] == ["h2o", "0.25"] and "failed" not in row][:1]
-    assert first[2:6] == ["25", "7-60", "25", "7-60"]
-    assert [row for row in rows if row[:2] == ["h2o", "0.5"] and row[2] == "failed"]
-    assert "over 8 cases (4 at each of 2 depths" in " ".join(text.split())
-    assert "question is inside the compressed prompt" in " ".join(text.split())
-    assert "folder/results.json" in text
+# Progress
 
 
 def test_progress(folder, measured):
     calls = []
     compare(
         random_decoder(_config(folder)), load_tokenizer(folder), TEXT, methods=["h2o"],
-        budgets=[0.5], lengths=[192, 256], depths=[0.5], tasks=["needle"], cases=4,
+        budgets=[0.5], lengths=[192, 256], tasks=["needle"], questions=["inside"], cases=8,
         on_progress=lambda *call: calls.append(call),
     )  # fmt: skip
     done, totals, what = zip(*calls, strict=True)
-    assert len(calls) == len(measured) + 1 and len(set(totals)) == 1
+    assert len(calls) == len(measured) / 2 + 1 and len(set(totals)) == 1
     assert done[0] == 0 and done[-1] == totals[0]
     assert all(b > a for a, b in itertools.pairwise(done))
-    assert what[0] == "full · needle · 192 tokens · depth 0.5"
+    assert what[0] == "needle · 192 tokens · question inside · cases 1-4"
 
 
 def test_the_bar(capsys):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evaluation import attention_error, measure_fidelity, recall_rate
+from kvjax.evaluation import attention_error, measure_fidelities, measure_fidelity, recall_rate
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.references import recall as reference
 from tests.references.attention import softmax_attention
@@ -300,6 +300,20 @@ METHODS = {
 }
 
 
+def agrees(found, method, budget, new_tokens, questions=None) -> None:
+    """What was found is what the reference finds, row by row."""
+    assert found.recall.shape == found.head_error.shape == (LAYERS, len(PROMPTS), KV_HEADS)
+    assert found.error.shape == (LAYERS, len(PROMPTS))
+    for row, prompt in enumerate(PROMPTS):
+        question = None if questions is None else questions[row]
+        recall, error, head_error = reference.fidelity(
+            tiny_reference(), prompt, method, budget, new_tokens, question
+        )
+        close(found.recall[:, row], recall, "rounding", f"recall of row {row}")
+        close(found.error[:, row], error, "accumulated", f"error of row {row}")
+        close(found.head_error[:, row], head_error, "accumulated", f"heads of row {row}")
+
+
 @pytest.mark.parametrize(("budget", "new_tokens"), [(None, 2), (6, 2)])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.fast_cases("head_groups-6-2", "streaming_llm by rank-None-2")
@@ -307,14 +321,58 @@ def test_methods_against_the_reference(name, budget, new_tokens):
     """Ragged rows and grouped queries, every layer on what the full cache's run gives it."""
     transform, method = METHODS[name]
     found = measure_fidelity(tiny_model(), transform, PROMPTS, budget, new_tokens)
-    assert found.recall.shape == (LAYERS, len(PROMPTS), KV_HEADS)
-    assert found.error.shape == (LAYERS, len(PROMPTS))
-    for row, prompt in enumerate(PROMPTS):
-        recall, error = reference.fidelity(tiny_reference(), prompt, method, budget, new_tokens)
-        close(found.recall[:, row], recall, "rounding", f"recall of row {row}")
-        close(found.error[:, row], error, "accumulated", f"error of row {row}")
+    agrees(found, method, budget, new_tokens)
     if name != "full":
         assert found.recall.min() < 1 and found.error.max() > 0.1
+
+
+QUESTIONS = [[5, 2, 9, 1, 30], [7, 3, 3], [11]]
+
+
+# Not "when_full": its window of queries goes on from turn to turn, and the reference's does not.
+TURNS = {
+    "two": ("streaming_llm by rank", "snapkv"),
+    "unrotated": [name for name in METHODS if name != "when_full"],
+    "rotated": [name for name in METHODS if name != "when_full" and "by rank" not in name],
+}
+
+
+@pytest.mark.parametrize("which", TURNS)
+@pytest.mark.fast_cases("two")
+def test_a_question_after_what_was_compressed(which):
+    """Many methods at once: on unrotated keys where one of them wants those, or on rotated ones."""
+    transforms = [METHODS[name][0] for name in TURNS[which]]
+    found = measure_fidelities(
+        tiny_model(), transforms, PROMPTS, budget=6, new_tokens=2, questions=QUESTIONS
+    )
+    for name, one in zip(TURNS[which], found, strict=True):
+        agrees(one, METHODS[name][1], 6, 2, QUESTIONS)
+
+
+@pytest.mark.slow
+def test_questions_inside_are_the_end_of_prompts():
+    inside = [[*prompt, *asked] for prompt, asked in zip(PROMPTS, QUESTIONS, strict=True)]
+    full, once = measure_fidelities(tiny_model(), [kvjax.Full(), SNAPKV], inside)
+    assert (full.recall == 1).all()
+    after = measure_fidelity(tiny_model(), SNAPKV, PROMPTS, questions=QUESTIONS)
+    assert not np.allclose(once.error, after.error)
+
+
+def test_the_prompt_is_read_once():
+    """And once more by a method that changes the pass itself."""
+    TRACES.clear()
+    measure_fidelities(tiny_model(), [SNAPKV, kvjax.H2O(10), kvjax.PyramidInfer()], PROMPTS)
+    assert TRACES.count("prompt") == 2 and TRACES.count("decode") == 1
+
+
+@pytest.mark.slow
+def test_methods_are_measured_as_each_alone():
+    transforms = [SNAPKV, kvjax.H2O(budget=10), kvjax.PyramidInfer(), kvjax.Every(SNAPKV, 2)]
+    together = measure_fidelities(tiny_model(), transforms, PROMPTS, budget=20, new_tokens=3)
+    for transform, found in zip(transforms, together, strict=True):
+        alone = measure_fidelity(tiny_model(), transform, PROMPTS, 20, 3)
+        for one, other in zip(found, alone, strict=True):
+            close(one, other, "rounding")
 
 
 def test_the_full_cache_misses_nothing():
@@ -456,13 +514,13 @@ def test_code_is_compiled_once_for_a_shape():
     model = dataclasses.replace(tiny_model(), apply=functools.partial(apply_tiny))
     TRACES.clear()
     first = measure_fidelity(model, SNAPKV, PROMPTS)
-    assert TRACES.count("decode") == 1 and TRACES.count("prompt") == 2
+    assert TRACES == ["prompt", "decode"]
     other = [[(token + 1) % VOCAB for token in prompt] for prompt in PROMPTS]
     second = measure_fidelity(model, dataclasses.replace(SNAPKV), other)
-    assert len(TRACES) == 3
+    assert len(TRACES) == 2
     assert not np.array_equal(first.error, second.error)
     measure_fidelity(model, kvjax.H2O(budget=10), PROMPTS)
-    assert len(TRACES) == 4  # the method's prompt; the full cache's run is known
+    assert TRACES[2:] == ["prompt"]  # H2O sums what tokens receive; the new tokens are as before
 
 
 @pytest.mark.parametrize(
@@ -478,6 +536,9 @@ def test_code_is_compiled_once_for_a_shape():
         ({"budget": 0.5}, TypeError, "budget must be an int, got 0.5"),
         ({"new_tokens": 0}, ValueError, "new_tokens must be at least 1, got 0"),
         ({"transform": kvjax.SnapKV}, TypeError, "give an instance, not the class"),
+        ({"questions": []}, ValueError, "question for each of the 1 prompts, got 0"),
+        ({"questions": [[]]}, ValueError, "row 0 is empty"),
+        ({"questions": [[1] * 62]}, ValueError, "64 positions, got a prompt of 64 tokens"),
         ({"model": 3}, TypeError, "model must be callable"),
     ],
 )

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from kvjax.evaluation import TASKS, Case, Haystack, is_right
+from kvjax.evaluation import OWN_TASKS, Case, Haystack, is_right
 from kvjax.evaluation.wording import (
     HELD_OUT_ADJECTIVES,
     HELD_OUT_NOUNS,
@@ -33,6 +33,16 @@ MIXES = {
     "needles": Mix(0.0, 0.0, 0.0, 4, 0),
     "free": Mix(0.0, 0.3, 0.3, 4, 0, free=1.0),
 }
+
+
+def start_of(case: Case) -> int:
+    """Where in the prompt what is asked for begins."""
+    return case.details["position"]
+
+
+def answer_of(case: Case) -> str:
+    (answer,) = case.answers
+    return answer
 
 
 @functools.cache
@@ -77,7 +87,7 @@ def question_of(task: str, case: Case) -> list[int]:
     return encode(f"\n\nQuestion: Which value has the {key}?\nAnswer: {key}:")
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN_TASKS)
 @pytest.mark.parametrize("length", [400, 513, 1024, 4096])
 def test_prompts_have_exactly_the_length(task, length):
     for seed, depth in enumerate((0, 0.25, 0.5, 0.9, 1)):
@@ -87,8 +97,8 @@ def test_prompts_have_exactly_the_length(task, length):
         assert 0 not in case.prompt[1:], "one start token"
         question = question_of(task, case)
         assert case.prompt[-len(question) :] == question
-        assert re.fullmatch(r"[1-9]\d{5}", case.answer)
-        assert 1 <= case.position < length - len(question)
+        assert re.fullmatch(r"[1-9]\d{5}", answer_of(case))
+        assert 1 <= start_of(case) < length - len(question)
         assert {type(token) for token in case.prompt} == {int}
 
 
@@ -99,12 +109,19 @@ def test_needle_stands_at_its_depth(length, depth):
     for seed in range(3):
         case = make(length=length, depth=depth, seed=seed)
         key = asked_key(case)
-        needle, question = encode(WORDINGS[0].needle(key, case.answer)), question_of("needle", case)
-        end = case.position + len(needle)
-        assert (
-            decode(case.prompt[case.position : end]) == f" The code of the {key} is {case.answer}."
+        needle, question = (
+            encode(WORDINGS[0].needle(key, answer_of(case))),
+            question_of("needle", case),
         )
-        before, after = case.prompt[1 : case.position], case.prompt[end : length - len(question)]
+        end = start_of(case) + len(needle)
+        assert (
+            decode(case.prompt[start_of(case) : end])
+            == f" The code of the {key} is {answer_of(case)}."
+        )
+        before, after = (
+            case.prompt[1 : start_of(case)],
+            case.prompt[end : length - len(question)],
+        )
         whole = encode(filler())
         window = before + after
         starts = [i for i in range(len(whole)) if whole[i : i + len(window)] == window]
@@ -125,9 +142,9 @@ def test_several_needles(needles):
         found = NEEDLE.findall(decode(case.prompt))
         keys, values = {key for key, _ in found}, {value for _, value in found}
         assert len(found) == len(keys) == len(values) == needles
-        assert dict(found)[asked_key(case)] == case.answer
-        ids = encode(WORDINGS[0].needle(asked_key(case), case.answer))
-        assert case.prompt[case.position : case.position + len(ids)] == ids
+        assert dict(found)[asked_key(case)] == answer_of(case)
+        ids = encode(WORDINGS[0].needle(asked_key(case), answer_of(case)))
+        assert case.prompt[start_of(case) : start_of(case) + len(ids)] == ids
 
 
 def test_needles_in_text_without_sentences_stand_at_their_depth():
@@ -135,8 +152,8 @@ def test_needles_in_text_without_sentences_stand_at_their_depth():
     for depth in (0, 0.25, 0.5, 1):
         case = made.case("needle", length=1500, depth=depth, seed=0)
         room = 1500 - 1 - len(question_of("needle", case))
-        room -= len(encode(WORDINGS[0].needle(asked_key(case), case.answer)))
-        assert case.position == 1 + round(depth * room)
+        room -= len(encode(WORDINGS[0].needle(asked_key(case), answer_of(case))))
+        assert start_of(case) == 1 + round(depth * room)
 
 
 def test_special_tokens_around_and_within_texts():
@@ -175,8 +192,8 @@ def test_key_value_is_one_list(needles):
         lines = [line.split(": ") for line in block.splitlines()]
         assert len(dict(lines)) == len({value for _, value in lines}) == 4 * needles
         key = asked_key(case, re.compile(r"Which value has the (\w+ \w+)\?"))
-        assert dict(lines)[key] == case.answer
-        assert decode(case.prompt[case.position :]).startswith(f"{key}: {case.answer}\n")
+        assert dict(lines)[key] == answer_of(case)
+        assert decode(case.prompt[start_of(case) :]).startswith(f"{key}: {answer_of(case)}\n")
         asked_lines.add([name for name, _ in lines].index(key))
     assert len(asked_lines) > 1, "any line may be asked for"
 
@@ -189,25 +206,25 @@ def test_chain_goes_over_another_key():
         (link,) = LINK.finditer(text)
         (source,) = NEEDLE.finditer(text)
         assert link.group(1) == asked_key(case) != link.group(2)
-        assert source.groups() == (link.group(2), case.answer)
+        assert source.groups() == (link.group(2), answer_of(case))
         ids = encode(link.group())
-        assert case.prompt[case.position : case.position + len(ids)] == ids
+        assert case.prompt[start_of(case) : start_of(case) + len(ids)] == ids
         source_first.add(source.start() < link.start())
     assert source_first == {True, False}
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN_TASKS)
 def test_reply_tokens_are_those_of_the_exact_answer(task):
     case = make(task)
-    reply = f" {case.answer}."
+    reply = f" {answer_of(case)}."
     if task == "chain":
         other = LINK.search(decode(case.prompt)).group(2)
-        reply = f" the code of the {other} is {case.answer}."
-    assert case.reply_tokens == len(encode(reply)) + 1
-    assert is_right(decode(encode(reply)), case.answer)
+        reply = f" the code of the {other} is {answer_of(case)}."
+    assert case.max_new == len(encode(reply)) + 1
+    assert is_right(decode(encode(reply)), answer_of(case))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN_TASKS)
 def test_equal_arguments_give_equal_cases(task):
     case = make(task, seed=3)
     assert make(task, seed=3) == case
@@ -216,34 +233,34 @@ def test_equal_arguments_give_equal_cases(task):
     assert make(task, depth=1, seed=3) == make(task, depth=1.0, seed=3)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN_TASKS)
 def test_every_argument_changes_the_case(task):
     base = {"length": 512, "depth": 0.5, "seed": 3}
     changes = [{}, {"seed": 4}, {"length": 513}, {"depth": 0.25}]
     cases = [make(task, **{**base, **change}) for change in changes]
-    assert len({case.answer for case in cases}) == len(cases)
+    assert len({answer_of(case) for case in cases}) == len(cases)
     assert len({tuple(case.prompt[-5:-1]) for case in cases}) > 1, "other keys"
 
 
 def test_seeds_draw_keys_values_and_windows():
     cases = [make(seed=seed) for seed in range(20)]
     assert len({asked_key(case) for case in cases}) >= 18
-    assert len({case.answer for case in cases}) == 20
+    assert len({answer_of(case) for case in cases}) == 20
     assert len({tuple(case.prompt[1:30]) for case in cases}) == 20
 
 
 def test_tasks_draw_differently():
-    assert len({make(task, seed=3).answer for task in TASKS}) == len(TASKS)
+    assert len({make(task, seed=3).answers[0] for task in OWN_TASKS}) == len(OWN_TASKS)
 
 
 def test_the_held_out_wording():
     usual, other = make(), make(wording=HELD_OUT_WORDING)
     key = asked_key(usual)
-    assert other.answer == usual.answer
+    assert answer_of(other) == answer_of(usual)
     question = f"\n\nQuestion: At which page is the {key}?\nAnswer: You will find the {key} at page"
     assert decode(other.prompt).endswith(question)
-    needle = f" You will find the {key} at page {usual.answer}."
-    assert decode(other.prompt[other.position :]).startswith(needle)
+    needle = f" You will find the {key} at page {answer_of(usual)}."
+    assert decode(other.prompt[start_of(other) :]).startswith(needle)
     assert len(other.prompt) == len(usual.prompt)
 
 
@@ -256,7 +273,7 @@ def test_held_out_words_are_no_training_words():
     assert HELD_OUT_WORDING not in WORDINGS
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN_TASKS)
 def test_keys_are_made_of_held_out_words(task):
     text = decode(make(task, length=1024).prompt)
     keys = re.findall(r"(?:the |\n)(\w+ \w+)(?: is|:)", text)
@@ -364,10 +381,10 @@ def test_room_for_filler_is_from_nothing_to_the_whole_text():
             assert short or int(long[2]) == len(whole)
             refused.add(length - int(short[1]) if short else int(long[1]))
             continue
-        needle = encode(WORDINGS[0].needle(asked_key(case), case.answer))
-        assert case.prompt[case.position : case.position + len(needle)] == needle
+        needle = encode(WORDINGS[0].needle(asked_key(case), answer_of(case)))
+        assert case.prompt[start_of(case) : start_of(case) + len(needle)] == needle
         end = len(case.prompt) - len(question_of("needle", case))
-        middle = case.prompt[1 : case.position] + case.prompt[case.position + len(needle) : end]
+        middle = case.prompt[1 : start_of(case)] + case.prompt[start_of(case) + len(needle) : end]
         assert any(middle == whole[i : i + len(middle)] for i in range(len(whole)))
         rooms.add(len(middle))
     assert rooms == set(range(len(whole) + 1))
@@ -375,7 +392,7 @@ def test_room_for_filler_is_from_nothing_to_the_whole_text():
     assert {-1, len(whole) + 1} <= refused
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN_TASKS)
 def test_another_tokenizer(task, data_dir):
     folder = data_dir / "tinystories-656k"
     other = load_tokenizer(folder)
@@ -391,11 +408,11 @@ def test_another_tokenizer(task, data_dir):
         if task == "key_value":
             key = re.search(r"Which value has the (\w+ \w+)\?", words).group(1)
             assert words.endswith(f"Answer: {key}:")
-            assert f"{key}: {case.answer}" in words
+            assert f"{key}: {answer_of(case)}" in words
             continue
         key = re.search(r"What is the code of the (\w+ \w+)\?", words).group(1)
         assert words.endswith(f"Answer: The code of the {key} is")
-        found = " ".join(other.decode(case.prompt[case.position :]).split())
-        expected = "the code of the" if task == "chain" else f"{case.answer}."
+        found = " ".join(other.decode(case.prompt[start_of(case) :]).split())
+        expected = "the code of the" if task == "chain" else f"{answer_of(case)}."
         assert found.startswith(f"The code of the {key} is {expected}")
-        assert f"is {case.answer}." in words
+        assert f"is {answer_of(case)}." in words

@@ -1,4 +1,4 @@
-"""The benchmarks that record kept tokens and compile times, on a tiny random model."""
+"""The benchmarks of kept tokens, compile times and defaults, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ LENGTHS, STEPS, BUDGET = (24, 9), 20, 12
 def modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        yield {name: importlib.import_module(name) for name in ("kept_tokens", "compile_time")}
+        names = ("kept_tokens", "compile_time", "defaults")
+        yield {name: importlib.import_module(name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +202,12 @@ def test_methods_are_compared_with_the_full_cache(modules, monkeypatch, tmp_path
     written = json.loads(path.read_text())
     assert written["rows"] == result["rows"]
     assert written["environment"]["jax"] == jax.__version__
+
+
+def test_variants_of_defaults_differ(modules):
+    """Each is a method, and none is another one of its suite, the default above all."""
+    defaults = modules["defaults"]
+    for budget, names in defaults.SUITES.values():
+        transforms = [defaults.variant(name, budget) for name in names]
+        assert len(set(transforms)) == len(names)
+        assert transforms[0] == kvjax.parse(names[0], budget)

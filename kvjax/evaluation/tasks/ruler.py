@@ -82,25 +82,25 @@ def ruler(
         sentence, line or word does not fit into. Here the prompt alone has the length.
       - The text begins at a sentence that is drawn, not always at its first one, and goes on at its
         beginning behind its end. It is not repeated.
-      - The first needle's depth is not drawn: see above. Sentences in noise and in a list of
-        needles, and those of `vt`, are at RULER's depths for a text too, and not behind lines that
-        are drawn.
+      - The depth of the needle that is asked for goes through RULER's depths, and is not drawn.
+        These depths are those of needles in the text; here noise, lists and `vt` have them too.
+        RULER draws the lines that a sentence stands behind.
       - The prompt of `vt` ends with a colon, without the space behind it, so that a new token can
         begin with the space. Its example has fewer lines of noise in prompts below 4,096 tokens.
-      - Words of `cwe` that are in the example are not in the list.
+      - Words of the example of `cwe` are not in its list.
     """
     check_choice("the task of RULER", name, RULER_TASKS)
     check_count("length", length, 1)
     check_count("cases", cases, 1)
     check_count("seed", seed, 0, most=math.inf)
     encoder, sentences = Encoder(tokenizer), sentences_of(text)
-    first_depth = int(np.random.default_rng(_entropy(seed, name)).integers(len(DEPTHS)))
+    of_name = zlib.crc32(name.encode())
     made = []
     for number in range(cases):
-        rng = np.random.default_rng((*_entropy(seed, name), number))
+        rng = np.random.default_rng((seed, of_name, number))
         if name in NEEDLES:
             # 23 is about 40 divided by the golden ratio, and has no divisor in common with 40.
-            depth = DEPTHS[(first_depth + 23 * number) % len(DEPTHS)]
+            depth = DEPTHS[(seed + of_name + 23 * number) % len(DEPTHS)]
             prompt = needles(NEEDLES[name], encoder, rng, depth, sentences)
             most_new = _NEEDLES_NEW
         else:
@@ -108,10 +108,6 @@ def ruler(
             prompt = make(encoder, rng, length)
         made.append(_case(name, encoder, prompt, length, frame, most_new))
     return Task(name, tuple(made), _share_of_answers, "accuracy")
-
-
-def _entropy(seed: int, name: str) -> tuple[int, int]:
-    return seed, zlib.crc32(name.encode())
 
 
 def _case(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .ruler_draws import distinct, key_of_words, number, uuid4, word_of
-from .ruler_prompt import Encoder, Hidden, Prompt
+from .ruler_prompt import LONG, Encoder, Hidden, Prompt
 
 DEPTHS = tuple(round(100 * step / 39) / 100 for step in range(40))
 """Shares of the filler that stand before a hidden sentence: 40 of them, evenly from 0 to 1."""
@@ -25,8 +25,7 @@ _TRACK = "Memorize and track the chain(s) of variable assignment hidden in the f
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 
 _HOPS = 4
-_LONG = 4096  # tokens from which on the example of `vt` is as long as RULER's
-_EXAMPLE_LINES = 5, 15  # of noise, in shorter prompts and in longer ones
+_EXAMPLE_LINES = 5, 15  # of noise, in prompts that are shorter than `LONG`, and in others
 
 
 class Needles(NamedTuple):
@@ -133,11 +132,11 @@ def _asking_for(kind: str, asked: list[tuple[str, str]], body: Hidden, depth: fl
 def variables(encoder: Encoder, rng: np.random.Generator, length: int) -> Prompt:
     """A case of `vt`: a number is given to a variable, and by that one to the next, four times.
 
-    An example with shorter names and with its answer comes first. It has 15 lines of noise, as
-    many as fill the 500 tokens that RULER gives it, and 5 in prompts of less than 4,096 tokens.
+    An example with shorter names and with its answer comes first. It has 15 lines of noise, about
+    what fits into the 500 tokens that RULER gives it, and 5 in prompts of less than 4,096 tokens.
     """
     shown, value, chain = _chain(rng, 3)
-    lines = [f"{_NOISE}\n"] * _EXAMPLE_LINES[length >= _LONG]
+    lines = [f"{_NOISE}\n"] * _EXAMPLE_LINES[length >= LONG]
     places = np.sort(rng.choice(len(lines), len(chain), replace=False)).tolist()
     for place, sentence in zip(reversed(places), reversed(chain), strict=True):
         lines.insert(place, sentence)
@@ -161,7 +160,7 @@ def _chain(rng: np.random.Generator, letters: int) -> tuple[list[str], int, list
 
 
 def _asking_for_variables(value: int) -> tuple[str, str]:
-    """The question, and how the answer begins; with the letters that RULER swaps in a word."""
+    """The question, and how the answer begins: RULER's letters, so that figures compare."""
     return (
         f"\nQuestion: Find all variables that are assigned the value {value} in the text above.",
         " Answer: According to the chain(s) of variable assignment in the text above, "

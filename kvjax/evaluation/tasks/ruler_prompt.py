@@ -7,6 +7,9 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+LONG = 4096
+"""Tokens from which on examples and lists have RULER's full sizes."""
+
 _NEAR = 100  # most tokens between a wanted place and the end of a sentence that is taken instead
 
 
@@ -29,8 +32,8 @@ class Encoder:
     def _next(self, text: str) -> tuple[int, ...]:
         """Of a text that begins with white space and follows another one.
 
-        A tokenizer that puts a space before a text puts none before this one, unless it joins the
-        white space to what comes before.
+        Some tokenizers put a space before every text that they are given. None is put before this
+        one, except by tokenizers that join white space to the word before it.
         """
         both, other = self.first("a" + text), self._other
         return both[len(other) :] if both[: len(other)] == other else self.first(text)
@@ -133,7 +136,8 @@ class Hidden:
 def _place(ends: Sequence[int], depth: float) -> int:
     """The first end of a sentence at or behind a share of the filler.
 
-    If the next one is far away, it is the share itself, between any two tokens.
+    The end of the filler is one. If the next end is far away, the place is the share itself,
+    between any two tokens.
     """
     wanted = round(depth * ends[-1])
     end = ends[bisect.bisect_left(ends, wanted)]

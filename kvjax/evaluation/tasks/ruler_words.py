@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .ruler_draws import distinct, word_list, word_of
-from .ruler_prompt import Encoder, Prompt
+from .ruler_prompt import LONG, Encoder, Prompt
 
 _COMMON = 10  # words that `cwe` asks for
-_LONG = 4096  # tokens from which on `cwe` has the paper's frequencies
 _LIST = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
     "Memorize the ones that appear most often."
@@ -45,7 +44,7 @@ def common_words(encoder: Encoder, rng: np.random.Generator, length: int) -> Pro
     and 1 in place of 30 and 3, and a smaller example.
     """
     words = np.array(_all_words())[rng.permutation(len(_all_words()))].tolist()
-    if length >= _LONG:
+    if length >= LONG:
         repeats, shown, size = _Repeats(30, 3), _Repeats(10, 3), 40
     else:
         repeats, shown, size = _Repeats(6, 1), _Repeats(3, 1), 20
@@ -152,7 +151,7 @@ def frequent_words(encoder: Encoder, rng: np.random.Generator, length: int) -> P
 
 
 class _CodedText:
-    """The text of `fwe`, with dots at its end where there is no room for more of its words."""
+    """The text of `fwe`, with more dots where there is no room for more of its words."""
 
     def __init__(self, encoder: Encoder, rng: np.random.Generator, words: Sequence[str]) -> None:
         self._encoder, self._rng, self._words = encoder, rng, words
@@ -168,12 +167,14 @@ class _CodedText:
         """Exactly `room` tokens."""
         totals = range(self._fewest, room * 2)
         total = totals[bisect.bisect_right(totals, room, key=self._tokens) - 1]
-        words = np.repeat(self._words, self._counts(total))
-        shuffled = words[self._rng.permutation(len(words))].tolist()
-        tokens = [token for word in shuffled for token in self._encoder.next(f" {word}")]
-        while len(tokens) < room:
-            tokens += self._encoder.next(f" {_DOTS}")
-        return tokens[:room]
+        left, dots = room - self._tokens(total), self._encoder.next(f" {_DOTS}")
+        words = np.repeat(self._words, self._counts(total)).tolist() + [_DOTS] * (left // len(dots))
+        tokens = [
+            token
+            for index in self._rng.permutation(len(words))
+            for token in self._encoder.next(f" {words[index]}")
+        ]
+        return [*tokens, *dots[: room - len(tokens)]]
 
     def _counts(self, total: int) -> np.ndarray:
         """How often each word appears in `total` ones."""

@@ -1,0 +1,90 @@
+"""What every method does to SmolLM2-135M-Instruct: the commands behind the README's table.
+
+    python benchmarks/smollm2.py --model FOLDER --text essays.txt --wikitext wikitext2.test.txt \\
+        --longbench FOLDER --out benchmarks/results/smollm2
+
+Runs `kvjax eval` several times, each into a folder of its own below `--out`, and writes the
+commands with the seconds that they took to `commands.json`. It can be interrupted and called again
+at any time: finished cells are kept, and seconds add up. `--only NAME` runs one of the parts. The
+texts are Paul Graham's essays as RULER has them, the test set of WikiText-2, and LongBench's files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import environment
+
+from kvjax.evaluation.grid import ALL_METHODS
+
+METHODS = (*ALL_METHODS, "quantize(bits=4)", "chain(clusterkv, quantize(bits=4))")
+SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
+BUDGETS, LENGTH, OTHER_LENGTHS = "0.1,0.2,0.5", "2048", "1024,4096"
+RULER = ("niah_single_2", "niah_multikey_1")
+
+
+def parts(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Name of a part → arguments of `kvjax eval` but the model's and the folder's."""
+    every, six = ",".join(METHODS), ",".join(SIX)
+    essays, wiki = ["--text", args.text], ["--text", args.wikitext]
+
+    def run(tasks, methods, lengths, cases, *rest) -> list[str]:
+        return [
+            *tasks, "--method", methods, "--budget", BUDGETS, "--lengths", lengths,
+            "--cases", str(cases), *rest,
+        ]  # fmt: skip
+
+    return {
+        "needles": run(RULER, every, LENGTH, 100, *essays, "--max-new", "16"),
+        "words": run(("vt", "cwe"), every, LENGTH, 50, *essays, "--max-new", "64", "--chat"),
+        "perplexity": run(("perplexity", "attention"), every, LENGTH, 32, *wiki),
+        "multi_news": run(
+            ("multi_news",), every, LENGTH, 50, *wiki, "--data", args.longbench, "--max-new", "128"
+        ),
+        "lengths_needles": run(RULER, six, OTHER_LENGTHS, 100, *essays, "--max-new", "16"),
+        "lengths_perplexity": run(("perplexity",), six, OTHER_LENGTHS, 32, *wiki),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--text", required=True, help="what RULER's needles are hidden in")
+    parser.add_argument("--wikitext", required=True, help="text of the perplexity")
+    parser.add_argument("--longbench", required=True, help="folder with multi_news.jsonl")
+    parser.add_argument("--only", metavar="NAME", nargs="+", help="parts to run")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    out, every = Path(args.out), parts(args)
+    for name in args.only or every:
+        if name not in every:
+            parser.error(f"the parts are {', '.join(every)}, got {name}")
+        command = ["eval", *every[name], "--model", args.model, "--out", str(out / name)]
+        out.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, "-m", "kvjax.cli.main", *command])
+        _add_seconds(out / "commands.json", name, every[name], time.monotonic() - start)
+        if done.returncode:
+            sys.exit(done.returncode)
+
+
+def _add_seconds(path: Path, name: str, arguments: list[str], seconds: float) -> None:
+    """Notes a command, without paths of a machine, and all seconds that it has taken so far."""
+    noted = json.loads(path.read_text()) if path.exists() else {"parts": {}}
+    before = noted["parts"].get(name, {"seconds": 0.0})["seconds"]
+    shown = [Path(word).name if "/" in word else word for word in arguments]
+    command = shlex.join(["kvjax", "eval", *shown, "--model", "SmolLM2-135M-Instruct"])
+    noted["parts"][name] = {"command": command, "seconds": round(before + seconds, 1)}
+    noted["environment"] = environment()
+    path.write_text(json.dumps(noted, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""`kvjax bench`: times and bytes of methods against the full cache, and against the machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.filesize import decimal
+
+import kvjax
+from kvjax.attention.layer import default_dtype
+from kvjax.budgets.budgets import check_count
+from kvjax.cli.bench_table import print_report
+from kvjax.cli.inputs import model_path
+from kvjax.cli.opened import BUNDLED, check_counts
+from kvjax.cli.plan_command import looked_up_bytes
+from kvjax.cli.terminal import Display, print_dropped
+from kvjax.evaluation.floors import cache_room
+from kvjax.evaluation.grid import Candidate
+from kvjax.evaluation.machine import environment, free_memory
+from kvjax.evaluation.speed import FULL, SpeedReport, measure_speed
+from kvjax.generation.checks import check_prompts
+from kvjax.generation.planning import bytes_on_device, plan
+from kvjax.messages import printable
+
+METHODS = ["snapkv", "quest"]
+
+# Arrays as large as the largest of the weights that are there while random ones are drawn, beside
+# all weights (measured with JAX 0.10 on a CPU).
+_DRAWING = 3
+
+
+class _Subject(NamedTuple):
+    """The model that is measured.
+
+    Args:
+      name: of it or its shape.
+      config: with the layers that are measured.
+      model_layers: how many it has.
+      load: returns it, and token ids that its prompts are cut from; None: random ones.
+    """
+
+    name: str
+    config: Any
+    model_layers: int
+    load: Callable[[], tuple[Any, list[int] | None]]
+
+
+def bench(args: argparse.Namespace) -> None:
+    """`kvjax bench`: two tables, or one JSON object."""
+    check_counts(args, "tokens", "rounds", "layers")
+    check_count("--new", args.new, 2)
+    for batch in args.batch:
+        check_count("--batch", batch, 1)
+    if args.model is not None and args.shape is not None:
+        raise ValueError("give --model or --shape, not both")
+    if args.layers is not None and args.shape is None:
+        raise ValueError("--layers needs a --shape: the weights of a model are those of all layers")
+    candidates = {text: Candidate.of(text, args.budget) for text in (FULL, *args.method)}
+    dtype = jnp.dtype(args.dtype or default_dtype()).name
+    with Display(not args.json) as display:
+        display.show(0, None, "loading the model")
+        subject = _model(args, dtype) if args.shape is None else _shape(args, dtype)
+        _check(args, subject, tuple(candidates.values()))
+        _check_memory(args, subject, tuple(candidates.values()), dtype)
+        model, text = subject.load()
+        report = measure_speed(
+            model, {text: own.transform for text, own in candidates.items()},
+            prompt_tokens=args.tokens, new_tokens=args.new, batches=args.batch, rounds=args.rounds,
+            text=text, dtype=dtype, looked_up=looked_up_bytes(model),
+            on_progress=display.show,
+        )  # fmt: skip
+    record = _record(args, subject, dtype, candidates, report)
+    if args.json:
+        print(json.dumps(record))
+        return
+    print_report(Console(highlight=False), record)
+    for row in report.rows:
+        print_dropped(row.method, row.dropped)
+
+
+def _model(args: argparse.Namespace, dtype: str) -> _Subject:
+    """A model with its weights, which reads the bundled held-out text."""
+    # Imported here: kvjax does without kvjax.models, and help without what they import.
+    from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
+
+    path = model_path(args.model)
+    config = read_config(path)
+
+    def load() -> tuple[Any, list[int]]:
+        tokenizer = load_tokenizer(path)
+        text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
+        return from_pretrained(path, dtype=dtype, allow_nonfinite=args.allow_nonfinite), text
+
+    return _Subject(args.model or BUNDLED, config, config.num_layers, load)
+
+
+def _shape(args: argparse.Namespace, dtype: str) -> _Subject:
+    """A model with random weights, which reads random tokens."""
+    from kvjax.models import random_decoder
+    from kvjax.models.shapes import shape_config
+
+    config = shape_config(args.shape, args.layers)
+    whole = shape_config(args.shape).num_layers
+
+    def load() -> tuple[Any, None]:
+        return random_decoder(config, dtype=dtype), None
+
+    return _Subject(args.shape, config, whole, load)
+
+
+def _check(args: argparse.Namespace, subject: _Subject, candidates: Sequence[Candidate]) -> None:
+    """Raises ValueError for prompts that cannot be read, and methods that change no layer."""
+    config = subject.config
+    check_count("--tokens", args.tokens, 1, most=config.max_positions)
+    for own in candidates:
+        layers = kvjax.bind(own.transform, config.num_layers, config.windows)
+        check_prompts(config, [[0] * args.tokens], layers, args.new)
+        if own.method != FULL and all(layer == kvjax.Full() for layer in layers):
+            raise ValueError(
+                f"{printable(own.method)} leaves all {config.num_layers} layers as they are, so "
+                "that nothing would be compared: give it dense_layers=(), or more --layers"
+            )
+
+
+def _check_memory(
+    args: argparse.Namespace, subject: _Subject, candidates: Sequence[Candidate], dtype: str
+) -> None:
+    """Raises ValueError where weights and caches, or random weights, do not fit into memory."""
+    from kvjax.models import abstract_decoder
+
+    model, free = abstract_decoder(subject.config, dtype=dtype), free_memory()
+    room, rows = cache_room(model, args.tokens, args.new), max(args.batch)
+    largest = max(bytes_on_device(x) for x in jax.tree.leaves(model))
+    drawing = 0 if args.shape is None else _DRAWING * largest
+    for own in candidates:
+        planned = plan(model, own.transform, dtype=dtype, **room)
+        caches = planned.caches(rows)
+        needed = planned.weights + max(round(caches.device + caches.host), drawing)
+        if free is not None and needed > free:
+            raise ValueError(
+                f"{printable(subject.name)} with {subject.config.num_layers} layers in {dtype} "
+                f"and the caches of {printable(own.method)} need {decimal(needed)} of memory, and "
+                f"{decimal(free)} are free: give fewer --layers of a --shape, --tokens or --batch"
+            )
+
+
+def _record(
+    args: argparse.Namespace,
+    subject: _Subject,
+    dtype: str,
+    candidates: Mapping[str, Candidate],
+    report: SpeedReport,
+) -> dict[str, Any]:
+    """Everything that is shown."""
+    return {
+        "model": subject.name,
+        "random_weights": args.shape is not None,
+        "layers": subject.config.num_layers,
+        "model_layers": subject.model_layers,
+        "dtype": dtype,
+        "prompt_tokens": args.tokens,
+        "new_tokens": args.new,
+        "rounds": args.rounds,
+        "environment": environment(),
+        "bandwidth_bytes_per_s": report.machine.bandwidth,
+        "products_per_s": report.machine.products,
+        "weight_bytes": report.weight_bytes,
+        "results": [
+            {**dataclasses.asdict(row), **candidates[row.method].named()} for row in report.rows
+        ],
+    }

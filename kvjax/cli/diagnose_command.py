@@ -1,0 +1,128 @@
+"""`kvjax diagnose`: what methods would do to a user's own text, and the smallest cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from kvjax.budgets.budgets import check_number
+from kvjax.cli.inputs import check_text, read_text
+from kvjax.cli.opened import OpenedModel, check_counts
+from kvjax.cli.terminal import Display, print_dropped
+from kvjax.evaluation.diagnosis import Diagnosis, Finding, diagnose, grid_of
+from kvjax.evaluation.files import check_folder, writing
+from kvjax.generation.checks import check_prompts
+from kvjax.messages import printable
+from kvjax.protocol import Full
+
+QUESTION_TOKENS = 32
+"""The last tokens of a text that stand for a question, where none is given."""
+
+
+def run(args: argparse.Namespace) -> None:
+    """`kvjax diagnose`: a table and pictures, or one JSON object."""
+    check_counts(args, "new")
+    check_number("--error", args.error, 0.0)
+    grid = grid_of(args.methods, args.budgets)
+    out = None if args.out is None else Path(args.out)
+    if out is not None:
+        check_folder(out)
+    text = check_text(read_text(args.prompt_file), "the prompt")
+    with Display(not args.json) as display:
+        opened = OpenedModel(args.model, display)
+        prompt, question = _turns(opened, args, text)
+        grid.check_model(opened.config.num_layers)
+        check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
+        found = diagnose(
+            opened.load(args), [prompt], [question], where=args.question, methods=args.methods,
+            budgets=args.budgets, new_tokens=args.new, redundancy=out is not None,
+            on_progress=display.show,
+        )  # fmt: skip
+        pictures = [] if out is None else _draw(found, out, args.error)
+    record = {"model": opened.name, **found.as_json(args.error), "pictures": pictures}
+    if args.json:
+        print(json.dumps(record))
+        return
+    _show(Console(highlight=False), found, args.error)
+    if out is not None:
+        print(f"Files: {printable(out)}/{', '.join(pictures)}")
+    for one in found.findings:
+        print_dropped(one.name, one.dropped)
+
+
+def _turns(opened: OpenedModel, args: argparse.Namespace, text: str) -> tuple[list[int], list[int]]:
+    """Tokens of the text and of the question: the one that is asked, or the text's own end."""
+    dialogue = opened.dialogue(args)
+    if args.ask is not None:
+        return dialogue.document(text), dialogue.question(check_text(args.ask, "the question"))
+    tokens = dialogue.prompt(text)
+    if len(tokens) <= QUESTION_TOKENS:
+        raise ValueError(
+            f"the prompt must have more than {QUESTION_TOKENS} tokens, whose last are taken for a "
+            f"question, or --ask must give one, got {len(tokens)}"
+        )
+    return tokens[:-QUESTION_TOKENS], tokens[-QUESTION_TOKENS:]
+
+
+def _draw(found: Diagnosis, out: Path, error: float) -> list[str]:
+    """Draws all pictures, in a folder that is made."""
+    # Imported here: commands start in less time without matplotlib.
+    from kvjax.evaluation.diagnosis_plots import draw
+
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    return draw(found, out, error)
+
+
+def _show(console: Console, found: Diagnosis, error: float) -> None:
+    """The table and the recommendation."""
+    best = found.smallest(error)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("method", overflow="fold")
+    for heading in ("budget", "error", "worst\nlayer", "recall", "cache", "of full"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found.findings:
+        style = "bold green" if one is best else "green" if one.error <= error else ""
+        table.add_row(*_cells(one), style=style)
+    console.print(table)
+    console.print()
+    console.print(
+        f"Of {found.prompt_tokens:,} tokens, with a question of {found.question_tokens} tokens "
+        f"{found.where} what is compressed. error: relative, of the attention outputs, and recall "
+        f"of the most attended tokens, means over layers, heads and {found.new_tokens} new tokens. "
+        "worst layer: the largest error of one, and which it is. cache: bytes in the devices' "
+        f"memory. Green: an error of no more than {error:g}.",
+        style="dim",
+    )
+    console.print(Text(_recommendation(found, best, error), style="bold"))
+
+
+def _cells(one: Finding) -> list[str]:
+    by_layer = one.fidelity.error.mean(1)
+    worst = int(by_layer.argmax())
+    budget = one.candidate.budget
+    return [
+        printable(one.candidate.method), "-" if budget is None else str(budget),
+        f"{one.error:.3f}", f"{by_layer[worst]:.2f} ({worst})", f"{one.recall:.0%}",
+        decimal(one.cache_bytes), f"{one.share:.1%}",
+    ]  # fmt: skip
+
+
+def _recommendation(found: Diagnosis, best: Finding | None, error: float) -> str:
+    if best is not None:
+        return (
+            f"The smallest cache with an error of no more than {error:g}: {best.name}, "
+            f"{best.share:.1%} of the full cache with an error of {best.error:.3f}."
+        )
+    smaller: list[Any] = [one for one in found.findings if one.share < 1]
+    least = min(smaller, key=lambda one: one.error, default=None)
+    nearest = "" if least is None else f" The least error is {least.error:.3f}, of {least.name}."
+    return f"No cache smaller than the full one has an error of no more than {error:g}.{nearest}"

@@ -1,0 +1,179 @@
+"""A run with the full cache: what each layer is given, and what it makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention.layer import Cache, LayerCache
+from kvjax.compose.chain import bind
+from kvjax.compose.wrappers import Everywhere, HeadGroups
+from kvjax.generation.context import Context
+from kvjax.generation.model import FunctionalModel
+from kvjax.generation.reading import Compiler
+from kvjax.generation.reading_once import Observe, ReadOnce
+from kvjax.generation.steps import decode_step
+from kvjax.generation.writing import further
+from kvjax.protocol import KVTransform, Logits, Needs
+from kvjax.rope import Rope
+from pallas_kernels import decode_attention
+
+from .recording import Record, record, recorded, unrecord
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Turn:
+    """What a layer is given of the questions after a prompt; rows are padded on the right.
+
+    Args:
+      query, key, value: of the questions' tokens; rotated where `rope` is None.
+      position: of the tokens, -1 = padding.
+      rope: what rotates query and key.
+      logits: of the attention (static).
+    """
+
+    query: Float[Array, "B Q T D"]
+    key: Float[Array, "B H T D"]
+    value: Float[Array, "B H T D"]
+    position: Int[Array, "B T"]
+    rope: Rope | None
+    logits: Logits = field(metadata={"static": True})
+
+
+class Truth(NamedTuple):
+    """One layer of the full cache's run at a decode step.
+
+    Args:
+      record: what it was given.
+      output: of attention.
+      attention: probability of each token position, per query head.
+    """
+
+    record: Record
+    output: Float[Array, "B Q 1 D"]
+    attention: Float[Array, "B Q L"]
+
+
+class FullRun:
+    """A model reads prompts once, goes on greedily with the full cache, and is recorded.
+
+    The same prompt pass serves the caches of several methods, see `kvjax.ReadOnce`.
+
+    Args:
+      model: the model.
+      prompts: token ids of each row.
+      transforms: the methods.
+      new_tokens: decode steps that are recorded.
+      questions: token ids of each row that follow the prompt as a further turn; None: nothing does.
+
+    Attributes:
+      start: position of each row's first new token.
+      turns: the questions in each layer, None where there are none.
+      truth: the new tokens in each layer; a leading axis counts them.
+    """
+
+    def __init__(
+        self,
+        model: FunctionalModel,
+        prompts: Sequence[Sequence[int]],
+        transforms: Sequence[KVTransform],
+        *,
+        new_tokens: int,
+        questions: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        longest = max(map(len, prompts))
+        asked = 0 if questions is None else max(map(len, questions))
+        of_model = model.num_layers, model.windows, longest + asked + new_tokens
+        late = any(_rotates_late(layer) for tx in transforms for layer in bind(tx, *of_model))
+        # Without rings, so that a token's slot is its position.
+        full = Everywhere(Observe(Needs(query_window=asked, unrotated_keys=late)))
+        self._once = ReadOnce(
+            model, prompts, [full, *transforms], max_prompt=longest + asked, max_new=new_tokens,
+            buckets=[longest],
+        )  # fmt: skip
+        context = self._once.context(full)
+        self.turns: tuple[Turn, ...] | None = None
+        if questions is not None:
+            context = further(model, context, questions, [asked], Compiler(), None)
+            self.turns = tuple(map(_turn, context.caches))
+        self.start = context.length
+        given = context.logits, context.length, context.caches
+        self.truth = _new_tokens(context.layers, new_tokens, model, *given)
+
+    def context(self, transform: KVTransform) -> Context:
+        """The prompts, without the questions, in caches that one of the methods has compressed."""
+        return self._once.context(transform)
+
+
+def _rotates_late(layer: KVTransform) -> bool:
+    """Whether a layer rotates its keys when they are read."""
+    parts = [tx for _, tx in layer.groups] if isinstance(layer, HeadGroups) else [layer]
+    return any(part.needs.unrotated_keys for part in parts)
+
+
+@jax.jit
+def _turn(cache: LayerCache) -> Turn:
+    """What a layer was given of the prompt that it has observed last."""
+    kv, seen = cache.kv, cache.state
+    # The window of queries has its free places first.
+    order = jnp.argsort(seen.query_position < 0, axis=1, stable=True)
+    position = jnp.take_along_axis(seen.query_position, order, axis=1)
+    query = jnp.take_along_axis(seen.query, order[:, None, :, None], axis=2)
+    rope = seen.rope
+    if rope is not None:
+        back = dataclasses.replace(rope, inv_freq=-rope.inv_freq, factor=1 / rope.factor)
+        query = back.rotate(query, position)
+    places = jnp.maximum(position, 0)[:, None]
+    slots = jnp.broadcast_to(places, (len(position), kv.shape[1], position.shape[1]))
+    return Turn(query, kv.k.read(slots), kv.v.read(slots), position, rope, seen.logits)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _new_tokens(
+    layers: tuple[KVTransform, ...],
+    new_tokens: int,
+    model: FunctionalModel,
+    logits,
+    position,
+    caches,
+) -> tuple[Truth, ...]:
+    """What every layer does with the full cache; a leading axis counts the new tokens."""
+    recording = tuple(map(recorded, layers))
+
+    def step(carry, _):
+        logits, position, caches = carry
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        caches = tuple(map(record, caches))
+        logits, caches = decode_step(model, recording, caches, token, position)
+        caches, records = zip(*map(unrecord, caches), strict=True)
+        truth = tuple(
+            _attend_in_full(cache, own, position)
+            for cache, (own,) in zip(caches, records, strict=True)
+        )
+        return (logits, position + 1, caches), truth
+
+    return jax.lax.scan(step, (logits, position, caches), length=new_tokens)[1]
+
+
+def _attend_in_full(cache: Cache, own: Record, position: Int[Array, " B"]) -> Truth:
+    """Output and probabilities of a full cache that holds the new token already."""
+    kv, query, keys = cache.kv, own.query, cache.kv.k.read()
+    if own.rope is not None:
+        query = own.rope.rotate(query, position[:, None])
+        keys = own.rope.rotate(keys, kv.position)
+    batch, kv_heads, slots = kv.shape
+    out, _, attention = decode_attention(
+        query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
+        kv.log_mass, position[:, None], kv.position, **own.options,
+    )  # fmt: skip
+    # Rows are padded on the right and nothing is evicted: a token's slot is its position.
+    attention = attention.reshape(batch, -1, slots)
+    return Truth(own, out.reshape(query.shape).astype(query.dtype), attention)

@@ -1,0 +1,235 @@
+"""Scores of an answer against a reference, 0 to 1, as the benchmarks' own scorers give them.
+
+Every metric is called `metric(text, reference, **details)`; of the details it takes what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import math
+import re
+import string
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvjax.messages import quiet
+
+Metric = Callable[..., float]
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def library(name: str) -> Any:
+    """The module of an extra's package.
+
+    Raises:
+      ValueError: it is not installed; says how it is.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import library
+      >>> library("rouge").__name__
+      'rouge'
+    """
+    try:
+        with quiet():  # they warn of their own code
+            return importlib.import_module(name)
+    except ImportError as error:
+        package = name.split(".")[0].replace("_", "-")
+        raise ValueError(
+            f"scores need the package {package}, which is not installed: pip install 'kvjax[eval]'"
+        ) from error
+
+
+def f1(text: str, reference: str, **details: Any) -> float:
+    """F1 of the words, in lower case, without punctuation and articles, as SQuAD has it.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import f1
+      >>> f1("The black cat.", "a black dog")
+      0.5
+    """
+    return overlap(_words(text), _words(reference))
+
+
+def _words(text: str) -> list[str]:
+    plain = text.lower().translate(_NO_PUNCTUATION)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def overlap(words: Sequence[str], reference: Sequence[str]) -> float:
+    """F1 of words, each as often as it occurs in both."""
+    same = (Counter(words) & Counter(reference)).total()
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(words), same / len(reference)
+    return 2 * precision * recall / (precision + recall)
+
+
+def rouge_l(text: str, reference: str, **details: Any) -> float:
+    """F of ROUGE-L over sentences, by the package `rouge`.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import rouge_l
+      >>> round(rouge_l("the cat sat down", "the cat lay down"), 4)
+      0.75
+    """
+    return _rouge("rouge-l", text, reference)
+
+
+def rouge_1(text: str, reference: str, **details: Any) -> float:
+    """F of ROUGE-1, single words, by the package `rouge`."""
+    return _rouge("rouge-1", text, reference)
+
+
+def rouge_2(text: str, reference: str, **details: Any) -> float:
+    """F of ROUGE-2, pairs of neighbouring words, by the package `rouge`."""
+    return _rouge("rouge-2", text, reference)
+
+
+def _rouge(name: str, text: str, reference: str) -> float:
+    if not text.strip(".") or not reference.strip("."):  # no sentence, which the package refuses
+        return 0.0
+    rouge = library("rouge").Rouge(metrics=[name], stats=["f"])
+    with _recursion(len(text.split()) + len(reference.split())):
+        return rouge.get_scores(text, reference)[0][name]["f"]
+
+
+@contextlib.contextmanager
+def _recursion(depth: int) -> Iterator[None]:
+    """Room for functions that call themselves so often, as that of a longest subsequence does."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + depth)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def rouge_geometric_mean(text: str, reference: str, **details: Any) -> float:
+    """Geometric mean of F of ROUGE-1, ROUGE-2 and ROUGE-L, by the package `rouge-score`.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import rouge_geometric_mean
+      >>> rouge_geometric_mean("The cat sat.", "the cat sat")
+      1.0
+    """
+    names = ["rouge1", "rouge2", "rougeL"]
+    found = library("rouge_score.rouge_scorer").RougeScorer(names).score(reference, text)
+    return math.cbrt(math.prod(found[name].fmeasure for name in names))
+
+
+def classification(
+    text: str, reference: str, *, all_classes: Sequence[str], **details: Any
+) -> float:
+    """1 / n where the text names n classes and the right one is among them; else 0.
+
+    A name that is a part of the right one does not count. As in LongBench's scorer, which takes
+    such a name out of the list while it walks along it, the name behind it counts in any case.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import classification
+      >>> classification("Date or City", "City", all_classes=["Date", "City", "State"])
+      0.5
+    """
+    named = [name for name in all_classes if name in text]
+    index = 0
+    while index < len(named):
+        if named[index] in reference and named[index] != reference:
+            named.remove(named[index])
+        index += 1
+    return 1 / len(named) if reference in named else 0.0
+
+
+def count(text: str, reference: str, **details: Any) -> float:
+    """Share of the numbers in the text that are the right one.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import count
+      >>> count("17, or 7", "7")
+      0.5
+    """
+    numbers = re.findall(r"\d+", text)
+    return numbers.count(reference) / len(numbers) if numbers else 0.0
+
+
+def retrieval(text: str, reference: str, **details: Any) -> float:
+    """As `count`, for the number in the reference, such as `"Paragraph 7"` or `"段落7"`.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import retrieval
+      >>> retrieval("It is paragraph 7.", "Paragraph 7")
+      1.0
+    """
+    return count(text, re.findall(r"\d+", reference)[0])
+
+
+def code_similarity(text: str, reference: str, **details: Any) -> float:
+    """Similarity of the text's first line of code, in whole hundredths.
+
+    It is `2 · M / T` for M characters in matching blocks of T in both, by `difflib`, which is what
+    `fuzzywuzzy` computes alone; beside `python-Levenshtein` it computes something else. Lines with
+    ```` ` ````, `#` or `//` are none of code.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import code_similarity
+      >>> code_similarity("# sum\\nreturn a + b\\nmore", "return a - b")
+      0.92
+    """
+    lines = text.lstrip("\n").split("\n")
+    line = next((x for x in lines if "`" not in x and "#" not in x and "//" not in x), "")
+    return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
+
+
+def choice(text: str, reference: str, **details: Any) -> float:
+    """Whether the first of the letters A to D that stands alone is the right one.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import choice
+      >>> choice("Answer: (B) Because of C", "B")
+      1.0
+    """
+    return float(_letter(text) is not None and _letter(text) == _letter(reference))
+
+
+def _letter(text: str) -> str | None:
+    found = re.search(r"\b[A-D]\b", text)
+    return found.group() if found else None
+
+
+def exponential_similarity(text: str, reference: str, **details: Any) -> float:
+    """`2 ^ (-10 · |p - q|)` for the first shares p and q in both texts; 0 where one has none.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import exponential_similarity
+      >>> exponential_similarity("about 70% of them", "60%")
+      0.5
+    """
+    shares = [_percentage(text), _percentage(reference)]
+    if None in shares:
+        return 0.0
+    return 2.0 ** (-abs(shares[0] - shares[1]) / 10)
+
+
+def _percentage(text: str) -> float | None:
+    found = re.search(r"\d+(\.\d+)?", text)
+    return float(found.group()) if found and float(found.group()) <= 100 else None
+
+
+def concordance(text: str, reference: str, **details: Any) -> float:
+    """Share of the pairs whose order is right; 0 where the text does not order the same items.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.metrics import concordance
+      >>> round(concordance("1, 3, 2", "1, 2, 3"), 4)
+      0.6667
+    """
+    order, right = re.findall(r"\d+", text), re.findall(r"\d+", reference)
+    if sorted(order) != sorted(right) or len(right) < 2:
+        return 0.0
+    places = [order.index(item) for item in right]
+    pairs = [(a, b) for i, a in enumerate(places) for b in places[i + 1 :]]
+    return sum(a < b for a, b in pairs) / len(pairs)

@@ -1,0 +1,160 @@
+"""`kvjax bench`: its tables, its JSON, and what it refuses before a weight is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+from rich.filesize import decimal
+
+from kvjax import models
+from kvjax.cli import bench_command
+from kvjax.cli.bench_table import print_report
+from kvjax.evaluation.speed import Speed
+from kvjax.models import read_config
+from kvjax.models.shapes import shape_config
+from tests.cli.commands import error, output
+
+SMALL = ("--tokens", "128", "--new", "4", "--rounds", "1")
+RECORD = {
+    "model", "random_weights", "layers", "model_layers", "dtype", "prompt_tokens", "new_tokens",
+    "rounds", "environment", "bandwidth_bytes_per_s", "products_per_s", "weight_bytes", "results",
+}  # fmt: skip
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails if weights are loaded or made."""
+
+    def refuse(*args, **options):
+        pytest.fail("weights were made")
+
+    monkeypatch.setattr(models, "from_pretrained", refuse)
+    monkeypatch.setattr(models, "random_decoder", refuse)
+
+
+def test_json_of_a_shape(capsys, tinystories):
+    words = ["bench", "--shape", tinystories, "--layers", 1, "--method", "snapkv", "full", *SMALL]
+    record = json.loads(output(capsys, *words, "--budget", 64, "--json"))
+    assert set(record) == RECORD
+    assert record["random_weights"] and (record["layers"], record["model_layers"]) == (1, 2)
+    assert record["prompt_tokens"] == 128 and record["dtype"] == "float32"
+    fields = {field.name for field in dataclasses.fields(Speed)} | {"budget"}
+    assert all(set(row) == fields for row in record["results"])
+    full, snapkv = record["results"]
+    assert (full["method"], full["budget"]) == ("full", None)
+    assert (snapkv["method"], snapkv["budget"]) == ("snapkv", 64)
+    assert full["tpot_over_full"] == full["ttft_over_full"] == 1
+    assert full["resident_bytes"] == record["weight_bytes"] + full["cache_bytes"]
+
+
+@pytest.mark.slow
+def test_tables_of_a_model(capsys, tinystories):
+    words = ["bench", "--model", tinystories, "--method", "snapkv", "chain(snapkv, quantize)"]
+    shown = output(capsys, *words, *SMALL, "--budget", 64, "--batch", 1, 2)
+    lines = shown.splitlines()
+    assert len(max(lines, key=len)) <= 80
+    assert "2 layers, weights of 2.6 MB in" in lines[0] and "budget 64" in shown
+    assert shown.count("\n snapkv") == 4, "a line per batch in both tables"
+    assert "per second and makes" in shown and "in host" not in shown
+
+
+@pytest.mark.slow
+def test_smollm2(capsys, smollm2):
+    words = ["bench", "--model", smollm2, "--method", "snapkv", "--budget", 0.2]
+    record = json.loads(output(capsys, *words, "--tokens", 512, "--rounds", 2, "--json"))
+    full, snapkv = record["results"]
+    assert not record["random_weights"] and record["weight_bytes"] == 4 * 134_515_008
+    # The weights are read at every step, and are more than what processors have of caches.
+    for row in (full, snapkv):
+        assert row["tpot_s"] > 0.5 * row["step_floor_s"]
+        assert row["ttft_s"] > 0.5 * row["ttft_floor_s"]
+    assert snapkv["cache_bytes"] < 0.4 * full["cache_bytes"]
+
+
+def test_the_shape_of_smollm2_is_the_models(smollm2):
+    found, expected = (
+        dataclasses.replace(config, bos_token_id=None, eos_token_ids=(), norm_eps=1e-5)
+        for config in (shape_config("smollm2-135m"), read_config(smollm2))
+    )
+    assert found == expected
+    assert read_config(smollm2).norm_eps == pytest.approx(shape_config("smollm2-135m").norm_eps)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--new", "1"], "--new must be at least 2"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--batch", "1", "0"], "--batch must be at least 1"),
+        (["--batch", "many"], "argument --batch: invalid int value: 'many'"),
+        (["--layers", "2"], "--layers needs a --shape"),
+        (["--shape", "llama-3.1-8b", "--model", "smollm2"], "give --model or --shape, not both"),
+        (["--shape", "llama-3.1-8b", "--layers", "33"], "layers must be at most 32"),
+        (["--shape", "llama-9"], "or one of llama-3.1-8b, llama-3.1-70b"),
+        (["--method", "nothing"], "unknown method 'nothing'"),
+        (["--tokens", "1000000000"], "--tokens must be at most 8448"),
+        (["--model", "no-such-folder/at-all"], "no-such-folder"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (
+            ["--shape", "llama-3.1-8b", "--layers", "2", "--method", "quest"],
+            "quest leaves all 2 layers as they are",
+        ),
+    ],
+)
+def test_errors(words, message, capsys, no_weights):
+    assert message in error(capsys, "bench", *words)
+
+
+def test_what_does_not_fit_into_memory(capsys, monkeypatch, no_weights):
+    monkeypatch.setattr(bench_command, "free_memory", lambda: 10**8)
+    found = error(capsys, "bench", "--shape", "smollm2-135m", "--layers", 2, "--method", "snapkv")
+    # Of all weights the tied embedding is the largest, and three more such arrays are drawn from.
+    embedding = 49152 * 576
+    layer = 2 * 576 * (9 + 3) * 64 + 3 * 576 * 1536 + 2 * 576
+    needed = decimal(4 * (4 * embedding + 2 * layer + 576))
+    assert f"smollm2-135m with 2 layers in float32 and the caches of full need {needed}" in found
+    assert "100.0 MB are free: give fewer --layers" in found
+
+
+def test_memory_that_is_not_known_refuses_nothing(capsys, monkeypatch, tinystories):
+    class Made(Exception):
+        pass
+
+    def make(*args, **options):
+        raise Made
+
+    monkeypatch.setattr(bench_command, "free_memory", lambda: None)
+    monkeypatch.setattr(models, "random_decoder", make)
+    with pytest.raises(Made):
+        output(capsys, "bench", "--shape", tinystories, *SMALL, "--method", "snapkv")
+
+
+def test_the_tables_say_how_far_rounds_differ():
+    row = {
+        "method": "full", "budget": None, "batch": 3, "ttft_s": 1.0, "tpot_s": 0.002,
+        "tokens_per_s": 1500.0, "compile_s": 2.5, "ttft_over_full": 1.0, "tpot_over_full": 1.0,
+        "step_bytes": 10**6, "step_floor_s": 0.001, "ttft_floor_s": None, "cache_bytes": 10**6,
+        "full_cache_bytes": 2 * 10**6, "resident_bytes": 3 * 10**6, "host_bytes": 0,
+        "peak_bytes": None, "dropped": 0, "ttft_rounds_s": [1.0, 1.5],
+        "tpot_rounds_s": [0.006, 0.002],
+    }  # fmt: skip
+    record = {
+        "model": "small", "random_weights": True, "layers": 2, "model_layers": 32,
+        "dtype": "float32", "prompt_tokens": 2048, "new_tokens": 4, "rounds": 2,
+        "bandwidth_bytes_per_s": 5e10, "products_per_s": 4e11, "weight_bytes": 2 * 10**6,
+        "results": [row, {**row, "host_bytes": 10**5}],
+    }  # fmt: skip
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_report(console, record)
+    lines = console.export_text().splitlines()
+    shown = " ".join(" ".join(lines).split())
+    assert "small, 2 of 32 layers, random weights of 2.0 MB in float32" in shown
+    assert "reads 50.0 GB per second and makes 400 Gflop/s" in shown
+    assert "of which the slowest took up to 3.0 times as long" in shown
+    assert "full 3 1 1.00 - 2 1.00 1 1,500" in shown, "a floor that is not known is a dash"
+    assert "full 3 2.5 1.0 MB 50.0% 100.0 kB 3.0 MB -" in shown and "in host" in shown

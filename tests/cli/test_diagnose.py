@@ -1,0 +1,107 @@
+"""`kvjax diagnose`: on a user's text, what methods lose, and the smallest cache under an error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvjax.cli.main import main
+from kvjax.cli.templates import Dialogue
+from kvjax.evaluation import diagnose
+from kvjax.models import from_pretrained, load_tokenizer
+from tests.cli.commands import error, output
+
+TEXT = "Once upon a time there was a girl named Lily. She had a red ball and a big dog. " * 4
+FEW = ("--methods", "streaming_llm", "--budgets", "16,64", "--new", "2")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize("question", [None, "Who is Lily?"])
+@pytest.mark.fast_cases("None")
+def test_json_is_what_diagnose_finds(capsys, tinystories, file, question):
+    """The text's own end stands for a question where none is asked."""
+    args = ["diagnose", "--prompt-file", file, "--model", tinystories, *FEW, "--error", "0.3"]
+    args += [] if question is None else ["--ask", question, "--question", "after"]
+    record = json.loads(output(capsys, *args, "--json"))
+    tokenizer, model = load_tokenizer(tinystories), from_pretrained(tinystories)
+    prompt, where = tokenizer(TEXT).input_ids, "inside"
+    prompt, asked = prompt[:-32], prompt[-32:]
+    if question is not None:
+        prompt, where = tokenizer(TEXT).input_ids, "after"
+        asked = Dialogue(tokenizer).question(question)
+    expected = diagnose(
+        model, [prompt], [asked], where=where, methods=["streaming_llm"], budgets=[16, 64],
+        new_tokens=2,
+    )  # fmt: skip
+    assert record == {
+        "model": str(tinystories), **expected.as_json(0.3), "pictures": []
+    }  # fmt: skip
+    assert [one["budget"] for one in record["findings"]] == [None, 16, 64]
+    assert (record["prompt_tokens"], record["question_tokens"]) == (len(prompt), len(asked))
+
+
+def test_the_table_recommends(capsys, tinystories, file):
+    args = ["diagnose", "--prompt-file", file, "--model", tinystories, *FEW]
+    found = output(capsys, *args, "--error", "10")
+    assert "streaming_llm" in found and "inside what is compressed" in " ".join(found.split())
+    said = " ".join(found.split())
+    assert "The smallest cache with an error of no more than 10: streaming_llm 16," in said
+    found = " ".join(output(capsys, *args, "--error", "1e-9").split())
+    assert "No cache smaller than the full one has an error of no more than 1e-09." in found
+    assert "The least error is " in found
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn(capsys, tinystories, file, tmp_path):
+    out = tmp_path / "new" / "pictures"
+    args = ["diagnose", "--prompt-file", file, "--model", tinystories, *FEW, "--out", out]
+    record = json.loads(output(capsys, *args, "--json"))
+    assert {path.name for path in out.iterdir()} == set(record["pictures"])
+    assert len(record["pictures"]) == 8 and record["redundancy"]["kept"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--error", "0"], "--error must be finite and above 0, got 0.0"),
+        (["--error", "nan"], "--error must"),
+        (["--new", "0"], "--new must be at least 1, got 0"),
+        (["--methods", "nothing"], "nothing"),
+        (["--budgets", "2.5"], "a float budget must lie in (0, 1], got 2.5"),
+        (["--budgets", "few"], "must be numbers between commas"),
+        (["--question", "before"], "invalid choice: 'before'"),
+        (["--ask", "  "], "the question is empty"),
+        (["--prompt-file", "none.txt"], "cannot read none.txt"),
+        (["--model", "none"], "none"),
+        (["--chat"], "--chat needs a chat template"),
+        (["--out", "FILE/pictures"], "is not a directory"),
+    ],
+)
+def test_one_line_before_weights_are_read(capsys, no_weights, tinystories, file, options, message):
+    options = [option.replace("FILE", str(file)) for option in options]
+    args = ["diagnose", "--prompt-file", file, "--model", tinystories, *options]
+    assert message in error(capsys, *args)
+
+
+def test_texts_that_do_not_fit(capsys, no_weights, tinystories, tmp_path):
+    path = tmp_path / "text.txt"
+    args = ["diagnose", "--prompt-file", path, "--model", tinystories]
+    path.write_text(" \n")
+    assert "the prompt is empty" in error(capsys, *args)
+    path.write_text("One day.")
+    assert "the prompt must have more than 32 tokens" in error(capsys, *args)
+    path.write_text(TEXT * 20)
+    assert "positions, got a prompt of" in error(capsys, *args)
+
+
+def test_a_text_is_needed(capsys):
+    assert "--prompt-file" in error(capsys, "diagnose")
+    assert main(["diagnose", "--help"]) == 0
+    assert "--question" in capsys.readouterr().out

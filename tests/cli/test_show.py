@@ -1,0 +1,216 @@
+"""`kvjax show`, and the table of a comparison in the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvjax.cli.compare_table import print_report
+from kvjax.cli.main import main
+from kvjax.evaluation import Results, files, read_results
+from tests.cli.commands import error, output
+from tests.support.comparisons import FAILED, LONG, REASON, comparison, draw_nothing, write_journal
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A finished comparison of one task, of which no picture is drawn."""
+    draw_nothing(monkeypatch)
+    candidates = [("full", None), ("h2o", 0.25), ("h2o", 0.5)]
+    return write_journal(comparison(["needle"], [256], candidates), tmp_path / "found")
+
+
+def console(width: int = 100) -> Console:
+    return Console(width=width, record=True, highlight=False, file=io.StringIO())
+
+
+# The command
+
+
+def test_a_folder_is_shown(folder, capsys):
+    shown = output(capsys, "show", folder)
+    words = shown.replace("\n", "")  # a long path is broken
+    assert "Prompts of 256 tokens" in words and "h2o" in words and "luck" in words
+    assert f"Files: {folder}/report.html".replace(" ", "") in words.replace(" ", "")
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"settings.json", "cells.jsonl", "results.json", "results.csv", "report.html"}
+
+
+def test_another_folder_is_written(folder, tmp_path, capsys):
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    out = tmp_path / "a" / "page"
+    output(capsys, "show", folder, "--out", out)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name for path in out.iterdir()} == {"results.json", "results.csv", "report.html"}
+
+
+def test_json_is_what_the_file_holds(folder, capsys):
+    printed = output(capsys, "show", folder, "--json")
+    assert printed.count("\n") == 1
+    assert json.loads(printed) == json.loads((folder / "results.json").read_text())
+    assert json.loads(printed) == files.as_json(read_results(folder))
+
+
+def test_times_are_left_as_they_are(folder, capsys):
+    (folder / "timings.json").write_text("measured elsewhere")
+    output(capsys, "show", folder)
+    assert (folder / "timings.json").read_text() == "measured elsewhere"
+
+
+def test_pictures_are_drawn(tmp_path, capsys):
+    candidates = [("full", None), ("h2o", 0.25)]
+    folder = write_journal(comparison(["perplexity"], [128], candidates), tmp_path / "found")
+    output(capsys, "show", folder)
+    names = {path.name for path in folder.glob("*.png")}
+    assert names == {"perplexity_128.png", "perplexity_quarters_128.png"}
+
+
+def test_an_unfinished_comparison(folder, capsys):
+    path = folder / "cells.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
+    shown = output(capsys, "show", folder)
+    assert "Not finished: 2 rows" in shown
+    assert not path.read_bytes().endswith(b"\n"), "the journal is left alone"
+
+
+def test_lost_tokens_are_told(folder, capsys, tmp_path):
+    candidates = [("full", None), ("h2o", 32)]
+    other = write_journal(comparison(["needle"], [256], candidates), tmp_path / "other")
+    assert main(["show", str(other), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["rows"] and err.startswith("h2o 32 lost 6 tokens")
+
+
+def test_a_damaged_line(folder, capsys):
+    path = folder / "cells.jsonl"
+    path.write_bytes(b"{}\n" + path.read_bytes())
+    assert "cells.jsonl is damaged in line 1 " in error(capsys, "show", folder)
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("methods", [1]), ("methods", [["full", None, 3]]), ("methods", [[{"a": 1}, None]]),
+        ("methods", [["h2o", "x"]]), ("tasks", {"needle": {"metric": "accuracy"}}),
+        ("tasks", {"needle": {"metric": "accuracy", "floor": "x"}}), ("tasks", {"needle": None}),
+        ("tasks", {"unheard-of": {"metric": "accuracy", "floor": 0.0}}), ("lengths", ["x"]),
+        ("lengths", [0]), ("questions", [[]]), ("questions", ["never"]), ("cases", None),
+    ],
+)  # fmt: skip
+def test_damaged_settings(folder, capsys, name, value):
+    path = folder / "settings.json"
+    kept = json.loads(path.read_text())
+    kept["asked"][name] = value
+    path.write_text(json.dumps(kept))
+    said = error(capsys, "show", folder)
+    assert "settings.json is not the settings of a comparison: " in said and name in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"full_cache_bytes": 0}, "full_cache_bytes of found must be above 0"),
+        ({"depths": ["x"] * 20}, "depths of found must be numbers or null"),
+        ({"scores": []}, "scores of found must be finite numbers"),
+        ({"failed": ["x"]}, "failed of found must be text"),
+    ],
+)
+def test_damaged_cells(folder, capsys, change, said):
+    path = folder / "cells.jsonl"
+    first, *lines = path.read_text().splitlines()
+    record = json.loads(first)
+    record["found"] |= change
+    path.write_text("\n".join([json.dumps(record), *lines, ""]))
+    assert said in error(capsys, "show", folder)
+
+
+def test_folders_that_cannot_be_shown(folder, tmp_path, capsys):
+    assert "is not a directory" in error(capsys, "show", tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    assert "holds no comparison" in error(capsys, "show", tmp_path / "empty")
+    (tmp_path / "empty" / "cells.jsonl").write_text("")
+    assert "of something else" in error(capsys, "show", tmp_path / "empty")
+    (folder / "cells.jsonl").write_text("")
+    assert "holds no finished cell yet" in error(capsys, "show", folder)
+    (folder / "settings.json").write_text("[]")
+    assert "settings.json" in error(capsys, "show", folder)
+
+
+def test_a_place_that_cannot_be_written_to(folder, capsys):
+    assert "is not a directory" in error(
+        capsys, "show", folder, "--out", folder / "cells.jsonl" / "page"
+    )
+    assert "FOLDER" in error(capsys, "show")
+
+
+# The table
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+def test_the_table_fits_the_terminal(columns):
+    own = console(columns)
+    print_report(own, comparison(), Path("folder"))
+    text = own.export_text()
+    assert max(map(len, text.splitlines())) <= columns and "…" not in text
+    for heading in ("method", "budget", "cache", "slots", "needle", "Δ nats", "recall", "error"):
+        assert heading in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["method", "budget"] in [row[:2] for row in rows]
+    for budget in ("0.25", "0.5", "32"):
+        assert any(row[:2] == ["h2o", budget] for row in rows)
+    (full, *_) = [row for row in rows if row[:2] == ["full", "-"]]
+    assert full[2:4] == ["100.0%", "128.0"]
+    assert text.count("Prompts of ") == 2
+    assert "folder/report.html" in text
+
+
+def test_inside_and_after_stand_side_by_side():
+    own = console(120)
+    print_report(own, comparison(["needle"], [256]), Path("folder"))
+    rows = [line.split() for line in own.export_text().splitlines()]
+    (quarter,) = [row for row in rows if row[:2] == ["h2o", "0.25"]]
+    assert quarter[-5:] == ["25", "11-47", "10", "2-31", "64"]
+    (half,) = [row for row in rows if row[:2] == ["h2o", "0.5"]]
+    assert half[-4:] == ["50", "29-71", "failed", "128"]
+
+
+def test_colours():
+    own = console(200)
+    print_report(own, comparison(["needle", "vt"], [256]), Path("folder"))
+    lines = own.export_text(styles=True).splitlines()
+    (infinigen,) = [line for line in lines if "infinigen" in line]
+    green = "\x1b[32m"
+    assert infinigen.count(green) == 2, "needles inside and after, and not what is at the floor"
+    (half,) = [line for line in lines if "h2o" in line and " 0.5" in line and "failed:" not in line]
+    assert re.search(r"\x1b\[31m *failed", half) and green not in half
+
+
+def test_what_is_told_below_the_table():
+    own = console(200)
+    print_report(own, comparison(["needle", "vt"], [256]), Path("folder"))
+    text = own.export_text()
+    assert f"failed: {FAILED}: {REASON}" in text
+    assert "*: the full cache is at the floor" in text and "inside *" in text
+    without = console(200)
+    print_report(without, comparison(["needle"], [128]), Path("folder"))
+    assert "*:" not in without.export_text()
+
+
+def test_many_failures_and_strange_names():
+    whole = comparison(["needle"], [128], candidates=[("full", None), (LONG + "\x1b[2J", 0.5)])
+    failed = {cell: {"failed": "\x1b[31mno [red]luck", "seconds": 0.0} for cell in whole.records}
+    many = {
+        cell._replace(first=number): found for cell, found in failed.items() for number in range(3)
+    }
+    own = console(120)
+    print_report(own, Results(whole.settings, many), Path("folder"))
+    text = own.export_text()
+    assert "\x1b" not in text and "\\x1b[31mno [red]luck" in text
+    assert text.count("failed: ") == 5 and "and 7 more that failed" in text

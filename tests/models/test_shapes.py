@@ -1,0 +1,70 @@
+"""Shapes that are known by name: those of published configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from kvjax.models import DecoderConfig, LayerConfig, abstract_decoder
+from kvjax.models.shapes import SHAPES, shape_config
+
+PUBLISHED = {
+    "llama-3.1-8b": "Llama-3.1-8B-Instruct",
+    "mistral-7b-v0.2": "Mistral-7B-Instruct-v0.2",
+    "qwen2-7b": "Qwen2-7B",
+    "glm-4-9b-chat": "glm-4-9b-chat.chatglm",
+}
+# What the models' cards and papers say, embedding included, a tied one once.
+PARAMETERS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b-v0.2": 7_241_732_096,
+    "qwen2-7b": 7_615_616_512,
+    "glm-4-9b-chat": 9_399_951_360,
+    "smollm2-135m": 134_515_008,
+}
+
+
+def without_tokens(config: DecoderConfig) -> DecoderConfig:
+    return dataclasses.replace(config, bos_token_id=None, eos_token_ids=())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shape_is_that_of_the_published_configuration(name, data_dir):
+    file = data_dir / "hf_configs" / f"{PUBLISHED[name]}.config.json"
+    assert without_tokens(shape_config(name)) == without_tokens(shape_config(file))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_as_many_parameters_as_the_model(name):
+    model = abstract_decoder(shape_config(name))
+    assert sum(x.size for x in jax.tree.leaves(model)) == PARAMETERS[name]
+
+
+def test_some_layers_of_a_shape():
+    whole, two = shape_config("llama-3.1-8b"), shape_config("llama-3.1-8b", 2)
+    assert two == dataclasses.replace(whole, num_layers=2)
+
+
+def test_layers_that_differ_stay_what_they_are(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gemma2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, '
+        '"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, '
+        '"head_dim": 8, "max_position_embeddings": 512, "sliding_window": 16, '
+        '"query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh", '
+        '"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6, '
+        '"rope_theta": 10000.0}'
+    )
+    whole, three = shape_config(tmp_path), shape_config(tmp_path, 3)
+    assert isinstance(whole.layers[0], LayerConfig) and three.layers == whole.layers[:3]
+    assert three.windows == (16, None, 16)
+
+
+@pytest.mark.parametrize("layers", [0, 33])
+def test_layers_that_a_shape_does_not_have(layers):
+    with pytest.raises(ValueError, match="layers must be at"):
+        shape_config("llama-3.1-8b", layers)
