@@ -401,12 +401,14 @@ def test_bytes_by_memory(case):
     slots, lists = max_prompt + max_new, KV_HEADS * (GROUP if case.get("per_query_head") else 1)
     store = batch * KV_HEADS * slots * DIM * dtype.itemsize
     store += batch * KV_HEADS * INTERVAL * DIM * dtype.itemsize  # where no block belongs
-    clusters = round(slots / 12) + 2 * (max_new // INTERVAL)
+    chunks = round(1024 / 12) + round((slots - 1024) / 12)
+    clusters = chunks + 2 * (max_new // INTERVAL)
     rows = batch * lists * recent * BUDGET
     expected = {
         "resident": rows * (2 * DIM * dtype.itemsize + 4) + 3 * 4 * batch * lists + 4,
         "recent": 2 * batch * KV_HEADS * (INTERVAL * (DIM * dtype.itemsize + 4) + 4),
-        "clusters": batch * KV_HEADS * (clusters * (4 * DIM + 8) + 8) + 4 * batch + 8,
+        # Of each row its length and its budget, and for all of them the key of the draws.
+        "clusters": batch * KV_HEADS * (clusters * (4 * DIM + 8) + 8) + 8 * batch + 8,
         "slots": batch * KV_HEADS * (slots * (4 + 4 + 1) + 8) + 4 * batch,
     }
     held = kvjax.memory_bytes(cache)
