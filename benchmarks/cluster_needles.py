@@ -3,10 +3,10 @@
     python benchmarks/cluster_needles.py --model FOLDER --text tinyshakespeare.txt --out \\
         benchmarks/results/cluster_needles_smollm2.json
 
-Each case is a text of `--lengths` tokens with a sentence that tells a code of six digits, and the
-question for it. The question is `inside` what is read and compressed, or comes `after` it, as a
-further prompt. A case is read once for all methods (`kvjax.ReadOnce`). `right` says of each method
-whether the first number that it writes is the code; the last rows count them.
+Each of `--cases` is a text of so many tokens with a sentence that tells a code of six digits, and
+the question for it. The question is `inside` what is read and compressed, or comes `after` it, as a
+further prompt. The cases are read once for all methods (`kvjax.ReadOnce`). `right` counts those in
+which the first number that the method writes is the code, `cases` says of each whether it is.
 
 A run that was stopped goes on where it was, given the same arguments.
 """
@@ -14,6 +14,7 @@ A run that was stopped goes on where it was, given the same arguments.
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,16 +27,15 @@ from kvjax.models import from_pretrained, load_tokenizer
 PAPER = "tokens_per_cluster=80, new_clusters=4, iterations=20, chunk=None"
 METHODS = {
     "full": (),
-    f"clusterkv({PAPER}, group_reduce='mean')": (0.2,),
-    f"clusterkv({PAPER}, per_query_head=True)": (0.2,),
-    f"clusterkv({PAPER})": (0.2,),
-    "clusterkv(tokens_per_cluster=32)": (0.1,),
-    "clusterkv(tokens_per_cluster=16, group_reduce='mean')": (0.1,),
-    "clusterkv(tokens_per_cluster=16, chunk=None, iterations=20)": (0.1,),
-    "clusterkv(tokens_per_cluster=16)": (0.05, 0.1),
     "clusterkv": (0.05, 0.1, 0.2),
+    f"clusterkv({PAPER}, group_reduce='mean')": (0.2,),
+    "clusterkv(tokens_per_cluster=16)": (0.05, 0.1),
     "clusterkv(per_query_head=True)": (0.05,),
     "chain(quantize(bits=4), clusterkv)": (0.05, 0.1),
+    f"clusterkv({PAPER}, per_query_head=True)": (0.2,),
+    "clusterkv(tokens_per_cluster=16, chunk=None, iterations=20)": (0.1,),
+    "clusterkv(tokens_per_cluster=16, group_reduce='mean')": (0.1,),
+    "clusterkv(tokens_per_cluster=32)": (0.1,),
 }
 ANSWER = 9  # tokens: six digits, and what ends the number
 
@@ -56,21 +56,19 @@ def needle(haystack: Haystack, tokenizer, length: int, number: int, count: int) 
     return Needle(case.prompt[:at], case.prompt[at:], case.answer)
 
 
-def answers(
-    model, own: Needle, inside: bool, length: int, transforms: dict[str, kvjax.KVTransform]
-):
-    """What each method writes."""
-    text, question = (own.text + own.question, None) if inside else (own.text, [own.question])
-    most = length + 64
-    once = kvjax.ReadOnce(
-        model, [text], list(transforms.values()), max_prompt=most, max_new=ANSWER, buckets=(most,)
-    )
-    for name, transform in transforms.items():
-        context = once.context(transform)
-        done = kvjax.generate(
-            model, question, context=context, max_new_tokens=ANSWER, end_tokens=(), donate=True
-        )
-        yield name, done.tokens[0]
+def read_once(model, cases: list[Needle], inside: bool, length: int, transforms):
+    """The cases as they are compressed."""
+    prompts = [own.text + own.question * inside for own in cases]
+    size = {"max_prompt": length + 64, "max_new": ANSWER, "buckets": (length,)}
+    return kvjax.ReadOnce(model, prompts, transforms, **size)
+
+
+def written(model, once: kvjax.ReadOnce, transform, questions: list[list[int]] | None):
+    """The tokens that a method writes to each case."""
+    return kvjax.generate(
+        model, questions, context=once.context(transform), max_new_tokens=ANSWER, end_tokens=(),
+        donate=True,
+    ).tokens  # fmt: skip
 
 
 def main() -> None:
@@ -85,29 +83,26 @@ def main() -> None:
     model, tokenizer = from_pretrained(args.model), load_tokenizer(args.model)
     haystack = Haystack(tokenizer, Path(args.text).read_text())
     transforms = {
-        f"{name} {share}".strip(): kvjax.parse(name, share or None)
-        for name, shares in METHODS.items()
-        for share in shares or ("",)
+        (name, share): kvjax.parse(name, share)
+        for name in METHODS
+        for share in METHODS[name] or (None,)
     }
-    about = {"model": Path(args.model).name, "text": Path(args.text).name, "methods": METHODS}
-    rows = Rows(args.out, {"benchmark": "cluster_needles", **about, "cases": args.cases})
-    for length in args.lengths:
-        for question in ("inside", "after"):
-            key, count = {"length": length, "question": question}, dict.fromkeys(transforms, 0)
-            for number in range(args.cases):
-                if rows.has(**key, case=number):
-                    continue
-                own = needle(haystack, tokenizer, length, number, args.cases)
-                found = answers(model, own, question == "inside", length, transforms)
-                right = {
-                    name: is_right(tokenizer.decode(tokens), own.answer) for name, tokens in found
-                }
-                rows.add(**key, case=number, right=right)
-            for row in rows.rows:
-                if "case" in row and {**row, **key} == row:
-                    count = {name: count[name] + row["right"][name] for name in count}
-            if not rows.has(**key, cases=args.cases):
-                rows.add(**key, cases=args.cases, right=count)
+    about = {"model": Path(args.model).name, "text": Path(args.text).name}
+    rows = Rows(args.out, {"benchmark": "cluster_needles", **about})
+    for length, question in itertools.product(args.lengths, ("inside", "after")):
+        key, once = {"length": length, "question": question}, None
+        cases = [needle(haystack, tokenizer, length, n, args.cases) for n in range(args.cases)]
+        for (name, share), transform in transforms.items():
+            own = {**key, "method": name, "budget": share}
+            if rows.has(**own):
+                continue
+            inside = question == "inside"
+            if once is None:
+                once = read_once(model, cases, inside, length, list(transforms.values()))
+            asked = None if inside else [case.question for case in cases]
+            texts = map(tokenizer.decode, written(model, once, transform, asked))
+            right = [is_right(text, case.answer) for text, case in zip(texts, cases, strict=True)]
+            rows.add(**own, right=sum(right), cases=right)
 
 
 if __name__ == "__main__":

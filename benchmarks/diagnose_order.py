@@ -11,9 +11,10 @@ recall are those of `kvjax.evaluation.diagnose`. Then the model is fed what shou
 text, its next tokens; of a question, the answer. `nats` is the loss per token, and `right` the
 share of answers of which every token is the most likely one, as a greedy answer has them.
 
-`rank_correlation` is Spearman's between the predictions (error, and `missed`, 1 - recall) and
-the losses (`nats`, and `wrong` answers), of all methods and budgets but the full cache, and within
-each budget. `text_error` is the error on the windows of text, as one has it who has no needles.
+`rank_correlation` is Spearman's between the predictions (`error`, a mean; `worst_heads`, the error
+that a tenth of the KV heads exceed; `missed`, 1 - recall) and the losses (`nats`, and `wrong`
+answers), of all methods and budgets but the full cache, and within each budget. `text_error` is the
+error on the windows of text, as one has it who has no needles.
 With `--results`, measurements are those of `kvjax eval`: its error of `attention` is ranked against
 the scores of every task of the same length that is not at its floor.
 
@@ -139,8 +140,8 @@ def _logits(head, params, x):
 
 def measure(model, run: FullRun, prompts: Prompts, transform, new: int) -> dict[str, float]:
     """What diagnose says of a method, and what the model does with its caches."""
-    found = judge(run, run.context(transform))
     context = run.context(transform)
+    found = judge(run, context)
     if prompts.asked is not None:
         context = ask(model, context, prompts.asked)
     tokens, places = pad(prompts.expected, new)
@@ -148,6 +149,7 @@ def measure(model, run: FullRun, prompts: Prompts, transform, new: int) -> dict[
     nats, right = forced(model, context, tokens, positions)
     return {
         "error": round(float(found.error.mean()), 5),
+        "worst_heads": round(float(np.quantile(found.head_error.mean(1), 0.9)), 5),
         "recall": round(float(found.recall.mean()), 5),
         "nats": round(float(nats.sum() / (places >= 0).sum()), 5),
         "right": round(float(right.all(0).mean()), 5),
@@ -170,6 +172,7 @@ def correlations(rows: list[dict]) -> dict[str, dict]:
         keys = [key for key in own if key[0] != "full" and key in texts]
         predictions = {
             "error": {key: own[key]["error"] for key in keys},
+            "worst_heads": {key: own[key]["worst_heads"] for key in keys},
             "missed": {key: 1 - own[key]["recall"] for key in keys},
         }
         measured = {"nats": {key: own[key]["nats"] for key in keys}}

@@ -55,6 +55,14 @@ class ClusterKV(Recall):
     Slots are stored cluster by cluster, so that a cluster is a range of slots and the list of slots
     follows from prefix sums over cluster sizes.
 
+    The defaults are those of measurements on SmolLM2-135M. Of 15 needles of 1,024 tokens, of which
+    the full cache finds 13, they find 13 at a budget of 0.05, whether the question was compressed
+    too or came afterwards; with 16 tokens a cluster it is 9, and with the paper's 80 it is 8 at
+    0.2, for a choice per KV head and per query head alike. At 2,048 tokens of WikiText and a budget
+    of 0.1 the relative error of attention outputs is 0.15 with 8 tokens a cluster and 0.19 with 16;
+    by the mean of a group it is 0.18 and 0.21, with a choice per query head 0.12 and 0.16. With
+    16 tokens a cluster and a budget of 0.1, 5 rounds of k-means find as many needles as 20.
+
     Args:
       budget: slots to attend to per KV head, sinks included; generated tokens that are not yet
         clustered come on top. A float is a share of each row's prompt.
