@@ -37,7 +37,7 @@ Found = dict[str, Any]  # what was measured in a cell, or why nothing was
 _ROWS_BYTES = 2**31  # of the full cache of all prompts that are read together, about
 _MOST_ROWS = 16
 _COMPRESSING = 0.1  # cost of a method on a prompt, as a share of reading the prompt, roughly
-_CLEAR_AFTER = 64  # units after which compiled code is dropped
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")  # on Linux
 
 
 def compare(
@@ -67,7 +67,8 @@ def compare(
     A method that needs a calibration (InfiniGen) gets it from the first tokens of the text.
 
     A cell that raises is recorded as failed and the others go on. Compiled code is dropped
-    (`jax.clear_caches`) now and then, so that large grids do not run out of memory maps.
+    (`jax.clear_caches`) when it has half of the memory maps that Linux gives a process, so that
+    large grids do not run out of them; with a compilation cache, it is then read again.
 
     Args:
       model: as for `kvjax.generate`.
@@ -153,14 +154,22 @@ def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) 
             todo[unit] = missing
     costs = {unit: _cost(unit, missing) for unit, missing in todo.items()}
     done, total = 0, sum(costs.values())
-    for number, (unit, missing) in enumerate(todo.items(), 1):
+    for unit, missing in todo.items():
         report(done, total, str(unit))
         for one, found in measure.unit(unit, missing):
             journal.add(Cell(*unit, *one.key), found)
+            if _memory_maps_run_out():
+                jax.clear_caches()
         done += costs[unit]
-        if number % _CLEAR_AFTER == 0:
-            jax.clear_caches()
     report(total, total, "done")
+
+
+def _memory_maps_run_out() -> bool:
+    """Whether this process has more than half of the memory maps that it may have."""
+    if not _MOST_MAPS.exists():
+        return False
+    with open(_MAPS, "rb") as maps:
+        return sum(1 for _ in maps) > int(_MOST_MAPS.read_text()) // 2
 
 
 def _cost(unit: Unit, candidates: Sequence[Candidate]) -> int:

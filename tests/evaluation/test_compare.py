@@ -618,6 +618,21 @@ def test_everything_failed(command, monkeypatch, tmp_path, capsys):
     assert all(row["score"] is None for row in results(tmp_path / "out")["rows"])
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory maps are counted on Linux")
+def test_compiled_code_is_dropped_before_memory_maps_run_out(
+    command, measured, monkeypatch, tmp_path
+):
+    cleared = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(len(measured)))
+    assert command(lengths=192) == 0 and not cleared
+    few = tmp_path / "max_map_count"
+    few.write_text("100\n")
+    monkeypatch.setattr(COMPARE, "_MOST_MAPS", few)
+    measured.clear()
+    assert command(lengths=256) == 0
+    assert cleared == list(range(1, len(measured) + 1)), "after every cell"
+
+
 def test_a_full_cache_at_the_floor_is_said(command, measured, monkeypatch, tmp_path):
     unit = _Measure.unit
 
