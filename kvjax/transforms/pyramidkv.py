@@ -31,8 +31,9 @@ class PyramidKV(KVTransform):
         row's prompt.
       window: observation window W, 8 as in the authors' code.
       kernel, pooling, group_reduce: as in `SnapKV`.
-      beta: how steep the pyramid is, 20 as in the authors' code; 1 is uniform. It is read as the
-        nearest fraction with a denominator up to 1,000.
+      beta: how steep the pyramid is, 20 as in the authors' code; 1 is uniform, which may serve a
+        small model better (`benchmarks/defaults.py` measures it). It is read as the nearest
+        fraction with a denominator up to 1,000.
 
     Raises:
       TypeError, ValueError: as `SnapKV`; `beta` below 1.

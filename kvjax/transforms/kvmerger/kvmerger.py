@@ -54,8 +54,9 @@ class KVMerger(Unmerged):
       pivot: `"attention"`, or for comparison `"random"`.
       weights: `"gaussian"`, or the plain `"mean"` as the paper's first baseline.
       sigma: σ of each set. `"mean_distance"`: the mean of `|k_p - k_i|` over the members other than
-        the pivot, over √2. A number: itself; 5.0 is the best in Table 3. `"literal"`: equation 6
-        applied once, `Σ_S g / (√2 |S|)` with the g of σ = 5.
+        the pivot, over √2. A number: itself; 5.0 is the best in Table 3. A constant follows the
+        scale of a model's keys: a little too small, it leaves of a set its pivot alone.
+        `"literal"`: equation 6 applied once, `Σ_S g / (√2 |S|)` with the g of σ = 5.
       value_scale: `"log_mass"`: values are weighted means, and the slot's mass is |S|. `"paper"`:
         they are multiplied by |S| instead, and the mass is 1. `"none"`: neither. Only the first
         conserves mass.
