@@ -146,9 +146,10 @@ class KVMerger:
         """Budget, recent and heavy tokens of a row of this length.
 
         Fractions of the tokens so far, the paper's where none are given (at half the prompt if
-        there is no budget); of a budget the recent ones then are at least 64 or seven eighths.  A
-        heavy token cuts a run in two, so with h of them, r recent ones and n tokens there may be as
-        few as n - r - 2h - 1 pairs: B must reach r + 2h + 1, and r and h are cut down to that.
+        there is no budget); of a budget the recent ones then are at least 64 or seven eighths,
+        where that leaves room for a given number of heavy ones.  A heavy token cuts a run in two,
+        so with h of them, r recent ones and n tokens there may be as few as n - r - 2h - 1 pairs: B
+        must reach r + 2h + 1, and r and h are cut down to that.
         """
         length = self.slots.length
         fixed = [x if isinstance(x, int) else 0 for x in (self.recent, self.heavy)]
@@ -163,7 +164,10 @@ class KVMerger:
         heavy = heavy if isinstance(heavy, int) else math.floor(heavy * length + 1e-9)
         if budget is not None:
             if self.recent is None:
-                recent = max(recent, min(64, math.floor(7 * budget / 8)))
+                least = min(64, math.floor(7 * budget / 8))
+                if self.heavy is not None:
+                    least = min(least, budget - 1 - 2 * heavy)
+                recent = max(recent, least)
             recent = min(recent, budget - 1)
             heavy = min(heavy, (budget - 1 - recent) // 2)
         return budget, recent, heavy

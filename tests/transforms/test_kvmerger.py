@@ -44,6 +44,7 @@ CASES = {
     "anchor and budget": ({"epsilon": 0.9, "against": "anchor", "budget": 0.4}, (2, 2)),
     "counts": ({"budget": 20, "recent": 5, "heavy": 4}, (2, 2)),
     "shares": ({"budget": 0.6, "recent": 0.3, "heavy": 0.1}, (2, 2)),
+    "heavy tokens alone": ({"budget": 14, "heavy": 4}, (2, 2)),
     "nothing stays": ({"budget": 12, "recent": 0, "heavy": 0}, (2, 2)),
     "more stays than fits": ({"budget": 12, "recent": 0.3, "heavy": 0.3}, (2, 2)),
 }
@@ -96,7 +97,7 @@ def largest_set(both: Pair) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.fast_cases("more stays than fits")
+@pytest.mark.fast_cases("more stays than fits", "heavy tokens alone")
 def test_prompt(name):
     assert largest_set(same(pair(*CASES[name]).prompt(LENGTHS))) > 1
 
@@ -301,6 +302,11 @@ def test_the_newest_tokens_stay_under_a_small_budget(budget, length, recent, hea
     ]
     given = KVMerger(budget=budget, recent=2).counts(np.array([length]))
     assert int(given[0][0]) == 2
+
+
+def test_a_given_number_of_heavy_tokens_stays():
+    recent, heavy = KVMerger(budget=40, heavy=10).counts(np.array([500]))
+    assert (int(recent[0]), int(heavy[0])) == (19, 10)
 
 
 # --- mass -----------------------------------------------------------------------------------------

@@ -65,7 +65,10 @@ class Unmerged(PromptBudget):
         recent, heavy = tokens(self.recent, RECENT), tokens(self.heavy, HEAVY)
         if budget is not None:
             if self.recent is None:
-                recent = np.maximum(recent, np.minimum(LEAST_RECENT, budget * 7 // 8))
+                least = np.minimum(LEAST_RECENT, budget * 7 // 8)
+                if self.heavy is not None:  # those that were asked for stay
+                    least = np.minimum(least, budget - 1 - 2 * heavy)
+                recent = np.maximum(recent, least)
             recent = np.clip(recent, 0, np.maximum(budget - 1, 0))
             heavy = np.clip(heavy, 0, np.maximum(budget - 1 - recent, 0) // 2)
         return recent, heavy
