@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import environment
@@ -25,8 +26,8 @@ from kvjax.evaluation.grid import ALL_METHODS
 
 METHODS = (*ALL_METHODS, "quantize(bits=4)", "chain(clusterkv, quantize(bits=4))")
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
-BUDGETS, LENGTH, OTHER_LENGTHS = "0.1,0.2,0.5", "2048", "1024,4096"
-RULER = ("niah_single_2", "niah_multikey_1")
+BUDGETS = "0.1,0.2,0.5"
+NEEDLES = ("niah_single_2", "niah_multikey_1")
 
 
 def parts(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -34,22 +35,23 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
     every, six = ",".join(METHODS), ",".join(SIX)
     essays, wiki = ["--text", args.text], ["--text", args.wikitext]
 
-    def run(tasks, methods, lengths, cases, *rest) -> list[str]:
+    def run(tasks: Sequence[str], methods: str, lengths: str, cases: int, *rest: str) -> list[str]:
         return [
             *tasks, "--method", methods, "--budget", BUDGETS, "--lengths", lengths,
             "--cases", str(cases), *rest,
         ]  # fmt: skip
 
+    short, chat = ("--max-new", "16"), ("--max-new", "32", "--chat")
+    summary = ("--max-new", "128", "--data", args.longbench)
     return {
-        "needles": run(RULER, every, LENGTH, 100, *essays, "--max-new", "16"),
-        "words": run(("vt", "cwe"), every, LENGTH, 50, *essays, "--max-new", "64", "--chat"),
-        "perplexity": run(("perplexity", "attention"), every, LENGTH, 32, *wiki),
-        "multi_news": run(
-            ("multi_news",), every, LENGTH, 50, *wiki, "--data", args.longbench, "--max-new", "128"
-        ),
-        "lengths_needles": run(RULER, six, OTHER_LENGTHS, 100, *essays, "--max-new", "16"),
-        "lengths_perplexity": run(("perplexity",), six, OTHER_LENGTHS, 32, *wiki),
-    }  # fmt: skip
+        "needles": run(NEEDLES, every, "2048", 100, *essays, *short),
+        "perplexity": run(("perplexity", "attention"), every, "2048", 30, *wiki),
+        "variables": run(("vt",), every, "2048", 50, *essays, *chat),
+        "lengths_needles": run(NEEDLES, six, "1024,4096", 50, *essays, *short),
+        "lengths_perplexity": run(("perplexity",), six, "1024,4096", 20, *wiki),
+        "words": run(("cwe",), six, "2048", 50, *essays, "--max-new", "64", "--chat"),
+        "multi_news": run(("multi_news",), six, "2048", 50, *wiki, *summary),
+    }
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ MOST_DEPTHS = 1_000
 MOST_CASES = 100_000
 """The most cases of a task."""
 
-MOST_MEASURED = {"perplexity": 32, "attention": 4}
+MOST_MEASURED = {"perplexity": 30, "attention": 4}
 """The most cases of what is measured without questions: windows of the text, and prompts of the
 first task."""
 
@@ -135,7 +135,7 @@ class Grid:
       questions: where the question stands, of `"inside"` and `"after"`.
       depths: shares of the text before what is asked for, over which the cases of tasks are spread
         whose depth can be chosen: case i has depth i modulo their number.
-      cases: per task, length and question, 32 of `perplexity` and 4 of `attention` at most; every
+      cases: per task, length and question, 30 of `perplexity` and 4 of `attention` at most; every
         candidate sees the same ones.
       seed: of the cases.
       chat: whether prompts are messages of the model's chat template; None: as each benchmark
