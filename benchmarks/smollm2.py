@@ -24,7 +24,7 @@ from common import environment
 
 from kvjax.evaluation.grid import ALL_METHODS
 
-METHODS = (*ALL_METHODS, "quantize(bits=4)", "chain(clusterkv, quantize(bits=4))")
+METHODS = (*ALL_METHODS, "quantize(bits=4)", "chain(quantize(bits=4), clusterkv)")
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
 BUDGETS = "0.1,0.2,0.5"
 NEEDLES = ("niah_single_2", "niah_multikey_1")
