@@ -10,10 +10,12 @@ page is not what the folders say.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax.evaluation import Results, Row, read_results
 
@@ -52,50 +54,145 @@ def heading(panel: Panel, lengths: bool) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def table(results: Sequence[Results], panels: Sequence[Panel], budgets: Sequence[float]) -> str:
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    rule = "|" + "---|" * len(headings)
+    return "\n".join(
+        ["| " + " | ".join(headings) + " |", rule] + [f"| {' | '.join(row)} |" for row in rows]
+    )
+
+
+def scores(results: Sequence[Results]) -> str:
     """Methods × budgets as rows, panels as columns, and the bytes of the cache."""
     found = {(row.panel, row.candidate): row for one in results for row in one.rows()}
-    candidates = [
-        candidate
-        for candidate in dict.fromkeys(candidate for _, candidate in found)
-        if candidate[1] in (None, *budgets)
-    ]
+    panels = list(dict.fromkeys(panel for panel, _ in found))
     lengths = len({length for _, length, _ in panels}) > 1
-    headings = ["method", "budget", "bytes", *(heading(panel, lengths) for panel in panels)]
-    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
-    for method, budget in candidates:
-        rows = [found.get((panel, (method, budget))) for panel in panels]
-        cells = ["" if row is None else SHOWN.get(row.task, percent)(row) for row in rows]
-        if not any(cells):
-            continue
-        share = next(row.share for row in rows if row is not None and row.share is not None)
+    rows = []
+    for method, budget in dict.fromkeys(candidate for _, candidate in found):
+        own = [found.get((panel, (method, budget))) for panel in panels]
+        cells = ["" if row is None else SHOWN.get(row.task, percent)(row) for row in own]
         shown = "" if budget is None else f"{budget:g}"
-        lines.append(
-            "| " + " | ".join([f"`{method}`", shown, f"{100 * share:.0f} %", *cells]) + " |"
-        )
-    return "\n".join(lines)
+        rows.append([f"`{method}`", shown, share(own), *cells])
+    return markdown(["method", "budget", "bytes", *(heading(one, lengths) for one in panels)], rows)
+
+
+def share(rows: Iterable[Row | None]) -> str:
+    """Bytes of the cache, as a share of the full cache's."""
+    known = [row.share for row in rows if row is not None and row.share is not None]
+    return f"{100 * known[0]:.0f} %" if known else ""
+
+
+def choosing(results: Sequence[Results]) -> str:
+    """Methods as rows, panels as columns, the budgets beside each other."""
+    found: dict[str, dict[Panel, list[Row]]] = {}
+    for row in (row for one in results for row in one.rows() if row.task != "attention"):
+        found.setdefault(row.method, {}).setdefault(row.panel, []).append(row)
+    panels = list(dict.fromkeys(panel for own in found.values() for panel in own))
+
+    def cell(rows: Sequence[Row]) -> str:
+        if rows[0].task == "perplexity":
+            means = [
+                row.score.mean if row.method == "full" else row.difference.mean for row in rows
+            ]
+            return " / ".join(
+                f"{mean:+.2f}" if rows[0].method != "full" else f"{mean:.2f}" for mean in means
+            )
+        return " / ".join(f"{100 * row.score.mean:.0f}" for row in rows)
+
+    rows = []
+    for method, own in found.items():
+        sizes = " / ".join(share([row]).removesuffix(" %") for row in own[panels[0]])
+        rows.append([f"`{method}`", sizes, *(cell(own[panel]) for panel in panels)])
+    return markdown(["method", "bytes, %", *(heading(panel, False) for panel in panels)], rows)
+
+
+def defaults(rows: Sequence[dict[str, Any]]) -> str:
+    """Of `defaults.py`."""
+    headings = ["method", "budget", "error", "worst layer", "nats", "inside", "after"]
+    return markdown(headings, [
+        [
+            f"`{row['method']}`", f"{row['budget']:g}", f"{row['error']:.3f}",
+            f"{row['worst_layer']:.2f}", f"{row['nats']:.3f}", str(row["inside"]),
+            str(row["after"]),
+        ]
+        for row in rows
+    ])  # fmt: skip
+
+
+def kvpress(rows: Sequence[dict[str, Any]]) -> str:
+    """Of `vs_kvpress.py`."""
+
+    def line(row: dict[str, Any]) -> list[str]:
+        kept, first, token = (row.get(name, {}) for name in ("positions", "first_s", "per_token_s"))
+        peak, right = row["peak_bytes"], row.get("answers", {}).get("right")
+        return [
+            f"`{row['method']}`", f"{row['tokens']:,}",
+            f"{kept['equal']} of {kept['lists']}" if kept else "",
+            f"{100 * kept['common']:.2f} %" if kept else "",
+            *(
+                f"{1e3 * times['kvpress']:,.0f} / {1e3 * times['kvjax']:,.0f} ms, "
+                f"**{times['times_as_fast']:.2f}**"
+                for times in (first, token)
+            ),
+            f"{peak['kvpress'] / 1e6:,.0f} / {peak['kvjax'] / 1e6:,.0f} MB",
+            f"{right['kvpress']} / {right['kvjax']} of {row['answers']['cases']}" if right else "",
+        ]  # fmt: skip
+
+    headings = [
+        "method", "tokens", "sets of positions that are equal", "positions in both",
+        "first token", "per token", "peak memory", "needles",
+    ]  # fmt: skip
+    return markdown(headings, map(line, rows))
+
+
+def foreseen(found: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> str:
+    """Of `diagnose_order.py`: rank correlations."""
+    budgets = list(
+        dict.fromkeys(b for part in found.values() for own in part.values() for b in own)
+    )
+    rows = [
+        [part, pair, *("" if own.get(b) is None else f"{own[b]:.2f}" for b in budgets)]
+        for part, pairs in found.items()
+        for pair, own in pairs.items()
+    ]
+    return markdown(["prompts", "what is ranked", *budgets], rows)
+
+
+def speed(rows: Sequence[dict[str, Any]]) -> str:
+    """Of `kvjax bench`."""
+    headings = [
+        "method", "batch", "first token", "per token", "of full", "floor by bytes", "tokens/s",
+        "cache", "compiling",
+    ]  # fmt: skip
+    return markdown(headings, [
+        [
+            f"`{row['method']}`", str(row["batch"]), f"{row['ttft_s']:.2f} s",
+            f"{1e3 * row['tpot_s']:.1f} ms", f"{row['tpot_over_full']:.2f}",
+            f"{1e3 * row['step_floor_s']:.1f} ms", f"{row['tokens_per_s']:.0f}",
+            f"{row['cache_bytes'] / 1e6:.0f} MB", f"{row['compile_s']:.1f} s",
+        ]
+        for row in rows
+    ])  # fmt: skip
+
+
+FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    # name of a file → what of it is a table, and how
+    "defaults_smollm2": ("rows", defaults),
+    "vs_kvpress_smollm2": ("rows", kvpress),
+    "diagnose_order_smollm2": ("rank_correlation", foreseen),
+    "diagnose_order_bundled": ("rank_correlation", foreseen),
+    "bench_smollm2": ("results", speed),
+}
 
 
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of which there are results."""
     folders = {path.name: read_results(path) for path in sorted(FOLDER.iterdir()) if path.is_dir()}
-
-    def panels(*names: str, lengths: Sequence[int] | None = None) -> list[Panel]:
-        every = dict.fromkeys(panel for name in names for panel in folders[name].panels())
-        return [panel for panel in every if lengths is None or panel[1] in lengths]
-
-    groups = {
-        "choose": (("needles", "perplexity"), (0.2,)),
-        "needles": (("needles",), (0.1, 0.2, 0.5)),
-        "words": (("words",), (0.1, 0.2, 0.5)),
-        "perplexity": (("perplexity",), (0.1, 0.2, 0.5)),
-        "multi_news": (("multi_news",), (0.1, 0.2, 0.5)),
-        "lengths_needles": (("lengths_needles",), (0.1, 0.2, 0.5)),
-        "lengths_perplexity": (("lengths_perplexity",), (0.1, 0.2, 0.5)),
-    }
-    for name, (parts, budgets) in groups.items():
-        if all(part in folders for part in parts):
-            yield name, table([folders[part] for part in parts], panels(*parts), budgets)
+    for name, results in folders.items():
+        yield name, scores([results])
+    yield "choose", choosing([folders["needles"], folders["perplexity"]])
+    for name, (part, made) in FILES.items():
+        yield name, made(json.loads((FOLDER.parent / f"{name}.json").read_text())[part])
 
 
 def filled(page: str, made: dict[str, str]) -> str:

@@ -262,7 +262,7 @@ def answers(setting: Setting, methods: dict[str, str], cases: list, tokenizer: A
         tokens = {side: worker.ask(**request)["tokens"] for side, worker in workers.items()}
         same += len({tuple(each) for each in tokens.values()}) == 1
         for side, each in tokens.items():
-            right[side] += is_right(tokenizer.decode(each), case.answer)
+            right[side] += is_right(tokenizer.decode(each), case.answers[0])
     for worker in workers.values():
         worker.close()
     return {"cases": len(cases), "right": right, "same": same}
