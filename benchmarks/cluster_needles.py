@@ -53,7 +53,7 @@ def needle(haystack: Haystack, tokenizer, length: int, number: int, count: int) 
     case = haystack.case("needle", length=length, depth=(number + 0.5) / count, seed=number)
     head = tokenizer("\n\nQuestion: What is the code of the", add_special_tokens=False).input_ids
     at = max(i for i in range(length) if case.prompt[i : i + len(head)] == head)
-    return Needle(case.prompt[:at], case.prompt[at:], case.answer)
+    return Needle(case.prompt[:at], case.prompt[at:], case.answers[0])
 
 
 def read_once(model, cases: list[Needle], inside: bool, length: int, transforms):
