@@ -1,7 +1,25 @@
-# See README.md. PYTHON=... takes another interpreter; make aot wants one with jax[cuda13].
+# PYTHON=... takes another interpreter; make aot wants one with jax[cuda13], make docs the extra docs.
 PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
+RESULTS = benchmarks/results
+BENCHES = decode_step compress_overhead recall_step payload_step
 
-.PHONY: test aot bench-kernels
+.PHONY: test slow versions lint types docs wheel aot benches bench-kernels
+
 test: ; $(PYTHON) -m pytest
+slow: ; $(PYTHON) -m pytest -m slow
+# The fast tests on every pair of Python and JAX; PYTHONS=... and JAX=... choose some of them.
+versions: ; bash tests/on_versions.sh
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+types: ; $(PYTHON) -m pyright
+docs: ; $(PYTHON) -m mkdocs build --strict
+wheel: ; $(PYTHON) -m build
+# Compiles every kernel and the loop of decode steps for GPUs that are not there.
 aot: ; $(PYTHON) -m tests.gpu.compile_for_gpus
-bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out benchmarks/results/kernels.json
+# Decode steps and compression on a CPU, a quarter of an hour.
+benches:
+	for name in $(BENCHES); do \
+		$(PYTHON) benchmarks/$$name.py --out $(RESULTS)/$${name}_cpu.json || exit 1; done
+# The kernels on a GPU, in under ten minutes.
+bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out $(RESULTS)/kernels.json

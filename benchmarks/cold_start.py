@@ -33,7 +33,7 @@ METHODS = (
 )  # fmt: skip
 NEW_TOKENS = 64
 OTHER = ["--max-new", "48", "--temperature", "0.7"]
-COMMAND = [sys.executable, "-P", "-m", "kvjax_command"]
+COMMAND = [sys.executable, "-P", "-m", "kvjax"]
 FIGURES = ("compile_s", "ttft_s", "tpot_s", "cache_bytes")
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
-
-import numpy as np
 
 _MOST = 200  # characters of a value
 
@@ -38,7 +37,8 @@ def brief(value: object) -> str:
       >>> brief("snapkv"), len(brief("a" * 10**6))
       ("'snapkv'", 203)
     """
-    if isinstance(value, np.generic):  # 3 rather than np.int64(3)
+    numpy = sys.modules.get("numpy")  # not imported for a value that is none of its own
+    if numpy is not None and isinstance(value, numpy.generic):  # 3 rather than np.int64(3)
         value = value.item()
     try:
         return printable(repr(value), _MOST)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from kvjax.extras import extra_module
 from kvjax.messages import brief, printable
 from kvjax.regular_files import check_regular
 
@@ -73,13 +74,7 @@ def gguf_library() -> Any:
     Raises:
       ValueError: it is not installed; says how it is.
     """
-    try:
-        import gguf  # Imported here: it belongs to an extra.
-    except ImportError as error:
-        raise ValueError(
-            "GGUF files need the package gguf, which is not installed: pip install 'kvjax[gguf]'"
-        ) from error
-    return gguf
+    return extra_module("gguf", "gguf", "GGUF files")
 
 
 def read_header(path: Path) -> GgufHeader:

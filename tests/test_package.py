@@ -1,44 +1,107 @@
-"""What is shipped: the wheel, and which way imports point."""
+"""What is shipped: the wheel and the sdist, what imports bring along, and which way they point."""
 
+import importlib.metadata
 import inspect
+import json
 import os
+import pkgutil
 import pydoc
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import kvjax
+
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command: str, **options) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, **options)
+def run(*command: object, **options) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+# Imports
+
+
+def imported_by(code: str) -> set[str]:
+    """The modules that a process has after some code."""
+    listing = "import sys; print('\\n' + ' '.join(sys.modules))"
+    return set(run(sys.executable, "-c", f"{code}\n{listing}").splitlines()[-1].split())
+
+
 def test_kvjax_imports_without_models_and_kernels_without_kvjax():
-    listing = "import sys; print(*sorted({m.split('.')[0] for m in sys.modules}))"
-    kernels = run(sys.executable, "-c", f"import pallas_kernels; {listing}").split()
+    kernels = imported_by("import pallas_kernels")
     assert "jax" in kernels and "kvjax" not in kernels
-    models = "import kvjax, sys; print('kvjax.models' in sys.modules)"
-    assert run(sys.executable, "-c", models).strip() == "False"
+    assert "kvjax.models" not in imported_by("from kvjax import *")
+
+
+# Each of them takes from a tenth of a second to several seconds.
+HEAVY = {"jax", "numpy", "flax", "orbax", "transformers", "tokenizers", "matplotlib", "rich"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import kvjax",
+        "from kvjax.cli.main import main; main(['--help'])",
+        "from kvjax.cli.main import main; main(['--version'])",
+        "from kvjax.cli.main import main; main(['genrate'])",
+    ],
+)
+def test_what_help_does_without(code):
+    assert not imported_by(code) & HEAVY
+
+
+OF_MODELS = {"transformers", "tokenizers", "huggingface_hub", "kvjax.models", "torch"}
+OF_RESULTS = {"matplotlib", "jinja2", "kvjax.evaluation", "kvjax.cli"}
+
+
+@pytest.mark.parametrize(
+    ("names", "unwanted"),
+    [
+        ("attend, kvjax.init_cache, kvjax.bind, kvjax.SnapKV", {"flax", "optax", "orbax", "rich"}),
+        ("generate, kvjax.stream, kvjax.Sampling", {"orbax"}),
+        ("save_context, kvjax.ReadOnce, kvjax.testing", set()),
+    ],
+)
+def test_what_public_names_do_without(names, unwanted):
+    unwanted = unwanted | OF_MODELS | OF_RESULTS
+    assert not imported_by(f"import kvjax; kvjax.{names}") & unwanted
+
+
+@pytest.mark.slow
+def test_every_module_can_be_the_first():
+    """Names of kvjax are imported when they are used, and so modules in any order."""
+    names = [
+        module.name
+        for package in ("kvjax", "pallas_kernels")
+        for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}.")
+    ]
+    assert len(names) > 100
+    code = (
+        "import importlib, os, sys, jax, flax.nnx\n"
+        "for name in sys.argv[1:]:\n"
+        "    if os.fork() == 0:\n"
+        "        importlib.import_module(name)\n"
+        "        os._exit(0)\n"
+        "    if os.wait()[1] != 0:\n"
+        "        sys.exit(f'import {name} fails')\n"
+    )
+    run(sys.executable, "-W", "ignore", "-c", code, *names)
 
 
 def test_version_is_the_packages():
-    from importlib.metadata import version
-
-    import kvjax
-
-    assert version("kvjax") == kvjax.__version__
+    assert importlib.metadata.version("kvjax") == kvjax.__version__
 
 
 def test_kvjax_shows_its_names_alone():
-    import kvjax
-
     assert dir(kvjax) == sorted(kvjax.__all__)
     modules = {name for name in dir(kvjax) if inspect.ismodule(getattr(kvjax, name))}
     assert modules == {"kit", "testing"}  # for authors of methods
@@ -47,9 +110,15 @@ def test_kvjax_shows_its_names_alone():
     assert set(star) - {"__builtins__"} == set(kvjax.__all__)
 
 
-def test_the_signature_of_a_model_is_that_of_its_call():
-    import kvjax
+def test_type_checkers_see_the_names_that_there_are():
+    """They read `__all__` of the stub, and the loader its imports."""
+    stub = {}
+    source = (ROOT / "kvjax" / "__init__.pyi").read_text(encoding="utf-8")
+    exec(source[source.index("__all__") :], stub)
+    assert sorted(stub["__all__"]) == sorted(kvjax.__all__)
 
+
+def test_the_signature_of_a_model_is_that_of_its_call():
     class Mine(kvjax.LanguageModel):
         def __init__(self, size: int):
             self.size = size
@@ -64,26 +133,77 @@ def test_the_signature_of_a_model_is_that_of_its_call():
     assert list(inspect.signature(Mine(3)).parameters) == list(signature.parameters)
 
 
-@pytest.mark.slow
-def test_wheel(tmp_path):
-    source = tmp_path / "source"  # a copy: a build leaves its own folders behind
-    unwanted = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, source, ignore=unwanted)
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, source)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.split("/")[0] for name in names}
-    assert {"kvjax", "pallas_kernels"} < tops
-    assert not tops & {"models", "tests", "benchmarks"}, tops
-    assert {"kvjax/models/decoder.py", "kvjax/cli/main.py", "kvjax_command.py"} <= set(names)
-    assert "kvjax/evaluation/tasks/longbench.json" in names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+# The packages
 
-    target = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel)
-    environment = {**os.environ, "PYTHONPATH": str(target), "KVJAX_CACHE": "off"}
-    where = "import kvjax, kvjax.models; print(kvjax.__file__, kvjax.models.__file__)"
-    files = run(sys.executable, "-c", where, cwd=tmp_path, env=environment).split()
-    assert all(Path(file).is_relative_to(target) for file in files)
-    command = (sys.executable, "-m", "kvjax_command", "generate", "--max-new", "8")
-    assert "snapkv" in run(*command, cwd=tmp_path, env=environment)
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory) -> Path:
+    """A folder with the sdist, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("packages")
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", ignore=unwanted)  # a build leaves folders behind
+    run(sys.executable, "-m", "build", "--outdir", folder, folder / "source")
+    return folder
+
+
+@pytest.mark.slow
+def test_what_the_wheel_holds(packages):
+    (wheel,) = packages.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"kvjax", "pallas_kernels"}
+    shipped = {
+        "kvjax/__init__.pyi", "kvjax/py.typed", "kvjax/models/decoder.py", "kvjax/cli/main.py",
+        "kvjax/models/demo/model.safetensors", "pallas_kernels/py.typed",
+        "pallas_kernels/base/tiles.json",
+    }  # fmt: skip
+    assert shipped <= set(names)
+    assert any(name.endswith("/longbench.json") for name in names)
+    assert any(name.endswith("/report.html.jinja") for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if "training" in name]
+
+
+@pytest.mark.slow
+def test_what_the_sdist_holds(packages):
+    (sdist,) = packages.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "tests/conftest.py", "models/demo/training/train.py", "CHANGELOG.md", "CONTRIBUTING.md",
+        "CITATION.cff", "docs/writing-a-method.md", "examples/nnx_decoder.py",
+    } <= names  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_wheel_in_an_empty_environment(packages, tmp_path):
+    """What who installs kvjax alone has: the answer, and a line where an extra is missing."""
+    (wheel,) = packages.glob("*.whl")
+    venv.create(tmp_path / "empty", with_pip=True)
+    programs = tmp_path / "empty" / "bin"
+    keep = ("PATH", "HOME", "SSL_CERT_FILE", "LANG")
+    user = {name: value for name, value in os.environ.items() if name in keep or "PIP" in name}
+    user |= {"KVJAX_CACHE": "off", "COLUMNS": "100"}
+    run(programs / "pip", "install", "-q", wheel, env=user)
+
+    where = "import kvjax.models; print(kvjax.models.__file__)"
+    assert run(programs / "python", "-c", where, cwd=tmp_path, env=user).startswith(str(tmp_path))
+    shown = run(programs / "kvjax", "generate", cwd=tmp_path, env=user)
+    for line in ("The bundled model read a document", " full       right   482913.", " snapkv"):
+        assert line in shown, shown
+    record = json.loads(run(programs / "python", "-m", "kvjax", "methods", "--json", env=user))
+    assert "clusterkv" in record["methods"]
+
+    for command, package, extra in (
+        (["compare"], "matplotlib", "eval"),
+        (["show", "folder"], "matplotlib", "eval"),
+        (["eval", "vt"], "matplotlib", "eval"),
+        (["chat", "--model", "model.gguf"], "gguf", "gguf"),
+    ):
+        (tmp_path / "model.gguf").write_bytes(b"GGUF")
+        done = subprocess.run(
+            [programs / "kvjax", *command], cwd=tmp_path, env=user, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f"need the package {package}, which is not installed" in done.stderr
+        assert done.stderr.endswith(f"pip install 'kvjax[{extra}]'\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import kvjax
+from kvjax.cli import options
 from kvjax.cli.generate_command import print_rows
 from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, check_counts, sampling
@@ -15,8 +16,23 @@ from kvjax.generation.checks import check_turn
 from kvjax.generation.model import as_functional
 from kvjax.messages import brief, printable
 
+DESCRIPTION = """\
+Answers questions about a document that kvjax read has read, all of them in one
+batch. The folder stays as it is, and no question knows of another."""
+EXAMPLES = ""
 
-def ask(args: argparse.Namespace) -> None:
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    own.add_argument("folder", metavar="FOLDER", help="of kvjax read")
+    own.add_argument("questions", metavar="QUESTION", nargs="+", help="about the document")
+    options.add_model(own, "the one that read the document")
+    own.add_argument("--max-new", metavar="N", type=int,
+        help="most tokens of an answer (default: what kvjax read made room for)")  # fmt: skip
+    options.add_sampling(own)
+
+
+def run(args: argparse.Namespace) -> None:
     """`kvjax ask`: answers all questions in one batch; the folder stays as it is."""
     check_counts(args, "max_new")
     choice, about = sampling(args), _about(args.folder)

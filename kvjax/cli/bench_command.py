@@ -16,11 +16,13 @@ from rich.filesize import decimal
 import kvjax
 from kvjax.attention.layer import default_dtype
 from kvjax.budgets.budgets import check_count
+from kvjax.cli import options
 from kvjax.cli.bench_table import print_report
 from kvjax.cli.inputs import model_path
 from kvjax.cli.opened import BUNDLED, check_counts
 from kvjax.cli.plan_command import looked_up_bytes
 from kvjax.cli.terminal import Display, print_dropped
+from kvjax.evaluation import speed
 from kvjax.evaluation.floors import cache_room
 from kvjax.evaluation.grid import Candidate
 from kvjax.evaluation.machine import environment, free_memory
@@ -52,7 +54,47 @@ class _Subject(NamedTuple):
     load: Callable[[], tuple[Any, list[int] | None]]
 
 
-def bench(args: argparse.Namespace) -> None:
+DESCRIPTION = """\
+Measures methods against the full cache: time to the first token and per further
+one, tokens per second, seconds of compilation, bytes of caches, resident bytes and
+their peak. Beside them stands the least that the machine needs, by its bandwidth
+and its rate of products, which are measured too. A model is given with its weights,
+or as a shape that gets random ones."""
+EXAMPLES = """\
+examples:
+  kvjax bench
+  kvjax bench --model DIR --method snapkv h2o clusterkv --batch 1 4
+  kvjax bench --shape llama-3.1-8b --layers 2 --tokens 8192"""
+
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = own.add_argument
+    options.add_model(own)
+    add("--shape", metavar="DIR_OR_NAME",
+        help="folder with config.json, such a file, or a name such as llama-3.1-8b, in place of "
+        "--model: a model of these sizes with random weights reads random tokens")  # fmt: skip
+    add("--layers", metavar="N", type=int,
+        help="layers of the shape, from the first on (default: all)")  # fmt: skip
+    add("--tokens", metavar="N", type=int, default=speed.PROMPT_TOKENS,
+        help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
+    add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
+        help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
+    add("--batch", metavar="N", type=int, nargs="+", default=list(speed.BATCHES),
+        help="rows at a time (default: 1)")  # fmt: skip
+    add("--method", metavar="NAME", nargs="+", default=METHODS,
+        help="methods of `kvjax methods` and compositions (default: "
+        f"{' '.join(METHODS)}); full is always there")  # fmt: skip
+    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
+        help="as for kvjax generate (default: 0.1)")  # fmt: skip
+    add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
+        help="in which every method runs once; the fastest counts (default: "
+        f"{speed.ROUNDS})")  # fmt: skip
+    add("--dtype", choices=("bfloat16", "float16", "float32"),
+        help="of weights, keys and values (default: float32 on a CPU, else bfloat16)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
     """`kvjax bench`: two tables, or one JSON object."""
     check_counts(args, "tokens", "rounds", "layers")
     check_count("--new", args.new, 2)

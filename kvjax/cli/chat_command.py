@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 
 import kvjax
-from kvjax.cli import interrupts
+from kvjax.cli import interrupts, options
 from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.templates import Dialogue
@@ -20,8 +20,31 @@ from kvjax.evaluation.grid import Candidate
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
 _MOST_PROMPT = 4096  # tokens, where no other room is given
 
+DESCRIPTION = f"""\
+A conversation whose whole history is one compressed cache. A line is a turn;
+{HELP}
+Ctrl-C ends an answer that is being written."""
+EXAMPLES = """\
+examples:
+  kvjax chat --model DIR
+  kvjax chat --model smollm2
+  kvjax chat --model DIR --method h2o --budget 512 --system 'Be brief.'"""
 
-def chat(args: argparse.Namespace) -> None:
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    options.add_model(own)
+    options.add_template(own, "what is said")
+    options.add_method(own)
+    own.add_argument("--max-prompt", metavar="TOKENS", type=int,
+        help="room for all that is said to the model, and as much again for all that it answers "
+        "(default: 4096, or half of the model's positions)")  # fmt: skip
+    own.add_argument("--max-new", metavar="N", type=int, default=512,
+        help="most tokens of an answer (default: 512)")  # fmt: skip
+    options.add_sampling(own)
+
+
+def run(args: argparse.Namespace) -> None:
     """`kvjax chat`: reads lines and answers them, until /quit or the end of input."""
     check_counts(args, "max_prompt", "max_new")
     transform = Candidate.of(args.method, args.budget).transform

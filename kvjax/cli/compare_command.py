@@ -9,27 +9,74 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvjax.cli import compilation_cache
+from kvjax.cli import compilation_cache, options
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.inputs import model_path, read_text
 from kvjax.cli.terminal import Display, print_dropped
-from kvjax.evaluation import Grid
-from kvjax.evaluation.compare import run
+from kvjax.evaluation import Grid, grid
+from kvjax.evaluation.compare import run as measure
 from kvjax.evaluation.files import as_json, check_folder, timings
 from kvjax.evaluation.material import Material
+from kvjax.extras import extra_module
 
 _GRID = (
     "methods", "budgets", "lengths", "questions", "depths", "tasks", "cases", "seed", "chat",
     "max_new",
 )  # fmt: skip
 
+DESCRIPTION = """\
+Runs methods over budgets and prompt lengths: which questions about a long text
+are still answered, what held-out text costs, what attention loses, and bytes.
+Prints a table and writes results.json, results.csv, timings.json, pictures and
+report.html.
+An interrupted run goes on when the same command is given again, and a command
+with more methods, budgets, tasks, lengths or cases measures what is missing."""
+EXAMPLES = """\
+examples:
+  kvjax compare
+  kvjax compare --methods snapkv,h2o --budgets 0.1,0.2 --cases 100
+  kvjax compare --model DIR --text book.txt --lengths 4096"""
 
-def compare(args: argparse.Namespace) -> int:
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_grid_options(own, "s", "kvjax-compare")
+    options.add_list(own, "--tasks", options.name_list, grid.DEFAULT_TASKS, "see kvjax eval --help")
+
+
+def add_grid_options(own: argparse.ArgumentParser, several: str, out: str) -> None:
+    """What both commands take; `several` ends the names of --method and --budget."""
+    options.add_model(own)
+    own.add_argument("--text", metavar="FILE",
+        help="UTF-8 text that the model does not know (default: a bundled one)")  # fmt: skip
+    own.add_argument("--data", metavar="DIR", help="folder with the files of data sets")
+    options.add_list(own, f"--method{several}", options.method_list, grid.METHODS,
+        "methods of `kvjax methods` and compositions, or all; full is always there",
+        dest="methods")  # fmt: skip
+    options.add_list(own, f"--budget{several}", options.number_list, grid.BUDGETS,
+        "shares of the prompt (0.1) or slots per head (64)", dest="budgets")  # fmt: skip
+    options.add_list(own, "--lengths", options.number_list, grid.LENGTHS, "tokens of a prompt")
+    options.add_list(own, "--question", options.name_list, grid.QUESTIONS,
+        "asked inside of what is compressed, or after it", dest="questions")  # fmt: skip
+    options.add_list(own, "--depths", options.depth_list, grid.DEPTHS,
+        "where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
+    options.add_list(own, "--cases", int, grid.CASES, "per task, length and question", metavar="N")
+    own.add_argument("--max-new", metavar="N", type=int,
+        help="most tokens of an answer (default: what each task says)")  # fmt: skip
+    own.add_argument("--chat", action=argparse.BooleanOptionalAction,
+        help="prompts are messages of the model's chat template (default: as each benchmark has "
+        "it; RULER has none)")  # fmt: skip
+    options.add_list(own, "--seed", options.seed, 0, "of the cases", metavar="N")
+    options.add_list(own, "--out", str, out, "folder of the results", metavar="DIR")
+
+
+def run(args: argparse.Namespace) -> int:
     """`kvjax compare`, and `kvjax eval`; the exit code is 1 if a cell failed."""
     # Imported here: kvjax does without kvjax.models, and help without what they import.
     from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
 
-    grid = Grid.of(**{name: getattr(args, name) for name in _GRID})
+    asked = Grid.of(**{name: getattr(args, name) for name in _GRID})
+    extra_module("matplotlib", "eval", "pictures of results")
     out = Path(args.out)
     check_folder(out)
     text = demo.held_out_text() if args.text is None else read_text(args.text)
@@ -37,16 +84,16 @@ def compare(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.text} is empty")
     path = model_path(args.model)
     config = read_config(path)
-    grid.check_model(config.num_layers)
+    asked.check_model(config.num_layers)
     with Display(not args.json) as display:
         display.show(0, None, "reading the text")
-        material = Material(grid, load_tokenizer(path), text, args.data)
+        material = Material(asked, load_tokenizer(path), text, args.data)
         material.check(config)
         display.show(0, None, "loading the model")
         compilation_cache.enable()
         model = from_pretrained(path, allow_nonfinite=args.allow_nonfinite)
         try:
-            results = run(
+            results = measure(
                 material, model, end_tokens=config.eos_token_ids, name=args.model or "bundled",
                 out=out, on_progress=display.show,
             )  # fmt: skip

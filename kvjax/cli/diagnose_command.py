@@ -14,11 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kvjax.budgets.budgets import check_number
+from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.terminal import Display, print_dropped
+from kvjax.evaluation import diagnosis, grid
 from kvjax.evaluation.diagnosis import Diagnosis, Finding, diagnose, grid_of
 from kvjax.evaluation.files import check_folder, writing
+from kvjax.extras import extra_module
 from kvjax.generation.checks import check_prompts
 from kvjax.messages import printable
 from kvjax.protocol import Full
@@ -27,19 +30,61 @@ QUESTION_TOKENS = 32
 """The last tokens of a text that stand for a question, where none is given."""
 
 
+DESCRIPTION = """\
+Reads a text once, and says for each method and budget how far the outputs of
+attention are from those of the full cache, by layer and head, and how many
+bytes the cache takes. Recommends the smallest cache under an error, and draws
+what is alike in the text's cache. The question stands inside what is
+compressed, or comes after it."""
+EXAMPLES = """\
+examples:
+  kvjax diagnose --prompt-file book.txt --model DIR
+  kvjax diagnose --prompt-file book.txt --ask 'Who is Ishmael?' --question after
+  kvjax diagnose --prompt-file book.txt --methods all --error 0.05 --out pictures"""
+
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    options.add_model(own)
+    own.add_argument("--prompt-file", metavar="FILE", required=True,
+        help="UTF-8 file with the text; - is standard input")  # fmt: skip
+    own.add_argument("--ask", metavar="TEXT",
+        help="a question about the text (default: the last "
+        f"{QUESTION_TOKENS} tokens of the text stand for one)")  # fmt: skip
+    own.add_argument("--question", choices=("inside", "after"), default="inside",
+        help="whether the question is compressed with the text, or asked afterwards (default: "
+        "inside)")  # fmt: skip
+    options.add_template(own, "the text")
+    own.add_argument("--methods", metavar="LIST", type=options.method_list, default=grid.METHODS,
+        help="methods of `kvjax methods` and compositions, or all (default: "
+        f"{','.join(grid.METHODS)})")  # fmt: skip
+    own.add_argument("--budgets", metavar="LIST", type=options.number_list,
+        default=diagnosis.BUDGETS,
+        help="shares of the prompt (0.1) or slots per head (64) (default: "
+        f"{','.join(map(str, diagnosis.BUDGETS))})")  # fmt: skip
+    own.add_argument("--error", metavar="E", type=float, default=diagnosis.ERROR,
+        help="largest relative error of the recommended cache (default: "
+        f"{diagnosis.ERROR})")  # fmt: skip
+    own.add_argument("--new", metavar="N", type=int, default=diagnosis.NEW_TOKENS,
+        help="new tokens that errors are means over (default: "
+        f"{diagnosis.NEW_TOKENS})")  # fmt: skip
+    own.add_argument("--out", metavar="FOLDER", help="where pictures are drawn")
+
+
 def run(args: argparse.Namespace) -> None:
     """`kvjax diagnose`: a table and pictures, or one JSON object."""
     check_counts(args, "new")
     check_number("--error", args.error, 0.0)
-    grid = grid_of(args.methods, args.budgets)
+    asked = grid_of(args.methods, args.budgets)
     out = None if args.out is None else Path(args.out)
     if out is not None:
+        extra_module("matplotlib", "eval", "pictures")
         check_folder(out)
     text = check_text(read_text(args.prompt_file), "the prompt")
     with Display(not args.json) as display:
         opened = OpenedModel(args.model, display)
         prompt, question = _turns(opened, args, text)
-        grid.check_model(opened.config.num_layers)
+        asked.check_model(opened.config.num_layers)
         check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
         found = diagnose(
             opened.load(args), [prompt], [question], where=args.question, methods=args.methods,

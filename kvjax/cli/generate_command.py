@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.cli import bundled_question
+from kvjax.cli import bundled_question, options
 from kvjax.cli.inputs import check_text, read_prompts, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
@@ -18,7 +18,43 @@ from kvjax.generation.checks import check_prompts
 _NEW_TOKENS = 128  # where none are given
 
 
-def generate(args: argparse.Namespace) -> None:
+DESCRIPTION = """\
+Continues prompts through a compressed cache. The text goes to standard output,
+figures to standard error. A model with a chat template takes each prompt as a
+user's message, unless --raw is given. Without --model, the bundled model
+continues the prompt. Without a prompt as well, it answers a question about a
+long document, with the method and with the full cache."""
+EXAMPLES = """\
+examples:
+  kvjax generate
+  kvjax generate --model DIR --prompt 'Once upon a time' --budget 256
+  kvjax generate --model DIR --prompt-file book.txt --method streaming_llm
+  kvjax generate --model DIR --prompt Hello --method 'every(snapkv, steps=64)'
+  kvjax generate --model DIR --prompts questions.jsonl --stop 'Question:' --json
+  kvjax generate --import mine.py --method mine"""
+
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    options.add_model(own)
+    prompt = own.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", action="append",
+        help="text to continue; may be given several times")  # fmt: skip
+    prompt.add_argument("--prompt-file", metavar="FILE",
+        help="UTF-8 file with it, read as it is; - is standard input")  # fmt: skip
+    prompt.add_argument("--prompts", metavar="FILE",
+        help="UTF-8 file with a prompt in each line, as text or as JSON: strings, or objects with "
+        "a \"prompt\"; - is standard input")  # fmt: skip
+    options.add_template(own, "the prompt")
+    options.add_method(own)
+    own.add_argument("--max-new", metavar="N", type=int,
+        help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
+    own.add_argument("--stop", metavar="TEXT", type=options.stop_text, action="append", default=[],
+        help="ends the text, and is no part of it; may be given several times")  # fmt: skip
+    options.add_sampling(own)
+
+
+def run(args: argparse.Namespace) -> None:
     """`kvjax generate`: continues prompts; without model and prompt, answers a question."""
     texts = _prompts(args)
     check_counts(args, "max_new")

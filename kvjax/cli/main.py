@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
 import sys
 from collections.abc import Sequence
-
-import jax
 
 from kvjax.cli import interrupts
 from kvjax.cli.arguments import parser
@@ -19,10 +18,7 @@ _CLOSED_PIPE = 1
 
 # Everything that a user can get wrong: the library raises the first two, files and hub the third,
 # the others say that there is not enough memory for what was asked.
-_USER_ERRORS = (
-    ValueError, TypeError, OSError, OverflowError, MemoryError, RecursionError,
-    jax.errors.JaxRuntimeError,
-)  # fmt: skip
+_USER_ERRORS = (ValueError, TypeError, OSError, OverflowError, MemoryError, RecursionError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,17 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
       kvjax 0.1.0
       0
     """
-    if argv is None:
-        interrupts.end_after_interrupt()
     try:
-        try:
-            return _run(argv)
-        finally:
+        with quiet():
+            if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
+                sys.stdout.reconfigure(errors="replace")
+            args = parser().parse_args(argv)  # imports JAX
             if argv is None:
-                # Its exception may have been lost, or another one have taken its place. End the
-                # process at once: JAX can crash when the interpreter shuts down after a compilation
-                # was interrupted.
-                interrupts.end_if_interrupted()
+                interrupts.end_after_interrupt()
+            try:
+                return _run(args)
+            finally:
+                if argv is None:
+                    # Its exception may have been lost, or another one have taken its place. End the
+                    # process at once: JAX can crash when the interpreter shuts down after a
+                    # compilation was interrupted.
+                    interrupts.end_if_interrupted()
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt:
@@ -56,27 +56,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return _CLOSED_PIPE
-    except _USER_ERRORS as error:
+    except _user_errors() as error:
         print(f"kvjax: error: {_message(error)}", file=sys.stderr)
         return 2
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    with quiet():
-        if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
-            sys.stdout.reconfigure(errors="replace")
-        args = parser().parse_args(argv)
-        for module in getattr(args, "imports", ()):
-            import_module(module)
-        try:
-            code = args.run(args)
-            sys.stdout.flush()
-        except OSError as error:
-            if error.errno != errno.ENOSPC or error.filename is not None:
-                raise
-            _discard_output()  # a full disk, and no file of ours
-            raise OSError(error.errno, error.strerror, "standard output") from error
+def _run(args: argparse.Namespace) -> int:
+    for module in getattr(args, "imports", ()):
+        import_module(module)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _discard_output()  # a full disk, and no file of ours
+        raise OSError(error.errno, error.strerror, "standard output") from error
     return code or 0
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """`_USER_ERRORS`, and where JAX has been imported, its error when a device has no memory."""
+    errors = sys.modules.get("jax.errors")
+    return _USER_ERRORS if errors is None else (*_USER_ERRORS, errors.JaxRuntimeError)
 
 
 def _message(error: BaseException) -> str:

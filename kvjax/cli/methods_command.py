@@ -17,8 +17,15 @@ from rich.text import Text
 from kvjax.protocol import KVTransform
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 
+DESCRIPTION = "Lists the methods of compression with their parameters and papers."
+EXAMPLES = ""
 
-def methods(args: argparse.Namespace) -> None:
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The command has no options of its own."""
+
+
+def run(args: argparse.Namespace) -> None:
     """`kvjax methods`: a table, or one JSON object."""
     kinds = {"methods": METHODS, "wrappers": WRAPPERS, "storage": STORAGE}
     described = {

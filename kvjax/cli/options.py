@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+
+from kvjax.evaluation import grid
 from kvjax.messages import brief
+from kvjax.registry import expression
 
 
 def add_model(own: argparse.ArgumentParser, default: str = "the bundled model") -> None:
@@ -77,3 +84,64 @@ def stop_text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must be a text, got ''")
     return text
+
+
+def add_list(
+    own: argparse.ArgumentParser,
+    name: str,
+    kind: Callable[[str], Any],
+    default: Any,
+    about: str,
+    metavar: str = "LIST",
+    **rest: Any,
+) -> None:
+    """An option whose help ends with its default."""
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    help_text = f"{about} (default: {shown})"
+    own.add_argument(name, metavar=metavar, type=kind, default=default, help=help_text, **rest)
+
+
+def method_list(text: str) -> list[str]:
+    """Methods separated by commas, which may contain commas themselves; `all` for every method.
+
+    Example:
+      >>> from kvjax.cli.options import method_list
+      >>> method_list("h2o, every(snapkv, steps=64)")
+      ['h2o', 'every(snapkv, steps=64)']
+    """
+    if text.strip() == "all":
+        return list(grid.ALL_METHODS)
+    source = f"[{text}]"
+    try:
+        node = expression(source)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not isinstance(node, ast.List) or not node.elts:
+        raise argparse.ArgumentTypeError(f"must be methods between commas, got {brief(text)}")
+    methods = [ast.get_source_segment(source, part) or "" for part in node.elts]
+    if "all" in methods:
+        raise argparse.ArgumentTypeError(f"all must stand alone, got {brief(text)}")
+    return methods
+
+
+def number_list(text: str) -> list[int | float]:
+    """Integers and decimals separated by commas."""
+    return [number(part, "numbers between commas") for part in text.split(",")]
+
+
+def depth_list(text: str) -> list[float]:
+    """Depths separated by commas, or the number of depths to spread evenly from 0 to 1."""
+    depths = number_list(text)
+    if len(depths) > 1 or isinstance(depths[0], float):
+        return depths
+    if not 2 <= depths[0] <= grid.MOST_DEPTHS:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of depths, at least 2 and at most {grid.MOST_DEPTHS}, or depths "
+            f"such as 0,0.5,1, got {brief(text)}"
+        )
+    return np.linspace(0.0, 1.0, depths[0]).tolist()
+
+
+def name_list(text: str) -> list[str]:
+    """Names separated by commas."""
+    return [part.strip() for part in text.split(",")]

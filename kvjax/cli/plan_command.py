@@ -12,6 +12,7 @@ from rich.table import Table
 
 import kvjax
 from kvjax.budgets.budgets import check_count, check_number
+from kvjax.cli import options
 from kvjax.generation.planning import Plan, abstract_mesh, bytes_on_device, plan
 from kvjax.messages import brief, printable
 
@@ -19,6 +20,43 @@ GB = 10**9
 MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
 METHODS = ["full", "snapkv"]
 _AXES = ("data", "tensor")
+
+
+DESCRIPTION = """\
+Places a model and its caches on devices that need not be there, and says what
+each holds: weights, caches by method, how many requests fit, and the least time
+of a decode step by the bytes that it moves. No weights are read."""
+EXAMPLES = """\
+examples:
+  kvjax plan --model llama-3.1-8b
+  kvjax plan --model llama-3.1-70b --mesh tensor=8 --batch 1 8 32
+  kvjax plan --model DIR --mesh data=8,tensor=8 --tokens 32768
+      --method full snapkv 'chain(snapkv, quantize(bits=4))' --budget 0.2"""
+
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = own.add_argument
+    add("--model", metavar="DIR_OR_SHAPE", required=True,
+        help="folder with config.json, such a file, or a name such as llama-3.1-8b")  # fmt: skip
+    add("--mesh", metavar="SIZES", type=mesh_sizes, default={"tensor": 1},
+        help="devices that divide rows (data) and heads (tensor), as data=2,tensor=4 (default: "
+        "one device)")  # fmt: skip
+    add("--memory", metavar="GB", type=float, default=MEMORY,
+        help="of each device (default: 80)")  # fmt: skip
+    add("--bandwidth", metavar="GB/S", type=float, default=BANDWIDTH,
+        help="of each device's memory (default: 3350, an NVIDIA H100 SXM's)")  # fmt: skip
+    add("--tokens", metavar="N", type=int, default=131072,
+        help="of a request's prompt (default: 131072)")  # fmt: skip
+    add("--new", metavar="N", type=int, default=512, help="new tokens (default: 512)")
+    add("--batch", metavar="N", type=int, nargs="+", default=[1, 8, 32],
+        help="requests at a time (default: 1 8 32)")  # fmt: skip
+    add("--method", metavar="NAME", nargs="+", default=METHODS,
+        help="methods of `kvjax methods` and compositions (default: full snapkv)")  # fmt: skip
+    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
+        help="as for kvjax generate (default: 0.1)")  # fmt: skip
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        help="of weights, keys and values (default: bfloat16)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:

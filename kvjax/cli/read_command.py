@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 import kvjax
+from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts
 from kvjax.cli.terminal import Display, print_dropped, share
@@ -16,8 +17,29 @@ from kvjax.evaluation.grid import Candidate
 from kvjax.generation.checks import check_prompts
 from kvjax.messages import printable
 
+DESCRIPTION = """\
+Reads a document into a compressed cache and saves that in a folder, for
+kvjax ask. A folder of an earlier kvjax read is replaced."""
+EXAMPLES = """\
+examples:
+  kvjax read book.txt --out book --model DIR --method quest --budget 0.2
+  kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'"""
 
-def read(args: argparse.Namespace) -> None:
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    own.add_argument("document", metavar="DOCUMENT", help="UTF-8 file; - is standard input")
+    own.add_argument("--out", metavar="FOLDER", required=True, help="where it is saved")
+    options.add_model(own)
+    options.add_template(own, "the document")
+    options.add_method(own)
+    own.add_argument("--max-questions", metavar="TOKENS", type=int, default=256,
+        help="room for the tokens of a question (default: 256)")  # fmt: skip
+    own.add_argument("--max-new", metavar="N", type=int, default=128,
+        help="room for the tokens of an answer (default: 128)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
     """`kvjax read`: saves what a method keeps of a document."""
     check_counts(args, "max_questions", "max_new")
     candidate, out = Candidate.of(args.method, args.budget), Path(args.out)

@@ -12,10 +12,27 @@ from kvjax.cli.compare_table import print_report
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import read_results
 from kvjax.evaluation.files import as_json, check_folder
+from kvjax.extras import extra_module
+
+DESCRIPTION = """\
+Prints the table of a comparison, finished or not, and writes results.json,
+results.csv, pictures and report.html, a page that needs nothing else. Nothing is
+measured."""
+EXAMPLES = """\
+examples:
+  kvjax show kvjax-compare
+  kvjax show results --out page"""
 
 
-def show(args: argparse.Namespace) -> None:
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    own.add_argument("folder", metavar="FOLDER", help="of kvjax compare or kvjax eval")
+    own.add_argument("--out", metavar="DIR", help="where it is written (default: FOLDER)")
+
+
+def run(args: argparse.Namespace) -> None:
     """`kvjax show`: prints the table, or JSON, and writes everything that results are shown in."""
+    extra_module("matplotlib", "eval", "pictures of results")
     # Imported here: other commands and help do without matplotlib, which takes a while.
     from kvjax.evaluation.report import write_report
 

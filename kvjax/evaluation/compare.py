@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax.attention.layer import layer_caches
 from kvjax.compose.chain import bind
+from kvjax.extras import extra_module
 from kvjax.generation.calibration import calibrated
 from kvjax.generation.checks import bucket
 from kvjax.generation.context import Context
@@ -123,6 +124,8 @@ def run(
     grid, functional = material.grid, as_functional(model)
     grid.check_model(functional.num_layers)
     material.check(functional)
+    if out is not None:
+        extra_module("matplotlib", "eval", "pictures of results")
     if end_tokens is None:
         end = material.tokenizer.eos_token_id
         end_tokens = () if end is None else (end,)

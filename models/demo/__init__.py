@@ -1,6 +1,6 @@
 """The bundled model: a small Llama that retrieves, in a Hugging Face folder of its own.
 
-See the model card, `README.md` in this folder; `train.py` made it.
+See the model card, `README.md` in this folder; `training/train.py` made it.
 """
 
 from __future__ import annotations

@@ -558,7 +558,7 @@ def test_a_hub_id_without_network():
 
 
 def test_bugs_are_not_hidden(monkeypatch):
-    monkeypatch.setattr(methods_command, "methods", lambda args: {}["a bug"])
+    monkeypatch.setattr(methods_command, "run", lambda args: {}["a bug"])
     with pytest.raises(KeyError):
         main(["methods"])
 
@@ -596,7 +596,7 @@ def test_interrupted(capsys, monkeypatch):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate_command, "generate", interrupt)
+    monkeypatch.setattr(generate_command, "run", interrupt)
     assert main(["generate"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -620,7 +620,7 @@ def test_closed_pipe():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
 def test_standard_output_on_a_full_disk():
     with open("/dev/full", "w") as full:
-        line = [sys.executable, ROOT / "kvjax_command.py", "methods", "--json"]
+        line = [sys.executable, "-m", "kvjax", "methods", "--json"]
         done = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert one_line(done.stderr).endswith("No space left on device: standard output\n")
     assert done.returncode == 2
@@ -733,7 +733,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost():
             Interrupted()
             print("went on", flush=True)
 
-        methods_command.methods = run
+        methods_command.run = run
         sys.argv = ["kvjax", "methods"]
         sys.exit(cli.main())
     """
@@ -759,7 +759,7 @@ def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
             time.sleep({seconds})
             print("went on", flush=True)
 
-        methods_command.methods = run
+        methods_command.run = run
         sys.argv = ["kvjax", "methods"]
         sys.exit(cli.main())
     """
@@ -770,7 +770,7 @@ def test_an_interrupt_that_something_swallows_is_not_lost(seconds):
 
 def start_command(*args, **options) -> subprocess.Popen:
     """The command as it is installed."""
-    line = [sys.executable, ROOT / "kvjax_command.py", *args]
+    line = [sys.executable, "-m", "kvjax", *args]
     return subprocess.Popen(
         line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
@@ -802,7 +802,7 @@ def test_an_interrupt_at_any_time_is_130_or_too_late():
 def test_an_interrupt_that_the_parent_ignores_is_ignored():
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-        "os.execv(sys.executable, [sys.executable, 'kvjax_command.py', 'methods', '--json'])"
+        "os.execv(sys.executable, [sys.executable, '-m', 'kvjax', 'methods', '--json'])"
     )
     line = [sys.executable, "-c", code]
     with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -824,7 +824,7 @@ def test_an_interrupt_while_no_python_runs_is_not_lost():
             print("started", flush=True)
             hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # a minute
 
-        methods_command.methods = run
+        methods_command.run = run
         sys.argv = ["kvjax", "methods"]
         sys.exit(cli.main())
     """

@@ -119,8 +119,8 @@ def test_the_compiler_is_silent_unless_it_is_asked(given):
         "import os, sys, types\n"
         "class Main(types.ModuleType):\n"
         "    main = staticmethod(lambda: print(os.environ['TF_CPP_MIN_LOG_LEVEL']))\n"
-        "for name in ('kvjax', 'kvjax.cli', 'kvjax.cli.main'): sys.modules[name] = Main(name)\n"
-        "import kvjax_command; kvjax_command.main()"
+        "for name in ('kvjax.cli', 'kvjax.cli.main'): sys.modules[name] = Main(name)\n"
+        "from kvjax.__main__ import main; main()"
     )
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=env)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 
 import pytest
 
+import kvjax
 from tests.conftest import QUICK, ROOT
 from tests.devices.many_devices import NEW
 
@@ -62,6 +64,10 @@ def check(found: dict, methods: tuple[str, ...]) -> None:
             if program == "the prompt pass" and any(book in method for book in BOOKS):
                 continue
             assert moved < own["store"], (method, program, moved)
+
+
+def test_every_method_is_in_the_list():
+    assert set(kvjax.METHODS) <= set(re.findall(r"\w+", " ".join(METHODS)))
 
 
 def test_a_mesh_equals_one_device():

@@ -24,14 +24,14 @@ from scipy import stats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import kvjax
-from kvjax.cli.arguments import depth_list, method_list
 from kvjax.cli.main import main
+from kvjax.cli.options import depth_list, method_list
 from kvjax.cli.terminal import Display
 from kvjax.evaluation import Estimate, Grid, Proportion, compare, files, read_results
 from kvjax.evaluation.compare import _Measure
 from kvjax.evaluation.grid import Cell, Unit
 from kvjax.models import DecoderConfig, RopeConfig, load_tokenizer, random_decoder
-from kvjax.models.demo.export import save_pretrained
+from kvjax.models.demo.training.export import save_pretrained
 from tests.support.comparisons import draw_nothing
 
 TEXT = "The harbour master kept a ledger of everything that came in. " * 40

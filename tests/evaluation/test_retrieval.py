@@ -19,8 +19,8 @@ from kvjax.evaluation.wording import (
     WORDINGS,
 )
 from kvjax.models import demo, load_tokenizer
-from kvjax.models.demo.tasks import Mix, Tasks
-from kvjax.models.demo.words import FreeWords
+from kvjax.models.demo.training.tasks import Mix, Tasks
+from kvjax.models.demo.training.words import FreeWords
 
 NEEDLE = re.compile(r" The code of the (\w+ \w+) is (\d+)\.")
 LINK = re.compile(r" The code of the (\w+ \w+) is the code of the (\w+ \w+)\.")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.models import demo
-from kvjax.models.demo import corpus, held_out, recipe, tasks, train
+from kvjax.models.demo.training import corpus, held_out, recipe, tasks, train
 from tests.support.demo_texts import TINY, bundled_tokenizer, texts, tiny_tokenizer
 
 

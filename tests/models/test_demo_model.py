@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.evaluation import Haystack, is_right
 from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
-from kvjax.models.demo import measure
+from kvjax.models.demo.training import measure
 
 MEGABYTES = 2**20
 pytestmark = pytest.mark.usefixtures("optimised")

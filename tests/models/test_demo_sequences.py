@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvjax.evaluation import wording
-from kvjax.models.demo import recipe, train
-from kvjax.models.demo.tasks import ANSWER, IGNORED, TEXT, Mix, Tasks
-from kvjax.models.demo.words import FreeWords, given_keys
+from kvjax.models.demo.training import recipe, train
+from kvjax.models.demo.training.tasks import ANSWER, IGNORED, TEXT, Mix, Tasks
+from kvjax.models.demo.training.words import FreeWords, given_keys
 from tests.support.demo_texts import bundled_tokenizer, texts, tiny_tokenizer
 
 MIXES = {

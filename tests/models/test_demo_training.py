@@ -19,12 +19,12 @@ from kvjax.models import (
     load_tokenizer,
     random_decoder,
 )
-from kvjax.models.demo import initial, recipe, train, training
-from kvjax.models.demo.tasks import ANSWER, IGNORED, TEXT, Mix
+from kvjax.models.demo.training import initial, recipe, train, train_step
+from kvjax.models.demo.training.tasks import ANSWER, IGNORED, TEXT, Mix
 from kvjax.models.rope_scaling import make_rope
 from tests.references.attention import softmax_attention
 from tests.support.demo_texts import TINY, texts, tiny_tokenizer
-from tests.support.hf_models import Stepper
+from tests.support.hf_models import Stepper, pytorch
 from tests.support.tolerances import close
 
 pytestmark = pytest.mark.lenient  # Optax and the training run under JAX's default promotion
@@ -46,7 +46,7 @@ def prompt_logits(model, tokens, positions) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(graph, state, tokens, positions):
-    return training.forward(nnx.merge(graph, state), tokens, positions)
+    return train_step.forward(nnx.merge(graph, state), tokens, positions)
 
 
 def qkv(tokens: int, batch: int = 2, queries: int = 4, heads: int = 2, dim: int = 8):
@@ -70,7 +70,7 @@ def reference_attention(q, k, v) -> np.ndarray:
 @pytest.mark.fast_cases("128", "129")
 def test_causal_attention(tokens):
     q, k, v = qkv(tokens)
-    close(training.causal_attention(*map(jnp.asarray, (q, k, v))), reference_attention(q, k, v))
+    close(train_step.causal_attention(*map(jnp.asarray, (q, k, v))), reference_attention(q, k, v))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -87,7 +87,7 @@ def test_gradient_of_causal_attention(name):
 
     def ours(x):
         changed = {**given, name: x}
-        out = training.causal_attention(*(jnp.asarray(changed[key]) for key in "qkv"))
+        out = train_step.causal_attention(*(jnp.asarray(changed[key]) for key in "qkv"))
         return jnp.sum(out * jnp.asarray(weights, jnp.float32))
 
     gradient = np.asarray(jax.jit(jax.grad(ours))(given[name]), np.float64)
@@ -122,7 +122,7 @@ def test_loss_is_answers_plus_half_of_the_text():
     marks = rng.choice([IGNORED, TEXT, ANSWER], (2, 33), p=(0.3, 0.5, 0.2))
     marks[:, -1] = IGNORED
     positions = np.broadcast_to(np.arange(32), (2, 32))
-    loss = jax.jit(lambda batch: training.loss(state, graph, batch))
+    loss = jax.jit(lambda batch: train_step.loss(state, graph, batch))
 
     def batch(**changes):
         given = {"tokens": tokens, "marks": marks, "positions": positions, **changes}
@@ -189,7 +189,7 @@ def two_layers(graph, state, tokens, positions):
         q, k, v = block.attention.project(block.attention_norm(x))
         q, k = rope.rotate(q, positions), rope.rotate(k, positions)
         found.append((q[0], k[0], v[0]))
-        x = x + block.attention.merge(training.causal_attention(q, k, v))
+        x = x + block.attention.merge(train_step.causal_attention(q, k, v))
         x = x + block.mlp(block.mlp_norm(x))
     return found
 
@@ -273,7 +273,7 @@ def interrupted_after(step: int):
 def quick_training():
     """Frequent checkpoints, and code that is compiled once for all trainings."""
     step = jax.jit(
-        training.train_step.__wrapped__,
+        train_step.train_step.__wrapped__,
         static_argnames=("graphdef", "optimizer"), donate_argnames="state",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -358,7 +358,7 @@ def test_seeds_give_other_weights(trained, tmp_path):
 
 @pytest.mark.parametrize("folder", ["stages/1-short", "model"])
 def test_folders_load_here_and_in_transformers(trained, folder):
-    import torch
+    torch = pytorch()
     import transformers
 
     path = trained[0] / folder

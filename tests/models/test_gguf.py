@@ -13,7 +13,6 @@ import gguf
 import jax
 import numpy as np
 import pytest
-import torch
 from flax import nnx
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import save_file
@@ -32,7 +31,7 @@ from tests.support.gguf_models import (
     write,
     write_model,
 )
-from tests.support.hf_models import Stepper, random_reference, reference_logits
+from tests.support.hf_models import Stepper, pytorch, random_reference, reference_logits
 from tests.support.tolerances import close
 
 LLAMA3 = {
@@ -170,7 +169,7 @@ def reference(arch, kind, changes):
     """A random model whose norms are the same after 1 has been added and taken away."""
     model = random_reference(kind, attention="eager", **changes)
     if arch in WITH_ONE:
-        with torch.no_grad():
+        with pytorch().no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.copy_((parameter * 256).round() / 256)

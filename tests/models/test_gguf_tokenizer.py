@@ -11,6 +11,7 @@ import pytest
 from kvjax.models import demo, from_pretrained, load_tokenizer
 from kvjax.models.gguf_tokenizer import gguf_tokenizer
 from tests.support.gguf_models import add_tokenizer, write, write_model
+from tests.support.hf_models import pytorch
 
 TEXTS = (
     "Once upon a time there was a harbour master's ledger.",
@@ -225,6 +226,7 @@ def test_a_real_model_goes_on_as_it_is_known_to(tmp_path, stories):
 
     import kvjax
 
+    pytorch()
     folder, described = stories
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
     add = sentencepiece(described)

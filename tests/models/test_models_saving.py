@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 from flax import nnx
 from safetensors.numpy import load_file
@@ -31,7 +30,7 @@ from kvjax.models.families import FAMILIES, describe
 from tests.models.family_cases import NAMED, SEEDS, drawn
 from tests.models.test_families import CASES, as_chatglm, chatglm_config
 from tests.support.decoders import assert_equal
-from tests.support.hf_models import SIZES, reference_logits, save_reference
+from tests.support.hf_models import SIZES, pytorch, reference_logits, save_reference
 from tests.support.tolerances import close
 
 TINY = DecoderConfig(
@@ -43,6 +42,7 @@ LINEAR = RopeConfig(rotary_dim=8, type="linear", factor=3.0)
 
 def transformers_model(folder):
     """What `transformers` loads, which must have used every tensor."""
+    pytorch()
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", output_loading_info=True
     )
@@ -55,7 +55,7 @@ def assert_equal_modules(model, other) -> None:
     ours, theirs = (dict([*one.named_parameters(), *one.named_buffers()]) for one in (model, other))
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+        assert pytorch().equal(value, theirs[name]), name
 
 
 def check_round_trip(tmp_path, family: str, changes: dict) -> None:
@@ -200,6 +200,7 @@ def test_dtypes_are_kept(tmp_path, dtype):
     save_pretrained(model, tmp_path / "second")
     assert json.loads((tmp_path / "second" / "config.json").read_text())["dtype"] == dtype
     assert_equal(from_pretrained(tmp_path / "second", dtype=dtype), model)
+    torch = pytorch()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second")
     assert loaded.dtype == getattr(torch, dtype)
 

@@ -6,7 +6,7 @@ from pydoc_data.topics import topics
 from tokenizers import Tokenizer
 
 from kvjax.models import DecoderConfig, RopeConfig, demo
-from kvjax.models.demo import train
+from kvjax.models.demo.training import train
 
 TINY = DecoderConfig(
     vocab_size=512, hidden_size=32, intermediate_size=32, num_layers=2, query_heads=4, kv_heads=2,

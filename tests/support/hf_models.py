@@ -8,15 +8,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+import pytest
 import transformers
 from flax import nnx
 
 import kvjax
 from kvjax.models import Decoder
 from tests.support.attending import init_cache
-
-torch.set_num_threads(1)  # the models are so small that more threads would only wait
 
 SIZES = {
     "vocab_size": 97,
@@ -30,12 +28,20 @@ SIZES = {
 }
 
 
+def pytorch():
+    """PyTorch, which computes what `transformers` does; where it is absent the test is skipped."""
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)  # the models are so small that more threads would only wait
+    return torch
+
+
 def random_reference(model_type: str = "llama", seed: int = 0, attention: str = "sdpa", **changes):
     """A `transformers` model with weights large enough for differences to show.
 
     The library's own initialisation (0.02) makes all logits nearly equal, with norms and biases
     that do nothing.
     """
+    torch = pytorch()
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **changes})
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -63,6 +69,7 @@ def save_reference(folder: Path, model_type: str = "llama", **changes):
 
 def reference_logits(model, tokens: np.ndarray, prompt: int) -> np.ndarray:
     """Logits `[L, V]` of one row: `prompt` tokens in one call, the others one by one."""
+    torch = pytorch()
     # The dynamic rope of `transformers` remembers the longest row it has seen: start afresh.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]

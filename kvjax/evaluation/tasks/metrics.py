@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import math
 import re
 import string
@@ -16,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvjax.messages import quiet
+from kvjax.extras import extra_module
 
 Metric = Callable[..., float]
 
@@ -34,14 +33,7 @@ def library(name: str) -> Any:
       >>> library("rouge").__name__
       'rouge'
     """
-    try:
-        with quiet():  # they warn of their own code
-            return importlib.import_module(name)
-    except ImportError as error:
-        package = name.split(".")[0].replace("_", "-")
-        raise ValueError(
-            f"scores need the package {package}, which is not installed: pip install 'kvjax[eval]'"
-        ) from error
+    return extra_module(name, "eval", "scores")
 
 
 def f1(text: str, reference: str, **details: Any) -> float:

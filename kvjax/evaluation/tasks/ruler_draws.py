@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from kvjax.extras import extra_module
+
 Draw = Callable[[np.random.Generator], str]
 
 
@@ -18,14 +20,9 @@ def word_list(category: str) -> tuple[str, ...]:
     Raises:
       ValueError: the package is not installed; says how it is.
     """
-    try:
-        from wonderwords import RandomWord  # Imported here: it belongs to an extra.
-    except ImportError as error:
-        raise ValueError(
-            "RULER's words need the package wonderwords, which is not installed: "
-            "pip install 'kvjax[eval]'"
-        ) from error
-    words = RandomWord(enhanced_prefixes=False).filter(include_categories=[category])
+    wonderwords = extra_module("wonderwords", "eval", "RULER's words")
+    drawn = wonderwords.RandomWord(enhanced_prefixes=False)
+    words = drawn.filter(include_categories=[category])
     return tuple(sorted(set(words)))
 
 

@@ -1,8 +1,4 @@
-"""The command `kvjax` as it is installed: ready for Ctrl-C before anything else is imported.
-
-This module is no part of the package `kvjax`, since to import anything of that imports JAX, which
-takes seconds.
-"""
+"""The command `kvjax`, and `python -m kvjax`: ready for Ctrl-C before JAX is imported."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Measures the bundled model: `python -m kvjax.models.demo.measure --out FILE`.
+"""Measures the bundled model: `python -m kvjax.models.demo.training.measure --out FILE`.
 
 With the full cache, on needles, keys and text that it never saw: exact answers per task and length,
 and perplexity on held-out text against counts of words.
@@ -23,7 +23,7 @@ from kvjax.models import Decoder, demo, from_pretrained, load_tokenizer
 
 from .corpus import python_documents, split_documents
 from .ngrams import KneserNey
-from .training import forward
+from .train_step import forward
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROWS = 4  # cases read together
@@ -121,7 +121,8 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvjax.models.demo.measure", description="Measures kvjax's bundled model."
+        prog="python -m kvjax.models.demo.training.measure",
+        description="Measures kvjax's bundled model.",
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the figures")
     parser.add_argument("--model", type=Path, default=demo.directory(), help="folder (bundled)")

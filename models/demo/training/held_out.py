@@ -1,4 +1,4 @@
-"""Writes the text that the bundled model never saw: `python -m kvjax.models.demo.held_out FILE`.
+"""Writes text that the model never saw: `python -m kvjax.models.demo.training.held_out FILE`.
 
 The bundled `held_out.txt` comes from Python 3.11.7.
 """
@@ -22,7 +22,8 @@ def held_out_text() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        prog="python -m kvjax.models.demo.held_out", description="Writes the held-out text."
+        prog="python -m kvjax.models.demo.training.held_out",
+        description="Writes the held-out text.",
     )
     parser.add_argument("file", type=Path)
     parser.parse_args().file.write_text(held_out_text(), encoding="utf-8")

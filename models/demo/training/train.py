@@ -1,4 +1,4 @@
-"""Trains the bundled model: `python -m kvjax.models.demo.train --out DIR`.
+"""Trains the bundled model: `python -m kvjax.models.demo.training.train --out DIR`.
 
 Stages of growing length, each with its mix of tasks; the weights of every stage are kept as Hugging
 Face folders, and an interrupted training goes on where its last checkpoint was. The same seed,
@@ -31,7 +31,7 @@ from .export import save_pretrained
 from .initial import start_near_induction
 from .recipe import CONFIG, STAGES, Stage, make_optimizer
 from .tasks import Tasks
-from .training import Metrics, TrainState, train_step
+from .train_step import Metrics, TrainState, train_step
 from .words import FreeWords
 
 _SAVE_EVERY, _REPORT_EVERY = 250, 50
@@ -191,7 +191,8 @@ def _line(stage: Stage, step: int, metrics: Metrics) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvjax.models.demo.train", description="Trains kvjax's bundled model."
+        prog="python -m kvjax.models.demo.training.train",
+        description="Trains kvjax's bundled model.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for all results")
     parser.add_argument("--text", type=Path, help="UTF-8 text (default: Python's documentation)")

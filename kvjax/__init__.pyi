@@ -1,0 +1,123 @@
+"""The public names of kvjax and where they are defined; `kvjax/__init__.py` reads this file."""
+
+from . import kit, testing
+from .attention.attend import attend, flush, flush_interval
+from .attention.layer import LayerCache, init_cache, kept_tokens
+from .cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes
+from .compose.chain import bind, chain
+from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
+from .decisions import Keep, Mark, Merge, Order, Retain
+from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
+from .generation.context import Context
+from .generation.generate import generate, read, stream
+from .generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
+from .generation.reading_once import ReadOnce
+from .generation.sampling import Sampling
+from .generation.saving import context_about, load_context, save_context
+from .generation.writing import Generation
+from .protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
+from .registry import METHODS, parse, register, unparse
+from .rope import Rope
+from .storage.codebook import Codebook
+from .storage.offload import Offload
+from .storage.quantize import Quantize
+from .transforms.cam import CaM
+from .transforms.chelsea.chelsea import Chelsea
+from .transforms.chelsea.outlier_heads import OutlierHeads
+from .transforms.clusterkv.clusterkv import ClusterKV
+from .transforms.h2o import H2O
+from .transforms.infinigen.infinigen import InfiniGen
+from .transforms.infinigen.projections import InfiniGenCalibration
+from .transforms.kvcrush.kvcrush import KVCrush
+from .transforms.kvmerger.kvmerger import KVMerger
+from .transforms.pyramidinfer import PyramidInfer
+from .transforms.pyramidkv import PyramidKV
+from .transforms.quest import Quest
+from .transforms.ring import Ring
+from .transforms.snapkv import SnapKV
+from .transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
+from .transforms.spindlekv.reserve import reserve_ratio
+from .transforms.spindlekv.spindlekv import SpindleKV
+from .transforms.streaming_llm import StreamingLLM
+
+__version__: str
+
+__all__ = [
+    "H2O",
+    "METHODS",
+    "CaM",
+    "Chelsea",
+    "ClusterKV",
+    "Codebook",
+    "Context",
+    "Every",
+    "Everywhere",
+    "Extent",
+    "Full",
+    "FunctionalModel",
+    "Generation",
+    "HeadGroups",
+    "InfiniGen",
+    "InfiniGenCalibration",
+    "KVCache",
+    "KVCrush",
+    "KVMerger",
+    "KVTransform",
+    "Keep",
+    "LanguageModel",
+    "LayerBudgetEviction",
+    "LayerCache",
+    "LayeredModel",
+    "Mark",
+    "Merge",
+    "ModelParts",
+    "Needs",
+    "Offload",
+    "Order",
+    "OutlierHeads",
+    "PerLayer",
+    "PyramidInfer",
+    "PyramidKV",
+    "Quantize",
+    "Quest",
+    "ReadOnce",
+    "Retain",
+    "Ring",
+    "Rope",
+    "Sampling",
+    "SnapKV",
+    "SpindleKV",
+    "Stage",
+    "Step",
+    "StreamingLLM",
+    "View",
+    "WhenFull",
+    "append",
+    "attend",
+    "bind",
+    "calibrate_infinigen",
+    "calibrate_outlier_heads",
+    "calibrated",
+    "chain",
+    "compact",
+    "context_about",
+    "evict",
+    "flush",
+    "flush_interval",
+    "generate",
+    "init_cache",
+    "kept_tokens",
+    "kit",
+    "load_context",
+    "memory_bytes",
+    "merge",
+    "nbytes",
+    "parse",
+    "read",
+    "register",
+    "reserve_ratio",
+    "save_context",
+    "stream",
+    "testing",
+    "unparse",
+]

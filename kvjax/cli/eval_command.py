@@ -1,0 +1,29 @@
+"""`kvjax eval`: published tasks through the caches of methods and budgets."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvjax.cli.compare_command import add_grid_options, run
+from kvjax.evaluation import grid
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_options", "run"]
+
+DESCRIPTION = """\
+Runs tasks through the caches of methods and budgets, beside the full cache:
+RULER (generated in a text), LongBench, ZeroSCROLLS, XSum and GSM8K (from files
+in --data), the tasks of kvjax compare, perplexity and attention. Published tasks
+need packages: pip install 'kvjax[eval]'. Results are those of kvjax compare, and
+go on as there."""
+EXAMPLES = """\
+examples:
+  kvjax eval niah_single_2 vt --model smollm2 --method snapkv --budget 0.2
+  kvjax eval multi_news --model DIR --data longbench --lengths 4096
+  kvjax eval perplexity --model DIR --text book.txt --method h2o,quest --budget 0.1,0.2"""
+
+
+def add_options(own: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    own.add_argument("tasks", metavar="TASK", nargs="+",
+        help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
+    add_grid_options(own, "", "kvjax-eval")

@@ -1,0 +1,114 @@
+"""What CONTRIBUTING.md asks of methods, kernels and families is there, and its tests exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import kvjax
+import pallas_kernels
+from kvjax.models.families import FAMILIES
+from kvjax.registry import METHODS, STORAGE, WRAPPERS
+from tests.models.family_cases import NAMED
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+ALL = METHODS | WRAPPERS | STORAGE
+FROM_PAPERS = {name: kind for name, kind in ALL.items() if re.search("arXiv|ICML", kind.paper)}
+KERNELS = [
+    name
+    for name in pallas_kernels.__all__
+    if inspect.isfunction(function := getattr(pallas_kernels, name))
+    and "implementation" in inspect.signature(function).parameters
+]
+
+
+def names(page: str, pattern: str) -> list[str]:
+    return sorted(set(re.findall(pattern, page)))
+
+
+@pytest.mark.parametrize("test", names(PAGE, r"`(tests/[\w/]+\.py::\w+)`"))
+def test_tests_that_the_page_names_exist(test):
+    file, _, function = test.partition("::")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("path", names(PAGE, r"[`(]((?:[\w.]+/)+[\w.-]*)[`)]"))
+def test_files_that_the_page_names_exist(path):
+    if "NAME" not in path:
+        assert (ROOT / path).exists()
+
+
+def test_the_page_names_tests_and_files():
+    assert len(names(PAGE, r"`(tests/[\w/]+\.py::\w+)`")) >= 15
+
+
+@pytest.mark.parametrize("target", names(PAGE, r"`make ([\w -]+)`"))
+def test_the_makefile_has_the_targets_that_the_page_names(target):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for one in target.split():
+        assert re.search(rf"^{one}:", makefile, re.MULTILINE)
+
+
+# Methods
+
+
+def room(kind: type[kvjax.KVTransform]) -> str:
+    """The name of the file or of the folder that a method has for itself in `kvjax/transforms`."""
+    return kind.__module__.removeprefix("kvjax.transforms.").partition(".")[0]
+
+
+@pytest.mark.parametrize("name", FROM_PAPERS)
+def test_a_method_is_documented(name):
+    documented = inspect.getdoc(ALL[name])
+    assert documented is not None
+    for heading in ("References:", "Deviations from the paper:"):
+        assert heading in documented, f"{ALL[name].__qualname__} has no section {heading}"
+
+
+@pytest.mark.parametrize("name", [name for name in FROM_PAPERS if name not in STORAGE])
+def test_a_method_has_a_reference_and_tests(name):
+    for file in (f"references/{room(ALL[name])}.py", f"transforms/test_{room(ALL[name])}.py"):
+        assert (ROOT / "tests" / file).is_file()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_method_is_public(name):
+    assert getattr(kvjax, ALL[name].__qualname__, None) is ALL[name]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_in_the_tables(name):
+    assert re.search(rf"^\| *\[?`{name}\b.*\|$", README, re.MULTILINE), "no row of the README"
+    number = re.search(r"arXiv (\S+)", METHODS[name].paper)
+    if number is not None:
+        assert f"arXiv:{number[1]}" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+# Kernels and families
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_is_tested_compiled_and_measured(name):
+    for pattern in (
+        "tests/kernels/test_*.py",
+        "tests/gpu/gpu_programs.py",
+        "benchmarks/kernel*.py",
+    ):
+        assert any(name in path.read_text(encoding="utf-8") for path in ROOT.glob(pattern))
+
+
+def test_there_are_kernels():
+    assert "decode_attention" in KERNELS
+
+
+def test_a_family_has_cases():
+    by_themselves = {"llama", "mistral", "chatglm"}  # tests/models/test_models_llama.py, and glm's
+    assert set(FAMILIES) == set(NAMED) | by_themselves
