@@ -12,7 +12,12 @@ versions: ; bash tests/on_versions.sh
 lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-types: ; $(PYTHON) -m pyright
+# Type checkers do not know that models/ is installed as kvjax.models: they get a copy where it is.
+types:
+	rm -rf build/types && mkdir -p build/types
+	cp -R pyproject.toml kvjax pallas_kernels benchmarks examples build/types
+	cp -R models build/types/kvjax
+	$(PYTHON) -m pyright --pythonpath $$(command -v $(PYTHON)) --project build/types
 docs: ; $(PYTHON) -m mkdocs build --strict
 wheel: ; $(PYTHON) -m build
 # Compiles every kernel and the loop of decode steps for GPUs that are not there.

@@ -67,7 +67,7 @@ def work(checkout: str, prompt: int, rounds: int) -> None:
     decode_step.MAX_NEW = (rounds + 1) * STEPS
     half = decode_step.HEAD_DIM // 2
     rope = kvjax.Rope(500_000.0 ** -(jnp.arange(half) / half))
-    side = None
+    side = answer = None
     for line in sys.stdin:
         if line.strip():
             names = {**vars(kvjax), "KEPT": KEPT, "STEPS": STEPS, "RECALLED": RECALLED}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 from common import Rows
@@ -37,7 +38,7 @@ METHODS = (
 NEW = 33
 
 
-def seconds(work) -> tuple[object, float]:
+def seconds(work) -> tuple[Any, float]:
     """What it returns, and how long it took."""
     start = time.perf_counter()
     done = jax.block_until_ready(work())
@@ -46,7 +47,7 @@ def seconds(work) -> tuple[object, float]:
 
 def measure(model, once: kvjax.ReadOnce, transform: kvjax.KVTransform, rounds: int):
     """Seconds of compression and of a step, and bytes of the caches."""
-    compress, step = [], []
+    compress, step, size = [], [], 0
     for _ in range(rounds + 1):  # the first compiles
         context, each = seconds(lambda: once.context(transform))
         size = context.nbytes

@@ -72,10 +72,16 @@ def steps_after(seen: LayerCache, length, count: int) -> Steps:
     logits = jnp.where(jnp.arange(tokens) <= place[:, None], logits, -jnp.inf)
     attention = jax.nn.softmax(logits, axis=-1)
     out = jnp.einsum("bhgts,bhsd->bhgtd", attention, v, precision="highest").reshape(q.shape)
-    first = (jnp.moveaxis(x, 2, 0)[:, :, :, None] for x in (q, k[:, :, place], v[:, :, place]))
+    fed = q, k[:, :, place], v[:, :, place]
+    query, key, value = (jnp.moveaxis(x, 2, 0)[:, :, :, None] for x in fed)
     attention = attention.reshape(*q.shape[:3], tokens)
     return Steps(
-        *first, place, jnp.moveaxis(out, 2, 0)[:, :, :, None], jnp.moveaxis(attention, 2, 0)
+        query,
+        key,
+        value,
+        place,
+        jnp.moveaxis(out, 2, 0)[:, :, :, None],
+        jnp.moveaxis(attention, 2, 0),
     )
 
 

@@ -16,6 +16,7 @@ import argparse
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def empty_cache(transform: kvjax.KVTransform, tokens: int) -> kvjax.LayerCache:
     )  # fmt: skip
 
 
-def prompt_side(transform: kvjax.KVTransform, tokens: int, weights) -> Callable[[], object]:
+def prompt_side(transform: kvjax.KVTransform, tokens: int, weights) -> Callable[[], Any]:
     """The layer's whole prompt pass, without compression."""
     graph, state = weights
     held = Uncompressed(transform)

@@ -220,7 +220,7 @@ def rank(one: dict, other: dict, keys: list) -> float | None:
     sides = [[side[key] for key in keys] for side in (one, other)]
     if len(keys) < 3 or any(len(set(side)) == 1 for side in sides):
         return None
-    return round(float(spearmanr(*sides).statistic), 3)
+    return round(float(spearmanr(sides[0], sides[1]).statistic), 3)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common
 import jax
@@ -107,7 +107,7 @@ class Text(NamedTuple):
       new_tokens: decode steps.
     """
 
-    model: nnx.Module
+    model: Any
     prompts: list[list[int]]
     max_prompt: int
     new_tokens: int

@@ -252,10 +252,11 @@ def selection_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator
     size = shape.rank_bytes()
     yield from both(names, "rank_clusters", size, rank_clusters, q, middle, sizes)
 
-    def build(q, *args, implementation):
-        order, *ranges = args
+    def build(q, order, sizes, starts, count, *, implementation):
         order = order + (0 * q.max()).astype(order.dtype)  # lists depend on what came before
-        return build_indices(order, *ranges, shape.budget, implementation=implementation)
+        return build_indices(
+            order, sizes, starts, count, shape.budget, implementation=implementation
+        )
 
     args = (order, sizes, starts, count)
     yield from both(names, "build_indices", shape.build_bytes(), build, q, *args)

@@ -147,8 +147,8 @@ def main() -> None:
     parser.add_argument("--out")
     args = parser.parse_args()
     if args.worker is not None:
-        *folders, dtype, devices = args.worker
-        load(*folders, dtype, int(devices))
+        folder, small, dtype, devices = args.worker
+        load(folder, small, dtype, int(devices))
         return
     if args.write is not None:
         for folder, shape in zip(args.write, (SHAPE, SMALL), strict=True):

@@ -54,7 +54,7 @@ def torch_sdpa(shape: Shape, x: Inputs, calls: int) -> Run:
 
 def flashinfer(shape: Shape, x: Inputs, calls: int) -> Run:
     """One row as it lies, several rows from pages of 16 tokens."""
-    import flashinfer
+    import flashinfer  # pyright: ignore[reportMissingImports]
     import torch
 
     model = shape.model
@@ -96,12 +96,13 @@ def _launched(call: Callable, calls: int) -> Run:
     if not torch.cuda.is_available():
 
         def one_by_one():
+            out = None
             for _ in range(calls):
                 out = call()
             return out
 
         return one_by_one
-    call()
+    out = call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -97,6 +97,7 @@ class Measure:
         """Right answers and bytes, so many cases at a time."""
         cases = self.material.task(TASK, self.length).cases
         most_new, right = self.material.most_new(TASK, self.length), 0
+        result = None
         for first in range(0, len(cases), ROWS):
             batch = cases[first : first + ROWS]
             result = kvjax.generate(

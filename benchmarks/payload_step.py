@@ -71,7 +71,7 @@ def described(cache: kvjax.LayerCache) -> dict[str, object]:
         "read_bytes": kvjax.nbytes((kv.k, kv.v, kv.position, kv.log_mass)),
         "kept_share": round(kept / (KV_HEADS * int(kv.length.sum())), 4),
     }
-    if isinstance(kv.k, CodebookPayload):
+    if isinstance(kv.k, CodebookPayload) and isinstance(kv.v, CodebookPayload):
         found = kvjax.reserve_ratio([cache], kv.length)
         said |= {
             "entries_per_kept_vector": [round(int(x.count.sum()) / kept, 4) for x in (kv.k, kv.v)],

@@ -64,7 +64,7 @@ def hit_rates(model, prompts, budgets, steps: int) -> list[dict[str, object]]:
                 {
                     "budget": budget,
                     "recent_steps": recent_steps,
-                    "hit_rate": round(result.recall.hit_rate, 4),
+                    "hit_rate": round(float(result.recall.hit_rate), 4),
                     "fetched_bytes_per_step": round(result.recall.fetched_bytes_per_step),
                     "memory_bytes": result.memory_bytes,
                 }

@@ -19,6 +19,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 class Kvpress:
@@ -31,7 +32,7 @@ class Kvpress:
     packages = ("kvpress", "torch", "transformers")
 
     def __init__(self, folder: str, threads: int, method: str) -> None:
-        import kvpress
+        import kvpress  # pyright: ignore[reportMissingImports]
         import torch
         import transformers
 
@@ -47,7 +48,7 @@ class Kvpress:
         # After this press the pipeline goes on at the cache's length, otherwise at the prompt's.
         self._rotated_anew = isinstance(self._press, kvpress.KeyRerotationPress)
 
-    def _read(self, prompt: list[int]) -> tuple[object, object]:
+    def _read(self, prompt: list[int]) -> tuple[Any, Any]:
         """The first token, and the caches that the press left."""
         cache = self._new_cache()
         with contextlib.nullcontext() if self._press is None else self._press(self._model):

@@ -122,7 +122,7 @@ def generate(weights: dict, tokens: jax.Array, keep: Keep, mesh: Mesh | None = N
         kvjax.init_cache, kvjax.Full(), batch=ROWS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
         head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32,
     )  # fmt: skip
-    caches = [made().kv for _ in range(LAYERS)]
+    caches = [made().kv for _ in range(LAYERS)]  # pyright: ignore[reportAttributeAccessIssue]
     token, caches = read(weights, tokens, positions, caches)
     text = [token]
     for number in range(NEW - 1):

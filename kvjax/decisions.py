@@ -64,7 +64,7 @@ class Decision:
 class Mark(Decision):
     """Nothing but new values of the method's own columns."""
 
-    columns: dict[str, Array]
+    columns: dict[str, Array]  # pyright: ignore[reportGeneralTypeIssues]  # required here
 
 
 @jax.tree_util.register_dataclass

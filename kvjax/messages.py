@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 _MOST = 200  # characters of a value
 
@@ -29,7 +30,7 @@ def printable(text: object, most: int = 1000) -> str:
     return shown if len(given) <= most else f"{shown}..."
 
 
-def brief(value: object) -> str:
+def brief(value: Any) -> str:
     """The `repr` of a value, cut where it is long.
 
     Example:

@@ -248,7 +248,7 @@ def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1
     return kind(*inner, **given)
 
 
-def _keywords(name: str, call: ast.Call, text: str) -> dict[str | None, Any]:
+def _keywords(name: str, call: ast.Call, text: str) -> dict[str, Any]:
     """The keyword arguments of a call, all of them literals."""
     try:
         given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}

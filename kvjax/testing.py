@@ -219,7 +219,7 @@ def _pinned(case: _Case) -> None:
     kv = cache.kv
     oldest = jnp.where(kv.live, kv.position, 10**6).min(-1, keepdims=True)
     pinned = kv.replace(pinned=kv.pinned | (kv.position == oldest))
-    _, later = case.decode(dataclasses.replace(cache, kv=pinned), _LENGTHS, _STEPS)
+    later: Any = case.decode(dataclasses.replace(cache, kv=pinned), _LENGTHS, _STEPS)[1]
     if not (later.kv.position == oldest).any(-1).all():
         case.fail("evicts a pinned slot")
 

@@ -214,7 +214,7 @@ def _vocab_size(metadata: Metadata) -> int:
 def _own_dtype(header: GgufHeader) -> str:
     """The dtype of the weights; of those that are quantised, what their models had."""
     types = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
-    return {("F32",): "float32", ("F16",): "float16"}.get(tuple(types), "bfloat16")
+    return {"F32": "float32", "F16": "float16"}.get("".join(types), "bfloat16")
 
 
 def _heads(metadata: Metadata) -> dict[str, int]:

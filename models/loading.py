@@ -100,14 +100,14 @@ def from_pretrained(
         dtype = _default_dtype(checkpoint, everywhere or sharding)
     graphdef, parameters = abstract_parameters(checkpoint.config, dtype)
     names = _match(checkpoint, parameters)
-    filled = {}
+    filled, part = {}, None
     for name, tensor in checkpoint.read(names):
         stored, hub_name = checkpoint.tensors[name], checkpoint.hub_names.get(name, name)
         source = _Source(tensor, stored, name, hub_name, jnp.dtype(dtype), allow_nonfinite)
         for path, part in _parts(source, names[name], parameters):
             where = sharding if rule is None else rule(path)
             filled[path] = parameters[path].replace(_place(part, where))
-        del tensor, source, part  # frees the tensor before the next one is read
+        tensor = source = part = None  # frees the tensor before the next one is read
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
@@ -329,7 +329,7 @@ def _place(part: _Part, sharding: Sharding | ShardingRule | None) -> jax.Array:
         # Wait for the transfer, or the host would hold many tensors at a time.
         return jax.device_put(part.read(everything)).block_until_ready()
     places = sharding.addressable_devices_indices_map(shape)
-    alike: dict[tuple, list[jax.Device]] = {}  # devices that hold the same
+    alike: dict[tuple, list[Any]] = {}  # devices that hold the same
     for device, index in places.items():
         ranges = tuple(range(n)[one] for n, one in zip(shape, index, strict=True))
         alike.setdefault(ranges, []).append(device)

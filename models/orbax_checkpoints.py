@@ -149,7 +149,7 @@ def load_checkpoint(
             like = _nested(dict.fromkeys(shapes, 0))  # as they are stored, not cast
             args = ocp.args.PyTreeRestore(like, restore_args=_nested(restore))
             found = traverse_util.flatten_dict(checkpointer.restore(folder / _ARRAYS, args=args))
-        arrays = {path: found[tuple(map(str, path))] for path in shapes}
+        arrays: dict[ParameterPath, Any] = {path: found[tuple(map(str, path))] for path in shapes}
         for path, x in arrays.items():
             if x.dtype != dtypes[path]:
                 raise ValueError(f"{dotted(path)} is {x.dtype}, and was {dtypes[path]}")

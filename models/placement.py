@@ -60,7 +60,7 @@ def weight_placement(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Rule:
     }  # fmt: skip
 
     def rule(path: ParameterPath) -> NamedSharding:
-        *_, module, name = path
+        module, name = str(path[-2]), path[-1]
         spec = P()
         if tensor > 1 and units.get(module, 1) % tensor == 0:
             if module in _INTO:

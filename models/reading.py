@@ -155,9 +155,9 @@ def read_decoder(
     count = read_size(raw, "num_hidden_layers", most=MOST_LAYERS)
     found = read_rope(raw, channels, positions) if rope is None else rope(channels, positions)
     ropes = found if isinstance(found, tuple) else (found,)
-    own = () if layers is None else layers(count, *ropes)
+    own: Sequence[LayerConfig] = () if layers is None else layers(count, *ropes)
     alike = own and all(layer == LayerConfig(ropes[0], own[0].window) for layer in own)
-    family |= {"sliding_window": own[0].window} if alike else {"layers": own}
+    family |= {"sliding_window": own[0].window} if alike else {"layers": own}  # pyright: ignore[reportGeneralTypeIssues]
     return DecoderConfig(
         vocab_size=read_size(raw, "vocab_size"),
         hidden_size=hidden,

@@ -451,7 +451,9 @@ def _last_queries(needs: Needs, cache: LayerCache, q, positions, call: _Call) ->
     size = needs.queries(cache.kv.max_prompt)
     if not size or not (call.prompt or needs.decode_queries):
         return None
-    window = cache.window or QueryWindow.empty(*q.shape[:2], size, q.shape[3], cache.kv.k.dtype)
+    window = cache.window or QueryWindow.empty(
+        q.shape[0], q.shape[1], size, q.shape[3], cache.kv.k.dtype
+    )
     return window.add(q, positions)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -79,7 +80,8 @@ def _rows_of_state(
             head_dim=head_dim, max_prompt=max_prompt, max_new=max_new, dtype=dtype,
             layer=(layers_of(transform) or (0,))[0],
         )  # fmt: skip
-        return jax.tree.leaves(jax.eval_shape(lambda: make().state))
+        made: Any = jax.eval_shape(make)
+        return jax.tree.leaves(made.state)
 
     return tuple(one.shape != two.shape for one, two in zip(state(1), state(2), strict=True))
 

@@ -28,7 +28,8 @@ def enable() -> None:
     Nothing about it is ever an error: code that cannot be read or written is compiled.
     """
     root = home()
-    if root is None or jax.config.jax_compilation_cache_dir is not None:
+    given = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if root is None or given is not None:
         return
     folder = root / _folder_name()
     with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         with quiet():
-            if hasattr(sys.stdout, "reconfigure"):  # "?" for what the terminal cannot encode
+            if isinstance(sys.stdout, io.TextIOWrapper):  # "?" for what the terminal cannot encode
                 sys.stdout.reconfigure(errors="replace")
             args = parser().parse_args(argv)  # imports JAX
             if argv is None:

@@ -106,7 +106,8 @@ class Chain(KVTransform):
             return Changed(after), states
         columns = {name: column.values for name, column in after.columns.items()}
         pinned = None if after.pinned is cache.pinned else after.pinned
-        return Retain(after.live, made[-1].newest, pinned, columns=columns), states
+        newest = made[-1].newest  # pyright: ignore[reportAttributeAccessIssue]  # it keeps
+        return Retain(after.live, newest, pinned, columns=columns), states
 
     on_flush = on_step = on_prompt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -290,7 +290,7 @@ def check_evicts(base: object, name: str) -> None:
         raise ValueError(f"{name} goes around a method that evicts tokens, got {base!r}")
 
 
-def _compresses(base: object, name: str) -> bool:
+def _compresses(base: Any, name: str) -> bool:
     check_transform(base, name)
     if isinstance(base, HeadGroups):
         raise ValueError(f"{name} goes around the transforms of HeadGroups, one by one: {base!r}")

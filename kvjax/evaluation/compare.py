@@ -162,7 +162,7 @@ def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) 
     for unit, missing in todo.items():
         report(done, total, str(unit))
         for one, found in measure.unit(unit, missing):
-            journal.add(Cell(*unit, *one.key), found)
+            journal.add(Cell(*unit, *one.key), found)  # pyright: ignore[reportCallIssue]
             if _memory_maps_run_out():
                 jax.clear_caches()
         done += costs[unit]

@@ -203,7 +203,7 @@ def diagnose(
         report(total - 1, total, "what is alike in the cache")
         found = find_redundancy(run)
     report(total, total, "done")
-    return Diagnosis(tuple(findings), where, *lengths, new_tokens, found)
+    return Diagnosis(tuple(findings), where, lengths[0], lengths[1], new_tokens, found)
 
 
 def grid_of(methods: Sequence[str], budgets: Sequence[int | float]) -> Grid:

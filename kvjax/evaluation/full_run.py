@@ -165,7 +165,7 @@ def _new_tokens(
 
 def _attend_in_full(cache: Cache, own: Record, position: Int[Array, " B"]) -> Truth:
     """Output and probabilities of a full cache that holds the new token already."""
-    kv, query, keys = cache.kv, own.query, cache.kv.k.read()
+    kv, query, keys = cache.kv, own.query, cache.kv.k.read()  # pyright: ignore[reportAttributeAccessIssue]
     if own.rope is not None:
         query = own.rope.rotate(query, position[:, None])
         keys = own.rope.rotate(keys, kv.position)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -152,9 +153,9 @@ def _by_bytes(results: Results, key: tuple, measure: Measure, axes: Axes) -> Non
     for number, name in enumerate(methods(results)):
         for kind in ("share", "slots", None):
             rows = [row for row in own if row.method == name and _kind(row) == kind]
-            points = [(row.share, measure.value(row)) for row in rows]
+            points: list[Any] = [(row.share, measure.value(row)) for row in rows]
             _line(axes, number, sorted(points, key=lambda point: point[0]), kind == "slots")
-    shares = [row.share for row in own] or [0.1]
+    shares: list[Any] = [row.share for row in own] or [0.1]
     axes.set_xscale("log")
     axes.set_xticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0])
     axes.set_xlim(min(0.5, *shares) * 0.8, max(1.15, *shares) * 1.05)
@@ -186,7 +187,7 @@ def _profiles(
                     axes.plot(range(1, len(found) + 1), found, **pictures.style(number))
         axes.set_xlabel(what)
         axes.set_ylabel(label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore[reportCallIssue]
         axes.grid(alpha=0.25)
 
     budgets = dict.fromkeys(row.budget for row in own)

@@ -103,7 +103,7 @@ def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
         caches, records = zip(*map(unrecord, cache), strict=True)
         return caches, [own for group in records for own in group]
     state, own = cache.state
-    return dataclasses.replace(cache, transform=cache.transform.base, state=state), [own]
+    return dataclasses.replace(cache, transform=cache.transform.base, state=state), [own]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Array, "B H L"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def find_redundancy(run: FullRun) -> Redundancy:
     Args:
       run: of a model that was given the methods of `OBSERVED`, among others.
     """
-    keys = run.context(_KEYS).caches
+    keys: Any = run.context(_KEYS).caches
     tokens, layer = int(keys[0].kv.used[0, 0]), len(keys) // 2
     distances = tuple(distance for distance in DISTANCES if distance < tokens)
     of_distances = jnp.array(distances, jnp.int32)
@@ -197,4 +198,4 @@ def _books(cache: LayerCache, tokens: int) -> tuple[float, tuple[float, float]]:
     kv = cache.kv
     vectors = tokens * kv.shape[1]
     kept = float(kv.live[0].sum()) / vectors
-    return kept, tuple(float(payload.count[0]) / vectors for payload in (kv.k, kv.v))
+    return kept, tuple(float(payload.count[0]) / vectors for payload in (kv.k, kv.v))  # pyright: ignore[reportAttributeAccessIssue]

@@ -84,17 +84,17 @@ class Estimate(NamedTuple):
     @classmethod
     def resampled(cls, values: Sequence[float]) -> Estimate:
         """With a bootstrap's interval: percentiles of 2,000 resamples, drawn with a fixed seed."""
-        values = np.asarray(values, np.float64)
-        interval = float(values[0]), float(values[0])
-        if np.ptp(values) > 0:
+        drawn = np.asarray(values, np.float64)
+        low, high = float(drawn[0]), float(drawn[0])
+        if np.ptp(drawn) > 0:
             from scipy.stats import bootstrap
 
             found = bootstrap(
-                (values,), np.mean, n_resamples=_RESAMPLES, method="percentile",
+                (drawn,), np.mean, n_resamples=_RESAMPLES, method="percentile",
                 rng=np.random.default_rng(0),
             )  # fmt: skip
-            interval = tuple(map(float, found.confidence_interval))
-        return cls(float(values.mean()), *interval, len(values))
+            low, high = map(float, found.confidence_interval)
+        return cls(float(drawn.mean()), low, high, len(drawn))
 
 
 class Row(NamedTuple):

@@ -219,8 +219,8 @@ def _pieces(
         link = depth, _LINK.format(key=keys[0], other=key)
         inserts, question = [(at, WORDINGS[0].needle(key, value)), link], WORDINGS[0].ask(keys[0])
         return _Pieces(inserts, question, f" the code of the {key} is {value}.", value)
-    needles = [*others, (depth, keys[0], values[0])]
-    inserts = [(at, wording.needle(key, value)) for at, key, value in needles]
+    hidden = [*others, (depth, keys[0], values[0])]
+    inserts = [(at, wording.needle(key, value)) for at, key, value in hidden]
     return _Pieces(inserts, wording.ask(keys[0]), f" {values[0]}.", values[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
@@ -17,6 +17,7 @@ from .tasks import MEASURES
 FAILED, ABSENT, AS_FULL = "failed", "absent", "as full"
 """States of a field: its cells failed, there is none, the full cache's score is in its interval."""
 
+_YES_OR_NO: dict[Any, str] = {True: "yes", False: "no"}
 AT_FLOOR = "the full cache is at the floor, and methods are not ranked"
 """What is said of a task whose scores show nothing."""
 
@@ -114,7 +115,7 @@ def settings(results: Results) -> dict[str, str]:
             dict.fromkeys(str(budget) for _, budget in given["methods"] if budget is not None)
         ),
         "Seed": given.get("seed", "-"),
-        "Chat template": {True: "yes", False: "no"}.get(given.get("chat"), "as each task has it"),
+        "Chat template": _YES_OR_NO.get(given.get("chat"), "as each task has it"),
         "Weights (hash)": given.get("weights", "-"),
         "Text (hash)": given.get("text", "-"),
     }
@@ -180,7 +181,7 @@ def _answers(results: Results, panel: tuple, rows: Sequence[Row | None]) -> Colu
     at_floor = results.at_floor(panel)
 
     def score(row: Row) -> Field:
-        mean, low, high, _ = row.score
+        mean, low, high = row.score[:3]
         # Rounded outwards: 100-100 would claim more certainty than 200 of 200 cases give.
         detail = f"{math.floor(100 * low)}-{math.ceil(100 * high)}"
         ranked = full is not None and row.method != "full" and not at_floor

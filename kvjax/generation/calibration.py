@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def _scores(
     """Share of set A without an edge above the threshold, per layer and KV head."""
     chunk, sinks, recent = matching
     layers = (Full(),) * model.num_layers
-    _, caches = read_prompt(model, layers, tokens, positions, max_new=0)
+    caches: Any = read_prompt(model, layers, tokens, positions, max_new=0)[1]
     length = positions.max(-1, keepdims=True) + 1
     shares = []
     for cache in caches:
@@ -213,7 +214,8 @@ def _queries_and_keys(
     """Of each layer: rotated queries, their positions, rotated keys and their positions."""
     layers = (_AllQueries(tokens.shape[1]),) * model.num_layers
     # float32: a calibration should not depend on the dtype in which a platform stores keys.
-    _, caches = read_prompt(model, layers, tokens, positions, max_new=0, dtype=jnp.float32)
+    read = read_prompt(model, layers, tokens, positions, max_new=0, dtype=jnp.float32)
+    caches: Any = read[1]
     return tuple((*cache.state, cache.kv.k.read(), cache.kv.position) for cache in caches)
 
 

@@ -94,7 +94,7 @@ class _CallSignature:
         return own.replace(parameters=list(own.parameters.values())[1:])  # without self
 
 
-LanguageModel.__signature__ = _CallSignature()
+LanguageModel.__signature__ = _CallSignature()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,9 @@ class _Apply:
     method: str = "__call__"
 
     def __call__(self, params, *args, **kwargs):
-        is_graph = isinstance(self.model, nnx.GraphDef)
-        model = nnx.merge(self.model, params) if is_graph else self.model
+        model = self.model
+        if isinstance(model, nnx.GraphDef):
+            model = nnx.merge(model, params)
         return getattr(model, self.method)(*args, **kwargs)
 
 
@@ -173,11 +174,11 @@ def _split_layers(params: nnx.State) -> list[nnx.State]:
     return [params["layers"][i] for i in range(len(params["layers"]))]
 
 
-def _parts_of(model: LanguageModel, called: Any, params: Any) -> ModelParts | None:
+def _parts_of(model: Any, called: Any, params: Any) -> ModelParts | None:
     """The parts of an NNX module that shows them, None of other models."""
     if not isinstance(model, nnx.Module) or not all(hasattr(model, name) for name in _PARTS):
         return None
-    split = [nnx.split(block) for block in model.layers]
+    split = [nnx.split(block) for block in model.layers]  # pyright: ignore[reportAttributeAccessIssue]
     alone = [jax.tree.structure(own) for _, own in split]
     if alone != [jax.tree.structure(own) for own in _split_layers(params)]:
         raise TypeError(

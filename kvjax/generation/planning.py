@@ -193,7 +193,7 @@ def _layer_bytes(cache: Cache) -> Bytes:
 def _part_bytes(cache: LayerCache) -> Bytes:
     """Of a layer's cache, or of that of a group of its heads."""
     placement, kv = cache.placement, cache.kv
-    specs = jax.tree.map(lambda x: PartitionSpec(), cache)
+    specs: Any = jax.tree.map(lambda x: PartitionSpec(), cache)
     if placement is not None:
         specs = cache_specs(cache)
 

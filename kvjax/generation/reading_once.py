@@ -132,7 +132,7 @@ class ReadOnce:
             return read(self._model, self._prompts, transform=transform, **self._options)
         needs = self._needs(transform)
         observed = self._observed
-        if observed is None or observed.transform.wanted.union(needs) != observed.transform.wanted:
+        if observed is None or observed.transform.wanted.union(needs) != observed.transform.wanted:  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError(f"{transform!r} needs more of the prompt than was observed: name it")
         layers = self._bind(transform)
         of_method = {"transform": transform, "layers": layers, "size": self._size}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
 from kvjax.protocol import KVTransform
 
-Carry, Caches = Any, Any
+Carry: TypeAlias = Any
+Caches: TypeAlias = Any
 
 
 def pad(
@@ -59,7 +60,8 @@ def read_prompt(
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Logits of each row's last token, and new caches that hold the prompt."""
-    caches = about_to_read(init_caches(model, layers, *tokens.shape, max_new, dtype))
+    rows, width = tokens.shape
+    caches = about_to_read(init_caches(model, layers, rows, width, max_new, dtype))
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
         layers=layers, phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),
@@ -104,7 +106,7 @@ def scan_steps(
     """
 
     def one(state, x):
-        carry, caches, y = step(*state, x)
+        carry, caches, y = step(state[0], state[1], x)
         return (carry, caches), y
 
     def period(state, xs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -284,7 +284,7 @@ class Writing:
             self._finish()
         return self.result
 
-    def __iter__(self) -> Iterator[list[list[int]]]:
+    def __iter__(self) -> Generator[list[list[int]], None, None]:
         """New tokens of each row, without end tokens; all of them at once if not streaming."""
         self._compile_loop()
         step, sent, chunk = 1, 0, 1 if self._streaming else self._most
@@ -381,8 +381,10 @@ def begin(
     logits, caches = read_prompt(model, layers, tokens, positions, size, compiler, on_layer)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     none, never = np.zeros_like(length), np.int32(0)
-    counts = (put(x, size.mesh) for x in (length, length, none, never))
-    return Context(caches, logits, *counts, transform, layers, size, model.windows)
+    length, none, never = (put(x, size.mesh) for x in (length, none, never))
+    return Context(
+        caches, logits, length, length, none, never, transform, layers, size, model.windows
+    )
 
 
 def further(
@@ -400,8 +402,10 @@ def further(
     length = np.asarray(context.length)
     positions = np.where(places >= 0, places + length[:, None], -1)
     mesh = context.size.mesh
-    given = model, context.layers, *(put_rows(x, mesh) for x in (tokens, positions))
-    logits, caches = read_prompt(*given, context.caches, compiler, on_layer)
+    tokens, positions = (put_rows(x, mesh) for x in (tokens, positions))
+    logits, caches = read_prompt(
+        model, context.layers, tokens, positions, context.caches, compiler, on_layer
+    )
     active, waiting = count > 0, context.waiting
     interval = flush_interval(caches)
     if active.all():

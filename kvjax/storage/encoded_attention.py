@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class EncodedPayload(ABC):
 
     operation: ClassVar[str]
     recent: Recent | None
+    dtype: Any  # of the dense rows
     room = property(lambda self: None if self.recent is None else self.recent.room)
 
     @abstractmethod

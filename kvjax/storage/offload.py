@@ -99,7 +99,11 @@ class Offloaded:
         return Offloaded(store, recent.cleared(due))
 
     def encode(
-        self, values: Payload, k: Float[Array, "B H S D"], v: Float[Array, "B H S D"], slots: Slots
+        self,
+        values: Offloaded,
+        k: Float[Array, "B H S D"],
+        v: Float[Array, "B H S D"],
+        slots: Slots,
     ) -> tuple[Offloaded, Offloaded]:
         """All rows in host memory; what is recent stays so in rows that had no prompt."""
         return self._filled(k, slots.rows), values._filled(v, slots.rows)
@@ -248,7 +252,9 @@ class Offload(KVTransform):
 
     def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
         """The rows of the selection: of the last steps, recent ones, and others from the host."""
-        (k, v), index, (_, length) = (view.cache.k, view.cache.v), view.index, view.cache.lists
+        k: Offloaded = view.cache.k
+        v: Offloaded = view.cache.v
+        index, length = view.index, view.cache.lists[1]
         recent = k.recent.places(index)
         stored = (index >= 0) & (recent < 0)
         place = places(state.slots, index, k.shape[2])

@@ -123,7 +123,8 @@ class CaM(Wrapper):
             return decision, state
         kept = carry_out(decision, cache, step).live
         if self.merge_tokens is None:
-            tokens = decision.newest[:, None, None]
+            newest = decision.newest  # pyright: ignore[reportAttributeAccessIssue]  # it keeps
+            tokens = newest[:, None, None]
         else:
             tokens = jnp.full((cache.shape[0], 1, 1), self.merge_tokens, jnp.int32)
         if step.moment == "step":

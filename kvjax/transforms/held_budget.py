@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -35,6 +37,10 @@ class PromptBudget(KVTransform):
     Its state is the table of the layer's own budgets.
     """
 
+    if TYPE_CHECKING:
+        budget: Budget
+        minimum: int
+
     def extent(self, extent: Extent) -> Extent:
         """The budget of the prompt; new tokens come on top."""
         return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
@@ -53,6 +59,10 @@ class HeldBudget(KVTransform):
 
     Its state is each row's budget. A prompt is treated as a step is: `on_step` says what is kept.
     """
+
+    if TYPE_CHECKING:
+        budget: Budget
+        minimum: int
 
     def extent(self, extent: Extent) -> Extent:
         """The budget, and one slot for the token that is being added."""

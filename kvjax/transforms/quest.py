@@ -111,7 +111,7 @@ class Quest(Recall):
 
     def select(self, view: View, state: Pages, query: Array) -> tuple[View, Pages]:
         """Adds the new token to its page, and takes the newest page and those of the highest u."""
-        cache, (_, length) = view.cache, view.cache.lists
+        cache, length = view.cache, view.cache.lists[1]
         state = self._add(state, cache, view.slots)
         score = page_scores(
             query.reshape(*cache.shape[:2], cache.group, -1), state.low, state.high,

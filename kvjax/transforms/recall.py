@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.budgets.budgets import check_flag, check_layers, rows_budget
+from kvjax.budgets.budgets import Budget, check_flag, check_layers, rows_budget
 from kvjax.cache.slots import KVCache
 from kvjax.protocol import Full, KVTransform, Stage
 
@@ -22,6 +22,11 @@ class Recall(KVTransform):
 
     stage: ClassVar[Stage] = Stage.RECALL
     minimum: ClassVar[int]
+
+    if TYPE_CHECKING:
+        budget: Budget
+        per_query_head: bool
+        dense_layers: tuple[int, ...]
 
     def __post_init__(self):
         check_flag("per_query_head", self.per_query_head)

@@ -71,10 +71,10 @@ def gather_attention(
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
     index = index.astype(jnp.int32)
     if chosen == "xla":
-        rows = (take_slots(x, jnp.maximum(index, 0)) for x in (k, v))
+        k, v = (take_slots(x, jnp.maximum(index, 0)) for x in (k, v))
         own = _own(bias, key_position, index)
         return decode_attention(
-            q, *rows, own[0], query_position, own[1],
+            q, k, v, own[0], query_position, own[1],
             probabilities=probabilities, implementation="xla", **kind,
         )  # fmt: skip
     out, lse, logits = split_attention(

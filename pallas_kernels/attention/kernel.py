@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ class _Values(NamedTuple):
 class _Plan(NamedTuple):
     """What is static in a kernel."""
 
-    tree: jax.tree_util.PyTreeDef  # of `_Refs`
+    tree: Any  # a structure, of `_Refs`
     sizes: _Sizes
     mask: _Mask
     keys: _Keys
@@ -197,7 +197,7 @@ def split_attention(
         interpret=interpret,
         name="split_attention",
     )(*leaves[:inputs])
-    out, lse = _join(*parts[:2], dtype, interpret)
+    out, lse = _join(parts[0], parts[1], dtype, interpret)
     per_query = (batch, lists, group, tokens)
     return (
         out.reshape(*per_query, channels),

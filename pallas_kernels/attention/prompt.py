@@ -63,7 +63,7 @@ def prompt_attention(
         def key_block(j, carry):
             top, total, acc = carry
             k_j, v_j, *slot_data = blocks.key(j, k, v)
-            logits = mask_and_scale(q_i, k_j, *slot_data, position_i)
+            logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
             # Of a block this costs nothing beside the products with 128 queries or more.
             v_j = jnp.where(live_slots(*slot_data)[..., None], v_j, 0)
             new_top = jnp.maximum(top, logits.max(-1))
@@ -118,7 +118,7 @@ def column_sums(
 
         def query_block(i, sums):
             q_i, position_i = blocks.query(i)
-            logits = mask_and_scale(q_i, k_j, *slot_data, position_i)
+            logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
             row_lse = entry_of(lse, i)
             # Rows without any visible slot have lse = -inf: they must give 0, not exp(nan).
             row_lse = jnp.where(row_lse == -jnp.inf, 0.0, row_lse).reshape(logits.shape[:-1])

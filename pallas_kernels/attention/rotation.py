@@ -111,7 +111,8 @@ def rotate_pairs(
         a, b = _turned(rotated[..., 0::2], rotated[..., 1::2], cos, sin)
         turned = jnp.stack((a, b), axis=-1).reshape(rotated.shape)
     else:
-        turned = jnp.concatenate(_turned(*jnp.split(rotated, 2, axis=-1), cos, sin), axis=-1)
+        a, b = jnp.split(rotated, 2, axis=-1)
+        turned = jnp.concatenate(_turned(a, b, cos, sin), axis=-1)
     return jnp.concatenate((turned.astype(x.dtype), rest), axis=-1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.sharding import AxisType
 from jaxtyping import Array
@@ -79,9 +81,10 @@ def gpu_capability() -> tuple[int, int] | None:
     return int(major), int(minor or 0)
 
 
-def default_device() -> jax.Device | None:
+def default_device() -> Any:
     """The GPU that computation goes to by default; None where that is no GPU."""
-    device = jax.config.jax_default_device  # None, a device, or the name of a platform
+    # None, a device, or the name of a platform.
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(device, str):
         device = jax.devices(device)[0]
     if device is None:

@@ -85,7 +85,7 @@ def greedy_cover(
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
 
-    def one_row(row: tuple[Array, ...]) -> Cover:
+    def one_row(row: tuple[Array, Array, Array, Array]) -> Cover:
         return _cover(*row, capacity)
 
     theta = jnp.broadcast_to(jnp.asarray(theta, jnp.float32), vectors.shape[:1])
@@ -484,7 +484,7 @@ def _cover(vectors, members, weights, theta: Array, capacity: int) -> Cover:
         for x in (units, there, weights)
     ]
     # From here to the ranking, a vertex is a position in an order that fills few strips.
-    number = _order(*padded[:2], tiles)
+    number = _order(padded[0], padded[1], tiles)
     ordered_units, ordered_there, ordered_weights = (x[number] for x in padded)
     graph = _graph(ordered_units, ordered_weights, theta, tiles)
     center, value = _search(graph, ordered_there, ordered_weights, number, capacity)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels.base.dispatch import choose_implementation
 
 PARTIAL_KEYS = "partial_keys"  # the column k P
-EXACT = {"precision": jax.lax.Precision.HIGHEST}  # of products with partial keys
+EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST}  # of products with partial keys
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class InfiniGen(Recall):
 
     def select(self, view: View, state: Array, query: Array) -> tuple[View, Array]:
         """The tokens of the highest predicted scores, and the step's own."""
-        cache, slots, (_, length) = self._add(view, state), view.slots, view.cache.lists
+        cache, slots, length = self._add(view, state), view.slots, view.cache.lists[1]
         own = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2) == slots
         seen = cache.live if view.window is None else newest(cache, view.window)
         earlier = seen & ~own
@@ -186,7 +186,7 @@ class InfiniGen(Recall):
             earlier = of_lists(earlier, cache)
             highest = jnp.where(earlier, score, -jnp.inf).max(-1, keepdims=True)
             near = earlier & (score >= highest - self.alpha)
-            lists, _ = cache.lists
+            lists = cache.lists[0]
             near = all_heads(near.sum(-1, dtype=jnp.int32), lists).sum(1, dtype=jnp.int32)
             limit = jnp.minimum(near // lists, limit)
         return jnp.maximum(limit, 1)

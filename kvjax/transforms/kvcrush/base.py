@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +12,13 @@ from kvjax.budgets.layers import LayerBudget
 from kvjax.protocol import KVTransform
 
 
-def holds(base: KVTransform, kind: type[KVTransform]) -> bool:
+def holds(base: Any, kind: type[KVTransform]) -> bool:
     """Whether it is, goes around or chains a transform of this kind."""
     inner = [base.base] if hasattr(base, "base") else getattr(base, "parts", ())
     return isinstance(base, kind) or any(holds(part, kind) for part in inner)
 
 
-def split_budget(base: KVTransform, share: float) -> tuple[KVTransform, Budget]:
+def split_budget(base: Any, share: float) -> tuple[KVTransform, Budget]:
     """The base without a share of its budget B, and that share, `round(share · B)`.
 
     Where B depends on the prompt's length, the base keeps at least as many as it works with. Raises

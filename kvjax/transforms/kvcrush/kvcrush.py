@@ -192,7 +192,7 @@ class KVCrush(Wrapper):
         chosen = jnp.where(gone.any(-1, keepdims=True), chosen, earlier)
         return Retain(
             kept | chosen,
-            newest=decision.newest,
+            newest=decision.newest,  # pyright: ignore[reportAttributeAccessIssue]  # it keeps
             pinned=cache.pinned | chosen,
             columns={**decision.columns, REPRESENTATIVE: chosen},
             rows=decision.rows,

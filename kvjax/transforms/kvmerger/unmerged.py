@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from jaxtyping import Int
 
@@ -27,6 +29,10 @@ class Unmerged(PromptBudget):
       >>> [int(x[0]) for x in kvjax.KVMerger(budget=0.35).counts(np.array([1000]))]
       [80, 20]
     """
+
+    if TYPE_CHECKING:
+        recent: int | float | None
+        heavy: int | float | None
 
     def __post_init__(self):
         for name, value in (("recent", self.recent), ("heavy", self.heavy)):

@@ -50,10 +50,10 @@ class FreeWords:
     def word(self, rng: np.random.Generator) -> str:
         """One word, not a held-out one."""
         if rng.random() < _WHOLE:
-            return self.whole[rng.integers(len(self.whole))]
+            return self.whole[int(rng.integers(len(self.whole)))]
         rests = rng.integers(len(self.rests), size=int(rng.integers(1, 3)))
-        start = self.starts[rng.integers(len(self.starts))]
-        made = start + "".join(self.rests[index] for index in rests)
+        start = self.starts[int(rng.integers(len(self.starts)))]
+        made = start + "".join(self.rests[int(index)] for index in rests)
         return self.word(rng) if made in self.held_out else made
 
     def keys(self, rng: np.random.Generator, count: int) -> list[str]:
