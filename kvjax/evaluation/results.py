@@ -169,18 +169,30 @@ class Results:
 
     def failures(self) -> list[tuple[Cell, str]]:
         """The cells that failed, each with its reason in one line."""
-        return [(cell, r["failed"]) for cell, r in self.records.items() if "failed" in r]
+        return [(cell, r["failed"]) for cell, r in self._current.items() if "failed" in r]
 
     def rows(self) -> list[Row]:
         """One row for each task, length, question, method and budget of which there are cells."""
         return list(self._rows)
 
     @cached_property
-    def _rows(self) -> tuple[Row, ...]:
+    def _groups(self) -> dict[tuple, dict[Cell, Mapping[str, Any]]]:
+        """The cells of each row."""
         groups: dict[tuple, dict[Cell, Mapping[str, Any]]] = {}
         for cell, found in self.records.items():
             key = cell.task, cell.length, cell.question, cell.method, cell.budget
             groups.setdefault(key, {})[cell] = found
+        return {key: _without_parts(cells) for key, cells in groups.items()}
+
+    @cached_property
+    def _current(self) -> dict[Cell, Mapping[str, Any]]:
+        """The records of the cells that rows are made of, in the order of the records."""
+        cells = {cell for group in self._groups.values() for cell in group}
+        return {cell: found for cell, found in self.records.items() if cell in cells}
+
+    @cached_property
+    def _rows(self) -> tuple[Row, ...]:
+        groups = self._groups
         return tuple(
             self._row(key, groups[key], groups.get((*key[:3], "full", None), {}))
             for key in self._keys()
@@ -210,7 +222,7 @@ class Results:
     def dropped(self) -> dict[str, int]:
         """Method and budget → tokens that were lost, where there are any."""
         found: dict[str, int] = {}
-        for cell, record in self.records.items():
+        for cell, record in self._current.items():
             if lost := record.get("dropped", 0):
                 found[cell.candidate] = found.get(cell.candidate, 0) + lost
         return found
@@ -246,7 +258,6 @@ class Results:
         task, length, _, _, budget = key
         reasons = [f"{cell.unit}: {r['failed']}" for cell, r in own.items() if "failed" in r]
         failed = "; ".join(dict.fromkeys(reasons)) or None
-        own = _without_parts(own)
         found = [own[cell] for cell in sorted(own, key=lambda cell: cell.first)]
         row = Row(*key, failed=failed)
         if failed is not None:

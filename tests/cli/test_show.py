@@ -207,7 +207,9 @@ def test_many_failures_and_strange_names():
     whole = comparison(["needle"], [128], candidates=[("full", None), (LONG + "\x1b[2J", 0.5)])
     failed = {cell: {"failed": "\x1b[31mno [red]luck", "seconds": 0.0} for cell in whole.records}
     many = {
-        cell._replace(first=number): found for cell, found in failed.items() for number in range(3)
+        cell._replace(first=20 * number, stop=20 * number + 20): found
+        for cell, found in failed.items()
+        for number in range(3)
     }
     own = console(120)
     print_report(own, Results(whole.settings, many), Path("folder"))

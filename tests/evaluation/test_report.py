@@ -107,6 +107,20 @@ def test_rows_with_fewer_cases_are_not_finished():
     assert Results(whole.settings, records).missing() == 1
 
 
+def test_a_cell_that_a_larger_one_repeats_does_not_count():
+    """Neither its failure, nor what it lost."""
+    whole = comparison(["needle"], [128], [("full", None), ("h2o", 32), ("h2o", 0.5)])
+    records = dict(whole.records)
+    for cell in whole.records:
+        found = {**whole.records[cell], "depths": [0.0] * 5, "scores": [1.0] * 5}
+        if cell.budget == 0.5:
+            found = {"failed": "no luck", "seconds": 0.0}
+        records[cell._replace(first=15)] = found
+    results = Results(whole.settings, records)
+    assert results.rows() == whole.rows() and not results.failures()
+    assert results.dropped() == whole.dropped() == {"h2o 32": 6}
+
+
 # The page
 
 
