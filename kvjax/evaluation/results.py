@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +109,7 @@ class Row(NamedTuple):
       prompt_tokens: of a prompt, question included: a mean.
       slots: the budget as slots of such a prompt; None where the method has none.
       live_slots: that held something after the prompt: a mean over layers, rows and lists.
-      cache_bytes, full_cache_bytes: of one prompt's cache, and of the full cache.
+      cache_bytes, full_cache_bytes: of a prompt's cache, and of the full cache: means.
       dropped: tokens that found no free slot.
       depths: depth → its cases alone.
       quarters: of perplexity, nats per token of each quarter of what follows the prompt.
@@ -269,17 +269,19 @@ class Results:
         if task == "attention":
             return row._replace(**_attention(found))
         scores = _scores(own)
-        sizes = {name: found[0][name] for name in ("cache_bytes", "full_cache_bytes")}
-        row = row._replace(score=Estimate.of(list(scores.values())), **sizes)
+        weights = [len(record["scores"]) for record in found]
+        mean_of = partial(_mean, found, weights)
+        row = row._replace(
+            score=Estimate.of(list(scores.values())), cache_bytes=round(mean_of("cache_bytes")),
+            full_cache_bytes=round(mean_of("full_cache_bytes")),
+        )  # fmt: skip
         baseline = _scores(full)
         both = [case for case in scores if case in baseline]
         if both:
             off = [scores[case] - baseline[case] for case in both]
             row = row._replace(difference=Estimate.resampled(off))
         if task == "perplexity":
-            quarters = np.average(
-                [r["quarters"] for r in found], axis=0, weights=[len(r["scores"]) for r in found]
-            )
+            quarters = np.average([r["quarters"] for r in found], axis=0, weights=weights)
             return row._replace(quarters=tuple(map(float, quarters)))
         depths: dict[float, list[float]] = {}
         for record in found:
@@ -288,7 +290,7 @@ class Results:
                     depths.setdefault(depth, []).append(score)
         by_depth = {depth: Estimate.of(depths[depth]) for depth in sorted(depths)}
         return row._replace(
-            live_slots=statistics.fmean(r["live_slots"] for r in found), depths=by_depth or None,
+            live_slots=mean_of("live_slots"), depths=by_depth or None,
             dropped=sum(r["dropped"] for r in found),
         )  # fmt: skip
 
@@ -309,6 +311,11 @@ def _scores(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[int, float]:
         for cell, found in cells.items()
         for number, score in enumerate(found.get("scores", ()))
     }
+
+
+def _mean(found: Sequence[Mapping[str, Any]], weights: Sequence[int], name: str) -> float:
+    """A figure of the units of a method, each of which counts as often as it has cases."""
+    return float(np.average([record[name] for record in found], weights=weights))
 
 
 def _attention(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

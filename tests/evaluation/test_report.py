@@ -121,6 +121,19 @@ def test_a_cell_that_a_larger_one_repeats_does_not_count():
     assert results.dropped() == whole.dropped() == {"h2o 32": 6}
 
 
+def test_bytes_and_slots_are_means_over_the_cases():
+    """Prompts of documents differ in length, and so do the caches of their units."""
+    whole = comparison(["needle"], [128], [("full", None)], questions=["inside"])
+    ((cell, found),) = whole.records.items()
+    parts = {}
+    for first, stop, size in ((0, 15, 100), (15, 20, 500)):
+        of_cases = {name: found[name][first:stop] for name in ("scores", "depths", "prompt_tokens")}
+        sizes = {"cache_bytes": size, "full_cache_bytes": 2 * size, "live_slots": size / 10}
+        parts[cell._replace(first=first, stop=stop)] = {**found, **of_cases, **sizes}
+    (row,) = Results(whole.settings, parts).rows()
+    assert (row.cache_bytes, row.full_cache_bytes, row.live_slots) == (200, 400, 20.0)
+
+
 # The page
 
 
