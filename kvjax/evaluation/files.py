@@ -201,6 +201,8 @@ def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]
         for name in ("methods", "lengths", "questions")
     }
     tasks, cases = {**kept["tasks"], **asked["tasks"]}, max(kept["cases"], asked["cases"])
+    if asked["cases"] < kept["cases"]:
+        tasks |= kept["tasks"]  # floors of data sets are means over the cases
     joined |= {"lengths": sorted(joined["lengths"]), "tasks": tasks, "cases": cases}
     return {name: joined[name] for name in asked}
 

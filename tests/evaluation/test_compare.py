@@ -568,6 +568,17 @@ def test_a_comparison_grows(command, measured, tmp_path, capsys):
     assert results(tmp_path / "out") == found
 
 
+def test_fewer_cases_leave_a_floor_as_it_is(tmp_path):
+    def floor_after(floor: float, cases: int) -> float:
+        about = {"metric": "ROUGE-L", "floor": floor}
+        asked = {**ASKED, "tasks": {"multi_news": about}, "cases": cases}
+        return files.Journal(tmp_path, {}, asked).results().settings["tasks"]["multi_news"]["floor"]
+
+    assert floor_after(0.08, cases=5) == 0.08
+    assert floor_after(0.1, cases=50) == 0.1
+    assert floor_after(0.0, cases=1) == 0.1
+
+
 def test_a_failed_cell(command, measured, monkeypatch, tmp_path, capsys):
     assert command(out=tmp_path / "whole") == 0
     capsys.readouterr()
