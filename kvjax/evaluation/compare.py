@@ -220,7 +220,7 @@ class _Measure:
         inside = unit.question == "inside"
         prompts = [case.prompt if inside else case.context for case in cases]
         questions = None if inside else [case.question for case in cases]
-        most_new = self.material.most_new(unit.task, unit.length)
+        most_new = self.material.most_new(unit.task, unit.length, unit.first, unit.stop)
         room = 0 if inside else bucket(max(map(len, questions)), None, None)
 
         def answer(context: Context) -> Found:

@@ -67,10 +67,9 @@ class Material:
         """Raises ValueError if a model, of which the configuration is enough, cannot read it."""
         grid, length = self.grid, self.grid.lengths[-1]
         for name in grid.answers:
+            most_new = self.most_new(name, length)
             for case in self.task(name, length).cases:
-                check_prompts(
-                    model, [case.prompt], (Full(),), self.most_new(name, grid.lengths[-1])
-                )
+                check_prompts(model, [case.prompt], (Full(),), most_new)
         if not grid.answers:
             check_prompts(model, self.windows(length)[0][:1].tolist(), (Full(),), 0)
         if self._tokens.max() >= model.vocab_size:
@@ -89,9 +88,9 @@ class Material:
         task = self.task(name, self.grid.lengths[0])
         return {"metric": task.metric, "floor": task.floor}
 
-    def most_new(self, name: str, length: int) -> int:
-        """Most new tokens of a task's answers."""
-        most = max(case.max_new for case in self.task(name, length).cases)
+    def most_new(self, name: str, length: int, first: int = 0, stop: int | None = None) -> int:
+        """Most new tokens of the answers to a task's cases, `first` to `stop - 1`."""
+        most = max(case.max_new for case in self.task(name, length).cases[first:stop])
         return most if self.grid.max_new is None else min(most, self.grid.max_new)
 
     def count(self, name: str, length: int) -> int:
@@ -108,7 +107,7 @@ class Material:
             return rows[:count, :prompt].tolist(), 1
         name = self.grid.answers[0]
         cases = self.task(name, length).cases[:count]
-        return [case.prompt for case in cases], self.most_new(name, length)
+        return [case.prompt for case in cases], self.most_new(name, length, stop=count)
 
     def windows(self, length: int) -> tuple[Int[np.ndarray, "B N"], int]:
         """Windows of the text, `[B, length]`, and how many tokens of each are the prompt.

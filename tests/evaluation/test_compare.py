@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import io
 import itertools
@@ -273,6 +274,23 @@ def test_seeds_change_the_cases(folder):
     assert cases(0) == cases(0)
     assert len({tuple(case.prompt) for seed in range(4) for case in cases(seed)}) == 8
     assert cases(0, cases=5)[:2] == cases(0), "more cases leave the first as they are"
+
+
+def test_more_cases_leave_the_length_of_answers_as_it_is(folder, monkeypatch):
+    """Those of a case, and those on whose prompts attention is measured."""
+    whole = COMPARE.Material._task
+
+    def longer_at_the_end(self, name, length):
+        task = whole(self, name, length)
+        first, last = task.cases[:4], task.cases[4:]
+        last = [dataclasses.replace(case, max_new=50) for case in last]
+        return dataclasses.replace(task, cases=(*first, *last))
+
+    monkeypatch.setattr(COMPARE.Material, "_task", longer_at_the_end)
+    few, many = (material_of(folder, cases=cases) for cases in (4, 6))
+    assert few.attention_prompts(192) == many.attention_prompts(192)
+    assert many.most_new("needle", 192) == 50 == many.most_new("needle", 192, first=4)
+    assert many.most_new("needle", 192, stop=4) == few.most_new("needle", 192) < 50
 
 
 def test_windows_of_the_text(folder):
