@@ -91,7 +91,7 @@ def compare(
     Raises:
       TypeError, ValueError: before anything is computed or written: what `Grid.of` and
         `kvjax.generate` raise, a text too short, a folder that cannot be written to or that holds
-        a comparison of something else.
+        a comparison of something else, or of other prompts.
 
     Example:
       >>> from kvjax.evaluation import compare
@@ -134,7 +134,8 @@ def run(
         **grid.settings(),
     }
     measure = _Measure(material, functional, tuple(end_tokens))
-    journal = files.Journal(None if out is None else Path(out), settings, material.asked())
+    prompts = {unit: material.digest(unit) for unit in measure.units()}
+    journal = files.Journal(None if out is None else Path(out), settings, material.asked(), prompts)
     _measure_all(measure, journal, on_progress or (lambda done, total, what: None))
     results = journal.results()
     if out is not None:

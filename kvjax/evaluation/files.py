@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from kvjax.messages import printable
 from kvjax.regular_files import read_json, read_regular
 
 from .checks import checked_settings, finished_cell
-from .grid import Cell
+from .grid import Cell, Unit
 from .results import Estimate, Results
 
 SETTINGS, CELLS = "settings.json", "cells.jsonl"
@@ -45,18 +46,24 @@ class Journal:
       settings: what determines a result besides its cell: model, text, seed, ...
       asked: what cells are wanted: `methods`, `tasks`, `lengths`, `questions`, `cases`. What the
         folder has already is added to it.
+      prompts: a hash of the prompts of each unit that is wanted, which is kept with its cells: data
+        sets, chat templates and lists of words may change. Cells without one are taken as they are.
 
     Attributes:
       finished: the cells that need not be measured again, those that did not fail.
     """
 
     def __init__(
-        self, folder: Path | None, settings: Mapping[str, Any], asked: Mapping[str, Any]
+        self,
+        folder: Path | None,
+        settings: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        prompts: Mapping[Unit, str] = MappingProxyType({}),
     ) -> None:
         self.finished: dict[Cell, dict[str, Any]] = {}
         self._failed: dict[Cell, dict[str, Any]] = {}
         self._settings, self._path = {**settings}, None
-        self._asked = json.loads(_dumps(asked))
+        self._asked, self._prompts = json.loads(_dumps(asked)), prompts
         if folder is None:
             return
         check_folder(folder)
@@ -71,6 +78,7 @@ class Journal:
             for cell, found in _cells(self._path, lines).items()
             if "failed" not in found
         }
+        self._check_prompts(folder)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / SETTINGS, _dumps({"settings": self._settings, "asked": self._asked}))
@@ -80,6 +88,8 @@ class Journal:
 
     def add(self, cell: Cell, found: dict[str, Any]) -> None:
         """Keeps a cell; it is on the disk when this returns."""
+        if cell.unit in self._prompts:
+            found = {**found, "prompts": self._prompts[cell.unit]}
         (self._failed if "failed" in found else self.finished)[cell] = found
         if self._path is None:
             return
@@ -87,6 +97,16 @@ class Journal:
             file.write(json.dumps({"cell": cell, "found": _plain(found)}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def _check_prompts(self, folder: Path) -> None:
+        """Raises ValueError where a finished cell had other prompts."""
+        for cell, found in self.finished.items():
+            wanted, kept = self._prompts.get(cell.unit), found.get("prompts")
+            if None not in (wanted, kept) and wanted != kept:
+                raise ValueError(
+                    f"{printable(folder)} holds a comparison with other prompts ({cell.unit}): "
+                    "choose another folder or remove this one"
+                )
 
     def results(self) -> Results:
         """Everything that is known, in the order of the cells."""

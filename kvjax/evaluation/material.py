@@ -13,7 +13,7 @@ from jaxtyping import Int
 from kvjax.generation.checks import Sized, check_prompts
 from kvjax.protocol import Full
 
-from .grid import MOST_MEASURED, Grid
+from .grid import MOST_MEASURED, Grid, Unit
 from .retrieval import Haystack, retrieval
 from .tasks import OWN_TASKS, RULER_TASKS, Frame, Task, dataset, ruler
 
@@ -119,6 +119,19 @@ class Material:
         starts = (shares * (len(self._tokens) - room + 1)).astype(int)
         rows = [[*self._haystack.start, *self._tokens[start : start + room]] for start in starts]
         return np.array(rows, np.int32), length - min(_CONTINUATION, length // 4)
+
+    def digest(self, unit: Unit) -> str:
+        """A hash of a unit's prompts, and of what answers are right."""
+        cases = slice(unit.first, unit.stop)
+        if unit.task == "perplexity":
+            rows, prompt = self.windows(unit.length)
+            given = rows[cases].tolist(), prompt
+        elif unit.task == "attention":
+            prompts, most_new = self.attention_prompts(unit.length)
+            given = prompts[cases], most_new
+        else:
+            given = self.task(unit.task, unit.length).cases[cases]
+        return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
     def sample(self) -> list[int]:
         """The first tokens of the text, as many as the shortest prompts have."""

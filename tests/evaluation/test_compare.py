@@ -819,6 +819,26 @@ def test_a_folder_with_other_settings(command, folder, measured, capsys, tmp_pat
         assert "settings.json is not the settings of a comparison: " in one_line(capsys)
 
 
+def test_a_folder_with_other_prompts(command, measured, capsys, tmp_path):
+    """Attention is measured on the prompts of the first task, and data sets may change."""
+    assert command(lengths=320) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    capsys.readouterr()
+    assert command(lengths=320, tasks="chain,attention", methods="h2o,snapkv(window=8)") == 2
+    said = one_line(capsys)
+    assert "other prompts (attention · 320 tokens · cases 1-4): choose another folder" in said
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    article = {"document": "Old boats lie in the harbour. ", "summary": "Boats lie in harbours."}
+    data = tmp_path / "xsum.jsonl"
+    options = {"tasks": "xsum", "data": data, "cases": 1, "out": tmp_path / "news"}
+    data.write_text(json.dumps(article))
+    assert command(**options) == 0 and command(**options) == 0
+    data.write_text(json.dumps({**article, "summary": "Boats are old."}))
+    capsys.readouterr()
+    assert command(**options) == 2
+    assert "other prompts (xsum · 192 tokens · question inside · cases 1-1)" in one_line(capsys)
+
+
 def test_other_weights_are_another_model(folder, measured, tmp_path):
     tokenizer, config = load_tokenizer(folder), _config(folder)
     again = functools.partial(
