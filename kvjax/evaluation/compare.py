@@ -66,7 +66,8 @@ def compare(
     A prompt is read once for all methods that differ only afterwards (`kvjax.ReadOnce`), several
     rows at a time; how many follows from the model's sizes.
 
-    A method that needs a calibration (InfiniGen) gets it from the first tokens of the text.
+    A method that needs a calibration (InfiniGen) gets it from the first 2,048 tokens of the text,
+    or as many as the model has positions.
 
     A cell that raises is recorded as failed and the others go on. Compiled code is dropped
     (`jax.clear_caches`) when it has half of the memory maps that Linux gives a process, so that
@@ -189,7 +190,9 @@ class _Measure:
         self.material, self.model, self.end_tokens = material, model, end_tokens
         self._decode = decoder(material.tokenizer)
         # On the first tokens of the text, and once per transform.
-        self.calibrated = functools.cache(lambda tx: calibrated(tx, model, [material.sample()]))
+        self.calibrated = functools.cache(
+            lambda tx: calibrated(tx, model, [material.sample(model.max_positions)])
+        )
 
     def units(self) -> Iterator[Unit]:
         """All units of the grid in order."""

@@ -18,6 +18,7 @@ from .retrieval import Haystack, retrieval
 from .tasks import OWN_TASKS, RULER_TASKS, Frame, Task, dataset, ruler
 
 _CONTINUATION = 128  # most tokens of a row that are predicted after the prompt
+_SAMPLE = 2048  # tokens of the text on which methods are calibrated
 _METRICS = {"perplexity": "nats per token", "attention": "attention error"}
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many there are
 
@@ -133,9 +134,9 @@ class Material:
             given = self.task(unit.task, unit.length).cases[cases]
         return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
-    def sample(self) -> list[int]:
-        """The first tokens of the text, as many as the shortest prompts have."""
-        return self._tokens[: self.grid.lengths[0]].tolist()
+    def sample(self, most: int | None = None) -> list[int]:
+        """The first 2,048 tokens of the text, or `most`: the same ones whatever the grid."""
+        return self._tokens[:_SAMPLE][:most].tolist()
 
     def fingerprint(self) -> str:
         """A hash of the text's tokens."""

@@ -293,6 +293,15 @@ def test_more_cases_leave_the_length_of_answers_as_it_is(folder, monkeypatch):
     assert many.most_new("needle", 192, stop=4) == few.most_new("needle", 192) < 50
 
 
+def test_every_grid_calibrates_on_the_same_tokens(folder):
+    """Or a folder to which shorter prompts were added would hold two calibrations of a method."""
+    sample = material_of(folder, lengths=[192]).sample()
+    assert len(sample) == 2048
+    for lengths in ([192, 2000], [2000]):
+        material = material_of(folder, lengths=lengths)
+        assert material.sample() == sample and material.sample(512) == sample[:512]
+
+
 def test_windows_of_the_text(folder):
     tokenizer = load_tokenizer(folder)
     material = material_of(folder, lengths=[200, 2000], cases=8)
