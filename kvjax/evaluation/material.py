@@ -15,7 +15,7 @@ from kvjax.protocol import Full
 
 from .grid import MOST_MEASURED, Grid, Unit
 from .retrieval import Haystack, retrieval
-from .tasks import OWN_TASKS, RULER_TASKS, Frame, Task, dataset, ruler
+from .tasks import DATASETS, OWN_TASKS, RULER_TASKS, Frame, Task, dataset, ruler
 
 _CONTINUATION = 128  # most tokens of a row that are predicted after the prompt
 _SAMPLE = 2048  # tokens of the text on which methods are calibrated
@@ -43,7 +43,7 @@ class Material:
         self._haystack = Haystack(tokenizer, text)
         self._tokens = self._haystack.filler
         longest = grid.lengths[-1]
-        if len(self._tokens) < longest:
+        if len(self._tokens) < longest and not set(grid.tasks) <= set(DATASETS):
             raise ValueError(
                 f"the text must have at least {longest} tokens for the longest prompts, "
                 f"got {len(self._tokens)}"
@@ -71,7 +71,7 @@ class Material:
             most_new = self.most_new(name, length)
             for case in self.task(name, length).cases:
                 check_prompts(model, [case.prompt], (Full(),), most_new)
-        if not grid.answers:
+        if "perplexity" in grid.tasks or not grid.answers:
             check_prompts(model, self.windows(length)[0][:1].tolist(), (Full(),), 0)
         if self._tokens.max() >= model.vocab_size:
             raise ValueError(

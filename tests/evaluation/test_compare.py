@@ -35,6 +35,7 @@ from kvjax.models import DecoderConfig, RopeConfig, load_tokenizer, random_decod
 from kvjax.models.demo.export import save_pretrained
 from tests.support.comparisons import draw_nothing
 
+ARTICLE = {"document": "Old boats lie in the harbour. ", "summary": "Boats lie in harbours."}
 TEXT = "The harbour master kept a ledger of everything that came in. " * 40
 COMPARE = sys.modules["kvjax.evaluation.compare"]  # in the package, the name is the function's
 
@@ -767,6 +768,20 @@ def test_texts_that_are_no_filler(command, capsys, tmp_path, content, said):
     assert said in refused(capsys, tmp_path, command(text=tmp_path / "text.txt"))
 
 
+def test_data_sets_need_no_text(command, measured, tmp_path):
+    (tmp_path / "text.txt").write_text("Too short.")
+    (tmp_path / "xsum.jsonl").write_text(json.dumps(ARTICLE))
+    options = {"text": tmp_path / "text.txt", "data": tmp_path, "tasks": "xsum", "cases": 1}
+    assert command(**options) == 0 and len(measured) == 2 * len(CANDIDATES)
+
+
+def test_short_documents_do_not_hide_windows_that_are_too_long(command, capsys, tmp_path):
+    (tmp_path / "xsum.jsonl").write_text(json.dumps(ARTICLE))
+    options = {"tasks": "xsum,perplexity", "data": tmp_path, "cases": 1, "lengths": "192,600"}
+    said = refused(capsys, tmp_path, command(**options))
+    assert "the model has 512 positions, got a prompt of 600 tokens" in said
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_models_that_do_not_load(command, folder, capsys, tmp_path, name):
     broken = tmp_path / "model"
@@ -837,12 +852,11 @@ def test_a_folder_with_other_prompts(command, measured, capsys, tmp_path):
     said = one_line(capsys)
     assert "other prompts (attention · 320 tokens · cases 1-4): choose another folder" in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    article = {"document": "Old boats lie in the harbour. ", "summary": "Boats lie in harbours."}
     data = tmp_path / "xsum.jsonl"
     options = {"tasks": "xsum", "data": data, "cases": 1, "out": tmp_path / "news"}
-    data.write_text(json.dumps(article))
+    data.write_text(json.dumps(ARTICLE))
     assert command(**options) == 0 and command(**options) == 0
-    data.write_text(json.dumps({**article, "summary": "Boats are old."}))
+    data.write_text(json.dumps({**ARTICLE, "summary": "Boats are old."}))
     capsys.readouterr()
     assert command(**options) == 2
     assert "other prompts (xsum · 192 tokens · question inside · cases 1-1)" in one_line(capsys)
