@@ -107,7 +107,7 @@ class Row(NamedTuple):
         `attention`.
       difference: the same of its scores minus those of the full cache, case by case.
       prompt_tokens: of a prompt, question included: a mean.
-      slots: the budget as slots of such a prompt; None where the method has none.
+      slots: the budget as slots of such a prompt, rounded down; None where the method has none.
       live_slots: that held something after the prompt: a mean over layers, rows and lists.
       cache_bytes, full_cache_bytes: of a prompt's cache, and of the full cache: means.
       dropped: tokens that found no free slot.
@@ -264,7 +264,7 @@ class Results:
             return row
         tokens = [count for record in found for count in record.get("prompt_tokens", [length])]
         mean = statistics.fmean(tokens)
-        slots = budget if isinstance(budget, int) or budget is None else round(budget * mean)
+        slots = int(budget * mean) if isinstance(budget, float) else budget
         row = row._replace(prompt_tokens=mean, slots=slots)
         if task == "attention":
             return row._replace(**_attention(found))

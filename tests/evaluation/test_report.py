@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from kvjax.budgets.budgets import slots_for
 from kvjax.evaluation import Results, tables
 from kvjax.evaluation.plots import all_pictures
 from kvjax.evaluation.report import page, write_report
@@ -60,6 +61,13 @@ def test_fields_of_a_table():
     assert nats.text == "+0.200" and nats.detail.startswith("+0.") and nats.state == ""
     assert field(results, 128, "error", "", ("h2o", 0.5)).text == "0.375"
     assert field(results, 128, "recall", "", ("h2o", 0.5)).text == "50%"
+
+
+def test_a_share_is_rounded_down_to_slots():
+    """As `kvjax.budgets.budgets.slots_for` does it."""
+    results = comparison(["needle"], [126], [("full", None), ("h2o", 0.25)])
+    assert slots_for(0.25, 126, minimum=1) == 31
+    assert field(results, 126, "slots", "", ("h2o", 0.25)).text == "31"
 
 
 def test_what_is_as_good_as_the_full_cache():
