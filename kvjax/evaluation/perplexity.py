@@ -54,22 +54,14 @@ def continuation_nll(
       >>> continuation_nll(model, kvjax.SnapKV(16, window=8), tokens, prompt=32).shape
       (1, 8)
     """
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must have the shape [B, N], got {list(tokens.shape)}")
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"tokens must be integers, got {tokens.dtype}")
+    functional = as_functional(model)
+    tokens = _checked(functional, tokens, "[B, N]")
     check_count("prompt", prompt, 1)
     length = tokens.shape[1]
     if prompt >= length:
         raise ValueError(f"prompt must be below the {length} tokens of a row, got {prompt}")
-    functional = as_functional(model)
-    check_count("batch", len(tokens), 1)
     if functional.max_positions is not None and length > functional.max_positions:
         raise ValueError(f"the model has {functional.max_positions} positions, got {length} tokens")
-    outside = tokens[(tokens < 0) | (tokens >= functional.vocab_size)]
-    if outside.size:
-        raise ValueError(f"tokens must lie in [0, {functional.vocab_size}), got {outside[0]}")
     rows = tokens[:, :prompt].tolist()
     context = read(
         functional, rows, transform=transform, max_new=length - int(prompt), buckets=[int(prompt)]
@@ -88,11 +80,12 @@ def context_nll(
 
     Args:
       model: the one that has read it.
-      context: from `kvjax.read` or `kvjax.ReadOnce`, with room for the tokens but one.
-      tokens: token ids `[B, M]`, without padding.
+      context: from `kvjax.read` or `kvjax.ReadOnce`, with room for the tokens.
+      tokens: token ids `[B, M]`, without padding, a row for each of the context's.
 
     Raises:
-      TypeError, ValueError: as `kvjax.generate` for a turn that does not fit.
+      TypeError, ValueError: tokens that are no integers, not `[B, M]`, of other rows than the
+        context's or outside the vocabulary; as `kvjax.generate` for a turn that does not fit.
 
     Example:
       >>> import kvjax
@@ -107,9 +100,29 @@ def context_nll(
       (1, 3)
     """
     functional = as_functional(model)
+    tokens = _checked(functional, tokens, "[B, M]")
+    if len(tokens) != context.rows:
+        raise ValueError(
+            f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
+        )
     check_turn(functional, context, None, tokens.shape[1])
     given = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
     return np.asarray(_nll(context.layers, functional, *given))
+
+
+def _checked(model: FunctionalModel, tokens: object, shape: str) -> np.ndarray:
+    """Token ids as an array; raises TypeError or ValueError where they are none of this model."""
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must have the shape {shape}, got {list(tokens.shape)}")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"tokens must be integers, got {tokens.dtype}")
+    check_count("batch", len(tokens), 1)
+    check_count("tokens of a row", tokens.shape[1], 1)
+    outside = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
+    if outside.size:
+        raise ValueError(f"tokens must lie in [0, {model.vocab_size}), got {outside[0]}")
+    return tokens
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.evaluation import continuation_nll
+from kvjax.evaluation import context_nll, continuation_nll
 from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.support.hf_models import Stepper
@@ -202,3 +202,21 @@ def test_bad_input_is_refused_before_anything_runs(changes, error, message, monk
     given = {"model": model(), "transform": kvjax.Full(), "tokens": TOKENS, "prompt": PROMPT}
     with pytest.raises(error, match=message):
         continuation_nll(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1, 2], ValueError, r"tokens must have the shape \[B, M\], got \[2\]"),
+        ([[1.0]], TypeError, "tokens must be integers, got float64"),
+        ([[]], TypeError, "tokens must be integers, got float64"),
+        (np.zeros((1, 0), int), ValueError, "tokens of a row must be at least 1, got 0"),
+        ([[1, VOCAB]], ValueError, r"tokens must lie in \[0, 64\), got 64"),
+        ([[1], [2]], ValueError, "tokens must have the context's 1 rows, got 2 of them"),
+        ([[1] * (POSITIONS + 1)], ValueError, "the context has"),
+    ],
+)
+def test_tokens_that_do_not_follow_a_context(tokens, error, message):
+    context = kvjax.read(model(), [[1, 2, 3]], max_new=8)
+    with pytest.raises(error, match=message):
+        context_nll(model(), context, tokens)
