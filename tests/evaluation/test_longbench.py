@@ -181,6 +181,7 @@ def test_layouts_of_the_data(tmp_path):
         ("qasper", {**RECORD, "answers": []}, "answers must be a list of texts"),
         ("qasper", {**RECORD, "answers": "no"}, "answers must be a list of texts"),
         ("qasper", {**RECORD, "input": "\ud800"}, "input must be a text"),
+        ("qasper", {**RECORD, "dataset": "trec"}, "a record of 'trec', expected one of qasper"),
         ("trec", {**RECORD, "all_classes": None}, "all_classes must be a list of texts"),
         ("passage_retrieval_zh", {**RECORD, "answers": ["?"]}, "must name a number"),
     ],
