@@ -298,8 +298,8 @@ def _add_grid_options(own: Parser, several: str, out: str) -> None:
     own.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
     own.add_argument("--chat", action=argparse.BooleanOptionalAction,
-        help="prompts are messages of the model's chat template (default: as each benchmark has "
-        "it; RULER has none)")  # fmt: skip
+        help="prompts of published tasks are messages of the model's chat template (default: as "
+        "each benchmark has it; RULER has none)")  # fmt: skip
     _add_list(own, "--seed", options.seed, 0, "of the cases", metavar="N")
     _add_list(own, "--out", str, out, "folder of the results", metavar="DIR")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.budgets.budgets import check_budget, check_count
+from kvjax.budgets.budgets import check_budget, check_count, check_flag
 from kvjax.compose.chain import bind
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
@@ -138,8 +138,8 @@ class Grid:
       cases: per task, length and question, 30 of `perplexity` and 4 of `attention` at most; every
         candidate sees the same ones.
       seed: of the cases.
-      chat: whether prompts are messages of the model's chat template; None: as each benchmark
-        has it.
+      chat: whether prompts of published tasks are messages of the model's chat template; None: as
+        each benchmark has it. Those of `kvjax.evaluation.tasks.OWN_TASKS` never are.
       max_new: most new tokens of an answer; None: as many as each task says.
     """
 
@@ -221,6 +221,8 @@ class Grid:
         check_count("seed", seed, 0, most=math.inf)
         if max_new is not None:
             check_count("max_new", max_new, 1)
+        if chat is not None:
+            check_flag("chat", chat)
         every = itertools.product(["full", *(method.strip() for method in methods)], budgets)
         return cls(
             candidates=tuple(dict.fromkeys(itertools.starmap(Candidate.of, every))),

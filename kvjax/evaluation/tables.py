@@ -27,12 +27,13 @@ DEFINITIONS = {
     "Green": "The full cache's score lies in the interval.",
     "Inside, after": "The question is part of what is compressed (inside), or it is asked when the "
     "text before it has been read and compressed (after).",
-    "Floor": "The full cache's score is hardly better than what needs no context. The task shows "
-    "nothing of a method then, and its scores are not ranked.",
+    "Floor": "The lower end of the full cache's interval is less than 5 points above what needs no "
+    "context. The task shows nothing of a method then, and its scores are not ranked.",
     "Δ nats": "Loss per token of held-out text minus that with the full cache, window by window. "
     "The full cache's row has the loss itself.",
     "Error": "Relative error of the attention outputs, a mean over layers.",
-    "Recall": "Of the tokens with the most attention, the share that was kept or looked at.",
+    "Recall": "Of the tokens with the most attention in the full cache, as many as a method looks "
+    "at, the share that it looks at.",
     "Cache": "Bytes of the cache, as a share of the full cache's.",
     "Slots": "The budget as slots of a KV head, a mean over tasks.",
 }

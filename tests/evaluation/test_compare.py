@@ -385,6 +385,7 @@ def test_candidates_of_a_grid():
         ({"depths": ["0"]}, TypeError, "depth must be a number"),
         ({"questions": ["before"]}, ValueError, "asked inside or after, got 'before'"),
         ({"max_new": 0}, ValueError, "max_new must be at least 1"),
+        ({"chat": "no"}, TypeError, "chat must be True or False, got 'no'"),
         ({"budgets": [1, 1.0], "methods": ["streaming_llm(sinks=0)"]}, ValueError, "told apart"),
     ],
 )
