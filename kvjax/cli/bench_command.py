@@ -29,7 +29,8 @@ from kvjax.generation.checks import check_prompts
 from kvjax.generation.planning import bytes_on_device, plan
 from kvjax.messages import printable
 
-METHODS = ["snapkv", "quest"]
+# By default Quest leaves the first two layers as they are, and a shape may have no others.
+METHODS = ["snapkv", "quest(dense_layers=())"]
 
 # Arrays as large as the largest of the weights that are there while random ones are drawn, beside
 # all weights (measured with JAX 0.10 on a CPU).
