@@ -268,17 +268,18 @@ def _add_chat_options(own: Parser) -> None:
 
 
 def _add_compare_options(own: Parser) -> None:
-    _add_grid_options(own, "s", "kvjax-compare")
+    _add_grid_options(own, "s", "kvjax-compare", grid.LENGTHS)
     _add_list(own, "--tasks", name_list, grid.DEFAULT_TASKS, "see kvjax eval --help")
 
 
 def _add_eval_options(own: Parser) -> None:
     own.add_argument("tasks", metavar="TASK", nargs="+",
         help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
-    _add_grid_options(own, "", "kvjax-eval")
+    # Some published tasks need more than the shortest prompts of a comparison.
+    _add_grid_options(own, "", "kvjax-eval", grid.LENGTHS[-1:])
 
 
-def _add_grid_options(own: Parser, several: str, out: str) -> None:
+def _add_grid_options(own: Parser, several: str, out: str, lengths: tuple[int, ...]) -> None:
     """What both commands take; `several` ends the names of --method and --budget."""
     options.add_model(own)
     own.add_argument("--text", metavar="FILE",
@@ -289,7 +290,7 @@ def _add_grid_options(own: Parser, several: str, out: str) -> None:
         dest="methods")  # fmt: skip
     _add_list(own, f"--budget{several}", number_list, grid.BUDGETS,
         "shares of the prompt (0.1) or slots per head (64)", dest="budgets")  # fmt: skip
-    _add_list(own, "--lengths", number_list, grid.LENGTHS, "tokens of a prompt")
+    _add_list(own, "--lengths", number_list, lengths, "tokens of a prompt")
     _add_list(own, "--question", name_list, grid.QUESTIONS,
         "asked inside of what is compressed, or after it", dest="questions")  # fmt: skip
     _add_list(own, "--depths", depth_list, grid.DEPTHS,

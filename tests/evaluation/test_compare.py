@@ -25,13 +25,14 @@ from scipy import stats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import kvjax
-from kvjax.cli.arguments import depth_list, method_list
+from kvjax.cli.arguments import depth_list, method_list, parser
 from kvjax.cli.main import main
 from kvjax.cli.terminal import Display
 from kvjax.evaluation import Estimate, Grid, Proportion, compare, files, read_results
 from kvjax.evaluation.compare import _Measure
 from kvjax.evaluation.grid import Cell, Unit
-from kvjax.models import DecoderConfig, RopeConfig, load_tokenizer, random_decoder
+from kvjax.evaluation.tasks import RULER_TASKS, Frame, ruler
+from kvjax.models import DecoderConfig, RopeConfig, demo, load_tokenizer, random_decoder
 from kvjax.models.demo.export import save_pretrained
 from tests.support.comparisons import draw_nothing
 
@@ -400,6 +401,17 @@ def test_lists_of_the_command_line():
     ]  # fmt: skip
     assert depth_list("5") == [0, 0.25, 0.5, 0.75, 1]
     assert depth_list("1.0") == [1.0] and depth_list("0,1") == [0, 1]
+
+
+def test_prompts_of_eval_are_long_enough_for_every_ruler_task():
+    """By default; those of `kvjax compare` may be shorter."""
+    lengths = parser().parse_args(["eval", *RULER_TASKS]).lengths
+    tokenizer, text = load_tokenizer(demo.directory()), demo.held_out_text()
+    frame = Frame.of(tokenizer, chat=False)
+    for name, length in itertools.product(RULER_TASKS, lengths):
+        task = ruler(name, tokenizer, text, length=length, cases=1, seed=0, frame=frame)
+        assert len(task.cases[0].prompt) == length
+    assert parser().parse_args(["compare"]).lengths == (512, 2048)
 
 
 # Files
