@@ -83,6 +83,13 @@ def test_a_chat_template_must_be_there(tmp_path):
         longbench("qasper", tokenizer(), data=tmp_path, chat=True)
 
 
+def test_a_chat_template_that_fails_is_one_line():
+    broken = copy.deepcopy(tokenizer())
+    broken.chat_template = "{{ raise_exception('no\nsystem') }}"
+    with pytest.raises(ValueError, match=r"chat template fails: no system$"):
+        Frame.of(broken, chat=True)
+
+
 @pytest.mark.parametrize("frame", [Frame((0,)), Frame((0, 7), (8, 9, 7))])
 @pytest.mark.parametrize("length", [60, 61, 99, 199])
 def test_the_middle_is_left_out(frame, length):
