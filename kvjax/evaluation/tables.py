@@ -126,7 +126,7 @@ def notes(results: Results) -> list[str]:
     """What a reader must know besides the figures: what is missing, and what is at the floor."""
     said = []
     if missing := results.missing():
-        said.append(f"Not finished: {missing:,} rows have no cases yet, or fewer than others.")
+        said.append(f"Missing: {missing:,} rows have no cases, or fewer than others.")
     floors: dict[str, list[str]] = {}
     for task, length, question in filter(results.at_floor, results.panels()):
         floors.setdefault(panel_name(task, question), []).append(f"{length:,}")

@@ -75,7 +75,7 @@ def test_an_unfinished_comparison(folder, capsys):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
     shown = output(capsys, "show", folder)
-    assert "Not finished: 2 rows" in shown
+    assert "Missing: 2 rows" in shown
     assert not path.read_bytes().endswith(b"\n"), "the journal is left alone"
 
 

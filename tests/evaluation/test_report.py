@@ -102,7 +102,7 @@ def test_notes():
         for cell, found in whole.records.items()
         if not (cell.task == "needle" and cell.method == LONG and cell.length == 256)
     }
-    assert tables.notes(Results(whole.settings, kept))[0].startswith("Not finished: 6 rows ")
+    assert tables.notes(Results(whole.settings, kept))[0].startswith("Missing: 6 rows ")
 
 
 def test_rows_with_fewer_cases_are_not_finished():
