@@ -25,7 +25,9 @@ from kvjax.cli import (
     read_command,
     show_command,
 )
-from kvjax.evaluation import diagnosis, grid, speed
+from kvjax.evaluation.cells import grid
+from kvjax.evaluation.diagnosis import diagnosis
+from kvjax.evaluation.speed import speed
 from kvjax.messages import brief, printable
 from kvjax.registry import expression
 
