@@ -76,7 +76,7 @@ def test_wheel(tmp_path):
     assert {"kvjax", "pallas_kernels"} < tops
     assert not tops & {"models", "tests", "benchmarks"}, tops
     assert {"kvjax/models/decoder.py", "kvjax/cli/main.py", "kvjax_command.py"} <= set(names)
-    assert "kvjax/evaluation/tasks/longbench.json" in names
+    assert "kvjax/evaluation/tasks/longbench/longbench.json" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
     target = tmp_path / "site"

@@ -2,7 +2,7 @@
 
 from .datasets import DATASETS, dataset
 from .retrieval import OWN_TASKS, Haystack, is_right, retrieval
-from .ruler import RULER_TASKS, ruler
+from .ruler.ruler import RULER_TASKS, ruler
 from .task import Case, Frame, Task
 
 ANSWERS = (*OWN_TASKS, *RULER_TASKS, *DATASETS)

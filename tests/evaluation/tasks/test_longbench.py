@@ -13,8 +13,8 @@ import pytest
 
 from kvjax.evaluation.tasks import Frame
 from kvjax.evaluation.tasks.datasets import DATASETS, dataset
-from kvjax.evaluation.tasks.longbench import LONGBENCH, longbench
-from kvjax.evaluation.tasks.longbench_tables import MAX_NEW, PROMPTS
+from kvjax.evaluation.tasks.longbench.longbench import LONGBENCH, longbench
+from kvjax.evaluation.tasks.longbench.tables import MAX_NEW, PROMPTS
 from kvjax.evaluation.tasks.prompts import cut_end, cut_middle, split_tokens
 from kvjax.models import demo, load_tokenizer
 

@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from kvjax.evaluation.tasks import Case, chinese, metrics
-from kvjax.evaluation.tasks.longbench import LONGBENCH, score_longbench
+from kvjax.evaluation.tasks import Case, metrics
+from kvjax.evaluation.tasks.longbench import chinese
+from kvjax.evaluation.tasks.longbench.longbench import LONGBENCH, score_longbench
 
 SLOW = ("gov_report", "multi_news", "vcsum")  # long answers: 3 to 8 s each
 

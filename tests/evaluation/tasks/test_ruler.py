@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.evaluation.tasks import RULER_TASKS, Case
-from kvjax.evaluation.tasks.ruler_draws import distinct, word_list, word_of
+from kvjax.evaluation.tasks.ruler.draws import distinct, word_list, word_of
 from tests.support.ruler_cases import CHAT, PLAIN, decode, make, tokenizer
 
 

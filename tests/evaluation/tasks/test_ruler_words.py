@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvjax.evaluation.tasks.ruler_draws import word_list
+from kvjax.evaluation.tasks.ruler.draws import word_list
 from tests.support.ruler_cases import NOISE, count, decode, make
 
 

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.budgets.budgets import check_choice
-from kvjax.messages import brief, one_line, printable
-
-from . import chinese, metrics
-from .longbench_tables import MAX_NEW, PROMPTS
-from .metrics import Metric, library
-from .prompts import cut_middle, first, frame_for, others_answers, split_tokens
-from .records import (
+from kvjax.evaluation.tasks import metrics
+from kvjax.evaluation.tasks.metrics import Metric, library
+from kvjax.evaluation.tasks.prompts import (
+    cut_middle,
+    first,
+    frame_for,
+    others_answers,
+    split_tokens,
+)
+from kvjax.evaluation.tasks.records import (
     MOST_BYTES,
     TEXT,
     TEXTS,
@@ -25,7 +28,11 @@ from .records import (
     parse_records,
     read_records,
 )
-from .task import Case, Task
+from kvjax.evaluation.tasks.task import Case, Task
+from kvjax.messages import brief, one_line, printable
+
+from . import chinese
+from .tables import MAX_NEW, PROMPTS
 
 LONGBENCH: tuple[str, ...] = tuple(PROMPTS)
 """Names of the tasks."""
@@ -92,7 +99,7 @@ def longbench(
         no room for the context; a package that is not installed.
 
     Example:
-      >>> from kvjax.evaluation.tasks.longbench import longbench
+      >>> from kvjax.evaluation.tasks.longbench.longbench import longbench
       >>> from kvjax.models import load_tokenizer
       >>> tokenizer = load_tokenizer("smollm2")  # doctest: +SKIP
       >>> task = longbench("multi_news", tokenizer, data="longbench", length=2048)  # doctest: +SKIP
@@ -139,7 +146,7 @@ def score_longbench(name: str, text: str, case: Case) -> float:
 
     Example:
       >>> from kvjax.evaluation.tasks import Case
-      >>> from kvjax.evaluation.tasks.longbench import score_longbench
+      >>> from kvjax.evaluation.tasks.longbench.longbench import score_longbench
       >>> score_longbench("triviaqa", "Paris\\nPassage: more", Case([], [], ("Paris", "Lyon"), 32))
       1.0
     """

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .ruler_draws import distinct, key_of_words, number, uuid4, word_of
-from .ruler_prompt import LONG, Encoder, Hidden, Prompt
+from .draws import distinct, key_of_words, number, uuid4, word_of
+from .prompt import LONG, Encoder, Hidden, Prompt
 
 DEPTHS = tuple(round(100 * step / 39) / 100 for step in range(40))
 """Shares of the filler that stand before a hidden sentence: 40 of them, evenly from 0 to 1."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .ruler_draws import distinct, word_list, word_of
-from .ruler_prompt import LONG, Encoder, Prompt
+from .draws import distinct, word_list, word_of
+from .prompt import LONG, Encoder, Prompt
 
 _COMMON = 10  # words that `cwe` asks for
 _LIST = (

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from kvjax.budgets.budgets import check_choice, check_count
+from kvjax.evaluation.tasks.task import Case, Frame, Task
 
-from .ruler_needles import DEPTHS, NEEDLES, needles, sentences_of, variables
-from .ruler_prompt import Encoder, Prompt
-from .ruler_words import common_words, frequent_words
-from .task import Case, Frame, Task
+from .needles import DEPTHS, NEEDLES, needles, sentences_of, variables
+from .prompt import Encoder, Prompt
+from .words import common_words, frequent_words
 
 _OTHERS = {"vt": (variables, 30), "cwe": (common_words, 120), "fwe": (frequent_words, 50)}
 _NEEDLES_NEW = 128  # most new tokens of RULER's needles

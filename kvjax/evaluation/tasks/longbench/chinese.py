@@ -6,10 +6,10 @@ import functools
 import string
 from typing import Any
 
+from kvjax.evaluation.tasks.metrics import library, overlap, rouge_l
 from kvjax.messages import quiet
 
-from .longbench_tables import CHINESE_PUNCTUATION
-from .metrics import library, overlap, rouge_l
+from .tables import CHINESE_PUNCTUATION
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
 
@@ -18,7 +18,7 @@ def f1_zh(text: str, reference: str, **details: Any) -> float:
     """F1 of Chinese words, cut by `jieba`, without punctuation.
 
     Example:
-      >>> from kvjax.evaluation.tasks.chinese import f1_zh
+      >>> from kvjax.evaluation.tasks.longbench.chinese import f1_zh
       >>> f1_zh("厦门大学。", "厦门大学")
       1.0
     """
