@@ -17,11 +17,11 @@ from kvjax.budgets.budgets import check_number
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.terminal import Display, print_dropped
-from kvjax.evaluation.cells.files import check_folder, writing
 from kvjax.evaluation.diagnosis.diagnosis import Diagnosis, Finding, diagnose, grid_of
 from kvjax.generation.checks import check_prompts
 from kvjax.messages import printable
 from kvjax.protocol import Full
+from kvjax.written_files import check_folder, writing
 
 QUESTION_TOKENS = 32
 """The last tokens of a text that stand for a question, where none is given."""

@@ -11,7 +11,8 @@ from rich.console import Console
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import read_results
-from kvjax.evaluation.cells.files import as_json, check_folder
+from kvjax.evaluation.cells.files import as_json
+from kvjax.written_files import check_folder
 
 
 def show(args: argparse.Namespace) -> None:

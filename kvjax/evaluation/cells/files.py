@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib.metadata
 import io
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from kvjax.messages import printable
 from kvjax.regular_files import read_json, read_regular
+from kvjax.written_files import check_folder, write_whole, writing
 
 from .checks import checked_settings, finished_cell
 from .grid import Cell
@@ -142,31 +142,6 @@ def _cells(path: Path, lines: Sequence[bytes]) -> dict[Cell, dict[str, Any]]:
     return cells
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Gives an OSError the path that it lacks, such as one of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, printable(path)) from error
-
-
-def check_folder(folder: Path) -> None:
-    """Raises ValueError unless results can be written to a folder, without making it."""
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir():
-        what = "it" if above == folder else above
-        raise ValueError(
-            f"cannot write to {printable(folder)}: {printable(what)} is not a directory"
-        )
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"cannot write to {printable(folder)}: no permission for {printable(above)}"
-        )
-
-
 def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Settings, and what was asked for, of a folder's comparison; None if there is none."""
     path = folder / SETTINGS
@@ -267,11 +242,3 @@ def _plain(value: Any) -> Any:
 
 def _dumps(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a temporary file and renames it, so that a reader never sees half a file."""
-    beside = path.with_name(path.name + ".part")
-    with writing(path):
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)

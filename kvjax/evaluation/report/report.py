@@ -12,6 +12,7 @@ import jinja2
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.results import Results
 from kvjax.messages import printable
+from kvjax.written_files import write_whole, writing
 
 from . import pictures, plots, tables
 from .pictures import Picture
@@ -46,13 +47,13 @@ def write_report(results: Results, folder: Path) -> None:
       ...     sorted(path.name for path in Path(folder).glob("*.html"))
       ['report.html']
     """
-    with files.writing(folder):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     files.write(results, folder)
     drawn = plots.all_pictures(results)
     for picture in drawn:
         pictures.save(picture, folder)
-    files.write_whole(folder / REPORT, page(results, drawn))
+    write_whole(folder / REPORT, page(results, drawn))
 
 
 def page(results: Results, drawn: list[Picture]) -> str:
