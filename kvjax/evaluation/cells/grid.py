@@ -68,9 +68,19 @@ class Candidate:
         """Method and budget."""
         return self.method, self.budget
 
+    @property
+    def name(self) -> str:
+        """Method and budget for people."""
+        return _name(self.method, self.budget)
+
     def named(self) -> dict[str, Any]:
         """Method and budget as `--json` prints them."""
         return {"method": self.method, "budget": self.budget}
+
+
+def _name(method: str, budget: int | float | None) -> str:
+    """Method and budget for people."""
+    return method if budget is None else f"{method} {budget}"
 
 
 class Unit(NamedTuple):
@@ -116,7 +126,7 @@ class Cell(NamedTuple):
     @property
     def candidate(self) -> str:
         """Method and budget for people."""
-        return self.method if self.budget is None else f"{self.method} {self.budget}"
+        return _name(self.method, self.budget)
 
     def __str__(self) -> str:
         """What a message says of it."""

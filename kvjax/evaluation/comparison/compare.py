@@ -35,9 +35,8 @@ OnProgress = Callable[[int, int, str], None]
 Found = dict[str, Any]  # what was measured in a cell, or why nothing was
 
 _ROWS_BYTES = 2**31  # of the full cache of all prompts that are read together, about
-_MOST_ROWS = (
-    10  # it divides the usual numbers of cases, and so most units have one shape to compile
-)
+# It divides the usual numbers of cases, and so most units have one shape to compile.
+_MOST_ROWS = 10
 _COMPRESSING = 0.1  # cost of a method on a prompt, as a share of reading the prompt, roughly
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")  # on Linux
 

@@ -47,7 +47,7 @@ class Finding:
     full_cache_bytes: int
     dropped: int
 
-    name = property(lambda self: _name(self.candidate))
+    name = property(lambda self: self.candidate.name)
     share = property(lambda self: self.cache_bytes / self.full_cache_bytes)
     error = property(lambda self: float(self.fidelity.error.astype(np.float64).mean()))
     recall = property(lambda self: float(self.fidelity.recall.astype(np.float64).mean()))
@@ -66,12 +66,6 @@ class Finding:
             "error_by_head": [[_number(x) for x in heads] for heads in head_error.mean(1)],
             "recall_by_head": [[_number(x) for x in heads] for heads in recall.mean(1)],
         }
-
-
-def _name(candidate: Candidate) -> str:
-    """Method and budget for people."""
-    budget = candidate.budget
-    return candidate.method if budget is None else f"{candidate.method} {budget}"
 
 
 def _number(value: float) -> float | None:
@@ -196,7 +190,7 @@ def diagnose(
     )
     findings = []
     for done, (candidate, transform) in enumerate(zip(candidates, transforms, strict=True), 1):
-        report(done, total, _name(candidate))
+        report(done, total, candidate.name)
         findings.append(_find(run, candidate, transform))
     found = None
     if redundancy:
