@@ -1,8 +1,9 @@
 """Measures of what a compressed cache does to a model."""
 
+from .cells.estimates import Estimate, Proportion
 from .cells.files import read_results
 from .cells.grid import Cell, Grid, Unit
-from .cells.results import Estimate, Proportion, Results, Row
+from .cells.results import Results, Row
 from .comparison.compare import compare
 from .diagnosis.diagnosis import Diagnosis, Finding, diagnose
 from .fidelity.fidelity import (

@@ -20,8 +20,9 @@ from kvjax.regular_files import read_json, read_regular
 from kvjax.written_files import check_folder, write_whole, writing
 
 from .checks import checked_settings, finished_cell
+from .estimates import Estimate
 from .grid import Cell
-from .results import Estimate, Results
+from .results import Results
 
 SETTINGS, CELLS = "settings.json", "cells.jsonl"
 RESULTS, TABLE, TIMINGS = "results.json", "results.csv", "timings.json"

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvjax.evaluation import Results
-from kvjax.evaluation.cells.results import Proportion
+from kvjax.evaluation.cells.estimates import Proportion
 from kvjax.evaluation.report import pictures, plots
 from kvjax.evaluation.report.heat_maps import depth_bins
 from tests.support.comparisons import CANDIDATES, FULL_LOSS, LONG, comparison

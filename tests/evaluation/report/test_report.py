@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kvjax.evaluation import Results
-from kvjax.evaluation.cells.results import Estimate, Proportion
+from kvjax.evaluation.cells.estimates import Estimate, Proportion
 from kvjax.evaluation.report import tables
 from kvjax.evaluation.report.plots import all_pictures
 from kvjax.evaluation.report.report import page, write_report
