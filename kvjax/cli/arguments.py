@@ -25,7 +25,9 @@ from kvjax.cli import (
     read_command,
     show_command,
 )
-from kvjax.evaluation import diagnosis, grid, speed
+from kvjax.evaluation.cells import grid
+from kvjax.evaluation.diagnosis import diagnosis
+from kvjax.evaluation.speed import speed
 from kvjax.messages import brief, printable
 from kvjax.registry import expression
 
@@ -312,32 +314,6 @@ def _add_list(
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     help_text = f"{about} (default: {shown})"
     own.add_argument(name, metavar=metavar, type=kind, default=default, help=help_text, **rest)
-
-
-def _add_bench_options(own: Parser) -> None:
-    add = own.add_argument
-    options.add_model(own)
-    add("--shape", metavar="DIR_OR_NAME",
-        help="folder with config.json, such a file, or a name such as llama-3.1-8b, in place of "
-        "--model: a model of these sizes with random weights reads random tokens")  # fmt: skip
-    add("--layers", metavar="N", type=int,
-        help="layers of the shape, from the first on (default: all)")  # fmt: skip
-    add("--tokens", metavar="N", type=int, default=speed.PROMPT_TOKENS,
-        help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
-    add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
-        help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
-    add("--batch", metavar="N", type=int, nargs="+", default=list(speed.BATCHES),
-        help="rows at a time (default: 1)")  # fmt: skip
-    add("--method", metavar="NAME", nargs="+", default=bench_command.METHODS,
-        help="methods of `kvjax methods` and compositions (default: "
-        f"{' '.join(bench_command.METHODS)}); full is always there")  # fmt: skip
-    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
-        help="as for kvjax generate (default: 0.1)")  # fmt: skip
-    add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
-        help="in which every method runs once; the fastest counts (default: "
-        f"{speed.ROUNDS})")  # fmt: skip
-    add("--dtype", choices=("bfloat16", "float16", "float32"),
-        help="of weights, keys and values (default: float32 on a CPU, else bfloat16)")  # fmt: skip
 
 
 def _add_show_options(own: Parser) -> None:

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from kvjax import models
 from kvjax.cli import bench_command
 from kvjax.cli.bench_table import print_report
-from kvjax.evaluation.speed import Speed
+from kvjax.evaluation.speed.speed import Speed
 from kvjax.models import read_config
 from kvjax.models.shapes import shape_config
 from tests.cli.commands import error, output

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.main import main
-from kvjax.evaluation import Results, files, read_results
+from kvjax.evaluation import Results, read_results
+from kvjax.evaluation.cells import files
 from tests.cli.commands import error, output
 from tests.support.comparisons import FAILED, LONG, REASON, comparison, draw_nothing, write_journal
 
