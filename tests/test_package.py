@@ -1,5 +1,7 @@
 """What is shipped: the wheel and the sdist, what imports bring along, and which way they point."""
 
+import ast
+import graphlib
 import importlib.metadata
 import inspect
 import json
@@ -10,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -95,6 +98,38 @@ def test_every_module_can_be_the_first():
         "        sys.exit(f'import {name} fails')\n"
     )
     run(sys.executable, "-W", "ignore", "-c", code, *names)
+
+
+def test_evaluation_imports_without_matplotlib():
+    assert "matplotlib" not in imported_by("import kvjax.evaluation")
+
+
+def test_no_folders_of_evaluation_import_each_other():
+    folder, name = ROOT / "kvjax" / "evaluation", "kvjax.evaluation."
+    arrows: dict[str, set[str]] = {}
+    for path in folder.glob("*/**/*.py"):
+        own = path.relative_to(folder).parts[0]
+        modules = [
+            node.module
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and not node.level
+        ]
+        others = {one.split(".")[2] for one in modules if one.startswith(name)} - {own}
+        arrows.setdefault(own, set()).update(others)
+    assert arrows["comparison"] >= {"cells", "fidelity", "report", "tasks"}
+    graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError
+
+
+def test_every_folder_is_a_package():
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for top in ("kvjax", "models", "pallas_kernels")
+        for path in (ROOT / top).rglob("__init__.py")
+    }
+    installed = {f"kvjax.{one}" if one.split(".")[0] == "models" else one for one in found}
+    installed.remove("kvjax.models.demo.training")  # in the repository alone
+    assert sorted(about["tool"]["setuptools"]["packages"]) == sorted(installed)
 
 
 def test_version_is_the_packages():

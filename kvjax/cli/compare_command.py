@@ -13,11 +13,13 @@ from kvjax.cli import compilation_cache, options
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.inputs import model_path, read_text
 from kvjax.cli.terminal import Display, print_dropped
-from kvjax.evaluation import Grid, grid
-from kvjax.evaluation.compare import run as measure
-from kvjax.evaluation.files import as_json, check_folder, timings
-from kvjax.evaluation.material import Material
+from kvjax.evaluation import Grid
+from kvjax.evaluation.cells import grid
+from kvjax.evaluation.cells.files import as_json, timings
+from kvjax.evaluation.comparison.compare import run as measure
+from kvjax.evaluation.comparison.material import Material
 from kvjax.extras import extra_module
+from kvjax.written_files import check_folder
 
 _GRID = (
     "methods", "budgets", "lengths", "questions", "depths", "tasks", "cases", "seed", "chat",
@@ -40,11 +42,13 @@ examples:
 
 def add_options(own: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_grid_options(own, "s", "kvjax-compare")
+    add_grid_options(own, "s", "kvjax-compare", grid.LENGTHS)
     options.add_list(own, "--tasks", options.name_list, grid.DEFAULT_TASKS, "see kvjax eval --help")
 
 
-def add_grid_options(own: argparse.ArgumentParser, several: str, out: str) -> None:
+def add_grid_options(
+    own: argparse.ArgumentParser, several: str, out: str, lengths: tuple[int, ...]
+) -> None:
     """What both commands take; `several` ends the names of --method and --budget."""
     options.add_model(own)
     own.add_argument("--text", metavar="FILE",
@@ -55,7 +59,7 @@ def add_grid_options(own: argparse.ArgumentParser, several: str, out: str) -> No
         dest="methods")  # fmt: skip
     options.add_list(own, f"--budget{several}", options.number_list, grid.BUDGETS,
         "shares of the prompt (0.1) or slots per head (64)", dest="budgets")  # fmt: skip
-    options.add_list(own, "--lengths", options.number_list, grid.LENGTHS, "tokens of a prompt")
+    options.add_list(own, "--lengths", options.number_list, lengths, "tokens of a prompt")
     options.add_list(own, "--question", options.name_list, grid.QUESTIONS,
         "asked inside of what is compressed, or after it", dest="questions")  # fmt: skip
     options.add_list(own, "--depths", options.depth_list, grid.DEPTHS,
@@ -64,8 +68,8 @@ def add_grid_options(own: argparse.ArgumentParser, several: str, out: str) -> No
     own.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
     own.add_argument("--chat", action=argparse.BooleanOptionalAction,
-        help="prompts are messages of the model's chat template (default: as each benchmark has "
-        "it; RULER has none)")  # fmt: skip
+        help="prompts of published tasks are messages of the model's chat template (default: as "
+        "each benchmark has it; RULER has none)")  # fmt: skip
     options.add_list(own, "--seed", options.seed, 0, "of the cases", metavar="N")
     options.add_list(own, "--out", str, out, "folder of the results", metavar="DIR")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvjax.cli.compare_command import add_grid_options, run
-from kvjax.evaluation import grid
+from kvjax.evaluation.cells import grid
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_options", "run"]
 
@@ -26,4 +26,5 @@ def add_options(own: argparse.ArgumentParser) -> None:
     """The options of the command."""
     own.add_argument("tasks", metavar="TASK", nargs="+",
         help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
-    add_grid_options(own, "", "kvjax-eval")
+    # Some published tasks need more than the shortest prompts of a comparison.
+    add_grid_options(own, "", "kvjax-eval", grid.LENGTHS[-1:])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluation import grid
+from kvjax.evaluation.cells import grid
 from kvjax.messages import brief
 from kvjax.registry import expression
 
