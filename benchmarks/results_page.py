@@ -90,6 +90,8 @@ def choosing(results: Sequence[Results]) -> str:
     panels = list(dict.fromkeys(panel for own in found.values() for panel in own))
 
     def cell(rows: Sequence[Row]) -> str:
+        if not rows:
+            return ""
         if rows[0].task == "perplexity":
             means = [
                 row.score.mean if row.method == "full" else row.difference.mean for row in rows
@@ -101,8 +103,9 @@ def choosing(results: Sequence[Results]) -> str:
 
     rows = []
     for method, own in found.items():
-        sizes = " / ".join(share([row]).removesuffix(" %") for row in own[panels[0]])
-        rows.append([f"`{method}`", sizes, *(cell(own[panel]) for panel in panels)])
+        first = next(iter(own.values()))
+        sizes = " / ".join(share([row]).removesuffix(" %") for row in first)
+        rows.append([f"`{method}`", sizes, *(cell(own.get(panel, [])) for panel in panels)])
     return markdown(["method", "bytes, %", *(heading(panel, False) for panel in panels)], rows)
 
 
@@ -239,13 +242,19 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def tables() -> Iterator[tuple[str, str]]:
-    """Name and text of every table of which there are results."""
-    folders = {path.name: read_results(path) for path in sorted(FOLDER.iterdir()) if path.is_dir()}
+    """Name and text of every table of which there are finished results."""
+    folders = {
+        path.parent.name: read_results(path.parent) for path in FOLDER.glob("*/results.json")
+    }
     for name, results in folders.items():
         yield name, scores([results])
-    yield "choose", choosing([folders["needles"], folders["perplexity"]])
+    chosen = [folders[name] for name in ("needles", "perplexity") if name in folders]
+    if chosen:
+        yield "choose", choosing(chosen)
     for name, (part, made) in FILES.items():
-        yield name, made(json.loads((FOLDER.parent / f"{name}.json").read_text())[part])
+        path = FOLDER.parent / f"{name}.json"
+        if path.exists():
+            yield name, made(json.loads(path.read_text())[part])
 
 
 def filled(page: str, made: dict[str, str]) -> str:

@@ -89,7 +89,7 @@ def main() -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
     for axes, question in zip(panels, NAMES, strict=True):
         draw(axes, results, question)
-    panels[0].set_ylabel("needles found, % of 100")
+    panels[0].set_ylabel("needles found, %")
     figure.savefig(args.out, dpi=130)
 
 

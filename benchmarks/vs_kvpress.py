@@ -38,8 +38,10 @@ Where positions are not equal:
   press needs the whole attention matrix of a layer in memory ("eager").
 
 While decoding, kvpress's presses evict nothing; `StreamingLLM` and `H2O` of kvjax hold their
-budget. `CaM` has no row: kvpress's begins to count attention when the prompt has been read. Quest,
-ClusterKV and the other methods of kvjax are not in kvpress.
+budget. With `reposition`, kvpress rotates what it keeps once, at the prompt's end, and kvjax all
+of it at every step, because a token that is evicted moves all later ones. `CaM` has no row:
+kvpress's begins to count attention when the prompt has been read. Quest, ClusterKV and the other
+methods of kvjax are not in kvpress.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ from kvjax.cli.opened import BUNDLED, check_counts
 from kvjax.cli.plan_command import looked_up_bytes
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation.cells.grid import Candidate
+from kvjax.evaluation.memory import free_memory
 from kvjax.evaluation.speed import speed
 from kvjax.evaluation.speed.floors import cache_room
-from kvjax.evaluation.speed.machine import environment, free_memory
+from kvjax.evaluation.speed.machine import environment
 from kvjax.evaluation.speed.speed import FULL, SpeedReport, measure_speed
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.planning import bytes_on_device, plan

@@ -20,6 +20,7 @@ from kvjax.evaluation.cells.grid import Candidate, Cell, Grid, Unit
 from kvjax.evaluation.cells.results import Results
 from kvjax.evaluation.fidelity.fidelity import Fidelity, measure_fidelities
 from kvjax.evaluation.fidelity.perplexity import context_nll
+from kvjax.evaluation.memory import drop_compiled_code
 from kvjax.extras import extra_module
 from kvjax.generation.calibration import calibrated
 from kvjax.generation.checks import bucket
@@ -39,7 +40,6 @@ _ROWS_BYTES = 2**31  # of the full cache of all prompts that are read together, 
 # It divides the usual numbers of cases, and so most units have one shape to compile.
 _MOST_ROWS = 10
 _COMPRESSING = 0.1  # cost of a method on a prompt, as a share of reading the prompt, roughly
-_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")  # on Linux
 
 
 def compare(
@@ -70,8 +70,8 @@ def compare(
     or as many as the model has positions.
 
     A cell that raises is recorded as failed and the others go on. Compiled code is dropped
-    (`jax.clear_caches`) when it has half of the memory maps that Linux gives a process, so that
-    large grids do not run out of them; with a compilation cache, it is then read again.
+    (`jax.clear_caches`) when it has half of the machine's memory, or half of the memory maps that
+    Linux gives a process; with a compilation cache, it is then read again.
 
     Args:
       model: as for `kvjax.generate`.
@@ -164,18 +164,9 @@ def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) 
         report(done, total, str(unit))
         for one, found in measure.unit(unit, missing):
             journal.add(Cell(*unit, *one.key), found)  # pyright: ignore[reportCallIssue]
-            if _memory_maps_run_out():
-                jax.clear_caches()
+            drop_compiled_code()
         done += costs[unit]
     report(total, total, "done")
-
-
-def _memory_maps_run_out() -> bool:
-    """Whether this process has more than half of the memory maps that it may have."""
-    if not _MOST_MAPS.exists():
-        return False
-    with open(_MAPS, "rb") as maps:
-        return sum(1 for _ in maps) > int(_MOST_MAPS.read_text()) // 2
 
 
 def _cost(unit: Unit, candidates: Sequence[Candidate]) -> int:

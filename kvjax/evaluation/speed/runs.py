@@ -9,12 +9,13 @@ from typing import NamedTuple
 import jax
 from jax.typing import DTypeLike
 
+from kvjax.evaluation.memory import with_peak
 from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.writing import Generation
 from kvjax.protocol import KVTransform
 
-from .machine import Machine, measure_machine, with_peak
+from .machine import Machine, measure_machine
 
 
 class Run(NamedTuple):

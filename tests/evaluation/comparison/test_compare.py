@@ -15,7 +15,7 @@ from rich.console import Console
 
 import kvjax
 from kvjax.cli.terminal import Display
-from kvjax.evaluation import Estimate, Grid, compare
+from kvjax.evaluation import Estimate, Grid, compare, memory
 from kvjax.evaluation.cells.grid import Unit
 from kvjax.evaluation.comparison import compare as compare_module
 from kvjax.evaluation.comparison.compare import _Measure
@@ -214,15 +214,18 @@ def test_a_measurement_that_fails_leaves_the_others(folder, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory maps are counted on Linux")
-def test_compiled_code_is_dropped_before_memory_maps_run_out(
-    command, measured, monkeypatch, tmp_path
+@pytest.mark.parametrize(
+    ("table", "says"), [("_MOST_MAPS", "100\n"), ("_MEMORY", "MemTotal:       100 kB\n")]
+)
+def test_compiled_code_is_dropped_before_memory_runs_out(
+    command, measured, monkeypatch, tmp_path, table, says
 ):
     cleared = []
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(len(measured)))
     assert command(lengths=192) == 0 and not cleared
-    few = tmp_path / "max_map_count"
-    few.write_text("100\n")
-    monkeypatch.setattr(compare_module, "_MOST_MAPS", few)
+    little = tmp_path / "little"
+    little.write_text(says)
+    monkeypatch.setattr(memory, table, little)
     measured.clear()
     assert command(lengths=256) == 0
     assert cleared == list(range(1, len(measured) + 1)), "after every cell"

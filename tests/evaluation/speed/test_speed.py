@@ -8,8 +8,9 @@ import pytest
 
 import kvjax
 from kvjax.evaluation import measure_speed
+from kvjax.evaluation.memory import free_memory, with_peak
 from kvjax.evaluation.speed.floors import cache_room, prompt_flops
-from kvjax.evaluation.speed.machine import environment, free_memory, measure_machine, with_peak
+from kvjax.evaluation.speed.machine import environment, measure_machine
 from kvjax.generation.model import as_functional
 from kvjax.generation.planning import plan
 from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_decoder
