@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -27,24 +27,23 @@ PUBLIC = ("kvjax", "kvjax.kit", "kvjax.testing", "kvjax.models", "kvjax.models.d
           "kvjax.evaluation")  # fmt: skip
 NAMES = "reference/names.md"
 
+_EXAMPLE = "  Example:\n", "  Examples:\n"  # the section that mkdocstrings shows as code
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _DOCUMENTED = re.compile(r"^::: (\S+)$", flags=re.MULTILINE)
 
 
+@event_priority(100)  # before mkdocstrings looks at its configuration
 def on_config(config: MkDocsConfig) -> None:
     """Gives mkdocstrings the packages as they are installed: `models/` as `kvjax.models`."""
-    installed = Path(tempfile.mkdtemp(prefix="kvjax-pages-"))
-    source = shutil.ignore_patterns("*.safetensors", "*.json", "*.txt", "__pycache__")
-    shutil.copytree(ROOT / "kvjax", installed / "kvjax", ignore=source)
-    shutil.copytree(ROOT / "models", installed / "kvjax" / "models", ignore=source)
-    shutil.copytree(ROOT / "pallas_kernels", installed / "pallas_kernels", ignore=source)
-    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(installed)]
-    config.extra["installed"] = installed
-
-
-def on_post_build(config: MkDocsConfig) -> None:
-    """Removes what `on_config` made."""
-    shutil.rmtree(config.extra["installed"])
+    folder = tempfile.TemporaryDirectory(prefix="kvjax-pages-")
+    config.extra["installed"] = folder  # goes with the configuration
+    for source, place in (("kvjax",) * 2, ("models", "kvjax/models"), ("pallas_kernels",) * 2):
+        for path in (ROOT / source).rglob("*.py"):
+            copy = Path(folder.name, place, path.relative_to(ROOT / source))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            text = path.read_text(encoding="utf-8")
+            copy.write_text(text.replace(*_EXAMPLE), encoding="utf-8")
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [folder.name]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
@@ -111,8 +110,9 @@ def _file(config: MkDocsConfig, path: Path) -> File:
 
 def _names(config: MkDocsConfig, pages: dict[Path, File]) -> str:
     """A page of every public name, what it is in a line, and the page that documents it."""
-    loader = griffe.GriffeLoader(search_paths=[config.extra["installed"]])
-    package = loader.load("kvjax")
+    loader = griffe.GriffeLoader(search_paths=[config.extra["installed"].name])
+    loader.load("pallas_kernels", try_relative_path=False)
+    package = loader.load("kvjax", try_relative_path=False)
     loader.resolve_aliases(external=False)
 
     def known(name: str) -> griffe.Object:

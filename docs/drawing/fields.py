@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 import kvjax
-from kvjax.models import Decoder, LayerConfig
+from kvjax.models import LayerConfig, random_decoder
 
 from .material import BUDGET, STEPS, TOKENS, Material, Observed, marks_of, steps_of
 from .panels import KEPT, PALE, draw_field, legend, new_figure, part_rows, shade_answer
@@ -46,7 +45,7 @@ def windows(material: Material, window: int = 128) -> Figure:
     config = material.model.config
     layers = tuple(LayerConfig(config.rope, None if i % 2 else window)
                    for i in range(config.num_layers))  # fmt: skip
-    model = Decoder(dataclasses.replace(config, layers=layers), jnp.float32, rngs=nnx.Rngs(0))
+    model = random_decoder(dataclasses.replace(config, layers=layers))
     nnx.update(model, nnx.state(material.model))
     material = material._replace(model=model)
     figure, panels = new_figure(4.6, rows=2)
@@ -98,12 +97,13 @@ def clusters(material: Material, layer: int = 2) -> Figure:
         members_of = [position[start : start + size] for start, size in spans if size]
         for number, members in enumerate(sorted(members_of, key=min)):
             chosen = np.isin(members, seen[0][layer][head])
-            axes.plot(members[~chosen], [number] * (~chosen).sum(), ".", color=PALE, ms=2)
-            axes.plot(members[chosen], [number] * chosen.sum(), ".", color=KEPT, ms=4)
-        shade_answer(axes, material, -1)
+            for part, colour, size in ((~chosen, PALE, 2), (chosen, KEPT, 4)):
+                axes.plot(members[part], np.full(part.sum(), number), ".", color=colour,
+                          markersize=size, rasterized=True)  # fmt: skip
+        shade_answer(axes, material, axes.get_ylim()[1] if head == 0 else None)
         axes.set_ylabel(f"head {head}\ncluster")
     panels[-1].set_xlabel("position of the token")
-    legend(figure, kept="attended to by the next step", gone="in host or device memory only")
+    legend(figure, kept="attended to by the next step", gone="kept for later steps")
     return figure
 
 

@@ -24,8 +24,8 @@ def masses(material: Material, transform: kvjax.KVTransform, layer: int = 2) -> 
 
 def moved(material: Material, layer: int = 1) -> Figure:
     """By how much the values of kept tokens differ from those of the base alone."""
-    base = kvjax.StreamingLLM(budget=BUDGET)
-    merged = kvjax.CaM(base, prompt=True, expected=True)
+    base = kvjax.SnapKV(budget=BUDGET)
+    merged = kvjax.CaM(base, merge_tokens=16, prompt=True, expected=True)
     plain, changed = (material.caches(tx)[layer].kv for tx in (base, merged))
     heads = []
     for head in range(plain.shape[1]):
@@ -52,7 +52,8 @@ def books(material: Material) -> Figure:
             uses = uses[uses > 0]
             colour, dashes = LINES[layer % len(LINES)]
             label = f"layer {layer}: {len(uses):,} entries"
-            axes.loglog(1 + np.arange(len(uses)), uses, color=colour, ls=dashes, label=label)
+            axes.loglog(1 + np.arange(len(uses)), uses, color=colour, ls=dashes, label=label,
+                        marker=".", markevery=[0])  # fmt: skip
         axes.set_title({"k": "keys", "v": "values"}[name])
         axes.set_xlabel("entry, the busiest first")
         axes.legend(fontsize=7)

@@ -22,7 +22,7 @@ LOOK = {
     "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 8,
     "axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-    "svg.fonttype": "none", "svg.hashsalt": "kvjax",
+    "savefig.dpi": 150, "svg.fonttype": "none", "svg.hashsalt": "kvjax",
 }  # fmt: skip
 
 
@@ -49,11 +49,12 @@ def part_rows(axes: Axes, label: str, group: int) -> None:
     axes.set_ylabel(label)
 
 
-def shade_answer(axes: Axes, material: Material, top: float = -0.5) -> None:
-    """Shades the positions of what the question asks for, and names them at the height `top`."""
+def shade_answer(axes: Axes, material: Material, top: float | None = -0.5) -> None:
+    """Shades the positions of what the question asks for; names them at the height `top`."""
     first, last = material.answer
-    axes.annotate("answer", ((first + last) / 2, top), xytext=(0, 5), textcoords="offset points",
-                  ha="center", fontsize=7, annotation_clip=False)  # fmt: skip
+    if top is not None:
+        axes.annotate("answer", ((first + last) / 2, top), xytext=(0, 5), ha="center", fontsize=7,
+                      textcoords="offset points", annotation_clip=False)  # fmt: skip
     axes.axvspan(first - 0.5, last + 0.5, color=OTHER, alpha=0.25, linewidth=0)
 
 
@@ -69,7 +70,7 @@ def draw_stems(heads: list, label: str, title: str, log: bool = False) -> Figure
     figure, panels = new_figure(3.4, rows=len(heads))
     top = max(float(height.max()) for _, height in heads)
     for head, (axes, (at, height)) in enumerate(zip(panels, heads, strict=True)):
-        axes.vlines(at, 0.7 if log else 0, height, color=KEPT, linewidth=0.8)
+        axes.vlines(at, 0.7 if log else 0, height, color=KEPT, linewidth=0.8, rasterized=True)
         if log:
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter("{x:g}")
