@@ -35,7 +35,7 @@ from kvjax.attention.attend import compress_prompt
 from kvjax.attention.layer import LayerCache, init_cache
 from kvjax.cache.slots import evict
 from kvjax.evaluation import attention_error, recall_rate
-from kvjax.evaluation.recording import looked_at, record, recorded, unrecord
+from kvjax.evaluation.fidelity.recording import looked_at, record, recorded, unrecord
 from kvjax.generation.reading_once import Observe
 from kvjax.models import from_pretrained, load_tokenizer
 from kvjax.protocol import Needs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from kvjax.evaluation.machine import environment
+from kvjax.evaluation.speed.machine import environment
 
 
 def interleaved_medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

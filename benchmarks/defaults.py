@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from common import save, write
 
 import kvjax
 from kvjax.evaluation import Haystack, attention_error, context_nll, is_right
-from kvjax.evaluation.full_run import FullRun, Truth
+from kvjax.evaluation.fidelity.full_run import FullRun, Truth
 from kvjax.generation.model import as_functional
 from kvjax.models import from_pretrained, load_tokenizer
 from kvjax.protocol import KVTransform

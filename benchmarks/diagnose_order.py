@@ -40,10 +40,10 @@ from common import save, write
 from scipy.stats import spearmanr
 
 import kvjax
-from kvjax.evaluation.fidelity import judge
-from kvjax.evaluation.full_run import FullRun
-from kvjax.evaluation.grid import Candidate
-from kvjax.evaluation.wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS
+from kvjax.evaluation.cells.grid import Candidate
+from kvjax.evaluation.fidelity.fidelity import judge
+from kvjax.evaluation.fidelity.full_run import FullRun
+from kvjax.evaluation.tasks.wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS
 from kvjax.generation.model import FunctionalModel, as_functional
 from kvjax.generation.reading import Compiler
 from kvjax.generation.steps import pad

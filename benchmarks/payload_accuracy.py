@@ -29,7 +29,7 @@ from common import write
 
 import kvjax
 from kvjax.evaluation import Grid, Proportion, continuation_nll, is_right
-from kvjax.evaluation.material import Material
+from kvjax.evaluation.comparison.material import Material
 from kvjax.generation.continuation import decoder, new_text
 from kvjax.models import demo, from_pretrained, load_tokenizer
 

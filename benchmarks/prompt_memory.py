@@ -30,7 +30,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
     import jax
 
     import kvjax
-    from kvjax.evaluation.machine import forget_peak, resident
+    from kvjax.evaluation.speed.machine import forget_peak, resident
     from kvjax.generation import reading
     from kvjax.models import from_pretrained, load_tokenizer
 

@@ -175,6 +175,56 @@ def speed(rows: Sequence[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+def clusters(rows: Sequence[dict[str, Any]]) -> str:
+    """Of `clusters.py`: errors by length, cluster size and what a KV head chooses by."""
+    found = {
+        (row["length"], row["tokens_per_cluster"], row["choice"], row["budget"]): row["error"]
+        for row in rows
+    }
+    sizes, choices, budgets = (list(dict.fromkeys(key[i] for key in found)) for i in (1, 2, 3))
+    lines = [
+        [
+            f"{length:,}",
+            str(size),
+            choice,
+            *(f"{found[length, size, choice, b]:.3f}" for b in budgets),
+        ]
+        for length in sorted({key[0] for key in found})
+        for size in sizes
+        for choice in choices
+        if (length, size, choice, budgets[0]) in found
+    ]
+    return markdown(["tokens", "tokens a cluster", "scores of a group", *map(str, budgets)], lines)
+
+
+def cluster_needles(rows: Sequence[dict[str, Any]]) -> str:
+    """Of `cluster_needles.py`."""
+    found = {
+        (row["method"], row["budget"], row["length"], row["question"]): row["right"] for row in rows
+    }
+    panels = sorted({key[2:] for key in found}, key=lambda panel: (panel[0], panel[1] != "inside"))
+    lines = [
+        [f"`{method}`", "" if budget is None else f"{budget:g}",
+         *(str(found.get((method, budget, *panel), "")) for panel in panels)]
+        for method, budget in dict.fromkeys(key[:2] for key in found)
+    ]  # fmt: skip
+    headings = [f"{length:,}, {question}" for length, question in panels]
+    return markdown(["method", "budget", *headings], lines)
+
+
+def cluster_cost(rows: Sequence[dict[str, Any]]) -> str:
+    """Of `cluster_cost.py`."""
+    headings = ["method", "tokens", "clustering", "of the prompt pass", "a step", "index"]
+    return markdown(headings, [
+        [
+            f"`{row['method']}`", f"{row['length']:,}", f"{row['compress_s']:.2f} s",
+            f"{row['percent']:.1f} %", f"{row['step_ms']:.1f} ms",
+            f"{row['index_bytes'] / 1e6:.1f} MB",
+        ]
+        for row in rows
+    ])  # fmt: skip
+
+
 FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
     # name of a file → what of it is a table, and how
     "defaults_smollm2": ("rows", defaults),
@@ -182,6 +232,9 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "diagnose_order_smollm2": ("rank_correlation", foreseen),
     "diagnose_order_bundled": ("rank_correlation", foreseen),
     "bench_smollm2": ("results", speed),
+    "clusters_smollm2": ("rows", clusters),
+    "cluster_needles_smollm2": ("rows", cluster_needles),
+    "cluster_cost_smollm2": ("rows", cluster_cost),
 }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common import environment
 
-from kvjax.evaluation.grid import ALL_METHODS
+from kvjax.evaluation.cells.grid import ALL_METHODS
 
 METHODS = (*ALL_METHODS, "quantize(bits=4)", "chain(quantize(bits=4), clusterkv)")
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")

@@ -25,7 +25,7 @@ from payload_accuracy import TASK, WINDOWS, Measure
 
 import kvjax
 from kvjax.evaluation import Grid
-from kvjax.evaluation.material import Material
+from kvjax.evaluation.comparison.material import Material
 from kvjax.generation.model import as_functional
 from kvjax.generation.steps import read_prompt
 from kvjax.models import demo, from_pretrained, load_tokenizer

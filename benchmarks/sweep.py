@@ -23,7 +23,7 @@ from pathlib import Path
 from common import write
 
 import kvjax
-from kvjax.evaluation.grid import Candidate
+from kvjax.evaluation.cells.grid import Candidate
 from kvjax.models import from_pretrained, load_tokenizer
 
 METHODS = (

@@ -1,11 +1,14 @@
 """What is shipped: the wheel, and which way imports point."""
 
+import ast
+import graphlib
 import inspect
 import os
 import pydoc
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -26,6 +29,38 @@ def test_kvjax_imports_without_models_and_kernels_without_kvjax():
     assert "jax" in kernels and "kvjax" not in kernels
     models = "import kvjax, sys; print('kvjax.models' in sys.modules)"
     assert run(sys.executable, "-c", models).strip() == "False"
+
+
+def test_evaluation_imports_without_matplotlib():
+    drawing = "import kvjax.evaluation, sys; print('matplotlib' in sys.modules)"
+    assert run(sys.executable, "-c", drawing).strip() == "False"
+
+
+def test_no_folders_of_evaluation_import_each_other():
+    folder, name = ROOT / "kvjax" / "evaluation", "kvjax.evaluation."
+    arrows: dict[str, set[str]] = {}
+    for path in folder.glob("*/**/*.py"):
+        own = path.relative_to(folder).parts[0]
+        modules = [
+            node.module
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and not node.level
+        ]
+        others = {one.split(".")[2] for one in modules if one.startswith(name)} - {own}
+        arrows.setdefault(own, set()).update(others)
+    assert arrows["comparison"] >= {"cells", "fidelity", "report", "tasks"}
+    graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError
+
+
+def test_every_folder_is_a_package():
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for top in ("kvjax", "models", "pallas_kernels")
+        for path in (ROOT / top).rglob("__init__.py")
+    }
+    installed = {f"kvjax.{one}" if one.split(".")[0] == "models" else one for one in found}
+    assert sorted(about["tool"]["setuptools"]["packages"]) == sorted(installed)
 
 
 def test_version_is_the_packages():
@@ -76,7 +111,8 @@ def test_wheel(tmp_path):
     assert {"kvjax", "pallas_kernels"} < tops
     assert not tops & {"models", "tests", "benchmarks"}, tops
     assert {"kvjax/models/decoder.py", "kvjax/cli/main.py", "kvjax_command.py"} <= set(names)
-    assert "kvjax/evaluation/tasks/longbench.json" in names
+    assert "kvjax/evaluation/tasks/longbench/longbench.json" in names
+    assert "kvjax/evaluation/report/report.html.jinja" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
     target = tmp_path / "site"

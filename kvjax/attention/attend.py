@@ -15,7 +15,7 @@ from kvjax.attention.layer import Cache, LayerCache, QueryWindow, layer_caches, 
 from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
 from kvjax.budgets.budgets import check_choice, check_count, check_number
 from kvjax.cache.payload import Dense, Seen, Slots, take_slots
-from kvjax.cache.slots import KVCache, append, compact, opened, sorted_slots, widen
+from kvjax.cache.slots import KVCache, append, compact, opened, ranks, widen
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
@@ -443,7 +443,7 @@ def _key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:
     """What stored keys are rotated at: their position, or their rank among the live slots."""
     if not needs.reposition:
         return kv.position
-    return jnp.argsort(sorted_slots(kv.live, kv.position), axis=-1).astype(jnp.int32)
+    return ranks(kv.live, kv.position)
 
 
 def _last_queries(needs: Needs, cache: LayerCache, q, positions, call: _Call) -> QueryWindow | None:

@@ -25,7 +25,9 @@ from kvjax.cli import (
     read_command,
     show_command,
 )
-from kvjax.evaluation import diagnosis, grid, speed
+from kvjax.evaluation.cells import grid
+from kvjax.evaluation.diagnosis import diagnosis
+from kvjax.evaluation.speed import speed
 from kvjax.messages import brief, printable
 from kvjax.registry import expression
 
@@ -268,17 +270,18 @@ def _add_chat_options(own: Parser) -> None:
 
 
 def _add_compare_options(own: Parser) -> None:
-    _add_grid_options(own, "s", "kvjax-compare")
+    _add_grid_options(own, "s", "kvjax-compare", grid.LENGTHS)
     _add_list(own, "--tasks", name_list, grid.DEFAULT_TASKS, "see kvjax eval --help")
 
 
 def _add_eval_options(own: Parser) -> None:
     own.add_argument("tasks", metavar="TASK", nargs="+",
         help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
-    _add_grid_options(own, "", "kvjax-eval")
+    # Some published tasks need more than the shortest prompts of a comparison.
+    _add_grid_options(own, "", "kvjax-eval", grid.LENGTHS[-1:])
 
 
-def _add_grid_options(own: Parser, several: str, out: str) -> None:
+def _add_grid_options(own: Parser, several: str, out: str, lengths: tuple[int, ...]) -> None:
     """What both commands take; `several` ends the names of --method and --budget."""
     options.add_model(own)
     own.add_argument("--text", metavar="FILE",
@@ -289,7 +292,7 @@ def _add_grid_options(own: Parser, several: str, out: str) -> None:
         dest="methods")  # fmt: skip
     _add_list(own, f"--budget{several}", number_list, grid.BUDGETS,
         "shares of the prompt (0.1) or slots per head (64)", dest="budgets")  # fmt: skip
-    _add_list(own, "--lengths", number_list, grid.LENGTHS, "tokens of a prompt")
+    _add_list(own, "--lengths", number_list, lengths, "tokens of a prompt")
     _add_list(own, "--question", name_list, grid.QUESTIONS,
         "asked inside of what is compressed, or after it", dest="questions")  # fmt: skip
     _add_list(own, "--depths", depth_list, grid.DEPTHS,
@@ -298,8 +301,8 @@ def _add_grid_options(own: Parser, several: str, out: str) -> None:
     own.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
     own.add_argument("--chat", action=argparse.BooleanOptionalAction,
-        help="prompts are messages of the model's chat template (default: as each benchmark has "
-        "it; RULER has none)")  # fmt: skip
+        help="prompts of published tasks are messages of the model's chat template (default: as "
+        "each benchmark has it; RULER has none)")  # fmt: skip
     _add_list(own, "--seed", options.seed, 0, "of the cases", metavar="N")
     _add_list(own, "--out", str, out, "folder of the results", metavar="DIR")
 
@@ -311,32 +314,6 @@ def _add_list(
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     help_text = f"{about} (default: {shown})"
     own.add_argument(name, metavar=metavar, type=kind, default=default, help=help_text, **rest)
-
-
-def _add_bench_options(own: Parser) -> None:
-    add = own.add_argument
-    options.add_model(own)
-    add("--shape", metavar="DIR_OR_NAME",
-        help="folder with config.json, such a file, or a name such as llama-3.1-8b, in place of "
-        "--model: a model of these sizes with random weights reads random tokens")  # fmt: skip
-    add("--layers", metavar="N", type=int,
-        help="layers of the shape, from the first on (default: all)")  # fmt: skip
-    add("--tokens", metavar="N", type=int, default=speed.PROMPT_TOKENS,
-        help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
-    add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
-        help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
-    add("--batch", metavar="N", type=int, nargs="+", default=list(speed.BATCHES),
-        help="rows at a time (default: 1)")  # fmt: skip
-    add("--method", metavar="NAME", nargs="+", default=bench_command.METHODS,
-        help="methods of `kvjax methods` and compositions (default: "
-        f"{' '.join(bench_command.METHODS)}); full is always there")  # fmt: skip
-    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
-        help="as for kvjax generate (default: 0.1)")  # fmt: skip
-    add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
-        help="in which every method runs once; the fastest counts (default: "
-        f"{speed.ROUNDS})")  # fmt: skip
-    add("--dtype", choices=("bfloat16", "float16", "float32"),
-        help="of weights, keys and values (default: float32 on a CPU, else bfloat16)")  # fmt: skip
 
 
 def _add_show_options(own: Parser) -> None:

@@ -21,15 +21,16 @@ from kvjax.cli.inputs import model_path
 from kvjax.cli.opened import BUNDLED, check_counts
 from kvjax.cli.plan_command import looked_up_bytes
 from kvjax.cli.terminal import Display, print_dropped
-from kvjax.evaluation.floors import cache_room
-from kvjax.evaluation.grid import Candidate
-from kvjax.evaluation.machine import environment, free_memory
-from kvjax.evaluation.speed import FULL, SpeedReport, measure_speed
+from kvjax.evaluation.cells.grid import Candidate
+from kvjax.evaluation.speed.floors import cache_room
+from kvjax.evaluation.speed.machine import environment, free_memory
+from kvjax.evaluation.speed.speed import FULL, SpeedReport, measure_speed
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.planning import bytes_on_device, plan
 from kvjax.messages import printable
 
-METHODS = ["snapkv", "quest"]
+# By default Quest leaves the first two layers as they are, and a shape may have no others.
+METHODS = ["snapkv", "quest(dense_layers=())"]
 
 # Arrays as large as the largest of the weights that are there while random ones are drawn, beside
 # all weights (measured with JAX 0.10 on a CPU).

@@ -18,7 +18,7 @@ import kvjax
 from kvjax.cli.opened import BUNDLED, OpenedModel, calibrated, sampling
 from kvjax.cli.terminal import Display, figures, host_bytes, print_dropped, seconds, share
 from kvjax.evaluation import is_right
-from kvjax.evaluation.grid import Candidate
+from kvjax.evaluation.cells.grid import Candidate
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.continuation import new_text
 

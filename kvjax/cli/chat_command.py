@@ -15,7 +15,7 @@ from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 from kvjax.cli.writing import Row, write
-from kvjax.evaluation.grid import Candidate
+from kvjax.evaluation.cells.grid import Candidate
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
 _MOST_PROMPT = 4096  # tokens, where no other room is given

@@ -14,9 +14,10 @@ from kvjax.cli.compare_table import print_report
 from kvjax.cli.inputs import model_path, read_text
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import Grid
-from kvjax.evaluation.compare import run
-from kvjax.evaluation.files import as_json, check_folder, timings
-from kvjax.evaluation.material import Material
+from kvjax.evaluation.cells.files import as_json, timings
+from kvjax.evaluation.comparison.compare import run
+from kvjax.evaluation.comparison.material import Material
+from kvjax.written_files import check_folder
 
 _GRID = (
     "methods", "budgets", "lengths", "questions", "depths", "tasks", "cases", "seed", "chat",

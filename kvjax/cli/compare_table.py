@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.evaluation import tables
-from kvjax.evaluation.results import Results
-from kvjax.evaluation.tables import AS_FULL, AT_FLOOR, DEFINITIONS, FAILED, Column, Field
+from kvjax.evaluation.cells.results import Results
+from kvjax.evaluation.report import tables
+from kvjax.evaluation.report.tables import AS_FULL, AT_FLOOR, DEFINITIONS, FAILED, Column, Field
 from kvjax.messages import printable
 
 _WIDE = 110  # columns from which there is space between columns

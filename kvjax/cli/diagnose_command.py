@@ -17,11 +17,11 @@ from kvjax.budgets.budgets import check_number
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
 from kvjax.cli.terminal import Display, print_dropped
-from kvjax.evaluation.diagnosis import Diagnosis, Finding, diagnose, grid_of
-from kvjax.evaluation.files import check_folder, writing
+from kvjax.evaluation.diagnosis.diagnosis import Diagnosis, Finding, diagnose, grid_of
 from kvjax.generation.checks import check_prompts
 from kvjax.messages import printable
 from kvjax.protocol import Full
+from kvjax.written_files import check_folder, writing
 
 QUESTION_TOKENS = 32
 """The last tokens of a text that stand for a question, where none is given."""
@@ -75,7 +75,7 @@ def _turns(opened: OpenedModel, args: argparse.Namespace, text: str) -> tuple[li
 def _draw(found: Diagnosis, out: Path, error: float) -> list[str]:
     """Draws all pictures, in a folder that is made."""
     # Imported here: commands start in less time without matplotlib.
-    from kvjax.evaluation.diagnosis_plots import draw
+    from kvjax.evaluation.diagnosis.plots import draw
 
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)

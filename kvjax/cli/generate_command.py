@@ -12,7 +12,7 @@ from kvjax.cli.inputs import check_text, read_prompts, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
 from kvjax.cli.writing import Row, write
-from kvjax.evaluation.grid import Candidate
+from kvjax.evaluation.cells.grid import Candidate
 from kvjax.generation.checks import check_prompts
 
 _NEW_TOKENS = 128  # where none are given

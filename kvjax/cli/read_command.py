@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts
 from kvjax.cli.terminal import Display, print_dropped, share
-from kvjax.evaluation.grid import Candidate
+from kvjax.evaluation.cells.grid import Candidate
 from kvjax.generation.checks import check_prompts
 from kvjax.messages import printable
 

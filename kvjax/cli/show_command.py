@@ -11,13 +11,14 @@ from rich.console import Console
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import read_results
-from kvjax.evaluation.files import as_json, check_folder
+from kvjax.evaluation.cells.files import as_json
+from kvjax.written_files import check_folder
 
 
 def show(args: argparse.Namespace) -> None:
     """`kvjax show`: prints the table, or JSON, and writes everything that results are shown in."""
     # Imported here: other commands and help do without matplotlib, which takes a while.
-    from kvjax.evaluation.report import write_report
+    from kvjax.evaluation.report.report import write_report
 
     folder = Path(args.folder)
     out = folder if args.out is None else Path(args.out)

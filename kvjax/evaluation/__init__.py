@@ -1,15 +1,21 @@
 """Measures of what a compressed cache does to a model."""
 
-from .compare import compare
-from .diagnosis import Diagnosis, Finding, diagnose
-from .fidelity import Fidelity, attention_error, measure_fidelities, measure_fidelity, recall_rate
-from .files import read_results
-from .grid import Cell, Grid, Unit
-from .perplexity import context_nll, continuation_nll
-from .results import Estimate, Proportion, Results, Row
-from .retrieval import Haystack, is_right
-from .speed import Speed, SpeedReport, measure_speed
-from .tasks import ANSWERS, MEASURES, OWN_TASKS, Case, Frame, Task
+from .cells.estimates import Estimate, Proportion
+from .cells.files import read_results
+from .cells.grid import Cell, Grid, Unit
+from .cells.results import Results, Row
+from .comparison.compare import compare
+from .diagnosis.diagnosis import Diagnosis, Finding, diagnose
+from .fidelity.fidelity import (
+    Fidelity,
+    attention_error,
+    measure_fidelities,
+    measure_fidelity,
+    recall_rate,
+)
+from .fidelity.perplexity import context_nll, continuation_nll
+from .speed.speed import Speed, SpeedReport, measure_speed
+from .tasks import ANSWERS, MEASURES, OWN_TASKS, Case, Frame, Haystack, Task, is_right
 
 TASKS = (*ANSWERS, *MEASURES)
 """The names of all tasks."""

@@ -18,7 +18,7 @@ import numpy as np
 
 import kvjax
 from kvjax.evaluation import OWN_TASKS, Haystack, Proportion, is_right
-from kvjax.evaluation.wording import HELD_OUT_WORDING, WORDINGS
+from kvjax.evaluation.tasks.wording import HELD_OUT_WORDING, WORDINGS
 from kvjax.models import Decoder, demo, from_pretrained, load_tokenizer
 
 from .corpus import python_documents, split_documents

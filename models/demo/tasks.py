@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.evaluation.wording import TRAINING_ADJECTIVES, TRAINING_NOUNS, WORDINGS
+from kvjax.evaluation.tasks.wording import TRAINING_ADJECTIVES, TRAINING_NOUNS, WORDINGS
 
 from .words import FreeWords, given_keys
 

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from tokenizers import Tokenizer
 
-from kvjax.evaluation import wording
+from kvjax.evaluation.tasks import wording
 from kvjax.models import Decoder, DecoderConfig, random_decoder
 from kvjax.transforms.random import check_seed
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.evaluation.wording import Wording
+from kvjax.evaluation.tasks.wording import Wording
 
 _WHOLE = 1 / 3  # share of words that are one token
 

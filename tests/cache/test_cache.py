@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import kvjax
-from kvjax.cache.slots import Column, empty_cache
+from kvjax.cache.slots import Column, empty_cache, ranks
 from kvjax.cache.slots import widen as widen_slots
 from pallas_kernels import decode_attention
 from tests.support.tolerances import close
@@ -416,3 +416,16 @@ def test_a_merge_without_weights_keeps_the_targets_own_rows():
     merged = merge(cache, jnp.array([[[1, 1, 2]]]), jnp.array([[[0.0, 0.0, 1.0]]]))
     np.testing.assert_array_equal(merged.k.read(), rows)
     np.testing.assert_array_equal(np.exp(merged.log_mass), [[[0, 2, 1]]])
+
+
+@examples
+@given(st.data())
+def test_ranks_are_places_among_the_live_slots(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    position = rng.permuted(np.tile(np.arange(SLOTS) * 7, (ROWS, HEADS, 1)), axis=-1)
+    live = data.draw(hnp.arrays(bool, SHAPE))
+    found = np.asarray(ranks(jnp.asarray(live), jnp.asarray(position)))
+    for row, head in np.ndindex(ROWS, HEADS):
+        text = sorted(position[row, head][live[row, head]].tolist())
+        own = found[row, head][live[row, head]]
+        assert own.tolist() == [text.index(at) for at in position[row, head][live[row, head]]]

@@ -22,7 +22,7 @@ import kvjax
 from kvjax import models
 from kvjax.cli import arguments, generate_command, inputs, methods_command
 from kvjax.cli.main import main
-from kvjax.evaluation.grid import Candidate
+from kvjax.evaluation.cells.grid import Candidate
 from kvjax.generation.continuation import Continuation
 from kvjax.models import demo
 from kvjax.registry import METHODS, STORAGE, WRAPPERS

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.main import main
-from kvjax.evaluation import Results, files, read_results
+from kvjax.evaluation import Results, read_results
+from kvjax.evaluation.cells import files
 from tests.cli.commands import error, output
 from tests.support.comparisons import FAILED, LONG, REASON, comparison, draw_nothing, write_journal
 
@@ -75,7 +76,7 @@ def test_an_unfinished_comparison(folder, capsys):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
     shown = output(capsys, "show", folder)
-    assert "Not finished: 2 rows" in shown
+    assert "Missing: 2 rows" in shown
     assert not path.read_bytes().endswith(b"\n"), "the journal is left alone"
 
 
@@ -207,7 +208,9 @@ def test_many_failures_and_strange_names():
     whole = comparison(["needle"], [128], candidates=[("full", None), (LONG + "\x1b[2J", 0.5)])
     failed = {cell: {"failed": "\x1b[31mno [red]luck", "seconds": 0.0} for cell in whole.records}
     many = {
-        cell._replace(first=number): found for cell, found in failed.items() for number in range(3)
+        cell._replace(first=20 * number, stop=20 * number + 20): found
+        for cell, found in failed.items()
+        for number in range(3)
     }
     own = console(120)
     print_report(own, Results(whole.settings, many), Path("folder"))

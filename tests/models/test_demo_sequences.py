@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from kvjax.evaluation import wording
+from kvjax.evaluation.tasks import wording
 from kvjax.models.demo import recipe, train
 from kvjax.models.demo.tasks import ANSWER, IGNORED, TEXT, Mix, Tasks
 from kvjax.models.demo.words import FreeWords, given_keys

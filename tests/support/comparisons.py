@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluation import MEASURES, Cell, Results, files, pictures
+from kvjax.evaluation import MEASURES, Cell, Results
+from kvjax.evaluation.cells import files
+from kvjax.evaluation.report import pictures
 
 FULL = "full", None
 LONG = "chain(kvcrush(snapkv), every(quantize(bits=4, group=64), steps=128), offload)"

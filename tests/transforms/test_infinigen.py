@@ -18,14 +18,14 @@ from flax import nnx
 
 import kvjax
 from kvjax.evaluation import measure_fidelity
-from kvjax.evaluation.recording import record, recorded, unrecord
+from kvjax.evaluation.fidelity.recording import record, recorded, unrecord
 from kvjax.generation.calibration import calibrate_infinigen
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.models.blocks import DecoderLayer
 from kvjax.storage.offload import memory_kinds, recall_statistics
 from kvjax.transforms.infinigen.infinigen import PARTIAL_KEYS, InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
-from tests.evaluation.test_fidelity import (
+from tests.evaluation.fidelity.test_fidelity import (
     KV_HEADS,
     PROMPTS,
     VOCAB,

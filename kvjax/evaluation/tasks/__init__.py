@@ -1,13 +1,9 @@
-"""Published tasks that show what compression does to a model's answers."""
+"""Tasks that show what compression does to a model's answers: our own, and published ones."""
 
 from .datasets import DATASETS, dataset
-from .ruler import RULER_TASKS, ruler
+from .retrieval import OWN_TASKS, Haystack, is_right, retrieval
+from .ruler.ruler import RULER_TASKS, ruler
 from .task import Case, Frame, Task
-
-OWN_TASKS = ("needle", "multi_needle", "key_value", "chain")
-"""`needle`: one sentence in the text. `multi_needle`: several, one is asked for. `key_value`: a
-list of keys and values, one is asked for. `chain`: a key has the code of another key, and another
-sentence tells that one's code."""
 
 ANSWERS = (*OWN_TASKS, *RULER_TASKS, *DATASETS)
 """The tasks that ask questions, by name."""
@@ -24,7 +20,10 @@ __all__ = [
     "RULER_TASKS",
     "Case",
     "Frame",
+    "Haystack",
     "Task",
     "dataset",
+    "is_right",
+    "retrieval",
     "ruler",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.budgets.budgets import check_choice
 
 from .gsm8k import GSM8K, gsm8k
-from .longbench import LONGBENCH, longbench
+from .longbench.longbench import LONGBENCH, longbench
 from .task import Task
 from .xsum import XSUM, xsum
 from .zeroscrolls import ZEROSCROLLS, zeroscrolls

@@ -63,6 +63,9 @@ def gsm8k(
       >>> len(gsm8k("gsm8k", tokenizer, data="gsm8k", cases=20).cases)  # doctest: +SKIP
       20
 
+    Deviations from the harness:
+      - It shows 5 worked examples, drawn from the training set.
+
     References:
       Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021, arXiv:2110.14168. Form of
       prompts and both scores: task `gsm8k` of EleutherAI's lm-evaluation-harness.
@@ -123,7 +126,8 @@ def _check(record: Record) -> None:
 
 
 def _plain(number: str) -> str:
-    return re.sub(r"[,$]|\.$", "", number.strip())
+    # As the harness does it: commas and dollars first, and then a point at the end of what is left.
+    return re.sub(r"[,$]", "", number.strip()).removesuffix(".")
 
 
 def _asked(record: Record) -> str:

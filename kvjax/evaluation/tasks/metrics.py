@@ -201,11 +201,11 @@ def _letter(text: str) -> str | None:
 
 
 def exponential_similarity(text: str, reference: str, **details: Any) -> float:
-    """`2 ^ (-10 · |p - q|)` for the first shares p and q in both texts; 0 where one has none.
+    """`2 ^ (-10 · |p - q|)` for the first percentages in both texts; 0 where one has none.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import exponential_similarity
-      >>> exponential_similarity("about 70% of them", "60%")
+      >>> exponential_similarity("about 70% of 50 reviews", "60%")
       0.5
     """
     shares = [_percentage(text), _percentage(reference)]
@@ -215,21 +215,28 @@ def exponential_similarity(text: str, reference: str, **details: Any) -> float:
 
 
 def _percentage(text: str) -> float | None:
-    found = re.search(r"\d+(\.\d+)?", text)
-    return float(found.group()) if found and float(found.group()) <= 100 else None
+    found = re.search(r"(\d+\.?\d*)%", text)
+    return float(found[1]) if found else None
 
 
 def concordance(text: str, reference: str, **details: Any) -> float:
     """Share of the pairs whose order is right; 0 where the text does not order the same items.
+
+    Items are numbers between commas and white space; other signs are left out.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import concordance
       >>> round(concordance("1, 3, 2", "1, 2, 3"), 4)
       0.6667
     """
-    order, right = re.findall(r"\d+", text), re.findall(r"\d+", reference)
+    order, right = _items(text), _items(reference)
     if sorted(order) != sorted(right) or len(right) < 2:
         return 0.0
     places = [order.index(item) for item in right]
     pairs = [(a, b) for i, a in enumerate(places) for b in places[i + 1 :]]
     return sum(a < b for a, b in pairs) / len(pairs)
+
+
+def _items(text: str) -> list[str]:
+    numbers = re.sub(r"[^0-9\s,]", "", text).replace(",", " ").split()
+    return [number.lstrip("0") for number in numbers]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvjax.messages import one_line
+
 # What stands for a user's text when a chat template is rendered, to see what is around it.
 _TEXT = "kvjax-text-stands-here"
 
@@ -73,7 +75,7 @@ class Frame:
         """Of the tokenizer's chat template, whose answer begins behind `after`; or without one.
 
         Raises:
-          ValueError: a chat template is wanted and the tokenizer has none.
+          ValueError: a chat template is wanted, and the tokenizer has none, or it fails.
 
         Example:
           >>> from kvjax.evaluation.tasks import Frame
@@ -87,7 +89,12 @@ class Frame:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("chat needs a chat template: the model's tokenizer has none")
         message = [{"role": "user", "content": _TEXT}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(
+                message, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template may fail in any way
+            raise ValueError(f"the model's chat template fails: {one_line(error)}") from error
         parts = text.split(_TEXT)
         if len(parts) != 2:
             raise ValueError("the chat template must render a user's text once, as it is")

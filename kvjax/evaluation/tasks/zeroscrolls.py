@@ -80,8 +80,8 @@ def zeroscrolls(
     Deviations from the paper:
       - The benchmark takes the geometric mean of the three mean ROUGE scores of a task, here it is
         taken of every case, and the mean of those is the score. It is never more.
-      - The paper does not say what counts as an answer where there is none in the expected form. A
-        share that is no number from 0 to 100, and an order of other items, have score 0.
+      - F1 is that of LongBench, in which letters with and without accents differ. The benchmark
+        writes all letters in ASCII first.
 
     References:
       Shaham et al., ZeroSCROLLS: A Zero-Shot Benchmark for Long Text Understanding, 2023,

@@ -105,11 +105,11 @@ class ClusterKV(Recall):
     Deviations from the paper:
       The paper's method is `ClusterKV(budget, tokens_per_cluster=80, new_clusters=4, iterations=20,
       chunk=None, per_query_head=True)`. Clustering is not overlapped with the attention of its
-      layer. On a further turn everything live is clustered
-      anew in rows that have tokens in it. A row that got no token in some steps has fewer than
-      `interval` tokens when the flush comes that must make room: they are clustered all the same,
-      and join the row's last cluster once there is no room for further ones. Over a cache that was
-      evicted or merged, the sinks are the first tokens that are left.
+      layer. On a further turn everything live is clustered anew in rows that have tokens in it. A
+      row that got no token in some steps has fewer than `interval` tokens when the flush comes that
+      must make room: they are clustered all the same, and join the row's last cluster once there is
+      no room for further ones. Over a cache that was evicted or merged, the sinks are the first
+      tokens that are left.
     """
 
     budget: Budget

@@ -1,0 +1,267 @@
+"""The folder of a comparison: its finished cells while it runs, and its results."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import io
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.messages import printable
+from kvjax.regular_files import read_json, read_regular
+from kvjax.written_files import check_folder, write_whole, writing
+
+from .checks import checked_settings, finished_cell
+from .estimates import Estimate
+from .grid import Cell, Unit
+from .results import Results
+
+SETTINGS, CELLS = "settings.json", "cells.jsonl"
+RESULTS, TABLE, TIMINGS = "results.json", "results.csv", "timings.json"
+_PACKAGES = ("kvjax", "jax", "jaxlib", "numpy")
+_COLUMNS = (  # of `results.csv`
+    "task", "length", "question", "method", "budget", "score", "low", "high", "cases",
+    "difference", "difference_low", "difference_high", "prompt_tokens", "slots", "live_slots",
+    "cache_bytes", "full_cache_bytes", "recall", "dropped", "failed",
+)  # fmt: skip
+_MOST_JOURNAL_BYTES = 2**30
+
+
+class Journal:
+    """The finished cells of a comparison, one line each, so that it can be gone on with.
+
+    Makes the folder and writes the settings. Raises ValueError if the path is no folder, cannot be
+    written to, or holds a comparison of something else.
+
+    Args:
+      folder: None: nothing is written.
+      settings: what determines a result besides its cell: model, text, seed, ...
+      asked: what cells are wanted: `methods`, `tasks`, `lengths`, `questions`, `cases`. What the
+        folder has already is added to it.
+      prompts: a hash of the prompts of each unit that is wanted, which is kept with its cells: data
+        sets, chat templates and lists of words may change. Cells without one are taken as they are.
+
+    Attributes:
+      finished: the cells that need not be measured again, those that did not fail.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        settings: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        prompts: Mapping[Unit, str] = MappingProxyType({}),
+    ) -> None:
+        self.finished: dict[Cell, dict[str, Any]] = {}
+        self._failed: dict[Cell, dict[str, Any]] = {}
+        self._settings, self._path = {**settings}, None
+        self._asked, self._prompts = json.loads(_dumps(asked)), prompts
+        if folder is None:
+            return
+        check_folder(folder)
+        self._path = folder / CELLS
+        kept = _kept_settings(folder)
+        if kept is not None:
+            _check_settings(folder, kept[0], settings)
+            self._asked = _joined(kept[1], self._asked)
+        lines = _journal_lines(self._path)
+        self.finished = {
+            cell: found
+            for cell, found in _cells(self._path, lines).items()
+            if "failed" not in found
+        }
+        self._check_prompts(folder)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / SETTINGS, _dumps({"settings": self._settings, "asked": self._asked}))
+        if self._path.exists():  # the next line would be added to a part of one
+            with writing(self._path):
+                os.truncate(self._path, sum(len(line) + 1 for line in lines))
+
+    def add(self, cell: Cell, found: dict[str, Any]) -> None:
+        """Keeps a cell; it is on the disk when this returns."""
+        if cell.unit in self._prompts:
+            found = {**found, "prompts": self._prompts[cell.unit]}
+        (self._failed if "failed" in found else self.finished)[cell] = found
+        if self._path is None:
+            return
+        with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"cell": cell, "found": _plain(found)}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _check_prompts(self, folder: Path) -> None:
+        """Raises ValueError where a finished cell had other prompts."""
+        for cell, found in self.finished.items():
+            wanted, kept = self._prompts.get(cell.unit), found.get("prompts")
+            if None not in (wanted, kept) and wanted != kept:
+                raise ValueError(
+                    f"{printable(folder)} holds a comparison with other prompts ({cell.unit}): "
+                    "choose another folder or remove this one"
+                )
+
+    def results(self) -> Results:
+        """Everything that is known, in the order of the cells."""
+        return _results(self._settings, self._asked, {**self.finished, **self._failed})
+
+
+def read_results(folder: Path) -> Results:
+    """What a folder holds, finished or not.
+
+    Raises:
+      ValueError: there is no comparison in it, or a file of it is damaged.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{printable(folder)} is not a directory")
+    kept = _kept_settings(folder)
+    if kept is None:
+        raise ValueError(f"{printable(folder)} holds no comparison: there is no {SETTINGS}")
+    path = folder / CELLS
+    return _results(*kept, _cells(path, _journal_lines(path)))
+
+
+def _results(
+    settings: Mapping[str, Any], asked: Mapping[str, Any], records: dict[Cell, dict[str, Any]]
+) -> Results:
+    """Results in one order, whatever the order of the measurements was."""
+
+    def text(cell: Cell) -> str:
+        return json.dumps([*cell.unit, cell.method, str(cell.budget)])
+
+    plain = {cell: _plain(found) for cell, found in records.items()}
+    return Results({**settings, **asked}, {cell: plain[cell] for cell in sorted(plain, key=text)})
+
+
+def _journal_lines(path: Path) -> list[bytes]:
+    """Its whole lines: an interruption may have left a part of one after the last line end."""
+    content = read_regular(path, _MOST_JOURNAL_BYTES) if path.exists() else b""
+    return content.split(b"\n")[:-1]
+
+
+def _cells(path: Path, lines: Sequence[bytes]) -> dict[Cell, dict[str, Any]]:
+    """Every cell with what was found last."""
+    cells: dict[Cell, dict[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            cell, found = finished_cell(line)
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise ValueError(
+                f"{printable(path)} is damaged in line {number} ({reason}): "
+                "remove the line or the file"
+            ) from error
+        cells[cell] = found
+    return cells
+
+
+def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Settings, and what was asked for, of a folder's comparison; None if there is none."""
+    path = folder / SETTINGS
+    if not path.exists():
+        foreign = [name for name in (CELLS, RESULTS, TABLE, TIMINGS) if (folder / name).exists()]
+        if foreign:
+            raise ValueError(
+                f"{printable(folder)} holds a {foreign[0]} of something else: choose another"
+            )
+        return None
+    try:
+        return checked_settings(read_json(path))
+    except ValueError as error:
+        raise ValueError(
+            f"{printable(path)} is not the settings of a comparison: {error}"
+        ) from error
+
+
+def _check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    given = json.loads(_dumps(settings))
+    if names := [name for name in {**given, **kept} if kept.get(name, ...) != given.get(name, ...)]:
+        raise ValueError(
+            f"{printable(folder)} holds a comparison with other {printable(', '.join(names))}: "
+            "choose another folder or remove this one"
+        )
+
+
+def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, earlier and now."""
+    joined = {
+        name: [*kept[name], *(one for one in asked[name] if one not in kept[name])]
+        for name in ("methods", "lengths", "questions")
+    }
+    tasks, cases = {**kept["tasks"], **asked["tasks"]}, max(kept["cases"], asked["cases"])
+    if asked["cases"] < kept["cases"]:
+        tasks |= kept["tasks"]  # floors of data sets are means over the cases
+    joined |= {"lengths": sorted(joined["lengths"]), "tasks": tasks, "cases": cases}
+    return {name: joined[name] for name in asked}
+
+
+def write(results: Results, folder: Path) -> None:
+    """Writes `results.json` and `results.csv`, each whole or not at all."""
+    write_whole(folder / RESULTS, _dumps(as_json(results)))
+    write_whole(folder / TABLE, _as_csv(results))
+
+
+def write_timings(results: Results, folder: Path) -> None:
+    """Writes `timings.json`; only where the cells were measured: it says on what."""
+    write_whole(folder / TIMINGS, _dumps(timings(results)))
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """What `results.json` holds: a function of model, text, settings and seed, without times."""
+    floors = [list(panel) for panel in results.panels() if results.at_floor(panel)]
+    rows = [_plain(row._asdict()) for row in results.rows()]
+    return {"settings": _plain(results.settings), "at_floor": floors, "rows": rows}
+
+
+def timings(results: Results) -> dict[str, Any]:
+    """What `timings.json` holds: seconds after the prompt pass, and what they were measured on."""
+    return _plain({
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "seconds": sum(found["seconds"] for found in results.records.values()),
+        "cells": [
+            {**cell._asdict(), "seconds": found["seconds"]}
+            for cell, found in results.records.items()
+        ],
+    })  # fmt: skip
+
+
+def _as_csv(results: Results) -> str:
+    """A line per row."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in results.rows():
+        line = row._asdict()
+        for name, estimate in (("score", row.score), ("difference", row.difference)):
+            if estimate is not None:
+                prefix = "" if name == "score" else "difference_"
+                line |= {name: estimate.mean, "cases": estimate.cases}
+                line |= {f"{prefix}low": estimate.low, f"{prefix}high": estimate.high}
+        writer.writerow(_plain(line))
+    return text.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """The same in dicts and lists, with floats rounded to six decimals: further ones are noise."""
+    if isinstance(value, Estimate):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return round(float(value), 6) if isinstance(value, float | np.floating) else value
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,275 @@
+"""What a comparison covers: methods × budgets × tasks × lengths × questions as one value."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.budgets.budgets import check_budget, check_count, check_flag
+from kvjax.compose.chain import bind
+from kvjax.evaluation.tasks import ANSWERS, MEASURES
+from kvjax.messages import brief
+from kvjax.protocol import KVTransform
+from kvjax.registry import parse
+
+METHODS = ("full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)")
+ALL_METHODS = (
+    *METHODS, "pyramidkv", "pyramidinfer", "cam(streaming_llm)", "clusterkv", "quest", "infinigen",
+    "layer_budget", "spindlekv",
+)  # fmt: skip
+BUDGETS = (0.1, 0.2)
+LENGTHS = (512, 2048)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+DEFAULT_TASKS = ("needle", "multi_needle", *MEASURES)
+QUESTIONS = ("inside", "after")
+CASES = 20
+MOST_DEPTHS = 1_000
+"""The most depths, over which the cases of a task are spread."""
+
+MOST_CASES = 100_000
+"""The most cases of a task."""
+
+MOST_MEASURED = {"perplexity": 30, "attention": 4}
+"""The most cases of what is measured without questions: windows of the text, and prompts of the
+first task."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with its budget.
+
+    Args:
+      method: as it was written, `"snapkv"`, `"every(snapkv, steps=64)"`.
+      budget: slots or share of the prompt; None where the method takes none or names its own.
+      transform: what the two make.
+    """
+
+    method: str
+    budget: int | float | None
+    transform: KVTransform
+
+    @classmethod
+    def of(cls, method: str, budget: int | float) -> Candidate:
+        """A method with a budget, or with None where budgets change nothing."""
+        transform = parse(method, budget)
+        with contextlib.suppress(ValueError):
+            if parse(method) == transform:
+                budget = None
+        return cls(method, budget, transform)
+
+    @property
+    def key(self) -> tuple[str, int | float | None]:
+        """Method and budget."""
+        return self.method, self.budget
+
+    @property
+    def name(self) -> str:
+        """Method and budget for people."""
+        return _name(self.method, self.budget)
+
+    def named(self) -> dict[str, Any]:
+        """Method and budget as `--json` prints them."""
+        return {"method": self.method, "budget": self.budget}
+
+
+def _name(method: str, budget: int | float | None) -> str:
+    """Method and budget for people."""
+    return method if budget is None else f"{method} {budget}"
+
+
+class Unit(NamedTuple):
+    """Prompts that are read together, once for all methods.
+
+    Args:
+      task: a name of `kvjax.evaluation.TASKS`.
+      length: tokens of each prompt, the most of them in tasks of given documents.
+      question: `"inside"`: the question is part of what is compressed; `"after"`: it is asked when
+        the text before it has been read and compressed. None in tasks without questions.
+      first, stop: the task's cases, `first` to `stop - 1`.
+    """
+
+    task: str
+    length: int
+    question: str | None
+    first: int
+    stop: int
+
+    def __str__(self) -> str:
+        """What a progress display says of it."""
+        what = self.task.replace("_", " ")
+        asked = "" if self.question is None else f" · question {self.question}"
+        return f"{what} · {self.length:,} tokens{asked} · cases {self.first + 1}-{self.stop}"
+
+
+class Cell(NamedTuple):
+    """One unit of work: a method on the prompts of a `Unit`, whose fields come first."""
+
+    task: str
+    length: int
+    question: str | None
+    first: int
+    stop: int
+    method: str
+    budget: int | float | None
+
+    @property
+    def unit(self) -> Unit:
+        """The prompts."""
+        return Unit(*self[:5])
+
+    @property
+    def candidate(self) -> str:
+        """Method and budget for people."""
+        return _name(self.method, self.budget)
+
+    def __str__(self) -> str:
+        """What a message says of it."""
+        return f"{self.candidate} · {self.unit}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Everything that is compared; `Grid.of` checks it.
+
+    Args:
+      candidates: methods with budgets, the full cache first.
+      tasks: of `kvjax.evaluation.TASKS`.
+      lengths: prompt tokens, question included.
+      questions: where the question stands, of `"inside"` and `"after"`.
+      depths: shares of the text before what is asked for, over which the cases of tasks are spread
+        whose depth can be chosen: case i has depth i modulo their number.
+      cases: per task, length and question, 30 of `perplexity` and 4 of `attention` at most; every
+        candidate sees the same ones.
+      seed: of the cases.
+      chat: whether prompts of published tasks are messages of the model's chat template; None: as
+        each benchmark has it. Those of `kvjax.evaluation.tasks.OWN_TASKS` never are.
+      max_new: most new tokens of an answer; None: as many as each task says.
+    """
+
+    candidates: tuple[Candidate, ...]
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    questions: tuple[str, ...]
+    depths: tuple[float, ...]
+    cases: int
+    seed: int
+    chat: bool | None
+    max_new: int | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        methods: Sequence[str] = METHODS,
+        budgets: Sequence[int | float] = BUDGETS,
+        lengths: Sequence[int] = LENGTHS,
+        questions: Sequence[str] = QUESTIONS,
+        depths: Sequence[float] = DEPTHS,
+        tasks: Sequence[str] = DEFAULT_TASKS,
+        cases: int = CASES,
+        seed: int = 0,
+        chat: bool | None = None,
+        max_new: int | None = None,
+    ) -> Grid:
+        """A grid of these methods and budgets; duplicates count once.
+
+        Args:
+          methods: names and compositions as `kvjax.parse` reads them. `full` is always there.
+          budgets: each for every method that takes one.
+          lengths, questions, depths, tasks, cases, seed, chat, max_new: as the fields.
+
+        Raises:
+          TypeError, ValueError: what `kvjax.parse` raises, an empty list, an unknown task, a number
+            out of range, more than `MOST_DEPTHS` or `MOST_CASES`.
+
+        Example:
+          >>> from kvjax.evaluation import Grid
+          >>> grid = Grid.of(methods=["h2o", "snapkv(budget=64)"], budgets=[0.1, 0.2])
+          >>> [(one.method, one.budget) for one in grid.candidates]
+          [('full', None), ('h2o', 0.1), ('h2o', 0.2), ('snapkv(budget=64)', None)]
+        """
+        given = {
+            "methods": methods, "budgets": budgets, "lengths": lengths, "questions": questions,
+            "depths": depths, "tasks": tasks,
+        }  # fmt: skip
+        for name, values in given.items():
+            if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
+                raise TypeError(f"{name} must be a sequence, got {brief(values)}")
+            if not len(values):
+                raise ValueError(f"{name} must not be empty")
+        if len(depths) > MOST_DEPTHS:
+            raise ValueError(f"there may be {MOST_DEPTHS} depths at most, got {len(depths)}")
+        for method in methods:
+            if not isinstance(method, str):
+                raise TypeError(f"a method must be text such as 'snapkv', got {brief(method)}")
+        for task in tasks:
+            if task not in (*ANSWERS, *MEASURES):
+                names = ", ".join((*ANSWERS, *MEASURES))
+                raise ValueError(f"unknown task {brief(task)}; there are {names}")
+        for question in questions:
+            if question not in QUESTIONS:
+                raise ValueError(f"a question is asked inside or after, got {brief(question)}")
+        for depth in depths:
+            if isinstance(depth, bool) or not isinstance(depth, int | float | np.number):
+                raise TypeError(f"depth must be a number, got {brief(depth)}")
+            if not 0 <= depth <= 1:
+                raise ValueError(f"depth must lie between 0 and 1, got {depth}")
+        if len(set(budgets)) < len(set(map(repr, budgets))):
+            raise ValueError("budgets 1 (slot) and 1.0 (the whole prompt) cannot be told apart")
+        for length in lengths:
+            check_count("length", length, 1)
+        for budget in budgets:
+            check_budget(budget, 1, "one slot")
+        check_count("cases", cases, 1, MOST_CASES)
+        check_count("seed", seed, 0, most=math.inf)
+        if max_new is not None:
+            check_count("max_new", max_new, 1)
+        if chat is not None:
+            check_flag("chat", chat)
+        every = itertools.product(["full", *(method.strip() for method in methods)], budgets)
+        return cls(
+            candidates=tuple(dict.fromkeys(itertools.starmap(Candidate.of, every))),
+            tasks=tuple(dict.fromkeys(tasks)),
+            lengths=tuple(sorted({int(length) for length in lengths})),
+            questions=tuple(place for place in QUESTIONS if place in questions),
+            depths=tuple(sorted({float(depth) for depth in depths})),
+            cases=int(cases),
+            seed=int(seed),
+            chat=chat,
+            max_new=max_new,
+        )
+
+    def check_model(self, num_layers: int) -> None:
+        """Raises what `kvjax.bind` raises for a model of so many layers."""
+        for one in self.candidates:
+            bind(one.transform, num_layers)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The tasks that ask questions."""
+        return tuple(task for task in self.tasks if task in ANSWERS)
+
+    def settings(self) -> dict[str, Any]:
+        """What determines a result besides its cell, in the form that is written to files."""
+        return {
+            "seed": self.seed, "depths": self.depths, "chat": self.chat, "max_new": self.max_new,
+        }  # fmt: skip
+
+    def asked(self) -> dict[str, Any]:
+        """What the cells are made of, in the form that is written to files."""
+        return {
+            "methods": [one.key for one in self.candidates], "lengths": self.lengths,
+            "questions": self.questions, "cases": self.cases,
+        }  # fmt: skip
+
+    def units(self, task: str, length: int, cases: int, rows: int) -> Iterator[Unit]:
+        """The prompts of a task that are read together, so many rows at a time."""
+        questions = self.questions if task in ANSWERS else (None,)
+        for question, first in itertools.product(questions, range(0, cases, rows)):
+            yield Unit(task, length, question, first, min(first + rows, cases))

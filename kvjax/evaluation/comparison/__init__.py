@@ -1,0 +1,1 @@
+"""How a comparison runs: its prompts, and what is measured in each cell."""

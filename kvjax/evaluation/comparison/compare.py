@@ -1,0 +1,364 @@
+"""Runs a comparison: each prompt is read once for all methods, each finished cell is kept."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.attention.layer import layer_caches
+from kvjax.compose.chain import bind
+from kvjax.evaluation.cells import files
+from kvjax.evaluation.cells.grid import Candidate, Cell, Grid, Unit
+from kvjax.evaluation.cells.results import Results
+from kvjax.evaluation.fidelity.fidelity import Fidelity, measure_fidelities
+from kvjax.evaluation.fidelity.perplexity import context_nll
+from kvjax.generation.calibration import calibrated
+from kvjax.generation.checks import bucket
+from kvjax.generation.context import Context
+from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.generate import generate
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.reading_once import ReadOnce
+from kvjax.protocol import KVTransform
+
+from .material import Material
+
+OnProgress = Callable[[int, int, str], None]
+Found = dict[str, Any]  # what was measured in a cell, or why nothing was
+
+_ROWS_BYTES = 2**31  # of the full cache of all prompts that are read together, about
+# It divides the usual numbers of cases, and so most units have one shape to compile.
+_MOST_ROWS = 10
+_COMPRESSING = 0.1  # cost of a method on a prompt, as a share of reading the prompt, roughly
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")  # on Linux
+
+
+def compare(
+    model: LanguageModel | FunctionalModel,
+    tokenizer: Any,
+    text: str,
+    *,
+    data: str | os.PathLike[str] | None = None,
+    end_tokens: Sequence[int] | None = None,
+    name: str = "",
+    out: str | os.PathLike[str] | None = None,
+    on_progress: OnProgress | None = None,
+    **grid: Any,
+) -> Results:
+    """Compares methods of compression by what a model still answers.
+
+    Per task, method, budget and length: the mean score of greedy answers, with the question inside
+    of what is compressed, or asked after the text before it has been read and compressed. The task
+    `perplexity` is the loss, in nats, of held-out tokens that go through the compressed cache one
+    by one (the last 128 of a window of `length` tokens, or a quarter of it); `attention` is recall
+    and attention error while an answer is given (`measure_fidelity`). Every method sees the same
+    cases and windows.
+
+    A prompt is read once for all methods that differ only afterwards (`kvjax.ReadOnce`), several
+    rows at a time; how many follows from the model's sizes.
+
+    A method that needs a calibration (InfiniGen) gets it from the first 2,048 tokens of the text,
+    or as many as the model has positions.
+
+    A cell that raises is recorded as failed and the others go on. Compiled code is dropped
+    (`jax.clear_caches`) when it has half of the memory maps that Linux gives a process, so that
+    large grids do not run out of them; with a compilation cache, it is then read again.
+
+    Args:
+      model: as for `kvjax.generate`.
+      tokenizer: of the model, from `transformers`.
+      text: filler of the tasks that hide something and text of the perplexity; the model should not
+        know it.
+      data: folder with the files of data sets, for tasks that need it.
+      end_tokens: a continuation ends at one of them; the tokenizer's by default.
+      name: of the model, for the files.
+      out: folder for `timings.json` and what `write_report` writes. Finished cells are kept in it:
+        the same call goes on where an interrupted one stopped, and a call with more methods,
+        budgets, tasks, lengths or cases measures what is missing. None writes nothing.
+      on_progress: called before every unit and at the end with the work done, the whole work (both
+        in tokens to read, roughly), and a name for what is measured next.
+      grid: methods, budgets, tasks, lengths, questions, depths, cases, seed, chat, max_new; see
+        `Grid.of`.
+
+    Raises:
+      TypeError, ValueError: before anything is computed or written: what `Grid.of` and
+        `kvjax.generate` raise, a text too short, a folder that cannot be written to or that holds
+        a comparison of something else, or of other prompts.
+
+    Example:
+      >>> from kvjax.evaluation import compare
+      >>> from kvjax.models import demo, from_pretrained, load_tokenizer
+      >>> folder = demo.directory()
+      >>> results = compare(
+      ...     from_pretrained(folder), load_tokenizer(folder), demo.held_out_text(),
+      ...     methods=["snapkv"], budgets=[0.2], lengths=[256], tasks=["needle"],
+      ...     questions=["inside"], cases=1)
+      >>> [(row.method, row.budget) for row in results.rows()]
+      [('full', None), ('snapkv', 0.2)]
+    """
+    return run(
+        Material(Grid.of(**grid), tokenizer, text, data), model, end_tokens=end_tokens, name=name,
+        out=out, on_progress=on_progress,
+    )  # fmt: skip
+
+
+def run(
+    material: Material,
+    model: LanguageModel | FunctionalModel,
+    *,
+    end_tokens: Sequence[int] | None = None,
+    name: str = "",
+    out: str | os.PathLike[str] | None = None,
+    on_progress: OnProgress | None = None,
+) -> Results:
+    """`compare` for a grid whose prompts have been made; arguments as there."""
+    grid, functional = material.grid, as_functional(model)
+    grid.check_model(functional.num_layers)
+    material.check(functional)
+    if end_tokens is None:
+        end = material.tokenizer.eos_token_id
+        end_tokens = () if end is None else (end,)
+    settings = {
+        "model": name,
+        "weights": _fingerprint(functional.params),
+        "text": material.fingerprint(),
+        "end_tokens": [int(token) for token in end_tokens],
+        **grid.settings(),
+    }
+    measure = _Measure(material, functional, tuple(end_tokens))
+    prompts = {unit: material.digest(unit) for unit in measure.units()}
+    journal = files.Journal(None if out is None else Path(out), settings, material.asked(), prompts)
+    _measure_all(measure, journal, on_progress or (lambda done, total, what: None))
+    results = journal.results()
+    if out is not None:
+        # Imported here: `kvjax.evaluation` takes less time to import without matplotlib.
+        from kvjax.evaluation.report.report import write_report
+
+        files.write_timings(results, Path(out))
+        write_report(results, Path(out))
+    return results
+
+
+def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) -> None:
+    """Measures every cell that the journal does not have, unit by unit."""
+    grid = measure.material.grid
+    todo = {}
+    for unit in measure.units():
+        missing = [one for one in grid.candidates if Cell(*unit, *one.key) not in journal.finished]
+        if missing:
+            todo[unit] = missing
+    costs = {unit: _cost(unit, missing) for unit, missing in todo.items()}
+    done, total = 0, sum(costs.values())
+    for unit, missing in todo.items():
+        report(done, total, str(unit))
+        for one, found in measure.unit(unit, missing):
+            journal.add(Cell(*unit, *one.key), found)
+            if _memory_maps_run_out():
+                jax.clear_caches()
+        done += costs[unit]
+    report(total, total, "done")
+
+
+def _memory_maps_run_out() -> bool:
+    """Whether this process has more than half of the memory maps that it may have."""
+    if not _MOST_MAPS.exists():
+        return False
+    with open(_MAPS, "rb") as maps:
+        return sum(1 for _ in maps) > int(_MOST_MAPS.read_text()) // 2
+
+
+def _cost(unit: Unit, candidates: Sequence[Candidate]) -> int:
+    """What a unit costs, in tokens read."""
+    return round((unit.stop - unit.first) * unit.length * (1 + _COMPRESSING * len(candidates)))
+
+
+class _Measure:
+    """What is measured in the cells of a unit, candidate by candidate."""
+
+    def __init__(
+        self, material: Material, model: FunctionalModel, end_tokens: tuple[int, ...]
+    ) -> None:
+        self.material, self.model, self.end_tokens = material, model, end_tokens
+        self._decode = decoder(material.tokenizer)
+        # On the first tokens of the text, and once per transform.
+        self.calibrated = functools.cache(
+            lambda tx: calibrated(tx, model, [material.sample(model.max_positions)])
+        )
+
+    def units(self) -> Iterator[Unit]:
+        """All units of the grid in order."""
+        grid = self.material.grid
+        for length in grid.lengths:
+            for task in grid.tasks:
+                cases = self.material.count(task, length)
+                yield from grid.units(task, length, cases, self._rows(length))
+
+    def _rows(self, length: int) -> int:
+        """How many prompts are read together."""
+        model = self.model
+        token = 8 * model.num_layers * model.kv_heads * model.head_dim  # float32, key and value
+        return max(1, min(_MOST_ROWS, _ROWS_BYTES // (token * length)))
+
+    def unit(
+        self, unit: Unit, candidates: Sequence[Candidate]
+    ) -> Iterator[tuple[Candidate, Found]]:
+        """Each candidate with what was found, or with the reason why nothing was."""
+        measures = {"perplexity": self.perplexity, "attention": self.attention}
+        yield from measures.get(unit.task, self.answers)(unit, candidates)
+
+    def answers(
+        self, unit: Unit, candidates: Sequence[Candidate]
+    ) -> Iterator[tuple[Candidate, Found]]:
+        """Scores of the answers, the texts, the bytes of the caches, and what was lost."""
+        task = self.material.task(unit.task, unit.length)
+        cases = task.cases[unit.first : unit.stop]
+        inside = unit.question == "inside"
+        prompts = [case.prompt if inside else case.context for case in cases]
+        questions = None if inside else [case.question for case in cases]
+        most_new = self.material.most_new(unit.task, unit.length, unit.first, unit.stop)
+        room = 0 if inside else bucket(max(map(len, questions)), None, None)
+
+        def answer(context: Context) -> Found:
+            held = _live_slots(context)
+            result = generate(
+                self.model, questions, context=context, donate=True, max_new_tokens=most_new,
+                end_tokens=self.end_tokens,
+            )  # fmt: skip
+            pairs = list(zip(cases, result.tokens, strict=True))
+            texts = [new_text(self._decode, case.prompt, tokens) for case, tokens in pairs]
+            scores = [task.score(text, case) for text, case in zip(texts, cases, strict=True)]
+            return {
+                "scores": scores, "depths": [case.depth for case in cases], "texts": texts,
+                "prompt_tokens": [len(case.prompt) for case in cases],
+                "new_tokens": [len(tokens) for tokens in result.tokens],
+                "live_slots": held, "cache_bytes": result.cache_bytes // len(cases),
+                "full_cache_bytes": result.full_cache_bytes // len(cases),
+                "dropped": result.dropped,
+            }  # fmt: skip
+
+        yield from self._each(prompts, candidates, answer, room, most_new)
+
+    def perplexity(
+        self, unit: Unit, candidates: Sequence[Candidate]
+    ) -> Iterator[tuple[Candidate, Found]]:
+        """Nats per token of each window, and of each quarter of what follows the prompt."""
+        rows, prompt = self.material.windows(unit.length)
+        rows = rows[unit.first : unit.stop]
+
+        def loss(context: Context) -> Found:
+            sizes = {
+                "cache_bytes": context.nbytes // len(rows),
+                "full_cache_bytes": context.full_nbytes // len(rows),
+            }
+            nll = context_nll(self.model, context, rows[:, prompt:]).astype(np.float64)
+            if not np.isfinite(nll).all():
+                raise ValueError(f"the model's mean loss is {nll.mean()}")
+            quarters = [part.mean() for part in np.array_split(nll, 4, axis=1)]
+            return {"scores": nll.mean(1).tolist(), "quarters": quarters, **sizes}
+
+        most_new = rows.shape[1] - prompt
+        yield from self._each(rows[:, :prompt].tolist(), candidates, loss, 0, most_new)
+
+    def attention(
+        self, unit: Unit, candidates: Sequence[Candidate]
+    ) -> Iterator[tuple[Candidate, Found]]:
+        """Recall and attention error per layer, while the answer is given."""
+        prompts, most_new = self.material.attention_prompts(unit.length)
+        prompts = prompts[unit.first : unit.stop]
+        ready = yield from self._ready(candidates)
+        start = time.perf_counter()
+        fidelities = measure_fidelities(
+            self.model, list(ready.values()), prompts, new_tokens=most_new
+        )
+        for one, found in zip(ready, fidelities, strict=True):
+            yield one, _try(functools.partial(_per_layer, found), start)
+            start = time.perf_counter()
+
+    def _ready(
+        self, candidates: Sequence[Candidate]
+    ) -> Generator[tuple[Candidate, Found], None, dict[Candidate, KVTransform]]:
+        """The candidates' transforms, calibrated; yields the candidates of which that failed."""
+        ready = {}
+        for one in candidates:
+            try:
+                ready[one] = self.calibrated(one.transform)
+                bind(ready[one], self.model.num_layers, self.model.windows)
+            except Exception as error:
+                yield one, _failed(error)
+        return ready
+
+    def _each(
+        self,
+        prompts: list[list[int]],
+        candidates: Sequence[Candidate],
+        measure: Callable[[Context], Found],
+        room: int,
+        most_new: int,
+    ) -> Iterator[tuple[Candidate, Found]]:
+        """`measure` of each candidate's context, after the prompts have been read once."""
+        padded = bucket(max(map(len, prompts)), self.model.max_positions, None)
+        ready = yield from self._ready(candidates)
+        try:
+            once = ReadOnce(
+                self.model, prompts, list(ready.values()), max_prompt=padded + room,
+                max_new=bucket(most_new, None, None),
+            )  # fmt: skip
+        except Exception as error:
+            yield from ((one, _failed(error)) for one in ready)
+            return
+        for one, transform in ready.items():
+            compress = functools.partial(_after, measure, once, transform)
+            yield one, _try(compress, time.perf_counter())
+
+
+def _after(measure: Callable[[Context], Found], once: ReadOnce, transform: KVTransform) -> Found:
+    return measure(once.context(transform))
+
+
+def _per_layer(found: Fidelity) -> Found:
+    recall = found.recall.astype(np.float64).mean((1, 2))
+    error = found.error.astype(np.float64).mean(1)
+    if not (np.isfinite(recall).all() and np.isfinite(error).all()):
+        raise ValueError(f"recall per layer is {recall}, attention error {error}")
+    return {"recall": recall.tolist(), "error": error.tolist(), "cases": found.error.shape[1]}
+
+
+def _try(measure: Callable[[], Found], start: float) -> Found:
+    """What was measured, or the reason why nothing was, and the seconds since `start`."""
+    try:
+        found = measure()
+    except Exception as error:
+        found = _failed(error)
+    return {**found, "seconds": time.perf_counter() - start}
+
+
+def _failed(error: Exception) -> Found:
+    """What is kept of a method that failed, in whatever way: the other cells go on."""
+    reason = " ".join(str(error).split())
+    return {"failed": f"{type(error).__name__}: {reason}"[:300], "seconds": 0.0}
+
+
+def _live_slots(context: Context) -> float:
+    """Slots that hold something after the prompt, a mean over layers, rows and lists."""
+    live = [np.asarray(part.kv.live.sum(-1)).mean() for part in layer_caches(context.caches)]
+    return float(np.mean(live))
+
+
+def _fingerprint(params: Mapping[str, Any]) -> str:
+    """A hash of weights: of their names, shapes and a sample of their values."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            continue
+        sample = np.asarray(leaf).ravel()[:: max(1, leaf.size // 1024)]
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,151 @@
+"""The prompts and texts of a comparison."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.evaluation.cells.grid import MOST_MEASURED, Grid, Unit
+from kvjax.evaluation.tasks import (
+    DATASETS,
+    OWN_TASKS,
+    RULER_TASKS,
+    Frame,
+    Haystack,
+    Task,
+    dataset,
+    retrieval,
+    ruler,
+)
+from kvjax.generation.checks import Sized, check_prompts
+from kvjax.protocol import Full
+
+_CONTINUATION = 128  # most tokens of a row that are predicted after the prompt
+_SAMPLE = 2048  # tokens of the text on which methods are calibrated
+_METRICS = {"perplexity": "nats per token", "attention": "attention error"}
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many there are
+
+
+class Material:
+    """The prompts and texts of a grid.
+
+    Args:
+      grid: what is asked for.
+      tokenizer: of the model, from `transformers`.
+      text: filler of the tasks that hide something, and text of the perplexity.
+      data: folder of the data sets.
+
+    Raises:
+      ValueError: the text is too short, a length too small for a task, data absent or damaged.
+    """
+
+    def __init__(
+        self, grid: Grid, tokenizer: Any, text: str, data: str | Path | None = None
+    ) -> None:
+        self.grid, self.tokenizer, self._text, self._data = grid, tokenizer, text, data
+        self._haystack = Haystack(tokenizer, text)
+        self._tokens = self._haystack.filler
+        longest = grid.lengths[-1]
+        if len(self._tokens) < longest and not set(grid.tasks) <= set(DATASETS):
+            raise ValueError(
+                f"the text must have at least {longest} tokens for the longest prompts, "
+                f"got {len(self._tokens)}"
+            )
+        self.task = functools.cache(self._task)  # so that it is freed with this object
+        for name in grid.answers:
+            for length in grid.lengths:
+                self.task(name, length)
+
+    def _task(self, name: str, length: int) -> Task:
+        """A task's cases at one length; they follow from the grid's seed alone."""
+        grid = self.grid
+        own = {"length": length, "cases": grid.cases}
+        if name in OWN_TASKS:
+            return retrieval(name, self._haystack, depths=grid.depths, seed=grid.seed, **own)
+        if name in RULER_TASKS:
+            frame = Frame.of(self.tokenizer, chat=bool(grid.chat))
+            return ruler(name, self.tokenizer, self._text, seed=grid.seed, frame=frame, **own)
+        return dataset(name, self.tokenizer, data=self._data, chat=grid.chat, **own)
+
+    def check(self, model: Sized) -> None:
+        """Raises ValueError if a model, of which the configuration is enough, cannot read it."""
+        grid, length = self.grid, self.grid.lengths[-1]
+        for name in grid.answers:
+            most_new = self.most_new(name, length)
+            for case in self.task(name, length).cases:
+                check_prompts(model, [case.prompt], (Full(),), most_new)
+        if "perplexity" in grid.tasks or not grid.answers:
+            check_prompts(model, self.windows(length)[0][:1].tolist(), (Full(),), 0)
+        if self._tokens.max() >= model.vocab_size:
+            raise ValueError(
+                f"the model has {model.vocab_size} tokens, got {self._tokens.max()} in the text"
+            )
+
+    def asked(self) -> dict[str, Any]:
+        """What the cells are made of, in the form that is written to files."""
+        return {**self.grid.asked(), "tasks": {name: self._kind(name) for name in self.grid.tasks}}
+
+    def _kind(self, name: str) -> dict[str, Any]:
+        """The metric of a task, and the score that needs no context."""
+        if name in _METRICS:
+            return {"metric": _METRICS[name], "floor": None}
+        task = self.task(name, self.grid.lengths[0])
+        return {"metric": task.metric, "floor": task.floor}
+
+    def most_new(self, name: str, length: int, first: int = 0, stop: int | None = None) -> int:
+        """Most new tokens of the answers to a task's cases, `first` to `stop - 1`."""
+        most = max(case.max_new for case in self.task(name, length).cases[first:stop])
+        return most if self.grid.max_new is None else min(most, self.grid.max_new)
+
+    def count(self, name: str, length: int) -> int:
+        """How many cases a task has."""
+        if name in MOST_MEASURED:
+            return min(self.grid.cases, MOST_MEASURED[name])
+        return len(self.task(name, length).cases)
+
+    def attention_prompts(self, length: int) -> tuple[list[list[int]], int]:
+        """Prompts on which attention is measured, and so many new tokens of each."""
+        count = self.count("attention", length)
+        if not self.grid.answers:
+            rows, prompt = self.windows(length)
+            return rows[:count, :prompt].tolist(), 1
+        name = self.grid.answers[0]
+        cases = self.task(name, length).cases[:count]
+        return [case.prompt for case in cases], self.most_new(name, length, stop=count)
+
+    def windows(self, length: int) -> tuple[Int[np.ndarray, "B N"], int]:
+        """Windows of the text, `[B, length]`, and how many tokens of each are the prompt.
+
+        Window i begins at the same place however many there are.
+        """
+        room = length - len(self._haystack.start)
+        shares = (_GOLDEN * np.arange(self.count("perplexity", length))) % 1
+        starts = (shares * (len(self._tokens) - room + 1)).astype(int)
+        rows = [[*self._haystack.start, *self._tokens[start : start + room]] for start in starts]
+        return np.array(rows, np.int32), length - min(_CONTINUATION, length // 4)
+
+    def digest(self, unit: Unit) -> str:
+        """A hash of a unit's prompts, and of what answers are right."""
+        cases = slice(unit.first, unit.stop)
+        if unit.task == "perplexity":
+            rows, prompt = self.windows(unit.length)
+            given = rows[cases].tolist(), prompt
+        elif unit.task == "attention":
+            prompts, most_new = self.attention_prompts(unit.length)
+            given = prompts[cases], most_new
+        else:
+            given = self.task(unit.task, unit.length).cases[cases]
+        return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
+
+    def sample(self, most: int | None = None) -> list[int]:
+        """The first 2,048 tokens of the text, or `most`: the same ones whatever the grid."""
+        return self._tokens[:_SAMPLE][:most].tolist()
+
+    def fingerprint(self) -> str:
+        """A hash of the text's tokens."""
+        return hashlib.sha256(self._tokens.tobytes()).hexdigest()[:16]

@@ -1,0 +1,150 @@
+"""How well a model predicts a text after its cache was compressed."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention.layer import Cache
+from kvjax.budgets.budgets import check_count
+from kvjax.generation.checks import check_turn
+from kvjax.generation.context import Context
+from kvjax.generation.generate import read
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.steps import decode_step, scan_steps
+from kvjax.protocol import KVTransform
+
+
+def continuation_nll(
+    model: LanguageModel | FunctionalModel,
+    transform: KVTransform,
+    tokens: Int[np.ndarray, "B N"],
+    prompt: int,
+) -> Float[np.ndarray, "B M"]:
+    """Negative log-likelihood of each token after a compressed prompt, in nats.
+
+    The first `prompt` tokens are read in one pass and compressed; the M = N − prompt others are fed
+    one at a time through decode steps, so that methods which compress while decoding do so. Entry
+    j is `-log p(tokens[:, prompt + j] | everything before)`. Perplexity is the exponential of the
+    mean.
+
+    Args:
+      model: as for `kvjax.generate`.
+      transform: how to compress; `kvjax.Full()` is what to compare with.
+      tokens: token ids `[B, N]`, without padding.
+      prompt: tokens of the prompt, 1 to N − 1.
+
+    Raises:
+      TypeError: `tokens` or `prompt` are no integers.
+      ValueError: `tokens` is not `[B, N]` or one lies outside the vocabulary, `prompt` is outside
+        its range, or N is more than the model's positions.
+
+    Example:
+      >>> import numpy as np, kvjax
+      >>> from kvjax.evaluation import continuation_nll
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> tokens = np.arange(40).reshape(1, 40)
+      >>> continuation_nll(model, kvjax.SnapKV(16, window=8), tokens, prompt=32).shape
+      (1, 8)
+    """
+    functional = as_functional(model)
+    tokens = _checked(functional, tokens, "[B, N]")
+    check_count("prompt", prompt, 1)
+    length = tokens.shape[1]
+    if prompt >= length:
+        raise ValueError(f"prompt must be below the {length} tokens of a row, got {prompt}")
+    if functional.max_positions is not None and length > functional.max_positions:
+        raise ValueError(f"the model has {functional.max_positions} positions, got {length} tokens")
+    rows = tokens[:, :prompt].tolist()
+    context = read(
+        functional, rows, transform=transform, max_new=length - int(prompt), buckets=[int(prompt)]
+    )
+    return context_nll(functional, context, tokens[:, prompt:])
+
+
+def context_nll(
+    model: LanguageModel | FunctionalModel,
+    context: Context,
+    tokens: Int[np.ndarray, "B M"],
+) -> Float[np.ndarray, "B M"]:
+    """Negative log-likelihood of tokens that follow what a context has read, in nats.
+
+    As `continuation_nll`, for a prompt that has been read. The context stays as it is.
+
+    Args:
+      model: the one that has read it.
+      context: from `kvjax.read` or `kvjax.ReadOnce`, with room for the tokens.
+      tokens: token ids `[B, M]`, without padding, a row for each of the context's.
+
+    Raises:
+      TypeError, ValueError: tokens that are no integers, not `[B, M]`, of other rows than the
+        context's or outside the vocabulary; as `kvjax.generate` for a turn that does not fit.
+
+    Example:
+      >>> import kvjax
+      >>> import numpy as np
+      >>> from kvjax.evaluation import context_nll
+      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+      >>> model = random_decoder(DecoderConfig(
+      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
+      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
+      >>> context = kvjax.read(model, [[1, 2, 3]], max_new=8)
+      >>> context_nll(model, context, np.array([[4, 5, 6]])).shape
+      (1, 3)
+    """
+    functional = as_functional(model)
+    tokens = _checked(functional, tokens, "[B, M]")
+    if len(tokens) != context.rows:
+        raise ValueError(
+            f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
+        )
+    check_turn(functional, context, None, tokens.shape[1])
+    given = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
+    return np.asarray(_nll(context.layers, functional, *given))
+
+
+def _checked(model: FunctionalModel, tokens: object, shape: str) -> np.ndarray:
+    """Token ids as an array; raises TypeError or ValueError where they are none of this model."""
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must have the shape {shape}, got {list(tokens.shape)}")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"tokens must be integers, got {tokens.dtype}")
+    check_count("batch", len(tokens), 1)
+    check_count("tokens of a row", tokens.shape[1], 1)
+    outside = tokens[(tokens < 0) | (tokens >= model.vocab_size)]
+    if outside.size:
+        raise ValueError(f"tokens must lie in [0, {model.vocab_size}), got {outside[0]}")
+    return tokens
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nll(
+    layers: tuple[KVTransform, ...],
+    model: FunctionalModel,
+    caches: tuple[Cache, ...],
+    tokens: Int[Array, "B M"],
+    length: Int[Array, " B"],
+    logits: Float[Array, "B V"],
+) -> Float[Array, "B M"]:
+    def step(logits, caches, new):
+        token, position = new
+        nll = _token_nll(logits, token)
+        return *decode_step(model, layers, caches, token, position), nll
+
+    # The last token is predicted and not fed: nothing comes after it.
+    positions = length[None, :] + jnp.arange(tokens.shape[1] - 1)[:, None]
+    logits, _, nll = scan_steps(step, logits, caches, (tokens[:, :-1].T, positions))
+    return jnp.concatenate((nll, _token_nll(logits, tokens[:, -1])[None])).T
+
+
+def _token_nll(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
+    log_probability = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(log_probability, token[:, None], axis=-1)[:, 0]

@@ -1,0 +1,1 @@
+"""Times and bytes of methods, beside the floors of the machine."""

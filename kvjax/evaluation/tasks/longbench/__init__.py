@@ -1,0 +1,1 @@
+"""The tasks of LongBench, with its prompts and scores."""

@@ -1,0 +1,48 @@
+"""Scores of Chinese answers, whose words `jieba` cuts."""
+
+from __future__ import annotations
+
+import functools
+import string
+from typing import Any
+
+from kvjax.evaluation.tasks.metrics import library, overlap, rouge_l
+from kvjax.messages import quiet
+
+from .tables import CHINESE_PUNCTUATION
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
+
+
+def f1_zh(text: str, reference: str, **details: Any) -> float:
+    """F1 of Chinese words, cut by `jieba`, without punctuation.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.longbench.chinese import f1_zh
+      >>> f1_zh("厦门大学。", "厦门大学")
+      1.0
+    """
+    return overlap(_words_zh(text), _words_zh(reference))
+
+
+def rouge_l_zh(text: str, reference: str, **details: Any) -> float:
+    """As `rouge_l`, of Chinese words, cut by `jieba`."""
+    return rouge_l(" ".join(_cut_zh(text)), " ".join(_cut_zh(reference)))
+
+
+def _words_zh(text: str) -> list[str]:
+    plain = (word.lower().translate(_NO_PUNCTUATION) for word in _cut_zh(text))
+    return ["".join(word.split()) for word in plain if word.strip()]
+
+
+@functools.cache
+def _jieba() -> Any:
+    """The package with its dictionary, of which it would tell on standard error."""
+    jieba = library("jieba")
+    with quiet():
+        jieba.initialize()
+    return jieba
+
+
+def _cut_zh(text: str) -> list[str]:
+    return _jieba().lcut(text)

@@ -1,0 +1,1 @@
+"""The tasks of RULER, generated at any length."""

@@ -1,0 +1,97 @@
+"""Files of a comparison that are damaged, and a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+
+from kvjax.evaluation.cells import files
+from kvjax.evaluation.cells.grid import Cell
+from tests.support.small_comparisons import made_up
+
+CELL = Cell("perplexity", 192, None, 0, 2, "full", None)
+FOUND = {
+    "scores": [2.0, 3.0], "quarters": [1.0, 2.0, 3.0, 4.0], "cache_bytes": 5,
+    "full_cache_bytes": 5, "seconds": 0.1,
+}  # fmt: skip
+ASKED = {
+    "methods": [["full", None]],
+    "tasks": {"perplexity": {"metric": "nats per token", "floor": None}},
+    "lengths": [192], "questions": ["inside"], "cases": 2,
+}  # fmt: skip
+ANSWERS = made_up(Cell("needle", 192, "inside", 0, 2, "full", None))
+
+
+def damaged(change: dict | None = None, found: dict = FOUND, cell=CELL) -> dict:
+    return {"cell": cell, "found": {**found, **(change or {})}}
+
+
+DAMAGED = {
+    "cut": (b'{"cell": ["perplexity", 192, nu', "Expecting value"),
+    "no text": (b"\xff", "decode"),
+    "empty": (b"{}", "expected an object with cell and found"),
+    "a number": (b"5", "expected an object with cell and found"),
+    "cell": (damaged(cell=5), "cell must be a list"),
+    "other cell": (damaged(cell=["x", *CELL[1:]]), "no comparison"),
+    "nested cell": (damaged(cell=[*CELL[:5], [], None]), "no comparison"),
+    "length": (damaged(cell=["needle", "192", *CELL[2:]]), "no comparison"),
+    "found": ({"cell": CELL, "found": 5}, "must be an object, got 5"),
+    "found, empty": ({"cell": CELL, "found": {}}, "scores of found must"),
+    "nan": (damaged({"scores": [math.nan, 1.0]}), "scores of found must be finite numbers"),
+    "bytes": (damaged({"cache_bytes": "x"}), "cache_bytes of found must be a finite number"),
+    "too few": (damaged({"scores": [1.0]}), "scores of found must be a list with one entry"),
+    "text": (
+        damaged(
+            {"recall": ["x"], "cases": 1}, {"error": [1.0], "seconds": 1}, ["attention", *CELL[1:]]
+        ),
+        "recall of found must be finite numbers",
+    ),
+    "no texts": (
+        damaged({"texts": None}, ANSWERS, ["needle", *CELL[1:]]),
+        "texts of found must be a list",
+    ),
+    "nested": (b'{"a":' * 100_000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_journal(name, tmp_path):
+    line, said = DAMAGED[name]
+    settings = {"seed": 0}
+    journal = files.Journal(tmp_path, settings, ASKED)
+    journal.add(CELL, FOUND)
+    assert files.Journal(tmp_path, settings, ASKED).finished == {CELL: FOUND}
+    line = line if isinstance(line, bytes) else json.dumps(line).encode()
+    path = tmp_path / "cells.jsonl"
+    path.write_bytes(path.read_bytes() + line + b"\n" + path.read_bytes())
+    with pytest.raises(
+        ValueError, match=r"cells\.jsonl is damaged in line 2 \(.*\): rem"
+    ) as caught:
+        files.Journal(tmp_path, settings, ASKED)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"), [("fsync", "cells.jsonl"), ("replace", "settings.json")]
+)
+def test_a_full_disk_names_the_file(monkeypatch, tmp_path, broken, name):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, broken, full)
+    with pytest.raises(OSError, match=rf"No space left on device: '.*{name}'"):
+        files.Journal(tmp_path, {}, ASKED).add(CELL, FOUND)
+
+
+def test_fewer_cases_leave_a_floor_as_it_is(tmp_path):
+    def floor_after(floor: float, cases: int) -> float:
+        about = {"metric": "ROUGE-L", "floor": floor}
+        asked = {**ASKED, "tasks": {"multi_news": about}, "cases": cases}
+        return files.Journal(tmp_path, {}, asked).results().settings["tasks"]["multi_news"]["floor"]
+
+    assert floor_after(0.08, cases=5) == 0.08
+    assert floor_after(0.1, cases=50) == 0.1
+    assert floor_after(0.0, cases=1) == 0.1

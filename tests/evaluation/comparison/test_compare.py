@@ -1,0 +1,253 @@
+"""Comparisons: what is measured, and what is told meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import kvjax
+from kvjax.cli.terminal import Display
+from kvjax.evaluation import Estimate, Grid, compare
+from kvjax.evaluation.cells.grid import Unit
+from kvjax.evaluation.comparison import compare as compare_module
+from kvjax.evaluation.comparison.compare import _Measure
+from kvjax.evaluation.comparison.material import Material
+from kvjax.generation.model import as_functional
+from kvjax.models import load_tokenizer, random_decoder, read_config
+from tests.support.small_comparisons import TEXT, material_of, results
+
+
+def test_a_whole_run(command, tmp_path, capsys):
+    """Nothing is replaced: files, figures that are known, and the same bytes again."""
+    out = tmp_path / "out"
+    options = {"methods": "h2o", "lengths": 192, "budgets": 0.25, "cases": 2}
+    options["question"] = "inside,after"
+    assert command(**options) == 0
+    assert "h2o" in capsys.readouterr().out
+    assert command(**options, out=tmp_path / "again") == 0
+    for name in ("results.json", "results.csv"):
+        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    found = results(out)
+    rows = {(row["task"], row["question"], row["method"]): row for row in found["rows"]}
+    assert len(rows) == 2 * 2 + 2 + 2
+    full, h2o = (rows["perplexity", None, name] for name in ("full", "h2o"))
+    assert full["difference"]["mean"] == 0 and h2o["difference"]["mean"] != 0
+    assert full["score"]["cases"] == 2 and len(full["quarters"]) == 4
+    assert full["score"]["mean"] == pytest.approx(np.mean(full["quarters"]), abs=1e-5)
+    assert full["cache_bytes"] == full["full_cache_bytes"]
+    full, h2o = (rows["attention", None, name] for name in ("full", "h2o"))
+    assert full["recall"] == 1 and full["score"]["mean"] < 1e-5
+    assert 0 < h2o["recall"] < 1 and h2o["score"]["mean"] > 1e-3
+    assert h2o["layer_recall"] == [h2o["recall"]] and h2o["failed"] is None
+    for question in ("inside", "after"):
+        h2o = rows["needle", question, "h2o"]
+        assert h2o["score"]["cases"] == 2 and h2o["slots"] == 48
+        assert 0.2 < h2o["cache_bytes"] / h2o["full_cache_bytes"] < 0.4
+    assert rows["needle", "inside", "h2o"]["live_slots"] == 48
+    assert rows["needle", "inside", "full"]["live_slots"] == 192
+    assert 100 < rows["needle", "after", "full"]["live_slots"] < 192, "the question comes later"
+    times = json.loads((out / "timings.json").read_text())
+    assert times["versions"]["jax"] == jax.__version__
+    assert "seconds" not in (out / "results.json").read_text(), "they are in timings.json alone"
+
+
+def test_answers_are_those_of_generate(folder):
+    """With the question inside: as one call of `generate`. After it: as a further turn."""
+    tokenizer, model = load_tokenizer(folder), random_decoder(read_config(folder))
+    grid = Grid.of(methods=["h2o"], budgets=[0.25], lengths=[192], tasks=["needle"], cases=2)
+    material = Material(grid, tokenizer, TEXT)
+    measure = _Measure(material, as_functional(model), ())
+    cases, new = material.task("needle", 192).cases, material.most_new("needle", 192)
+    for question in ("inside", "after"):
+        unit = Unit("needle", 192, question, 0, 2)
+        for one, found in measure.unit(unit, grid.candidates):
+            options = {"max_new_tokens": new, "end_tokens": ()}
+            if question == "inside":
+                prompts = [case.prompt for case in cases]
+                result = kvjax.generate(model, prompts, transform=one.transform, **options)
+            else:
+                prompts = [case.context for case in cases]
+                context = kvjax.read(
+                    model, prompts, transform=one.transform, max_prompt=256, max_new=new
+                )
+                asked = [case.question for case in cases]
+                result = kvjax.generate(model, asked, context=context, **options)
+            expected = [
+                tokenizer.decode([*case.prompt, *tokens]).removeprefix(
+                    tokenizer.decode(case.prompt)
+                )
+                for case, tokens in zip(cases, result.tokens, strict=True)
+            ]
+            assert found["texts"] == expected
+            assert found["depths"] == [0.0, 0.25] and found["new_tokens"] == [new] * 2
+
+
+def test_right_answers_are_counted_and_every_method_sees_the_same_cases(
+    folder, monkeypatch, tmp_path
+):
+    tokenizer = load_tokenizer(folder)
+    prompts = {}
+
+    def answer(model, given, *, context, **options):
+        told = [tokenizer.decode(prompt).split(" is ")[1][:6] for prompt in given]
+        seen = prompts.setdefault(repr(context.transform), [])
+        texts = []
+        for prompt, right in zip(given, told, strict=True):
+            seen.append(tuple(prompt))
+            wrong = context.transform != kvjax.Full() and len(seen) % 4 == 0
+            texts.append("0" * 6 if wrong else f" {right}. ")
+        tokens = [tokenizer(text).input_ids[1:] for text in texts]
+        return kvjax.Generation(
+            tokens, [False] * len(given), [192] * len(given), 0.1, 0.01, 0.0, 400, 800,
+            {"device": 400}, None, 0,
+        )  # fmt: skip
+
+    class Once:
+        """Contexts that know their prompts."""
+
+        def __init__(self, model, given, transforms, **options):
+            self.given = given
+
+        def context(self, transform):
+            return Context(transform, self.given)
+
+    class Context:
+        def __init__(self, transform, given):
+            self.transform, self.given, self.caches = transform, given, ()
+
+    def with_prompts(model, questions, *, context, **options):
+        assert questions is None, "the question is inside"
+        return answer(model, context.given, context=context, **options)
+
+    monkeypatch.setattr(compare_module, "ReadOnce", Once)
+    monkeypatch.setattr(compare_module, "generate", with_prompts)
+    monkeypatch.setattr(compare_module, "_live_slots", lambda context: 5.0)
+    found = compare(
+        random_decoder(read_config(folder)), tokenizer, TEXT, methods=["h2o"], budgets=[0.5],
+        lengths=[192, 256], depths=[0.0, 1.0], tasks=["needle"], questions=["inside"], cases=8,
+    )  # fmt: skip
+    shares = {(row.length, row.method): row.score for row in found.rows()}
+    assert shares[192, "full"] == Estimate.of([1.0] * 8) == shares[256, "full"]
+    assert shares[192, "h2o"].mean == 0.75 and shares[192, "h2o"].cases == 8
+    (row,) = [row for row in found.rows() if row.candidate == ("h2o", 0.5) and row.length == 192]
+    assert {depth: one.cases for depth, one in row.depths.items()} == {0.0: 4, 1.0: 4}
+    assert row.difference.mean == -0.25
+    first, second = prompts.values()
+    assert first == second and len(set(first)) == 16
+    assert {len(prompt) for prompt in first} == {192, 256}
+
+
+def test_seeds_change_the_cases(folder):
+    def cases(seed, **grid):
+        return material_of(folder, seed=seed, **grid).task("needle", 192).cases
+
+    assert cases(0) == cases(0)
+    assert len({tuple(case.prompt) for seed in range(4) for case in cases(seed)}) == 8
+    assert cases(0, cases=5)[:2] == cases(0), "more cases leave the first as they are"
+
+
+def test_more_cases_leave_the_length_of_answers_as_it_is(folder, monkeypatch):
+    """Those of a case, and those on whose prompts attention is measured."""
+    whole = Material._task
+
+    def longer_at_the_end(self, name, length):
+        task = whole(self, name, length)
+        first, last = task.cases[:4], task.cases[4:]
+        last = [dataclasses.replace(case, max_new=50) for case in last]
+        return dataclasses.replace(task, cases=(*first, *last))
+
+    monkeypatch.setattr(Material, "_task", longer_at_the_end)
+    few, many = (material_of(folder, cases=cases) for cases in (4, 6))
+    assert few.attention_prompts(192) == many.attention_prompts(192)
+    assert many.most_new("needle", 192) == 50 == many.most_new("needle", 192, first=4)
+    assert many.most_new("needle", 192, stop=4) == few.most_new("needle", 192) < 50
+
+
+def test_every_grid_calibrates_on_the_same_tokens(folder):
+    """Or a folder to which shorter prompts were added would hold two calibrations of a method."""
+    sample = material_of(folder, lengths=[192]).sample()
+    assert len(sample) == 2048
+    for lengths in ([192, 2000], [2000]):
+        material = material_of(folder, lengths=lengths)
+        assert material.sample() == sample and material.sample(512) == sample[:512]
+
+
+def test_windows_of_the_text(folder):
+    tokenizer = load_tokenizer(folder)
+    material = material_of(folder, lengths=[200, 2000], cases=8)
+    rows, prompt = material.windows(200)
+    assert rows.shape == (8, 200) and prompt == 150
+    assert material.windows(2000)[1] == 2000 - 128
+    assert (rows[:, 0] == 0).all(), "the start token"
+    texts = [tokenizer.decode(row[1:]) for row in rows]
+    assert all(text in TEXT for text in texts) and texts[0] == TEXT[:199]
+    assert len(set(texts)) > 1
+    fewer, _ = material_of(folder, lengths=[200, 2000], cases=3).windows(200)
+    np.testing.assert_array_equal(fewer, rows[:3])
+
+
+def test_a_measurement_that_fails_leaves_the_others(folder, monkeypatch):
+    """A prompt pass, a calibration, a method: each failure is of its own cells alone."""
+    grid = Grid.of(methods=["h2o"], budgets=[0.25], lengths=[192], tasks=["needle"], cases=2)
+    material = Material(grid, load_tokenizer(folder), TEXT)
+    measure = _Measure(material, as_functional(random_decoder(read_config(folder))), ())
+    unit = Unit("perplexity", 192, None, 0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_module, "context_nll", lambda *_: np.full((2, 4), np.nan))
+        found = [record["failed"] for _, record in measure.unit(unit, grid.candidates)]
+        assert len(found) == 2 and all("loss is nan" in reason for reason in found)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_module, "ReadOnce", lambda *_, **__: 1 / 0)
+        found = [record["failed"] for _, record in measure.unit(unit, grid.candidates)]
+        assert found == ["ZeroDivisionError: division by zero"] * 2
+    measure.calibrated = lambda transform: 1 / 0 if transform != kvjax.Full() else transform
+    records = {one.method: record for one, record in measure.unit(unit, grid.candidates)}
+    assert "ZeroDivisionError" in records["h2o"]["failed"] and "failed" not in records["full"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory maps are counted on Linux")
+def test_compiled_code_is_dropped_before_memory_maps_run_out(
+    command, measured, monkeypatch, tmp_path
+):
+    cleared = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(len(measured)))
+    assert command(lengths=192) == 0 and not cleared
+    few = tmp_path / "max_map_count"
+    few.write_text("100\n")
+    monkeypatch.setattr(compare_module, "_MOST_MAPS", few)
+    measured.clear()
+    assert command(lengths=256) == 0
+    assert cleared == list(range(1, len(measured) + 1)), "after every cell"
+
+
+def test_progress(folder, measured):
+    calls = []
+    compare(
+        random_decoder(read_config(folder)), load_tokenizer(folder), TEXT, methods=["h2o"],
+        budgets=[0.5], lengths=[192, 256], tasks=["needle"], questions=["inside"], cases=8,
+        on_progress=lambda *call: calls.append(call),
+    )  # fmt: skip
+    done, totals, what = zip(*calls, strict=True)
+    assert len(calls) == len(measured) / 2 + 1 and len(set(totals)) == 1
+    assert done[0] == 0 and done[-1] == totals[0]
+    assert all(b > a for a, b in itertools.pairwise(done))
+    assert what[0] == "needle · 192 tokens · question inside · cases 1-4"
+
+
+def test_the_bar(capsys):
+    bar = Display(wanted=False)
+    bar.show(0, None, "loading the model")
+    bar.show(30, 120, "snapkv 0.1 · needle · 1,024 tokens · depth 0.5")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(bar.get_renderable())
+    shown = console.export_text()
+    assert "25%" in shown and "elapsed" in shown
+    assert "snapkv 0.1 · needle · 1,024 tokens · depth 0.5" in shown

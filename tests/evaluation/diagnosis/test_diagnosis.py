@@ -1,0 +1,212 @@
+"""What `kvjax.evaluation.diagnose` finds, and which cache it recommends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import kvjax
+from kvjax.evaluation import Diagnosis, Fidelity, Finding, diagnose, measure_fidelities
+from kvjax.evaluation.cells.grid import Candidate
+from kvjax.evaluation.diagnosis import plots
+from kvjax.evaluation.report.pictures import Picture
+from tests.evaluation.fidelity.test_fidelity import KV_HEADS, LAYERS, PROMPTS, QUESTIONS, tiny_model
+from tests.support.tolerances import close
+
+# --- the smallest cache ---
+
+
+def finding(method: str, budget, error: float, cache_bytes: int) -> Finding:
+    recall = np.full((LAYERS, 1, KV_HEADS), 0.5, np.float32)
+    fidelity = Fidelity(recall, np.full((LAYERS, 1), error, np.float32), 0 * recall + error)
+    return Finding(Candidate.of(method, budget), fidelity, cache_bytes, 1000, 0)
+
+
+def of(*findings: Finding) -> Diagnosis:
+    full = finding("full", None, 0.0, 1000)
+    return Diagnosis((full, *findings), "inside", 90, 10, 1, None)
+
+
+TABLE = (
+    finding("snapkv", 0.1, 0.30, 100),
+    finding("snapkv", 0.2, 0.15, 200),
+    finding("h2o", 0.2, 0.125, 210),
+    finding("h2o", 0.5, 0.0625, 500),
+    finding("quest", 0.2, 0.01, 1010),
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "best"),
+    [(1.0, "snapkv 0.1"), (0.2, "snapkv 0.2"), (0.13, "h2o 0.2"), (0.125, "h2o 0.2"),
+     (0.1, "h2o 0.5")],
+)  # fmt: skip
+def test_the_smallest_cache_under_an_error(error, best):
+    found = of(*TABLE)
+    assert found.smallest(error).name == best
+    assert of(*reversed(TABLE)).smallest(error).name == best, "the order is of no account"
+    method, _, budget = best.partition(" ")
+    recommended = found.as_json(error)["recommended"]
+    assert recommended == {"method": method, "budget": float(budget)}
+
+
+def test_no_smaller_cache_holds():
+    """What is as large as the full cache is no recommendation, however good."""
+    assert of(*TABLE).smallest(0.05) is None
+    assert of(*TABLE).as_json(0.05)["recommended"] is None
+    assert of(finding("quest", 0.2, 0.01, 1000)).smallest(0.5) is None
+    assert of().smallest(0.5) is None
+    assert of(finding("snapkv", 0.1, np.nan, 100)).smallest(0.5) is None
+
+
+def test_of_equal_bytes_the_better_one():
+    equal = finding("snapkv", 0.2, 0.08, 200), finding("h2o", 0.2, 0.06, 200)
+    assert of(*equal).smallest(0.1).name == of(*reversed(equal)).smallest(0.1).name == "h2o 0.2"
+
+
+@pytest.mark.parametrize("error", [0, -1.0, float("nan"), "0.1"])
+def test_an_error_that_is_none(error):
+    with pytest.raises((TypeError, ValueError), match="error must"):
+        of(*TABLE).smallest(error)
+
+
+def test_numbers_that_json_lacks():
+    record = of(finding("snapkv", 0.1, np.inf, 100)).as_json()
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert record["findings"][1]["error"] is None
+    assert record["findings"][1]["error_by_layer"] == [None] * LAYERS
+
+
+# --- diagnose ---
+
+
+GRID = {"methods": ["snapkv(window=4)", "streaming_llm"], "budgets": [8, 16]}
+
+
+SHOWN: dict[str, list] = {"inside": [], "after": []}
+
+
+@functools.cache
+def diagnosed(where: str) -> Diagnosis:
+    return diagnose(
+        tiny_model(), PROMPTS, QUESTIONS, where=where, new_tokens=2, **GRID,
+        on_progress=lambda *what: SHOWN[where].append(what),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["inside", "after"])
+@pytest.mark.fast_cases("inside")
+def test_fidelity_and_bytes(where):
+    """Those of `measure_fidelities`, and of contexts that the prompts were read into."""
+    found = diagnosed(where)
+    assert (found.prompt_tokens, found.question_tokens, found.where) == (74, 9, where)
+    inside = [[*prompt, *asked] for prompt, asked in zip(PROMPTS, QUESTIONS, strict=True)]
+    prompts, asked = (inside, None) if where == "inside" else (PROMPTS, QUESTIONS)
+    transforms = [one.candidate.transform for one in found.findings]
+    expected = measure_fidelities(tiny_model(), transforms, prompts, new_tokens=2, questions=asked)
+    longest = max(map(len, prompts))
+    for one, fidelity, transform in zip(found.findings, expected, transforms, strict=True):
+        for own, other in zip(one.fidelity, fidelity, strict=True):
+            close(own, other, "rounding")
+        context = kvjax.read(
+            tiny_model(), prompts, transform=transform, max_new=2, buckets=[longest],
+            max_prompt=longest + (5 if where == "after" else 0),
+        )  # fmt: skip
+        assert (one.cache_bytes, one.full_cache_bytes) == (context.nbytes, context.full_nbytes)
+        assert one.dropped == 0
+    assert found.findings[0].error == pytest.approx(0, abs=1e-5)
+
+
+def test_progress_is_told():
+    names = [one.name for one in diagnosed("inside").findings]
+    assert names == [
+        "full", "snapkv(window=4) 8", "snapkv(window=4) 16", "streaming_llm 8", "streaming_llm 16"
+    ]  # fmt: skip
+    expected = ["reading 83 tokens", *names, "done"]
+    assert SHOWN["inside"] == [(number, 6, what) for number, what in enumerate(expected)]
+
+
+@pytest.mark.slow
+def test_a_question_that_comes_after_is_another_matter():
+    inside, after = ([one.error for one in diagnosed(w).findings[1:3]] for w in SHOWN)
+    assert not np.allclose(inside, after)
+
+
+def test_json_is_complete():
+    found = diagnosed("inside")
+    record = json.loads(json.dumps(found.as_json(0.5), allow_nan=False))
+    assert record.keys() == {
+        "question", "prompt_tokens", "question_tokens", "new_tokens", "findings", "redundancy",
+        "wanted_error", "recommended",
+    }  # fmt: skip
+    assert record["wanted_error"] == 0.5 and record["redundancy"] is None
+    for own, one in zip(record["findings"], found.findings, strict=True):
+        assert own["method"] == one.candidate.method and own["budget"] == one.candidate.budget
+        assert own["cache_bytes"] == one.cache_bytes
+        close(np.array(own["error_by_layer"]), one.fidelity.error.mean(1), "accumulated")
+        close(np.array(own["error_by_head"]), one.fidelity.head_error.mean(1), "accumulated")
+        close(np.array(own["recall_by_head"]), one.fidelity.recall.mean(1), "accumulated")
+        assert own["error"] == pytest.approx(np.mean(own["error_by_layer"]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"where": "before"}, ValueError, "where must be one of"),
+        ({"questions": []}, ValueError, "a question for each of the 1 prompts, got 0"),
+        ({"questions": [[]], "where": "after"}, ValueError, "row 0 is empty"),
+        ({"prompts": [[99]]}, ValueError, "must lie in"),
+        ({"prompts": [[1] * 64]}, ValueError, "64 positions"),
+        ({"methods": ["nothing"]}, ValueError, "nothing"),
+        ({"methods": []}, ValueError, "methods must not be empty"),
+        ({"methods": ["full"]}, ValueError, "methods must name one beside full, got \\['full'\\]"),
+        ({"budgets": [0.0]}, ValueError, "budget"),
+        ({"new_tokens": 0}, ValueError, "new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_diagnose_refuses(change, error, message):
+    def never(*args, **options):
+        pytest.fail("something was computed")
+
+    model = dataclasses.replace(tiny_model(), apply=never)
+    given = {"prompts": [[1, 2]], "questions": [[3]], "methods": ["h2o"], "budgets": [4]}
+    given |= change
+    with pytest.raises(error, match=message):
+        diagnose(model, given.pop("prompts"), given.pop("questions"), **given)
+
+
+# --- pictures ---
+
+
+def drawn(picture: Picture) -> Axes:
+    """The axes of a picture's one panel."""
+    ((panel,),) = picture.panels
+    axes = Figure().subplots()
+    panel.draw(axes)
+    return axes
+
+
+def test_pictures_show_the_figures():
+    found = diagnosed("inside")
+    for what, expected in (("error", "head_error"), ("recall", "recall")):
+        mesh = drawn(plots.by_head(found, what)).collections[0].get_array()
+        rows = [getattr(one.fidelity, expected).mean(1) for one in found.findings[1:]]
+        close(np.asarray(mesh), np.reshape(rows, (len(rows), -1)), "rounding")
+    lines = drawn(plots.error_vs_bytes(found, 10.0)).lines
+    named = {line.get_label(): (line.get_xdata(), line.get_ydata()) for line in lines}
+    snapkv = found.findings[1:3]
+    close(named["snapkv(window=4)"][0], [one.share for one in snapkv], "rounding")
+    close(named["snapkv(window=4)"][1], [one.error for one in snapkv], "rounding")
+    assert f"smallest: {found.smallest(10.0).name}" in named
+
+
+def test_no_error_is_drawn(tmp_path):
+    """Logarithms have no zero."""
+    names = plots.draw(of(finding("snapkv", 0.5, 0.0, 500)), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(names) and len(names) == 3

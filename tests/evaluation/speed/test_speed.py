@@ -1,0 +1,215 @@
+"""`measure_speed`: what a step reads, by hand; what a row holds; what is refused."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.evaluation import measure_speed
+from kvjax.evaluation.speed.floors import cache_room, prompt_flops
+from kvjax.evaluation.speed.machine import environment, free_memory, measure_machine, with_peak
+from kvjax.generation.model import as_functional
+from kvjax.generation.planning import plan
+from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_decoder
+
+LAYERS, VOCAB, HIDDEN, MLP, QUERY_HEADS, HEADS, DIM = 2, 64, 32, 48, 4, 2, 8
+CONFIG = DecoderConfig(
+    vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=MLP, num_layers=LAYERS,
+    query_heads=QUERY_HEADS, kv_heads=HEADS, head_dim=DIM, rope=RopeConfig(rotary_dim=DIM),
+    max_positions=512,
+)  # fmt: skip
+PROMPT, NEW = 256, 64
+EMBEDDING = VOCAB * HIDDEN
+MATRICES = 2 * HIDDEN * (QUERY_HEADS + HEADS) * DIM + 3 * HIDDEN * MLP  # of a layer
+WEIGHTS = 2 * EMBEDDING + LAYERS * (MATRICES + 2 * HIDDEN) + HIDDEN
+PAYLOAD = 2 * DIM * 4  # bytes of a slot's key and value
+OF_SLOT, OF_HEAD, OF_ROW = 4 + 4 + 1, 4 + 4, 4  # position, mass, pin; used, dropped; length
+
+
+def of_rows(slots: int, read: float, index_of_head: int = 0, index_of_row: int = 0) -> int:
+    """Bytes that a step reads of a row's caches, `read` of its `slots` keys and values."""
+    head = slots * OF_SLOT + read * PAYLOAD + OF_HEAD + index_of_head
+    return LAYERS * (HEADS * head + OF_ROW + index_of_row)
+
+
+SLOTS, PAGES, CLUSTERS = PROMPT + NEW, 20, 20
+BY_HAND = {
+    "full": ("full", of_rows(SLOTS, SLOTS), 0),
+    "snapkv": ("snapkv(budget=64)", of_rows(64 + NEW, 64 + NEW), 0),
+    # Two bounds of each page, and how many pages to read.
+    "quest": (
+        "quest(budget=96, page=16, dense_layers=())",
+        of_rows(SLOTS, 96, PAGES * 2 * DIM * 4, 4),
+        0,
+    ),
+    # Of each cluster a centroid, its size and its start; their number, and that of sinks; the
+    # budget of a row. The key of the draws is one for all rows.
+    "clusterkv": (
+        "clusterkv(budget=96, tokens_per_cluster=16, sinks=16, interval=320, dense_layers=())",
+        of_rows(SLOTS, 96, CLUSTERS * (DIM * 4 + 4 + 4) + 4 + 4, 4 + 4),
+        LAYERS * 8,
+    ),
+}
+
+
+@pytest.mark.parametrize("method", BY_HAND)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_bytes_that_a_step_reads_by_hand(method, rows):
+    text, of_row, fixed = BY_HAND[method]
+    room = cache_room(abstract_decoder(CONFIG), PROMPT, NEW)
+    assert room == {"max_prompt": PROMPT, "max_new": NEW}
+    planned = plan(
+        abstract_decoder(CONFIG, dtype="float32"), kvjax.parse(text), dtype="float32",
+        looked_up=4 * EMBEDDING, **room,
+    )  # fmt: skip
+    assert planned.step_bytes(rows) == 4 * (WEIGHTS - EMBEDDING) + rows * of_row + fixed
+
+
+def test_operations_of_a_prompt_by_hand():
+    tokens = 100
+    pairs = sum(range(1, tokens + 1))
+    expected = LAYERS * (2 * tokens * MATRICES + 4 * pairs * QUERY_HEADS * DIM)
+    assert prompt_flops(abstract_decoder(CONFIG), tokens) == expected
+
+
+def test_a_window_bounds_the_operations():
+    windowed = DecoderConfig(**{**vars(CONFIG), "sliding_window": 30})
+    pairs = sum(min(place, 30) for place in range(1, 101))
+    expected = LAYERS * (2 * 100 * MATRICES + 4 * pairs * QUERY_HEADS * DIM)
+    assert prompt_flops(abstract_decoder(windowed), 100) == expected
+
+
+def test_a_model_without_parts_has_no_floor_of_the_first_token():
+    model = as_functional(random_decoder(CONFIG))
+    whole = kvjax.FunctionalModel(**{**vars(model), "parts": None})
+    assert prompt_flops(whole, 100) is None
+
+
+@pytest.fixture(scope="module")
+def report():
+    model, seen = random_decoder(CONFIG), []
+    methods = {"snapkv": kvjax.SnapKV(64)}
+    found = measure_speed(
+        model, methods, prompt_tokens=PROMPT, new_tokens=8, batches=(1, 2), rounds=2,
+        looked_up=4 * EMBEDDING, on_progress=lambda *told: seen.append(told),
+    )  # fmt: skip
+    return found, seen
+
+
+def test_a_row_per_batch_and_method(report):
+    found, _ = report
+    expected = [(1, "full"), (1, "snapkv"), (2, "full"), (2, "snapkv")]
+    assert [(row.batch, row.method) for row in found.rows] == expected
+    assert found.weight_bytes == 4 * WEIGHTS
+    assert min(found.machine) > 0
+
+
+def test_figures_of_a_row_fit_together(report):
+    found, _ = report
+    full = {row.batch: row for row in found.rows if row.method == "full"}
+    for row in found.rows:
+        assert row.ttft_s == min(row.ttft_rounds_s) and row.tpot_s == min(row.tpot_rounds_s)
+        assert len(row.ttft_rounds_s) == len(row.tpot_rounds_s) == 2 and row.tpot_s > 0
+        assert row.tokens_per_s == row.batch / row.tpot_s
+        assert row.ttft_over_full == row.ttft_s / full[row.batch].ttft_s
+        assert row.tpot_over_full == row.tpot_s / full[row.batch].tpot_s
+        assert row.step_floor_s == row.step_bytes / found.machine.bandwidth > 0
+        flops = prompt_flops(abstract_decoder(CONFIG), PROMPT)
+        assert row.ttft_floor_s == pytest.approx(row.batch * flops / found.machine.products)
+        assert row.resident_bytes == found.weight_bytes + row.cache_bytes - row.host_bytes
+        assert row.full_cache_bytes == full[row.batch].cache_bytes and row.dropped == 0
+        assert row.peak_bytes is None or row.peak_bytes >= found.weight_bytes
+        assert row.compile_s > 0
+    one, two = full[1], full[2]
+    # Twice the rows: twice the caches, and the weights once.
+    read = found.weight_bytes - 4 * EMBEDDING
+    assert two.step_bytes - read == 2 * (one.step_bytes - read)
+    snapkv = found.rows[1]
+    assert snapkv.step_bytes < one.step_bytes and snapkv.cache_bytes < 0.5 * one.cache_bytes
+
+
+def test_progress_counts_runs(report):
+    _, seen = report
+    total = 2 * 2 * 3  # methods, batches, and a first run before two rounds
+    assert {told[1] for told in seen} == {total}
+    done = [told[0] for told in seen]
+    assert done == sorted(done) and done[0] == 0
+    assert seen[-1] == (total, total, "done")
+    assert (0, total, "full · 1 row") in seen and "snapkv · 2 rows" in [told[2] for told in seen]
+
+
+def test_prompts_are_cut_from_the_text(monkeypatch):
+    prompts = []
+
+    def generate(model, rows, **options):
+        prompts.append(rows)
+        raise InterruptedError
+
+    monkeypatch.setattr("kvjax.evaluation.speed.runs.generate", generate)
+    with pytest.raises(InterruptedError):
+        measure_speed(
+            random_decoder(CONFIG), {}, prompt_tokens=4, new_tokens=2, batches=(2,), text=[1, 2, 3]
+        )
+    assert prompts == [[[1, 2, 3, 1], [2, 3, 1, 2]]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens must be at least 1"),
+        ({"new_tokens": 1}, "new_tokens must be at least 2"),
+        ({"rounds": 0}, "rounds must be at least 1"),
+        ({"batches": ()}, "batches must have at least one"),
+        ({"batches": (0,)}, "batch must be at least 1"),
+        ({"text": []}, "text must have at least one token"),
+        ({"text": [VOCAB]}, "token ids must lie in"),
+        ({"prompt_tokens": 500}, "the model has 512 positions"),
+        ({"methods": {"full": kvjax.SnapKV(64)}}, "the method named 'full' must be kvjax.Full()"),
+    ],
+)
+def test_what_is_refused(options, message, monkeypatch):
+    def compute(*args, **options):
+        pytest.fail("something was computed")
+
+    monkeypatch.setattr("kvjax.evaluation.speed.runs.generate", compute)
+    monkeypatch.setattr("kvjax.evaluation.speed.runs.measure_machine", compute)
+    given = {"prompt_tokens": 64, "methods": {"snapkv": kvjax.SnapKV(64)}} | options
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        measure_speed(random_decoder(CONFIG), **given)
+
+
+def test_a_mesh_is_refused(monkeypatch):
+    # A mesh of one device counts as none, and there is one here.
+    monkeypatch.setattr("kvjax.evaluation.speed.speed.mesh_of", lambda params: jax.devices())
+    with pytest.raises(ValueError, match="measures one device, got a model on a mesh"):
+        measure_speed(random_decoder(CONFIG), {})
+
+
+def test_the_machine():
+    machine = measure_machine("float32")
+    assert 1e8 < machine.bandwidth < 1e14 and 1e8 < machine.products < 1e16
+    assert environment()["device"] == jax.devices()[0].device_kind
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the process's memory is the host's")
+def test_the_peak_is_what_was_needed_at_most():
+    _, grown = with_peak(lambda: None)
+    if grown is None:
+        pytest.skip("this system does not tell")
+    assert grown < 2**22
+
+    def run():
+        np.ones(2**24)  # 128 MiB, freed at once
+        return np.ones(2**23)  # 64 MiB
+
+    found, grown = with_peak(run)
+    assert found.nbytes == 2**26
+    assert abs(grown - 2**27) < 2**22  # the system counts in batches of pages
+    assert free_memory() > 0
+
+
+def test_random_weights_have_the_type_that_is_asked_for():
+    model = random_decoder(CONFIG, dtype="bfloat16")
+    assert model.embed.embedding[...].dtype == "bfloat16"

@@ -1,0 +1,418 @@
+"""Retrieval cases: lengths, places, keys, and that training has seen none of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from kvjax.evaluation import OWN_TASKS, Case, Haystack, is_right
+from kvjax.evaluation.tasks.wording import (
+    HELD_OUT_ADJECTIVES,
+    HELD_OUT_NOUNS,
+    HELD_OUT_WORDING,
+    TRAINING_ADJECTIVES,
+    TRAINING_NOUNS,
+    WORDINGS,
+)
+from kvjax.models import demo, load_tokenizer
+from kvjax.models.demo.tasks import Mix, Tasks
+from kvjax.models.demo.words import FreeWords
+
+NEEDLE = re.compile(r" The code of the (\w+ \w+) is (\d+)\.")
+LINK = re.compile(r" The code of the (\w+ \w+) is the code of the (\w+ \w+)\.")
+QUESTION = re.compile(r"\n\nQuestion: What is the code of the (\w+ \w+)\?\nAnswer: .* is\Z")
+ADJECTIVES, NOUNS = set(HELD_OUT_ADJECTIVES), set(HELD_OUT_NOUNS)
+MIXES = {
+    "segments": Mix(1.0, 0.0, 0.0, 4, 0),
+    "lists": Mix(0.0, 1.0, 0.0, 4, 0),
+    "chains": Mix(0.0, 0.0, 1.0, 4, 0),
+    "needles": Mix(0.0, 0.0, 0.0, 4, 0),
+    "free": Mix(0.0, 0.3, 0.3, 4, 0, free=1.0),
+}
+
+
+def start_of(case: Case) -> int:
+    """Where in the prompt what is asked for begins."""
+    return case.details["position"]
+
+
+def answer_of(case: Case) -> str:
+    (answer,) = case.answers
+    return answer
+
+
+@functools.cache
+def tokenizer():
+    return load_tokenizer(demo.directory())
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer()(text, add_special_tokens=False).input_ids
+
+
+@functools.cache
+def filler() -> str:
+    """Short sentences without digits, no two windows of them equal."""
+    words = "boats go out again at noon when rain has gone from our old town".split()
+    rng = np.random.default_rng(0)
+    return "".join(f" When {' '.join(rng.choice(words, 5))}." for _ in range(1500))
+
+
+@functools.cache
+def haystack() -> Haystack:
+    return Haystack(tokenizer(), filler())
+
+
+def make(task: str = "needle", *, length: int = 512, depth: float = 0.5, seed: int = 0, **more):
+    return haystack().case(task, length=length, depth=depth, seed=seed, **more)
+
+
+def decode(tokens: list[int]) -> str:
+    return tokenizer().decode(tokens)
+
+
+def asked_key(case: Case, pattern: re.Pattern = QUESTION) -> str:
+    return pattern.search(decode(case.prompt)).group(1)
+
+
+def question_of(task: str, case: Case) -> list[int]:
+    """The tokens of the question, from the key that the prompt asks for."""
+    if task != "key_value":
+        return encode(WORDINGS[0].ask(asked_key(case)))
+    key = asked_key(case, re.compile(r"Which value has the (\w+ \w+)\?"))
+    return encode(f"\n\nQuestion: Which value has the {key}?\nAnswer: {key}:")
+
+
+@pytest.mark.parametrize("task", OWN_TASKS)
+@pytest.mark.parametrize("length", [400, 513, 1024, 4096])
+def test_prompts_have_exactly_the_length(task, length):
+    for seed, depth in enumerate((0, 0.25, 0.5, 0.9, 1)):
+        case = make(task, length=length, depth=depth, seed=seed)
+        assert len(case.prompt) == length
+        assert case.prompt[0] == tokenizer().bos_token_id == 0
+        assert 0 not in case.prompt[1:], "one start token"
+        question = question_of(task, case)
+        assert case.prompt[-len(question) :] == question
+        assert re.fullmatch(r"[1-9]\d{5}", answer_of(case))
+        assert 1 <= start_of(case) < length - len(question)
+        assert {type(token) for token in case.prompt} == {int}
+
+
+@pytest.mark.parametrize("depth", [0, 0.1, 0.5, 0.77, 1])
+@pytest.mark.parametrize("length", [300, 2048])
+@pytest.mark.fast_cases("300-0", "300-0.1", "300-0.5", "300-0.77", "300-1")
+def test_needle_stands_at_its_depth(length, depth):
+    for seed in range(3):
+        case = make(length=length, depth=depth, seed=seed)
+        key = asked_key(case)
+        needle, question = (
+            encode(WORDINGS[0].needle(key, answer_of(case))),
+            question_of("needle", case),
+        )
+        end = start_of(case) + len(needle)
+        assert (
+            decode(case.prompt[start_of(case) : end])
+            == f" The code of the {key} is {answer_of(case)}."
+        )
+        before, after = (
+            case.prompt[1 : start_of(case)],
+            case.prompt[end : length - len(question)],
+        )
+        whole = encode(filler())
+        window = before + after
+        starts = [i for i in range(len(whole)) if whole[i : i + len(window)] == window]
+        assert len(starts) == 1, "the rest is one window of the text"
+        ends = [i + 1 for i, token in enumerate(window) if decode([token]) == "."]
+        allowed = [0, *ends, len(window)]
+        assert len(before) in allowed, "behind the end of a sentence"
+        off = [abs(place - depth * len(window)) for place in allowed]
+        assert abs(len(before) - depth * len(window)) == min(off) < 12
+        if depth in (0, 1):
+            assert (len(before), len(after))[depth] == 0
+
+
+@pytest.mark.parametrize("needles", [1, 2, 8, 20])
+def test_several_needles(needles):
+    for seed in range(3):
+        case = make("multi_needle", length=1024, seed=seed, needles=needles)
+        found = NEEDLE.findall(decode(case.prompt))
+        keys, values = {key for key, _ in found}, {value for _, value in found}
+        assert len(found) == len(keys) == len(values) == needles
+        assert dict(found)[asked_key(case)] == answer_of(case)
+        ids = encode(WORDINGS[0].needle(asked_key(case), answer_of(case)))
+        assert case.prompt[start_of(case) : start_of(case) + len(ids)] == ids
+
+
+def test_needles_in_text_without_sentences_stand_at_their_depth():
+    made = Haystack(tokenizer(), "word " * 3000)
+    for depth in (0, 0.25, 0.5, 1):
+        case = made.case("needle", length=1500, depth=depth, seed=0)
+        room = 1500 - 1 - len(question_of("needle", case))
+        room -= len(encode(WORDINGS[0].needle(asked_key(case), answer_of(case))))
+        assert start_of(case) == 1 + round(depth * room)
+
+
+def test_special_tokens_around_and_within_texts():
+    """One before the text is kept, one behind it is not; one that the text spells is text."""
+    from tokenizers.processors import TemplateProcessing
+
+    other = load_tokenizer(demo.directory())
+    other.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert other("a").input_ids[-1] == 1
+    case = Haystack(other, "About <s> and </s>. " * 200).case(
+        "needle", length=400, depth=0.5, seed=0
+    )
+    assert case.prompt[0] == 0 and not {0, 1} & {*case.prompt[1:]}
+    assert "<s>" in decode(case.prompt[1:])
+
+
+def test_the_other_needles_are_spread_at_random():
+    places = []
+    for seed in range(8):
+        text = decode(make("multi_needle", length=2048, seed=seed).prompt)
+        asked = QUESTION.search(text).group(1)
+        places += [m.start() / len(text) for m in NEEDLE.finditer(text) if m.group(1) != asked]
+    assert len(places) == 8 * 7
+    quarters = np.histogram(places, [0, 0.25, 0.5, 0.75, 1])[0]
+    assert quarters.min() >= 5
+
+
+@pytest.mark.parametrize("needles", [1, 4, 8])
+def test_key_value_is_one_list(needles):
+    asked_lines = set()
+    for seed in range(4):
+        case = make("key_value", length=700, seed=seed, needles=needles)
+        block = re.search(r"\n\n((?:\w+ \w+: \d{6}\n)+)\n", decode(case.prompt)).group(1)
+        lines = [line.split(": ") for line in block.splitlines()]
+        assert len(dict(lines)) == len({value for _, value in lines}) == 4 * needles
+        key = asked_key(case, re.compile(r"Which value has the (\w+ \w+)\?"))
+        assert dict(lines)[key] == answer_of(case)
+        assert decode(case.prompt[start_of(case) :]).startswith(f"{key}: {answer_of(case)}\n")
+        asked_lines.add([name for name, _ in lines].index(key))
+    assert len(asked_lines) > 1, "any line may be asked for"
+
+
+def test_chain_goes_over_another_key():
+    source_first = set()
+    for seed in range(8):
+        case = make("chain", seed=seed)
+        text = decode(case.prompt)
+        (link,) = LINK.finditer(text)
+        (source,) = NEEDLE.finditer(text)
+        assert link.group(1) == asked_key(case) != link.group(2)
+        assert source.groups() == (link.group(2), answer_of(case))
+        ids = encode(link.group())
+        assert case.prompt[start_of(case) : start_of(case) + len(ids)] == ids
+        source_first.add(source.start() < link.start())
+    assert source_first == {True, False}
+
+
+@pytest.mark.parametrize("task", OWN_TASKS)
+def test_reply_tokens_are_those_of_the_exact_answer(task):
+    case = make(task)
+    reply = f" {answer_of(case)}."
+    if task == "chain":
+        other = LINK.search(decode(case.prompt)).group(2)
+        reply = f" the code of the {other} is {answer_of(case)}."
+    assert case.max_new == len(encode(reply)) + 1
+    assert is_right(decode(encode(reply)), answer_of(case))
+
+
+@pytest.mark.parametrize("task", OWN_TASKS)
+def test_equal_arguments_give_equal_cases(task):
+    case = make(task, seed=3)
+    assert make(task, seed=3) == case
+    again = Haystack(load_tokenizer(demo.directory()), filler())
+    assert again.case(task, length=np.int64(512), depth=0.5, seed=np.int32(3)) == case
+    assert make(task, depth=1, seed=3) == make(task, depth=1.0, seed=3)
+
+
+@pytest.mark.parametrize("task", OWN_TASKS)
+def test_every_argument_changes_the_case(task):
+    base = {"length": 512, "depth": 0.5, "seed": 3}
+    changes = [{}, {"seed": 4}, {"length": 513}, {"depth": 0.25}]
+    cases = [make(task, **{**base, **change}) for change in changes]
+    assert len({answer_of(case) for case in cases}) == len(cases)
+    assert len({tuple(case.prompt[-5:-1]) for case in cases}) > 1, "other keys"
+
+
+def test_seeds_draw_keys_values_and_windows():
+    cases = [make(seed=seed) for seed in range(20)]
+    assert len({asked_key(case) for case in cases}) >= 18
+    assert len({answer_of(case) for case in cases}) == 20
+    assert len({tuple(case.prompt[1:30]) for case in cases}) == 20
+
+
+def test_tasks_draw_differently():
+    assert len({make(task, seed=3).answers[0] for task in OWN_TASKS}) == len(OWN_TASKS)
+
+
+def test_the_held_out_wording():
+    usual, other = make(), make(wording=HELD_OUT_WORDING)
+    key = asked_key(usual)
+    assert answer_of(other) == answer_of(usual)
+    question = f"\n\nQuestion: At which page is the {key}?\nAnswer: You will find the {key} at page"
+    assert decode(other.prompt).endswith(question)
+    needle = f" You will find the {key} at page {answer_of(usual)}."
+    assert decode(other.prompt[start_of(other) :]).startswith(needle)
+    assert len(other.prompt) == len(usual.prompt)
+
+
+def test_held_out_words_are_no_training_words():
+    assert not (ADJECTIVES | NOUNS) & {*TRAINING_ADJECTIVES, *TRAINING_NOUNS}
+    for words in (HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, TRAINING_ADJECTIVES, TRAINING_NOUNS):
+        assert len(set(words)) == len(words)
+    wordings = " ".join(text for wording in WORDINGS for text in wording).lower()
+    assert not (ADJECTIVES | NOUNS) & set(re.findall(r"\w+", wordings))
+    assert HELD_OUT_WORDING not in WORDINGS
+
+
+@pytest.mark.parametrize("task", OWN_TASKS)
+def test_keys_are_made_of_held_out_words(task):
+    text = decode(make(task, length=1024).prompt)
+    keys = re.findall(r"(?:the |\n)(\w+ \w+)(?: is|:)", text)
+    assert keys
+    for key in keys:
+        adjective, noun = key.split()
+        assert adjective in ADJECTIVES and noun in NOUNS
+
+
+@pytest.mark.parametrize("kind", MIXES)
+def test_training_never_asks_for_what_is_held_out(kind):
+    heard = []
+
+    def listen(text: str) -> list[int]:
+        heard.append(text)
+        return encode(text)
+
+    whole = ("path", "name", "value", "object", "when", "file", "returns", "class", "other")
+    free = FreeWords(whole, ("az", "vi"), ("ure", "vid"), frozenset(ADJECTIVES | NOUNS))
+    tasks = Tasks(listen, np.arange(2, 2000), free, vocab=2000, special=2, bos=0, eos=1)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        tasks.sequence(rng, 512, MIXES[kind])
+    text = "\n".join(heard)
+    words = set(re.findall(r"\w+", text.lower()))
+    assert not words & (ADJECTIVES | NOUNS)
+    for wording in (HELD_OUT_WORDING.statement, HELD_OUT_WORDING.question):
+        for part in wording.split("{key}"):
+            assert not part.strip(" ?") or part not in text
+    if kind == "free":
+        assert words >= {*whole} and "viure" in words
+    elif kind != "segments":
+        used = words & {*TRAINING_ADJECTIVES, *TRAINING_NOUNS}
+        assert len(used) > 100, "something was heard at all"
+    if kind == "needles":
+        assert all(wording.ask("")[:20] in text for wording in WORDINGS)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        (" 482130.", "482130", True),
+        ("482130", "482130", True),
+        (" the code of the vivid daisy is 482130. And 17.", "482130", True),
+        (" 482130</s> 5", "482130", True),
+        (" 48213", "482130", False),
+        (" 4821301", "482130", False),
+        (" 17. 482130", "482130", False),
+        (" 482 130", "482130", False),
+        (" no number", "482130", False),
+        ("", "482130", False),
+        ("", "", False),
+    ],
+)
+def test_is_right(text, answer, right):
+    assert is_right(text, answer) is right
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"task": "nedle"}, ValueError, "task must be one of needle, .*chain, got 'nedle'"),
+        ({"depth": -0.01}, ValueError, "depth must lie between 0 and 1, got -0.01"),
+        ({"depth": 1.01}, ValueError, "depth must lie between 0 and 1, got 1.01"),
+        ({"depth": float("nan")}, ValueError, "depth must lie between 0 and 1, got nan"),
+        ({"depth": "0.5"}, TypeError, None),
+        ({"length": 0}, ValueError, "length must be at least 1, got 0"),
+        ({"length": 512.0}, TypeError, "length must be an int, got 512.0"),
+        ({"length": True}, TypeError, "length must be an int, got True"),
+        ({"length": 30}, ValueError, "a prompt of 30 tokens is too short: what .* have [3-9]"),
+        ({"length": 10**6}, ValueError, "a prompt of 1000000 tokens needs .* text has"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"seed": 0.5}, TypeError, "seed must be an int, got 0.5"),
+        ({"needles": 0}, ValueError, "needles must be at least 1, got 0"),
+        ({"needles": 1.5}, TypeError, "needles must be an int, got 1.5"),
+        ({"task": "key_value", "needles": 400}, ValueError, "different keys, .* needs 1600"),
+        (
+            {"task": "multi_needle", "needles": 100},
+            ValueError,
+            "a prompt of 512 tokens is too short: .* have 1[0-9]+",
+        ),
+    ],
+)
+def test_bad_input_is_refused(changes, error, message):
+    given = {"task": "needle", "length": 512, "depth": 0.5, "seed": 0, **changes}
+    with pytest.raises(error, match=message):
+        haystack().case(given.pop("task"), **given)
+
+
+def test_an_empty_text_is_refused():
+    with pytest.raises(ValueError, match="the filler text is empty"):
+        Haystack(tokenizer(), "")
+
+
+def test_room_for_filler_is_from_nothing_to_the_whole_text():
+    """Keys differ in their tokens, so the limits are looked for among many cases."""
+    text = "One. Two. Three."
+    small, whole, rooms, refused = Haystack(tokenizer(), text), encode(text), set(), set()
+    for length, seed in itertools.product(range(40, 90), range(8)):
+        try:
+            case = small.case("needle", length=length, depth=0.5, seed=seed)
+        except ValueError as error:
+            short = re.search(r"too short: what .* have (\d+)$", str(error))
+            long = re.search(r"needs (\d+) tokens of filler, and the text has (\d+)$", str(error))
+            assert short or int(long[2]) == len(whole)
+            refused.add(length - int(short[1]) if short else int(long[1]))
+            continue
+        needle = encode(WORDINGS[0].needle(asked_key(case), answer_of(case)))
+        assert case.prompt[start_of(case) : start_of(case) + len(needle)] == needle
+        end = len(case.prompt) - len(question_of("needle", case))
+        middle = case.prompt[1 : start_of(case)] + case.prompt[start_of(case) + len(needle) : end]
+        assert any(middle == whole[i : i + len(middle)] for i in range(len(whole)))
+        rooms.add(len(middle))
+    assert rooms == set(range(len(whole) + 1))
+    assert not rooms & refused
+    assert {-1, len(whole) + 1} <= refused
+
+
+@pytest.mark.parametrize("task", OWN_TASKS)
+def test_another_tokenizer(task, data_dir):
+    folder = data_dir / "tinystories-656k"
+    other = load_tokenizer(folder)
+    text = (data_dir / "text" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:40_000]
+    haystack = Haystack(other, text)
+    start = other("").input_ids
+    assert start, "this tokenizer puts a token before a text"
+    for depth in (0, 0.5, 1):
+        case = haystack.case(task, length=1500, depth=depth, seed=2)
+        assert len(case.prompt) == 1500
+        assert case.prompt[: len(start)] == start
+        words = " ".join(other.decode(case.prompt[len(start) :]).split())
+        if task == "key_value":
+            key = re.search(r"Which value has the (\w+ \w+)\?", words).group(1)
+            assert words.endswith(f"Answer: {key}:")
+            assert f"{key}: {answer_of(case)}" in words
+            continue
+        key = re.search(r"What is the code of the (\w+ \w+)\?", words).group(1)
+        assert words.endswith(f"Answer: The code of the {key} is")
+        found = " ".join(other.decode(case.prompt[start_of(case) :]).split())
+        expected = "the code of the" if task == "chain" else f"{answer_of(case)}."
+        assert found.startswith(f"The code of the {key} is {expected}")
+        assert f"is {answer_of(case)}." in words
