@@ -27,7 +27,8 @@ PUBLIC = ("kvjax", "kvjax.kit", "kvjax.testing", "kvjax.models", "kvjax.models.d
           "kvjax.evaluation")  # fmt: skip
 NAMES = "reference/names.md"
 
-_EXAMPLE = "  Example:\n", "  Examples:\n"  # the section that mkdocstrings shows as code
+# Sections of docstrings by the names that mkdocstrings knows.
+_SECTIONS = {"  Example:\n": "  Examples:\n", "  Class attributes:\n": "  Attributes:\n"}
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _DOCUMENTED = re.compile(r"^::: (\S+)$", flags=re.MULTILINE)
 
@@ -42,7 +43,9 @@ def on_config(config: MkDocsConfig) -> None:
             copy = Path(folder.name, place, path.relative_to(ROOT / source))
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8")
-            copy.write_text(text.replace(*_EXAMPLE), encoding="utf-8")
+            for ours, theirs in _SECTIONS.items():
+                text = text.replace(ours, theirs)
+            copy.write_text(text, encoding="utf-8")
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [folder.name]
 
 
