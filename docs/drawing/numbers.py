@@ -27,16 +27,11 @@ def moved(material: Material, layer: int = 1) -> Figure:
     base = kvjax.SnapKV(budget=BUDGET)
     merged = kvjax.CaM(base, merge_tokens=16, prompt=True, expected=True)
     plain, changed = (material.caches(tx)[layer].kv for tx in (base, merged))
-    heads = []
-    for head in range(plain.shape[1]):
-        pair = []
-        for cache in (plain, changed):
-            order = np.argsort(cache.position[0, head])[~np.asarray(cache.live[0, head]).sum() :]
-            pair.append((np.asarray(cache.position[0, head])[order],
-                         np.asarray(cache.v.read()[0, head])[order]))  # fmt: skip
-        (at, before), (_, after) = pair
+    heads = []  # both caches hold the same tokens in the same slots
+    for head, live in enumerate(np.asarray(plain.live[0])):
+        before, after = (np.asarray(cache.v.read()[0, head])[live] for cache in (plain, changed))
         change = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
-        heads.append((at, change))
+        heads.append((np.asarray(plain.position[0, head])[live], change))
     return draw_stems(heads, "relative change", f"Values of layer {layer}")
 
 
