@@ -114,12 +114,13 @@ class Journal:
         return _results(self._settings, self._asked, {**self.finished, **self._failed})
 
 
-def read_results(folder: Path) -> Results:
-    """What a folder holds, finished or not.
+def read_results(folder: str | os.PathLike[str]) -> Results:
+    """What a folder of `kvjax eval` or `compare` holds, finished or not.
 
     Raises:
       ValueError: there is no comparison in it, or a file of it is damaged.
     """
+    folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{printable(folder)} is not a directory")
     kept = _kept_settings(folder)

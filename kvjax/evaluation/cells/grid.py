@@ -57,9 +57,9 @@ class Candidate:
     @classmethod
     def of(cls, method: str, budget: int | float) -> Candidate:
         """A method with a budget, or with None where budgets change nothing."""
-        transform = parse(method, budget)
+        transform, other = parse(method, budget), 0.25 if budget == 0.5 else 0.5
         with contextlib.suppress(ValueError):
-            if parse(method) == transform:
+            if parse(method, other) == transform:
                 budget = None
         return cls(method, budget, transform)
 

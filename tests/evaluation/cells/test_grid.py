@@ -27,6 +27,13 @@ def test_candidates_of_a_grid():
     assert kinds == [float, int]
 
 
+def test_a_budget_that_is_the_default_is_still_a_budget():
+    found = Grid.of(methods=["infinigen", "quantize(bits=4)"], budgets=[0.1, 0.2]).candidates
+    assert [one.key for one in found[1:]] == [
+        ("infinigen", 0.1), ("infinigen", 0.2), ("quantize(bits=4)", None),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [

@@ -279,7 +279,7 @@ def test_a_full_cache_at_the_floor_is_said(command, measured, monkeypatch, tmp_p
 
     monkeypatch.setattr(_Measure, "unit", poor)
     assert command(lengths=192) == 0
-    found = read_results(tmp_path / "out")
+    found = read_results(str(tmp_path / "out"))
     assert [panel for panel in found.panels() if found.at_floor(panel)] == [
         ("needle", 192, "inside")
     ]
