@@ -39,7 +39,9 @@ def on_config(config: MkDocsConfig) -> None:
     folder = tempfile.TemporaryDirectory(prefix="kvjax-pages-")
     config.extra["installed"] = folder  # goes with the configuration
     for source, place in (("kvjax",) * 2, ("models", "kvjax/models"), ("pallas_kernels",) * 2):
-        for path in (ROOT / source).rglob("*.py"):
+        for path in (ROOT / source).rglob("*.py*"):
+            if path.suffix not in (".py", ".pyi"):
+                continue
             copy = Path(folder.name, place, path.relative_to(ROOT / source))
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8")
