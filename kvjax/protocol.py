@@ -34,7 +34,9 @@ from kvjax.rope import Rope
 if TYPE_CHECKING:
     from kvjax.decisions import Decision
 
-State = Any  # a pytree of arrays that never index by slot
+State = Any
+"""What a transform carries beside the slots: a pytree of arrays that never index by slot."""
+
 Phase = Literal["prompt", "decode"]
 Moment = Literal["prompt", "flush", "step"]
 GroupReduce = Literal["mean", "max", "sum"]

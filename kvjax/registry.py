@@ -47,6 +47,8 @@ METHODS: dict[str, type[KVTransform]] = {
     "layer_budget": LayerBudgetEviction,
     "spindlekv": SpindleKV,
 }
+"""The methods by their names on the command line; `kvjax.register` adds to them."""
+
 WRAPPERS: dict[str, type[KVTransform]] = {
     "every": Every,
     "when_full": WhenFull,

@@ -19,6 +19,8 @@ from kvjax.protocol import Extent, KVTransform, check_transform
 from kvjax.rope import Rope
 from pallas_kernels.base.mixing import SUM_AGAIN
 
+__all__ = ["ConformanceError", "check", "control_flow"]
+
 _BATCH, _KV_HEADS, _QUERY_HEADS, _HEAD_DIM = 3, 2, 4, 32
 _MAX_PROMPT, _MAX_NEW = 64, 16
 _LENGTHS = np.array((40, 29, 6))  # of the rows' prompts

@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 from kvjax.messages import brief
 
 Budget = int | float | Callable[[np.ndarray], np.ndarray]
+"""Slots per list: a number, a share of a row's tokens, or a function of rows' lengths."""
 
 MOST_COUNT = 2**31 - 1
 """The largest count that fits into the int32 of positions and slots."""

@@ -23,7 +23,7 @@ class LayerBudgetEviction(KVTransform):
 
     With W newest tokens always kept, the context of a prompt of L tokens has the reserve
     `r_c = (r·L - W) / (L - W)` on average over the layers. From layer 0 to the last it falls
-    linearly, with `α = (1 + β) / 2`::
+    linearly, with `α = (1 + β) / 2`:
 
         β < r_c ≤ α:  from min(1, 2·r_c - β) to β         α < r_c:  from 1 to 2·r_c - 1
 
