@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
 BENCHES = decode_step compress_overhead recall_step payload_step
 
-.PHONY: test slow versions lint types docs wheel aot benches bench-kernels
+.PHONY: test slow versions lint types docs notebooks wheel aot benches bench-kernels
 
 test: ; $(PYTHON) -m pytest
 slow: ; $(PYTHON) -m pytest -m slow
@@ -28,3 +28,5 @@ benches:
 		$(PYTHON) benchmarks/$$name.py --out $(RESULTS)/$${name}_cpu.json || exit 1; done
 # The kernels on a GPU, in under ten minutes.
 bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out $(RESULTS)/kernels.json
+# Writes the notebooks from their .py files, without outputs.
+notebooks: ; $(PYTHON) -m jupytext --to ipynb --update notebooks/*.py

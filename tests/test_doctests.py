@@ -36,6 +36,8 @@ SLOW = {
     "kvjax.generation.calibration",
     "kvjax.generation.generate",
     "kvjax.models.decoder",
+    "kvjax.plot.slots",
+    "kvjax.plot.watching",
     "kvjax.storage.recent",
     "kvjax.testing",
     "kvjax.transforms.spindlekv.reserve",

@@ -17,6 +17,7 @@ from kvjax.evaluation.fidelity.full_run import FullRun
 from kvjax.generation.reading_once import Observe
 from kvjax.protocol import Full, KVTransform, Needs
 from kvjax.transforms.clusterkv.clusterkv import ClusterKV
+from kvjax.transforms.clusterkv.labels import cluster_labels
 from kvjax.transforms.kvmerger.kvmerger import KVMerger
 from kvjax.transforms.spindlekv.spindlekv import SpindleKV
 from pallas_kernels import pair_cosine
@@ -104,7 +105,7 @@ def find_redundancy(run: FullRun) -> Redundancy:
     similarity = [_similarity(cache.kv.k.read()[:1], tokens, of_distances) for cache in keys]
     del keys
     clustered = run.context(_CLUSTERS).caches[layer]
-    cluster = _clusters(clustered, tokens)
+    cluster = cluster_labels(clustered)
     attention = np.asarray(run.truth[layer].attention, np.float64)[:, 0, :, :tokens]
     by_head = attention.reshape(len(attention), len(cluster), -1, tokens).mean((0, 2))
     merged = run.context(_MERGED).caches
@@ -138,24 +139,6 @@ def _similarity(
         return jnp.where(pairs, cosine, 0.0).sum((0, 2)) / pairs[0, 0].sum(dtype=jnp.float32)
 
     return jax.lax.map(mean, distances).T
-
-
-def _clusters(cache: LayerCache, tokens: int) -> Int[np.ndarray, "H T"]:
-    """The cluster of each token, numbered by their first tokens; -1 for sinks."""
-    clusters, _ = cache.state
-    position, starts, sizes = (
-        np.asarray(x[0]) for x in (cache.kv.position, clusters.starts, clusters.sizes)
-    )
-    label = np.full((len(position), tokens), -1)
-    for head, own in enumerate(label):
-        members = [
-            position[head, start : start + size]
-            for start, size in zip(starts[head], sizes[head], strict=True)
-            if size
-        ]
-        for number, places in enumerate(sorted(members, key=min)):
-            own[places] = number
-    return label
 
 
 def _summed(weight: Float[np.ndarray, "H T"], cluster: Int[np.ndarray, "H T"]) -> np.ndarray:

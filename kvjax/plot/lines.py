@@ -1,0 +1,100 @@
+"""Lines that compare methods: recall from step to step, and bytes from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from kvjax.attention.layer import Cache
+from kvjax.cache.slots import nbytes
+from kvjax.evaluation.report.pictures import style
+from kvjax.messages import brief
+
+from .looks import check_axes, layers_of
+
+
+def recall(
+    axes: Axes, lines: Mapping[str, Sequence[float] | Float[np.ndarray, " N"]]
+) -> list[Line2D]:
+    """Draws the recall of each decode step, a line for each method.
+
+    Args:
+      axes: to draw on.
+      lines: by name, a number in [0, 1] for each step, such as the mean of `Seen.recall`.
+
+    Raises:
+      TypeError, ValueError: no axes, no lines, an empty one, a number outside [0, 1].
+
+    Example:
+      >>> from matplotlib.figure import Figure
+      >>> from kvjax import plot
+      >>> lines = plot.recall(Figure().subplots(), {"clusterkv": [0.9, 0.8], "quest": [0.7, 0.8]})
+      >>> lines[1].get_xydata().tolist()
+      [[1.0, 0.7], [2.0, 0.8]]
+    """
+    check_axes(axes)
+    values = {name: np.asarray(line, np.float64) for name, line in _named(lines).items()}
+    for name, line in values.items():
+        if line.ndim != 1 or not line.size or not ((line >= 0) & (line <= 1)).all():
+            raise ValueError(f"lines must be numbers in [0, 1], got {brief(line)} for {name}")
+    drawn = [
+        axes.plot(1 + np.arange(line.size), line, label=name, markevery=0.25, **style(number))[0]
+        for number, (name, line) in enumerate(values.items())
+    ]
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("decode step")
+    axes.set_ylabel("recall")
+    axes.legend()
+    return drawn
+
+
+def layer_bytes(axes: Axes, caches: Mapping[str, Sequence[Cache]]) -> list[Line2D]:
+    """Draws the bytes of each layer's cache in kB (10³ bytes), a line for each method.
+
+    They are those of all arrays, index structures and states included.
+
+    Args:
+      axes: to draw on.
+      caches: by name, those of a model's layers, such as `context.caches`.
+
+    Raises:
+      TypeError, ValueError: no axes, no caches.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax import plot
+      >>> from matplotlib.figure import Figure
+      >>> size = {"batch": 1, "kv_heads": 2, "head_dim": 16, "max_prompt": 64, "max_new": 8}
+      >>> caches = [kvjax.init_cache(kvjax.Full(), **size)] * 2
+      >>> plot.layer_bytes(Figure().subplots(), {"full": caches})[0].get_ydata().tolist()
+      [19.748, 19.748]
+    """
+    check_axes(axes)
+    for layers in _named(caches).values():
+        layers_of(layers, 0)
+    drawn = []
+    for number, (name, layers) in enumerate(caches.items()):
+        held = np.array([nbytes(cache) for cache in layers]) / 1e3
+        drawn += axes.plot(np.arange(len(held)), held, label=name, **style(number))
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("layer")
+    axes.set_ylabel("kB of the cache")
+    axes.legend()
+    return drawn
+
+
+def _named(lines: Mapping) -> Mapping:
+    """The same; raises unless there is something with a name."""
+    if not isinstance(lines, Mapping):
+        raise TypeError(f"what is compared must be a dict by name, got {brief(lines)}")
+    if not lines:
+        raise ValueError("what is compared must have a name, got an empty dict")
+    return lines

