@@ -1,4 +1,4 @@
-"""What MkDocs is told beside `mkdocs.yml`: files outside of `docs/`, and the public names.
+"""What MkDocs is told beside `mkdocs.yml`: files outside of `docs/`, public names, and commands.
 
 Pages link to files of the repository as they are read there (`../RESULTS.md`). Every file that is
 linked becomes part of the site, at its place in the repository, and links follow it there.
@@ -6,11 +6,14 @@ linked becomes part of the site, at its place in the repository, and links follo
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -22,10 +25,10 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"  # the site has a first page of its own
-OUTSIDE = ("ARCHITECTURE.md", "RESULTS.md", "CHANGELOG.md")
+OUTSIDE = ("ARCHITECTURE.md", "RESULTS.md", "CHANGELOG.md", "notebooks/README.md")
 PUBLIC = ("kvjax", "kvjax.kit", "kvjax.testing", "kvjax.models", "kvjax.models.demo",
-          "kvjax.evaluation")  # fmt: skip
-NAMES = "reference/names.md"
+          "kvjax.evaluation", "kvjax.plot")  # fmt: skip
+NAMES, COMMANDS = "reference/names.md", "reference/commands.md"
 
 # Sections of docstrings by the names that mkdocstrings knows.
 _SECTIONS = {"  Example:\n": "  Examples:\n", "  Class attributes:\n": "  Attributes:\n"}
@@ -52,7 +55,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Adds the pages and files outside of `docs/` that are linked, and the list of names."""
+    """Adds the pages and files outside of `docs/` that are linked, names, and commands."""
     pages = {Path(file.abs_src_path): file for file in files.documentation_pages()}
     waiting = [*pages, *(ROOT / name for name in OUTSIDE)]
     seen = {*waiting, README}
@@ -66,6 +69,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         waiting += linked - seen
         seen |= linked
     files.append(File.generated(config, NAMES, content=_names(config, pages)))
+    files.append(File.generated(config, COMMANDS, content=_commands()))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -111,6 +115,25 @@ def _file(config: MkDocsConfig, path: Path) -> File:
         f"- [{one.name}]({one.name}{'/index.md' * one.is_dir()})" for one in sorted(path.iterdir())
     ]
     return File.generated(config, _place(path), content="\n".join(lines))
+
+
+def _commands() -> str:
+    """A page of what `kvjax COMMAND --help` prints."""
+    from kvjax.cli.arguments import COMMANDS as commands
+    from kvjax.cli.arguments import parser
+
+    lines = ["# Command line", "", "Every command with its options, as `kvjax COMMAND --help` says."]
+    for name, does in commands.items():
+        text = io.StringIO()
+        with (
+            mock.patch.dict(os.environ, {"COLUMNS": "90"}),
+            contextlib.redirect_stdout(text),
+            contextlib.suppress(SystemExit),
+        ):
+            parser().parse_args([name, "--help"])
+        lines += ["", f"## kvjax {name}", "", f"{does[0].upper()}{does[1:]}.", ""]
+        lines += ["```text", text.getvalue().rstrip(), "```"]
+    return "\n".join(lines)
 
 
 def _names(config: MkDocsConfig, pages: dict[Path, File]) -> str:

@@ -26,7 +26,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 UNRUN = re.compile(r"^```python title=\"needs [^\"]+\"\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (?:\S*/)?kvjax (.*)$", flags=re.MULTILINE)
 PUBLIC = ("kvjax", "kvjax.kit", "kvjax.testing", "kvjax.models", "kvjax.models.demo",
-          "kvjax.evaluation")  # fmt: skip
+          "kvjax.evaluation", "kvjax.plot")  # fmt: skip
 
 pytestmark = pytest.mark.lenient  # users have JAX's own promotion
 needs_docs = pytest.mark.skipif(
