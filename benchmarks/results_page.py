@@ -22,6 +22,13 @@ from kvjax.evaluation import Results, Row, read_results
 HOME = Path(__file__).resolve().parents[1]
 FOLDER = HOME / "benchmarks" / "results" / "smollm2"
 PAGES = ("README.md", "RESULTS.md")
+CHOSEN = (
+    "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "spindlekv",
+    "clusterkv", "quest", "infinigen", "quantize(bits=4)", "chain(quantize(bits=4), clusterkv)",
+)  # fmt: skip
+"""The methods of README.md; RESULTS.md has all of them."""
+
+_BATCH = 4  # of the times that README.md begins with
 Panel = tuple[str, int, str | None]
 
 
@@ -76,6 +83,24 @@ def scores(results: Sequence[Results]) -> str:
     return markdown(["method", "budget", "bytes", *(heading(one, lengths) for one in panels)], rows)
 
 
+def first(needles: Results, times: Sequence[Mapping[str, Any]]) -> str:
+    """Bytes, milliseconds and answers of few methods, of `smollm2.py` and of `kvjax bench`."""
+    rows = []
+    for time in (one for one in times if one["batch"] == _BATCH):
+        own = {
+            row.question: row for row in needles.rows()
+            if row.task == "niah_single_2" and row.method == time["method"]
+            and row.budget in (None, time["budget"])
+        }  # fmt: skip
+        if own:
+            rows.append([
+                f"`{time['method']}`", f"{time['cache_bytes'] / _BATCH / 1e6:.1f} MB",
+                f"{1e3 * time['tpot_s']:.0f} ms",
+                *(f"{100 * own[place].score.mean:.0f} %" for place in ("inside", "after")),
+            ])  # fmt: skip
+    return markdown(["", "cache", "per token", "found, question inside", "after"], rows)
+
+
 def share(rows: Iterable[Row | None]) -> str:
     """Bytes of the cache, as a share of the full cache's."""
     known = [row.share for row in rows if row is not None and row.share is not None]
@@ -83,9 +108,10 @@ def share(rows: Iterable[Row | None]) -> str:
 
 
 def choosing(results: Sequence[Results]) -> str:
-    """Methods as rows, panels as columns, the budgets beside each other."""
+    """The methods of `CHOSEN` as rows, panels as columns, the budgets beside each other."""
     found: dict[str, dict[Panel, list[Row]]] = {}
-    for row in (row for one in results for row in one.rows() if row.task != "attention"):
+    rows = [row for one in results for row in one.rows()]
+    for row in (row for row in rows if row.task != "attention" and row.method in CHOSEN):
         found.setdefault(row.method, {}).setdefault(row.panel, []).append(row)
     panels = list(dict.fromkeys(panel for own in found.values() for panel in own))
 
@@ -251,6 +277,9 @@ def tables() -> Iterator[tuple[str, str]]:
     chosen = [folders[name] for name in ("needles", "perplexity") if name in folders]
     if chosen:
         yield "choose", choosing(chosen)
+    times = FOLDER.parent / "bench_smollm2.json"
+    if "needles" in folders and times.exists():
+        yield "first", first(folders["needles"], json.loads(times.read_text())["results"])
     for name, (part, made) in FILES.items():
         path = FOLDER.parent / f"{name}.json"
         if path.exists():

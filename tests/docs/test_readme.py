@@ -1,0 +1,70 @@
+"""Every block of README.md runs as it is printed, and what it links to is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvjax.cli.arguments import parser
+from kvjax.cli.main import main
+from kvjax.models import demo
+
+README = Path(__file__).parents[2] / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+)")
+INLINE = re.compile(r"`kvjax ((?:read|ask) [^`]+)`")
+OPTIONS = re.compile(r"`(--method [^`]+)`")
+
+pytestmark = pytest.mark.lenient  # users have JAX's own promotion
+
+
+def blocks(language: str) -> list[str]:
+    return [block for found, block in BLOCK.findall(TEXT) if found == language]
+
+
+def commands() -> list[list[str]]:
+    """The commands of `kvjax` but those behind an installation, which the package's tests run."""
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    found = [line.removeprefix("kvjax ") for line in lines if line.startswith("kvjax ")]
+    return [shlex.split(words) for words in [*found, *INLINE.findall(TEXT)]]
+
+
+def test_it_is_short_and_its_links_lead_somewhere():
+    assert len(TEXT.splitlines()) < 200
+    places = [link for link in LINK.findall(TEXT) if "://" not in link]
+    assert len(places) > 10
+    assert not [link for link in places if not (README.parent / link).exists()]
+
+
+def test_every_command_can_be_read():
+    options = [shlex.split(found) for found in OPTIONS.findall(TEXT)]
+    assert len(commands()) >= 7 and len(options) >= 6
+    for words in [*commands(), *(["generate", *words] for words in options)]:
+        parser().parse_args(words)
+
+
+def test_python_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)  # dataclasses look there
+    for number, block in enumerate(blocks("python")):
+        exec(compile(block, f"README.md, block {number + 1}", "exec"), vars(module))
+    assert module.out.shape == (2, 4, 1, 16)  # of the attention layer
+    assert module.result.cache_bytes < module.result.full_cache_bytes
+    assert all(tokens for tokens in module.answers.tokens)
+
+
+@pytest.mark.slow
+def test_commands_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text(demo.held_out_text()[:4000])
+    for words in commands():
+        code = main(words)
+        output = capsys.readouterr()
+        assert code == 0, f"kvjax {shlex.join(words)}: {output.err}"
