@@ -8,7 +8,7 @@ has the right answers to the needles that `kvjax compare` asks for, over all dep
 Wilson interval; nats per token of held-out text beyond those of the same method without `Quantize`
 (the same windows as `kvjax compare`'s, their ends read through the cache step by step); and the
 bytes of one prompt's cache over those of the full cache. A chain that cannot work is a row too,
-with the reason. `kvjax compare --methods` takes the text of any row.
+with the reason. `kvjax compare --method` takes the text of any row.
 
 A dense layer of a recall method would keep its keys and values as they are: here no layer is dense.
 

@@ -66,14 +66,14 @@ _MOST_CHARACTERS = 10_000  # of a composition; Python's parser takes long for mo
 _MOST_NESTED = 16  # methods within methods
 _MOST_GUESSED = 40  # characters of a name that is compared with those that are known
 
-_OTHER_MEANINGS = ("chain", "all")  # in texts of methods, and in `kvjax compare --methods`
+_OTHER_MEANINGS = ("chain", "all")  # in texts of methods, and in `kvjax compare --method`
 
 
 def register(name: str, method: type[KVTransform]) -> None:
     """Gives a method of your own a name, for `kvjax.parse` and for the command line.
 
     The command line finds it after `--import MODULE`, where MODULE is an installed module, or the
-    path of a Python file, that calls `register`: `kvjax compare --import mine.py --methods mine`.
+    path of a Python file, that calls `register`: `kvjax compare --import mine.py --method mine`.
 
     Args:
       name: a word of ASCII letters, digits and underscores that names nothing yet.

@@ -33,7 +33,7 @@ from kvjax.generation.planning import bytes_on_device, plan
 from kvjax.messages import printable
 
 # By default Quest leaves the first two layers as they are, and a shape may have no others.
-METHODS = ["snapkv", "quest(dense_layers=())"]
+METHODS = ("snapkv", "quest(dense_layers=())")
 
 # Arrays as large as the largest of the weights that are there while random ones are drawn, beside
 # all weights (measured with JAX 0.10 on a CPU).
@@ -65,7 +65,7 @@ or as a shape that gets random ones."""
 EXAMPLES = """\
 examples:
   kvjax bench
-  kvjax bench --model DIR --method snapkv h2o clusterkv --batch 1 4
+  kvjax bench --model DIR --method snapkv,h2o,clusterkv --batch 1,4
   kvjax bench --shape llama-3.1-8b --layers 2 --tokens 8192"""
 
 
@@ -82,11 +82,9 @@ def add_options(own: argparse.ArgumentParser) -> None:
         help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
     add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
         help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
-    add("--batch", metavar="N", type=int, nargs="+", default=list(speed.BATCHES),
-        help="rows at a time (default: 1)")  # fmt: skip
-    add("--method", metavar="NAME", nargs="+", default=METHODS,
-        help="methods of `kvjax methods` and compositions (default: "
-        f"{' '.join(METHODS)}); full is always there")  # fmt: skip
+    options.add_list(own, "--batch", kind=options.number_list, default=speed.BATCHES,
+        about="rows at a time")  # fmt: skip
+    options.add_methods(own, METHODS, full=True)
     add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
         help="as for kvjax generate (default: 0.1)")  # fmt: skip
     add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
@@ -106,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("give --model or --shape, not both")
     if args.layers is not None and args.shape is None:
         raise ValueError("--layers needs a --shape: the weights of a model are those of all layers")
-    candidates = {text: Candidate.of(text, args.budget) for text in (FULL, *args.method)}
+    candidates = {text: Candidate.of(text, args.budget) for text in (FULL, *args.methods)}
     dtype = jnp.dtype(args.dtype or default_dtype()).name
     with Display(not args.json) as display:
         display.show(0, None, "loading the model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
@@ -36,42 +37,39 @@ with more methods, budgets, tasks, lengths or cases measures what is missing."""
 EXAMPLES = """\
 examples:
   kvjax compare
-  kvjax compare --methods snapkv,h2o --budgets 0.1,0.2 --cases 100
+  kvjax compare --method snapkv,h2o --budget 0.1,0.2 --cases 100
   kvjax compare --model DIR --text book.txt --lengths 4096"""
 
 
 def add_options(own: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_grid_options(own, "s", "kvjax-compare", grid.LENGTHS)
-    options.add_list(own, "--tasks", options.name_list, grid.DEFAULT_TASKS, "see kvjax eval --help")
+    add_grid_options(own, "kvjax-compare", grid.LENGTHS)
+    options.add_list(own, "--tasks", kind=options.name_list, default=grid.DEFAULT_TASKS,
+        about="see kvjax eval --help")  # fmt: skip
 
 
-def add_grid_options(
-    own: argparse.ArgumentParser, several: str, out: str, lengths: tuple[int, ...]
-) -> None:
-    """What both commands take; `several` ends the names of --method and --budget."""
+def add_grid_options(own: argparse.ArgumentParser, out: str, lengths: tuple[int, ...]) -> None:
+    """What both commands take."""
     options.add_model(own)
     own.add_argument("--text", metavar="FILE",
         help="UTF-8 text that the model does not know (default: a bundled one)")  # fmt: skip
     own.add_argument("--data", metavar="DIR", help="folder with the files of data sets")
-    options.add_list(own, f"--method{several}", options.method_list, grid.METHODS,
-        "methods of `kvjax methods` and compositions, or all; full is always there",
-        dest="methods")  # fmt: skip
-    options.add_list(own, f"--budget{several}", options.number_list, grid.BUDGETS,
-        "shares of the prompt (0.1) or slots per head (64)", dest="budgets")  # fmt: skip
-    options.add_list(own, "--lengths", options.number_list, lengths, "tokens of a prompt")
-    options.add_list(own, "--question", options.name_list, grid.QUESTIONS,
-        "asked inside of what is compressed, or after it", dest="questions")  # fmt: skip
-    options.add_list(own, "--depths", options.depth_list, grid.DEPTHS,
-        "where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
-    options.add_list(own, "--cases", int, grid.CASES, "per task, length and question", metavar="N")
+    options.add_methods(own, grid.METHODS, full=True)
+    options.add_budgets(own, grid.BUDGETS)
+    add = functools.partial(options.add_list, own)
+    add("--lengths", kind=options.number_list, default=lengths, about="tokens of a prompt")
+    add("--question", kind=options.name_list, default=grid.QUESTIONS, dest="questions",
+        about="asked inside of what is compressed, or after it")  # fmt: skip
+    add("--depths", kind=options.depth_list, default=grid.DEPTHS,
+        about="where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
+    add("--cases", kind=int, default=grid.CASES, about="per task, length and question", metavar="N")
     own.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
     own.add_argument("--chat", action=argparse.BooleanOptionalAction,
         help="prompts of published tasks are messages of the model's chat template (default: as "
         "each benchmark has it; RULER has none)")  # fmt: skip
-    options.add_list(own, "--seed", options.seed, 0, "of the cases", metavar="N")
-    options.add_list(own, "--out", str, out, "folder of the results", metavar="DIR")
+    add("--seed", kind=options.seed, default=0, about="of the cases", metavar="N")
+    add("--out", kind=str, default=out, about="folder of the results", metavar="DIR")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ EXAMPLES = """\
 examples:
   kvjax diagnose --prompt-file book.txt --model DIR
   kvjax diagnose --prompt-file book.txt --ask 'Who is Ishmael?' --question after
-  kvjax diagnose --prompt-file book.txt --methods all --error 0.05 --out pictures"""
+  kvjax diagnose --prompt-file book.txt --method all --error 0.05 --out pictures"""
 
 
 def add_options(own: argparse.ArgumentParser) -> None:
@@ -56,13 +56,8 @@ def add_options(own: argparse.ArgumentParser) -> None:
         help="whether the question is compressed with the text, or asked afterwards (default: "
         "inside)")  # fmt: skip
     options.add_template(own, "the text")
-    own.add_argument("--methods", metavar="LIST", type=options.method_list, default=grid.METHODS,
-        help="methods of `kvjax methods` and compositions, or all (default: "
-        f"{','.join(grid.METHODS)})")  # fmt: skip
-    own.add_argument("--budgets", metavar="LIST", type=options.number_list,
-        default=diagnosis.BUDGETS,
-        help="shares of the prompt (0.1) or slots per head (64) (default: "
-        f"{','.join(map(str, diagnosis.BUDGETS))})")  # fmt: skip
+    options.add_methods(own, grid.METHODS, full=False)
+    options.add_budgets(own, diagnosis.BUDGETS)
     own.add_argument("--error", metavar="E", type=float, default=diagnosis.ERROR,
         help="largest relative error of the recommended cache (default: "
         f"{diagnosis.ERROR})")  # fmt: skip

@@ -27,4 +27,4 @@ def add_options(own: argparse.ArgumentParser) -> None:
     own.add_argument("tasks", metavar="TASK", nargs="+",
         help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
     # Some published tasks need more than the shortest prompts of a comparison.
-    add_grid_options(own, "", "kvjax-eval", grid.LENGTHS[-1:])
+    add_grid_options(own, "kvjax-eval", grid.LENGTHS[-1:])

@@ -88,7 +88,7 @@ def stop_text(text: str) -> str:
 
 def add_list(
     own: argparse.ArgumentParser,
-    name: str,
+    *names: str,
     kind: Callable[[str], Any],
     default: Any,
     about: str,
@@ -98,7 +98,20 @@ def add_list(
     """An option whose help ends with its default."""
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     help_text = f"{about} (default: {shown})"
-    own.add_argument(name, metavar=metavar, type=kind, default=default, help=help_text, **rest)
+    own.add_argument(*names, metavar=metavar, type=kind, default=default, help=help_text, **rest)
+
+
+def add_methods(own: argparse.ArgumentParser, default: tuple[str, ...], full: bool) -> None:
+    """Methods between commas; `full` says that the full cache is always among them."""
+    about = "methods of `kvjax methods` and compositions between commas, or all"
+    add_list(own, "--method", "--methods", kind=method_list, default=default, dest="methods",
+        about=f"{about}; full is always there" if full else about)  # fmt: skip
+
+
+def add_budgets(own: argparse.ArgumentParser, default: tuple[int | float, ...]) -> None:
+    """Budgets between commas."""
+    add_list(own, "--budget", "--budgets", kind=number_list, default=default, dest="budgets",
+        about="shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
 
 
 def method_list(text: str) -> list[str]:

@@ -18,7 +18,7 @@ from kvjax.messages import brief, printable
 
 GB = 10**9
 MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
-METHODS = ["full", "snapkv"]
+METHODS = ("full", "snapkv")
 _AXES = ("data", "tensor")
 
 
@@ -29,9 +29,9 @@ of a decode step by the bytes that it moves. No weights are read."""
 EXAMPLES = """\
 examples:
   kvjax plan --model llama-3.1-8b
-  kvjax plan --model llama-3.1-70b --mesh tensor=8 --batch 1 8 32
+  kvjax plan --model llama-3.1-70b --mesh tensor=8 --batch 1,8,32
   kvjax plan --model DIR --mesh data=8,tensor=8 --tokens 32768
-      --method full snapkv 'chain(snapkv, quantize(bits=4))' --budget 0.2"""
+      --method 'full, snapkv, chain(snapkv, quantize(bits=4))' --budget 0.2"""
 
 
 def add_options(own: argparse.ArgumentParser) -> None:
@@ -49,10 +49,9 @@ def add_options(own: argparse.ArgumentParser) -> None:
     add("--tokens", metavar="N", type=int, default=131072,
         help="of a request's prompt (default: 131072)")  # fmt: skip
     add("--new", metavar="N", type=int, default=512, help="new tokens (default: 512)")
-    add("--batch", metavar="N", type=int, nargs="+", default=[1, 8, 32],
-        help="requests at a time (default: 1 8 32)")  # fmt: skip
-    add("--method", metavar="NAME", nargs="+", default=METHODS,
-        help="methods of `kvjax methods` and compositions (default: full snapkv)")  # fmt: skip
+    options.add_list(own, "--batch", kind=options.number_list, default=(1, 8, 32),
+        about="requests at a time")  # fmt: skip
+    options.add_methods(own, METHODS, full=False)
     add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
         help="as for kvjax generate (default: 0.1)")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         check_number(name, getattr(args, name), above=0)
     for requests in args.batch:
         check_count("batch", requests, 1)
-    methods = {text: kvjax.parse(text, args.budget) for text in args.method}
+    methods = {text: kvjax.parse(text, args.budget) for text in args.methods}
     config = shape_config(args.model)
     mesh = abstract_mesh(args.mesh.items())
     model = abstract_decoder(config, dtype=args.dtype, mesh=mesh)

@@ -37,7 +37,7 @@ def no_weights(monkeypatch):
 
 
 def test_json_of_a_shape(capsys, tinystories):
-    words = ["bench", "--shape", tinystories, "--layers", 1, "--method", "snapkv", "full", *SMALL]
+    words = ["bench", "--shape", tinystories, "--layers", 1, "--method", "snapkv,full", *SMALL]
     record = json.loads(output(capsys, *words, "--budget", 64, "--json"))
     assert set(record) == RECORD
     assert record["random_weights"] and (record["layers"], record["model_layers"]) == (1, 2)
@@ -53,8 +53,8 @@ def test_json_of_a_shape(capsys, tinystories):
 
 @pytest.mark.slow
 def test_tables_of_a_model(capsys, tinystories):
-    words = ["bench", "--model", tinystories, "--method", "snapkv", "chain(snapkv, quantize)"]
-    shown = output(capsys, *words, *SMALL, "--budget", 64, "--batch", 1, 2)
+    words = ["bench", "--model", tinystories, "--method", "snapkv, chain(snapkv, quantize)"]
+    shown = output(capsys, *words, *SMALL, "--budget", 64, "--batch", "1,2")
     lines = shown.splitlines()
     assert len(max(lines, key=len)) <= 80
     assert "2 layers, weights of 2.6 MB in" in lines[0] and "budget 64" in shown
@@ -90,8 +90,8 @@ def test_the_shape_of_smollm2_is_the_models(smollm2):
         (["--tokens", "0"], "--tokens must be at least 1"),
         (["--new", "1"], "--new must be at least 2"),
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--batch", "1", "0"], "--batch must be at least 1"),
-        (["--batch", "many"], "argument --batch: invalid int value: 'many'"),
+        (["--batch", "1,0"], "--batch must be at least 1"),
+        (["--batch", "many"], "argument --batch: must be numbers between commas, got 'many'"),
         (["--layers", "2"], "--layers needs a --shape"),
         (["--shape", "llama-3.1-8b", "--model", "smollm2"], "give --model or --shape, not both"),
         (["--shape", "llama-3.1-8b", "--layers", "33"], "layers must be at most 32"),

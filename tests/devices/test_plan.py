@@ -100,8 +100,8 @@ def test_what_is_selected_is_read():
 
 
 def test_the_command(capsys):
-    words = ["plan", "--model", "llama-3.1-70b", "--mesh", "data=8,tensor=8", "--batch", "1", "64"]
-    assert main([*words, "--method", "full", "snapkv", "--json"]) == 0
+    words = ["plan", "--model", "llama-3.1-70b", "--mesh", "data=8,tensor=8", "--batch", "1,64"]
+    assert main([*words, "--method", "full,snapkv", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 64 and list(found["methods"]) == ["full", "snapkv"]
     full, snapkv = found["methods"].values()
