@@ -25,7 +25,10 @@ from common import environment
 
 from kvjax.evaluation.cells.grid import ALL_METHODS
 
-METHODS = (*ALL_METHODS, "quantize", "quantize(bits=4)", "chain(quantize(bits=4), clusterkv)")
+METHODS = (
+    *ALL_METHODS, "quantize", "quantize(bits=4)", "chain(quantize, clusterkv)",
+    "chain(quantize(bits=4), clusterkv)",
+)  # fmt: skip
 SIX = ("streaming_llm", "h2o", "snapkv", "kvmerger", "clusterkv", "quest")
 BUDGETS = "0.1,0.2,0.5"
 # The memory of one prompt is kept for the next: a third of the time would go into page faults.
