@@ -161,6 +161,15 @@ def foreseen(found: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> s
     return markdown(["prompts", "what is ranked", *budgets], rows)
 
 
+def foreseen_tasks(found: Sequence[Mapping[str, Any]]) -> str:
+    """Of `diagnose_order.py --results`: rank correlations with the scores of tasks."""
+    shown = {}
+    for one in found:
+        name = f"`{one['task']}`" + ("" if one["question"] is None else f", {one['question']}")
+        shown[name] = {"error and loss": one["error and loss"]}
+    return foreseen(shown)
+
+
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -234,6 +243,7 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "vs_kvpress_smollm2": ("rows", kvpress),
     "diagnose_order_smollm2": ("rank_correlation", foreseen),
     "diagnose_order_bundled": ("rank_correlation", foreseen),
+    "diagnose_order_eval": ("rank_correlation", foreseen_tasks),
     "bench_smollm2": ("results", speed),
     "clusters_smollm2": ("rows", clusters),
     "cluster_needles_smollm2": ("rows", cluster_needles),
