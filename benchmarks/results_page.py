@@ -1,10 +1,10 @@
-"""Writes the tables of SmolLM2 into `RESULTS.md` and `README.md` from the folders of `kvjax eval`.
+"""Writes the tables of measurements into the pages from the folders of `kvjax eval` and `compare`.
 
     python benchmarks/results_page.py
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between is replaced. The
-folders are those that `benchmarks/smollm2.py` writes. `--check` changes nothing and fails where a
-page is not what the folders say.
+folders are those that `benchmarks/smollm2.py` writes, and `compare_bundled`. `--check` changes
+nothing and fails where a page is not what the folders say.
 """
 
 from __future__ import annotations
@@ -253,9 +253,8 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of which there are finished results."""
-    folders = {
-        path.parent.name: read_results(path.parent) for path in FOLDER.glob("*/results.json")
-    }
+    finished = [*FOLDER.glob("*/results.json"), *FOLDER.parent.glob("compare_*/results.json")]
+    folders = {path.parent.name: read_results(path.parent) for path in finished}
     for name, results in folders.items():
         yield name, scores([results])
     chosen = [folders[name] for name in ("needles", "perplexity") if name in folders]
