@@ -16,11 +16,12 @@ that a tenth of the KV heads exceed; `missed`, 1 - recall) and the losses (`nats
 answers), of all methods and budgets but the full cache, and within each budget. `text_error` is the
 error on the windows of text, as one has it who has no needles.
 With `--results`, measurements are those of `kvjax eval`: its error of `attention` is ranked against
-the scores of every task of the same length that is not at its floor.
+the scores of every task of the same length that is not at its floor:
+
+    python benchmarks/diagnose_order.py --results benchmarks/results/smollm2/needles \\
+        benchmarks/results/smollm2/perplexity --out benchmarks/results/diagnose_order_eval.json
 
 What is finished is kept in the file that is written: the same command goes on there.
-
-    python benchmarks/diagnose_order.py --results kvjax-eval --out diagnose_order_eval.json
 """
 
 from __future__ import annotations
@@ -187,17 +188,18 @@ def correlations(rows: list[dict]) -> dict[str, dict]:
     return found
 
 
-def of_results(folder: str) -> list[dict]:
-    """The same for each task of a folder of `kvjax eval`, whose error is that of `attention`."""
-    kept = json.loads((Path(folder) / "results.json").read_text())
+def of_results(folders: Sequence[str]) -> list[dict]:
+    """The same for each task of folders of `kvjax eval`, whose error is that of `attention`."""
+    kept = [json.loads((Path(folder) / "results.json").read_text()) for folder in folders]
+    at_floor = [panel for one in kept for panel in one["at_floor"]]
     panels: dict[tuple, dict] = {}
-    for row in kept["rows"]:
+    for row in (row for one in kept for row in one["rows"]):
         if row["score"] is not None and row["method"] != "full":
             panel = panels.setdefault((row["task"], row["length"], row["question"]), {})
             panel[row["method"], row["budget"]] = row["score"]["mean"]
     found = []
     for (task, length, question), scores in panels.items():
-        if task == "attention" or [task, length, question] in kept["at_floor"]:
+        if task == "attention" or [task, length, question] in at_floor:
             continue
         errors = panels.get(("attention", length, None), {})
         sign = 1 if task == "perplexity" else -1  # of a loss
@@ -234,11 +236,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.2, 0.5])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--results", help="folder of kvjax eval: nothing is measured, only ranked")
+    parser.add_argument("--results", nargs="+",
+        help="folders of kvjax eval: nothing is measured, only ranked")  # fmt: skip
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     if args.results is not None:
-        result = {"benchmark": "diagnose_order", "results": Path(args.results).name}
+        names = [Path(folder).name for folder in args.results]
+        result = {"benchmark": "diagnose_order", "results": names}
         write(args.out, {**result, "rank_correlation": of_results(args.results)})
         return
     folder = args.model or demo.directory()

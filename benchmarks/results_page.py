@@ -1,10 +1,10 @@
-"""Writes the tables of SmolLM2 into `RESULTS.md` and `README.md` from the folders of `kvjax eval`.
+"""Writes the tables of measurements into the pages from the folders of `kvjax eval` and `compare`.
 
     python benchmarks/results_page.py
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between is replaced. The
-folders are those that `benchmarks/smollm2.py` writes. `--check` changes nothing and fails where a
-page is not what the folders say.
+folders are those that `benchmarks/smollm2.py` writes, and `compare_bundled`. `--check` changes
+nothing and fails where a page is not what the folders say.
 """
 
 from __future__ import annotations
@@ -187,6 +187,15 @@ def foreseen(found: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> s
     return markdown(["prompts", "what is ranked", *budgets], rows)
 
 
+def foreseen_tasks(found: Sequence[Mapping[str, Any]]) -> str:
+    """Of `diagnose_order.py --results`: rank correlations with the scores of tasks."""
+    shown = {}
+    for one in found:
+        name = f"`{one['task']}`" + ("" if one["question"] is None else f", {one['question']}")
+        shown[name] = {"error and loss": one["error and loss"]}
+    return foreseen(shown)
+
+
 def speed(rows: Sequence[dict[str, Any]]) -> str:
     """Of `kvjax bench`."""
     headings = [
@@ -260,6 +269,7 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "vs_kvpress_smollm2": ("rows", kvpress),
     "diagnose_order_smollm2": ("rank_correlation", foreseen),
     "diagnose_order_bundled": ("rank_correlation", foreseen),
+    "diagnose_order_eval": ("rank_correlation", foreseen_tasks),
     "bench_smollm2": ("results", speed),
     "clusters_smollm2": ("rows", clusters),
     "cluster_needles_smollm2": ("rows", cluster_needles),
@@ -269,9 +279,8 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of which there are finished results."""
-    folders = {
-        path.parent.name: read_results(path.parent) for path in FOLDER.glob("*/results.json")
-    }
+    finished = [*FOLDER.glob("*/results.json"), *FOLDER.parent.glob("compare_*/results.json")]
+    folders = {path.parent.name: read_results(path.parent) for path in finished}
     for name, results in folders.items():
         yield name, scores([results])
     chosen = [folders[name] for name in ("needles", "perplexity") if name in folders]

@@ -19,7 +19,7 @@ from kvjax.budgets.budgets import check_count
 from kvjax.cli import options
 from kvjax.cli.bench_table import print_report
 from kvjax.cli.inputs import model_path
-from kvjax.cli.opened import BUNDLED, check_counts
+from kvjax.cli.opened import check_counts, model_name
 from kvjax.cli.plan_command import looked_up_bytes
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation.cells.grid import Candidate
@@ -140,7 +140,7 @@ def _model(args: argparse.Namespace, dtype: str) -> _Subject:
         text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
         return from_pretrained(path, dtype=dtype, allow_nonfinite=args.allow_nonfinite), text
 
-    return _Subject(args.model or BUNDLED, config, config.num_layers, load)
+    return _Subject(model_name(args.model), config, config.num_layers, load)
 
 
 def _shape(args: argparse.Namespace, dtype: str) -> _Subject:

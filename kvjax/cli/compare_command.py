@@ -13,6 +13,7 @@ from rich.console import Console
 from kvjax.cli import compilation_cache, options
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.inputs import model_path, read_text
+from kvjax.cli.opened import model_name
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import Grid
 from kvjax.evaluation.cells import grid
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         model = from_pretrained(path, allow_nonfinite=args.allow_nonfinite)
         try:
             results = measure(
-                material, model, end_tokens=config.eos_token_ids, name=args.model or "bundled",
+                material, model, end_tokens=config.eos_token_ids, name=model_name(args.model),
                 out=out, on_progress=display.show,
             )  # fmt: skip
         except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from kvjax.cli.terminal import Display
 from kvjax.generation.continuation import decoder
 
 BUNDLED = "bundled"
-"""What `--json` calls the bundled model."""
+"""What results call the bundled model."""
 
 _CALIBRATION_TOKENS = 1024  # of the prompt, for methods that are calibrated
 
@@ -33,7 +33,7 @@ class OpenedModel:
         # Imported here: kvjax does without kvjax.models, and help without what they import.
         from kvjax.models import load_tokenizer, read_config
 
-        self.name = BUNDLED if given is None else given
+        self.name = model_name(given)
         self.path: Path = model_path(given)
         display.show(0, None, f"loading the {'bundled ' if given is None else ''}model")
         self.config = read_config(self.path)  # first: it says what is not supported
@@ -54,6 +54,14 @@ class OpenedModel:
 
         compilation_cache.enable()
         return from_pretrained(self.path, allow_nonfinite=args.allow_nonfinite)
+
+
+def model_name(given: str | None) -> str:
+    """What results say of a model: an id as it is, of a folder or a file the last part alone."""
+    if given is None:
+        return BUNDLED
+    path = Path(given).absolute()
+    return path.name if path.exists() else given
 
 
 def calibrated(transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]) -> Any:

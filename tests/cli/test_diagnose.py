@@ -41,7 +41,7 @@ def test_json_is_what_diagnose_finds(capsys, tinystories, file, question):
         new_tokens=2,
     )  # fmt: skip
     assert record == {
-        "model": str(tinystories), **expected.as_json(0.3), "pictures": []
+        "model": tinystories.name, **expected.as_json(0.3), "pictures": []
     }  # fmt: skip
     assert [one["budget"] for one in record["findings"]] == [None, 16, 64]
     assert (record["prompt_tokens"], record["question_tokens"]) == (len(prompt), len(asked))

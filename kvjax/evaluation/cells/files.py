@@ -22,7 +22,7 @@ from kvjax.written_files import check_folder, write_whole, writing
 
 from .checks import checked_settings, finished_cell
 from .estimates import Estimate
-from .grid import Cell, Unit
+from .grid import CandidateKey, Cell, Unit
 from .results import Results
 
 SETTINGS, CELLS = "settings.json", "cells.jsonl"
@@ -49,6 +49,9 @@ class Journal:
         folder has already is added to it.
       prompts: a hash of the prompts of each unit that is wanted, which is kept with its cells: data
         sets, chat templates and lists of words may change. Cells without one are taken as they are.
+      transforms: method and budget → the transform with all its parameters, as text, which is kept
+        with its cells: a method's defaults may change, and then it is measured again. Cells without
+        one are taken as they are.
 
     Attributes:
       finished: the cells that need not be measured again, those that did not fail.
@@ -60,11 +63,13 @@ class Journal:
         settings: Mapping[str, Any],
         asked: Mapping[str, Any],
         prompts: Mapping[Unit, str] = MappingProxyType({}),
+        transforms: Mapping[CandidateKey, str] = MappingProxyType({}),
     ) -> None:
         self.finished: dict[Cell, dict[str, Any]] = {}
         self._failed: dict[Cell, dict[str, Any]] = {}
         self._settings, self._path = {**settings}, None
         self._asked, self._prompts = json.loads(_dumps(asked)), prompts
+        self._transforms = transforms
         if folder is None:
             return
         check_folder(folder)
@@ -77,7 +82,7 @@ class Journal:
         self.finished = {
             cell: found
             for cell, found in _cells(self._path, lines).items()
-            if "failed" not in found
+            if "failed" not in found and not self._is_outdated(cell, found)
         }
         self._check_prompts(folder)
         with writing(folder):
@@ -91,6 +96,8 @@ class Journal:
         """Keeps a cell; it is on the disk when this returns."""
         if cell.unit in self._prompts:
             found = {**found, "prompts": self._prompts[cell.unit]}
+        if cell.key in self._transforms:
+            found = {**found, "transform": self._transforms[cell.key]}
         (self._failed if "failed" in found else self.finished)[cell] = found
         if self._path is None:
             return
@@ -98,6 +105,11 @@ class Journal:
             file.write(json.dumps({"cell": cell, "found": _plain(found)}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def _is_outdated(self, cell: Cell, found: Mapping[str, Any]) -> bool:
+        """Whether the cell's method has other parameters now."""
+        wanted, kept = self._transforms.get(cell.key), found.get("transform")
+        return None not in (wanted, kept) and wanted != kept
 
     def _check_prompts(self, folder: Path) -> None:
         """Raises ValueError where a finished cell had other prompts."""

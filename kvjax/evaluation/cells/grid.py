@@ -39,6 +39,9 @@ MOST_MEASURED = {"perplexity": 30, "attention": 4}
 """The most cases of what is measured without questions: windows of the text, and prompts of the
 first task."""
 
+CandidateKey = tuple[str, int | float | None]
+"""Method and budget of a candidate."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -64,7 +67,7 @@ class Candidate:
         return cls(method, budget, transform)
 
     @property
-    def key(self) -> tuple[str, int | float | None]:
+    def key(self) -> CandidateKey:
         """Method and budget."""
         return self.method, self.budget
 
@@ -124,9 +127,14 @@ class Cell(NamedTuple):
         return Unit(*self[:5])
 
     @property
+    def key(self) -> CandidateKey:
+        """Method and budget."""
+        return self.method, self.budget
+
+    @property
     def candidate(self) -> str:
         """Method and budget for people."""
-        return _name(self.method, self.budget)
+        return _name(*self.key)
 
     def __str__(self) -> str:
         """What a message says of it."""

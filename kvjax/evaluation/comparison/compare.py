@@ -138,7 +138,10 @@ def run(
     }
     measure = _Measure(material, functional, tuple(end_tokens))
     prompts = {unit: material.digest(unit) for unit in measure.units()}
-    journal = files.Journal(None if out is None else Path(out), settings, material.asked(), prompts)
+    transforms = {one.key: repr(one.transform) for one in grid.candidates}
+    journal = files.Journal(
+        None if out is None else Path(out), settings, material.asked(), prompts, transforms
+    )
     _measure_all(measure, journal, on_progress or (lambda done, total, what: None))
     results = journal.results()
     if out is not None:

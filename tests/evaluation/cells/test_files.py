@@ -86,6 +86,22 @@ def test_a_full_disk_names_the_file(monkeypatch, tmp_path, broken, name):
         files.Journal(tmp_path, {}, ASKED).add(CELL, FOUND)
 
 
+def test_a_method_with_other_parameters_is_measured_again(tmp_path):
+    def journal(transform: str) -> files.Journal:
+        return files.Journal(tmp_path, {"seed": 0}, ASKED, transforms={CELL.key: transform})
+
+    journal("Quest(page=16)").add(CELL, FOUND)
+    assert journal("Quest(page=16)").finished == {CELL: {**FOUND, "transform": "Quest(page=16)"}}
+    assert not journal("Quest(page=8)").finished
+    journal("Quest(page=8)").add(CELL, {**FOUND, "seconds": 0.2})
+    assert not journal("Quest(page=16)").finished
+    assert journal("Quest(page=8)").finished[CELL]["seconds"] == 0.2
+    # Older folders do not say what a method was.
+    assert files.Journal(tmp_path, {"seed": 0}, ASKED).finished.keys() == {CELL}
+    files.Journal(tmp_path, {"seed": 0}, ASKED).add(CELL, FOUND)
+    assert journal("Quest(page=16)").finished == {CELL: FOUND}
+
+
 def test_fewer_cases_leave_a_floor_as_it_is(tmp_path):
     def floor_after(floor: float, cases: int) -> float:
         about = {"metric": "ROUGE-L", "floor": floor}
