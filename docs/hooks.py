@@ -122,7 +122,8 @@ def _commands() -> str:
     from kvjax.cli.arguments import COMMANDS as commands
     from kvjax.cli.arguments import parser
 
-    lines = ["# Command line", "", "Every command with its options, as `kvjax COMMAND --help` says."]
+    about = "Every command with its options, as `kvjax COMMAND --help` says."
+    lines = ["# Command line", "", about]
     for name, does in commands.items():
         text = io.StringIO()
         with (
