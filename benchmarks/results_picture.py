@@ -42,15 +42,17 @@ def draw(axes: Axes, results: Results, question: str) -> None:
     full = rows(results, question, "full")[0].score
     axes.axhline(100 * full.mean, color="black", linewidth=1)
     ends = {"full cache": 100 * full.mean}
+    found = {method: rows(results, question, method) for method in LINES}
+    budgets = sorted({100 * row.budget for own in found.values() for row in own})
     for method, (colour, marker) in LINES.items():
-        own = rows(results, question, method)
-        budgets = [100 * row.budget for row in own]
+        own = found[method]
+        at = [100 * row.budget for row in own]
         means = [100 * row.score.mean for row in own]
         axes.fill_between(
-            budgets, [100 * row.score.low for row in own], [100 * row.score.high for row in own],
+            at, [100 * row.score.low for row in own], [100 * row.score.high for row in own],
             color=colour, alpha=0.12, linewidth=0,
         )  # fmt: skip
-        axes.plot(budgets, means, color=colour, marker=marker, linewidth=1.8)
+        axes.plot(at, means, color=colour, marker=marker, linewidth=1.8)
         ends[method] = means[-1]
     for name, (height, place) in zip(ends, apart(list(ends.values())), strict=True):
         colour = LINES.get(name, ("black", ""))[0]

@@ -4,12 +4,13 @@
 #     bash tests/on_versions.sh                                      # all pairs
 #     PYTHONS=3.13 JAX="0.12.0.1" bash tests/on_versions.sh tests/cache   # some pairs, some tests
 #
-# A Python is taken from pyenv, or from the path as python3.13. Environments and results are in build/versions.
+# A Python is taken from pyenv, or from the path as python3.13. Environments and what the tests print are in
+# build/versions, or in FOLDER=...
 # PyTorch, several gigabytes in each of them, is left out: tests that compare with it are skipped.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-folder=${FOLDER:-build/versions}
-mkdir -p "$folder"
+mkdir -p "${FOLDER:=build/versions}"
+folder=$(cd "$FOLDER" && pwd)
 failed=0
 
 python_of() {
@@ -21,7 +22,7 @@ python_of() {
 for version in ${PYTHONS:-3.11 3.12 3.13}; do
   for jax in ${JAX:-0.10.2 0.11.0 0.11.2 0.12.0.1}; do
     # JAX 0.11 and later want Python 3.12.
-    [[ $version == 3.11 && $jax != 0.10.* && $jax != 0.9.* ]] && continue
+    [[ $version == 3.11 && $jax != 0.10.* ]] && continue
     name=python$version-jax$jax
     python=$(python_of "$version")
     if [ -z "$python" ]; then
@@ -32,7 +33,7 @@ for version in ${PYTHONS:-3.11 3.12 3.13}; do
     [ -d "$folder/$name" ] || "$python" -m venv "$folder/$name"
     {
       "$folder/$name/bin/pip" install -q "jax==$jax" -e '.[eval,gguf]' build hypothesis optax pytest pytest-xdist &&
-        JAX_COMPILATION_CACHE_DIR=$PWD/$folder/compiled-$jax "$folder/$name/bin/python" -m pytest -q "$@"
+        JAX_COMPILATION_CACHE_DIR=$folder/compiled-$jax "$folder/$name/bin/python" -m pytest -q "$@"
     } >"$folder/$name.log" 2>&1 || failed=1
     echo "$name: $(tail -n 1 "$folder/$name.log")"
   done

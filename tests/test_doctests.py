@@ -74,3 +74,4 @@ def test_examples_exist():
         if test.examples
     ]
     assert len(examples) >= 20
+    assert set(modules()) >= SLOW

@@ -2,7 +2,8 @@
 
 Every function draws with matplotlib onto axes that it is given, and returns what it has drawn. Dark
 is more and light is less, and colours are Okabe and Ito's, so that pictures can be read in grey and
-by the colour-blind. `import kvjax` does not import this module.
+by the colour-blind. `import kvjax` does not import this module, which needs matplotlib: the extra
+`eval` installs it.
 """
 
 from .fields import field, held, selected, similarity

@@ -126,9 +126,10 @@ def selected(axes: Axes, steps: Sequence[Seen], *, layer: int) -> AxesImage:
     if own[0] is None:
         raise ValueError(f"in layer {layer} nothing is selected: its steps attend to everything")
     tokens = own[-1].shape[1]
-    padded = [np.pad(marks, ((0, 0), (0, tokens - marks.shape[1]))) for marks in own]
-    marks = np.stack(padded, axis=1).reshape(-1, tokens).astype(int)
-    return field(axes, marks, group=len(steps), label="head (a line per step)")
+    marks = np.zeros((len(own[-1]), len(own), tokens), int)
+    for step, seen in enumerate(own):
+        marks[:, step, : seen.shape[1]] = seen
+    return field(axes, marks.reshape(-1, tokens), group=len(steps), label="head (a line per step)")
 
 
 def similarity(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImage:

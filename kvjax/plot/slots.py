@@ -120,9 +120,6 @@ def clusters(
 def _list(cache: Cache, head: int, row: int) -> tuple[LayerCache, int]:
     """The part of a layer's cache that has a list of slots, and the list's number there."""
     parts = parts_of(cache, row)
-    check_count("head", head, 0, most=sum(part.kv.shape[1] for part in parts) - 1)
-    for part in parts:
-        if head < part.kv.shape[1]:
-            break
-        head -= part.kv.shape[1]
-    return part, head
+    lists = [(part, number) for part in parts for number in range(part.kv.shape[1])]
+    check_count("head", head, 0, most=len(lists) - 1)
+    return lists[head]

@@ -87,6 +87,7 @@ def test_a_method_is_public(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_in_the_tables(name):
     assert re.search(rf"^\| *\[?`{name}\b.*\|$", README, re.MULTILINE), "no row of the README"
+    assert f"[`{name}" in (ROOT / "docs/methods/index.md").read_text(encoding="utf-8")
     number = re.search(r"arXiv (\S+)", METHODS[name].paper)
     if number is not None:
         assert f"arXiv:{number[1]}" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
@@ -112,3 +113,8 @@ def test_there_are_kernels():
 def test_a_family_has_cases():
     by_themselves = {"llama", "mistral", "chatglm"}  # tests/models/test_models_llama.py, and glm's
     assert set(FAMILIES) == set(NAMED) | by_themselves
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_in_the_pages(name):
+    assert f"`{name}`" in (ROOT / "docs/guides/models.md").read_text(encoding="utf-8")

@@ -76,10 +76,10 @@ class Estimate(NamedTuple):
         return cls(float(values.mean()), *interval, len(values))
 
     @classmethod
-    def resampled(cls, values: Sequence[float]) -> Estimate:
+    def resampled(cls, scores: Sequence[float]) -> Estimate:
         """With a bootstrap's interval: percentiles of 2,000 resamples, drawn with a fixed seed."""
-        values = np.asarray(values, np.float64)
-        interval = float(values[0]), float(values[0])
+        values = np.asarray(scores, np.float64)
+        low = high = float(values[0])
         if np.ptp(values) > 0:
             from scipy.stats import bootstrap
 
@@ -87,5 +87,5 @@ class Estimate(NamedTuple):
                 (values,), np.mean, n_resamples=_RESAMPLES, method="percentile",
                 rng=np.random.default_rng(0),
             )  # fmt: skip
-            interval = tuple(map(float, found.confidence_interval))
-        return cls(float(values.mean()), *interval, len(values))
+            low, high = map(float, found.confidence_interval)
+        return cls(float(values.mean()), low, high, len(values))
