@@ -105,11 +105,15 @@ print(tokenizer.decode(prompt[:60]), "...", tokenizer.decode(case.question))
 # %% [markdown]
 # ## What it lives on: near tokens have like keys
 #
-# The paper observes that keys of neighbouring tokens are more alike than those of distant ones.
-# Here is the mean cosine of two keys by their distance in the text, for four layers:
+# The paper's first observation is that keys are much alike, most of all within a region of the
+# text. Here are the cosines of all pairs of keys in one head. The squares along the diagonal are
+# Chelsea's chunks: a token is compared with those of its own chunk and with no others. The first
+# and the newest tokens are in no chunk, since they are never merged.
 
 # %%
+chelsea = kvjax.Chelsea(budget=0.3)
 full = kvjax.read(model, [prompt], max_new=1)
+LAYER, HEAD = 20, 0
 
 
 def unit_keys(layer):
@@ -118,66 +122,81 @@ def unit_keys(layer):
     return keys / np.linalg.norm(keys, axis=-1, keepdims=True)
 
 
+unit = unit_keys(LAYER)[HEAD]
+figure, axes = plt.subplots(figsize=(5.2, 4.2))
+image = axes.imshow(unit @ unit.T, cmap="Greys", vmin=0, vmax=1)
+figure.colorbar(image, ax=axes, label="cosine of two keys", extend="min")
+stop = len(prompt) - chelsea.recent
+for start in range(chelsea.sinks, stop, chelsea.chunk):
+    size = min(chelsea.chunk, stop - start)
+    axes.add_patch(plt.Rectangle((start, start), size, size, fill=False, edgecolor="#E69F00", lw=2))
+axes.set_title(f"layer {LAYER}, head {HEAD}")
+axes.set_xlabel("position of a token")
+axes.set_ylabel("position of another token")
+plt.show()
+
+# %% [markdown]
+# The second observation is that two keys are less alike the farther apart their tokens are. Here is
+# the mean cosine by distance, for four layers:
+
+# %%
 figure, axes = plt.subplots(figsize=(7.2, 2.8))
 distances = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 for layer, marker in zip((0, 10, 20, 29), "os^D"):
-    unit = unit_keys(layer)
-    cosine = [(unit[:, :-d] * unit[:, d:]).sum(-1).mean() for d in distances]
-    axes.plot(distances, cosine, marker=marker, markersize=4, label=f"layer {layer}")
+    keys = unit_keys(layer)
+    cosine = [(keys[:, :-d] * keys[:, d:]).sum(-1).mean() for d in distances]
+    axes.plot(distances, cosine, marker=marker, label=f"layer {layer}")
 axes.set_xscale("log", base=2)
 axes.xaxis.set_major_formatter("{x:g}")
-axes.set_xlabel("distance of two tokens")
+axes.set_xlabel("distance of two tokens, in tokens")
 axes.set_ylabel("mean cosine of their keys")
 axes.legend()
 plt.show()
 
 # %% [markdown]
-# Lines that fall say that a similar key is most likely found nearby. That is why Chelsea compares
-# tokens within chunks of 256 neighbours and not all with all: the time is then linear in the text.
+# Where a line falls, a similar key is most likely found nearby, and a chunk of neighbours is enough
+# to find it. With chunks of fixed length the time is linear in the length of the text.
 #
 # ## Edges of a chunk
 #
-# In each chunk, tokens at even places are set A and those at odd places set B. Every A has one
-# edge, to the B with the most similar key. Of all edges of a head the most similar ones are kept.
-# `pallas_kernels.soft_matching` computes the edges; here are those of 48 tokens in one head:
+# In each chunk, tokens at even places are set A and those at odd places set B. Every token of A has
+# one edge, to the token of B with the most similar key. Of all edges of a head the most similar
+# ones are kept. Here is a chunk of 48 tokens, so short that its edges can be told apart:
 
 # %%
-import jax.numpy as jnp
+START, SIZE = 256, 48
+chunk = unit[START : START + SIZE]
+cosine = chunk[0::2] @ chunk[1::2].T  # a line for each token of A, a column for each of B
+partner, similarity = cosine.argmax(1), cosine.max(1)
+strongest = np.argsort(-similarity)
+kept = strongest[: SIZE // 4]
 
-from pallas_kernels import soft_matching
-
-LAYER, HEAD, START, SIZE = 20, 0, 256, 48
-keys = full.caches[LAYER].kv.k.read()[:, :, START : START + SIZE]
-count = jnp.full(keys.shape[:2], SIZE)
-similarity, partner = (np.asarray(x[0, HEAD]) for x in soft_matching(keys, count, chunk=SIZE))
-
-edges = [a for a in range(SIZE) if np.isfinite(similarity[a])]
-best = sorted(edges, key=lambda a: -similarity[a])[: len(edges) // 2]
 figure, axes = plt.subplots(figsize=(7.2, 2.2))
-for a in edges:
-    kept = a in best
+for a, b in enumerate(partner):
+    solid = a in kept
     axes.plot(
-        [a, partner[a]],
+        [START + 2 * a, START + 2 * b + 1],
         [1, 0],
-        color="#1f3b73" if kept else "#b5b5b5",
-        linestyle="-" if kept else ":",
-        linewidth=1.5 if kept else 1,
+        color="#1f3b73" if solid else "#b5b5b5",
+        linestyle="-" if solid else ":",
+        linewidth=1.5 if solid else 1,
     )
-axes.plot(edges, np.ones(len(edges)), "o", color="black", markersize=4)
-axes.plot(range(1, SIZE, 2), np.zeros(SIZE // 2), "s", color="black", markersize=4)
+axes.plot(range(START, START + SIZE, 2), np.ones(SIZE // 2), "o", color="black")
+axes.plot(range(START + 1, START + SIZE, 2), np.zeros(SIZE // 2), "s", color="black")
 axes.set_yticks([0, 1], ["set B", "set A"])
-axes.set_xlabel(f"token of the chunk (from position {START})")
+axes.set_xlabel("position of the token")
 plt.show()
 
 # %% [markdown]
 # Solid edges are the more similar half. Where several lead to one token of set B, all of them
-# become one slot with it. Near-vertical edges join neighbours; long ones join tokens that say
-# something alike. The strongest edges as text:
+# become one slot with it. Steep edges join neighbours, flat ones tokens that are farther apart. The
+# solid ones as text, the most similar first:
 
 # %%
-for a in best[:8]:
-    one, other = (repr(tokenizer.decode([prompt[START + t]])) for t in (a, partner[a]))
-    print(f"{one:>16} - {other:16} cosine {similarity[a]:.2f}, {abs(a - partner[a])} apart")
+for a in kept:
+    pair = START + 2 * a, START + 2 * partner[a] + 1
+    one, other = (repr(tokenizer.decode([prompt[position]])) for position in pair)
+    print(f"{one:>16} - {other:16} cosine {similarity[a]:.2f}, {abs(pair[0] - pair[1])} apart")
 
 # %% [markdown]
 # ## What is left: slots that stand for several tokens
@@ -186,7 +205,7 @@ for a in best[:8]:
 # at the position that it has taken, and its height is the number of tokens that it stands for.
 
 # %%
-merged = kvjax.read(model, [prompt], transform=kvjax.Chelsea(budget=0.3), max_new=16)
+merged = kvjax.read(model, [prompt], transform=chelsea, max_new=16)
 figure, panels = plt.subplots(3, figsize=(7.2, 3.8), sharex=True)
 for head, axes in enumerate(panels):
     plot.masses(axes, merged.caches[LAYER], head=head)
@@ -195,9 +214,9 @@ for head, axes in enumerate(panels):
 plt.show()
 
 # %% [markdown]
-# The first 16 tokens and the newest 64 are never merged. In between, few slots stand for many
-# tokens each. Attention adds the logarithm of that number to a slot's logit, so ten tokens in one
-# slot weigh as much as ten.
+# The first 16 tokens and the newest 64 are never merged. In between, most slots stand for several
+# tokens, and they are spread over the whole text. Attention adds the logarithm of a slot's number
+# of tokens to its logit, so that ten tokens in one slot weigh as much as ten.
 #
 # ## What merging does to an answer
 #
@@ -205,7 +224,7 @@ plt.show()
 # the merged one:
 
 # %%
-for name, transform in {"full": kvjax.Full(), "chelsea": kvjax.Chelsea(budget=0.3)}.items():
+for name, transform in {"full": kvjax.Full(), "chelsea": chelsea}.items():
     result = kvjax.generate(model, [prompt], transform=transform, max_new_tokens=8)
     share = result.cache_bytes / result.full_cache_bytes
     print(f"{name:8} {share:6.1%}  {tokenizer.decode(result.tokens[0])!r}")

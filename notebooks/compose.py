@@ -102,16 +102,16 @@ last = first + len(number) - 1
 print(tokenizer.decode(case.question), case.answers[0])
 
 
-def show(transform):
-    """The caches after the prompt, by head and position, and their bytes."""
+def show(name, transform, **colours):
+    """Draws the caches after the prompt by head and position, and prints their bytes."""
     context = kvjax.read(model, [prompt], transform=transform, max_new=16)
     figure, axes = plt.subplots(figsize=(7.2, 2.4))
     plot.held(axes, context.caches)
     plot.span(axes, first, last, "answer")
-    plot.legend(figure, kept="kept", other="pinned", gone="evicted")
+    axes.set_title(name, loc="left")
+    plot.legend(figure, kept="kept", gone="evicted", **colours)
     plt.show()
-    share = context.nbytes / context.full_nbytes
-    print(f"{kvjax.unparse(transform)}: {share:.1%} of the full cache's bytes")
+    print(f"{name}: {context.nbytes / context.full_nbytes:.1%} of the full cache's bytes")
     return context
 
 
@@ -125,33 +125,25 @@ def show(transform):
 # stored, then what a step looks at, then where they are.
 
 # %%
-evicted = show(kvjax.SnapKV(budget=0.2))
-quantised = show(kvjax.chain(kvjax.SnapKV(budget=0.2), kvjax.Quantize(bits=4)))
+evicted = show("snapkv", kvjax.SnapKV(budget=0.2))
+quantised = show("snapkv in 8 bits", kvjax.chain(kvjax.SnapKV(budget=0.2), kvjax.Quantize(bits=8)))
 
 # %% [markdown]
-# Both keep the same tokens. The second holds them in 4 bits, which is a few per cent of the full
-# cache's float32. What is saved by layer:
-
-# %%
-full = kvjax.read(model, [prompt], max_new=16)
-named = {"full": full, "snapkv": evicted, "snapkv in 4 bits": quantised}
-figure, axes = plt.subplots(figsize=(7.2, 2.4))
-plot.layer_bytes(axes, {name: context.caches for name, context in named.items()})
-plt.show()
-
-# %% [markdown]
+# Both keep the same tokens. The second holds them in 8 bits, and the full cache is float32. With
+# `bits=4` the newest 128 tokens stay as they came, which pays in longer prompts than this one.
+#
 # ## Around a method
 #
 # `KVCrush` gives a quarter of its base's budget to tokens that stand for what the base evicts. They
 # are pinned, and orange.
 
 # %%
-crushed = show(kvjax.KVCrush(kvjax.SnapKV(budget=0.2)))
+crushed = show("kvcrush(snapkv)", kvjax.KVCrush(kvjax.SnapKV(budget=0.2)), other="pinned")
 
 # %% [markdown]
 # `Every` lets a method for prompts compress again while the model writes; `WhenFull` does so when a
-# row runs out of slots. Below, a prompt of 60 tokens and 64 written ones never take more than 48 +
-# 16 slots.
+# row runs out of slots. Below, a head holds 48 tokens after a prompt of 60 tokens and again after
+# every 16 that are written, so that it never needs more than 48 + 16 slots:
 
 # %%
 bounded = kvjax.Every(kvjax.SnapKV(budget=48), steps=16)
@@ -159,6 +151,8 @@ context = kvjax.read(model, [prompt[:60]], transform=bounded, max_new=65)
 after = kvjax.generate(model, None, context=context, max_new_tokens=64, end_tokens=()).context
 figure, axes = plt.subplots(figsize=(7.2, 2.2))
 plot.held(axes, after.caches)
+axes.set_title("every(snapkv), after 64 written tokens", loc="left")
+plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
 print(f"{int(after.length[0])} tokens, {after.caches[0].kv.slots} slots")
 
@@ -170,24 +164,37 @@ print(f"{int(after.length[0])} tokens, {after.caches[0].kv.slots} slots")
 
 # %%
 by_layer = kvjax.PerLayer(lambda i, n: kvjax.Full() if i < 1 else kvjax.SnapKV(budget=0.1))
-full_first = show(by_layer)
+full_first = show("the first layer full", by_layer)
 
 # %%
 groups = kvjax.HeadGroups(
     (((0, 3), kvjax.SnapKV(budget=0.3)), ((1, 2), kvjax.StreamingLLM(budget=128)))
 )
-grouped = show(groups)
+grouped = show("head groups", groups)
 
 # %% [markdown]
-# The lines of a layer are in the order of the groups: heads 0 and 3 first, then 1 and 2.
-#
-# ## As text
-#
-# Whatever can be built is an expression too, for the command line and for files: `kvjax generate
-# --method "..."`.
+# The lines of a layer are in the order of the groups: heads 0 and 3 first, then 1 and 2. What each
+# composition takes, by layer:
 
 # %%
-transform = kvjax.parse("every(kvcrush(snapkv(window=16)), steps=32)", budget=0.2)
+full = kvjax.read(model, [prompt], max_new=16)
+named = {
+    "full": full, "snapkv": evicted, "snapkv in 8 bits": quantised,
+    "the first layer full": full_first, "head groups": grouped,
+}  # fmt: skip
+figure, axes = plt.subplots(figsize=(7.2, 2.8))
+plot.layer_bytes(axes, {name: context.caches for name, context in named.items()})
+plt.show()
+
+# %% [markdown]
+# ## As text
+#
+# Methods, `chain` and wrappers are expressions too, for the command line and for files: `kvjax
+# generate --method "..."`. A budget beside the text goes to every method that has none of its own.
+# `PerLayer` and `HeadGroups` are made in Python alone.
+
+# %%
+transform = kvjax.parse("every(kvcrush(snapkv(window=32)), steps=32)", budget=0.2)
 print(transform)
 print(kvjax.unparse(transform))
 
@@ -205,11 +212,14 @@ except ValueError as error:
 
 # %% [markdown]
 # ## Do they still answer?
+#
+# The share is that of the full cache's bytes. Methods that select keep everything; their budget is
+# what a step looks at.
 
 # %%
 COMPOSITIONS = [
     "snapkv",
-    "chain(snapkv, quantize(bits=4))",
+    "chain(snapkv, quantize)",
     "kvcrush(snapkv)",
     "chain(quantize, clusterkv)",
     "chain(snapkv(budget=0.5), quest(dense_layers=()))",

@@ -125,7 +125,6 @@ class Scores(kvjax.KVTransform):
     needs = property(lambda self: self.of.needs)
 
     def on_prompt(self, cache, state, step):
-        """The scores of the decision that the other method would make."""
         decision, _ = self.of.on_prompt(cache, self.of.init(cache, 0)[1], step)
         return None, decision.score
 
@@ -186,7 +185,7 @@ axes.step(range(len(order)), distance[order], color="black", where="mid", linewi
 for edge in edges:
     axes.axvline(edge - 0.5, color="#b5b5b5", linewidth=0.6)
 places = (edges[:-1] + edges[1:] - 1) // 2
-axes.plot(places, distance[chosen], "D", color="#E69F00", markersize=4, markeredgecolor="black",
+axes.plot(places, distance[chosen], "D", color="#E69F00", markeredgecolor="black",
           markeredgewidth=0.5, label="representatives")  # fmt: skip
 axes.set_xlabel("evicted tokens, by distance to the anchor and then by position")
 axes.set_ylabel("bits that differ")
@@ -226,7 +225,7 @@ plot.legend(figure, kept="kept by SnapKV", other="representatives", gone="evicte
 plt.show()
 
 # %% [markdown]
-# Representatives are spread over the text that SnapKV left. They give attention something to look
+# Representatives are spread over the text that SnapKV evicts. They give attention something to look
 # at where nothing else is left. Whether that is worth the quarter of the budget that they take
 # depends on the task: where single tokens are asked for, the base would have used those slots for
 # itself.

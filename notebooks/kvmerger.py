@@ -117,17 +117,20 @@ alike = np.ma.masked_invalid(image.get_array()).mean(1).reshape(model.num_layers
 print("mean by layer, layers 0 to 29:", np.round(alike.mean(1), 2).tolist())
 
 # %% [markdown]
-# Some heads are dark all over: in them neighbours differ little, and merging costs little. Others
-# are light. One number for all heads would treat them alike; the threshold below does not.
+# Most heads are dark all over: in them neighbours differ little, and merging costs little. The
+# light ones are in the first layers. A light line from top to bottom is a token whose key differs
+# from the next one's in many layers. To merge the same number of tokens everywhere would treat all
+# heads alike; the threshold below does not.
 #
 # ## Sets
 #
 # From the last token to the first, a token joins its right neighbour's set while the cosine of the
 # two keys is above a threshold, 0.75 in the paper. Here are 100 tokens of one head: the line is the
-# cosine with the next key, and every shaded stretch is a set.
+# cosine with the next key, and every shaded stretch is a set. The largest sets of the head follow
+# as text.
 
 # %%
-LAYER, HEAD, START, STOP, EPSILON = 12, 1, 250, 350, 0.75
+LAYER, HEAD, START, STOP, EPSILON = 8, 2, 250, 350, 0.75
 transform = kvjax.KVMerger(epsilon=EPSILON)
 merged = kvjax.read(model, [prompt], transform=transform, max_new=16)
 kv = merged.caches[LAYER].kv
@@ -139,13 +142,17 @@ ends = np.cumsum(mass)  # sets are runs, so that their sizes say where they are
 cosine = np.asarray(image.get_array()).reshape(model.num_layers, -1, len(prompt))[LAYER, HEAD]
 figure, axes = plt.subplots(figsize=(7.2, 2.6))
 for end, size in zip(ends, mass):
-    if size > 1 and end - size >= START and end <= STOP:
+    if size > 1 and end > START and end - size < STOP:
         plot.span(axes, end - size, end - 1)
-axes.plot(range(START, STOP), cosine[START:STOP], ".-", color="black", linewidth=0.8, markersize=3)
+axes.plot(range(START, STOP), cosine[START:STOP], ".-", color="black", linewidth=0.8)
 axes.axhline(EPSILON, color="black", linestyle="--", linewidth=0.8)
+axes.set_xlim(START - 0.5, STOP - 0.5)
 axes.set_xlabel("position of the token")
 axes.set_ylabel("cosine with the next key")
 plt.show()
+for largest in np.argsort(-mass)[:4]:
+    stretch = prompt[ends[largest] - mass[largest] : ends[largest]]
+    print(f"{mass[largest]} tokens in one slot: {tokenizer.decode(stretch)!r}")
 
 # %% [markdown]
 # A set ends where the line falls below the threshold, and at a token that is left alone for the
@@ -165,12 +172,13 @@ figure, axes = plt.subplots(figsize=(7.2, 2.4))
 axes.bar(range(model.num_layers), np.array(slots) / len(prompt), color="#1f3b73")
 axes.set_ylim(0, 1)
 axes.set_xlabel("layer")
-axes.set_ylabel("slots left, share of tokens")
+axes.set_ylabel("slots, share of tokens")
 plt.show()
 
 # %% [markdown]
-# With a threshold the text decides how much is merged, layer by layer, and the cache's arrays stay
-# as large as they were. With a budget the most similar pairs join until it is met, and the arrays
+# Where fewer neighbours are alike, in most of the first layers, more slots are left. With a
+# threshold the text decides how much is merged, and the cache's arrays stay as large as they were.
+# With a budget the most similar pairs join until it is met, and the arrays
 # are made for the budget.
 #
 # ## Slots of a budget
@@ -186,9 +194,9 @@ plt.show()
 print(f"{half.nbytes / half.full_nbytes:.0%} of the full cache's bytes")
 
 # %% [markdown]
-# The newest tokens and those with the most attention stay alone. One long run takes many tokens
-# into one slot, where all keys on the way resemble their neighbours; attention counts the slot as
-# so many tokens.
+# The newest tokens and those with the most attention stay alone. A tall line is a long run of
+# tokens in one slot, in which every key resembles the next; attention counts the slot as so many
+# tokens.
 #
 # ## What merging does to an answer
 

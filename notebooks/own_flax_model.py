@@ -196,6 +196,7 @@ for row, axes in enumerate(panels):
     plot.held(axes, caches, row=row)
     axes.set_title(f"row {row}: {int(lengths[row])} tokens", loc="left")
     axes.label_outer()
+axes.set_xlim(-0.5, PROMPT - 0.5)
 plot.legend(figure, kept="live", gone="evicted")
 plt.show()
 

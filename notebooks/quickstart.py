@@ -85,6 +85,7 @@ if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in o
 import matplotlib.pyplot as plt
 
 from kvjax import plot
+from kvjax.evaluation import is_right
 from kvjax.models import demo, from_pretrained, load_tokenizer
 
 plt.rcParams.update(plot.LOOK)
@@ -128,7 +129,7 @@ for name, result in {"full": full, "snapkv": small}.items():
 #
 # `kvjax.read` reads a prompt and gives the compressed caches, which `kvjax.plot` draws. Each line
 # is one KV head of one layer, each column a position of the text. Dark positions are still in the
-# cache. The shaded place is where the number stands.
+# cache. The arrow points at the number, and the right panel is what stands around it.
 
 # %%
 number = tokenizer(f" {document.answer}", add_special_tokens=False).input_ids
@@ -136,19 +137,26 @@ starts = range(len(prompt) - len(number))
 first = next(i for i in starts if prompt[i : i + len(number)] == number)
 
 context = kvjax.read(model, [prompt], transform=kvjax.SnapKV(budget=0.1), max_new=16)
-figure, axes = plt.subplots(figsize=(7.2, 2.6))
-plot.held(axes, context.caches)
-plot.span(axes, first, first + len(number) - 1, "answer")
+last = first + len(number) - 1
+figure, panels = plt.subplots(1, 2, figsize=(7.2, 2.8), width_ratios=(3, 1), sharey=True)
+for axes in panels:
+    image = plot.held(axes, context.caches)
+    plot.span(axes, first, last, "answer")
+panels[1].set_xlim(first - 30, last + 30)
+panels[1].set_ylabel("")
 plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
+whole = image.get_array()[:, first : last + 1].all(1).reshape(model.num_layers, -1)
+print("heads that keep the whole number, by layer:", whole.sum(1).tolist())
 
 # %% [markdown]
-# Heads keep different places. All keep the end of the prompt, which is always kept. In the upper
-# layers some heads keep the answer: those are the heads that retrieve.
+# Heads keep different places. All keep the end of the prompt, which is always kept. Those that keep
+# the number can copy it into the answer.
 #
 # ## Other methods
 #
-# Every method has a name, and names combine as text. The budget goes to every method in the text.
+# Every method has a name, and names combine as text. The budget goes to every method that has none
+# of its own.
 
 # %%
 METHODS = [
@@ -164,7 +172,7 @@ for name in METHODS:
     transform = kvjax.parse(name, budget=0.1)
     result = kvjax.generate(model, [prompt], transform=transform, max_new_tokens=8)
     answer = tokenizer.decode(result.tokens[0]).strip()
-    right = "right" if answer.startswith(document.answer) else "wrong"
+    right = "right" if is_right(answer, document.answer) else "wrong"
     share = result.cache_bytes / result.full_cache_bytes
     print(f"{name:32} {right}  {answer[:12]:12} {share:6.1%} of the full cache")
 
@@ -173,7 +181,8 @@ for name in METHODS:
 #
 # - `snapkv` has the question inside of what it compresses, and keeps what the question looks at.
 # - `streaming_llm` keeps the first tokens and the newest ones. The number stands in between.
-# - `h2o` keeps what received the most attention before anybody asked.
+# - `h2o` keeps the newest tokens and those that received the most attention, added up over the
+#   whole prompt, of which the question is a small part.
 # - `chelsea` merges tokens with similar keys. A mean of several tokens no longer says which digits
 #   it was made of.
 # - `clusterkv` keeps everything, and an index besides. It saves the reading of the cache and not

@@ -116,7 +116,6 @@ def gigabytes(transform, length):
     """Bytes of all layers, in units of 10⁹."""
 
     def caches():
-        """Of all layers."""
         return [
             kvjax.init_cache(
                 bound, layer=layer, max_prompt=length, max_new=512, dtype="bfloat16", **SIZE
@@ -130,7 +129,7 @@ def gigabytes(transform, length):
 figure, axes = plt.subplots(figsize=(7.2, 3.2))
 for (name, transform), marker in zip(METHODS.items(), "os^Dv"):
     sizes = [gigabytes(transform, length) for length in LENGTHS]
-    axes.plot(LENGTHS, sizes, marker=marker, markersize=5, label=name)
+    axes.plot(LENGTHS, sizes, marker=marker, label=name)
     print(f"{name:20} {sizes[-1]:6.2f} GB at {LENGTHS[-1]:,} tokens")
 axes.set_xscale("log", base=2)
 axes.set_yscale("log")

@@ -98,7 +98,7 @@ plt.rcParams.update(plot.LOOK)
 model, tokenizer = from_pretrained("smollm2"), load_tokenizer("smollm2")
 
 text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
-prompt = text[:512]
+prompt = text[6000:6512]
 print(tokenizer.decode(prompt[:60]), "...")
 
 # %% [markdown]
@@ -115,8 +115,8 @@ plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
 
 # %% [markdown]
-# The newest 32 tokens are always kept. Of the others each head keeps those that the newest ones
-# attend to most, for their age.
+# The newest 32 tokens are always kept. Of the others each head keeps those to which these attend
+# most, the sum of that attention divided by a token's age, so that newer ones are preferred.
 #
 # ## What is alike in a layer
 #
@@ -137,7 +137,7 @@ for axes, name in zip(panels, "kv"):
         uses = np.sort(np.bincount(index))[::-1]
         uses = uses[uses > 0]
         label = f"layer {layer}: {len(uses):,} entries"
-        axes.loglog(1 + np.arange(len(uses)), uses, marker=marker, markevery=0.2, markersize=4,
+        axes.loglog(1 + np.arange(len(uses)), uses, marker=marker, markevery=0.2,
                     label=label)  # fmt: skip
     axes.set_title({"k": "keys", "v": "values"}[name])
     axes.set_xlabel("entry, the busiest first")
@@ -167,7 +167,7 @@ figure, axes = plt.subplots(figsize=(7.2, 2.8))
 for (label, own), (marker, colour) in zip(
     shares.items(), (("o", "black"), ("s", "#0072B2"), ("^", "#D55E00"))
 ):
-    axes.plot(own, marker=marker, color=colour, markersize=4, label=label)
+    axes.plot(own, marker=marker, color=colour, label=label)
 axes.set_ylim(0)
 axes.set_xlabel("layer")
 axes.set_ylabel("share of all vectors")
@@ -175,10 +175,10 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# Where the entries lie far below the vectors that are kept, a layer's vectors are alike and the
-# books save memory; where they lie close to them, there is little to share. A model of 135 million
-# parameters with three KV heads need not show the spindle of the paper, whose models have 32 layers
-# of eight or more KV heads.
+# Eviction makes the deep end narrow and the books make the shallow end narrow. What is stored is
+# widest in between, like a spindle. Where the entries lie far below the vectors that are kept, a
+# layer's vectors are alike and a book saves memory; where they lie close to them, there is little
+# to share.
 #
 # ## Bytes
 #

@@ -15,7 +15,7 @@
 # # Write a method
 #
 # A method says what to keep, and kvjax stores, moves and attends. This notebook writes one in
-# fifteen lines, lets the library check it, looks at what it keeps, and compares it with SnapKV.
+# twenty lines, lets the library check it, looks at what it keeps, and compares it with SnapKV.
 #
 # *It runs from top to bottom on a CPU in under three minutes. In Colab, **File → Upload notebook**
 # takes this file, and **File → Open notebook → GitHub** the address of its repository.*
@@ -86,7 +86,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from kvjax import plot
-from kvjax.evaluation import Haystack
+from kvjax.evaluation import Haystack, is_right
 from kvjax.models import demo, from_pretrained, load_tokenizer
 
 plt.rcParams.update(plot.LOOK)
@@ -100,8 +100,9 @@ prompt = case.prompt
 # ## The idea
 #
 # Devoto et al. (arXiv 2406.11430) found that keys with a small norm tend to receive much attention.
-# Is that so here? Each dot is a token of one head: the norm of its key, and the attention that it
-# has received from the whole prompt, which H2O sums in a column of its cache.
+# Is that so here? Each dot is a token of a layer's first head: the norm of its key, and the
+# attention that it has received from all tokens of the prompt, which H2O sums in a column of its
+# cache. Above a panel is the correlation of the norm with the logarithm of that sum.
 
 # %%
 context = kvjax.read(model, [prompt], transform=kvjax.H2O(budget=1.0), max_new=16)
@@ -113,14 +114,16 @@ for layer, axes in enumerate(panels):
     received = np.asarray(kv.column("attention")[0, 0]).mean(-1)[live]
     axes.scatter(norm, received, s=3, color="#1f3b73")
     axes.set_yscale("log")
-    axes.set_title(f"layer {layer}: {np.corrcoef(norm, np.log(received + 1e-6))[0, 1]:+.2f}")
+    correlation = np.corrcoef(norm, np.log(received + 1e-6))[0, 1]
+    axes.set_title(f"layer {layer}: r = {correlation:+.2f}")
     axes.set_xlabel("norm of the key")
-panels[0].set_ylabel("attention received")
+panels[0].set_ylabel("attention received, summed")
 plt.show()
 
 # %% [markdown]
-# The number above a panel is the correlation with the logarithm of the attention. A clear minus
-# would support the idea in that head of this model. It need not: the paper looked at large models.
+# The idea asks for a clearly negative correlation, and these heads of a model with one million
+# parameters show none: the paper looked at large models. The method is written all the same, and
+# the end of this notebook measures it.
 #
 # ## The method
 #
@@ -133,26 +136,24 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from kvjax.kit import Budget, Keep, check_budget, check_count, most_slots, rows_budget
+from kvjax.kit import Keep, check_budget, check_count, most_slots, rows_budget
 
 
 @dataclass(frozen=True)
 class SmallKeys(kvjax.KVTransform):
     """Keeps the tokens of a prompt whose keys have the smallest norm, and the newest ones."""
 
-    budget: Budget
-    window: int = 16
+    budget: kvjax.kit.Budget
+    window: int = 8
 
     def __post_init__(self):
         check_count("window", self.window, 1)
         check_budget(self.budget, self.window + 1, "window + 1")
 
     def extent(self, extent):
-        """The budget of the prompt; new tokens come on top."""
         return extent.keep(most_slots(self.budget, extent.longest_prompt, self.window + 1))
 
     def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
-        """Keeps the smallest keys."""
         budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.window + 1)
         norm = jnp.linalg.norm(step.keys.astype(jnp.float32), axis=-1)
         return Keep(budget, -norm, newest=jnp.full_like(budget, self.window)), state
@@ -169,8 +170,8 @@ class SmallKeys(kvjax.KVTransform):
 # too.
 
 # %%
-kvjax.testing.check(SmallKeys(budget=12, window=4))
-kvjax.testing.check(kvjax.chain(SmallKeys(budget=12, window=4), kvjax.Quantize(8)))
+kvjax.testing.check(SmallKeys(budget=12))
+kvjax.testing.check(kvjax.chain(SmallKeys(budget=12), kvjax.Quantize(8)))
 
 # %% [markdown]
 # A method that breaks its promise:
@@ -182,12 +183,11 @@ class Greedy(SmallKeys):
     """Promises half of what it keeps."""
 
     def extent(self, extent):
-        """Too little."""
         return extent.keep(self.budget // 2)
 
 
 try:
-    kvjax.testing.check(Greedy(budget=12, window=4))
+    kvjax.testing.check(Greedy(budget=12))
 except kvjax.testing.ConformanceError as error:
     print(error)
 
@@ -203,11 +203,15 @@ figure, panels = plt.subplots(2, figsize=(7.2, 4.4), sharex=True)
 for axes, (name, transform) in zip(panels, methods.items()):
     context = kvjax.read(model, [prompt], transform=transform, max_new=16)
     plot.held(axes, context.caches)
-    plot.span(axes, first, first + len(number) - 1)
+    plot.span(axes, first, first + len(number) - 1, "answer")
     axes.set_title(name, loc="left")
     axes.label_outer()
-plot.legend(figure, kept="kept", gone="evicted", other="the answer stands here")
+plot.legend(figure, kept="kept", gone="evicted")
 plt.show()
+
+# %% [markdown]
+# SnapKV keeps what the end of the prompt looks at, which here is the question, and most of its
+# heads keep the answer. A key's norm knows nothing of a question.
 
 # %% [markdown]
 # ## A name, and a comparison
@@ -217,21 +221,18 @@ plt.show()
 
 # %%
 kvjax.register("small_keys", SmallKeys)
-right = {}
-for text in ("full", "small_keys", "snapkv", "every(small_keys, steps=16)"):
-    transform = kvjax.parse(text, budget=0.2)
-    cases = [haystack.case("needle", length=512, depth=d, seed=s)
-             for s, d in enumerate((0, 0.25, 0.5, 0.75, 1))]  # fmt: skip
-    result = kvjax.generate(
-        model, [one.prompt for one in cases], transform=transform, max_new_tokens=8
-    )
-    texts = tokenizer.batch_decode(result.tokens)
-    right[text] = sum(
-        own.strip().startswith(one.answers[0]) for own, one in zip(texts, cases, strict=True)
-    )
-    print(f"{text:28} {right[text]} of {len(cases)} right")
+depths = (0, 0.25, 0.5, 0.75, 1)
+cases = [haystack.case("needle", length=512, depth=depth, seed=0) for depth in depths]
+prompts = [case.prompt for case in cases]
+for name in ("full", "small_keys", "snapkv", "every(small_keys, steps=16)"):
+    transform = kvjax.parse(name, budget=0.2)
+    result = kvjax.generate(model, prompts, transform=transform, max_new_tokens=8)
+    answers = tokenizer.batch_decode(result.tokens)
+    right = sum(is_right(text, case.answers[0]) for text, case in zip(answers, cases))
+    print(f"{name:28} {right} of {len(cases)} right")
 
 # %% [markdown]
 # Five questions tell a method that works from one that loses what is asked for, and not two good
-# methods from each other. The page *Writing a method* (`docs/writing-a-method.md`) builds methods
+# methods from each other. `Every` compresses again while the model writes, and cannot bring back
+# what is gone. The page *Writing a method* (`docs/writing-a-method.md`) builds methods
 # that evict while decoding and that merge, and names every member of the protocol.

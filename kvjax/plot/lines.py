@@ -79,11 +79,13 @@ def layer_bytes(axes: Axes, caches: Mapping[str, Sequence[Cache]]) -> list[Line2
     check_axes(axes)
     for layers in _named(caches).values():
         layers_of(layers, 0)
-    drawn = []
+    drawn, most = [], 0.0
     for number, (name, layers) in enumerate(caches.items()):
         held = np.array([nbytes(cache) for cache in layers]) / 1e3
-        drawn += axes.plot(np.arange(len(held)), held, label=name, **style(number))
-    axes.set_ylim(bottom=0)
+        every = max(len(held) // 8, 1)  # markers of many layers would hide the lines
+        drawn += axes.plot(held, label=name, markevery=every, **style(number))
+        most = max(most, held.max())
+    axes.set_ylim(0, 1.1 * most)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layer")
     axes.set_ylabel("kB of the cache")

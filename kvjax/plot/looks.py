@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
@@ -12,6 +13,7 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.budgets.budgets import check_choice, check_count
+from kvjax.evaluation.report.pictures import style
 from kvjax.messages import brief
 
 COLOURS = {"gone": "#f2f2f2", "pale": "#b5b5b5", "kept": "#1f3b73", "other": "#E69F00"}
@@ -20,8 +22,9 @@ LOOK: dict[str, Any] = {
     "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 8,
     "axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-    "figure.constrained_layout.use": True, "savefig.dpi": 150, "svg.fonttype": "none",
-    "svg.hashsalt": "kvjax",
+    "axes.prop_cycle": cycler("color", [style(number)["color"] for number in range(7)]),
+    "lines.markersize": 4, "figure.constrained_layout.use": True, "savefig.dpi": 150,
+    "svg.fonttype": "none", "svg.hashsalt": "kvjax",
 }  # fmt: skip
 """Settings that suit these pictures, for `matplotlib.rc_context` or `matplotlib.rcParams.update`.
 
@@ -62,7 +65,7 @@ def span(axes: Axes, first: int, last: int, label: str = "") -> Polygon | Rectan
 
     Args:
       axes: with positions along x.
-      label: written above the axes.
+      label: written above the axes, with an arrow: a few of many positions are a thin line.
 
     Raises:
       TypeError, ValueError: no axes, or no positions in order.
@@ -79,8 +82,10 @@ def span(axes: Axes, first: int, last: int, label: str = "") -> Polygon | Rectan
     check_count("first", first, 0)
     check_count("last", last, first)
     if label:
+        arrow = {"arrowstyle": "-|>", "mutation_scale": 7, "shrinkA": 0, "shrinkB": 0}
         axes.annotate(label, ((first + last) / 2, 1), xycoords=axes.get_xaxis_transform(),
-                      xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7,
+                      xytext=(0, 9), textcoords="offset points", ha="center", fontsize=7,
+                      arrowprops={"facecolor": "black", **arrow},
                       annotation_clip=False)  # fmt: skip
     return axes.axvspan(first - 0.5, last + 0.5, color=COLOURS["other"], alpha=0.3, linewidth=0)
 
