@@ -209,5 +209,5 @@ plt.show()
 # than at one. What compression costs is in the time to the first token.
 #
 # These are times of this machine, now, and of a model that fits into a processor's cache. `kvjax
-# bench --model DIR --method snapkv clusterkv` measures your model, and nothing here says how a GPU
+# bench --model DIR --method snapkv,clusterkv` measures your model, and nothing here says how a GPU
 # would do.

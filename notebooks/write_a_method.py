@@ -217,7 +217,7 @@ plt.show()
 # ## A name, and a comparison
 #
 # A registered name works in `kvjax.parse`, in compositions and on the command line (`kvjax compare
-# --import my_methods.py --methods small_keys,snapkv`).
+# --import my_methods.py --method small_keys,snapkv`).
 
 # %%
 kvjax.register("small_keys", SmallKeys)
