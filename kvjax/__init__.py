@@ -3,6 +3,8 @@
 Small pure transforms over an immutable cache, each one a paper, composable, inside one `jit`.
 """
 
+import os
+
 import lazy_loader
 
 # Names are imported when they are first used, from where `__init__.pyi` says. The command line can
@@ -10,3 +12,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 __version__ = "0.1.0"
+
+# `models/` is installed as `kvjax.models`. In a clone it stands beside this package, and Python
+# that is started there imports this file even where kvjax is installed.
+if not os.path.isdir(os.path.join(__path__[0], "models")):
+    __path__.append(os.path.dirname(__path__[0]))

@@ -18,7 +18,7 @@ PACKAGES = (kvjax, kvjax.models, pallas_kernels)
 def modules() -> list[str]:
     names = {package.__name__ for package in PACKAGES}
     for package in PACKAGES:
-        found = pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+        found = pkgutil.walk_packages(package.__path__[:1], package.__name__ + ".")
         names.update(module.name for module in found)
     return sorted(names)
 

@@ -137,6 +137,18 @@ def test_version_is_the_packages():
     assert importlib.metadata.version("kvjax") == kvjax.__version__
 
 
+def test_models_are_found_from_a_clone_whose_package_is_installed_elsewhere():
+    """Python imports what lies in the current directory before anything that is installed."""
+    code = (
+        "import sys\n"
+        "sys.meta_path[:] = [one for one in sys.meta_path if '__editable__' not in repr(one)]\n"
+        "from kvjax.models import demo\n"
+        "print(demo.__file__)"
+    )
+    found = run(sys.executable, "-c", code, cwd=ROOT)
+    assert Path(found.strip()) == ROOT / "models" / "demo" / "__init__.py"
+
+
 def test_kvjax_shows_its_names_alone():
     assert dir(kvjax) == sorted(kvjax.__all__)
     modules = {name for name in dir(kvjax) if inspect.ismodule(getattr(kvjax, name))}
