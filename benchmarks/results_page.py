@@ -21,10 +21,11 @@ from kvjax.evaluation import Results, Row, read_results
 
 HOME = Path(__file__).resolve().parents[1]
 FOLDER = HOME / "benchmarks" / "results" / "smollm2"
-PAGES = ("README.md", "RESULTS.md")
+METHODS = HOME / "docs" / "methods"
+PAGES = (HOME / "README.md", HOME / "RESULTS.md", *sorted(METHODS.glob("*.md")))
 CHOSEN = (
     "full", "streaming_llm", "h2o", "snapkv", "chelsea", "kvmerger", "kvcrush(snapkv)", "spindlekv",
-    "clusterkv", "quest", "infinigen", "quantize(bits=4)", "chain(quantize(bits=4), clusterkv)",
+    "clusterkv", "quest", "infinigen", "quantize", "chain(quantize, clusterkv)",
 )  # fmt: skip
 """The methods of README.md; RESULTS.md has all of them."""
 
@@ -69,9 +70,18 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def scores(results: Sequence[Results]) -> str:
-    """Methods × budgets as rows, panels as columns, and the bytes of the cache."""
-    found = {(row.panel, row.candidate): row for one in results for row in one.rows()}
+def scores(results: Sequence[Results], named: str = "") -> str:
+    """Methods × budgets as rows, panels as columns, and the bytes of the cache.
+
+    Of all methods, or of those whose expressions have the name `named`, and the full cache.
+    """
+    has_name = re.compile(rf"\b{named}\b").search
+    found = {
+        (row.panel, row.candidate): row
+        for one in results
+        for row in one.rows()
+        if row.method == "full" or has_name(row.method)
+    }
     panels = list(dict.fromkeys(panel for panel, _ in found))
     lengths = len({length for _, length, _ in panels}) > 1
     rows = []
@@ -286,6 +296,8 @@ def tables() -> Iterator[tuple[str, str]]:
     chosen = [folders[name] for name in ("needles", "perplexity") if name in folders]
     if chosen:
         yield "choose", choosing(chosen)
+    for path in METHODS.glob("*.md"):
+        yield f"method_{path.stem}", scores(chosen, path.stem)
     times = FOLDER.parent / "bench_smollm2.json"
     if "needles" in folders and times.exists():
         yield "first", first(folders["needles"], json.loads(times.read_text())["results"])
@@ -313,12 +325,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
     made = dict(tables())
-    for name in PAGES:
-        path = HOME / name
+    for path in PAGES:
         before = path.read_text(encoding="utf-8")
         after = filled(before, made)
         if args.check and before != after:
-            sys.exit(f"{name} is not what {FOLDER.relative_to(HOME)} says: run this script")
+            sys.exit(f"{path.relative_to(HOME)} is not what {FOLDER.relative_to(HOME)} says: run this script")
         path.write_text(after, encoding="utf-8")
 
 
