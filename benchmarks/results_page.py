@@ -329,7 +329,8 @@ def main() -> None:
         before = path.read_text(encoding="utf-8")
         after = filled(before, made)
         if args.check and before != after:
-            sys.exit(f"{path.relative_to(HOME)} is not what {FOLDER.relative_to(HOME)} says: run this script")
+            page, folder = path.relative_to(HOME), FOLDER.relative_to(HOME)
+            sys.exit(f"{page} is not what {folder} says: run this script")
         path.write_text(after, encoding="utf-8")
 
 
