@@ -254,6 +254,26 @@ def carry_out(decision: Decision, cache: KVCache, step: Step) -> KVCache:
     return decision.apply(cache, step)
 
 
+def made_by(
+    transform: KVTransform, cache: KVCache, state: State, step: Step
+) -> tuple[Decision | None, State]:
+    """A transform's decision at the moment of a step, and its state.
+
+    Raises:
+      TypeError: it has returned something else.
+    """
+    made = getattr(transform, f"on_{step.moment}")(cache, state, step)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Decision | None):
+        return made
+    shown = type(made).__name__
+    if isinstance(made, tuple):
+        shown = f"({', '.join(type(one).__name__ for one in made)})"
+    raise TypeError(
+        f"{type(transform).__name__}.on_{step.moment} must return a decision (Keep, Retain, Merge, "
+        f"Order, Mark or None) and a state, in this order, got {shown}"
+    )
+
+
 def decide(
     transforms: Sequence[KVTransform], cache: KVCache, states: Sequence[State], step: Step
 ) -> tuple[KVCache, tuple[State, ...], list[Decision]]:
@@ -264,7 +284,7 @@ def decide(
     """
     after, made = [], []
     for transform, state in zip(transforms, states, strict=True):
-        decision, state = getattr(transform, f"on_{step.moment}")(cache, state, step)
+        decision, state = made_by(transform, cache, state, step)
         after.append(state)
         if decision is not None:
             cache = carry_out(decision, cache, step)

@@ -432,6 +432,8 @@ def check_transform(transform: object, where: str) -> None:
     """Raises TypeError for anything that is not a transform."""
     if not isinstance(transform, KVTransform):
         hint = " (give an instance, not the class)" if isinstance(transform, type) else ""
+        if isinstance(transform, str):
+            hint = " (kvjax.parse makes a transform of a text)"
         raise TypeError(f"{where} takes transforms, got {transform!r}{hint}")
 
 

@@ -22,10 +22,11 @@ from pallas_kernels.base.mixing import SUM_AGAIN
 __all__ = ["ConformanceError", "check", "control_flow"]
 
 _BATCH, _KV_HEADS, _QUERY_HEADS, _HEAD_DIM = 3, 2, 4, 32
-_MAX_PROMPT, _MAX_NEW = 64, 16
+_MAX_PROMPT, _MAX_NEW = 64, 96
 _LENGTHS = np.array((40, 29, 6))  # of the rows' prompts
 _WIDTH = 48  # of every prompt call, so that they share compiled code
 _STEPS = 9
+_LONG = _MAX_NEW  # steps that bring a row far beyond its prompt and `max_prompt`
 # These functions run a few times: what makes code fast is not worth its compilation.
 _QUICK = {"xla_backend_optimization_level": 0}
 _CONTROL = ("while", "cond", "scan")
@@ -62,7 +63,7 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
         raise ConformanceError(f"{transform!r} is not equal to a copy of itself")
     for layer, tx in enumerate(bind(transform, num_layers)):
         case = _Case(tx, layer, rtol)
-        for one in (_promises, _padding, _row_alone, _chunks, _idle_rows, _pinned, _step_is_plain):
+        for one in _CHECKS:
             one(case)
 
 
@@ -167,6 +168,20 @@ def _promises(case: _Case) -> None:
             case.fail("left keys that are not finite")
 
 
+def _long_text(case: _Case) -> None:
+    """What compresses while decoding keeps no more of a long text than of `max_prompt` tokens."""
+    if flush_interval(case.prompted) is None:
+        return
+    _, later = case.decode(case.prompted, _LENGTHS, _LONG)
+    for layer in layer_caches(later):
+        if layer.kv.dropped.any():
+            needed = int((layer.kv.live.sum(-1) + layer.kv.dropped).max())
+            case.fail(
+                f"promises {layer.kv.slots} slots, and needs {needed} after {_LONG} decode steps: "
+                "when a row has more than max_prompt tokens, keep no more than of max_prompt"
+            )
+
+
 def _padding(case: _Case) -> None:
     """Padding at the left or at the right changes nothing."""
     pairs = zip(_right(_LENGTHS), _LENGTHS, strict=True)
@@ -236,6 +251,11 @@ def _step_is_plain(case: _Case) -> None:
     found = control_flow(jaxpr, lambda name: name == SUM_AGAIN)
     if found:
         case.fail(f"has {', '.join(sorted(set(found)))} in a decode step: leave it to on_flush")
+
+
+_CHECKS = (
+    _promises, _long_text, _padding, _row_alone, _chunks, _idle_rows, _pinned, _step_is_plain
+)  # fmt: skip
 
 
 def control_flow(jaxpr: Any, skip: Callable[[str], bool] = lambda name: False) -> list[str]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.kit import Keep, Mark
+from kvjax.kit import Keep, Mark, Retain, newest
 from kvjax.testing import ConformanceError, check
 
 
@@ -40,9 +40,19 @@ class LooksAtPadding(Newest):
 
 class LooksAtOtherRows(Newest):
     def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
-        newest = jnp.where(cache.length[0] > 0, 1.0, -1.0)
-        score = newest * cache.position.astype(jnp.float32)
+        sign = jnp.where(cache.length[0] > 0, 1.0, -1.0)
+        score = sign * cache.position.astype(jnp.float32)
         return Keep(jnp.full_like(cache.length, self.budget), score), state
+
+
+class KeepsEveryThird(Newest):
+    """Of a long text it keeps more than of `max_prompt` tokens."""
+
+    def extent(self, extent):
+        return extent.keep(-(-extent.longest_prompt // 3) + self.budget)
+
+    def on_prompt(self, cache, state, step) -> tuple[Retain, tuple]:
+        return Retain((cache.position % 3 == 0) | newest(cache, self.budget)), state
 
 
 class Loops(Newest):
@@ -71,6 +81,31 @@ def test_what_is_broken_is_found(name):
 
 def test_a_right_method_passes():
     check(Newest())
+
+
+def test_what_keeps_too_much_of_a_long_text_is_found():
+    check(KeepsEveryThird())
+    with pytest.raises(ConformanceError, match="after 96 decode steps"):
+        check(kvjax.Every(KeepsEveryThird(), steps=4))
+
+
+RETURNED = {
+    "no state": (lambda keep, state: keep, "got Keep"),
+    "the wrong order": (lambda keep, state: (state, keep), r"got \(tuple, Keep\)"),
+    "a mask": (lambda keep, state: (jnp.ones((3, 2, 80), bool), state), "got .*Tracer, tuple"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_is_no_decision(name):
+    made, said = RETURNED[name]
+
+    class Wrong(Newest):
+        def on_prompt(self, cache, state, step):
+            return made(*super().on_prompt(cache, state, step))
+
+    with pytest.raises(TypeError, match=f"Wrong.on_prompt must return a decision .* {said}"):
+        check(Wrong())
 
 
 def test_what_is_no_transform():

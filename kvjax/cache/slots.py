@@ -60,7 +60,7 @@ class KVCache:
       used: 1 + highest live slot, per row and head: no slot from there on is live.
       length: 1 + newest position of each row.
       dropped: tokens that found no slot, per row and head; 0 unless a row was given more tokens
-        than `max_prompt + max_new`.
+        than `max_prompt + max_new`, a method kept more than it promised, or `flush` was left out.
       capacity: slots that the cache has between calls (static).
       max_prompt, max_new: prompt and new tokens that the cache was made for, all turns together.
       heads: lists of slots that a row has on all devices together: H, or where `kvjax.attend` runs

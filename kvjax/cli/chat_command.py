@@ -35,7 +35,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
     """The options of the command."""
     options.add_model(own)
     options.add_template(own, "what is said")
-    options.add_method(own)
+    options.add_method(own, default="quantize")  # messages come later
     own.add_argument("--max-prompt", metavar="TOKENS", type=int,
         help="room for all that is said to the model, and as much again for all that it answers "
         "(default: 4096, or half of the model's positions)")  # fmt: skip

@@ -150,9 +150,10 @@ def _cells(one: Finding) -> list[str]:
     by_layer = one.fidelity.error.mean(1)
     worst = int(by_layer.argmax())
     budget = one.candidate.budget
+    most = "-" if one.candidate.method == "full" else f"{by_layer[worst]:.2f} ({worst})"
     return [
         printable(one.candidate.method), "-" if budget is None else str(budget),
-        f"{one.error:.3f}", f"{by_layer[worst]:.2f} ({worst})", f"{one.recall:.0%}",
+        f"{one.error:.3f}", most, f"{one.recall:.0%}",
         decimal(one.cache_bytes), f"{one.share:.1%}",
     ]  # fmt: skip
 

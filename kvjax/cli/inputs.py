@@ -111,6 +111,8 @@ def import_module(given: str) -> None:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if last.filename.startswith("<") else f" ({last.filename}, line {last.lineno})"
         reason = f"{type(error).__name__}: {error}"
+        if (file := Path(f"{given}.py")).is_file():
+            where = f"; for the file that is here, --import {file}"
         raise ValueError(f"cannot import {given}: {reason}{where}") from error
 
 

@@ -24,10 +24,11 @@ def add_model(own: argparse.ArgumentParser, default: str = "the bundled model") 
         help="load weights that are NaN or infinite")  # fmt: skip
 
 
-def add_method(own: argparse.ArgumentParser) -> None:
+def add_method(own: argparse.ArgumentParser, default: str = "snapkv") -> None:
     """How the cache is compressed."""
-    own.add_argument("--method", metavar="NAME", default="snapkv",
-        help="a method of `kvjax methods` or a composition of them (default: snapkv)")  # fmt: skip
+    own.add_argument("--method", metavar="NAME", default=default,
+        help="a method of `kvjax methods` or a composition of them "
+        f"(default: {default})")  # fmt: skip
     own.add_argument("--budget", metavar="N_OR_FRACTION", type=budget, default=0.1,
         help="what to keep: slots per head (256) or a share of the prompt (0.2); for every part of "
         "--method that takes a budget and is not given its own (default: 0.1)")  # fmt: skip

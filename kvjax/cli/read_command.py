@@ -32,7 +32,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
     own.add_argument("--out", metavar="FOLDER", required=True, help="where it is saved")
     options.add_model(own)
     options.add_template(own, "the document")
-    options.add_method(own)
+    options.add_method(own, default="quantize")  # questions come later
     own.add_argument("--max-questions", metavar="TOKENS", type=int, default=256,
         help="room for the tokens of a question (default: 256)")  # fmt: skip
     own.add_argument("--max-new", metavar="N", type=int, default=128,
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(record))
         return
     print(
-        f"{printable(args.out)}: {len(document):,} tokens in {decimal(context.nbytes)}, "
-        f"{share(record)} of the full cache"
+        f"{printable(args.out)}: {len(document):,} tokens with {args.method} in "
+        f"{decimal(context.nbytes)}, {share(record)} of the full cache"
     )
     print_dropped(args.method, context.dropped)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import empty_cache
-from kvjax.decisions import Decision, Mark
+from kvjax.decisions import Decision, Mark, made_by
 from kvjax.protocol import Extent, KVTransform, Logits, Moment, Stage, Step, takes_part
 
 MAX_PROMPT, MAX_NEW, HEAD_DIM = 16, 8, 8  # of a cache that is never made
@@ -56,7 +56,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
             logits=Logits(1.0),
             room=1 if flush else 0,
         )
-        return getattr(transform, f"on_{moment}")(cache, state, now)[0]
+        return made_by(transform, cache, state, now)[0]
 
     try:
         return jax.eval_shape(decide)

@@ -105,6 +105,7 @@ def check_turn(
             raise ValueError(
                 f"the context has {name} = {most}, and row {row} would need {total[row]}: "
                 f"{total[row] - more[row]} so far and {more[row]} more"
+                + ("" if name == "positions" else f" (kvjax.read takes a larger {name})")
             )
 
 

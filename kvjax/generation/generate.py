@@ -34,8 +34,8 @@ def read(
 
     Args:
       model, prompts, transform, dtype, buckets, on_layer, on_compile: as in `generate`.
-      max_prompt: most tokens of a row that are read, in this and all further turns; by default
-        those of this prompt, padded.
+      max_prompt: most tokens of a row that are read, in this and all further turns. By default
+        those of this prompt, padded, which leaves next to no room for questions.
       max_new: most tokens of a row that the model writes, all turns together.
 
     Raises:

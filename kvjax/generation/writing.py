@@ -55,7 +55,8 @@ class Generation:
       tpot_s: seconds per further token (a step for all rows); None if there was none. With
         `on_tokens` it includes that callback.
       compile_s: seconds of tracing and compiling; next to nothing on a second call.
-      cache_bytes: bytes of all cache arrays, index structures included.
+      cache_bytes: bytes of all cache arrays as they are allocated, for the padded prompt and with
+        room for new tokens, index structures included.
       full_cache_bytes: what `Full` would hold for the same padded prompt and new tokens, windows of
         layers being rings as well.
       memory_bytes: `cache_bytes` by the kind of memory: `"device"`, and `"pinned_host"` for what
@@ -381,9 +382,10 @@ def begin(
     logits, caches = read_prompt(model, layers, tokens, positions, size, compiler, on_layer)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     none, never = np.zeros_like(length), np.int32(0)
-    length, none, never = (put(x, size.mesh) for x in (length, none, never))
+    # Two arrays of the same numbers: who donates a context donates every array once.
+    read, length, none, never = (put(x, size.mesh) for x in (length, length, none, never))
     return Context(
-        caches, logits, length, length, none, never, transform, layers, size, model.windows
+        caches, logits, length, read, none, never, transform, layers, size, model.windows
     )
 
 

@@ -70,7 +70,7 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     args = ["read", document, "--out", tmp_path / "out", "--model", tinystories]
     said = output(capsys, *args, "--method", "streaming_llm", "--budget", "16")
     tokens = len(load_tokenizer(tinystories)(TEXT).input_ids)
-    assert said.startswith(f"{tmp_path / 'out'}: {tokens} tokens in ")
+    assert said.startswith(f"{tmp_path / 'out'}: {tokens} tokens with streaming_llm in ")
     assert said.endswith("% of the full cache\n") and said.count("\n") == 1
 
 
