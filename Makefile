@@ -17,7 +17,7 @@ types:
 	rm -rf build/types && mkdir -p build/types
 	cp -R pyproject.toml kvjax pallas_kernels benchmarks examples build/types
 	cp -R models build/types/kvjax
-	$(PYTHON) -m pyright --pythonpath $$(command -v $(PYTHON)) --project build/types
+	$(PYTHON) -m basedpyright --pythonpath $$(command -v $(PYTHON)) --project build/types
 docs: ; $(PYTHON) -m mkdocs build --strict
 wheel: ; $(PYTHON) -m build
 # Compiles every kernel and the loop of decode steps for GPUs that are not there.
