@@ -13,7 +13,7 @@ from flax import nnx
 from kvjax.models import from_pretrained, load_tokenizer, read_config
 from tests.cli.commands import error, output
 from tests.support.gguf_models import add_tokenizer, write_model
-from tests.support.hf_models import Stepper
+from tests.support.hf_models import Stepper, pytorch
 
 LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
 
@@ -21,6 +21,7 @@ LILY = ", a little girl named Lily lived in a small house with her mom, dad, and
 @pytest.fixture(scope="module")
 def story_file(tinystories, tmp_path_factory):
     """TinyStories-656K as a GGUF file."""
+    pytorch()
     described = json.loads((tinystories / "tokenizer.json").read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(tinystories).float()
 

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvjax.models import Decoder, DecoderConfig, LayerConfig, RopeConfig, read_config
 from kvjax.models.families import FAMILIES
 from kvjax.models.rope_scaling import make_rope
+from tests.support.hf_models import pytorch
 
 SIZES = {
     "vocab_size": 97,
@@ -321,6 +322,7 @@ def test_yarn_of_published_sizes(read, parameters, head_dim):
         "model_type": "qwen3", **SIZES, "head_dim": head_dim, "max_position_embeddings": 131072,
         "rope_parameters": {**parameters},
     }  # fmt: skip
+    pytorch()
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**raw))
     rope = make_rope(read(raw).rope, np.zeros((1, 1), np.int32))
     np.testing.assert_allclose(np.asarray(rope.inv_freq), expected.numpy(), rtol=5e-7, atol=0)
@@ -339,6 +341,7 @@ def test_longrope_follows_each_rows_length(read, length):
         "model_type": "phi3", **SIZES, "hidden_size": 512, "max_position_embeddings": 131072,
         "original_max_position_embeddings": 4096, "rope_parameters": scaling,
     }  # fmt: skip
+    pytorch()
     expected, factor = ROPE_INIT_FUNCTIONS["longrope"](
         AutoConfig.for_model(**json.loads(json.dumps(raw))), seq_len=length
     )

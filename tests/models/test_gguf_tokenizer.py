@@ -66,6 +66,7 @@ def numbers(add):
     "pre", ["gpt-2", "olmo", "llama-bpe", "smaug-bpe", "dbrx", "qwen2", "tekken", "gpt-4o"]
 )
 def test_texts_are_taken_apart_as_transformers_does(made, described, pre):
+    pytorch()  # which the next module imports
     known = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     if pre not in known.GGUF_PRE_TOKENIZER_SPLITS and pre not in ("gpt-2", "olmo"):
         pytest.skip(f"this version of transformers does not know {pre}")

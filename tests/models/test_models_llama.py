@@ -13,7 +13,6 @@ from flax import nnx
 from tokenizers import Tokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvjax
 from kvjax.models import DecoderConfig, RopeConfig, from_pretrained, random_decoder
@@ -23,6 +22,7 @@ from tests.support.hf_models import (
     SIZES,
     Stepper,
     both_logits,
+    pytorch,
     reference_logits,
     save_reference,
 )
@@ -109,6 +109,9 @@ def test_inverse_frequencies_of_published_sizes(theta, parameters, head_dim):
         rope_parameters={"rope_theta": theta, **parameters},
     )
     kind = parameters["rope_type"]
+    pytorch()
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     default = LlamaRotaryEmbedding.compute_default_rope_parameters
     expected, _ = (default if kind == "default" else ROPE_INIT_FUNCTIONS[kind])(config)
     names = ("factor", "low_freq_factor", "high_freq_factor")
@@ -136,6 +139,7 @@ def test_dynamic_frequencies_follow_each_rows_length(length):
         max_position_embeddings=4096,
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
     )
+    pytorch()
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
     rope = RopeConfig(rotary_dim=128, type="dynamic", factor=4.0, original_max_positions=4096)
     positions = np.array([[length - 1, -1], [-1, 0], [-1, -1]], np.int32)
