@@ -139,8 +139,8 @@ def choosing(results: Sequence[Results]) -> str:
 
     rows = []
     for method, own in found.items():
-        first = next(iter(own.values()))
-        sizes = " / ".join(share([row]).removesuffix(" %") for row in first)
+        some = next(iter(own.values()))
+        sizes = " / ".join(share([row]).removesuffix(" %") for row in some)
         rows.append([f"`{method}`", sizes, *(cell(own.get(panel, [])) for panel in panels)])
     return markdown(["method", "bytes, %", *(heading(panel, False) for panel in panels)], rows)
 

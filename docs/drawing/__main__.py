@@ -16,11 +16,11 @@ import matplotlib
 from matplotlib.figure import Figure
 
 import kvjax
+from kvjax.plot import LOOK
 
 from .fields import clusters, fetched, kept, received, selected, windows
 from .material import BUDGET, Material
 from .numbers import books, errors, idea, masses, moved, spindle
-from .panels import LOOK
 
 PICTURES: dict[str, Callable[[Material], Figure]] = {
     "idea": idea,

@@ -10,19 +10,20 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 import kvjax
+from kvjax import plot
 from kvjax.models import LayerConfig, random_decoder
+from kvjax.plot.fields import part_lines
 
-from .material import BUDGET, STEPS, TOKENS, Material, Observed, marks_of, steps_of
-from .panels import KEPT, PALE, draw_field, legend, new_figure, part_rows, shade_answer
+from .material import BUDGET, STEPS, TOKENS, Material
+from .panels import new_figure
 
 
-def kept(material: Material, transform: kvjax.KVTransform, other: str = "") -> Figure:
+def kept(material: Material, transform: kvjax.KVTransform, **other: str) -> Figure:
     """Which positions each head of each layer holds after the prompt; `other`: pinned ones."""
     figure, axes = new_figure(2.6)
-    marks = _held(material, transform)
-    draw_field(axes, marks, "layer (a row per KV head)", material.model.kv_heads)
-    shade_answer(axes, material)
-    legend(figure, kept="kept", **({"other": other} if other else {}))
+    plot.held(axes, material.caches(transform))
+    plot.span(axes, *material.answer, "answer")
+    plot.legend(figure, kept="kept", **other)
     return figure
 
 
@@ -34,8 +35,7 @@ def received(material: Material) -> Figure:
     image = axes.imshow(
         sums.mean(-1), aspect="auto", interpolation="nearest", cmap="Greys", norm=LogNorm(0.03, 10)
     )
-    part_rows(axes, "layer (a row per KV head)", material.model.kv_heads)
-    axes.set_xlabel("position of the token")
+    part_lines(axes, len(sums), material.model.kv_heads, "layer (a line per head)")
     figure.colorbar(image, ax=axes, pad=0.01, label="attention received", format="{x:g}")
     return figure
 
@@ -53,68 +53,47 @@ def windows(material: Material, window: int = 128) -> Figure:
     titles = {f"snapkv: layers with a window of {window} are rings": method,
               "everywhere(snapkv)": kvjax.Everywhere(method)}  # fmt: skip
     for axes, (title, transform) in zip(panels, titles.items(), strict=True):
-        draw_field(axes, _held(material, transform), "layer", material.model.kv_heads)
-        axes.set_title(title)
-    legend(figure, kept="kept")
+        plot.held(axes, material.caches(transform))
+        axes.set(title=title, ylabel="layer")
+    plot.legend(figure, kept="kept")
     return figure
 
 
 def selected(material: Material, transform: kvjax.KVTransform, layer: int = 2) -> Figure:
     """What each of a few decode steps attends to, by KV head."""
-    seen, _ = steps_of(material, Observed(transform), STEPS)
-    marks = np.stack([marks_of(step[layer]) for step in seen], axis=1)  # heads, steps, positions
+    steps, _ = plot.watch(material.model, material.prompt, transform, STEPS)
     figure, axes = new_figure(2.8)
-    draw_field(axes, marks.reshape(-1, marks.shape[-1]), "KV head (a row per step)", STEPS)
-    shade_answer(axes, material)
-    legend(figure, kept="attended to")
+    plot.selected(axes, steps, layer=layer)
+    plot.span(axes, *material.answer, "answer")
+    plot.legend(figure, kept="attended to")
     return figure
 
 
 def fetched(material: Material, layer: int = 2) -> Figure:
     """Of what steps attend to: what the step before had, and what must cross from the host."""
-    seen, _ = steps_of(material, Observed(kvjax.ClusterKV(budget=BUDGET)), STEPS)
-    marks = np.stack([marks_of(step[layer]) for step in seen], axis=1)
-    before = np.concatenate([np.zeros_like(marks[:, :1]), marks[:, :-1]], axis=1)
-    crosses = (marks == 1) & (before == 0)
-    crosses[:, :, TOKENS:] = False  # new tokens are on the device
-    marks = np.where(crosses, 2, marks)
+    steps, _ = plot.watch(material.model, material.prompt, kvjax.ClusterKV(budget=BUDGET), STEPS)
     figure, axes = new_figure(2.8)
-    draw_field(axes, marks.reshape(-1, marks.shape[-1]), "KV head (a row per step)", STEPS)
-    legend(figure, kept="on the device since the step before", other="fetched from the host")
+    image = plot.selected(axes, steps, layer=layer)
+    marks = np.asarray(image.get_array()).reshape(-1, STEPS, image.get_array().shape[1])
+    crosses = marks == 1
+    crosses[:, 1:] &= marks[:, :-1] == 0
+    crosses[:, :, TOKENS:] = False  # new tokens are on the device
+    image.set_data(np.where(crosses, 2, marks).reshape(image.get_array().shape))
+    plot.legend(figure, kept="on the device since the step before", other="fetched from the host")
     return figure
 
 
 def clusters(material: Material, layer: int = 2) -> Figure:
     """The cluster of each position, and what the next step attends to."""
-    observed = Observed(kvjax.ClusterKV(budget=BUDGET, tokens_per_cluster=16))
-    seen, context = steps_of(material, observed, 1)
-    cache = context.caches[layer]
-    index = cache.state.base[0]
-    figure, panels = new_figure(4.4, rows=len(index.sizes[0]))
+    method = kvjax.ClusterKV(budget=BUDGET, tokens_per_cluster=16)
+    (step,), context = plot.watch(material.model, material.prompt, method, 1)
+    figure, panels = new_figure(4.4, rows=material.model.kv_heads)
     for head, axes in enumerate(panels):
-        position = np.asarray(cache.kv.position[0, head])
-        spans = zip(index.starts[0, head], index.sizes[0, head], strict=True)
-        members_of = [position[start : start + size] for start, size in spans if size]
-        for number, members in enumerate(sorted(members_of, key=min)):
-            chosen = np.isin(members, seen[0][layer][head])
-            for part, colour, size in ((~chosen, PALE, 2), (chosen, KEPT, 4)):
-                axes.plot(members[part], np.full(part.sum(), number), ".", color=colour,
-                          markersize=size, rasterized=True)  # fmt: skip
-        shade_answer(axes, material, axes.get_ylim()[1] if head == 0 else None)
-        axes.set_ylabel(f"head {head}\ncluster")
+        seen = step.marks[layer][head]
+        for dots in plot.clusters(axes, context.caches[layer], head=head, seen=seen):
+            dots.set_rasterized(True)
+        plot.span(axes, *material.answer, "" if head else "answer")
+        axes.set(xlabel="", ylabel=f"head {head}\ncluster")
     panels[-1].set_xlabel("position of the token")
-    legend(figure, kept="attended to by the next step", gone="kept for later steps")
+    plot.legend(figure, kept="attended to by the next step", pale="kept for later steps")
     return figure
-
-
-def _held(material: Material, transform: kvjax.KVTransform) -> np.ndarray:
-    """Of every list of slots, layer by layer: 1 at positions that are live, 2 where pinned."""
-    rows = []
-    for cache in material.caches(transform):
-        kv = cache.kv
-        live, pinned = (
-            marks_of(np.where(where[0], kv.position[0], -1))
-            for where in (kv.live, kv.live & kv.pinned)
-        )
-        rows.append(live + pinned)
-    return np.concatenate(rows)

@@ -7,19 +7,28 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import kvjax
+from kvjax import plot
+from kvjax.plot.looks import COLOURS
 
 from .material import BUDGET, TOKENS, Material
-from .panels import KEPT, LINES, OTHER, draw_stems, new_figure
+from .panels import LINES, draw_stems, new_figure
+
+KEPT, OTHER = COLOURS["kept"], COLOURS["other"]
 
 
 def masses(material: Material, transform: kvjax.KVTransform, layer: int = 2) -> Figure:
     """How many tokens each slot of a layer stands for."""
-    cache = material.caches(transform)[layer].kv
-    heads = [
-        (np.asarray(cache.position[0, head])[live], np.exp(cache.log_mass[0, head])[live])
-        for head, live in enumerate(np.asarray(cache.live[0]))
-    ]
-    return draw_stems(heads, "tokens in the slot", f"Layer {layer}", log=True)
+    cache = material.caches(transform)[layer]
+    figure, panels = new_figure(3.4, rows=cache.kv.shape[1])
+    for head, axes in enumerate(panels):
+        plot.masses(axes, cache, head=head).set_rasterized(True)
+        axes.set(xlabel="", ylabel=f"head {head}")
+    top = max(axes.get_ylim()[1] for axes in panels)
+    for axes in panels:
+        axes.set_ylim(top=top)
+    panels[0].set_title(f"Layer {layer}: tokens in the slot")
+    panels[-1].set_xlabel("position of the token")
+    return figure
 
 
 def moved(material: Material, layer: int = 1) -> Figure:

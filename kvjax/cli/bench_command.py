@@ -85,8 +85,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
     options.add_list(own, "--batch", kind=options.number_list, default=speed.BATCHES,
         about="rows at a time")  # fmt: skip
     options.add_methods(own, METHODS, full=True)
-    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
-        help="as for kvjax generate (default: 0.1)")  # fmt: skip
+    options.add_budget(own)
     add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
         help="in which every method runs once; the fastest counts (default: "
         f"{speed.ROUNDS})")  # fmt: skip

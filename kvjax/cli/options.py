@@ -29,9 +29,14 @@ def add_method(own: argparse.ArgumentParser, default: str = "snapkv") -> None:
     own.add_argument("--method", metavar="NAME", default=default,
         help="a method of `kvjax methods` or a composition of them "
         f"(default: {default})")  # fmt: skip
+    add_budget(own, "what to keep: slots per head (256) or a share of the prompt (0.2); for every "
+        "part of --method that takes a budget and is not given its own")  # fmt: skip
+
+
+def add_budget(own: argparse.ArgumentParser, about: str = "as for kvjax generate") -> None:
+    """One budget."""
     own.add_argument("--budget", metavar="N_OR_FRACTION", type=budget, default=0.1,
-        help="what to keep: slots per head (256) or a share of the prompt (0.2); for every part of "
-        "--method that takes a budget and is not given its own (default: 0.1)")  # fmt: skip
+        help=f"{about} (default: 0.1)")  # fmt: skip
 
 
 def add_template(own: argparse.ArgumentParser, what: str) -> None:

@@ -52,8 +52,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
     options.add_list(own, "--batch", kind=options.number_list, default=(1, 8, 32),
         about="requests at a time")  # fmt: skip
     options.add_methods(own, METHODS, full=False)
-    add("--budget", metavar="N_OR_FRACTION", type=options.budget, default=0.1,
-        help="as for kvjax generate (default: 0.1)")  # fmt: skip
+    options.add_budget(own)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
         help="of weights, keys and values (default: bfloat16)")  # fmt: skip
 

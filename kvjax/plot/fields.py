@@ -56,7 +56,7 @@ def field(
         marks, aspect="auto", interpolation="nearest", vmin=_GONE, vmax=_PINNED,
         cmap=ListedColormap([COLOURS[name] for name in ("gone", "kept", "other")]),
     )  # fmt: skip
-    _part(axes, len(marks), group, label)
+    part_lines(axes, len(marks), group, label)
     return image
 
 
@@ -166,12 +166,12 @@ def similarity(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImag
     tokens = max(int(part.kv.length[row]) for parts in layers for part in parts)
     found = np.concatenate([_cosines(part, row, tokens) for parts in layers for part in parts])
     image = axes.imshow(found, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="Greys")
-    _part(axes, len(found), len(found) // len(layers), "layer (a line per head)")
+    part_lines(axes, len(found), len(found) // len(layers), "layer (a line per head)")
     axes.figure.colorbar(image, ax=axes, pad=0.01, label="cosine with the next key", extend="min")
     return image
 
 
-def _part(axes: Axes, lines: int, group: int, label: str) -> None:
+def part_lines(axes: Axes, lines: int, group: int, label: str) -> None:
     """White lines between groups, and their numbers, not more than fit."""
     for y in range(group, lines, group):
         axes.axhline(y - 0.5, color="white", linewidth=1)
