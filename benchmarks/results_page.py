@@ -29,6 +29,32 @@ CHOSEN = (
 )  # fmt: skip
 """The methods of README.md; RESULTS.md has all of them."""
 
+SITUATIONS = {
+    # situation → arguments of `kvjax generate`, the row of the results, and what is said of it
+    "The question is in the prompt, and everything else may go.": (
+        "--method snapkv --budget 0.5", ("snapkv", 0.5), "{found} with {share} of the bytes",
+    ),
+    "The question comes later, or there are many.": (
+        "--method clusterkv --budget 0.1", ("clusterkv", 0.1), "{found}; a step looks at a tenth",
+    ),
+    "The same, and memory is short.": (
+        '--method "chain(quantize, clusterkv)" --budget 0.2', ("chain(quantize, clusterkv)", 0.2),
+        "{found} with {share} of the bytes",
+    ),
+    "The same, and the host has memory.": (
+        '--method "chain(clusterkv, offload)" --budget 0.1', ("clusterkv", 0.1),
+        "as `clusterkv`; keys and values in host memory",
+    ),
+    "Memory is short, and nothing may be lost: the highest fidelity.": (
+        "--method quantize", ("quantize", None), "{found} with {share} of the bytes, in 8 bits",
+    ),
+    "The text has no end.": (
+        "--method streaming_llm --budget 1024", ("streaming_llm", 0.5),
+        "what the window holds: {found} at 0.5",
+    ),
+}  # fmt: skip
+"""README.md's table of methods by situation; the figures are needles found, inside / after."""
+
 _BATCH = 4  # of the times that README.md begins with
 Panel = tuple[str, int, str | None]
 
@@ -109,6 +135,22 @@ def first(needles: Results, times: Sequence[Mapping[str, Any]]) -> str:
                 *(f"{100 * own[place].score.mean:.0f} %" for place in ("inside", "after")),
             ])  # fmt: skip
     return markdown(["", "cache", "per token", "found, question inside", "after"], rows)
+
+
+def situations(needles: Results) -> str:
+    """Methods by situation, of `SITUATIONS`, with what they find."""
+    found = {
+        (row.candidate, row.question): row
+        for row in needles.rows()
+        if row.task == "niah_single_2"
+    }
+    lines = []
+    for situation, (arguments, candidate, said) in SITUATIONS.items():
+        own = [found[candidate, place] for place in ("inside", "after")]
+        figures = " / ".join(f"{100 * row.score.mean:.0f}" for row in own) + " %"
+        lines.append([situation, f"`{arguments}`", said.format(found=figures, share=share(own))])
+    headings = ["situation", "`kvjax generate` with", "SmolLM2 finds, question inside / after"]
+    return markdown(headings, lines)
 
 
 def share(rows: Iterable[Row | None]) -> str:
@@ -298,6 +340,8 @@ def tables() -> Iterator[tuple[str, str]]:
         yield "choose", choosing(chosen)
     for path in METHODS.glob("*.md"):
         yield f"method_{path.stem}", scores(chosen, path.stem)
+    if "needles" in folders:
+        yield "situations", situations(folders["needles"])
     times = FOLDER.parent / "bench_smollm2.json"
     if "needles" in folders and times.exists():
         yield "first", first(folders["needles"], json.loads(times.read_text())["results"])

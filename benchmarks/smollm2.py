@@ -60,7 +60,7 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
         "needles": run(NEEDLES, every, "2048", 100, *essays, *short),
         "perplexity": run(("perplexity", "attention"), every, "2048", 30, *wiki),
         "variables": run(("vt",), every, "2048", 50, *essays, *chat),
-        "lengths_needles": run(NEEDLES, six, "1024,4096", 50, *essays, *short),
+        "lengths_needles": run(NEEDLES, six, "1024,4096", 20, *essays, *short),
         "lengths_perplexity": run(("perplexity",), six, "1024,4096", 20, *wiki),
         # The full cache is at the floor of these two, so that no method can be ranked by them.
         "words": run(("cwe",), six, "2048", 50, *essays, *listed, budgets="0.2"),
