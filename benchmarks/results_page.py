@@ -140,9 +140,7 @@ def first(needles: Results, times: Sequence[Mapping[str, Any]]) -> str:
 def situations(needles: Results) -> str:
     """Methods by situation, of `SITUATIONS`, with what they find."""
     found = {
-        (row.candidate, row.question): row
-        for row in needles.rows()
-        if row.task == "niah_single_2"
+        (row.candidate, row.question): row for row in needles.rows() if row.task == "niah_single_2"
     }
     lines = []
     for situation, (arguments, candidate, said) in SITUATIONS.items():
