@@ -338,11 +338,11 @@ def tables() -> Iterator[tuple[str, str]]:
         yield "choose", choosing(chosen)
     for path in METHODS.glob("*.md"):
         yield f"method_{path.stem}", scores(chosen, path.stem)
-    if "needles" in folders:
-        yield "situations", situations(folders["needles"])
-    times = FOLDER.parent / "bench_smollm2.json"
-    if "needles" in folders and times.exists():
-        yield "first", first(folders["needles"], json.loads(times.read_text())["results"])
+    if needles := folders.get("needles"):
+        yield "situations", situations(needles)
+        times = FOLDER.parent / "bench_smollm2.json"
+        if times.exists():
+            yield "first", first(needles, json.loads(times.read_text())["results"])
     for name, (part, made) in FILES.items():
         path = FOLDER.parent / f"{name}.json"
         if path.exists():
