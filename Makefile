@@ -1,9 +1,10 @@
-# PYTHON=... takes another interpreter; make aot wants one with jax[cuda13], make docs the extra docs.
+# PYTHON=... takes another interpreter; make aot wants one with jax[cuda13],
+# make aot-tpu one with jax[tpu], make docs the extra docs.
 PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
 BENCHES = decode_step compress_overhead recall_step payload_step
 
-.PHONY: test slow versions lint types docs notebooks wheel aot benches bench-kernels
+.PHONY: test slow versions lint types docs notebooks wheel aot aot-tpu benches bench-kernels
 
 test: ; $(PYTHON) -m pytest
 slow: ; $(PYTHON) -m pytest -m slow
@@ -22,6 +23,8 @@ docs: ; $(PYTHON) -m mkdocs build --strict
 wheel: ; $(PYTHON) -m build
 # Compiles every kernel and the loop of decode steps for GPUs that are not there.
 aot: ; $(PYTHON) -m tests.gpu.compile_for_gpus
+# Compiles decode steps and prompts for TPUs that are not there, in a quarter of an hour.
+aot-tpu: ; $(PYTHON) -m tests.tpu.compile_for_tpus --out $(RESULTS)/aot_tpu.json
 # Decode steps and compression on a CPU, a quarter of an hour.
 benches:
 	for name in $(BENCHES); do \

@@ -8,12 +8,17 @@ what is left together) is timed by itself, and so is a decode step through what 
 matrix product of the same run says how fast the layer could have been. Column sums of the attention
 matrix, which H2O, KVMerger and CaM need, belong to the prompt pass and are given apart; the full
 cache's "compression" is a copy.
+
+Clustering is measured after a long prompt too: ClusterKV with 16 tokens a cluster, in chunks, and
+k-means with 400 clusters over all keys at once, as `recall_step.py` measures it. Keys are those of
+random weights. `limits` are the shares that are not to be exceeded, each with what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +26,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from common import interleaved_medians, write
-from decode_step import STEPS, decode_side
+from decode_step import KV_HEADS, STEPS, decode_side
+from decode_step import tokens as random_tokens
 from flax import nnx
 
 import kvjax
 from kvjax.decisions import carry_out
 from kvjax.models import DecoderConfig, RopeConfig
 from kvjax.models.blocks import DecoderLayer
-from kvjax.models.rope_scaling import make_rope
+from pallas_kernels import kmeans
 
+PROMPT, LONG_PROMPT = 8192, 32_768
+CLUSTERS, PER_CLUSTER = 400, 16
+# Per cent of the prompt pass: what is measured, after a prompt of how many tokens, at most so much.
+LIMITS = (
+    ("snapkv", PROMPT, 0.3), ("kvcrush beyond snapkv", PROMPT, 0.1), ("chelsea", PROMPT, 1.0),
+    ("kvmerger", PROMPT, 0.5), ("clusterkv", PROMPT, 5.0), ("clusterkv", LONG_PROMPT, 5.0),
+    ("kmeans", LONG_PROMPT, 3.0),
+)  # fmt: skip
 LAYER = DecoderConfig(
     vocab_size=2, hidden_size=4096, intermediate_size=14_336, num_layers=1, query_heads=32,
     kv_heads=8, head_dim=128, rope=RopeConfig(rotary_dim=128, theta=500_000.0),
@@ -50,7 +64,13 @@ def methods(budget: float) -> dict[str, kvjax.KVTransform]:
         "kvmerger": kvjax.KVMerger(budget),
         "kvcrush": kvjax.KVCrush(snapkv, share=0.25),
         "cam": kvjax.CaM(kvjax.StreamingLLM(budget)),
+        "clusterkv": clusterkv(budget),
     }
+
+
+def clusterkv(budget: float) -> kvjax.ClusterKV:
+    """Clusters of a given size, whatever the budget."""
+    return kvjax.ClusterKV(budget, tokens_per_cluster=PER_CLUSTER, dense_layers=())
 
 
 @dataclass(frozen=True)
@@ -88,9 +108,9 @@ def prompt_side(transform: kvjax.KVTransform, tokens: int, weights) -> Callable[
 
     @jax.jit
     def read(state, x):
-        layer, rope = nnx.merge(graph, state), make_rope(LAYER.rope, positions)
         cache = empty_cache(held, tokens)
-        return layer(x, positions, cache, layer=held, rope=rope, phase="prompt", last=True)
+        layer = nnx.merge(graph, state)
+        return layer(x, positions, cache, layer=held, phase="prompt", last=True)
 
     return functools.partial(read, state, x)
 
@@ -105,10 +125,55 @@ def compress_side(
     def compress(cache):
         state, step = cache.state
         decision, _ = transform.on_prompt(cache.kv, state, step)
-        kv = carry_out(decision, cache.kv, step)
+        kv = cache.kv if decision is None else carry_out(decision, cache.kv, step)
         return kv if kv.slots == capacity else kvjax.compact(kv, capacity)
 
     return functools.partial(compress, cache)
+
+
+def kmeans_side(clusters: int, rounds: int, prompt: int) -> Callable[[], object]:
+    """k-means over the keys of a prompt, which are random: it takes all its rounds."""
+    _, keys, _ = jax.block_until_ready(random_tokens(prompt, 0))
+    members = jnp.ones(keys.shape[:3], bool)
+    there = jnp.ones((1, KV_HEADS, clusters), bool)
+    run = jax.jit(functools.partial(kmeans, metric="cosine", rounds=rounds))
+    return functools.partial(run, keys, members, keys[:, :, :clusters], there)
+
+
+def clustering(tokens: int, budget: float, rounds: int, prompt_rounds: int, weights) -> dict:
+    """What clustering costs after a long prompt."""
+    prompt = interleaved_medians(
+        {"pass": prompt_side(kvjax.Full(), tokens, weights)}, prompt_rounds
+    )["pass"]
+    transform = clusterkv(budget)
+    _, cache = prompt_side(transform, tokens, weights)()
+    gc.collect()  # the hidden states of the prompt passes
+    clusters = min(CLUSTERS, tokens)
+    sides = {
+        "clusterkv": compress_side(transform, tokens, cache),
+        "kmeans": kmeans_side(clusters, transform.iterations, tokens),
+    }
+    seconds = interleaved_medians(sides, rounds)
+    return {
+        "prompt_tokens": tokens, "tokens_per_cluster": PER_CLUSTER, "kmeans_clusters": clusters,
+        "iterations": transform.iterations, "prompt_pass_seconds": round(prompt, 3),
+        "compress_milliseconds": {name: round(1e3 * s, 2) for name, s in seconds.items()},
+        "compress_percent_of_prompt_pass": {
+            name: round(100 * s / prompt, 3) for name, s in seconds.items()
+        },
+    }  # fmt: skip
+
+
+def limits(shares: dict[int, dict[str, float]]) -> list[dict]:
+    """`LIMITS` that were measured, of shares by length of the prompt and name."""
+    return [
+        {
+            "what": what, "prompt_tokens": tokens, "most_percent": most,
+            "percent": shares[tokens][what], "met": shares[tokens][what] <= most,
+        }
+        for what, tokens, most in LIMITS
+        if what in shares.get(tokens, {})
+    ]  # fmt: skip
 
 
 def operations(tokens: int) -> float:
@@ -132,10 +197,12 @@ def matmul_side() -> tuple[Callable[[], object], float]:
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt-tokens", type=int, default=8192)
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
+    parser.add_argument("--long-prompt-tokens", type=int, default=LONG_PROMPT)
     parser.add_argument("--budget", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prompt-rounds", type=int, default=2)
+    parser.add_argument("--long-rounds", type=int, default=3, help="after the long prompt")
     parser.add_argument("--methods", nargs="+", choices=methods(0.2))
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -165,6 +232,8 @@ def main() -> None:
     share = {name: percent(s) for name, s in compress.items()}
     if {"kvcrush", "snapkv"} <= share.keys():
         share["kvcrush beyond snapkv"] = percent(compress["kvcrush"] - compress["snapkv"])
+    long = clustering(args.long_prompt_tokens, args.budget, args.long_rounds, 1, weights)
+    shares = {long["prompt_tokens"]: long["compress_percent_of_prompt_pass"], tokens: share}
     write(
         args.out,
         {
@@ -183,6 +252,8 @@ def main() -> None:
             "column_sums_percent": percent(seconds["with_column_sums"] - prompt),
             "compress_milliseconds": {name: round(1e3 * s, 2) for name, s in compress.items()},
             "compress_percent_of_prompt_pass": share,
+            "after_a_long_prompt": long,
+            "limits": limits(shares),
             "decode_milliseconds": {name: round(1e3 * s, 3) for name, s in decode.items()},
             "cache_bytes": cache_bytes,
         },

@@ -53,7 +53,7 @@ def decode_side(
     """
     cache = kvjax.init_cache(
         transform, batch=1, kv_heads=KV_HEADS, query_heads=KV_HEADS * GROUP, head_dim=HEAD_DIM,
-        max_prompt=prompt, max_new=MAX_NEW, dtype=jnp.float32,
+        max_prompt=prompt, max_new=MAX_NEW, dtype=jnp.float32, layer=0,
     )  # fmt: skip
     attend = functools.partial(kvjax.attend, transform, rope=rope)
     read = jax.jit(functools.partial(attend, phase="prompt"), donate_argnums=0)

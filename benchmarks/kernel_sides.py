@@ -1,77 +1,67 @@
-"""What `kernels.py` measures: each operation, by each implementation that can run."""
+"""What `kernels.py` measures: the operations, their operands, and what runs them.
+
+A new operation is a line `yield from both(names, NAME, function, *arguments)` in a function of
+`GROUPS`: a side by the kernel and one by XLA. A call waits for the one before it by its first
+argument, an array of numbers on which all that is measured must depend.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from kernel_shapes import (
-    GROUP,
-    MAX_NEW,
-    RESERVES,
-    Inputs,
-    Shape,
-    centroids,
-    cluster_ranges,
-    clustered_cache,
-    encoded,
-    lists,
-    page_bounds,
-    references,
-)
+from kernel_shapes import Inputs, Shape, clusters, lists, normal, queries, references
 
-import kvjax
-from pallas_kernels import (
-    Turn,
-    build_indices,
-    codebook_attention,
-    decode_attention,
-    gather_attention,
-    host_rows,
-    page_scores,
-    quantise_groups,
-    quantise_slots,
-    quantized_attention,
-    rank_clusters,
-)
+import pallas_kernels as pk
 
-STEPS = 16  # of a cache in one call
-SPARE = 16  # slots
-HOST_ROWS = 1024  # per head, that come from host memory
+Names = tuple[str, ...]
 Run = Callable[[], Any]  # makes all calls of a measurement, waits, and gives what the last one gave
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One row of the result.
 
     Args:
       operation, implementation: what runs.
-      bytes: that a call must move.
+      bytes: what a call must move.
       make: compiles a loop of so many calls.
+      aim: of a kernel, at least this share of a copy's bandwidth, where calls are large.
+      beside: the operation of the group over whose time its own is given; it is to be at most the
+        aim then.
       options: what else tells it from others of the operation.
-      over: whose bandwidth its own is given over: `"copy"`, or `"link"` to host memory.
-      threads: whether it can be compiled beside others.
-      calls: of a measurement, where that is not free.
+      operations: multiplications and additions of a call, where these are what takes its time.
     """
 
     operation: str
     implementation: str
     bytes: int
     make: Callable[[int], Run]
-    options: dict[str, object] = field(default_factory=dict)
-    over: str = "copy"
-    threads: bool = True
-    calls: int | None = None
+    aim: float | None = None
+    beside: str | None = None
+    options: Mapping[str, object] = MappingProxyType({})
+    operations: int = 0
 
-    @property
-    def compared(self) -> tuple:
-        """Equal for those that compute the same."""
-        return self.operation, *sorted(self.options.items())
+
+def both(
+    names: Names, operation: str, function: Callable, *args, size: int | None = None,
+    aim: float | None = None, beside: str | None = None, operations: int = 0, **options,
+) -> Iterator[Side]:  # fmt: skip
+    """A side for each implementation of `function(*args, implementation=...)`.
+
+    Args:
+      size: bytes that must move. None: those of all arguments and of what is returned.
+      aim, beside, operations, options: of `Side`.
+    """
+    if size is None:
+        out = jax.eval_shape(functools.partial(function, implementation="xla"), *args)
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((args, out)))
+    for name in names:
+        call = functools.partial(function, implementation=name)
+        yield Side(operation, name, size, loop(call, *args), aim, beside, options, operations)
 
 
 def loop(function: Callable, x: jax.Array, *args) -> Callable[[int], Run]:
@@ -86,7 +76,7 @@ def loop(function: Callable, x: jax.Array, *args) -> Callable[[int], Run]:
             def once(_, carry):
                 x, _ = carry
                 out = function(x, *args)
-                return x + _nothing_of(out, x), out
+                return x + nothing_of(out, x), out
 
             out = jax.eval_shape(function, x, *args)
             none = jax.tree.map(lambda o: jnp.zeros(o.shape, o.dtype), out)
@@ -98,260 +88,286 @@ def loop(function: Callable, x: jax.Array, *args) -> Callable[[int], Run]:
     return make
 
 
-def _nothing_of(out: Any, x: jax.Array) -> jax.Array:
+def nothing_of(out: Any, x: jax.Array) -> jax.Array:
     """0, computed from the first array of `out`: XLA does not know that no number is infinite."""
     first = jax.tree.leaves(out)[0].astype(jnp.float32)
     return (0.0 * (first if first.shape == x.shape else first.max())).astype(x.dtype)
 
 
+def after(index: jax.Array, x: jax.Array) -> jax.Array:
+    """The same integers, which wait for x as those of a step wait for its query."""
+    return index + (0 * x.max()).astype(index.dtype)
+
+
 def copy(size: int) -> Side:
     """Reads and writes `size` bytes, the measure of all others."""
-    x = jax.random.normal(jax.random.key(9, impl="unsafe_rbg"), (size // 2,), jnp.bfloat16)
 
     def make(calls: int) -> Run:
+        held = [normal(9, (size // 2,), "bfloat16")]
         run = jax.jit(lambda x: jax.lax.fori_loop(0, calls, lambda _, x: -x, x), donate_argnums=0)
-        compiled, held = run.lower(x).compile(), {"x": x + 0}
+        compiled = run.lower(held[0]).compile()
 
         def again():
-            held["x"] = jax.block_until_ready(compiled(held["x"]))
+            held[0] = jax.block_until_ready(compiled(held[0]))
 
         return again
 
     return Side("copy", "xla", 2 * size, make)
 
 
-def both(
-    implementations: tuple[str, ...],
-    operation: str,
-    size: int,
-    function: Callable,
-    *args,
-    **options,
-) -> Iterator[Side]:
-    """A side for each implementation of a function that takes `implementation=`."""
-    for name in implementations:
-        call = functools.partial(function, implementation=name)
-        yield Side(operation, name, size, loop(call, *args), options)
-
-
 # --- attention ------------------------------------------------------------------------------------
 
 
 def attention(operation: Callable, **options) -> Callable:
-    """The output alone of an operation that reads all slots, of a query and what it reads."""
+    """The output alone of an operation that reads all slots, called as a cache calls it."""
 
-    def call(q, *args, implementation):
+    def call(q, k, v, bias, query, position, used, *, implementation):
         return operation(
-            q, *args, scale=q.shape[-1] ** -0.5, probabilities=False,
-            implementation=implementation, **options,
+            q, k, v, bias, query, position, scale=q.shape[-1] ** -0.5, used=used,
+            probabilities=False, implementation=implementation, **options,
         )[0]  # fmt: skip
 
     return call
 
 
-def with_used(operation: Callable, **options) -> Callable:
-    """The same, with the number of slots as a cache knows it."""
-
-    def call(q, k, v, bias, query, position, used, implementation):
-        own = attention(operation, used=used, **options)
-        return own(q, k, v, bias, query, position, implementation=implementation)
-
-    return call
-
-
-def dense_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:
-    """Attention to all slots, and to lists of them."""
-    yield from decode_sides(shape, x, names)
-    attend = attention(gather_attention)
-    for rows in (1024, 2048, 4096) if shape.tokens == 32_768 else (2048,):
-        rows = min(rows, shape.tokens // 4)
-
-        def call(q, index, k, v, *slots, implementation):
-            # The list depends on what came before, as that of a step does.
-            index = index + (0 * q.max()).astype(index.dtype)
-            return attend(q, k, v, index, *slots, implementation=implementation)
-
-        args = (x.q, lists(shape, rows), x.k, x.v, x.bias, x.query, x.position)
-        size = shape.gather_bytes(rows)
-        yield from both(names, "gather_attention", size, call, *args, rows=rows)
-
-
-def decode_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:
+def dense(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     """Attention to all slots."""
-    call = with_used(decode_attention)
-    yield from both(names, "decode_attention", shape.decode_bytes(), call, *x)
+    yield from both(names, "decode_attention", attention(pk.decode_attention), *x, aim=0.85)
 
 
-def eight_bit_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:
+def others(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """The same, and by cuDNN through JAX, without bias and positions."""
+    yield from dense(shape, x, names)
+    if shape.dtype == "bfloat16":
+        size = x.k.nbytes + x.v.nbytes + 2 * x.q.nbytes
+        yield Side("decode_attention", "cudnn", size, functools.partial(cudnn, x))
+
+
+def cudnn(x: Inputs, calls: int) -> Run:
+    """`jax.nn.dot_product_attention`, over keys and values as it takes them, `[B, S, H, D]`."""
+
+    def call(q, k, v):
+        rows = q.reshape(q.shape[0], 1, -1, q.shape[-1])
+        return jax.nn.dot_product_attention(rows, k, v, implementation="cudnn").reshape(q.shape)
+
+    return loop(call, x.q, *(jnp.swapaxes(rows, 1, 2) for rows in (x.k, x.v)))(calls)
+
+
+def listed(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """Attention to lists of slots: of each, its entry, bias, position, key and value are read."""
+
+    def call(q, index, k, v, *slots, implementation):
+        return pk.gather_attention(
+            q, k, v, after(index, q), *slots, scale=q.shape[-1] ** -0.5, probabilities=False,
+            implementation=implementation,
+        )[0]  # fmt: skip
+
+    for rows in (1024, 2048, 4096) if shape.tokens == 32_768 else (2048,):
+        index = lists(shape, min(rows, shape.tokens // 4))
+        size = index.size * (shape.row + 12) + 2 * x.q.nbytes
+        options = {"size": size, "aim": 0.6, "rows": index.shape[2]}
+        yield from both(names, "gather_attention", call, x.q, index, *x[1:6], **options)
+
+
+def eight_bits(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     """Attention to numbers of 8 bits."""
-    kinds = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
-    call = with_used(quantized_attention)
-    for form, dtype in kinds.items():
-        encode = functools.partial(quantise_slots, dtype=dtype)
-        k, v = (encoded(rows, encode) for rows in (x.k, x.v))
-        size = shape.quantized_bytes(8)
-        slots = (spare(x.bias, -jnp.inf), x.query, spare(x.position, -1), x.used)
-        args = (x.q, spare(k), spare(v), *slots)
-        yield from both(names, "quantized_attention", size, call, *args, form=form)
+    call = attention(pk.quantized_attention)
+    for form, dtype, aim in (("int8", jnp.int8, 0.75), ("float8", jnp.float8_e4m3fn, None)):
+        encode = jax.jit(functools.partial(pk.quantise_slots, dtype=dtype))
+        k, v = (pk.Encoded(*encode(rows)) for rows in (x.k, x.v))
+        yield from both(names, "quantized_attention", call, x.q, k, v, *x[3:], aim=aim, form=form)
 
 
-@jax.jit
-def spare(tree, fill: float = 0):
-    """Arrays with room for some new tokens, as a cache has it.
-
-    It also takes the largest shape past what the kernels cannot address: see
-    `pallas_kernels.base.dispatch`.
-    """
-
-    def widen(x: jax.Array) -> jax.Array:
-        pad = [(0, SPARE if axis == 2 else 0) for axis in range(x.ndim)]
-        return jnp.pad(x, pad, constant_values=jnp.asarray(fill, x.dtype))
-
-    return jax.tree.map(widen, tree)
-
-
-def four_bit_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:
-    """Attention to numbers of 4 bits."""
-    group = min(GROUP, shape.model.channels)
-    v = encoded(x.v, functools.partial(quantise_groups, group=group))
+def four_bits(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """Attention to numbers of 4 bits in groups of 32."""
+    encode = jax.jit(pk.quantise_groups, static_argnames=("group", "axis"))
+    group = min(32, shape.channels)
+    v = pk.Encoded(*encode(x.v, group=group))
     for axis in ("token", "channel"):
-        k = encoded(x.k, functools.partial(quantise_groups, group=group, axis=axis))
-        call = with_used(quantized_attention, key_axis=axis)
-        size, form = shape.quantized_bytes(4), f"4 bits per {axis}"
-        yield from both(names, "quantized_attention", size, call, x.q, k, v, *x[3:], form=form)
+        k = pk.Encoded(*encode(x.k, group=group, axis=axis))
+        call, form = attention(pk.quantized_attention, key_axis=axis), f"4 bits per {axis}"
+        yield from both(names, "quantized_attention", call, x.q, k, v, *x[3:], form=form)
 
 
-def codebook_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:
+def codebook(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
     """Attention to references, keys turned inside; and to all slots of the full cache."""
-    yield from decode_sides(shape, x, names[:1])
-    half = shape.model.channels // 2
+    yield from dense(shape, x, names[:1])
+    half = shape.channels // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32)[None] / half)
 
-    def call(q, k, v, bias, query, position, used, frequency, implementation):
-        turned = with_used(codebook_attention, turn=Turn(frequency, position))
+    def call(q, frequency, k, v, bias, query, position, used, *, implementation):
+        turned = attention(pk.codebook_attention, turn=pk.Turn(frequency, position))
         return turned(q, k, v, bias, query, position, used, implementation=implementation)
 
-    for kept, each in RESERVES:
-        k, v = (references(shape, kept, seed) for seed in (11, 13))
+    # SpindleKV at 40 % of the full cache's bytes: tokens that are kept, entries per kept vector.
+    for kept, each in ((0.5, 0.8), (0.8, 0.5)):
+        k, v = (references(shape, kept, each, seed) for seed in (11, 13))
         slots = k.index.shape[2]
         own = x.bias[..., :slots], x.query, x.position[..., :slots], jnp.minimum(x.used, slots)
-        size, options = shape.codebook_bytes(kept), {"kept": kept, "entries_per_kept": each}
-        args = (x.q, k, v, *own, frequency)
-        yield from both(names, "codebook_attention", size, call, *args, **options)
+        yield from both(
+            names, "codebook_attention", call, x.q, frequency, k, v, *own, aim=1.0,
+            beside="decode_attention", kept=kept, entries_per_kept=each,
+        )  # fmt: skip
+
+
+# --- prompts and what compresses them -------------------------------------------------------------
+
+
+def prompt(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """Attention of a prompt's newest queries, by cuDNN too where they are all; column sums."""
+    q, position = queries(shape)
+    tokens, scale = q.shape[3], shape.channels**-0.5
+    pairs = tokens * (shape.tokens - tokens) + tokens * (tokens + 1) // 2
+    work = 2 * shape.batch * shape.query_heads * shape.channels * pairs  # of one product
+    places = position, x.position
+
+    def attend(q, *rest, implementation):
+        return pk.prompt_attention(q, *rest, scale=scale, implementation=implementation)[0]
+
+    def sums(q, *rest, implementation):
+        return pk.column_sums(q, *rest, scale=scale, implementation=implementation)
+
+    given, options = (q, x.k, x.v, x.bias, *places), {"queries": tokens}
+    yield from both(names, "prompt_attention", attend, *given, operations=2 * work, **options)
+    if shape.dtype == "bfloat16" and tokens == shape.tokens:
+        size = x.k.nbytes + x.v.nbytes + 2 * q.nbytes
+        make = functools.partial(causal, q, x)
+        yield Side("prompt_attention", "cudnn", size, make, options=options, operations=2 * work)
+    known = {"scale": scale, "implementation": names[0]}
+    lse = jax.jit(functools.partial(pk.prompt_attention, **known))(*given)[1]
+    given = q, x.k, x.bias, lse, *places
+    yield from both(names, "column_sums", sums, *given, operations=work, **options)
+
+
+def causal(q: jax.Array, x: Inputs, calls: int) -> Run:
+    """A whole prompt by `jax.nn.dot_product_attention`, which takes `[B, T, heads, D]`."""
+
+    def call(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+    rows = q.reshape(q.shape[0], -1, *q.shape[3:])
+    return loop(call, *(jnp.swapaxes(each, 1, 2) for each in (rows, x.k, x.v)))(calls)
+
+
+def grouping(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """ClusterKV's k-means in chunks of 1,024 tokens, 16 a cluster, and Chelsea's matching."""
+    chunk, rounds = min(1024, shape.tokens), 10
+    lists = (shape.batch, shape.kv_heads * shape.tokens // chunk)
+    keys = x.k.reshape(*lists, chunk, shape.channels)
+    start = keys[:, :, ::16].astype(jnp.float32)
+    products = 2 * shape.batch * shape.kv_heads * shape.tokens * shape.channels
+
+    def cluster(start, keys, *, implementation):
+        every, there = (jnp.ones(x.shape[:3], bool) for x in (keys, start))
+        how = {"rounds": rounds, "implementation": implementation}
+        return pk.kmeans(keys, every, start, there, **how)[1]
+
+    def match(keys, used, *, implementation):
+        edges, _ = pk.soft_matching(keys, used, chunk=256, implementation=implementation)
+        return jnp.where(edges > -jnp.inf, edges, 0.0)
+
+    work = products * start.shape[2] * (rounds + 1)
+    yield from both(names, "kmeans", cluster, start, keys, operations=work, iterations=rounds)
+    yield from both(names, "soft_matching", match, x.k, x.used, operations=products * 64)
+
+
+def merging(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """Every five neighbours become one, and each key is compared with the next one."""
+    slot = jnp.broadcast_to(jnp.arange(shape.tokens, dtype=jnp.int32), shape.store)
+    into, following = slot - slot % 5, jnp.minimum(slot + 1, shape.tokens - 1)
+
+    def merge(weights, rows, into, *, implementation):
+        return pk.segment_merge(rows, into, weights, implementation=implementation)
+
+    def join(keys, order, pairs, *, implementation):
+        return pk.join_anchors(keys, order, pairs, 0.05, implementation=implementation)
+
+    yield from both(names, "segment_merge", merge, jnp.ones(shape.store), x.k, into)
+    yield from both(names, "segment_sum", pk.segment_sum, jnp.ones(shape.store), into)
+    for name, compare in (("pair_cosine", pk.pair_cosine), ("pair_distance", pk.pair_distance)):
+        yield from both(names, name, compare, x.k, slot, following)
+    order = slot[..., :2048]  # by XLA, each takes a step of a loop
+    size = order.size * (shape.row // 2 + 9)
+    last = order.shape[2] - 1
+    yield from both(names, "join_anchors", join, x.k, order, order < last, size=size)
+
+
+def covering(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """Vectors of a row around few directions: a cover of them, and their nearest entries."""
+    vectors = min(8192, shape.tokens)
+    number = jnp.arange(vectors, dtype=jnp.int32)
+    near = x.k[:1, 0, :vectors]
+    near = near[:, number - number % 64] + 0.2 * near
+    weights, count = jnp.ones((1, vectors), jnp.int32), jnp.full((1,), vectors, jnp.int32)
+
+    def cover(vectors, weights, *, implementation):
+        return pk.greedy_cover(
+            vectors, weights > 0, weights, theta=0.9, capacity=vectors.shape[1],
+            implementation=implementation,
+        )  # fmt: skip
+
+    def nearest(vectors, entries, count, *, implementation):
+        return pk.nearest_entries(vectors, entries, count, implementation=implementation)
+
+    size = near.nbytes + vectors**2 // 4  # a bit of each pair, written and read
+    yield from both(names, "greedy_cover", cover, near, weights, size=size, vectors=vectors)
+    entries = x.k[:1, -1, :vectors]
+    yield from both(names, "nearest_entries", nearest, near, entries, count, vectors=vectors)
 
 
 # --- selection ------------------------------------------------------------------------------------
 
 
-def selection_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:
-    """What decides which slots are read."""
-    q = x.q[..., 0, :]
-    middle, (sizes, starts) = centroids(shape), cluster_ranges(shape)
-    count = jnp.full(shape.store[:2], shape.budget, jnp.int32)
-    order = jax.jit(functools.partial(rank_clusters, implementation="xla"))(q, middle, sizes)
-    size = shape.rank_bytes()
-    yield from both(names, "rank_clusters", size, rank_clusters, q, middle, sizes)
+def selection(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """What decides which slots are read, beside attention to all of them."""
+    yield from dense(shape, x, names[:1])
+    q, (middle, sizes, starts) = x.q[..., 0, :], clusters(shape)
+    budget = min(1024, shape.tokens // 2)
+    count = jnp.full(shape.store[:2], budget, jnp.int32)
+    order = jax.jit(functools.partial(pk.rank_clusters, implementation="xla"))(q, middle, sizes)
 
-    def build(q, order, sizes, starts, count, *, implementation):
-        order = order + (0 * q.max()).astype(order.dtype)  # lists depend on what came before
-        return build_indices(
-            order, sizes, starts, count, shape.budget, implementation=implementation
-        )
+    def build(q, order, sizes, starts, *, implementation):
+        order = after(order, q)
+        return pk.build_indices(order, sizes, starts, count, budget, implementation=implementation)
 
-    args = (order, sizes, starts, count)
-    yield from both(names, "build_indices", shape.build_bytes(), build, q, *args)
-    size, bounds = shape.page_bytes(), page_bounds(shape)
-    yield from both(names, "page_scores", size, page_scores, q, *bounds)
+    def choose(q, middle, sizes, starts, *, implementation):
+        order = pk.rank_clusters(q, middle, sizes, implementation=implementation)
+        return build(q, order, sizes, starts, implementation=implementation)
 
-
-def choose(q, middle, sizes, starts, count, *, length: int, implementation: str) -> jax.Array:
-    """Ranking and indexing, as a step of ClusterKV does it."""
-    order = rank_clusters(q, middle, sizes, implementation=implementation)
-    return build_indices(order, sizes, starts, count, length, implementation=implementation)
-
-
-def step_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:
-    """A whole step of ClusterKV through `kvjax.attend`, and the choice that is a part of it."""
-    q = x.q[..., 0, :]
-    count = jnp.full(shape.store[:2], shape.budget, jnp.int32)
-    call = functools.partial(choose, length=shape.budget)
-    size = shape.rank_bytes() + shape.build_bytes()
-    args = (q, centroids(shape), *cluster_ranges(shape), count)
-    yield from both(names, "choosing", size, call, *args)
-    transform = kvjax.ClusterKV(shape.budget, clusters=shape.clusters, dense_layers=())
-    size += shape.gather_bytes(shape.budget + transform.interval)
-    for name in names:
-        make = functools.partial(steps, transform, shape, x, name)
-        options = {"budget": shape.budget, "clusters": shape.clusters}
-        yield Side("clusterkv step", name, size, make, options, calls=STEPS)
+    yield from both(names, "rank_clusters", pk.rank_clusters, q, middle, sizes)
+    yield from both(names, "build_indices", build, q, order, sizes, starts)
+    yield from both(
+        names, "choosing", choose, q, middle, sizes, starts, aim=0.1, beside="decode_attention"
+    )
+    bounds = jax.jit(pk.page_bounds, static_argnums=(3, 4))
+    pages = bounds(x.k, x.position, x.used, 16, shape.tokens // 16)
+    yield from both(names, "page_scores", pk.page_scores, q, *pages)
 
 
-def steps(transform, shape: Shape, x: Inputs, implementation: str, calls: int) -> Run:
-    """More steps with each call, of a cache that is donated."""
-    q = x.q.reshape(shape.batch, shape.model.query_heads, 1, -1)
-    k = v = x.k[:, :, :1]
-
-    def all_calls(cache, q, k, v, position):
-        def step(_, carry):
-            cache, out, position = carry
-            out, cache = kvjax.attend(
-                transform, cache, q + 0 * out, k, v, position, phase="decode",
-                implementation=implementation,
-            )  # fmt: skip
-            return cache, out, position + 1
-
-        return jax.lax.fori_loop(0, calls, step, (cache, jnp.zeros_like(q), position))
-
-    cache = clustered_cache(transform, shape, x.k, x.v)
-    position = jnp.full((shape.batch, 1), shape.tokens, jnp.int32)
-    compiled = jax.jit(all_calls, donate_argnums=0).lower(cache, q, k, v, position).compile()
-    held = {"cache": cache, "position": position}
-    del cache
-
-    def run():
-        held["cache"], out, held["position"] = compiled(held["cache"], q, k, v, held["position"])
-        return jax.block_until_ready(out)
-
-    return run
-
-
-def host_sides(shape: Shape, x: Inputs, names: tuple[str, ...]) -> Iterator[Side]:
-    """Rows of a store in host memory, in runs as long as clusters; and a copy of all rows."""
-    rows = min(HOST_ROWS, shape.tokens // 4)
+def host(shape: Shape, x: Inputs, names: Names) -> Iterator[Side]:
+    """Rows of a store in host memory, beside a copy of as many from there."""
+    if shape.batch > 2:
+        return
+    index = lists(shape, min(1024, shape.tokens // 4))
+    rows = tuple(jnp.zeros((*index.shape, shape.channels), shape.dtype) for _ in range(2))
     on_host = x.k.sharding.with_memory_kind("pinned_host")
-    store = tuple(jax.device_put(rows, on_host) for rows in (x.k, x.v))
-    run = min(80, rows // 2)
-    index = lists(shape, rows, run)
-    missing = jnp.ones(index.shape, bool)
-    into = tuple(jnp.zeros((*index.shape, shape.model.channels), shape.dtype) for _ in range(2))
-    size = index.size * shape.row
+    store, together = jax.device_put(((x.k, x.v), rows), on_host)
 
-    def fetch(k_rows, v_rows, k, v, index, missing, implementation):
-        # The list depends on what came before, or all fetches were one.
-        index = index + (0 * k_rows.max()).astype(index.dtype)
-        into = (k_rows, v_rows)
-        return host_rows((k, v), into, index, missing, implementation=implementation)
+    def fetch(k_rows, v_rows, k, v, index, missing, *, implementation):
+        rows, index = (k_rows, v_rows), after(index, k_rows)
+        return pk.host_rows((k, v), rows, index, missing, implementation=implementation)
 
-    def link(calls: int) -> Run:
-        def copies():
-            for _ in range(calls):
-                jax.block_until_ready(jax.device_put(store, x.k.sharding))
+    def copies(calls: int) -> None:
+        for _ in range(calls):
+            jax.block_until_ready(jax.device_put(together, x.k.sharding))
 
-        return copies
-
-    args = (*into, *store, index, missing)
-    for side in both(names, "host_rows", size, fetch, *args, rows=rows, run=run):
-        yield Side(**{**vars(side), "over": "link"})
-    yield Side("link", "xla", shape.dense, link, over="link")
+    args, size = (*rows, *store, index, jnp.ones(index.shape, bool)), index.size * shape.row
+    yield from both(names, "host_rows", fetch, *args, size=size, beside="link")
+    yield Side("link", "xla", size, lambda calls: functools.partial(copies, calls))
 
 
 GROUPS = {
-    "dense": dense_sides,
-    "8 bits": eight_bit_sides,
-    "4 bits": four_bit_sides,
-    "codebook": codebook_sides,
-    "selection": selection_sides,
-    "step": step_sides,
-    "host": host_sides,
-}
-ROOM = MAX_NEW // STEPS  # calls of a step that fit
+    "dense": others, "listed": listed, "8 bits": eight_bits, "4 bits": four_bits,
+    "codebook": codebook, "prompt": prompt, "grouping": grouping, "merging": merging,
+    "covering": covering, "selection": selection, "host": host,
+}  # fmt: skip

@@ -19,13 +19,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from common import interleaved_medians, write
-from compress_overhead import LAYER, prompt_side
+from compress_overhead import LAYER, kmeans_side, prompt_side
 from decode_step import GROUP, HEAD_DIM, KV_HEADS, MAX_NEW, STEPS, decode_side, einsum_side, tokens
 from flax import nnx
 
 import kvjax
 from kvjax.models.blocks import DecoderLayer
-from pallas_kernels import kmeans
 
 CHOICES = 64  # per timed loop: one alone is too short
 
@@ -50,15 +49,6 @@ def choose_side(transform: kvjax.ClusterKV, prompt: int) -> Callable[[], object]
         return jax.lax.fori_loop(0, CHOICES, once, q)
 
     return functools.partial(choose, cache, q)
-
-
-def kmeans_side(clusters: int, rounds: int, prompt: int) -> Callable[[], object]:
-    """k-means over the keys of a prompt."""
-    _, keys, _ = jax.block_until_ready(tokens(prompt, 0))
-    members = jnp.ones(keys.shape[:3], bool)
-    there = jnp.ones((1, KV_HEADS, clusters), bool)
-    run = jax.jit(functools.partial(kmeans, metric="cosine", rounds=rounds))
-    return functools.partial(run, keys, members, keys[:, :, :clusters], there)
 
 
 def main() -> None:
@@ -111,6 +101,7 @@ def main() -> None:
                 name: round(step["full"] / step[name], 2) for name in methods
             },
             "choosing_milliseconds": round(1e3 * choosing, 3),
+            "choosing_percent_of_step": round(100 * choosing / step["clusterkv"], 2),
             "choosing_percent_of_full_step": round(100 * choosing / step["full"], 2),
             "prompt_pass_seconds": round(seconds["prompt pass"], 2),
             "kmeans_seconds": round(seconds["kmeans"], 3),

@@ -313,6 +313,24 @@ def cluster_cost(rows: Sequence[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+def rotation(rows: Sequence[dict[str, Any]]) -> str:
+    """Of `rotation.py`: error (and that of the worst layer) and nats, by what is rotated."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in (row for row in rows if "error" in row):
+        found.setdefault((row["model"], row["form"]), {})[row["rotated"]] = row
+    ways = ("not", "values", "keys and values")
+
+    def line(model: str, form: str, own: dict[str, dict[str, Any]]) -> list[str]:
+        several = [own.get(way) for way in ways]
+        errors = ["" if x is None else f"{x['error']:.4f} ({x['worst_layer']})" for x in several]
+        losses = ["" if x is None else f"{x['nats']:+.4f}" for x in several]
+        return [model, form, f"{own['not']['bytes']:g}", *errors, *losses]
+
+    headings = ["model", "form", "bytes", "error", "values rotated", "keys and values", "nats",
+                "values rotated", "keys and values"]  # fmt: skip
+    return markdown(headings, [line(*key, own) for key, own in found.items()])
+
+
 FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
     # name of a file → what of it is a table, and how
     "defaults_smollm2": ("rows", defaults),
@@ -324,6 +342,7 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "clusters_smollm2": ("rows", clusters),
     "cluster_needles_smollm2": ("rows", cluster_needles),
     "cluster_cost_smollm2": ("rows", cluster_cost),
+    "rotation": ("rows", rotation),
 }
 
 

@@ -186,7 +186,7 @@ class Merge(Decision):
         """The cache with merged slots."""
         slot = jax.lax.broadcasted_iota(jnp.int32, self.into.shape, 2)
         into = jnp.where(self.concerned(), self.into, slot)
-        merged = merge(cache, into, self.weights)
+        merged = merge(cache, into, self.weights, implementation=step.implementation)
         if self.value_scale == "log_mass":
             return merged
         changed = merged.live & (merged.log_mass != cache.log_mass)

@@ -184,7 +184,8 @@ class Step:
       logits: of the attention (static).
       room: at a flush, the decode steps until the next one, for whose tokens there must be free
         slots afterwards (static).
-      implementation: as given to `attend` (static).
+      implementation: of the operations in `pallas_kernels`, as given to `attend` or `flush`
+        (static).
       output: of the attention of a decode step, `[B, Q, T, D]`; None at other moments.
     """
 
@@ -218,8 +219,8 @@ class View:
       slots: slot of each new token, `[B, H, T]`; `cache.slots` where none was stored.
       index: slots to see, `[B, K, N]`, -1 = none; None = all of them in place.
       fixed: how many entries at the front every list of a cache has, such as sinks (static).
-      rows: keys and values of the selection, `[B, K, N, D]` each, where a transform has fetched
-        them already; None: attention reads them.
+      rows: keys and values of the selection, `[B, K, N, D]` each, and anything where an entry is
+        none, where a transform has fetched them already; None: attention reads them.
       predicted: what the query was expected to be before this layer began, rotated,
         `[B, Q, T, D]`: the layer's query weights times the input of the attention before it. None
         where no transform needs it or the model does not give it.
@@ -243,14 +244,6 @@ class View:
             chosen = take_slots(self.index, jnp.maximum(index, 0))
             index = jnp.where(index >= 0, chosen, -1)
         return dataclasses.replace(self, index=index, fixed=fixed, rows=None)
-
-    def read(self) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-        """Keys and values as they are stored, and anything where an entry is none."""
-        if self.rows is not None:
-            return self.rows
-        # Slot 0 is read instead; a log_mass of -inf keeps it out of the result.
-        index = None if self.index is None else jnp.maximum(self.index, 0)
-        return self.cache.k.read(index), self.cache.v.read(index)
 
     def per_slot(self, x: Array, fill: float) -> Array:
         """A per-slot array `[B, H, S]` as this view sees it, `fill` where an entry is none."""

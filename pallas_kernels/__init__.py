@@ -15,19 +15,19 @@ from pallas_kernels.formats.bits import (
     Encoded,
     dequantise_groups,
     dequantise_slots,
-    pack_int4,
     quantise_groups,
     quantise_slots,
     quantized_logits,
     quantized_mix,
-    unpack_int4,
 )
 from pallas_kernels.formats.codebook import References, codebook_logits, codebook_mix
+from pallas_kernels.formats.hadamard import hadamard_transform
 from pallas_kernels.formats.packed_bits import hamming_distance, pack_bits
 from pallas_kernels.grouping.greedy_cover import greedy_cover
 from pallas_kernels.grouping.kmeans import kmeans
 from pallas_kernels.grouping.nearest_entries import nearest_entries
 from pallas_kernels.grouping.segment_merge import segment_merge
+from pallas_kernels.grouping.segment_sum import segment_sum
 from pallas_kernels.grouping.slot_pairs import join_anchors, pair_cosine, pair_distance
 from pallas_kernels.grouping.soft_matching import soft_matching
 from pallas_kernels.recall.cluster_selection import build_indices, rank_clusters
@@ -49,13 +49,13 @@ __all__ = [
     "dequantise_slots",
     "gather_attention",
     "greedy_cover",
+    "hadamard_transform",
     "hamming_distance",
     "host_rows",
     "join_anchors",
     "kmeans",
     "nearest_entries",
     "pack_bits",
-    "pack_int4",
     "page_bounds",
     "page_scores",
     "pair_cosine",
@@ -68,6 +68,6 @@ __all__ = [
     "quantized_mix",
     "rank_clusters",
     "segment_merge",
+    "segment_sum",
     "soft_matching",
-    "unpack_int4",
 ]

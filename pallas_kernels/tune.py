@@ -13,55 +13,34 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.attention.forms import Rows, codebook_rows, dense_rows, quantized_rows
-from pallas_kernels.attention.kernel import Slots, split_attention
-from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.attention.tuning import Attention
 from pallas_kernels.base.dispatch import OLDEST_GPU, default_device, gpu_capability
 from pallas_kernels.base.tiles import PATH, Tile, generation, table
-from pallas_kernels.formats.bits import Encoded
-from pallas_kernels.formats.codebook import References
+from pallas_kernels.grouping.tuning import Grouping
 
-GROUP = 32  # values of a group of 4 bits
-TILE_BYTES, WARPS, STAGES, PROGRAMS = (4096, 8192, 16384, 32768), (4, 8), (2, 3, 4), (1, 2, 4)
+TILE_BYTES, WARPS, STAGES = (4096, 8192, 16384, 32768), (4, 8), (2, 3, 4)
+Work = Attention | Grouping  # a call that is measured
 
-
-class Work(NamedTuple):
-    """One call that is measured: heads of 128 channels, four query heads each."""
-
-    rows: int
-    slots: int
-    form: str = "dense"  # or "int8", "4 bits", "codebook"
-    listed: int | None = None  # how many slots are gathered; None: all are read
-    heads: int = 8
-    group: int = 4
-    channels: int = 128
-    dtype: str = "bfloat16"
-
-    @property
-    def bytes(self) -> int:
-        """What must be read: keys, values, and of each place its bias, position and entry."""
-        places = self.rows * self.heads * (self.listed or self.slots)
-        per_place = 8 if self.listed is None else 12
-        stored = jax.eval_shape(lambda: operands(self)[1])
-        # A list reads its share of the store, a codebook's entries are read once.
-        share = 1 if self.listed is None else self.listed / self.slots
-        return places * per_place + int(
-            2 * share * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
-        )
-
-
-# Larger than any L2, so that what is measured is memory.
-WORKS = {
-    "decode_attention": (Work(1, 65_536), Work(16, 16_384)),
-    "gather_attention": (Work(1, 131_072, listed=4096), Work(16, 32_768, listed=2048)),
-    "quantized_attention": (Work(1, 131_072, "int8"), Work(16, 32_768, "4 bits")),
-    "codebook_attention": (Work(1, 65_536, "codebook"), Work(16, 16_384, "codebook")),
-}
+# Of few queries, stores are larger than any L2, so that what is measured is memory.
+WORKS: dict[str, tuple[Work, ...]] = {
+    "decode_attention": (Attention(1, 65_536), Attention(16, 16_384)),
+    "gather_attention": (Attention(1, 131_072, listed=4096), Attention(16, 32_768, listed=2048)),
+    "quantized_attention": (Attention(1, 131_072, "int8"), Attention(16, 32_768, "4 bits")),
+    "codebook_attention": (Attention(1, 65_536, "codebook"), Attention(16, 16_384, "codebook")),
+    "prompt_attention": (Attention(1, 8192, queries=8192), Attention(1, 32_768, queries=4096)),
+    "column_sums": tuple(
+        Attention(1, slots, queries=queries, sums=True)
+        for slots, queries in ((8192, 8192), (32_768, 4096))
+    ),
+    # ClusterKV's chunks with 16 tokens a cluster, and Chelsea's; all keys of a head at once.
+    "best_match": (Grouping(1, 65_536, 1024, 64), Grouping(1, 65_536, 256)),
+    "kmeans": (
+        Grouping(1, 65_536, 1024, 64, average=True), Grouping(1, 65_536, 65_536, 800, average=True)
+    ),
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,10 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = default_device().core_count
     found = {}
     for operation in given.operations:
-        times = measure_all(WORKS[operation], list(candidates(cores)), given.rounds)
+        works = WORKS[operation]
+        times = measure_all(works, list(candidates(works[0], cores)), given.rounds)
         found[operation], seconds = best(times)
-        for work, spent in zip(WORKS[operation], seconds, strict=True):
-            print(f"{operation} {work}: {work.bytes / spent / 1e9:,.0f} GB/s")
+        for work, spent in zip(works, seconds, strict=True):
+            rate = f"{work.bytes / spent / 1e9:,.0f} GB/s"
+            print(f"{operation} {work}: {1e6 * spent:,.0f} microseconds, {rate}")
         print(f"{operation}: {found[operation]}")
     write(given.out, generation(capability), found)
     print(f"written: {given.out}")
@@ -100,10 +81,11 @@ def refusal(capability: tuple[int, int] | None) -> str:
     )
 
 
-def candidates(cores: int) -> Iterable[Tile]:
+def candidates(work: Work, cores: int) -> Iterable[Tile]:
     """Every tile that is tried."""
-    for sizes in itertools.product(TILE_BYTES, WARPS, STAGES, PROGRAMS):
-        yield Tile(*sizes, cores=cores)
+    for sizes in itertools.product(TILE_BYTES, WARPS, STAGES):
+        for more in itertools.product(*work.tried.values()):
+            yield Tile(*sizes, **dict(zip(work.tried, more, strict=True)), cores=cores)
 
 
 def measure_all(
@@ -114,10 +96,10 @@ def measure_all(
     All candidates take turns: a GPU's clock drifts by more than what tells two of them apart.
     """
     calls: dict[Tile, list[Callable[[], float]]] = {}
-    arguments = [operands(work) for work in works]
+    made = [(work.call, work.operands()) for work in works]
     for tile in tiles:
         try:
-            calls[tile] = [timed(tile, x) for x in arguments]
+            calls[tile] = [timed(tile, call, arguments) for call, arguments in made]
         except jax.errors.JaxRuntimeError as error:  # more shared memory than there is
             print(f"left out {tile}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
     seconds = {tile: [[] for _ in works] for tile in calls}
@@ -135,73 +117,22 @@ def best(times: dict[Tile, tuple[float, ...]]) -> tuple[Tile, tuple[float, ...]]
     return min(times.items(), key=lambda item: math.prod(item[1]))
 
 
-def operands(work: Work) -> tuple:
-    """Random arguments of `attention` for a work."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    store = (work.rows, work.heads, work.slots, work.channels)
-    q = jax.random.normal(keys[0], (work.rows, work.heads, work.group, 1, work.channels))
-    k, v = (_stored(key, store, work) for key in keys[1:3])
-    bias = jnp.zeros(store[:3], jnp.float32)
-    position = jnp.broadcast_to(jnp.arange(work.slots, dtype=jnp.int32)[None, None], store[:3])
-    places, index = work.slots, None
-    if work.listed is not None:
-        places = work.listed
-        index = jax.random.randint(keys[3], (*store[:2], places), 0, work.slots, jnp.int32)
-    end = jnp.full(store[:2], places, jnp.int32)
-    query = jnp.full((work.rows, 1), work.slots - 1, jnp.int32)
-    slots = Slots(bias, position, end, index=index)
-    turn = None
-    if work.form == "codebook":  # whose keys are stored unrotated
-        turn = 1 / 500_000.0 ** (jnp.arange(0, work.channels, 2) / work.channels)[None]
-    return q.astype(work.dtype), k, v, slots, query, turn
-
-
-def _stored(key: jax.Array, store: tuple[int, ...], work: Work) -> jax.Array | Encoded | References:
-    """Random keys or values in the form of a work."""
-    if work.form == "dense":
-        return jax.random.normal(key, store, work.dtype)
-    if work.form == "int8":
-        values = jax.random.randint(key, store, -127, 128, jnp.int8)
-        return Encoded(values, jnp.full(store[:3], 0.01, jnp.float32))
-    if work.form == "4 bits":
-        half, groups = ((*store[:3], store[3] // n) for n in (2, GROUP))
-        values = jax.random.randint(key, half, 0, 256, jnp.uint8)
-        return Encoded(values, *(jnp.full(groups, x, work.dtype) for x in (0.1, -0.7)))
-    entries = min(work.heads * work.slots // 4, 2**16)
-    book = jax.random.normal(key, (work.rows, 1, entries, work.channels), work.dtype)
-    index = jax.random.randint(key, store[:3], 0, entries, jnp.int32).astype(jnp.uint16)
-    return References(book, index, jnp.ones(store[:3], work.dtype))
-
-
-def attention(
-    q: jax.Array, k, v, slots: Slots, query, frequencies, tile: Tile, interpret: bool = False
-) -> jax.Array:
-    """The call that is measured."""
-    turn = None if frequencies is None else Turn(frequencies, slots.position)
-    return split_attention(
-        q, _rows(k, q.dtype), _rows(v, q.dtype), slots, query, scale=q.shape[-1] ** -0.5,
-        window=None, soft_cap=None, tile=tile, with_logits=False, interpret=interpret,
-        dtype=q.dtype, turn=turn,
-    )[0]  # fmt: skip
-
-
-def _rows(x: jax.Array | Encoded | References, dtype: jnp.dtype) -> Rows:
-    if isinstance(x, Encoded):
-        return quantized_rows(x, dtype)
-    return codebook_rows(x) if isinstance(x, References) else dense_rows(x)
-
-
-def timed(tile: Tile, arguments: tuple, repeat: int = 50) -> Callable[[], float]:
+def timed(
+    tile: Tile, call: Callable[..., jax.Array], arguments: tuple, repeat: int = 50
+) -> Callable[[], float]:
     """A function that runs a compiled loop of calls and returns the seconds that one takes.
 
     In a loop on the device, since a launch from Python takes as long as a call.
     """
 
-    def calls(q, *rest):
-        # Each call's query depends on the call before: none is left out, none overtakes.
-        return jax.lax.fori_loop(
-            0, repeat, lambda _, x: x + 0 * attention(x, *rest, tile=tile).astype(x.dtype), q
-        )
+    def calls(first, *rest):
+        # Each call's first argument depends on the call before: none is left out, none overtakes.
+        def once(_, x):
+            out = call(x, *rest, tile=tile)
+            own = out if out.shape in ((), x.shape) else out.ravel()[0]
+            return x + 0 * own.astype(x.dtype)
+
+        return jax.lax.fori_loop(0, repeat, once, first)
 
     compiled = jax.jit(calls).lower(*arguments).compile()
     compiled(*arguments).block_until_ready()

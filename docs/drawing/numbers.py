@@ -92,6 +92,7 @@ def errors(material: Material, layer: int = 2, head: int = 0) -> Figure:
         "8 bits": kvjax.Quantize(8),
         "4 bits, groups of slots": kvjax.Quantize(4),
         "4 bits, groups of channels": kvjax.Quantize(4, key_axis="token"),
+        "the same, not rotated": kvjax.Quantize(4, key_axis="token", rotate=False),
     }
     read = {
         name: np.asarray(material.caches(tx)[layer].kv.k.read()[0, head, :TOKENS])

@@ -33,8 +33,7 @@ from kvjax.protocol import (
     takes_part,
 )
 from kvjax.rope import Rope
-from pallas_kernels import column_sums, gather_attention, prompt_attention
-from pallas_kernels.base.dispatch import check_implementation
+from pallas_kernels import column_sums, prompt_attention
 
 
 def attend(
@@ -79,11 +78,11 @@ def attend(
       predicted_query: the layer's query weights times the input of the previous layer's attention,
         rotated or not as `q` is, for transforms that choose slots before the layer's own query is
         there (`transform.needs.predicted_query`). None: they use `q`. Ignored in a prompt.
-      implementation: of the operations in `pallas_kernels` that a decode step makes: "pallas",
-        "interpret" (their kernels, interpreted), "xla", or None, the best that can run. A prompt
-        has XLA alone. Kernels see the arrays of one device: of arrays divided among several, None
-        takes XLA unless inside `shard_map`, as with a cache that was made for a mesh
-        (`init_cache(mesh=)`). They round queries to the dtype of what is stored.
+      implementation: of the operations in `pallas_kernels`: "pallas", "interpret" (their kernels,
+        interpreted), "xla", or None, the best that can run. Kernels see the arrays of one device:
+        of arrays divided among several, None takes XLA unless inside `shard_map`, as with a cache
+        that was made for a mesh (`init_cache(mesh=)`). They round queries to the dtype of what is
+        stored.
 
     Returns:
       Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
@@ -317,7 +316,11 @@ def _looks_at_keys(transform: KVTransform) -> bool:
     return any(p.stage == Stage.EVICT and takes_part(p, "flush") for p in parts_of(transform))
 
 
-def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
+def flush(
+    caches: Cache | tuple[Cache, ...],
+    steps: int | None = None,
+    implementation: str | None = None,
+):
     """Does what is to be done with new tokens every M decode steps.
 
     Methods that work now and then (`Every`, `Chelsea`, `ClusterKV`, `Codebook`, ...) leave new
@@ -330,6 +333,7 @@ def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
     Args:
       caches: of one layer, or of all layers of a model, in tuples. Donate them.
       steps: decode steps until the next flush (static); those of `flush_interval` by default.
+      implementation: of the operations in `pallas_kernels`, as in `attend` (static).
 
     Returns:
       The caches. Those of methods that do nothing now and then come back as they are.
@@ -357,7 +361,8 @@ def flush(caches: Cache | tuple[Cache, ...], steps: int | None = None):
     if steps is None:
         return caches
     check_count("steps", steps, 1)
-    return map_parts(functools.partial(_flush_layer, steps=steps), caches)
+    own = functools.partial(_flush_layer, steps=steps, implementation=implementation)
+    return map_parts(own, caches)
 
 
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
@@ -369,8 +374,9 @@ def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
     return min((steps for steps in intervals if steps is not None), default=None)
 
 
-def _flush_layer(cache: LayerCache, steps: int) -> LayerCache:
-    placement, own = cache.placement, functools.partial(_flush, steps=steps)
+def _flush_layer(cache: LayerCache, steps: int, implementation: str | None) -> LayerCache:
+    placement = cache.placement
+    own = functools.partial(_flush, steps=steps, implementation=implementation)
     if cache.kv.interval is None:
         return cache
     if placement is None:
@@ -378,7 +384,7 @@ def _flush_layer(cache: LayerCache, steps: int) -> LayerCache:
     return on_each_device(own, placement, (cache,), (cache_specs(cache),), cache_specs)
 
 
-def _flush(cache: LayerCache, steps: int) -> LayerCache:
+def _flush(cache: LayerCache, steps: int, implementation: str | None) -> LayerCache:
     kv, (query, query_position) = cache.kv, cache.window or (None, None)
     if cache.reading is not None or kv.stored is not None:
         raise ValueError("the prompt is not complete: give its last chunk before flush")
@@ -394,6 +400,7 @@ def _flush(cache: LayerCache, steps: int) -> LayerCache:
         moment="flush",
         logits=cache.logits,
         room=steps,
+        implementation=implementation,
     )
     kv, state = _decide(cache.transform, kv, cache.state, step)
     kv = kv.replace(k=kv.k.flush(steps), v=kv.v.flush(steps))
@@ -403,12 +410,12 @@ def _flush(cache: LayerCache, steps: int) -> LayerCache:
 def _prompt_attention(needs: Needs, kv: KVCache, q, keys, positions, call: _Call):
     """Output and, where needed, the probability that each slot received per query head."""
     grouped = q.reshape(len(q), kv.shape[1], -1, *q.shape[2:])
-    check_implementation(call.implementation, offered=("xla",))
-    rows, logits = (positions, kv.position), call.logits._asdict()
-    out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *rows, **logits)
+    rows = positions, kv.position
+    kind = {**call.logits._asdict(), "implementation": call.implementation}
+    out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *rows, **kind)
     mass = None
     if needs.attention_mass or needs.accumulated_attention:
-        mass = column_sums(grouped, keys, kv.log_mass, lse, *rows, **logits)
+        mass = column_sums(grouped, keys, kv.log_mass, lse, *rows, **kind)
         mass = mass.reshape(len(q), -1, kv.slots)
     return out.reshape(q.shape), mass
 
@@ -421,18 +428,12 @@ def _decode_attention(needs: Needs, view: View, q, rotate, positions, call: _Cal
     wanted = needs.attention_mass or needs.accumulated_attention or needs.decode_mass
     kind = {"implementation": call.implementation, "probabilities": wanted}
     kind |= call.logits._asdict()
-    if index is None:
-        seen = Seen(kv.log_mass, kv.position, kv.used, rotate)
-        out, found = kv.k.attention(kv.v, grouped, seen, positions, **kind)
-    elif view.rows is None and isinstance(kv.k, Dense) and isinstance(kv.v, Dense):
-        out, _, found = gather_attention(
-            grouped, kv.k.data, kv.v.data, index, kv.log_mass, positions, kv.position, **kind
-        )
+    seen = Seen(kv.log_mass, kv.position, kv.used, rotate)
+    if view.rows is None:
+        out, found = kv.k.attention(kv.v, grouped, seen, positions, index=index, **kind)
     else:
-        bias, position = view.per_slot(kv.log_mass, -jnp.inf), view.per_slot(kv.position, -1)
-        seen = Seen(bias, position, jnp.full(index.shape[:2], index.shape[2], jnp.int32), None)
-        keys, values = (Dense(x) for x in view.read())
-        out, found = keys.attention(values, grouped, seen, positions, **kind)
+        keys, values = map(Dense, view.rows)
+        out, found = keys.attention(values, grouped, seen.of(index), positions, **kind)
     mass = None
     if wanted:
         mass = view.to_slots(found.sum(3)).reshape(len(q), -1, kv.slots)

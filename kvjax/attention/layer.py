@@ -231,6 +231,7 @@ def init_cache(
     kv = empty_cache(
         batch, lists, head_dim, extent.total, max_prompt=max_prompt, max_new=max_new, dtype=dtype,
         group=query_heads // lists, unfolded=lists // kv_heads, interval=extent.interval,
+        unrotated_keys=needs.unrotated_keys,
     )  # fmt: skip
     if needs.accumulated_attention:
         kv = kv.with_column("attention", jnp.zeros((*kv.shape, kv.group), jnp.float32))

@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import Turn, decode_attention
+from pallas_kernels import Turn, decode_attention, gather_attention, segment_sum
 from pallas_kernels.base.rows import take_slots
 
 T = TypeVar("T")
 # Mapped over rows and heads, as `take_slots` is, and not indexed by iota. No index is negative.
 _into = {"mode": "drop", "wrap_negative_indices": False}
-_add = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].add(rows, **_into)))
 _scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, **_into)))
 
 Moves = tuple[Int[Array, "B H N"], Int[Array, "B H N"]]  # source slots, and the slots they go to
@@ -36,17 +35,24 @@ def write_slots(x: Array, index: Int[Array, "B H T"], rows: Array) -> Array:
     return _scatter(x, index, rows.astype(x.dtype))
 
 
-def sum_into(into: Int[Array, "B H N"], x: Array, places: int | None = None) -> Array:
+def sum_into(
+    into: Int[Array, "B H N"],
+    x: Array,
+    places: int | None = None,
+    *,
+    implementation: str | None = "xla",
+) -> Array:
     """Sums of the rows of `x [B, H, N, ...]` that go `into` each place; numbers beyond: into none.
 
     No number is negative.
 
     Args:
       places: how many there are; N by default.
+      implementation: of `pallas_kernels.segment_sum`. XLA by default, whose order of additions is
+        not fixed on a GPU: that is the best for whole numbers, and where no two rows go into the
+        same place. Elsewhere give `Step.implementation`, so that equal caches have equal sums.
     """
-    places = x.shape[2] if places is None else places
-    nothing = jnp.zeros((*x.shape[:2], places, *x.shape[3:]), x.dtype)
-    return _add(nothing, into, x)
+    return segment_sum(x, into, places, implementation=implementation)
 
 
 def of_rows(rows: Bool[Array, " B"], new: T, old: T) -> T:
@@ -71,6 +77,17 @@ class Seen(NamedTuple):
     position: Int[Array, "B H S"]
     used: Int[Array, "B H"]
     rotate: Turn | None
+
+    def of(self, index: Int[Array, "B K N"]) -> Seen:
+        """The same of the slots of each list, free where an entry is -1."""
+        named, slot = index >= 0, jnp.maximum(index, 0)
+        rotate = self.rotate
+        return Seen(
+            bias=jnp.where(named, take_slots(self.bias, slot), -jnp.inf),
+            position=jnp.where(named, take_slots(self.position, slot), -1),
+            used=jnp.full(index.shape[:2], index.shape[2], jnp.int32),
+            rotate=None if rotate is None else rotate.at(take_slots(rotate.position, slot)),
+        )
 
 
 class Slots(NamedTuple):
@@ -122,15 +139,20 @@ class Payload(Protocol):
     def attention(
         self,
         values: Payload,
-        q: Float[Array, "B H G T D"],
+        q: Float[Array, "B K G T D"],
         seen: Seen,
         positions: Int[Array, "B T"],
         *,
+        index: Int[Array, "B K N"] | None = None,
         probabilities: bool,
         implementation: str | None,
         **logits,
-    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
-        """Attention to all slots: the output and, where asked for, each slot's probability."""
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
+        """The output and, where asked for, each slot's probability.
+
+        Attention is to all slots (K = H, N = S), or with `index` to N of each of K lists, one per
+        KV head or per query head; -1 is none. List k reads head `k // (K / H)`.
+        """
 
 
 @jax.tree_util.register_dataclass
@@ -177,14 +199,18 @@ class Dense:
     def attention(
         self,
         values: Dense,
-        q: Float[Array, "B H G T D"],
+        q: Float[Array, "B K G T D"],
         seen: Seen,
         positions: Int[Array, "B T"],
+        *,
+        index: Int[Array, "B K N"] | None = None,
         **options,
-    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
-        """Attention to all slots: the output and, where asked for, each slot's probability."""
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
+        """The output and, where asked for, each slot's probability: of all slots or of a list's."""
         keys = self.data if seen.rotate is None else seen.rotate.rotate(self.data)
-        out, _, found = decode_attention(
-            q, keys, values.data, seen.bias, positions, seen.position, used=seen.used, **options
-        )
+        at = seen.bias, positions, seen.position
+        if index is None:
+            out, _, found = decode_attention(q, keys, values.data, *at, used=seen.used, **options)
+        else:
+            out, _, found = gather_attention(q, keys, values.data, index, *at, **options)
         return out, found

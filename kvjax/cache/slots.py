@@ -69,6 +69,7 @@ class KVCache:
       unfolded: lists of slots per KV head, which are then what H counts: 1, or where every query
         head keeps tokens of its own all query heads of a KV head.
       interval: M, the decode steps after which the cache must be flushed (static; None: never).
+      unrotated_keys: keys are stored without RoPE, as `Needs.unrotated_keys` asks (static).
       lists: how many lists of slots a method that selects makes for a row, and how long they are
         (static; None: no method selects).
       stored: the payloads as they were before the prompt that is being read, where they are not
@@ -91,6 +92,7 @@ class KVCache:
     group: int = _static(1)
     unfolded: int = _static(1)
     interval: int | None = _static(None)
+    unrotated_keys: bool = _static(False)
     lists: tuple[int, int] | None = _static(None)
     stored: tuple[Payload, Payload] | None = None
 
@@ -148,7 +150,7 @@ def empty_cache(
     capacity: int,
     *,
     dtype: DTypeLike,
-    **static: int | None,
+    **static: int | bool | None,
 ) -> KVCache:
     """A cache of `capacity` free slots per row and KV head, and its `static` fields."""
     shape = (batch, kv_heads, capacity)
@@ -281,6 +283,8 @@ def merge(
     cache: KVCache,
     into: Int[Array, "B H S"],
     weights: Float[Array, "B H S"] | None = None,
+    *,
+    implementation: str | None = None,
 ) -> KVCache:
     """Merges slots: every live slot s goes into slot `into[s]`, itself if it stays.
 
@@ -292,6 +296,8 @@ def merge(
       into: target slot per slot. A target must be live and its own target.
       weights: non-negative, one per slot; the masses by default, so that merging is associative. A
         target whose members all weigh nothing keeps its own key and value.
+      implementation: of the means and sums, as of `pallas_kernels.segment_merge`; None: the best
+        that can run.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -305,22 +311,22 @@ def merge(
     """
     size, live = cache.slots, cache.live
     into = jnp.where(live, into, size).astype(jnp.int32)  # size = ignored
-    mass = jnp.exp(cache.log_mass)
+    mass, chosen = jnp.exp(cache.log_mass), {"implementation": implementation}
     weights = mass if weights is None else jnp.where(live, weights, 0.0).astype(jnp.float32)
     several = sum_into(into, live.astype(jnp.int32)) > 1
     stays = live & (into == _slot_numbers(cache.shape))
 
     def mean(payload: Payload) -> Payload:
-        return payload.write(None, segment_merge(payload.read(), into, weights))
+        return payload.write(None, segment_merge(payload.read(), into, weights, **chosen))
 
     def combine(column: Column) -> Array:
         values = column.values
         if column.merge == "keep":
             return values
         which = several.reshape(*cache.shape, *(1,) * (values.ndim - 3))
-        return jnp.where(which, sum_into(into, values), values)
+        return jnp.where(which, sum_into(into, values, **chosen), values)
 
-    log_mass = jnp.where(several, jnp.log(sum_into(into, mass)), cache.log_mass)
+    log_mass = jnp.where(several, jnp.log(sum_into(into, mass, **chosen)), cache.log_mass)
     pinned = sum_into(into, cache.pinned.astype(jnp.int32)) > 0
     columns = cache.map_columns(combine)
     k, v = mean(cache.k), mean(cache.v)

@@ -32,7 +32,7 @@ from kvjax.storage.offload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 
-FORMAT = 1  # of the folder; another number is refused
+FORMAT = 2  # of the folder; another number is refused. 2: `quantize` means rotated rows
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _LIST_BYTES = 2**24  # a list of checksums is not longer
 _SAMPLES = 256  # numbers of each parameter that a fingerprint looks at

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Seen
+from kvjax.cache.payload import Dense, Seen
 from kvjax.storage.recent import Recent
 from pallas_kernels.attention.call import join_attention, stored_attention
 from pallas_kernels.attention.decode import attention_by_products
 from pallas_kernels.attention.forms import Rows, dense_rows
 from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.attention.tpu_forms import reads
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.logits import products
 from pallas_kernels.base.mixing import mix_rows
@@ -22,6 +23,8 @@ from pallas_kernels.base.mixing import mix_rows
 
 class EncodedPayload(ABC):
     """A body of encoded rows, and the newest rows as they came where it is not written row by row.
+
+    The body's rows may be in another basis than queries, recent rows and outputs: see `_basis`.
 
     Class attributes:
       operation: of `pallas_kernels`, whose tile sizes attention takes.
@@ -31,6 +34,10 @@ class EncodedPayload(ABC):
     recent: Recent | None
     dtype: Any  # of the dense rows
     room = property(lambda self: None if self.recent is None else self.recent.room)
+
+    @abstractmethod
+    def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
+        """Dense rows: all slots, or those of `index`."""
 
     @abstractmethod
     def _rows(self) -> Rows:
@@ -46,20 +53,44 @@ class EncodedPayload(ABC):
     ) -> Float[Array, "B H R D"]:
         """Weighted sums of the body's values in float32; weights are 0 where a slot is not live."""
 
+    def _selected(self, index: Int[Array, "B K N"]) -> Float[Array, "B K N D"]:
+        """Decoded rows of the slots of `index`, in the basis of the body."""
+        return self.read(index)
+
+    def _basis(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Queries in the basis of the body's rows, or outputs from there back."""
+        return x
+
     def attention(
         self,
         values: EncodedPayload,
-        q: Float[Array, "B H G T D"],
+        q: Float[Array, "B K G T D"],
         seen: Seen,
         positions: Int[Array, "B T"],
         *,
+        index: Int[Array, "B K N"] | None = None,
         probabilities: bool,
         implementation: str | None,
         **logits,
-    ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T S"] | None]:
-        """Attention to all slots: the output and, where asked for, each slot's probability."""
-        chosen = choose_implementation(implementation, *jax.tree.leaves((self, values)))
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
+        """The output and, where asked for, each slot's probability.
+
+        Over all slots the body is read as it is encoded. The rows of a selection are gathered and
+        decoded, and stay in the basis of the body: queries and outputs change theirs, and no row.
+        """
+        if index is not None:
+            slots = jnp.maximum(index, 0)  # an entry of -1 is hidden by its bias
+            keys, own = Dense(self._selected(slots)), Dense(values._selected(slots))
+            options = {"probabilities": probabilities, "implementation": implementation}
+            out, found = keys.attention(
+                own, self._basis(q), seen.of(index), positions, **options, **logits
+            )
+            return values._basis(out).astype(values.dtype), found
         recent, rotate = self.recent, seen.rotate
+        chosen = choose_implementation(
+            implementation, *jax.tree.leaves((self, values)),
+            for_tpu=rotate is None and reads(self._rows(), values._rows()),
+        )  # fmt: skip
         pieces = [seen]
         if recent is not None:  # the body without their slots, and they
             hide = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(-jnp.inf, mode="drop")))
@@ -71,7 +102,7 @@ class EncodedPayload(ABC):
         if chosen == "xla":
             out, found = self._by_products(values, q, pieces, positions, **logits)
         else:
-            kind = {"probabilities": probabilities, "interpret": chosen == "interpret"}
+            kind = {"probabilities": probabilities, "chosen": chosen}
             out, found = self._by_kernel(values, q, pieces, positions, **kind, **logits)
         if not probabilities:
             return out, None
@@ -88,7 +119,7 @@ class EncodedPayload(ABC):
         slots = pieces[0].bias.shape[2]
 
         def multiply(rows: Array) -> Array:
-            found = self._logits(rows, pieces[0].rotate)
+            found = self._logits(self._basis(rows), pieces[0].rotate)
             if self.recent is None:
                 return found
             keys, turn = self.recent.rows, pieces[1].rotate
@@ -96,7 +127,7 @@ class EncodedPayload(ABC):
             return jnp.concatenate((found, new), axis=-1)
 
         def mix(weights: Array, live: Array) -> Array:
-            out = values._mix(weights[..., :slots], live[..., :slots])
+            out = values._basis(values._mix(weights[..., :slots], live[..., :slots]))
             if self.recent is None:
                 return out
             return out + mix_rows(weights[..., slots:], values.recent.rows)
@@ -112,17 +143,19 @@ class EncodedPayload(ABC):
         self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
     ) -> tuple[Array, list[Array]]:
         """By the kernel, piece by piece, and joined: outputs and probabilities."""
-        rows = [(self._rows(), values._rows())]
+        rows = [(self._basis(q), self._rows(), values._rows())]
         if self.recent is not None:
-            rows.append((dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
+            rows.append((q, dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
         found = [
             stored_attention(
-                self.operation, q, k, v, seen.bias, positions, seen.position, end=seen.used,
+                self.operation, own, k, v, seen.bias, positions, seen.position, end=seen.used,
                 turn=seen.rotate, dtype=jnp.float32, **kind,
             )
-            for (k, v), seen in zip(rows, pieces, strict=True)
+            for (own, k, v), seen in zip(rows, pieces, strict=True)
         ]  # fmt: skip
-        out, _, weights = join_attention([(out, lse) for out, lse, _ in found])
+        (body, lse, _), *new = found
+        parts = [(values._basis(body), lse), *((out, lse) for out, lse, _ in new)]
+        out, _, weights = join_attention(parts)
         out = out.astype(values.dtype)
         if not kind["probabilities"]:
             return out, []

@@ -18,6 +18,7 @@ from kvjax.storage.recent import Recent
 from pallas_kernels import (
     dequantise_groups,
     dequantise_slots,
+    hadamard_transform,
     quantise_groups,
     quantise_slots,
     quantized_logits,
@@ -41,24 +42,35 @@ class Form:
       group, axis: of 4 bits, as in `pallas_kernels.quantise_groups`.
       recent: R, the new rows that are kept as they came, until whole groups of slots of them are
         encoded; 0: every row is encoded by itself when it comes.
+      hadamard: rows are encoded after `pallas_kernels.hadamard_transform`.
     """
 
     bits: Bits
     group: int = 1
     axis: Axis = "token"
     recent: int = 0
+    hadamard: bool = False
 
     # How many slots are encoded together.
     together = property(lambda self: self.group if self.recent else 1)
 
     def encode(self, rows: Float[Array, "B H S D"]) -> Encoded:
         """Dense rows in this form."""
-        if self.bits == 4:
-            return Encoded(*quantise_groups(rows, self.group, self.axis))
-        return Encoded(*quantise_slots(rows, jnp.dtype(EIGHT_BITS[self.bits])))
+        own = self.basis(rows)
+        if self.bits == 4:  # scales of groups have the dtype of the rows
+            return Encoded(*quantise_groups(own.astype(rows.dtype), self.group, self.axis))
+        return Encoded(*quantise_slots(own, jnp.dtype(EIGHT_BITS[self.bits])))
 
     def decode(self, encoded: Encoded) -> Float[Array, "B H S D"]:
         """Float32 rows."""
+        return self.basis(self.dequantise(encoded))
+
+    def basis(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Rows or queries in the basis in which rows are encoded, or from there back."""
+        return hadamard_transform(x) if self.hadamard else x
+
+    def dequantise(self, encoded: Encoded) -> Float[Array, "B H S D"]:
+        """Float32 rows in the basis in which they are encoded."""
         if self.bits == 4:
             return dequantise_groups(*encoded, self.axis)
         return dequantise_slots(encoded.values, encoded.scale)
@@ -110,11 +122,24 @@ class Quantized(EncodedPayload):
         if index is None:
             rows = self.form.decode(self.encoded)[:, :, : self.slots]
         else:
-            size = self.encoded.values.shape[2]
-            part = self._each(lambda x: take_slots(x, index // (size // x.shape[2])))
-            rows = self.form.decode(part.encoded)
+            rows = self.form.decode(self._at(index))
         rows = rows.astype(self.dtype)
         return rows if self.recent is None else self.recent.over(rows, index)
+
+    def _selected(self, index: Int[Array, "B K N"]) -> Float[Array, "B K N D"]:
+        rows = self.form.dequantise(self._at(index)).astype(self.dtype)
+        if self.recent is None:
+            return rows
+        own = self._basis(self.recent.rows).astype(self.dtype)
+        return dataclasses.replace(self.recent, rows=own).over(rows, index)
+
+    def _basis(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return self.form.basis(x)
+
+    def _at(self, index: Int[Array, "B K N"]) -> Encoded:
+        """The slots of `index` as they are encoded, each with the numbers of its group."""
+        size = self.encoded.values.shape[2]
+        return jax.tree.map(lambda x: take_slots(x, index // (size // x.shape[2])), self.encoded)
 
     def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Quantized:
         """Replaces a few slots (slot number S writes nothing), or where None all that differ."""

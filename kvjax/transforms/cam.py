@@ -17,7 +17,7 @@ from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out
 from kvjax.protocol import Moment, Needs, State, Step, Wrapper
 from kvjax.transforms.random import check_seed, layer_key, uniform
-from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
 
 
 class CaMState(NamedTuple):
@@ -130,7 +130,7 @@ class CaM(Wrapper):
         if step.moment == "step":
             values = self._merge_one(cache, kept, tokens, state.key, step.implementation)
         else:
-            values = self._merge_all(cache, kept, tokens, state.key)
+            values = self._merge_all(cache, kept, tokens, state.key, step.implementation)
         return Retain(
             kept,
             pinned=decision.pinned if isinstance(decision, Retain) else None,
@@ -171,7 +171,7 @@ class CaM(Wrapper):
         gone = cache.live & ~kept
         position = jnp.where(gone, cache.position, -1).max(-1, keepdims=True)
         later = kept & (cache.position > position) & (position >= 0)
-        unroll = choose_implementation(implementation) != "xla"
+        unroll = choose_implementation(implementation, for_tpu=True) in GPU_KERNELS
         targets = oldest(later, cache.position, tokens, unroll=unroll)
         attention = jnp.where(gone, received, 0.0).sum(-1, keepdims=True)
         mean = jnp.mean(received, -1, keepdims=True, where=targets)
@@ -188,6 +188,7 @@ class CaM(Wrapper):
         kept: Bool[Array, "B H S"],
         tokens: Int[Array, "B 1 1"],
         key: Array | None,
+        implementation: str | None,
     ) -> Float[Array, "B H S D"]:
         """The values, any number of evicted tokens merged at once, for a prompt's end or a flush.
 
@@ -209,7 +210,8 @@ class CaM(Wrapper):
         share = share / tokens.astype(jnp.float32)
         rows = cache.v.read()
         moved = share[..., None] * rows.astype(jnp.float32)
-        moved = sum_into(jnp.where(gone, number, nowhere), moved)
+        into = jnp.where(gone, number, nowhere)
+        moved = sum_into(into, moved, implementation=implementation)
         sums = jnp.flip(_sum_of_next(jnp.flip(moved, 2), tokens[..., None]), 2)
         added = rows.astype(jnp.float32) + take_slots(sums, number)
         return jnp.where(kept[..., None], added.astype(rows.dtype), rows)

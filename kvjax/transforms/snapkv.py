@@ -121,12 +121,12 @@ def window_attention(
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
-    kind = step.logits._asdict()
+    kind = {**step.logits._asdict(), "implementation": step.implementation}
     position = step.query_position[:, -window:]
     if weight is not None:
         position = jnp.where(weight > 0, position, -1)
     rows = (position, cache.position)
-    _, lse = prompt_attention(q, step.keys, step.keys, cache.log_mass, *rows, **kind)
+    _, lse = prompt_attention(q, step.keys, None, cache.log_mass, *rows, **kind)
     if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
         lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
     return column_sums(q, step.keys, cache.log_mass, lse, *rows, **kind)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention.forms import Rows
 from pallas_kernels.attention.kernel import Slots, split_attention
 from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.attention.tpu_kernel import tpu_attention
 from pallas_kernels.base.logits import live_slots, visible_slots
 from pallas_kernels.base.tiles import tile_of
 
@@ -28,7 +29,7 @@ def stored_attention(
     soft_cap: float | None,
     dtype: DTypeLike,
     probabilities: bool,
-    interpret: bool,
+    chosen: str,
     end: Int[Array, "B H"] | None = None,
     turn: Turn | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
@@ -37,6 +38,7 @@ def stored_attention(
     Args:
       operation: the one whose tile sizes are used.
       dtype: of the output.
+      chosen: by `choose_implementation`: any but `"xla"`.
       end: slots from here on are not looked at. None: found from the bias and the positions.
       turn: how keys are rotated when they are read; None: not at all.
     """
@@ -45,11 +47,14 @@ def stored_attention(
     if end is None or window is not None:
         first, last = _range(bias, query_position, key_position, window)
         end = last if end is None else jnp.minimum(end, last)
-    out, lse, logits = split_attention(
-        q, k, v, Slots(bias, key_position, end, first), query_position,
-        tile=tile_of(operation), with_logits=probabilities, interpret=interpret, dtype=dtype,
-        turn=turn, **kind,
-    )  # fmt: skip
+    args = (q, k, v, Slots(bias, key_position, end, first), query_position)
+    kind |= {"with_logits": probabilities, "dtype": dtype}
+    if chosen == "tpu":
+        out, lse, logits = tpu_attention(*args, **kind)
+    else:
+        out, lse, logits = split_attention(
+            *args, tile=tile_of(operation), interpret=chosen == "interpret", turn=turn, **kind
+        )
     if not probabilities:
         return out, lse, None
     visible = visible_slots(bias, key_position, query_position, window)

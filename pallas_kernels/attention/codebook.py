@@ -68,7 +68,7 @@ def codebook_attention(
         return stored_attention(
             "codebook_attention", q, codebook_rows(k), codebook_rows(v), bias, query_position,
             key_position, end=used, turn=turn, probabilities=probabilities,
-            interpret=chosen == "interpret", dtype=dtype, **kind,
+            chosen=chosen, dtype=dtype, **kind,
         )  # fmt: skip
     rotated = {} if turn is None else {"product": turn.product, "channels": turn.channels}
     out, lse, p = attention_by_products(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.call import stored_attention
 from pallas_kernels.attention.forms import dense_rows
+from pallas_kernels.attention.tpu_forms import reads
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.logits import live_slots, mask_products, products
 from pallas_kernels.base.mixing import mix_rows
@@ -52,16 +53,18 @@ def decode_attention(
       used: the number of slots from which on none is live, if it is known. The kernel then need not
         search the bias and the positions for it; the result is the same without it.
       probabilities: whether to return them (static). The kernel writes them only if so.
-      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
-        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
+      implementation: `"pallas"` (the kernel of the device), `"interpret"` (the one for GPUs,
+        interpreted on any device), `"xla"`, or None: the kernel on a GPU or TPU that can run it,
+        XLA elsewhere.
 
     Returns:
       Outputs in the dtype of `v` (0 for a row that sees nothing), float32 log-sum-exps (`-inf` for
       such a row), float32 probabilities that each slot received from each query, or None.
 
     Raises:
-      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
-        GPU is too old for.
+      ValueError: shapes that do not fit each other; an unknown implementation, one that the GPU
+        is too old for, or `"pallas"` on a TPU for arrays that its kernel does not read: those of
+        another dtype than bfloat16 and float32, or not stored slot by slot (see `in_rows`).
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,17 +77,17 @@ def decode_attention(
       >>> out.tolist(), p.tolist()
       ([[[[[2.0, 4.0]]]]], [[[[[0.5, 0.5, 0.0]]]]])
     """
-    chosen = choose_implementation(implementation, k, v)
     check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
     check_used(used, q)
+    rows = dense_rows(k), dense_rows(v)
+    chosen = choose_implementation(implementation, k, v, for_tpu=reads(*rows))
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if chosen == "xla":
         out, lse, p = _reference(q, k, v, bias, query_position, key_position, **kind)
         return out, lse, p if probabilities else None
     return stored_attention(
-        "decode_attention", q, dense_rows(k), dense_rows(v), bias, query_position, key_position,
-        end=used, probabilities=probabilities, interpret=chosen == "interpret", dtype=v.dtype,
-        **kind,
+        "decode_attention", q, *rows, bias, query_position, key_position,
+        end=used, probabilities=probabilities, chosen=chosen, dtype=v.dtype, **kind,
     )  # fmt: skip
 
 
@@ -97,7 +100,8 @@ def check_rows(q, k, v, bias, query_position, key_position, lists: int) -> None:
     check_slots(q, k.shape[1:3], bias, query_position, key_position, lists)
     expected = (q.shape[0], *k.shape[1:3], q.shape[4])
     for name, x in (("k", k), ("v", v)):
-        _check_shape(name, x, expected)
+        if x is not None:
+            _check_shape(name, x, expected)
 
 
 def check_slots(q, store: tuple[int, int], bias, query_position, key_position, lists: int) -> None:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import zero
 from pallas_kernels.base.tiles import SMALLEST, power_of_two
 from pallas_kernels.formats.bits import Axis, Encoded
@@ -135,7 +135,7 @@ class EightBitReader(Reader):
 
     def factor(self, at, slot, row, wanted):
         """The slots' scales."""
-        scale = plt.load(at["scale"].at[row], mask=wanted, other=np.float32(0))
+        scale = route.load(at["scale"].at[row], mask=wanted, other=np.float32(0))
         return scale * FLOAT8_SHIFT if at["values"].dtype == jnp.uint8 else scale
 
 
@@ -166,7 +166,7 @@ class FourBitReader(Reader):
         first, last = (x // self.group for x in (part.first, part.last))
         if self.axis == "token" and first == last:
             own = ref.at[row, first]
-            return plt.load(own, mask=wanted, other=zero(ref.dtype)).astype(jnp.float32)[:, None]
+            return route.load(own, mask=wanted, other=zero(ref.dtype)).astype(jnp.float32)[:, None]
         column = part.numbers
         if self.axis == "token":
             column = jax.lax.div(column, jnp.full_like(column, self.group))
@@ -202,7 +202,7 @@ class CodebookReader(Reader):
 
     def address(self, at, slot, there):
         """The entries of slots."""
-        entry = plt.load(at["index"].at[slot], mask=there, other=zero(at["index"].dtype))
+        entry = route.load(at["index"].at[slot], mask=there, other=zero(at["index"].dtype))
         return entry.astype(jnp.int32)
 
     def load(self, at, part, row, wanted):
@@ -213,7 +213,7 @@ class CodebookReader(Reader):
         """The slots' magnitudes."""
         if "magnitude" not in at:
             return None
-        own = plt.load(at["magnitude"].at[slot], mask=wanted, other=zero(at["magnitude"].dtype))
+        own = route.load(at["magnitude"].at[slot], mask=wanted, other=zero(at["magnitude"].dtype))
         return own.astype(jnp.float32)
 
 
@@ -228,4 +228,4 @@ def codebook_rows(references: References) -> Rows:
 
 
 def _load(ref, row: Array, column: Array, mask: Array) -> Array:
-    return plt.load(ref.at[row[:, None], column[None, :]], mask=mask, other=zero(ref.dtype))
+    return route.load(ref.at[row[:, None], column[None, :]], mask=mask, other=zero(ref.dtype))

@@ -1,9 +1,10 @@
-"""The kernels behind attention of few queries: a softmax over parts of the slots.
+"""The kernels behind attention: a softmax over parts of the slots.
 
-A program takes the query rows of one KV head and one part of its slots, goes through them tile by
-tile with a running softmax, and leaves its part's normalised output and log-sum-exp in float32. A
-second kernel joins the parts: XLA would need three launches, each of which takes as long as reading
-a short cache. Of keys and values only live slots are read, and each of them once.
+A program takes a tile of the query rows of one KV head and one part of its slots, goes through them
+tile by tile with a running softmax, and leaves its part's normalised output and log-sum-exp. Parts
+are in float32, and a second kernel joins them: XLA would need three launches, each of which takes
+as long as reading a short cache. Of keys and values only live slots are read, and each of them once
+for each tile of query rows: the queries of a decode step are one tile.
 """
 
 from __future__ import annotations
@@ -16,18 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.forms import Part, Reader, Rows, cut
 from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
+from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, head_part, own_part, zero
-from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
+from pallas_kernels.base.tiles import Tile, power_of_two
 
-# Of a program's queries: 64 rows of 128 channels in bfloat16, as many as a matrix unit takes at a
-# time. More would leave no room for the program's output.
-QUERY_BYTES = 16_384
 WIDE = 1024  # bytes of a row; of wider ones, shared memory has room for one tile at a time
 PARTS = 32  # parts that are joined at a time
 NOTHING = np.float32(-np.inf)
@@ -37,13 +35,14 @@ NOWHERE = np.int32(-1)
 class Slots(NamedTuple):
     """What a kernel knows of the slots, and the places `[first, end)` that it looks at.
 
-    A place is a slot, or, with an `index`, an entry of the list.
+    A place is a slot, or, with an `index`, an entry of the list. `*I` is empty where all rows of a
+    list look at the same places, or else `I`, the number of tiles that its rows are cut into.
     """
 
     bias: Float[Array, "B H S"]
     position: Int[Array, "B H S"]
-    end: Int[Array, "B K"]
-    first: Int[Array, "B K"] | None = None  # None: 0
+    end: Int[Array, "B K *I"]
+    first: Int[Array, "B K *I"] | None = None  # None: 0
     index: Int[Array, "B K N"] | None = None
 
     @property
@@ -71,18 +70,18 @@ class _Refs(NamedTuple):
     bias: Array
     position: Array
     k: dict[str, Array]
-    v: dict[str, Array]
+    v: dict[str, Array] | None
     frequency: Array | None  # of rotated channels
     turn_position: Array | None  # by which keys are rotated; None: `position`
-    out: Array
+    out: Array | None
     lse: Array
     logits: Array | None
 
 
 # The axes of the grid that choose a program's part of an array. Of arrays that are not named, a
-# program gets what belongs to the head that its list reads.
+# program gets what belongs to the head that its list reads. Places may have no axis of row tiles.
 _AXES = {
-    "query_position": (0,), "q": (0, 1), "end": (0, 1), "first": (0, 1), "index": (0, 1),
+    "query_position": (0,), "q": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2), "index": (0, 1),
     "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
 }  # fmt: skip
 
@@ -98,7 +97,7 @@ class _Sizes(NamedTuple):
     splits: int
 
 
-class _Mask(NamedTuple):
+class Mask(NamedTuple):
     """What becomes of a product of query and key."""
 
     scale: float
@@ -116,9 +115,9 @@ class _Keys(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """How values are read."""
+    """How values are read; no parts: not at all."""
 
-    reader: Reader
+    reader: Reader | None
     parts: list[Part]
 
 
@@ -127,7 +126,7 @@ class _Plan(NamedTuple):
 
     tree: Any  # a structure, of `_Refs`
     sizes: _Sizes
-    mask: _Mask
+    mask: Mask
     keys: _Keys
     values: _Values
 
@@ -135,7 +134,7 @@ class _Plan(NamedTuple):
 def split_attention(
     q: Float[Array, "B K G T D"],
     k: Rows,
-    v: Rows,
+    v: Rows | None,
     slots: Slots,
     query_position: Int[Array, "B T"],
     *,
@@ -147,20 +146,24 @@ def split_attention(
     interpret: bool,
     dtype: DTypeLike,
     turn: Turn | None = None,
-) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"], Float[Array, "B K G T N"] | None]:
+) -> tuple[
+    Float[Array, "B K G T D"] | None, Float[Array, "B K G T"], Float[Array, "B K G T N"] | None
+]:
     """Attention over rows in any form: output in `dtype`, log-sum-exps and, if wanted, logits.
 
-    K is H or a multiple of it: list k reads head `k // (K / H)`. Logits are written only of tiles
-    that are read. All others may be anything and must be masked by the caller.
+    K is H or a multiple of it: list k reads head `k // (K / H)`. Without values there is no output.
+    Logits are written only of tiles that are read. All others may be anything and must be masked by
+    the caller.
     """
     batch, lists, group, tokens, channels = q.shape
     rows, places = group * tokens, slots.places
     if not batch * lists * rows * places:
-        return _nothing(q, dtype, places, with_logits)
-    in_hand = power_of_two(channels) * k.reader.dtype.itemsize
-    row_tile = min(max(SMALLEST, QUERY_BYTES // in_hand), max(SMALLEST, power_of_two(rows)))
+        out, lse, logits = nothing(q, dtype, places, with_logits)
+        return None if v is None else out, lse, logits
+    in_hand = row_bytes(channels, k.reader.dtype)
+    row_tile = tile.rows(in_hand, rows)
     row_tiles = pl.cdiv(rows, row_tile)
-    block = tile.block(max(k.reader.row_bytes, v.reader.row_bytes), places)
+    block = tile.block(max(x.reader.row_bytes for x in (k, v) if x is not None), places)
     splits = tile.splits(batch * lists * row_tiles, places, block)
     queries = q.astype(k.reader.dtype).reshape(batch, lists, rows, channels)
     rotated = {"frequency": None, "turn_position": None}
@@ -170,40 +173,49 @@ def split_attention(
             rotated["turn_position"] = turn.position
     arrays = _Refs(
         query_position, queries, slots.end, slots.first, slots.index, slots.bias, slots.position,
-        k.arrays, v.arrays, **rotated,
-        out=_float32(batch, lists, splits, rows, channels),
+        k.arrays, None if v is None else v.arrays, **rotated,
+        out=None if v is None else jax.ShapeDtypeStruct(
+            (batch, lists, splits, rows, channels), dtype if splits == 1 else jnp.float32
+        ),
         lse=_float32(batch, lists, splits, rows),
         logits=_float32(batch, lists, rows, places) if with_logits else None,
     )  # fmt: skip
     leaves, tree = jax.tree.flatten(arrays)
     specs = jax.tree.leaves(_specs(arrays, lists))
-    inputs = len(leaves) - (3 if with_logits else 2)
+    inputs = len(leaves) - len(jax.tree.leaves((arrays.out, arrays.lse, arrays.logits)))
     plan = _Plan(
         tree,
         _Sizes(row_tile, rows, tokens, places, block, splits),
-        _Mask(scale, window, soft_cap),
+        Mask(scale, window, soft_cap),
         _keys(k.reader, turn),
-        _Values(v.reader, cut(0, channels, v.reader.grain)),
+        _Values(None, []) if v is None else _Values(v.reader, cut(0, channels, v.reader.grain)),
     )
-    parts = pl.pallas_call(
+    results = route.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(batch, lists, row_tiles, splits),
         in_specs=specs[:inputs],
         out_specs=specs[inputs:],
         out_shape=leaves[inputs:],
-        compiler_params=plt.CompilerParams(
-            num_warps=tile.warps, num_stages=tile.stages if in_hand <= WIDE else 1
-        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages if in_hand <= WIDE else 1,
         interpret=interpret,
         name="split_attention",
     )(*leaves[:inputs])
-    out, lse = _join(parts[0], parts[1], dtype, interpret)
+    out = None if v is None else results[0]
+    lse, logits = results[-2:] if with_logits else (results[-1], None)
+    if splits > 1:
+        out, lse = _join(out, lse, dtype, interpret)
     per_query = (batch, lists, group, tokens)
     return (
-        out.reshape(*per_query, channels),
+        None if out is None else out.reshape(*per_query, channels),
         lse.reshape(per_query),
-        parts[2].reshape(*per_query, places) if with_logits else None,
+        None if logits is None else logits.reshape(*per_query, places),
     )
+
+
+def row_bytes(channels: int, dtype: jnp.dtype) -> int:
+    """Of a query as a program holds it."""
+    return power_of_two(channels) * dtype.itemsize
 
 
 def _specs(arrays: _Refs, lists: int) -> _Refs:
@@ -211,7 +223,7 @@ def _specs(arrays: _Refs, lists: int) -> _Refs:
 
     def of(name: str, array: Array | dict | None) -> pl.BlockSpec | dict | None:
         if name in _AXES:
-            return jax.tree.map(lambda x: own_part(x, _AXES[name]), array)
+            return jax.tree.map(lambda x: own_part(x, _AXES[name][: x.ndim]), array)
         return jax.tree.map(lambda x: head_part(x, lists), array)
 
     return _Refs(*(of(*field) for field in arrays._asdict().items()))
@@ -241,7 +253,7 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
 def _kernel(*leaves, plan: _Plan):
     """One program. Its refs are to the arrays of one row, list, and head of the store."""
     refs, sizes = jax.tree.unflatten(plan.tree, leaves), plan.sizes
-    keys, values = plan.keys.reader, plan.values.reader
+    keys = plan.keys.reader
     row = pl.program_id(2) * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
     is_row = row < sizes.total_rows
 
@@ -250,13 +262,13 @@ def _kernel(*leaves, plan: _Plan):
 
     def queries(part: Part) -> Array:
         cell, there = cells(part)
-        return plt.load(refs.q.at[cell], mask=there, other=zero(refs.q.dtype))
+        return route.load(refs.q.at[cell], mask=there, other=zero(refs.q.dtype))
 
     paired = [(pair, queries(pair.a), queries(pair.b)) for pair in plan.keys.pairs]
     plain = [(part, queries(part)) for part in plan.keys.parts]
     # Rows that only fill the tile get the position -1, at which a query sees nothing.
     token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
-    own = plt.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
+    own = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
     start, stop, first, end = _part(refs, plan)
     look = functools.partial(_look, refs, first, end, plan)
 
@@ -270,21 +282,18 @@ def _kernel(*leaves, plan: _Plan):
         k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
         products = _products(refs, plan, paired, plain, k_row, live, turned)
         products = _times(products, keys.factor(refs.k, slot, k_row, live))
-        seen = _logits(products, mass, position, live, own, plan)
+        seen = mask_tile(products, mass, position, live, own, plan.mask)
         if refs.logits is not None:
             place = _places(i, plan)
             inside = is_row[:, None] & (place < end)[None, :]
-            plt.store(refs.logits.at[row[:, None], place[None, :]], seen, mask=inside)
+            route.store(refs.logits.at[row[:, None], place[None, :]], seen, mask=inside)
         new_top = jnp.maximum(top, seen.max(1))
-        finite = _finite(new_top)
+        finite = finite_or_zero(new_top)
         weights, shrink = jnp.exp(seen - finite[:, None]), jnp.exp(top - finite)
         total = total * shrink + weights.sum(1)
-        factor, unit = _in_reach(values.factor(refs.v, slot, v_row, live), plan)
-        weights = _times(weights, factor).astype(values.dtype)
-        acc = tuple(
-            old * shrink[:, None] + unit * dot(weights, values.load(refs.v, part, v_row, live))
-            for old, part in zip(acc, plan.values.parts, strict=True)
-        )
+        if acc:
+            values = _mix(refs, plan, weights, slot, v_row, live)
+            acc = tuple(a * shrink[:, None] + b for a, b in zip(acc, values, strict=True))
         return ahead, new_top, total, acc
 
     begin = (
@@ -296,8 +305,9 @@ def _kernel(*leaves, plan: _Plan):
     _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
     for part, rows in zip(plan.values.parts, acc, strict=True):
         cell, there = cells(part)
-        plt.store(refs.out.at[cell], rows / _or_one(total)[:, None], mask=there)
-    plt.store(refs.lse.at[row], top + jnp.log(total), mask=is_row)
+        rows = rows / _or_one(total)[:, None]
+        route.store(refs.out.at[cell], rows.astype(refs.out.dtype), mask=there)
+    route.store(refs.lse.at[row], top + jnp.log(total), mask=is_row)
 
 
 def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> Array:
@@ -308,7 +318,7 @@ def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> A
             plan.keys.reader.load(refs.k, part, row, live).astype(jnp.float32)
             for part in (pair.a, pair.b)
         )
-        frequency = plt.load(
+        frequency = route.load(
             refs.frequency.at[pair.first + jnp.arange(pair.a.width, dtype=jnp.int32)],
             mask=pair.a.there, other=np.int32(0),
         )  # fmt: skip
@@ -319,6 +329,14 @@ def _products(refs: _Refs, plan: _Plan, paired, plain, row, live, position) -> A
     for part, q in plain:
         out += dot(q, plan.keys.reader.load(refs.k, part, row, live).T)
     return out
+
+
+def _mix(refs: _Refs, plan: _Plan, weights, slot, row, live) -> list[Array]:
+    """Sums of the values of a tile by their weights, part by part."""
+    reader = plan.values.reader
+    factor, unit = _in_reach(reader.factor(refs.v, slot, row, live), plan)
+    weights = _times(weights, factor).astype(reader.dtype)
+    return [unit * dot(weights, reader.load(refs.v, part, row, live)) for part in plan.values.parts]
 
 
 def _in_reach(factor: Float[Array, " N"] | None, plan: _Plan):
@@ -359,32 +377,39 @@ def _look(refs: _Refs, first, end, plan: _Plan, i):
     slot = place = _places(i, plan)
     there = (place >= first) & (place < end)
     if refs.index is not None:
-        slot = plt.load(refs.index.at[slot], mask=there, other=NOWHERE)
+        slot = route.load(refs.index.at[slot], mask=there, other=NOWHERE)
         there &= slot >= 0
-    mass = plt.load(refs.bias.at[slot], mask=there, other=NOTHING)
-    position = plt.load(refs.position.at[slot], mask=there, other=NOWHERE)
+    mass = route.load(refs.bias.at[slot], mask=there, other=NOTHING)
+    position = route.load(refs.position.at[slot], mask=there, other=NOWHERE)
     turned = position
     if refs.turn_position is not None:
-        turned = plt.load(refs.turn_position.at[slot], mask=there, other=np.int32(0))
+        turned = route.load(refs.turn_position.at[slot], mask=there, other=np.int32(0))
     rows = (
-        side.reader.address(arrays, slot, there)
+        None if side.reader is None else side.reader.address(arrays, slot, there)
         for side, arrays in ((plan.keys, refs.k), (plan.values, refs.v))
     )
     return slot, mass, position, turned if refs.frequency is not None else None, *rows
 
 
-def _logits(products, mass, position, live, own, plan: _Plan):
-    """The masked logits of a tile, as `mask_products` computes them."""
-    logits = products * plan.mask.scale
-    if plan.mask.soft_cap is not None:
-        logits = plan.mask.soft_cap * jnp.tanh(logits / plan.mask.soft_cap)
+def mask_tile(
+    products: Float[Array, "R N"],
+    mass: Float[Array, " N"],
+    position: Int[Array, " N"],
+    live: Bool[Array, " N"],
+    own: Int[Array, " R"],
+    mask: Mask,
+) -> Float[Array, "R N"]:
+    """The masked logits of a tile of slots and queries at `own`, as `mask_products` has them."""
+    logits = products * mask.scale
+    if mask.soft_cap is not None:
+        logits = mask.soft_cap * jnp.tanh(logits / mask.soft_cap)
     visible = live[None, :] & (position[None, :] <= own[:, None])
-    if plan.mask.window is not None:
-        visible &= position[None, :] > own[:, None] - plan.mask.window
+    if mask.window is not None:
+        visible &= position[None, :] > own[:, None] - mask.window
     return jnp.where(visible, logits + mass[None, :], -jnp.inf)
 
 
-def _finite(top: Array) -> Array:
+def finite_or_zero(top: Array) -> Array:
     """What is subtracted before exp: 0 for a row that has seen nothing, since exp(-inf - 0) = 0."""
     return jnp.where(top == -jnp.inf, 0.0, top)
 
@@ -395,11 +420,13 @@ def _or_one(total: Array) -> Array:
 
 
 def _join(
-    out: Float[Array, "B K P R D"], lse: Float[Array, "B K P R"], dtype, interpret: bool
-) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+    out: Float[Array, "B K P R D"] | None, lse: Float[Array, "B K P R"], dtype, interpret: bool
+) -> tuple[Float[Array, "B K R D"] | None, Float[Array, "B K R"]]:
     """Joins the parts, each weighted by its log-sum-exp."""
+    if out is None:
+        return None, jax.nn.logsumexp(lse, axis=2)
     batch, lists, parts, rows, channels = out.shape
-    return pl.pallas_call(
+    return route.pallas_call(
         functools.partial(_join_kernel, parts=parts, channels=channels),
         grid=(batch, lists, rows),
         in_specs=[
@@ -414,7 +441,6 @@ def _join(
             jax.ShapeDtypeStruct((batch, lists, rows, channels), dtype),
             _float32(batch, lists, rows),
         ],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="join_parts",
     )(out, lse)
@@ -425,12 +451,12 @@ def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
 
     def weigh(first, count: int, top):
         part = first + jnp.arange(count, dtype=jnp.int32)
-        own = plt.load(part_lse.at[part], mask=part < parts, other=NOTHING)
+        own = route.load(part_lse.at[part], mask=part < parts, other=NOTHING)
         return part, own if top is None else jnp.exp(own - top)
 
     _, own = weigh(0, power_of_two(parts), None)
     top = own.max(0)
-    finite = _finite(top)
+    finite = finite_or_zero(top)
     total = jnp.exp(own - finite).sum(0)
     channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
     is_channel = channel < channels
@@ -438,18 +464,18 @@ def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
     def add(i, acc):
         part, weight = weigh(i * PARTS, PARTS, finite)
         there = (part < parts)[:, None] & is_channel[None, :]
-        rows = plt.load(
+        rows = route.load(
             part_out.at[part[:, None], channel[None, :]], mask=there, other=zero(lse.dtype)
         )
         return acc + (rows * weight[:, None]).sum(0)
 
     acc = jnp.zeros(channel.shape, jnp.float32)
     acc = jax.lax.fori_loop(0, pl.cdiv(parts, PARTS), add, acc) / _or_one(total)
-    plt.store(out.at[channel], acc.astype(out.dtype), mask=is_channel)
+    route.store(out.at[channel], acc.astype(out.dtype), mask=is_channel)
     lse[...] = top + jnp.log(total)
 
 
-def _nothing(q: Array, dtype: DTypeLike, places: int, with_logits: bool):
+def nothing(q: Array, dtype: DTypeLike, places: int, with_logits: bool):
     """The result without rows or places: a grid of no programs cannot be started."""
     logits = jnp.zeros((*q.shape[:-1], places), jnp.float32) if with_logits else None
     return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32), logits

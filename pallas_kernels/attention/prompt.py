@@ -1,34 +1,24 @@
-"""Attention of a prompt over a cache, and the column sums of its softmax, in blocks.
+"""Attention of a prompt over a cache, and the column sums of its softmax.
 
 Both operations work on slots that stand in any order: what a query sees is decided by positions.
-Neither ever holds more than one block of logits, and the blocks before the first and after the last
-one that a query may see are skipped at run time.
+Neither ever holds more than one block of logits for each program that runs.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import NamedTuple
+from jaxtyping import Array, Float, Int
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
-
-from pallas_kernels.base.logits import live_slots, masked_logits
-from pallas_kernels.base.rows import block_of, entry_of
-
-# On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
-QUERY_BLOCK = 128
-KEY_BLOCK = 256
-# Elsewhere every block costs a few launches, so that few large blocks are best. Not measured yet.
-ACCELERATOR_BLOCK = 1024
+from pallas_kernels.attention.decode import check_rows
+from pallas_kernels.attention.prompt_blocks import attention_by_blocks, sums_by_blocks
+from pallas_kernels.attention.prompt_kernel import attention_by_kernel, sums_by_kernel
+from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.tiles import tile_of
 
 
 def prompt_attention(
     q: Float[Array, "B H G T D"],
     k: Float[Array, "B H S D"],
-    v: Float[Array, "B H S D"],
+    v: Float[Array, "B H S D"] | None,
     bias: Float[Array, "B H S"],
     query_position: Int[Array, "B T"],
     key_position: Int[Array, "B H S"],
@@ -36,58 +26,60 @@ def prompt_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"]]:
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H G T D"] | None, Float[Array, "B H G T"]]:
     """Softmax attention of many queries over the slots they see, and its row log-sum-exp.
 
     `out[t] = Σ_s softmax_s(logit[t, s]) v[s]` with `logit[t, s] = scale · q[t]·k[s] + bias[s]`,
     over the slots with `0 <= key_position[s] <= query_position[t]` (and `key_position[s] >
     query_position[t] - window`). `soft_cap` bounds the logit before the bias, `c · tanh(logit/c)`.
 
+    A program of the kernel takes a tile of queries of one KV head, and reads the slots from the
+    first to the last one that any of them may see. It finds these bounds on the device, so that the
+    host waits for nothing.
+
     Args:
-      q: queries, grouped under their KV head. k, v: keys and values of the slots.
+      q: queries, grouped under their KV head. k, v: keys and values of the slots. Without values
+        there is no output, and nothing is multiplied with them.
       bias: added to the logit, `-inf` where a slot is free (a cache's `log_mass`).
       query_position: token position per query, -1 = padding (such a row gives 0).
       key_position: token position per slot, -1 = free.
+      scale: of the logits.
+      window: a query sees the newest `window` positions. None: all.
+      soft_cap: bounds logits. None: no.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
     Returns:
-      Outputs in the dtype of `v`, and float32 log-sum-exps (`-inf` for a row that sees nothing).
+      Outputs in the dtype of `v`, None without values, and float32 log-sum-exps (`-inf` for a row
+      that sees nothing).
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import prompt_attention
+      >>> q, k = jnp.zeros((1, 1, 1, 3, 2)), jnp.zeros((1, 1, 3, 2))
+      >>> v, at = jnp.array([[[[1.0, 2.0], [3.0, 6.0], [5.0, 1.0]]]]), jnp.array([[[0, 1, 2]]])
+      >>> out, lse = prompt_attention(q, k, v, jnp.zeros((1, 1, 3)), at[0], at, scale=1.0)
+      >>> out[0, 0, 0].tolist(), jnp.exp(lse[0, 0, 0]).round().tolist()
+      ([[1.0, 2.0], [2.0, 4.0], [3.0, 3.0]], [1.0, 2.0, 3.0])
     """
-    batch, kv_heads, group, tokens, head_dim = q.shape
-    blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
-
-    def query_block(i):
-        q_i, position_i = blocks.query(i)
-        rows = (batch, kv_heads, group * blocks.query_size)
-
-        def key_block(j, carry):
-            top, total, acc = carry
-            k_j, v_j, *slot_data = blocks.key(j, k, v)
-            logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
-            # Of a block this costs nothing beside the products with 128 queries or more.
-            v_j = jnp.where(live_slots(*slot_data)[..., None], v_j, 0)
-            new_top = jnp.maximum(top, logits.max(-1))
-            # A row that has seen nothing yet has top = -inf; exp(-inf - 0) is the 0 it needs.
-            finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            weights = jnp.exp(logits - finite[..., None])
-            shrink = jnp.exp(top - finite)
-            acc = acc * shrink[..., None] + jnp.einsum(
-                "bhqk,bhkd->bhqd", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32
-            )
-            return new_top, total * shrink + weights.sum(-1), acc
-
-        start = (
-            jnp.full(rows, -jnp.inf, jnp.float32),
-            jnp.zeros(rows, jnp.float32),
-            jnp.zeros((*rows, head_dim), jnp.float32),
-        )
-        top, total, acc = jax.lax.fori_loop(*blocks.keys_of_query(i), key_block, start)
-        out = acc / jnp.where(total == 0, 1.0, total)[..., None]
-        return out.astype(v.dtype), top + jnp.log(total)
-
-    out, lse = jax.lax.map(query_block, jnp.arange(blocks.num_query))
-    out = blocks.join_queries(out)[..., :tokens, :]
-    return out, blocks.join_queries(lse)[..., :tokens]
+    chosen = choose_implementation(implementation, k, v)
+    _check(q, k, v, bias, query_position, key_position)
+    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if chosen != "xla":
+        return attention_by_kernel(
+            q, k, v, bias, query_position, key_position, tile=tile_of("prompt_attention"),
+            interpret=chosen == "interpret", **kind,
+        )  # fmt: skip
+    if v is not None:
+        return attention_by_blocks(q, k, v, bias, query_position, key_position, **kind)
+    # Of an output that nobody uses, XLA computes nothing.
+    _, lse = attention_by_blocks(q, k, k, bias, query_position, key_position, **kind)
+    return None, lse
 
 
 def column_sums(
@@ -101,151 +93,51 @@ def column_sums(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B H G S"]:
     """Attention probability that each slot receives from all queries, in O(S) memory.
 
     `sums[s] = Σ_t exp(logit[t, s] - lse[t])`, with the logits and the log-sum-exps of
     `prompt_attention` on the same arguments: row statistics first, column sums second, so that the
-    `T × S` matrix never exists. Padding queries add nothing. Float32.
+    `T × S` matrix never exists. Padding queries add nothing.
+
+    A program of the kernel takes a block of slots and the queries of one head that may see any of
+    them. Sums are added up in one order, so that a call repeated gives the same numbers.
+
+    Args:
+      lse: log-sum-exps of the queries' logits.
+      q, k, bias, query_position, key_position, scale, window, soft_cap, implementation: as in
+        `prompt_attention`.
+
+    Returns:
+      The sums, float32.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import column_sums, prompt_attention
+      >>> q, k, at = jnp.zeros((1, 1, 1, 2, 4)), jnp.zeros((1, 1, 2, 4)), jnp.array([[[0, 1]]])
+      >>> bias = jnp.zeros((1, 1, 2))
+      >>> _, lse = prompt_attention(q, k, None, bias, at[0], at, scale=1.0)
+      >>> column_sums(q, k, bias, lse, at[0], at, scale=1.0).round(4).tolist()
+      [[[[1.5, 0.5]]]]
     """
-    blocks = _Blocks.of(q, bias, query_position, key_position, window)
-    lse = blocks.split_queries(_pad(lse, blocks.queries, 3, -jnp.inf))
-    mask_and_scale = functools.partial(masked_logits, scale=scale, window=window, soft_cap=soft_cap)
-    group = q.shape[2]
-
-    def key_block(j):
-        k_j, *slot_data = blocks.key(j, k)
-
-        def query_block(i, sums):
-            q_i, position_i = blocks.query(i)
-            logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
-            row_lse = entry_of(lse, i)
-            # Rows without any visible slot have lse = -inf: they must give 0, not exp(nan).
-            row_lse = jnp.where(row_lse == -jnp.inf, 0.0, row_lse).reshape(logits.shape[:-1])
-            probabilities = jnp.exp(logits - row_lse[..., None])
-            per_head = probabilities.reshape(*logits.shape[:2], group, -1, blocks.key_size)
-            return sums + per_head.sum(3)
-
-        shape = (*q.shape[:3], blocks.key_size)
-        return jax.lax.fori_loop(
-            *blocks.queries_of_key(j), query_block, jnp.zeros(shape, jnp.float32)
-        )
-
-    sums = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
-    sums = jnp.moveaxis(sums, 0, 3).reshape(*q.shape[:3], -1)
-    tail = bias.shape[-1] - (blocks.num_key - 1) * blocks.key_size
-    return jnp.concatenate((sums[..., : -blocks.key_size], sums[..., -tail:]), axis=-1)
+    chosen = choose_implementation(implementation, k)
+    _check(q, k, None, bias, query_position, key_position)
+    if lse.shape != q.shape[:-1]:
+        raise ValueError(f"lse must have shape {q.shape[:-1]}, got {lse.shape}")
+    args = q, k, bias, lse, query_position, key_position
+    kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if chosen != "xla":
+        interpret = chosen == "interpret"
+        return sums_by_kernel(*args, tile=tile_of("column_sums"), interpret=interpret, **kind)
+    return sums_by_blocks(*args, **kind)
 
 
-class _Blocks(NamedTuple):
-    """Queries and slots cut into blocks, with the range of blocks that each block meets."""
-
-    q: Array  # [I, B, H, G * query_size, D]
-    query_position: Array  # [I, B, query_size]
-    bias: Array  # [B, H, J * key_size]
-    key_position: Array  # [B, H, J * key_size]
-    meets: Bool[Array, "I J"]
-    query_size: int
-    key_size: int
-    group: int
-
-    @classmethod
-    def of(cls, q, bias, query_position, key_position, window):
-        batch, kv_heads, group, tokens, head_dim = q.shape
-        query_size, key_size = _block_sizes()
-        query_size, key_size = min(query_size, tokens), min(key_size, bias.shape[-1])
-        padded = math.ceil(tokens / query_size) * query_size
-        q = _pad(q, padded, 3).reshape(batch, kv_heads, group, -1, query_size, head_dim)
-        q = jnp.moveaxis(q, 3, 0).reshape(-1, batch, kv_heads, group * query_size, head_dim)
-        query_position = _pad(query_position, padded, 1, -1).reshape(batch, -1, query_size)
-        query_position = jnp.moveaxis(query_position, 1, 0)
-        bias = _pad_tail(bias, key_size, -jnp.inf)
-        key_position = _pad_tail(key_position, key_size, -1)
-        meets = _meets(query_position, bias, key_position, key_size, window)
-        return cls(q, query_position, bias, key_position, meets, query_size, key_size, group)
-
-    @property
-    def num_query(self) -> int:
-        return self.meets.shape[0]
-
-    @property
-    def num_key(self) -> int:
-        return self.meets.shape[1]
-
-    @property
-    def queries(self) -> int:
-        return self.num_query * self.query_size
-
-    def query(self, i):
-        return entry_of(self.q, i), entry_of(self.query_position, i)
-
-    def key(self, j, *rows):
-        """Block j of `rows [B, H, S, D]`, of the bias and of the positions.
-
-        A slice that would reach beyond the last slot starts earlier instead: the last block is the
-        last `key_size` slots, of which `_pad_tail` hides those that the block before has had. Keys
-        and values need no padding, which would copy them.
-        """
-        start, arrays = j * self.key_size, (*rows, self.bias, self.key_position)
-        return tuple(block_of(x, start, self.key_size, 2) for x in arrays)
-
-    def keys_of_query(self, i):
-        return _span(entry_of(self.meets, i))
-
-    def queries_of_key(self, j):
-        return _span(entry_of(self.meets, j, axis=1))
-
-    def split_queries(self, x):
-        """`[B, H, G, T, ...]` to `[I, B, H, G, query_size, ...]`."""
-        return jnp.moveaxis(x.reshape(*x.shape[:3], self.num_query, self.query_size), 3, 0)
-
-    def join_queries(self, x):
-        """`[I, B, H, G * query_size, ...]` back to `[B, H, G, T, ...]`."""
-        x = x.reshape(*x.shape[:3], self.group, self.query_size, *x.shape[4:])
-        x = jnp.moveaxis(x, 0, 3)
-        return x.reshape(*x.shape[:3], self.queries, *x.shape[5:])
-
-
-def _block_sizes() -> tuple[int, int]:
-    if jax.default_backend() == "cpu":
-        return QUERY_BLOCK, KEY_BLOCK
-    return ACCELERATOR_BLOCK, ACCELERATOR_BLOCK
-
-
-def _meets(query_position, bias, key_position, key_size, window) -> Bool[Array, "I J"]:
-    """Whether any query of block i may see any slot of block j."""
-    none = jnp.iinfo(jnp.int32).max
-    valid = query_position >= 0
-    newest_query = jnp.where(valid, query_position, -1).max((1, 2))
-    oldest_query = jnp.where(valid, query_position, none).min((1, 2))
-    live = (bias > -jnp.inf) & (key_position >= 0)
-    by_block = (*live.shape[:2], -1, key_size)
-    oldest_key = jnp.where(live, key_position, none).reshape(by_block).min((0, 1, 3))
-    newest_key = jnp.where(live, key_position, -1).reshape(by_block).max((0, 1, 3))
-    meets = oldest_key[None, :] <= newest_query[:, None]
-    if window is not None:
-        meets &= newest_key[None, :] > oldest_query[:, None] - window
-    return meets
-
-
-def _span(meets: Bool[Array, " N"]) -> tuple[Array, Array]:
-    """The smallest range [first, last) that holds every true entry; empty if there is none."""
-    index = jnp.arange(meets.shape[0], dtype=jnp.int32)
-    first = jnp.where(meets, index, meets.shape[0]).min()
-    last = jnp.where(meets, index + 1, 0).max()
-    return first, jnp.maximum(first, last)
-
-
-def _pad_tail(x: Array, block: int, value: float) -> Array:
-    """`x [B, H, S]` in whole blocks, what is missing from the last one filled in at its start."""
-    tail = x.shape[-1] % block
-    if tail == 0:
-        return x
-    fill = jnp.full((*x.shape[:-1], block - tail), value, x.dtype)
-    return jnp.concatenate((x[..., :-tail], fill, x[..., -tail:]), axis=-1)
-
-
-def _pad(x: Array, size: int, axis: int, value: float = 0) -> Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=value) if size > x.shape[axis] else x
+def _check(q, k, v, bias, query_position, key_position) -> None:
+    check_rows(q, k, v, bias, query_position, key_position, q.shape[1])
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"q must be grouped under the {k.shape[1]} heads of k, got {q.shape}")

@@ -8,6 +8,7 @@ from pallas_kernels.attention.call import stored_attention
 from pallas_kernels.attention.decode import attention_by_products, check_slots, check_used
 from pallas_kernels.attention.forms import quantized_rows
 from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.attention.tpu_forms import reads
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.formats.bits import Axis, Encoded, quantized_logits, quantized_mix
 
@@ -63,15 +64,15 @@ def quantized_attention(
       >>> out.tolist()
       [[[[[127.0, 4.0]]]]]
     """
-    chosen = choose_implementation(implementation, *k, *v)
     _check(q, k, v, bias, query_position, key_position)
     check_used(used, q)
+    rows = quantized_rows(k, q.dtype, key_axis), quantized_rows(v, q.dtype)
+    chosen = choose_implementation(implementation, *k, *v, for_tpu=turn is None and reads(*rows))
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if chosen != "xla":
         return stored_attention(
-            "quantized_attention", q, quantized_rows(k, q.dtype, key_axis),
-            quantized_rows(v, q.dtype), bias, query_position, key_position, end=used, turn=turn,
-            probabilities=probabilities, interpret=chosen == "interpret", dtype=q.dtype, **kind,
+            "quantized_attention", q, *rows, bias, query_position, key_position, end=used,
+            turn=turn, probabilities=probabilities, chosen=chosen, dtype=q.dtype, **kind,
         )  # fmt: skip
     product = None if turn is None else turn.product
     out, lse, p = attention_by_products(

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: a kernel on a GPU that can run it, or XLA."""
+"""Which implementation of an operation runs: a kernel of the device, or XLA."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import jax
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-# By XLA; by a kernel, compiled for a GPU; or by the kernel, interpreted on any device.
+from pallas_kernels.base import route
+
+# By XLA; by a kernel, compiled for the device; or by the one for GPUs, interpreted on any device.
 IMPLEMENTATIONS = ("xla", "pallas", "interpret")
+GPU_KERNELS = ("pallas", "interpret")  # of what is chosen: where XLA runs loops from the host
 OLDEST_GPU = (8, 0)  # the compute capability that kernels need
 
 
@@ -21,11 +24,14 @@ def check_implementation(
         raise ValueError(f"implementation must be None or one of {offered}, got {implementation!r}")
 
 
-def choose_implementation(implementation: str | None, *stores: Array | None) -> str:
+def choose_implementation(
+    implementation: str | None, *stores: Array | None, for_tpu: bool = False
+) -> str:
     """The implementation that runs: the named one, or else the best that can run here.
 
     Naming `"pallas"` on a machine without a GPU is no error by itself, since code can be lowered
-    for another machine; Pallas refuses it when it comes to compiling for a CPU.
+    for another machine; Pallas refuses it when it comes to compiling for a CPU. On a TPU it is the
+    kernel for TPUs.
 
     A kernel sees the arrays of one device. Where arrays are divided among several automatically,
     the best is XLA, which divides its own operations; inside `shard_map` it is the kernel.
@@ -33,14 +39,29 @@ def choose_implementation(implementation: str | None, *stores: Array | None) -> 
     Args:
       implementation: as given by the caller.
       stores: arrays that the kernel reads where they are.
+      for_tpu: whether the operation has a kernel for TPUs that reads them.
+
+    Returns:
+      `"xla"`; `"pallas"` or `"interpret"`, the kernel for GPUs; `"tpu"`, the one for TPUs.
 
     Raises:
-      ValueError: an unknown name; `"pallas"` on a GPU that is too old for it, or for a store that
-        it cannot address.
+      ValueError: an unknown name; `"pallas"` on a GPU that is too old for it, for a store that it
+        cannot address, or on a TPU where there is no kernel.
+      RuntimeError: a kernel for GPUs is named, and this JAX cannot lower kernels.
     """
     check_implementation(implementation)
+    if on_tpu() and implementation in (None, "pallas"):
+        if implementation == "pallas" and not for_tpu:
+            raise ValueError(
+                "implementation='pallas' on a TPU needs a kernel for TPUs, and this operation has "
+                "none that reads these arrays; None takes XLA"
+            )
+        able = for_tpu and not any(_is_divided(x) for x in stores if x is not None)
+        return "tpu" if implementation or able else "xla"
+    if implementation in GPU_KERNELS:
+        route.check_route()
     capability = gpu_capability()
-    able = capability is not None and capability >= OLDEST_GPU
+    able = route.has_route() and capability is not None and capability >= OLDEST_GPU
     if implementation == "pallas" and capability is not None and not able:
         raise ValueError(
             f"implementation='pallas' needs a CUDA GPU of compute capability "
@@ -71,6 +92,18 @@ def _is_divided(x: Array) -> bool:
     return any(size > 1 and kind != AxisType.Manual for size, kind in kinds)
 
 
+def on_tpu() -> bool:
+    """Whether computation goes to a TPU: by the mesh that is set, or else by the default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or _default_device()
+    return device.platform == "tpu"
+
+
+def tpu_cores() -> int:
+    """How many cores of the TPU share the grid of a kernel: two in v4 and v5p, one in others."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or _default_device()
+    return getattr(device, "num_cores", None) or 1
+
+
 def gpu_capability() -> tuple[int, int] | None:
     """Compute capability of the default device; None unless it is a CUDA GPU."""
     device = default_device()
@@ -83,10 +116,13 @@ def gpu_capability() -> tuple[int, int] | None:
 
 def default_device() -> Any:
     """The GPU that computation goes to by default; None where that is no GPU."""
+    device = _default_device()
+    return device if device.platform == "gpu" else None
+
+
+def _default_device() -> Any:
     # None, a device, or the name of a platform.
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(device, str):
         device = jax.devices(device)[0]
-    if device is None:
-        device = jax.devices()[0]
-    return device if device.platform == "gpu" else None
+    return jax.devices()[0] if device is None else device

@@ -66,6 +66,28 @@ def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
+def dot_mixed(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
+    """The product of a tile of bfloat16 and one of float32, as both are, summed in float32.
+
+    Each number of b is the sum of three of bfloat16, whose products matrix units compute. They have
+    none for float32, and registers do not suffice for large tiles of it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.kernel_parts import dot_mixed
+      >>> dot_mixed(jnp.array([[3.0]], jnp.bfloat16), jnp.array([[1 + 2.0**-20]])).tolist()
+      [[3.000002861022949]]
+    """
+    total = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+    for _ in range(3):
+        # The first 8 bits of each number. Conversions there and back are what XLA leaves out.
+        bits = jax.lax.bitcast_convert_type(b, jnp.uint32) & np.uint32(0xFFFF0000)
+        first = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        total += dot(a, first.astype(jnp.bfloat16))
+        b = b - first
+    return total
+
+
 def zero(dtype: jnp.dtype) -> np.generic:
     """0 as a scalar of a dtype: what a masked load gives where it loads nothing.
 

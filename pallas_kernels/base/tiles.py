@@ -24,6 +24,8 @@ class Tile:
       warps, stages: of a program: its threads by 32, and how many tiles are under way at a time.
       programs: how many are wanted per core, which decides how often the slots of a head are split.
       cores: of the device that the row was measured on, where the device itself is not there.
+      query_bytes: of a program's queries, at most: 64 rows of 128 channels in bfloat16 are as many
+        as a matrix unit takes at a time. The output takes twice as much, in float32.
     """
 
     tile_bytes: int
@@ -31,11 +33,16 @@ class Tile:
     stages: int
     programs: int
     cores: int
+    query_bytes: int = 16_384
 
     def block(self, row_bytes: int, slots: int) -> int:
         """Slots of a tile, a power of two: no more than cover all of them."""
         fitting = 1 << max(self.tile_bytes // row_bytes, 1).bit_length() - 1
         return max(SMALLEST, min(fitting, LARGEST, power_of_two(slots)))
+
+    def rows(self, row_bytes: int, rows: int) -> int:
+        """Query rows of a program, a power of two: no more than cover all of them."""
+        return max(SMALLEST, min(self.query_bytes // row_bytes, power_of_two(rows)))
 
     def splits(self, programs: int, slots: int, block: int) -> int:
         """How many programs share the slots of a head, with `programs` heads and row tiles."""

@@ -132,7 +132,7 @@ def pack_int4(q: UInt8[Array, "... D"]) -> UInt8[Array, "... D/2"]:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from pallas_kernels import pack_int4, unpack_int4
+      >>> from pallas_kernels.formats.bits import pack_int4, unpack_int4
       >>> packed = pack_int4(jnp.array([3, 15, 0, 1], jnp.uint8))
       >>> packed.tolist(), unpack_int4(packed).tolist()
       ([3, 31], [3, 15, 0, 1])

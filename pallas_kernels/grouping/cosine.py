@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 EPSILON = 2.0**-23  # the rounding of float32
+# Added to numbers up to 2^22, it leaves no room for what follows the point: they are rounded, ties
+# to even. A cosine is at most 2^21 steps.
+TO_UNITS = np.float32(1.5 * 2**23)
+ITS_BITS = TO_UNITS.view(np.int32)
 
 
 def cosine_step(channels: int) -> float:
@@ -24,8 +30,16 @@ def cosine_step(channels: int) -> float:
     return EPSILON * 2.0 ** math.ceil(math.log2(4 * math.sqrt(channels)))
 
 
-def round_cosine(cosine: Float[Array, ...], channels: int) -> Float[Array, ...]:
+def round_cosine(
+    cosine: Float[Array, ...], channels: int, *, in_kernel: bool = False
+) -> Float[Array, ...]:
     """The nearest multiple of `cosine_step(channels)`; float32.
+
+    Args:
+      cosine: what is rounded.
+      channels: D.
+      in_kernel: rounds without `jnp.round`, which Triton does not have. The result is the same,
+        but for the sign of 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -33,8 +47,13 @@ def round_cosine(cosine: Float[Array, ...], channels: int) -> Float[Array, ...]:
       >>> round_cosine(jnp.array([0.9999998, 1.0000001, -3e-8]), 4).tolist()
       [1.0, 1.0, -0.0]
     """
-    step = cosine_step(channels)
-    return jnp.round(cosine / step) * step  # both exact: a step is a power of two
+    step = cosine_step(channels)  # a power of two: dividing and multiplying by it are exact
+    if in_kernel:
+        # The sum's bits count units. To subtract the number again would be simplified away by XLA.
+        bits = jax.lax.bitcast_convert_type(cosine * np.float32(1 / step) + TO_UNITS, jnp.int32)
+        rounded = (bits - ITS_BITS).astype(jnp.float32) * np.float32(step)
+        return jnp.where(cosine == cosine, rounded, cosine)
+    return jnp.round(cosine / step) * step
 
 
 def above(cosine: Float[Array, ...], threshold: float, channels: int) -> Bool[Array, ...]:

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.grouping.kmeans_kernel import kmeans_by_kernels
+
 Metric = Literal["cosine", "l2", "inner_product"]
 
 # Similarities that are held at a time: on CPU, so few that they stay in its caches; elsewhere
@@ -24,12 +27,17 @@ def kmeans(
     *,
     metric: Metric = "cosine",
     rounds: int = 20,
+    implementation: str | None = None,
 ) -> tuple[Int[Array, "B H S"], Float[Array, "B H C D"]]:
     """Lloyd's algorithm: every key goes to its most similar centroid, which moves to their mean.
 
     A centroid is the float32 mean of its keys as they are, whatever the metric; without any it
     stays where it is. Ties go to the lower cluster. It ends after `rounds` moves, or once no label
     changes; the labels are those of the final centroids.
+
+    The kernels do all rounds, since a round after one that changes nothing changes nothing either:
+    the host need not know when it ends. They hold no similarities, and add up the keys of a cluster
+    in their order.
 
     Args:
       keys: what to cluster.
@@ -39,12 +47,15 @@ def kmeans(
       metric: similarity of a key k and a centroid μ: `"cosine"`, `k·μ / (|k| |μ|)`, 0 for a zero
         centroid; `"l2"`, `-|k - μ|²`; `"inner_product"`, `k·μ`.
       rounds: moves at most.
+      implementation: `"pallas"` (the kernels), `"interpret"` (the kernels, interpreted on any
+        device), `"xla"`, or None: the kernels on a GPU that can run them, XLA elsewhere.
 
     Returns:
       The cluster of every key, C where it is in none, and the float32 centroids.
 
     Raises:
-      ValueError: an unknown metric, a negative number of rounds.
+      ValueError: shapes that do not fit each other; an unknown metric, a negative number of rounds;
+        an unknown implementation, or one that the GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
@@ -55,10 +66,44 @@ def kmeans(
       >>> label.tolist(), centroids.tolist()
       ([[[0, 0, 1]]], [[[[2.0, 0.5], [0.0, 2.0]]]])
     """
+    chosen = choose_implementation(implementation, keys)
+    _check(keys, members, centroids, there, metric, rounds)
+    if chosen != "xla":
+        interpret = chosen == "interpret"
+        return kmeans_by_kernels(keys, members, centroids, there, metric, rounds, interpret)
+    return _by_xla(keys, members, centroids, there, metric, rounds)
+
+
+def _check(keys, members, centroids, there, metric: Metric, rounds: int) -> None:
+    """Raises ValueError for arguments that `kmeans` cannot take."""
     if metric not in get_args(Metric):
         raise ValueError(f"metric must be one of {get_args(Metric)}, got {metric!r}")
     if rounds < 0:
         raise ValueError(f"rounds must be at least 0, got {rounds}")
+    if keys.ndim != 4 or centroids.ndim != 4:
+        raise ValueError(
+            f"keys must be [B, H, S, D] and centroids [B, H, C, D], got {keys.shape} and "
+            f"{centroids.shape}"
+        )
+    expected = {
+        "members": (members, keys.shape[:3]),
+        "centroids": (centroids, (*keys.shape[:2], centroids.shape[2], keys.shape[3])),
+        "there": (there, (*keys.shape[:2], centroids.shape[2])),
+    }
+    for name, (x, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+
+
+def _by_xla(
+    keys: Float[Array, "B H S D"],
+    members: Bool[Array, "B H S"],
+    centroids: Float[Array, "B H C D"],
+    there: Bool[Array, "B H C"],
+    metric: Metric,
+    rounds: int,
+) -> tuple[Int[Array, "B H S"], Float[Array, "B H C D"]]:
+    """The XLA reference: as many similarities at a time as suit the device."""
     size, clusters = keys.shape[2], centroids.shape[2]
     on_cpu = jax.default_backend() == "cpu"
     most = SIMILARITIES if on_cpu else ACCELERATOR_SIMILARITIES

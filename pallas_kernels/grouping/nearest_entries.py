@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base import route
+from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.kernel_parts import dot, own_part
+from pallas_kernels.base.tiles import SMALLEST, power_of_two
+from pallas_kernels.grouping.segment_sum import load_rows
 
 VECTORS = 256  # at a time
 ENTRIES = 4096  # whose cosines are held at a time: on CPU, so few that they stay in its caches
+TILE, MOST = 8192, 64  # numbers of a kernel's tile of vectors or entries, and how many those are
 
 
 def nearest_entries(
     vectors: Float[Array, "B N D"],
     entries: Float[Array, "B E D"],
     count: Int[Array, " B"],
+    *,
+    implementation: str | None = None,
 ) -> tuple[Int[Array, "B N"], Float[Array, "B N"]]:
     """The entry with the highest cosine to each vector, the first of equals, and that cosine.
+
+    The kernel holds no cosines beyond a tile. XLA goes through the entries in a loop whose length
+    only the device knows.
 
     Args:
       vectors: of any length; the cosine of a zero vector is 0.
       entries: of any length but 0.
       count: how many of them there are; without any, the cosines are `-inf`.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
@@ -30,7 +52,20 @@ def nearest_entries(
       >>> index.tolist(), cosine.tolist()
       ([[1]], [[1.0]])
     """
-    return jax.vmap(_nearest)(vectors, entries, count)
+    chosen = choose_implementation(implementation, entries)
+    if vectors.ndim != 3 or entries.ndim != 3:
+        shapes = f"{vectors.shape}, {entries.shape}"
+        raise ValueError(f"vectors must be [B, N, D] and entries [B, E, D], got {shapes}")
+    if vectors.shape[::2] != entries.shape[::2] or count.shape != vectors.shape[:1]:
+        raise ValueError(
+            f"vectors, entries and count must have the same B, and as many channels, got "
+            f"{vectors.shape}, {entries.shape} and {count.shape}"
+        )
+    if chosen == "xla" or not vectors.size or not entries.size:
+        return jax.vmap(_nearest)(vectors, entries, count)
+    wanted = jnp.ones(vectors.shape[:2], bool)
+    units = directions(vectors)[0]
+    return nearest_of_wanted(units, wanted, entries, count, chosen == "interpret")
 
 
 def directions(
@@ -66,6 +101,67 @@ def nearest_directions(
 
     none = jnp.zeros(number, jnp.int32), jnp.full(number, -jnp.inf)
     return jax.lax.fori_loop(0, -(-count // size), block, none)
+
+
+def nearest_of_wanted(
+    units: Float[Array, "B N D"],
+    wanted: Bool[Array, "B N"],
+    entries: Float[Array, "B E D"],
+    count: Int[Array, " B"],
+    interpret: bool,
+) -> tuple[Int[Array, "B N"], Float[Array, "B N"]]:
+    """`nearest_entries` of unit vectors by one launch; of those that are not wanted, 0 and -inf.
+
+    A program that has none to look for ends at once.
+    """
+    batch, number, channels = units.shape
+    padded = max(SMALLEST, power_of_two(channels))
+    tile = max(SMALLEST, min(TILE // padded, MOST))
+    out = [jax.ShapeDtypeStruct((batch, number), dtype) for dtype in (jnp.int32, jnp.float32)]
+    return route.pallas_call(
+        functools.partial(_kernel, tile=tile),
+        grid=(batch, pl.cdiv(number, tile)),
+        in_specs=[own_part(x, (0,)) for x in (units, wanted, entries, count)],
+        out_specs=[own_part(x, (0,)) for x in out],
+        out_shape=out,
+        num_stages=1,
+        interpret=interpret,
+        name="nearest_entries",
+    )(units, wanted.astype(jnp.int32), entries, count.astype(jnp.int32))
+
+
+def _kernel(units, wanted, entries, count, index, cosine, *, tile: int):
+    """A tile of vectors, which all entries are compared with."""
+    vector = pl.program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
+    there = vector < units.shape[0]
+    looks = route.load(wanted.at[vector], mask=there, other=np.int32(0)) > 0
+    own = load_rows(units, vector, there, SMALLEST)
+    total = jnp.where(looks.astype(jnp.int32).max() > 0, count[...], 0)
+
+    def compare(i, best):
+        entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
+        rows, norms = _tile_directions(load_rows(entries, entry, entry < total, SMALLEST))
+        found = jnp.minimum(dot(rows, own.T), 1.0)
+        found = jnp.where(((entry < total) & (norms > 0))[:, None], found, -jnp.inf)
+        highest = found.max(0)
+        first = jnp.where(found == highest[None, :], entry[:, None], entries.shape[0]).min(0)
+        higher = highest > best[1]
+        return jnp.where(higher, first, best[0]), jnp.maximum(highest, best[1])
+
+    none = jnp.zeros((tile,), jnp.int32), jnp.full((tile,), -jnp.inf)
+    rounds = jax.lax.div(total + np.int32(tile - 1), np.int32(tile))
+    found = jax.lax.fori_loop(np.int32(0), rounds, compare, none)
+    route.store(index.at[vector], jnp.where(looks, found[0], 0), mask=there)
+    route.store(cosine.at[vector], jnp.where(looks, found[1], -jnp.inf), mask=there)
+
+
+def _tile_directions(rows: Float[Array, "N D"]) -> tuple[Float[Array, "N D"], Float[Array, " N"]]:
+    """`directions` in a kernel."""
+    rows = rows.astype(jnp.float32)
+    largest = jnp.abs(rows).max(1)
+    scaled = rows / jnp.where(largest > 0, largest, 1.0)[:, None]
+    length = jnp.sqrt((scaled * scaled).sum(1))
+    return scaled / jnp.where(length > 0, length, 1.0)[:, None], length * largest
 
 
 def _nearest(

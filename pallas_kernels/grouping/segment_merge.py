@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.base import route
+from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.kernel_parts import own_part
 from pallas_kernels.base.rows import take_slots
+from pallas_kernels.base.tiles import power_of_two
+from pallas_kernels.grouping.segment_sum import (
+    Segments,
+    Targets,
+    load_rows,
+    targets_of,
+)
 
 BLOCK = 512  # rows that are added at a time: on CPU, what stays in its caches
 
@@ -15,6 +28,8 @@ def segment_merge(
     rows: Float[Array, "B H S D"],
     into: Int[Array, "B H S"],
     weights: Float[Array, "B H S"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "B H S D"]:
     """The weighted mean of every segment, in its target's row.
 
@@ -22,12 +37,22 @@ def segment_merge(
     segment, `out[target] = Σ_M w x / Σ_M w`. All other rows come back exactly as they are:
     rows that were merged away, targets of no other row, and targets whose rows all weigh nothing.
 
+    The kernel adds up each target's rows in the order of their numbers and writes every row once.
+    XLA adds rows where they go; on a GPU the order of these atomic additions, and so the rounding
+    of a sum, differs from run to run.
+
     Args:
       into: target of each row, S = none. A target must be its own target.
       weights: non-negative, float32.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
     Returns:
       The rows in their dtype; sums are float32.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
@@ -36,7 +61,16 @@ def segment_merge(
       >>> segment_merge(rows, jnp.array([[[1, 1, 2]]]), jnp.array([[[3.0, 1.0, 1.0]]])).tolist()
       [[[[1.0], [1.5], [8.0]]]]
     """
+    chosen = choose_implementation(implementation, rows)
+    if rows.ndim != 4:
+        raise ValueError(f"rows must be [B, H, S, D], got {rows.shape}")
+    for name, x in (("into", into), ("weights", weights)):
+        if x.shape != rows.shape[:3]:
+            raise ValueError(f"{name} must have shape {rows.shape[:3]}, got {x.shape}")
     size = rows.shape[2]
+    if chosen != "xla" and rows.size:
+        segments = Segments.of(into.astype(jnp.int32), size)
+        return _merge(rows, weights.astype(jnp.float32), segments, chosen == "interpret")
     slot = jax.lax.broadcasted_iota(jnp.int32, into.shape, 2)
     moves = (into != slot) & (into < size)
     target = jnp.where(moves, into, size)
@@ -63,6 +97,57 @@ def segment_merge(
     if rest:
         out = add(blocks * BLOCK, rest, out)
     return out.astype(rows.dtype)
+
+
+def _merge(
+    rows: Float[Array, "B H S D"],
+    weights: Float[Array, "B H S"],
+    segments: Segments,
+    interpret: bool,
+) -> Float[Array, "B H S D"]:
+    """One launch, after those that find the segments."""
+    tile = targets_of(rows.shape[3], rows.shape[2])
+    own = (0, 1)
+    return route.pallas_call(
+        functools.partial(_kernel, tile=tile),
+        grid=(*rows.shape[:2], pl.cdiv(rows.shape[2], tile)),
+        in_specs=[own_part(rows, own), own_part(weights, own), *segments.parts()],
+        out_specs=own_part(rows, own),
+        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+        num_stages=1,
+        interpret=interpret,
+        name="segment_merge",
+    )(rows, weights, *segments)
+
+
+def _kernel(rows, weights, order, first, count, out, *, tile: int):
+    """What a tile of rows become: means where they are targets of others, else what they were."""
+    own = Targets.of(order, first, count, tile)
+    channels = rows.shape[1]
+    # Rows that are no targets of others have nothing to add up.
+    members = jnp.where(own.count > 1, own.count, 0)
+
+    def weigh(number, wanted):
+        return route.load(weights.at[number], mask=wanted, other=jnp.float32(0))
+
+    def add_weights(number, wanted, total):
+        return total + weigh(number, wanted).sum(1)
+
+    total = own.fold(members, add_weights, jnp.zeros((tile,), jnp.float32))
+    merged = total > 0
+
+    def add_rows(number, wanted, mean):
+        share = weigh(number, wanted) / jnp.where(merged, total, 1.0)[:, None]
+        row = load_rows(rows, number, wanted).astype(jnp.float32)
+        return mean + (row * share[:, :, None]).sum(1)
+
+    members = jnp.where(merged, members, 0)
+    mean = own.fold(members, add_rows, jnp.zeros((tile, power_of_two(channels)), jnp.float32))
+    before = load_rows(rows, own.target, own.there)
+    after = jnp.where(merged[:, None], mean.astype(rows.dtype), before)
+    channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
+    wanted = own.there[:, None] & (channel < channels)[None, :]
+    route.store(out.at[own.target[:, None], channel[None, :]], after, mask=wanted)
 
 
 _add_into = jax.vmap(

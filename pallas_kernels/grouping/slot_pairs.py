@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.base import route
+from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.kernel_parts import own_part
 from pallas_kernels.base.rows import take_slots
+from pallas_kernels.base.tiles import power_of_two
 from pallas_kernels.grouping.cosine import above, inverse_length, round_cosine
+from pallas_kernels.grouping.segment_sum import load_rows
 
 BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
+TILE = 4096  # numbers of the first keys of a program's pairs: 4 warps hold both keys in registers
 
 
 def pair_cosine(
     keys: Float[Array, "B H S D"],
     first: Int[Array, "B H N"],
     second: Int[Array, "B H N"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "B H N"]:
     """Cosine of two keys, `a·b / (|a| |b|)`, for N pairs of slots; 0 where one is 0; float32.
 
@@ -28,6 +39,12 @@ def pair_cosine(
 
     Args:
       first, second: the slots of each pair.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
@@ -36,13 +53,16 @@ def pair_cosine(
       >>> round(float(pair_cosine(keys, jnp.array([[[0]]]), jnp.array([[[1]]]))[0, 0, 0]), 4)
       0.6
     """
-    return round_cosine(_in_blocks(_cosine, keys, first, second), keys.shape[3])
+    cosine = _measured(_cosine, _tile_cosine, keys, first, second, implementation)
+    return round_cosine(cosine, keys.shape[3])
 
 
 def pair_distance(
     keys: Float[Array, "B H S D"],
     first: Int[Array, "B H N"],
     second: Int[Array, "B H N"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "B H N"]:
     """Distance of two keys, `|a - b|`, for N pairs of slots; float32.
 
@@ -51,6 +71,12 @@ def pair_distance(
 
     Args:
       first, second: the slots of each pair.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
     """
     rounding = 4 * float(jnp.finfo(keys.dtype).eps)
 
@@ -58,7 +84,7 @@ def pair_distance(
         apart = _length(a - b)
         return jnp.where(apart > rounding * _length(a), apart, 0.0)
 
-    return _in_blocks(distance, keys, first, second)
+    return _measured(distance, distance, keys, first, second, implementation)
 
 
 def join_anchors(
@@ -66,18 +92,32 @@ def join_anchors(
     order: Int[Array, "B H N"],
     pairs: Bool[Array, "B H N"],
     threshold: float,
+    *,
+    implementation: str | None = None,
 ) -> Bool[Array, "B H N"]:
     """Which entries of `order` join the run after them, from the last to the first.
 
     An entry joins where `pairs` allows it and the cosine of its key and that of the run's last
     entry, the anchor, rounded as by `pair_cosine`, is above the threshold by more than a step;
-    elsewhere the entry is the anchor of a new run.
+    elsewhere the entry is the anchor of a new run. Which keys are compared depends on the entries
+    before, so that XLA takes a step of a loop for each entry; the kernel is one launch, in which a
+    program goes through the entries of a head.
 
     Args:
       order: slots.
       pairs: whether an entry may join the next one; the last may not.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
+
+    Raises:
+      ValueError: shapes that do not fit each other; an unknown implementation, or one that the
+        GPU is too old for.
     """
+    chosen = choose_implementation(implementation, keys)
+    _check(keys, order=order, pairs=pairs)
     channels = keys.shape[3]
+    if chosen != "xla" and keys.size and order.size:
+        return _join(keys, order, pairs, threshold, chosen == "interpret")
 
     def step(anchor: Array, entry: tuple[Array, Array]) -> tuple[Array, Array]:
         slot, pair = entry
@@ -90,6 +130,93 @@ def join_anchors(
     nothing = jnp.zeros((*keys.shape[:2], 1, keys.shape[3]), jnp.float32)
     _, joins = jax.lax.scan(step, nothing, entries, reverse=True)
     return jnp.moveaxis(joins, 0, -1)
+
+
+def _measured(
+    by_xla: Callable[[Array, Array], Array],
+    by_kernel: Callable[[Array, Array], Array],
+    keys: Array,
+    first: Array,
+    second: Array,
+    implementation: str | None,
+) -> Float[Array, "B H N"]:
+    """What `by_xla`, or in a kernel `by_kernel`, gives for every pair of keys."""
+    chosen = choose_implementation(implementation, keys)
+    _check(keys, first=first, second=second)
+    if chosen == "xla" or not keys.size or not first.size:
+        return _in_blocks(by_xla, keys, first, second)
+    channels, pairs = keys.shape[3], first.shape[2]
+    tile = max(min(TILE // power_of_two(channels), power_of_two(pairs)), 1)
+    measured = jax.ShapeDtypeStruct(first.shape, jnp.float32)
+    return route.pallas_call(
+        functools.partial(_pair_kernel, measure=by_kernel, tile=tile),
+        grid=(*first.shape[:2], pl.cdiv(pairs, tile)),
+        in_specs=[own_part(x, (0, 1)) for x in (keys, first, second)],
+        out_specs=own_part(measured, (0, 1)),
+        out_shape=measured,
+        num_stages=1,
+        interpret=chosen == "interpret",
+        name="slot_pairs",
+    )(keys, *(x.astype(jnp.int32) for x in (first, second)))
+
+
+def _check(keys: Array, **lists: Array) -> None:
+    """Raises unless the lists are of the same length, one for each row and head of the keys."""
+    if keys.ndim != 4:
+        raise ValueError(f"keys must be [B, H, S, D], got {keys.shape}")
+    (name, one), (other_name, other) = lists.items()
+    if one.ndim != 3 or one.shape[:2] != keys.shape[:2]:
+        expected = f"{keys.shape[:2]} and a length"
+        raise ValueError(f"{name} must have shape {expected}, got {one.shape}")
+    if other.shape != one.shape:
+        raise ValueError(f"{other_name} must have shape {one.shape}, got {other.shape}")
+
+
+def _pair_kernel(keys, first, second, measured, *, measure: Callable, tile: int):
+    """A tile of pairs."""
+    pair = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
+    there = pair < first.shape[0]
+    slots = (route.load(x.at[pair], mask=there, other=np.int32(0)) for x in (first, second))
+    rows = (load_rows(keys, slot, there).astype(jnp.float32) for slot in slots)
+    route.store(measured.at[pair], measure(*rows), mask=there)
+
+
+def _join(keys, order, pairs, threshold: float, interpret: bool) -> Bool[Array, "B H N"]:
+    """One launch; a program goes through the entries of a row and head."""
+    joins = jax.ShapeDtypeStruct(order.shape, jnp.int32)
+    found = route.pallas_call(
+        functools.partial(_anchor_kernel, threshold=threshold),
+        grid=order.shape[:2],
+        in_specs=[own_part(x, (0, 1)) for x in (keys, order, pairs)],
+        out_specs=own_part(joins, (0, 1)),
+        out_shape=joins,
+        num_warps=1,  # sums over the channels of one key need no shared memory then
+        num_stages=1,
+        interpret=interpret,
+        name="join_anchors",
+    )(keys, order.astype(jnp.int32), pairs.astype(jnp.int32))
+    return found > 0
+
+
+def _anchor_kernel(keys, order, pairs, joins, *, threshold: float):
+    """Goes through the entries of a row and head, from the last to the first."""
+    entries, channels = order.shape[0], keys.shape[1]
+
+    def load(entry):
+        slot = jnp.full((1,), order[jnp.maximum(entry, 0)])
+        return load_rows(keys, slot, slot >= 0).astype(jnp.float32)
+
+    def go(i, carry):
+        anchor, key = carry
+        entry = np.int32(entries - 1) - i
+        before = load(entry - 1)  # on its way while this entry is compared
+        cosine = round_cosine(_tile_cosine(key, anchor), channels, in_kernel=True)
+        join = (pairs[entry] > 0) & above(cosine, threshold, channels)
+        route.store(joins.at[jnp.full((1,), entry)], join.astype(jnp.int32))
+        return jnp.where(join[:, None], anchor, key), before
+
+    last = load(np.int32(entries - 1))
+    jax.lax.fori_loop(np.int32(0), np.int32(entries), go, (jnp.zeros_like(last), last))
 
 
 def _in_blocks(
@@ -112,6 +239,11 @@ def _cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*
     # A batched product: the sum of an elementwise one is several times slower on CPU.
     dots = jnp.einsum("...d,...d->...", a, b, precision=jax.lax.Precision.HIGHEST)
     return dots * inverse_length(a) * inverse_length(b)
+
+
+def _tile_cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
+    """In a kernel, which has no batched product."""
+    return (a * b).sum(-1) * inverse_length(a) * inverse_length(b)
 
 
 def _length(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:

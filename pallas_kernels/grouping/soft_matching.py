@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.tiles import tile_of
+from pallas_kernels.grouping.best_match import NO_NUMBER, Every, best_match
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
 # Rows of A that meet all of their chunk's B at once: bounds the memory of very long chunks.
 BLOCK = 512
-_NO_NUMBER = -2.0  # similarity where keys hold NaN: below every cosine, and still an edge
 
 
 def soft_matching(
@@ -18,6 +20,7 @@ def soft_matching(
     count: Int[Array, "B H"],
     *,
     chunk: int,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B H N"], Int[Array, "B H N"]]:
     """The edge of every token of set A: its most similar token of set B in the same chunk.
 
@@ -32,6 +35,8 @@ def soft_matching(
       keys: in the order of their tokens. Their lengths do not matter.
       count: tokens per row and head.
       chunk: tokens per chunk, at least 2.
+      implementation: `"pallas"` (the kernel), `"interpret"` (the kernel, interpreted on any
+        device), `"xla"`, or None: the kernel on a GPU that can run it, XLA elsewhere.
 
     Returns:
       Float32 similarity of each token's edge, `-inf` where it has none (tokens of set B, an A
@@ -39,7 +44,8 @@ def soft_matching(
       edge.
 
     Raises:
-      ValueError: a chunk of less than 2.
+      ValueError: shapes that do not fit each other, a chunk of less than 2; an unknown
+        implementation, or one that the GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,10 +55,38 @@ def soft_matching(
       >>> similarity.tolist(), partner.tolist()
       ([[[1.0, -inf, 1.0, -inf]]], [[[3, 1, 1, 3]]])
     """
+    chosen = choose_implementation(implementation, keys)
     if chunk < 2:
         raise ValueError(f"chunk must be at least 2, got {chunk}")
+    if keys.ndim != 4:
+        raise ValueError(f"keys must be [B, H, N, D], got {keys.shape}")
+    if count.shape != keys.shape[:2]:
+        raise ValueError(f"count must have shape {keys.shape[:2]}, got {count.shape}")
+    size = max(2, min(chunk, keys.shape[2]))
+    if chosen == "xla":
+        return _by_xla(keys, count, size)
+    return _by_kernel(keys, count, size, chosen == "interpret")
+
+
+def _by_kernel(
+    keys: Float[Array, "B H N D"], count: Int[Array, "B H"], size: int, interpret: bool
+) -> tuple[Float[Array, "B H N"], Int[Array, "B H N"]]:
+    """`soft_matching` in chunks of `size`, which reads the keys where they are."""
+    token = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
+    there = token < count[..., None]
+    similarity, partner = best_match(
+        keys, keys, there, Every(size, 0, 2), Every(size, 1, 2), "rounded_cosine",
+        tile=tile_of("best_match"), interpret=interpret,
+    )  # fmt: skip
+    similarity = jnp.where(there, similarity, -jnp.inf)
+    return similarity, jnp.where(similarity > -jnp.inf, partner, token)
+
+
+def _by_xla(
+    keys: Float[Array, "B H N D"], count: Int[Array, "B H"], size: int
+) -> tuple[Float[Array, "B H N"], Int[Array, "B H N"]]:
+    """The XLA reference, in chunks of `size`."""
     tokens = keys.shape[2]
-    size = max(2, min(chunk, tokens))
     keys = _whole_chunks(keys, size)
     chunked = keys.reshape(*keys.shape[:2], -1, size, keys.shape[-1]).astype(jnp.float32)
     token = jnp.arange(keys.shape[2], dtype=jnp.int32).reshape(1, 1, -1, size)
@@ -67,7 +101,7 @@ def soft_matching(
         )  # fmt: skip
         cosine = dots * inverse_length(a)[..., None] * b_scale[..., None, :]
         cosine = round_cosine(cosine, keys.shape[-1])
-        cosine = jnp.where(jnp.isnan(cosine), _NO_NUMBER, cosine)
+        cosine = jnp.where(jnp.isnan(cosine), NO_NUMBER, cosine)
         cosine = jnp.where(has_b[..., None, :], cosine, -jnp.inf)
         best = cosine.max(-1)
         # The first maximum by two plain reductions: several times faster on CPU than argmax.

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import head_part, own_part, zero
 from pallas_kernels.base.rows import take_slots
@@ -29,7 +29,6 @@ LOOKED_AT = 64  # ranks that it looks through at a time: about a thousand slots 
 
 NOTHING = np.float32(-np.inf)
 NONE = np.int32(0)
-PARAMETERS = plt.CompilerParams(num_warps=4, num_stages=2)
 
 
 def rank_clusters(
@@ -192,23 +191,21 @@ def _rank(q, centroids, sizes, reduce: GroupReduce | None, interpret: bool) -> I
     tile = max(1, min(SCORED // power_of_two(channels), power_of_two(clusters)))
     sizes = sizes.astype(jnp.int32)
     own = (0, 1)
-    score = pl.pallas_call(
+    score = route.pallas_call(
         functools.partial(_score_kernel, tile=tile, reduce=reduce),
         grid=(batch, heads, pl.cdiv(clusters, tile)),
         in_specs=[own_part(x, own) for x in (q, centroids, sizes)],
         out_specs=own_part(score, own),
         out_shape=score,
-        compiler_params=PARAMETERS,
         interpret=interpret,
         name="score_clusters",
     )(q, centroids, sizes).reshape(order.shape)
-    return pl.pallas_call(
+    return route.pallas_call(
         functools.partial(_rank_kernel, tile=RANKED, compared=COUNTED),
         grid=(*order.shape[:2], pl.cdiv(clusters, RANKED)),
         in_specs=[own_part(score, own)],
         out_specs=own_part(order, own),
         out_shape=order,
-        compiler_params=PARAMETERS,
         interpret=interpret,
         name="rank_clusters",
     )(score)
@@ -223,12 +220,12 @@ def _score_kernel(q, centroids, sizes, score, *, tile: int, reduce: GroupReduce 
 
     def load(ref, row, is_row):
         cell, wanted = (row[:, None], channel[None, :]), is_row[:, None] & is_channel[None, :]
-        rows = plt.load(ref.at[cell], mask=wanted, other=zero(ref.dtype))
+        rows = route.load(ref.at[cell], mask=wanted, other=zero(ref.dtype))
         return rows.astype(jnp.float32)
 
     # Centroids of empty clusters are read too: waiting for the sizes first would take longer.
     own = load(centroids, cluster, there)
-    size = plt.load(sizes.at[cluster], mask=there, other=NONE)
+    size = route.load(sizes.at[cluster], mask=there, other=NONE)
     head = jnp.arange(power_of_two(group), dtype=jnp.int32)
 
     def scores(chosen):
@@ -245,7 +242,7 @@ def _score_kernel(q, centroids, sizes, score, *, tile: int, reduce: GroupReduce 
     if reduce == "max":
         found = [functools.reduce(jnp.maximum, found)]
     for g, product in enumerate(found):
-        plt.store(score.at[g, cluster], jnp.where(size > 0, product, -jnp.inf), mask=there)
+        route.store(score.at[g, cluster], jnp.where(size > 0, product, -jnp.inf), mask=there)
 
 
 def _rank_kernel(score, order, *, tile: int, compared: int):
@@ -253,14 +250,14 @@ def _rank_kernel(score, order, *, tile: int, compared: int):
     clusters, first = score.shape[0], pl.program_id(2) * tile
     cluster = first + jnp.arange(tile, dtype=jnp.int32)
     there = cluster < clusters
-    own = plt.load(score.at[cluster], mask=there, other=NOTHING)[:, None]
+    own = route.load(score.at[cluster], mask=there, other=NOTHING)[:, None]
 
     def count(begin, end, before, rank):
         """Adds those of `compared` clusters at a time that come before."""
 
         def add(i, rank):
             other = i * compared + jnp.arange(compared, dtype=jnp.int32)
-            scores = plt.load(score.at[other], mask=other < clusters, other=NOTHING)
+            scores = route.load(score.at[other], mask=other < clusters, other=NOTHING)
             return rank + before(scores[None, :], other[None, :]).sum(1, dtype=jnp.int32)
 
         return jax.lax.fori_loop(begin, end, add, rank)
@@ -276,7 +273,7 @@ def _rank_kernel(score, order, *, tile: int, compared: int):
     rank = count(jnp.int32(0), here, lambda scores, _: scores >= own, rank)
     rank = count(here, here + 1, either, rank)
     rank = count(here + 1, last, lambda scores, _: scores > own, rank)
-    plt.store(order.at[rank], cluster, mask=there)
+    route.store(order.at[rank], cluster, mask=there)
 
 
 def _list(order, sizes, starts, count, length: int, interpret: bool) -> Int[Array, "B K N"]:
@@ -287,7 +284,7 @@ def _list(order, sizes, starts, count, length: int, interpret: bool) -> Int[Arra
         return jnp.full(index.shape, -1, index.dtype)
     order, sizes, starts, count = (x.astype(jnp.int32) for x in (order, sizes, starts, count))
     own = (0, 1)
-    return pl.pallas_call(
+    return route.pallas_call(
         functools.partial(_list_kernel, tile=PLACES, looked_at=LOOKED_AT),
         grid=(*index.shape[:2], pl.cdiv(length, PLACES)),
         in_specs=[
@@ -296,7 +293,6 @@ def _list(order, sizes, starts, count, length: int, interpret: bool) -> Int[Arra
         ],
         out_specs=own_part(index, own),
         out_shape=index,
-        compiler_params=PARAMETERS,
         interpret=interpret,
         name="build_indices",
     )(order, sizes, starts, count)  # fmt: skip
@@ -318,9 +314,9 @@ def _list_kernel(order, sizes, starts, count, index, *, tile: int, looked_at: in
         seen, begin, slot = carry
         rank = seen + jnp.arange(looked_at, dtype=jnp.int32)
         there = rank < clusters
-        cluster = plt.load(order.at[rank], mask=there, other=NONE)
-        size = plt.load(sizes.at[cluster], mask=there, other=NONE)
-        start = plt.load(starts.at[cluster], mask=there, other=NONE)
+        cluster = route.load(order.at[rank], mask=there, other=NONE)
+        size = route.load(sizes.at[cluster], mask=there, other=NONE)
+        start = route.load(starts.at[cluster], mask=there, other=NONE)
         end = begin + jnp.cumsum(size, dtype=jnp.int32)
         begins = end - size
         # A place is in one cluster at most. Until that is found its slot is -1, hence the 1 more.
@@ -331,4 +327,4 @@ def _list_kernel(order, sizes, starts, count, index, *, tile: int, looked_at: in
 
     none = jnp.full((tile,), -1, jnp.int32)
     _, _, slot = jax.lax.while_loop(goes_on, look, (jnp.int32(0), jnp.int32(0), none))
-    plt.store(index.at[place], jnp.where(place < total, slot, -1), mask=place < length)
+    route.store(index.at[place], jnp.where(place < total, slot, -1), mask=place < length)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import head_part, own_part, zero
 from pallas_kernels.base.tiles import power_of_two
@@ -19,7 +19,6 @@ PIECE = 16  # slots of a long piece: a page of Quest, a fifth of an average clus
 # Numbers that a program of the kernel fetches, 16 rows of 128 channels. A row takes long to cross,
 # so that tiles are small and many, and all rows of a step are on their way at once.
 TILE = 2048
-PARAMETERS = plt.CompilerParams(num_warps=4, num_stages=2)
 NOWHERE = np.int32(-1)
 
 
@@ -117,14 +116,13 @@ def _read(stores, rows, index, missing, interpret: bool) -> tuple[Float[Array, "
     lists, entries, channels = index.shape[1], index.shape[2], rows[0].shape[3]
     tile = max(1, min(TILE // power_of_two(channels), power_of_two(entries)))
     filled = [own_part(x, (0, 1)) for x in rows]
-    found = pl.pallas_call(
+    found = route.pallas_call(
         functools.partial(_kernel, tile=tile, stores=len(stores)),
         grid=(*index.shape[:2], pl.cdiv(entries, tile)),
         in_specs=[own_part(slot, (0, 1)), *(head_part(x, lists) for x in stores), *filled],
         out_specs=filled,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows],
         input_output_aliases={1 + len(stores) + i: i for i in range(len(rows))},
-        compiler_params=PARAMETERS,
         interpret=interpret,
         name="host_rows",
     )(slot, *stores, *rows)
@@ -137,15 +135,15 @@ def _kernel(slot, *refs, tile: int, stores: int):
     (slots, channels), entries = sources[0].shape, slot.shape[0]
     entry = pl.program_id(2) * tile + jnp.arange(tile, dtype=jnp.int32)
     channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
-    own = plt.load(slot.at[entry], mask=entry < entries, other=NOWHERE)
+    own = route.load(slot.at[entry], mask=entry < entries, other=NOWHERE)
     wanted = ((own >= 0) & (own < slots))[:, None] & (channel < channels)[None, :]
     # All loads are issued before the first is waited for.
     found = [
-        plt.load(x.at[own[:, None], channel[None, :]], mask=wanted, other=zero(x.dtype))
+        route.load(x.at[own[:, None], channel[None, :]], mask=wanted, other=zero(x.dtype))
         for x in sources
     ]
     for x, into in zip(found, filled, strict=True):
-        plt.store(into.at[entry[:, None], channel[None, :]], x.astype(into.dtype), mask=wanted)
+        route.store(into.at[entry[:, None], channel[None, :]], x.astype(into.dtype), mask=wanted)
 
 
 def _run_start(index: Int[Array, "B K N"], missing: Bool[Array, "B K N"]) -> Bool[Array, "B K N"]:

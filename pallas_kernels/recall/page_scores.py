@@ -7,9 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import dot, own_part, zero
 from pallas_kernels.base.tiles import SMALLEST, power_of_two
@@ -17,7 +17,6 @@ from pallas_kernels.base.tiles import SMALLEST, power_of_two
 # Bytes of a tile of one bound, 64 pages of 128 channels in 16 bits. 4 warps hold such a tile of
 # each bound without spilling registers, and a few thousand pages make enough tiles for a device.
 TILE_BYTES = 16384
-PARAMETERS = plt.CompilerParams(num_warps=4, num_stages=2)
 
 
 def page_scores(
@@ -85,13 +84,12 @@ def _score(q, low, high, interpret: bool) -> Float[Array, "B H G P"]:
         return jnp.zeros(score.shape, score.dtype)
     padded = max(SMALLEST, power_of_two(channels))
     tile = max(SMALLEST, min(TILE_BYTES // (padded * low.dtype.itemsize), power_of_two(pages)))
-    return pl.pallas_call(
+    return route.pallas_call(
         functools.partial(_kernel, tile=tile, padded=padded),
         grid=(batch, heads, pl.cdiv(pages, tile)),
         in_specs=[own_part(x, (0, 1)) for x in (q, low, high)],
         out_specs=own_part(score, (0, 1)),
         out_shape=score,
-        compiler_params=PARAMETERS,
         interpret=interpret,
         name="page_scores",
     )(q, low, high.astype(low.dtype))
@@ -106,7 +104,9 @@ def _kernel(q, low, high, score, *, tile: int, padded: int):
 
     def load(ref, row, rows: int):
         wanted = (row < rows)[:, None] & (channel < channels)[None, :]
-        return plt.load(ref.at[row[:, None], channel[None, :]], mask=wanted, other=zero(ref.dtype))
+        return route.load(
+            ref.at[row[:, None], channel[None, :]], mask=wanted, other=zero(ref.dtype)
+        )
 
     queries = load(q, head, group).astype(low.dtype)
     lowest, highest = load(low, page, pages), load(high, page, pages)
@@ -114,4 +114,4 @@ def _kernel(q, low, high, score, *, tile: int, padded: int):
     # negative parts meet `low`.
     upper = dot(jnp.maximum(queries, 0), highest.T) + dot(jnp.minimum(queries, 0), lowest.T)
     wanted = (head < group)[:, None] & (page < pages)[None, :]
-    plt.store(score.at[head[:, None], page[None, :]], upper, mask=wanted)
+    route.store(score.at[head[:, None], page[None, :]], upper, mask=wanted)

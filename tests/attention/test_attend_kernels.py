@@ -1,4 +1,4 @@
-"""`kvjax.attend` with kernels: the same steps as by XLA, interpreted and on a GPU."""
+"""`kvjax.attend` with kernels: the same steps and prompts as by XLA, interpreted and on a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.attention.layer import layer_caches
+from kvjax.testing import control_flow
 from tests.support.attending import Tokens, attend, right
 from tests.support.attention_cases import KERNELS, use_small_tiles
 from tests.support.lowering import KERNEL, lower_for_cuda
@@ -38,6 +40,12 @@ TRANSFORMS = [
     kvjax.Quest(12, page=4, dense_layers=()),
     kvjax.chain(kvjax.ClusterKV(8, sinks=2, clusters=3, dense_layers=()), kvjax.Offload()),
     kvjax.chain(kvjax.Quest(12, page=4, per_query_head=True, dense_layers=()), kvjax.Offload()),
+    kvjax.Quantize(rotate=False),
+    kvjax.chain(kvjax.Quantize(), kvjax.Quest(12, page=4, dense_layers=())),
+    kvjax.chain(
+        kvjax.Quantize(**FOUR_BITS, residual=8),
+        kvjax.Quest(12, page=4, per_query_head=True, dense_layers=()),
+    ),
 ]
 
 
@@ -108,10 +116,96 @@ def test_a_loop_of_steps_lowers_for_cuda_and_never_waits_for_the_host(transform)
     assert not re.findall(r"stablehlo\.(infeed|outfeed|send|recv)", text)
 
 
-def test_a_prompt_has_no_kernel():
+# --- prompts --------------------------------------------------------------------------------------
+
+CHUNKS = ((12, 7), (8, 0))  # tokens of each row
+READERS = {
+    "full": kvjax.Full(),
+    "h2o": kvjax.H2O(budget=12),
+    "snapkv": kvjax.SnapKV(8, window=4),
+    "pyramidinfer": kvjax.bind(kvjax.PyramidInfer(0.8, 0.6), 4)[2],
+    "snapkv, h2o, quantize": kvjax.chain(
+        kvjax.SnapKV(14, window=4), kvjax.H2O(budget=12), kvjax.Quantize()
+    ),
+    "unrotated keys": kvjax.StreamingLLM(12, sinks=2, reposition=True),
+    "head groups": kvjax.HeadGroups(
+        (((0,), kvjax.H2O(budget=12)), ((1,), kvjax.SnapKV(8, window=4)))
+    ),
+}
+LOGITS = {"plain": {}, "window and soft cap": {"window": 9, "soft_cap": 2.0}}
+
+
+def read(transform, implementation, **logits):
+    """Outputs of a ragged prompt in two chunks, and the cache after them."""
+    tokens = Tokens.random(rows=2, length=max(PROMPTS), head_dim=DIM)
     cache = kvjax.init_cache(
-        kvjax.Full(), batch=1, kv_heads=2, head_dim=DIM, max_prompt=4, max_new=1
+        transform, batch=2, kv_heads=2, query_heads=4, head_dim=DIM,
+        max_prompt=max(PROMPTS), max_new=STEPS,
+    )  # fmt: skip
+    outs, start = [], np.zeros(2, int)
+    for number, counts in enumerate(CHUNKS):
+        chunk = tokens.at(right(start, counts, max(counts)))
+        out, cache = attend(
+            transform, cache, *chunk, phase="prompt", last=number == 1, rope=ROPE,
+            implementation=implementation, **logits,
+        )  # fmt: skip
+        outs.append(out)
+        start += counts
+    return jnp.concatenate(outs, axis=2), cache
+
+
+def held(cache):
+    """What is left, and the attention that it received."""
+    return [jax.tree.leaves((x.kv.columns, x.kv.position)) for x in layer_caches(cache)]
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+@pytest.mark.parametrize("transform", READERS.values(), ids=READERS)
+@pytest.mark.fast_cases("h2o-plain-interpret", "snapkv-window and soft cap-interpret")
+def test_prompts_are_those_of_xla(transform, logits, implementation):
+    (expected, after), (out, cache) = (
+        read(transform, x, **logits) for x in ("xla", implementation)
     )
-    token = Tokens.random(rows=1, query_heads=2, head_dim=DIM).at(np.arange(4)[None])
-    with pytest.raises(ValueError, match=r"got 'pallas'"):
-        kvjax.attend(kvjax.Full(), cache, *token, phase="prompt", implementation="pallas")
+    close(out, expected)
+    for one, other in zip(*map(held, (after, cache)), strict=True):
+        for x, y in zip(one, other, strict=True):
+            close(y, x, what="attention that slots received, and what is left")
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_flush_takes_the_implementation_that_it_is_given(implementation):
+    transform, caches = kvjax.Every(kvjax.SnapKV(8, window=4), steps=2), []
+    flush = jax.jit(kvjax.flush, static_argnames=("steps", "implementation"))
+    for name in ("xla", implementation):
+        _, cache = decode(transform, name)
+        caches.append(flush(cache, implementation=name))
+    for x, y in zip(*(held(cache)[0] for cache in caches), strict=True):
+        close(y, x)
+    with pytest.raises(ValueError, match=r"'xla'.*'cuda'"):
+        flush(caches[0], implementation="cuda")
+
+
+@pytest.mark.parametrize("transform", READERS.values(), ids=READERS)
+@pytest.mark.fast_cases("snapkv, h2o, quantize")
+def test_a_prompt_lowers_for_cuda_without_a_loop_of_attention(transform):
+    tokens = Tokens.random(rows=2, length=20, head_dim=DIM)
+
+    def prompt(cache, *tokens):
+        return kvjax.attend(
+            transform, cache, *tokens, phase="prompt", rope=ROPE, implementation="pallas"
+        )
+
+    cache = kvjax.init_cache(
+        transform, batch=2, kv_heads=2, query_heads=4, head_dim=DIM, max_prompt=20, max_new=STEPS
+    )
+    chunk = tokens.at(np.tile(np.arange(20), (2, 1)))
+    found = control_flow(jax.make_jaxpr(prompt)(cache, *chunk).jaxpr)
+    assert "while" not in found, "a loop whose length the device knows alone"
+    assert KERNEL in lower_for_cuda(prompt, cache, *chunk)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel runs there")
+def test_a_named_kernel_does_not_fall_back_in_a_prompt():
+    with pytest.raises(ValueError, match="interpret"):
+        jax.block_until_ready(read(kvjax.Full(), "pallas"))

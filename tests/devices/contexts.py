@@ -96,7 +96,7 @@ def refused() -> bool:
 
 
 def attended(implementation: str, mesh) -> list[np.ndarray]:
-    """Outputs of a layer's steps, without a model."""
+    """Outputs of a layer's prompt and steps, without a model."""
     tx = kvjax.chain(kvjax.SnapKV(40), kvjax.Quantize(bits=8))
     size = {"batch": 2, "kv_heads": 4, "query_heads": 8, "head_dim": 16, "mesh": mesh}
     cache = kvjax.init_cache(tx, max_prompt=64, max_new=8, dtype="float32", **size)
@@ -105,10 +105,7 @@ def attended(implementation: str, mesh) -> list[np.ndarray]:
     for at, count in ((0, 64), (64, 1), (65, 1)):
         q, k, v = (rng.normal(size=(2, heads, count, 16)).astype(np.float32) for heads in (8, 4, 4))
         positions = np.broadcast_to(at + np.arange(count, dtype=np.int32), (2, count))
-        prompt = at == 0
-        how = {"phase": "prompt"} if prompt else {
-            "phase": "decode", "implementation": implementation
-        }  # fmt: skip
+        how = {"phase": "decode" if at else "prompt", "implementation": implementation}
         out, cache = attend(tx, cache, *map(jnp.asarray, (q, k, v, positions)), **how)
         outs.append(np.asarray(out))
     return outs

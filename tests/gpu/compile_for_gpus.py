@@ -1,4 +1,4 @@
-"""Compiles every kernel and the decode loop for GPUs that are not there: `make aot`.
+"""Compiles every kernel, the decode loop and prompts for GPUs that are not there: `make aot`.
 
     python -m tests.gpu.compile_for_gpus [--devices h200 a100 l4] [--only TEXT] [--hlo DIR]
 
@@ -13,17 +13,27 @@ What is asked of each program:
 - It compiles: its shared memory fits the device.
 - Its kernel is in it.
 - Nothing beside the kernel makes an array as large as a store of keys or values, in any dtype: no
-  copy, no conversion, no decoded rows. Rows may be written into it in place.
+  copy, no conversion, no decoded rows. Rows may be written into it in place. At the end of a prompt
+  that is compressed, each store may be copied once.
 - Its temporary memory is below a third of what keys and values take when they are decoded; the
   outputs of parts of the slots are in it.
 - A donated store comes out in its own memory.
+- Of a program that makes other keys and values, as merging at a prompt's end does, neither copies
+  nor temporary memory are asked about.
 - The host has no part in it: no callbacks, no feeds, nothing that goes to host memory but the rows
   that an offloaded cache moves there.
+- Where a program must not wait, as a prompt must not, no loop or branch in it depends on what the
+  device alone knows.
 
-Inner loops whose length is known on the device alone are counted (`inner loops`): where XLA runs
-them from the host, which is its default, it waits for such a loop's predicate, a byte, before each
-round. `XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE` lets it put a whole loop of steps into one
-graph, in which nothing waits (`--xla_dump_to` shows it: `thunk_sequence_after_thunk_passes`).
+Programs that name no kernel are XLA's: of them, and beside each kernel, is told what they take (how
+many operations the host launches, temporary memory), so that it can be seen whether a kernel is
+worth having. Nothing else is asked of them but that they compile.
+
+In loops of decode steps, inner loops whose length is known on the device alone are counted (`inner
+loops`): where XLA runs them from the host, which is its default, it waits for such a loop's
+predicate, a byte, before each round. `XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE` lets it put
+a whole loop of steps into one graph, in which nothing waits (`--xla_dump_to` shows it:
+`thunk_sequence_after_thunk_passes`).
 
 Exit status: 0, 1 when something is not as asked, 2 when nothing can be compiled here.
 """
@@ -32,7 +42,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import re
 import sys
@@ -43,17 +52,24 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from pallas_kernels.base import tiles
-from tests.gpu.gpu_programs import GPUProgram, on_host, programs
+from tests.gpu.gpu_programs import GPUProgram, programs
+from tests.support.ahead_of_time import (
+    SHOWN,
+    compile_for,
+    installed,
+    megabytes,
+    why_not,
+    write_text,
+)
 from tests.support.hlo_text import Program
 
 GPUS = Path(__file__).parent / "gpus"
 OLDEST_JAX = (0, 11)
 TEMPORARY = 0.33  # of the bytes of decoded keys and values: half of them are the keys
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-SHOWN = 200  # signs of a line of HLO
 
 
 class Device(NamedTuple):
@@ -64,10 +80,6 @@ class Device(NamedTuple):
     capability: tuple[int, int]
     mesh: Mesh
 
-    def sharding(self, memory: str) -> NamedSharding:
-        """Where an array is."""
-        return NamedSharding(self.mesh, PartitionSpec(), memory_kind=memory)
-
 
 class Outcome(NamedTuple):
     """What became of a program."""
@@ -75,6 +87,7 @@ class Outcome(NamedTuple):
     faults: list[str]
     seconds: float
     temporary: int = 0
+    launches: int = 0
     inner_loops: int = 0
 
 
@@ -116,18 +129,11 @@ def cannot() -> str | None:
     there = f"jax {jax.__version__} on Python {sys.version.split()[0]}"
     if jax.__version_info__ < OLDEST_JAX:
         there += ", which is too old"
-    elif not any(_installed(plugin) for plugin in PLUGINS):
+    elif not any(installed(plugin) for plugin in PLUGINS):
         there += " without a CUDA plugin"
     else:
         return None
     return f"needs jax[cuda13] 0.11 or newer, on Python 3.12 or newer, and no GPU; got {there}"
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def describe(name: str) -> Device:
@@ -158,92 +164,47 @@ def check(device: Device, program: GPUProgram, folder: Path | None = None) -> Ou
     """Compiles a program and asks of it what is to be asked."""
     begin = time.perf_counter()
     try:
-        compiled = compile_for(device, program)
+        compiled = compile_for(
+            device.mesh, "cuda", program.function, program.args, donated=program.donated
+        )
     except Exception as error:
-        reason = next((x for x in str(error).splitlines() if x.strip()), type(error).__name__)
-        return Outcome([f"does not compile: {reason[:SHOWN]}"], time.perf_counter() - begin)
+        return Outcome([why_not(error)], time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"\W+", "_", f"{device.name} {program.name}")
-        (folder / f"{name}.hlo").write_text(text)
+    write_text(folder, f"{device.name} {program.name}", text)
     hlo = Program(text)
-    faults = list(faults_of(program, hlo))
+    faults = list(faults_of(program, hlo, memory)) if program.kernel else []
+    temporary, waits = memory.temp_size_in_bytes, len(hlo.waits())
+    return Outcome(faults, seconds, temporary, hlo.launches(), waits)
+
+
+def faults_of(program: GPUProgram, hlo: Program, memory) -> Iterator[str]:
+    """What is not as asked in the text of a program, and in the memory that it takes."""
+    if not hlo.kernels(program.kernel):
+        yield f"no kernel {program.kernel} in it"
+    copies = hlo.copies(program.store_elements, program.kernel)
+    for line in copies if len(copies) > program.copied and not program.rewrites else ():
+        yield f"as large as a store: {line[:SHOWN]}"
+    copied, updated = hlo.to_host()
+    for line in copied if program.to_host else copied + updated:
+        yield f"to host memory: {line[:SHOWN]}"
+    for line in () if program.waits else hlo.waits():
+        yield f"waits for the device: {line[:SHOWN]}"
+    for line in hlo.talks():
+        yield f"with the host: {line[:SHOWN]}"
     limit = TEMPORARY * program.decoded_bytes
-    if memory.temp_size_in_bytes > limit:
-        faults.append(
+    limit += program.copied * program.store_bytes / len(program.stores)
+    if memory.temp_size_in_bytes > limit and not program.rewrites:
+        yield (
             f"temporary memory: {megabytes(memory.temp_size_in_bytes)}, more than "
             f"{megabytes(limit)}, {TEMPORARY:.0%} of what is decoded"
         )
     kept = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
     if program.donated and kept < program.store_bytes:
-        faults.append(
+        yield (
             f"donated: {megabytes(kept)} come out in their own memory, fewer than the "
             f"{megabytes(program.store_bytes)} of the stores"
         )
-    return Outcome(faults, seconds, memory.temp_size_in_bytes, len(hlo.waits()))
-
-
-def faults_of(program: GPUProgram, hlo: Program) -> Iterator[str]:
-    """What is not as asked in the text of a program."""
-    if not hlo.kernels(program.kernel):
-        yield f"no kernel {program.kernel} in it"
-    for line in hlo.copies(program.store_elements, program.kernel):
-        yield f"as large as a store: {line[:SHOWN]}"
-    copied, updated = hlo.to_host()
-    for line in copied if program.to_host else copied + updated:
-        yield f"to host memory: {line[:SHOWN]}"
-    for line in hlo.talks():
-        yield f"with the host: {line[:SHOWN]}"
-
-
-def compile_for(device: Device, program: GPUProgram):
-    """The compiled program."""
-    from jax.sharding import AbstractDevice, use_abstract_mesh
-
-    def place(x) -> NamedSharding:
-        return device.sharding("pinned_host" if on_host(x) else "device")
-
-    placed = jax.tree.map(place, program.args)
-    out = jax.eval_shape(program.function, *program.args)
-    out_placed = jax.tree.map(lambda x: place(jax.typeof(x)), out)
-    jitted = jax.jit(
-        program.function, donate_argnums=(0,) if program.donated else (), keep_unused=True,
-        in_shardings=placed, out_shardings=out_placed,
-    )  # fmt: skip
-    abstract = AbstractDevice(device_kind=device.kind, num_cores=None, platform="cuda")
-    with use_abstract_mesh(device.mesh.abstract_mesh.update(abstract_device=abstract)):
-        lowered = jitted.lower(*program.args)
-    results = [jax.typeof(x) for x in jax.tree.leaves(out)]
-    set_memory_kinds(lowered, jax.tree.leaves(program.args), results)
-    return lowered.compile()
-
-
-def set_memory_kinds(lowered, args: Sequence, results: Sequence) -> None:
-    """Writes into a module where its arguments and results are.
-
-    JAX leaves that out for a device that is described only: it does not know its memories. (For the
-    same reason it leaves out copies to the device in a program that has none to the host.)
-    """
-    if not any(on_host(x) for x in args):
-        return
-    module = lowered.compiler_ir()
-    from jax._src.lib.mlir import ir
-
-    def placed(arrays: Sequence, given: Sequence) -> ir.ArrayAttr:
-        attributes = []
-        for x, own in zip(arrays, given, strict=True):
-            kinds = {name.name: name.attr for name in own}
-            kind = "pinned_host" if on_host(x) else "device"
-            kinds["mhlo.memory_kind"] = ir.StringAttr.get(kind)
-            attributes.append(ir.DictAttr.get(kinds))
-        return ir.ArrayAttr.get(attributes)
-
-    with module.context:
-        main = next(x for x in module.body.operations if "main" in str(x.attributes["sym_name"]))
-        main.arg_attrs = placed(args, main.arg_attrs)
-        main.result_attrs = placed(results, main.result_attrs)
 
 
 def report(device: Device, program: GPUProgram, outcome: Outcome) -> None:
@@ -251,17 +212,12 @@ def report(device: Device, program: GPUProgram, outcome: Outcome) -> None:
     loops = f", inner loops {outcome.inner_loops}" if outcome.inner_loops else ""
     print(
         f"{'FAIL' if outcome.faults else 'ok  '} {device.name:5} {program.name:60} "
-        f"{outcome.seconds:5.1f} s, temporary {megabytes(outcome.temporary)} of "
-        f"{megabytes(program.store_bytes)}{loops}",
+        f"{outcome.seconds:5.1f} s, {outcome.launches} launches, temporary "
+        f"{megabytes(outcome.temporary)} of {megabytes(program.store_bytes)}{loops}",
         flush=True,
     )
     for fault in outcome.faults:
         print(f"       {fault}", flush=True)
-
-
-def megabytes(count: float) -> str:
-    """A number of bytes, to be read."""
-    return f"{count / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":

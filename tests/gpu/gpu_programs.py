@@ -1,4 +1,4 @@
-"""What is compiled for GPUs that are not there: every kernel, and the loop of decode steps.
+"""What is compiled for GPUs that are not there: every kernel, loops of decode steps, and prompts.
 
 Arguments are shapes alone, so that no size is too large.
 """
@@ -17,10 +17,14 @@ import numpy as np
 
 import kvjax
 import pallas_kernels as ops
+from kvjax.cache.slots import widen
+from kvjax.decisions import carry_out
+from kvjax.protocol import Logits
 from pallas_kernels.formats.bits import quantise_groups, quantise_slots
+from tests.support.ahead_of_time import on_host
 
-SLOTS, LISTED = 32_768, 2048
-CLUSTERS, PAGE = 400, 16
+SLOTS, LISTED, QUERIES = 32_768, 2048, 8192
+CLUSTERS, PAGE, CHUNK = 400, 16, 1024
 MAX_NEW, STEPS = 512, 64
 OPTIONS = {"scale": 0.1, "implementation": "pallas"}
 
@@ -34,9 +38,14 @@ class GPUProgram:
       function, args: what is compiled; args are avals, whose memory space counts.
       stores: the arrays whose bytes are what compression saves: none may be copied or decoded.
       decoded_bytes: of keys and values, if the stores were decoded.
-      kernel: the name of the kernel that must be in it.
+      kernel: the name of the kernel that must be in it; None: XLA's own, of which is told what it
+        takes.
       donated: whether the first argument is, and all stores are in it.
+      rewrites: whether keys and values become others, so that it makes arrays as large as a store.
       to_host: whether rows may go to host memory, as an offloaded cache's do now and then.
+      waits: whether loops and branches may depend on what the device alone knows.
+      copied: how many stores are copied once. Where a store comes out smaller than it came in, it
+        cannot be donated, and new tokens are put into a copy.
     """
 
     name: str
@@ -44,9 +53,12 @@ class GPUProgram:
     args: tuple
     stores: tuple
     decoded_bytes: int
-    kernel: str
+    kernel: str | None
     donated: bool = False
+    rewrites: bool = False
     to_host: bool = False
+    waits: bool = True
+    copied: int = 0
 
     @property
     def store_bytes(self) -> int:
@@ -62,7 +74,10 @@ class GPUProgram:
 def programs() -> Iterator[GPUProgram]:
     """All of them."""
     yield from kernels()
+    yield from grouping()
+    yield from merging()
     yield from loops()
+    yield from prompts()
 
 
 @dataclass(frozen=True)
@@ -210,13 +225,147 @@ def _selecting(heads: Heads) -> Iterator[GPUProgram]:
         yield GPUProgram(f"{name}, {heads}", function, args, stores, size, kernel)
 
 
+# --- prompts and flushes --------------------------------------------------------------------------
+
+
+def grouping() -> Iterator[GPUProgram]:
+    """k-means of keys in chunks and all together, and soft matching within chunks."""
+    for heads in HEADS:
+        yield _kmeans(f"in chunks of {CHUNK}", heads, CHUNK, CHUNK // PAGE, "cosine")
+        yield _matching(256, heads)
+    heads = HEADS[0]
+    yield _kmeans("by l2", heads, CHUNK, CHUNK // PAGE, "l2")
+    yield _kmeans("all at once", heads, SLOTS, CLUSTERS, "cosine")
+    yield _matching(SLOTS, heads)
+
+
+def _kmeans(name: str, heads: Heads, chunk: int, clusters: int, metric: str) -> GPUProgram:
+    """Chunks are lists of their own, as `ClusterKV` has them."""
+    lists = (1, heads.kv * SLOTS // chunk)
+    keys = struct((*lists, chunk, heads.dim), heads.dtype)
+    start = struct((*lists, clusters, heads.dim), heads.dtype)
+    members, there = (struct((*lists, n), "bool") for n in (chunk, clusters))
+    call = functools.partial(ops.kmeans, metric=metric, rounds=20, implementation="pallas")
+    return GPUProgram(
+        f"kmeans {name}, {heads}", call, (keys, members, start, there), (keys,), bytes_of(keys),
+        "best_match", waits=False,
+    )  # fmt: skip
+
+
+def _matching(chunk: int, heads: Heads) -> GPUProgram:
+    keys = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
+    call = functools.partial(ops.soft_matching, chunk=chunk, implementation="pallas")
+    return GPUProgram(
+        f"soft_matching in {chunk}, {heads}", call, (keys, struct((1, heads.kv), "int32")),
+        (keys,), bytes_of(keys), "best_match", waits=False,
+    )  # fmt: skip
+
+
+# --- merging and grouping at a prompt's end -------------------------------------------------------
+
+
+def merging() -> Iterator[GPUProgram]:
+    """Operations of methods that merge, and of those that look for representatives."""
+    heads = Heads(8, 4, 128, "bfloat16")
+    rows = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
+    slots, flags, numbers = (struct(rows.shape[:3], x) for x in ("int32", "bool", "float32"))
+
+    def program(name, function, args, kernel=None, **kind):
+        size, by = 2 * bytes_of(rows), "" if kernel else " by XLA"
+        return GPUProgram(f"{name}{by}, {heads}", function, args, (rows,), size, kernel, **kind)
+
+    anchors = functools.partial(ops.join_anchors, threshold=0.75)
+    bits = struct((1, SLOTS, heads.kv * heads.group), "bool")
+
+    def distance(bits, anchor):
+        return ops.hamming_distance(ops.pack_bits(bits), ops.pack_bits(anchor)[:, None])
+
+    for by in ("pallas", "xla"):
+        for name, operation, args in (
+            ("segment_merge", ops.segment_merge, (rows, slots, numbers)),
+            ("segment_sum", ops.segment_sum, (numbers, slots)),
+            ("pair_cosine", ops.pair_cosine, (rows, slots, slots)),
+            ("pair_distance", ops.pair_distance, (rows, slots, slots)),
+            ("join_anchors", anchors, (rows, slots, flags)),
+        ):
+            call = functools.partial(operation, implementation=by)
+            kernel = "slot_pairs" if name.startswith("pair") else name
+            yield program(name, call, args, kernel if by == "pallas" else None)
+    yield program("hamming_distance", distance, (bits, struct(bits.shape[::2], "bool")))
+    vectors = struct((2, heads.kv * 512, heads.dim), heads.dtype)
+    entries = struct((2, heads.kv * SLOTS // 4, heads.dim), heads.dtype)
+    count = struct((2,), "int32")
+    for by in ("pallas", "xla"):
+        nearest = functools.partial(ops.nearest_entries, implementation=by)
+        kernel = "nearest_entries" if by == "pallas" else None
+        yield program("nearest_entries", nearest, (vectors, entries, count), kernel)
+    vectors = struct((2, heads.kv * SLOTS // 2, heads.dim), heads.dtype)
+    members, weights = (struct(vectors.shape[:2], x) for x in ("bool", "int32"))
+    for by in ("pallas", "xla"):
+        cover = functools.partial(
+            ops.greedy_cover, theta=0.9, capacity=heads.kv * SLOTS // 4, implementation=by
+        )
+        kernel = "cover_graph" if by == "pallas" else None
+        yield program("greedy_cover", cover, (vectors, members, weights), kernel, rewrites=True)
+    methods = {
+        "KVMerger": (kvjax.KVMerger(0.2), "segment_merge"),
+        "KVMerger against anchors": (
+            kvjax.KVMerger(epsilon=0.75, against="anchor"), "segment_merge"
+        ),
+        "Chelsea": (kvjax.Chelsea(0.2), "segment_merge"),
+        "CaM": (kvjax.CaM(kvjax.StreamingLLM(0.2), prompt=True), "segment_sum"),
+        "KVCrush": (kvjax.KVCrush(kvjax.SnapKV(0.2)), None),
+        "SnapKV": (kvjax.SnapKV(0.2), None),
+    }  # fmt: skip
+    for name, (transform, kernel) in methods.items():
+        for own in dict.fromkeys((kernel, None)):
+            by = "" if own else " by XLA"
+            yield compression(f"{name} at a prompt's end{by}", transform, heads, own)
+
+
+def compression(
+    name: str, transform: kvjax.KVTransform, heads: Heads, kernel: str | None = None
+) -> GPUProgram:
+    """What a method does with a layer's cache when a prompt of so many tokens has been read."""
+    query_heads = heads.kv * heads.group
+
+    def full():
+        cache = kvjax.init_cache(
+            transform, batch=1, kv_heads=heads.kv, query_heads=query_heads, head_dim=heads.dim,
+            max_prompt=SLOTS, max_new=MAX_NEW, dtype=heads.dtype,
+        )  # fmt: skip
+        return widen(cache.kv, SLOTS), cache.state
+
+    def compress(kv, state, keys, query, position):
+        step = kvjax.Step(
+            rows=jnp.ones(1, bool), keys=keys, query=query, query_position=position,
+            moment="prompt", logits=Logits(0.1), implementation="pallas" if kernel else "xla",
+        )  # fmt: skip
+        decision, state = transform.on_prompt(kv, state, step)
+        kv = carry_out(decision, kv, step)
+        return kvjax.compact(kv, kv.capacity), state
+
+    kv, state = jax.eval_shape(full)
+    keys = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
+    window = max(transform.needs.queries(SLOTS), 1)
+    query = struct((1, query_heads, window, heads.dim), heads.dtype)
+    args = (*_avals((kv, state)), keys, query, struct((1, window), "int32"))
+    return GPUProgram(name, compress, args, (keys, keys), 2 * bytes_of(keys), kernel, rewrites=True)
+
+
 # --- the loop -------------------------------------------------------------------------------------
 
 
 def loops() -> Iterator[GPUProgram]:
     """Steps of decoding with a donated cache, by every kind of cache."""
+    for name, transform in methods().items():
+        yield loop(f"loop of {name}", transform, Heads(8, 4, 128, "bfloat16"))
+
+
+def methods() -> dict[str, kvjax.KVTransform]:
+    """A method for each kind of cache."""
     clusters = kvjax.ClusterKV(1024, clusters=CLUSTERS, dense_layers=())
-    methods = {
+    return {
         "Full": kvjax.Full(),
         "SnapKV": kvjax.SnapKV(0.2),
         "H2O": kvjax.H2O(0.2),
@@ -232,45 +381,134 @@ def loops() -> Iterator[GPUProgram]:
         "SpindleKV": kvjax.bind(kvjax.SpindleKV(0.5), 1)[0],
         "ClusterKV, Offload": kvjax.chain(clusters, kvjax.Offload()),
     }
-    for name, transform in methods.items():
-        yield loop(f"loop of {name}", transform, Heads(8, 4, 128, "bfloat16"))
 
 
 def loop(name: str, transform: kvjax.KVTransform, heads: Heads) -> GPUProgram:
     """A loop of steps of one layer."""
+    step, args = layer_call(transform, heads, "decode", SLOTS, 1, "pallas")
+    stores = stores_of(args[0])
+    return GPUProgram(
+        name, repeated(step), args, stores, decoded_bytes(args[0], heads), "split_attention",
+        donated=True, to_host=any(on_host(x) for x in stores),
+    )  # fmt: skip
+
+
+def repeated(step: Callable) -> Callable:
+    """Many steps of a layer, one after the other; the output of each is added to the next query."""
+
+    def steps(cache, q, k, v, position):
+        def again(_, carry):
+            cache, out, position = carry
+            out, cache = step(cache, q + out, k, v, position)
+            return cache, out, position + 1
+
+        return jax.lax.fori_loop(0, STEPS, again, (cache, jnp.zeros_like(q), position))
+
+    return steps
+
+
+def layer_call(
+    transform: kvjax.KVTransform,
+    heads: Heads,
+    phase: str,
+    max_prompt: int,
+    tokens: int,
+    implementation: str | None,
+) -> tuple[Callable, tuple]:
+    """A call of one layer, and what it takes: a cache, and q, k, v and positions of new tokens."""
+    made = functools.partial(
+        kvjax.init_cache, transform, batch=1, kv_heads=heads.kv,
+        query_heads=heads.kv * heads.group, head_dim=heads.dim, max_prompt=max_prompt,
+        max_new=MAX_NEW, dtype=heads.dtype,
+    )  # fmt: skip
+    cache = _avals(jax.eval_shape(made))
+    rope = kvjax.Rope(10_000.0 ** (-np.arange(heads.dim // 2, dtype=np.float32) / heads.dim * 2))
+    q = struct((1, heads.kv * heads.group, tokens, heads.dim), heads.dtype)
+    k = struct((1, heads.kv, tokens, heads.dim), heads.dtype)
+
+    def call(cache, q, k, v, position):
+        return kvjax.attend(
+            transform, cache, q, k, v, position, phase=phase, rope=rope,
+            implementation=implementation,
+        )  # fmt: skip
+
+    return call, (cache, q, k, k, struct((1, tokens), "int32"))
+
+
+def stores_of(cache: kvjax.LayerCache) -> tuple:
+    """The largest array of the keys, and of the values."""
+    return tuple(max(jax.tree.leaves(x), key=_size) for x in (cache.kv.k, cache.kv.v))
+
+
+def decoded_bytes(cache: kvjax.LayerCache, heads: Heads) -> int:
+    """Of keys and values of all slots, dense."""
+    return 2 * math.prod(cache.kv.k.shape) * jnp.dtype(heads.dtype).itemsize
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def prompts() -> Iterator[GPUProgram]:
+    """Attention of a prompt and what methods ask of it, by itself and in `attend`."""
+    for heads in HEADS:
+        yield from _prompt_kernels(heads)
+    llama = Heads(8, 4, 128, "bfloat16")
+    yield chunk("a chunk of Full", kvjax.Full(), llama)
+    yield chunk("a chunk of H2O", kvjax.H2O(0.2), llama)
+    yield chunk("the last chunk of H2O", kvjax.H2O(0.2), llama, last=True)
+    yield chunk("the last chunk of SnapKV", kvjax.SnapKV(0.2), llama, last=True)
+
+
+def _prompt_kernels(heads: Heads) -> Iterator[GPUProgram]:
+    store = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
+    (bias, _, position), query = _slots(heads), struct((1, QUERIES), "int32")
+    q = struct((1, heads.kv, heads.group, QUERIES, heads.dim), heads.dtype)
+    few = struct((*q.shape[:3], 16, heads.dim), heads.dtype)
+    lse = struct(q.shape[:4], "float32")
+
+    def alone(q, k, *rest):
+        return ops.prompt_attention(q, k, None, *rest, **OPTIONS)
+
+    def program(name, kernel, function, args):
+        stores = (store, store)
+        return GPUProgram(
+            f"prompt's {name}, {heads}", function, args, stores, 2 * bytes_of(store), kernel,
+            waits=False,
+        )  # fmt: skip
+
+    attend = functools.partial(ops.prompt_attention, **OPTIONS)
+    sums = functools.partial(ops.column_sums, **OPTIONS)
+    rest = bias, query, position
+    yield program("attention", "split_attention", attend, (q, store, store, *rest))
+    last = struct((1, 16), "int32")
+    yield program("log-sum-exps", "split_attention", alone, (few, store, bias, last, position))
+    yield program("column sums", "column_sums", sums, (q, store, bias, lse, query, position))
+
+
+def chunk(name: str, transform: kvjax.KVTransform, heads: Heads, last: bool = False) -> GPUProgram:
+    """One of several chunks of a prompt; behind the last one it is compressed."""
     made = functools.partial(
         kvjax.init_cache, transform, batch=1, kv_heads=heads.kv,
         query_heads=heads.kv * heads.group, head_dim=heads.dim, max_prompt=SLOTS, max_new=MAX_NEW,
         dtype=heads.dtype,
     )  # fmt: skip
-    cache = _avals(jax.eval_shape(made))
-    rope = kvjax.Rope(10_000.0 ** (-np.arange(heads.dim // 2, dtype=np.float32) / heads.dim * 2))
-    q = struct((1, heads.kv * heads.group, 1, heads.dim), heads.dtype)
-    k = struct((1, heads.kv, 1, heads.dim), heads.dtype)
+    q = struct((1, heads.kv * heads.group, QUERIES, heads.dim), heads.dtype)
+    k = struct((1, heads.kv, QUERIES, heads.dim), heads.dtype)
 
-    def steps(cache, q, k, v, position):
-        def step(_, carry):
-            cache, out, position = carry
-            out, cache = kvjax.attend(
-                transform, cache, q + out, k, v, position, phase="decode", rope=rope,
-                implementation="pallas",
-            )  # fmt: skip
-            return cache, out, position + 1
+    def read(cache, q, k, v, positions, last=last):
+        return kvjax.attend(
+            transform, cache, q, k, v, positions, phase="prompt", last=last,
+            implementation="pallas",
+        )  # fmt: skip
 
-        return jax.lax.fori_loop(0, STEPS, step, (cache, jnp.zeros_like(q), position))
-
-    stores = tuple(max(jax.tree.leaves(x), key=_size) for x in (cache.kv.k, cache.kv.v))
-    decoded = 2 * math.prod(cache.kv.k.shape) * jnp.dtype(heads.dtype).itemsize
-    args = (cache, q, k, k, struct((1, 1), "int32"))
+    tokens = (q, k, k, struct((1, QUERIES), "int32"))
+    first = functools.partial(read, last=False)
+    _, cache = _avals(jax.eval_shape(first, _avals(jax.eval_shape(made)), *tokens))
+    stores = stores_of(cache)
     return GPUProgram(
-        name, steps, args, stores, decoded, "split_attention",
-        donated=True, to_host=any(on_host(x) for x in stores),
+        name, read, (cache, *tokens), stores, bytes_of(*stores), "split_attention",
+        donated=not last, waits=False, copied=len(stores) if last else 0,
     )  # fmt: skip
-
-
-def on_host(x: Any) -> bool:
-    """Whether an aval is of an array in host memory."""
-    return x.memory_space == jax.memory.Space.Host
 
 
 def bytes_of(*arrays: Any) -> int:

@@ -128,13 +128,21 @@ def test_loops_of_unknown_length_are_counted():
     assert len(program(line + "body=%body").waits()) == 1
 
 
+def test_launches_are_counted():
+    """Two in each of four rounds; in a loop of unknown length once, with its predicate's none."""
+    assert program().launches() == 8
+    assert program("  %more_work = bf16[1,8]{1,0} copy(%new)").launches() == 12
+    unknown = LOOP.replace(', backend_config={"known_trip_count":{"n":"4"}}', "") % ""
+    assert Program(unknown).launches() == 2
+
+
 def test_what_is_no_hlo_is_refused():
     with pytest.raises(ValueError, match="expected the text of an HLO module, got 'nothing'"):
         Program("nothing")
 
 
 def test_it_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(compile_for_gpus, "_installed", lambda module: False)
+    monkeypatch.setattr(compile_for_gpus, "installed", lambda module: False)
     assert compile_for_gpus.main([]) == 2
     said = capsys.readouterr()
     assert not said.out and len(said.err.splitlines()) == 1

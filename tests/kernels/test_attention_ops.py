@@ -16,7 +16,7 @@ from tests.references.attention import softmax_attention
 from tests.support.attending import attend, new_cache
 from tests.support.tolerances import close
 
-blocks = importlib.import_module("pallas_kernels.attention.prompt")
+blocks = importlib.import_module("pallas_kernels.attention.prompt_blocks")
 HUGE = 1e30  # in free slots; in bfloat16 it is still finite
 
 

@@ -223,7 +223,7 @@ def test_newest_rows_in_an_array_of_their_own():
     def joined(q, body, tail, v, bias, query, position):
         first = jnp.full((2, 2), start, jnp.int32)
         kind = {
-            **case.options, "window": None, "soft_cap": None, "interpret": True,
+            **case.options, "window": None, "soft_cap": None, "chosen": "interpret",
             "dtype": jnp.float32, "probabilities": True,
         }  # fmt: skip
         keys = quantized_rows(body, jnp.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import greedy_cover, nearest_entries
+from pallas_kernels.grouping import cover_graph, cover_search
 from pallas_kernels.grouping.nearest_entries import directions
 from tests.references import codebook as reference
 
-# The package has a function of that name.
-module = importlib.import_module("pallas_kernels.grouping.greedy_cover")
 run = functools.partial(jax.jit, static_argnames=("theta", "capacity"))
 cover_of = run(greedy_cover)
 
@@ -70,7 +68,7 @@ def cover_with(monkeypatch):
 
     def compiled(**constants):
         for name, value in constants.items():
-            monkeypatch.setattr(module, name, value)
+            monkeypatch.setattr(cover_search if name == "FEW" else cover_graph, name, value)
         # A function of its own: a shared one is traced once for all constants.
         return run(lambda *args, **kwargs: greedy_cover(*args, **kwargs))
 
@@ -114,7 +112,7 @@ def test_products_of_sketches_bound_cosines(dim):
     flat = around(100, dim) * np.where(np.arange(dim) < 3, 1, 1e-4).astype(np.float32)
     for vectors in (around(100, dim), flat):
         units = directions(jnp.asarray(vectors))[0]
-        sketch = np.asarray(module._sketch(units), np.float64)
+        sketch = np.asarray(cover_graph.sketch_of(units), np.float64)
         assert sketch.shape[1] == max(dim // 4, 1)
         assert (sketch @ sketch.T - reference.cosines(vectors, vectors)).min() > -1e-5
 

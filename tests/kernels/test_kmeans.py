@@ -12,13 +12,25 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kmeans
+from pallas_kernels.base.tiles import tile_of
+from pallas_kernels.grouping.kmeans_kernel import means
 from tests.references.kmeans import assign
 from tests.references.kmeans import kmeans as reference
+from tests.support.attention_cases import use_small_tiles
+from tests.support.lowering import KERNEL, lower_for_cuda
 from tests.support.tolerances import close
 
+KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+EVERY = ["xla", *KERNELS]
 METRICS = ("cosine", "l2", "inner_product")
 TOKENS, CLUSTERS = 60, 7
 FULL = np.ones((1, 1, 1), bool)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """16 keys and 16 clusters, so that few of them need several."""
+    use_small_tiles(monkeypatch)
 
 
 def run(keys, members, centroids, there, **options):
@@ -28,9 +40,9 @@ def run(keys, members, centroids, there, **options):
     return label, moved
 
 
-def check(keys, members, centroids, there, margin=1e-5, **options):
+def check(keys, members, centroids, there, margin=1e-5, implementation="xla", **options):
     """Every row and head against the reference, on data that float32 can't confuse."""
-    label, moved = run(keys, members, centroids, there, **options)
+    label, moved = run(keys, members, centroids, there, implementation=implementation, **options)
     keys, start = np.asarray(keys, np.float64), np.asarray(centroids, np.float64)
     for where in np.ndindex(keys.shape[:2]):
         own, clusters = np.flatnonzero(members[where]), np.flatnonzero(there[where])
@@ -62,18 +74,24 @@ def ragged(seed, dtype="float32"):
     return jnp.asarray(keys, dtype), members, jnp.asarray(centroids, dtype), there
 
 
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("rounds", [0, 1, 3, 20])
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.fast_cases("cosine-20", "inner_product-1", "l2-0", "l2-1")
-def test_ragged_rows(metric, rounds):
-    label = check(*ragged(rounds), metric=metric, rounds=rounds)
+@pytest.mark.fast_cases(
+    "cosine-20-xla", "inner_product-1-xla", "l2-0-xla", "l2-1-xla",
+    "cosine-20-interpret", "inner_product-1-interpret", "l2-0-interpret", "l2-3-interpret",
+)  # fmt: skip
+def test_ragged_rows(metric, rounds, implementation):
+    label = check(*ragged(rounds), metric=metric, rounds=rounds, implementation=implementation)
     assert len(np.unique(label[0, 0])) > 3 and label.max() == CLUSTERS
 
 
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("metric", METRICS)
-def test_bfloat16_keys(metric):
+@pytest.mark.fast_cases("cosine-xla", "inner_product-xla", "l2-xla", "l2-interpret")
+def test_bfloat16_keys(metric, implementation):
     """Means and similarities are float32."""
-    check(*ragged(5, "bfloat16"), metric=metric)
+    check(*ragged(5, "bfloat16"), metric=metric, implementation=implementation)
 
 
 @pytest.mark.parametrize("most", [7, 7 * 13, 3 * 7 * TOKENS])
@@ -86,19 +104,29 @@ def test_few_similarities_at_a_time(metric, most):
         check(*ragged(0), metric=metric)
 
 
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("metric", METRICS)
-def test_ties_go_to_the_lower_cluster(metric):
+def test_ties_go_to_the_lower_cluster(metric, implementation):
     """Whole numbers, and centroids along the axes: both computations are exact."""
     rng = np.random.default_rng(0)
     keys = rng.integers(-2, 3, (1, 1, 200, 4)).astype(np.float32)
     centroids = np.concatenate((3 * np.eye(4), -3 * np.eye(4), 3 * np.eye(4)), dtype=np.float32)
     members, there = np.ones((1, 1, 200), bool), np.ones((1, 1, 12), bool)
     there[..., 1] = False  # of two equal ones, the first isn't there
-    check(keys, members, centroids[None, None], there, metric=metric, rounds=0)
+    check(
+        keys,
+        members,
+        centroids[None, None],
+        there,
+        metric=metric,
+        rounds=0,
+        implementation=implementation,
+    )
 
 
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("metric", METRICS)
-def test_an_empty_cluster_keeps_its_centroid(metric):
+def test_an_empty_cluster_keeps_its_centroid(metric, implementation):
     """The second of two equal ones, and one that nothing is close to."""
     rng = np.random.default_rng(1)
     keys = rng.normal(size=(1, 1, 40, 4)).astype(np.float32)
@@ -106,46 +134,55 @@ def test_an_empty_cluster_keeps_its_centroid(metric):
     centroids = keys[:, :, [0, 1, 0, 2]]
     centroids[:, :, 3] = [-100, 0, 0, 0]
     members, there = np.ones((1, 1, 40), bool), np.ones((1, 1, 4), bool)
-    label = check(keys, members, centroids, there, metric=metric, rounds=1)
+    kind = {"metric": metric, "implementation": implementation}
+    label = check(keys, members, centroids, there, rounds=1, **kind)
     assert 3 not in label
-    _, moved = run(keys, members, centroids, there, metric=metric, rounds=1)
+    _, moved = run(keys, members, centroids, there, rounds=1, **kind)
     np.testing.assert_array_equal(moved[0, 0, 3], centroids[0, 0, 3])
-    label, moved = run(keys, members, centroids, there, metric=metric, rounds=0)
+    label, moved = run(keys, members, centroids, there, rounds=0, **kind)
     assert not np.isin(label, [2, 3]).any()
     np.testing.assert_array_equal(moved, centroids)
 
 
-def test_equal_keys_are_one_cluster():
+@pytest.mark.parametrize("implementation", EVERY)
+def test_equal_keys_are_one_cluster(implementation):
     keys = np.tile(np.array([1.0, 2.0, 2.0, 4.0], np.float32), (1, 1, 9, 1))
     members, there = np.ones((1, 1, 9), bool), np.ones((1, 1, 3), bool)
     for metric in METRICS:
-        label = check(keys, members, keys[:, :, :3], there, metric=metric)
+        label = check(
+            keys, members, keys[:, :, :3], there, metric=metric, implementation=implementation
+        )
         assert (label == 0).all()
 
 
-def test_zero_keys_and_zero_centroids():
+@pytest.mark.parametrize("implementation", EVERY)
+def test_zero_keys_and_zero_centroids(implementation):
     """Cosine 0: above an opposite direction, below a like one, and no NaN."""
     keys = np.array([[0, 0], [2, 0], [-1, 0], [1, 0]], np.float32)[None, None]
     centroids = np.array([[0, 0], [1, 0]], np.float32)[None, None]
     members, there = np.ones((1, 1, 4), bool), np.ones((1, 1, 2), bool)
-    label = check(keys, members, centroids, there, rounds=0)
+    label = check(keys, members, centroids, there, rounds=0, implementation=implementation)
     assert label[0, 0].tolist() == [0, 1, 0, 1]
-    check(keys, members, centroids, there, rounds=1)
+    check(keys, members, centroids, there, rounds=1, implementation=implementation)
 
 
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("metric", METRICS)
-def test_one_cluster(metric):
+def test_one_cluster(metric, implementation):
     """All keys, whatever they are; its centroid is their mean."""
     keys, members, centroids, _ = ragged(3)
     there = np.ones((4, 2, 1), bool)
-    label = check(keys, members, centroids[:, :, :1], there, metric=metric)
+    label = check(
+        keys, members, centroids[:, :, :1], there, metric=metric, implementation=implementation
+    )
     np.testing.assert_array_equal(label, ~members)
 
 
-def test_members_without_any_cluster():
+@pytest.mark.parametrize("implementation", EVERY)
+def test_members_without_any_cluster(implementation):
     """They are in none, like those that are no members."""
     keys, members, centroids, there = ragged(4)
-    label, _ = run(keys, members, centroids, np.zeros_like(there))
+    label, _ = run(keys, members, centroids, np.zeros_like(there), implementation=implementation)
     assert (label == CLUSTERS).all()
 
 
@@ -180,8 +217,101 @@ def test_labels_are_those_of_the_final_centroids():
     [
         ({"metric": "dot"}, r"'cosine', 'l2', 'inner_product'.*'dot'"),
         ({"rounds": -1}, "at least 0, got -1"),
+        ({"implementation": "cuda"}, r"\('xla', 'pallas', 'interpret'\), got 'cuda'"),
     ],
 )
 def test_refused(options, message):
     with pytest.raises(ValueError, match=message):
         kmeans(np.ones((1, 1, 1, 2), np.float32), FULL, np.ones((1, 1, 1, 2)), FULL, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keys": (1, 5, 2)}, r"keys must be \[B, H, S, D\] .* got \(1, 5, 2\) and"),
+        ({"members": (1, 1, 4)}, r"members must have shape \(1, 1, 5\), got \(1, 1, 4\)"),
+        ({"centroids": (1, 1, 3, 4)}, r"centroids must have shape \(1, 1, 3, 2\), got"),
+        ({"there": (1, 2, 3)}, r"there must have shape \(1, 1, 3\), got \(1, 2, 3\)"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_shapes_that_do_not_fit_are_refused(changes, message):
+    shapes = {"keys": (1, 1, 5, 2), "members": (1, 1, 5), "centroids": (1, 1, 3, 2),
+              "there": (1, 1, 3), **changes}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        kmeans(**{name: jnp.ones(shape) for name, shape in shapes.items()})
+
+
+# --- the kernels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.fast_cases("256-bfloat16-interpret", "80-float32-interpret")
+def test_more_keys_clusters_and_channels_than_a_tile(dim, dtype, implementation):
+    """A key in each of 37 clusters, and many in some: whole tiles of clusters may have none."""
+    rng = np.random.default_rng(dim)
+    centre = 10 * rng.normal(size=(1, 2, 37, dim))
+    owner = np.concatenate((np.arange(37), rng.integers(0, 5, 60)))
+    keys = jnp.asarray(centre[:, :, owner] + rng.normal(size=(1, 2, 97, dim)), dtype)
+    members, there = np.ones((1, 2, 97), bool), np.ones((1, 2, 37), bool)
+    members[0, 1, 20:] = False
+    start = jnp.asarray(centre, jnp.float32)
+    check(keys, members, start, there, implementation=implementation, rounds=2)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_rounds_that_change_nothing_change_nothing(implementation):
+    """Ten rounds and a hundred: the same numbers, bit for bit."""
+    keys, members, centroids, there = ragged(8)
+    few, many = (
+        run(keys, members, centroids, there, rounds=rounds, implementation=implementation)
+        for rounds in (10, 100)
+    )
+    np.testing.assert_array_equal(few[0], many[0])
+    np.testing.assert_array_equal(few[1], many[1])
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_means_read_the_keys_of_clusters_alone(implementation):
+    """Those of no cluster may be anything; clusters without keys stay as they are."""
+    rng = np.random.default_rng(2)
+    keys = rng.normal(size=(2, 2, 50, 6)).astype(np.float32)
+    label = rng.integers(0, 23, (2, 2, 50)).astype(np.int32)
+    label[label % 5 == 0], label[1, 1] = 23, 23
+    keys[label == 23] = np.nan
+    old = rng.normal(size=(2, 2, 23, 6)).astype(np.float32)
+    how = {"tile": tile_of("kmeans"), "interpret": implementation == "interpret"}
+    found = jax.jit(functools.partial(means, **how))(keys, label, old)
+    for row, head, cluster in np.ndindex(2, 2, 23):
+        own = np.float64(keys[row, head][label[row, head] == cluster])
+        expected = own.mean(0) if len(own) else old[row, head, cluster]
+        close(found[row, head, cluster], expected, "rounding")
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("shape", [(0, 2, 5, 3), (2, 1, 0, 3), (1, 1, 5, 0)])
+def test_without_keys_or_clusters(shape, implementation):
+    rows, heads, size, clusters = shape
+    keys, members = jnp.ones((rows, heads, size, 4)), jnp.ones((rows, heads, size), bool)
+    start, there = 2 * jnp.ones((rows, heads, clusters, 4)), jnp.ones((rows, heads, clusters), bool)
+    label, moved = run(keys, members, start, there, implementation=implementation)
+    assert label.shape == members.shape and (label == clusters).all()
+    np.testing.assert_array_equal(moved, start)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("size", "clusters", "dim"), [(1024, 64, 128), (999, 70, 80)])
+@pytest.mark.fast_cases("1024-64-128-bfloat16")
+def test_kernels_lower_for_cuda_and_take_the_keys_as_they_are(size, clusters, dim, dtype):
+    struct, heads = jax.ShapeDtypeStruct, 24
+    keys, start = struct((2, heads, size, dim), dtype), struct((2, heads, clusters, dim), dtype)
+    members, there = struct((2, heads, size), bool), struct((2, heads, clusters), bool)
+    for metric in METRICS:
+        call = functools.partial(kmeans, metric=metric, implementation="pallas")
+        text = lower_for_cuda(call, keys, members, start, there)
+        assert text.count(KERNEL) == 3, "an assignment, and the two kernels of a round"
+        assert text.count("stablehlo.while") == 1 and "stablehlo.dot" not in text
+        made = [line for line in text.splitlines() if "= stablehlo" in line]
+        assert not [line for line in made if f"-> tensor<2x{heads}x{size}x{dim}x" in line]

@@ -2,39 +2,73 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import join_anchors, pair_cosine, pair_distance
 from tests.references.kvmerger import cosine, similar_pairs
+from tests.support.lowering import KERNEL, lower_for_cuda
 from tests.support.tolerances import close
 
+EVERY = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
-@pytest.mark.parametrize("count", [1, 7, 512, 700])
-def test_every_pair_is_compared(count):
-    """Whole blocks of pairs, none, and a rest."""
+
+def run(operation, *args, implementation, **options):
+    call = functools.partial(operation, implementation=implementation, **options)
+    return np.asarray(jax.jit(call)(*args))
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize(("count", "dim"), [(1, 3), (7, 80), (512, 3), (700, 3), (90, 256)])
+@pytest.mark.fast_cases("1-3-xla", "512-3-xla", "700-3-xla", "7-80-interpret", "90-256-interpret")
+def test_every_pair_is_compared(count, dim, implementation):
+    """Whole blocks of pairs, none, and a rest; NaN in a slot that no pair names."""
     rng = np.random.default_rng(0)
-    keys = rng.normal(size=(1, 2, 40, 3)).astype(np.float32)
+    keys = rng.normal(size=(1, 2, 41, dim)).astype(np.float32)
     keys[0, 0, 5] = 0.0
+    keys[:, :, 40] = np.nan
     first, second = rng.integers(0, 40, (2, 1, 2, count)).astype(np.int32)
-    angle = np.asarray(pair_cosine(keys, first, second))
-    away = np.asarray(pair_distance(keys, first, second))
+    angle = run(pair_cosine, keys, first, second, implementation=implementation)
+    away = run(pair_distance, keys, first, second, implementation=implementation)
     for head, n in np.ndindex(2, count):
         a, b = (keys[0, head, pair[0, head, n]].astype(np.float64) for pair in (first, second))
         close(angle[0, head, n], cosine(a, b), "reference")
         close(away[0, head, n], np.linalg.norm(a - b), "reference")
 
 
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_that_differ_by_rounding_are_equal(dtype):
+def test_keys_that_differ_by_rounding_are_equal(dtype, implementation):
     eps = float(jnp.finfo(dtype).eps)
     keys = jnp.asarray([[[[1.0, 2.0], [1 + eps, 2.0], [1 + 16 * eps, 2.0]]]], dtype)
     first, second = np.array([[[0, 1, 2]]]), np.zeros((1, 1, 3), np.int32)
-    close(np.asarray(pair_distance(keys, first, second))[0, 0], [0.0, 0.0, 16 * eps])
+    apart = run(pair_distance, keys, first, second, implementation=implementation)
+    close(apart[0, 0], [0.0, 0.0, 16 * eps])
 
 
-def test_anchors():
+@pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.fast_cases("80-interpret")
+def test_equal_keys_have_a_cosine_of_1(dim, implementation):
+    """So do multiples of each other, and an anchor joins neither them nor what equals epsilon."""
+    rng = np.random.default_rng(dim)
+    keys = np.repeat(rng.normal(size=(1, 1, 1, dim)), 9, axis=2)
+    keys *= 2.0 ** np.arange(9)[:, None] / 3
+    keys, slots = keys.astype(np.float32), np.arange(9, dtype=np.int32)[None, None]
+    cosine_of = functools.partial(run, implementation=implementation)
+    assert (cosine_of(pair_cosine, keys, slots, slots[..., ::-1]) == 1.0).all()
+    pairs = slots < 8
+    assert not cosine_of(join_anchors, keys, slots, pairs, threshold=1.0).any()
+    joins = cosine_of(join_anchors, keys, slots, pairs, threshold=0.9999)
+    np.testing.assert_array_equal(joins, pairs)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_anchors(implementation):
     """Slots in any order, pairs that may not be: the runs of the reference."""
     rng = np.random.default_rng(1)
     keys = np.cumsum(rng.normal(size=(2, 1, 30, 4)), axis=2).astype(np.float32)
@@ -44,8 +78,31 @@ def test_anchors():
     free = rng.random((2, 1, 30)) < 0.9
     pairs = free & np.roll(free, -1, axis=-1)
     pairs[..., -1] = False
-    joins = np.asarray(join_anchors(by_slot, order, pairs, 0.8))
+    joins = run(join_anchors, by_slot, order, pairs, threshold=0.8, implementation=implementation)
     assert joins.sum() > 20
     for row in range(2):
         expected = similar_pairs(keys[row, 0].astype(float), list(free[row, 0]), 0.8, "anchor")
         assert set(np.flatnonzero(joins[row, 0])) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_they_lower_for_cuda(dim, dtype):
+    """One kernel each, and no loop around it."""
+    keys = jax.ShapeDtypeStruct((2, 8, 4099, dim), dtype)
+    slots, flags = (jax.ShapeDtypeStruct((2, 8, 4099), x) for x in ("int32", "bool"))
+    anchors = functools.partial(join_anchors, threshold=0.75)
+    for operation, args in ((pair_cosine, slots), (pair_distance, slots), (anchors, flags)):
+        call = functools.partial(operation, implementation="pallas")
+        text = lower_for_cuda(call, keys, slots, args)
+        assert text.count(KERNEL) == 1 and "stablehlo.while" not in text
+
+
+def test_shapes_are_checked():
+    keys, slots = jnp.ones((1, 2, 4, 3)), jnp.zeros((1, 2, 5), jnp.int32)
+    with pytest.raises(ValueError, match=r"first must have shape \(1, 2\) and a length, got"):
+        pair_cosine(keys, slots[:, :1], slots)
+    with pytest.raises(ValueError, match=r"second must have shape \(1, 2, 5\), got \(1, 2, 4\)"):
+        pair_distance(keys, slots, slots[..., 1:])
+    with pytest.raises(ValueError, match=r"pairs must have shape \(1, 2, 5\), got \(1, 2, 4\)"):
+        join_anchors(keys, slots, slots[..., 1:] > 0, 0.5)

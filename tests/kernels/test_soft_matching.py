@@ -5,35 +5,86 @@ from __future__ import annotations
 import sys
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import soft_matching
+from pallas_kernels.grouping.cosine import cosine_step
 from tests.references.chelsea import soft_matching as reference
+from tests.support.attention_cases import use_small_tiles
+from tests.support.lowering import KERNEL, lower_for_cuda
+
+KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+EVERY = ["xla", *KERNELS]
 
 
-def check(keys, count, chunk):
-    similarity, partner = map(np.asarray, soft_matching(keys, jnp.asarray(count), chunk=chunk))
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """16 rows of each set, so that few tokens need several."""
+    use_small_tiles(monkeypatch)
+
+
+def match(keys, count, chunk, implementation):
+    """In a function of its own: what is compiled for other tiles must not be used again."""
+
+    def call(keys, count):
+        return soft_matching(keys, count, chunk=chunk, implementation=implementation)
+
+    return map(np.asarray, jax.jit(call)(keys, jnp.asarray(count)))
+
+
+def check(keys, count, chunk, implementation="xla"):
+    similarity, partner = match(keys, count, chunk, implementation)
     assert similarity.dtype == np.float32 and partner.dtype == np.int32
-    own = np.arange(keys.shape[2])
+    own, step = np.arange(keys.shape[2]), cosine_step(keys.shape[3])
     for row, head in np.ndindex(*keys.shape[:2]):
         edges = reference(np.asarray(keys, np.float64)[row, head, : count[row][head]], chunk)
         expected, leads_to = np.full(len(own), -np.inf), own.copy()
         for each, a, b in edges:
             expected[a], leads_to[a] = each, b
-        np.testing.assert_allclose(similarity[row, head], expected, atol=1e-6)
+        np.testing.assert_allclose(similarity[row, head], expected, atol=step)
         np.testing.assert_array_equal(partner[row, head], leads_to)
 
 
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("chunk", [2, 3, 8, 256])
 @pytest.mark.parametrize("tokens", [1, 2, 21])
-@pytest.mark.fast_cases("1-256", "1-3", "1-8", "2-2", "2-256", "2-3", "2-8")
-def test_edges(tokens, chunk):
+@pytest.mark.fast_cases(
+    "1-256-xla", "1-3-xla", "1-8-xla", "2-2-xla", "2-256-xla", "2-3-xla", "2-8-xla",
+    "1-8-interpret", "21-2-interpret", "21-3-interpret", "21-8-interpret", "21-256-interpret",
+)  # fmt: skip
+def test_edges(tokens, chunk, implementation):
     """Chunks that don't fill up, heads with fewer tokens than there is room for, and none."""
     rng = np.random.default_rng(tokens)
     keys = jnp.asarray(rng.normal(size=(2, 2, tokens, 4)), jnp.float32)
-    check(keys, [[tokens, tokens // 2], [0, 1]], chunk)
+    check(keys, [[tokens, tokens // 2], [0, 1]], chunk, implementation)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.fast_cases("256-float32-interpret", "80-bfloat16-interpret")
+def test_chunks_of_several_tiles(dim, dtype, implementation):
+    """NaN where no token is, and a last chunk that is not full."""
+    keys = np.random.default_rng(dim).normal(size=(1, 2, 150, dim))
+    keys[0, 0, 140:], keys[0, 1, 77:] = np.nan, np.nan
+    check(jnp.asarray(keys, dtype), [[140, 77]], 88, implementation)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copies_and_multiples_tie_as_they_do_by_xla(dtype, implementation):
+    """Few directions in many lengths, which rounding alone would tell apart."""
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(7, 64)).astype(jnp.dtype(dtype)).astype(np.float32)
+    lengths = 2.0 ** rng.integers(-3, 4, (2, 2, 120, 1))
+    keys = jnp.asarray(directions[rng.integers(0, 7, (2, 2, 120))] * lengths, dtype)
+    count = [[120, 90], [33, 0]]
+    mine, other = (match(keys, count, 64, each) for each in (implementation, "xla"))
+    for one, expected in zip(mine, other, strict=True):
+        np.testing.assert_array_equal(one, expected)
 
 
 def test_long_chunks_go_block_by_block():
@@ -43,24 +94,53 @@ def test_long_chunks_go_block_by_block():
         check(keys, [[37, 30]], 37)
 
 
-def test_ties_go_to_the_lower_token_and_lengths_do_not_matter():
+@pytest.mark.parametrize("implementation", EVERY)
+def test_ties_go_to_the_lower_token_and_lengths_do_not_matter(implementation):
     keys = jnp.asarray(np.eye(3)[[0, 1, 0, 0, 2, 0]], jnp.float32)
     keys = (keys * jnp.arange(1.0, 7.0)[:, None])[None, None]
-    similarity, partner = soft_matching(keys, jnp.array([[6]]), chunk=8)
+    similarity, partner = match(keys, [[6]], 8, implementation)
     inf = np.inf
     np.testing.assert_allclose(similarity[0, 0], [1, -inf, 1, -inf, 0, -inf], atol=1e-6)
     assert partner[0, 0].tolist() == [3, 1, 3, 3, 1, 5]
 
 
-def test_zero_and_nan_keys_have_edges():
+@pytest.mark.parametrize("implementation", EVERY)
+def test_zero_and_nan_keys_have_edges(implementation):
     """A zero key is like nothing else; a key without a number is less like anything than that."""
     keys = np.zeros((1, 1, 4, 2))
     keys[0, 0, 1], keys[0, 0, 2] = 1.0, np.nan
-    similarity, partner = soft_matching(jnp.asarray(keys, jnp.float32), jnp.array([[4]]), chunk=4)
+    similarity, partner = match(jnp.asarray(keys, jnp.float32), [[4]], 4, implementation)
     assert similarity[0, 0, 0] == 0 and similarity[0, 0, 2] == -2
     assert partner[0, 0].tolist() == [1, 1, 1, 3]
 
 
-def test_a_chunk_of_one_token_is_refused():
-    with pytest.raises(ValueError, match="at least 2, got 1"):
-        soft_matching(jnp.ones((1, 1, 4, 2)), jnp.array([[4]]), chunk=1)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk": 1}, "at least 2, got 1"),
+        ({"count": jnp.array([4])}, r"count must have shape \(1, 1\), got \(1,\)"),
+        ({"keys": jnp.ones((1, 4, 2))}, r"keys must be \[B, H, N, D\], got \(1, 4, 2\)"),
+        ({"implementation": "cuda"}, r"\('xla', 'pallas', 'interpret'\), got 'cuda'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refused(options, message):
+    given = {"keys": jnp.ones((1, 1, 4, 2)), "count": jnp.array([[4]]), "chunk": 2}
+    with pytest.raises(ValueError, match=message):
+        soft_matching(**{**given, **options})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("tokens", "chunk", "dim"), [(32_768, 256, 128), (999, 1000, 80)])
+@pytest.mark.fast_cases("32768-256-128-bfloat16", "999-1000-80-float32")
+def test_the_kernel_lowers_for_cuda_and_takes_the_keys_as_they_are(tokens, chunk, dim, dtype):
+    keys = jax.ShapeDtypeStruct((2, 8, tokens, dim), dtype)
+    count = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+    def call(keys, count):
+        return soft_matching(keys, count, chunk=chunk, implementation="pallas")
+
+    text = lower_for_cuda(call, keys, count)
+    assert text.count(KERNEL) == 1 and "stablehlo.while" not in text
+    taken = [line for line in text.splitlines() if f"tensor<2x8x{tokens}x{dim}x" in line]
+    assert taken and not [x for x in taken if KERNEL not in x and "func.func" not in x]

@@ -113,8 +113,11 @@ def test_the_cosine_of_parallel_keys_is_1(dim, dtype):
     first = jnp.broadcast_to(jnp.arange(0, keys.shape[2], 2, dtype=jnp.int32), (1, 2, 512))
     cosine = np.asarray(pair_cosine(keys, first, first + 1))
     np.testing.assert_array_equal(cosine, np.broadcast_to(expected, cosine.shape))
-    similarity, _ = soft_matching(keys[:, :1], jnp.full((1, 1), keys.shape[2]), chunk=256)
-    np.testing.assert_array_equal(np.asarray(similarity)[..., ::2], 1.0)
+    for implementation in ("xla", "interpret"):
+        similarity, _ = soft_matching(
+            keys[:, :1], jnp.full((1, 1), keys.shape[2]), chunk=256, implementation=implementation
+        )
+        np.testing.assert_array_equal(np.asarray(similarity)[..., ::2], 1.0)
 
 
 def test_orthogonal_keys_tie():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.references.attention import softmax_attention
+from tests.references.best_match import best_match
 from tests.references.budgets import rows_budget
 from tests.references.column_sums import column_sums
 from tests.references.h2o import H2O
@@ -374,3 +375,14 @@ def test_merge_by_hand():
 def test_merge_refuses_chains():
     with pytest.raises(ValueError, match="target"):
         merge(np.ones((3, 1)), np.ones((3, 1)), np.zeros(3), np.arange(3), np.array([1, 2, 2]))
+
+
+# --- best matches ---------------------------------------------------------------------------------
+
+
+def test_best_matches_by_hand():
+    a, b = np.array([[1.0], [2.0], [-1.0], [5.0]]), np.array([[3.0], [3.0], [-4.0]])
+    chunks = [([0, 2], [0, 1, 2]), ([3], [])]
+    best, match, margin = best_match(a, b, chunks, lambda x, y: float(x @ y))
+    assert best.tolist() == [3, -np.inf, 4, -np.inf]
+    assert match.tolist() == [0, 0, 2, 0] and margin == 7

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +14,18 @@ import pytest
 
 import kvjax
 from kvjax import Quantize, chain
-from kvjax.cache.payload import Dense, Slots
+from kvjax.cache.payload import Dense, Seen, Slots
 from kvjax.storage.quantized import Form, Quantized
 from pallas_kernels import (
     dequantise_groups,
     dequantise_slots,
-    pack_int4,
     quantise_groups,
     quantise_slots,
     quantized_logits,
     quantized_mix,
-    unpack_int4,
 )
 from pallas_kernels.formats import bits
+from tests.references import hadamard
 from tests.references import quantised as reference
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
@@ -51,6 +53,8 @@ FORMS = {
     "float8": Quantize("float8"),
     "token": Quantize(4, group=GROUP, key_axis="token"),
     "channel": Quantize(4, group=GROUP, residual=RESIDUAL),
+    "channel, not rotated": Quantize(4, group=GROUP, residual=RESIDUAL, rotate=False),
+    "channel, values rotated": Quantize(4, group=GROUP, residual=RESIDUAL, rotate="values"),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 
@@ -133,9 +137,9 @@ def test_groups_of_4_bits_against_the_reference(axis, group, dtype):
 
 def test_two_numbers_a_byte():
     q = np.random.default_rng(0).integers(0, 16, (2, 5, 12)).astype(np.uint8)
-    packed = jax.jit(pack_int4)(q)
+    packed = jax.jit(bits.pack_int4)(q)
     np.testing.assert_array_equal(packed, reference.pack(q))
-    np.testing.assert_array_equal(jax.jit(unpack_int4)(packed), q)
+    np.testing.assert_array_equal(jax.jit(bits.unpack_int4)(packed), q)
 
 
 ENCODED = {
@@ -191,6 +195,7 @@ def payload(form, dtype="float32", rows=None, count=10):
         "channel": Form(4, GROUP, "channel", new),
         "residual": Form(4, GROUP, "token", new),
     }  # fmt: skip
+    kinds |= {f"{name} rotated": replace(own, hadamard=True) for name, own in kinds.items()}
     return encoded(kinds[form].empty(SHAPE, dtype), rows, count)
 
 
@@ -201,7 +206,10 @@ def encoded(own, rows, count):
     return encode(own, rows, slots)
 
 
-every_payload = pytest.mark.parametrize("form", ["int8", "float8", "token", "channel", "residual"])
+every_payload = pytest.mark.parametrize(
+    "form",
+    ["int8", "float8", "token", "channel", "residual", "int8 rotated", "channel rotated"],
+)
 
 
 @every_payload
@@ -212,7 +220,7 @@ def test_reading(form, dtype):
     rows = read(own)
     assert own.shape == rows.shape == SHAPE and own.dtype == rows.dtype == jnp.dtype(dtype)
     error = np.abs(wide(rows) - wide(normal(*SHAPE, dtype=dtype))).max()
-    assert 0 < error < (0.05 if form == "int8" else 0.25)
+    assert 0 < error < (0.05 if form.startswith("int8") else 0.25)
     index = np.random.default_rng(1).integers(0, 18, (2, 4, 7))
     expected = np.repeat(np.asarray(rows), 2, axis=1)
     expected = np.take_along_axis(expected, index[..., None], axis=2)
@@ -254,7 +262,8 @@ def test_writing_a_few_slots(form):
         np.testing.assert_array_equal(after[row, head][others], before[row, head][others])
         if slot < 18:
             error = np.abs(after[row, head, slot] - new[row, head, 0]).max()
-            assert error < 0.4 and (error == 0) == (form in ("channel", "residual"))
+            # What is not encoded yet is as it came, to the last bit.
+            assert error < 0.4 and (error == 0) == (own.recent is not None)
 
 
 @pytest.mark.parametrize("form", ["channel", "residual"])
@@ -284,18 +293,26 @@ def test_writing_all(form):
     np.testing.assert_array_equal(changed[mask], expected[mask])
 
 
+def through_groups(rows, axis: str, rotated: bool) -> np.ndarray:
+    """Rows as they are read from groups of 4 bits, by the reference."""
+    basis = hadamard.rotate if rotated else wide
+    q, low, scale = reference.quantise_4bit(basis(rows), GROUP, axis)
+    return basis(reference.dequantise_4bit(q, low, scale, GROUP, axis))
+
+
 @pytest.mark.parametrize("count", [0, 3, 8, 13])
-@pytest.mark.parametrize("axis", ["channel", "token"])
-def test_whole_groups_of_slots_are_encoded(count, axis):
+@pytest.mark.parametrize("form", ["channel", "residual", "channel rotated", "residual rotated"])
+@pytest.mark.fast_cases("channel rotated-13", "channel-0", "channel-13", "residual-3", "residual-8")
+def test_whole_groups_of_slots_are_encoded(count, form):
     """Counted from slot 0; the others stay as they came until their group is whole."""
     rows = normal(*SHAPE)
-    own = payload("channel" if axis == "channel" else "residual", rows=rows, count=count)
+    own = payload(form, rows=rows, count=count)
+    axis = own.form.axis
 
     def check(own, count):
         whole, stored = count // GROUP * GROUP, np.asarray(read(own))
         if whole:
-            q, low, scale = reference.quantise_4bit(rows[:, :, :whole], GROUP, axis)
-            expected = reference.dequantise_4bit(q, low, scale, GROUP, axis)
+            expected = through_groups(rows[:, :, :whole], axis, own.form.hadamard)
             close(stored[:, :, :whole], expected, "reference")
         np.testing.assert_array_equal(stored[:, :, whole:count], rows[:, :, whole:count])
         assert (np.asarray(own.recent.count) == count - whole).all()
@@ -360,30 +377,89 @@ def encoded_errors(form: str, rows: np.ndarray, length: int, axis: str) -> np.nd
     return np.concatenate((bound, np.zeros((len(rows) - whole, HEAD_DIM))))
 
 
-@pytest.mark.parametrize("form", ["int8", "token", "channel"])
+@pytest.mark.parametrize("form", ["int8", "token", "channel", "channel, not rotated"])
 @pytest.mark.slow
 def test_decoding_stays_within_the_bound(form):
+    """In the basis of what is stored, which attention does not depend on."""
     done, given, group = standard(FORMS[form]), tokens(), 2
     full = standard(kvjax.Full())
     close(done.prompt_out, full.prompt_out, "exact")  # a prompt is read as it is
-    axis = "channel" if form == "channel" else "token"
+    axis = "channel" if form.startswith("channel") else "token"
+    basis = hadamard.rotate if FORMS[form].rotate else wide
     largest = 0.0
     for step, row, head in np.ndindex(STEPS, len(LENGTHS), KV_HEADS):
         length = LENGTHS[row]
         count = length + step + 1
         place = np.arange(count)
-        keys = rotate(given.k[row, head, :count].astype(np.float64), place, INV_FREQ)
-        values = given.v[row, head, :count].astype(np.float64)
+        keys = basis(rotate(given.k[row, head, :count].astype(np.float64), place, INV_FREQ))
+        values = basis(given.v[row, head, :count])
         heads = slice(head * group, (head + 1) * group)
         q = rotate(given.q[row, heads, count - 1 : count].astype(np.float64), place[-1:], INV_FREQ)
+        q = basis(q)
         exact, probabilities = softmax_attention(q, keys, values, place[-1:], place, 0 * place)
         k_error = encoded_errors(form, keys, length, axis)
         v_error = encoded_errors(form, values, length, "token")
         bound = reference.attention_error_bound(q, values, probabilities, k_error, v_error)
-        off = np.abs(done.outs[step][row, heads] - exact)
+        off = np.abs(basis(done.outs[step][row, heads]) - exact)
         assert (off <= bound + 1e-5).all(), (step, row, head)
         largest = max(largest, float(off.max()))
     assert largest > 1e-4  # something was rounded
+
+
+def attending_to(own, index, implementation):
+    """Outputs and probabilities of queries for the lists of `index` (None: for all slots)."""
+    count, lists = 12, SHAPE[1] if index is None else index.shape[1]
+    slot = np.broadcast_to(np.arange(SHAPE[2]), SHAPE[:3])
+    bias = np.where(slot < count, 0.0, -np.inf).astype(np.float32)
+    position = np.where(slot < count, slot, -1).astype(np.int32)
+    seen = Seen(bias, position, np.full(SHAPE[:2], count, np.int32), None)
+    q, at = normal(SHAPE[0], lists, 3, 1, SHAPE[3], seed=7), np.full((SHAPE[0], 1), 20, np.int32)
+    kind = {"scale": 0.3, "window": None, "soft_cap": None}
+    call = jax.jit(
+        lambda own, q, seen, index: own.attention(
+            own, q, seen, at, index=index, probabilities=True, implementation=implementation, **kind
+        )
+    )
+    return call(own, q, seen, index)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("lists", [None, 2, 4])
+@pytest.mark.parametrize("form", ["int8", "int8 rotated", "channel", "channel rotated"])
+@pytest.mark.fast_cases(
+    "channel rotated-4-xla", "channel rotated-None-interpret", "channel rotated-None-xla",
+    "int8 rotated-2-interpret", "int8 rotated-None-interpret", "int8 rotated-None-xla",
+)  # fmt: skip
+def test_attention_is_that_over_what_is_read(form, lists, implementation):
+    """To all slots and to lists, of KV heads and of query heads, with rows that are recent."""
+    own = payload(form)
+    for slot in (10, 11):
+        own = write(own, np.full((2, 2, 1), slot), normal(2, 2, 1, 8, seed=slot))
+    index = None
+    if lists is not None:
+        draw = np.random.default_rng(4)
+        index = draw.permuted(np.tile(np.arange(-1, 17), (2, lists, 1)), axis=-1)[..., :9]
+        index[..., -2:], index[..., :7] = (
+            [11, 3],
+            np.where(index[..., :7] % 8 == 3, -1, index[..., :7]),
+        )
+    out, found = attending_to(own, index, implementation)
+    expected, probabilities = attending_to(Dense(read(own)), index, "xla")
+    close(out, expected)
+    close(found, probabilities)
+
+
+@pytest.mark.parametrize("form", ["int8 rotated", "channel rotated"])
+def test_no_selected_row_changes_its_basis(form):
+    """The queries and the output do, and recent rows; gathered rows stay as they were rotated."""
+    own, entries = payload(form), 100
+    index = np.zeros((2, 2, entries), np.int32)
+    text = jax.jit(lambda own: attending_to(own, index, "xla")).lower(own).as_text()
+    shapes = re.findall(r"dot_general.*: \(tensor<([\dx]+)xf32>, tensor<8x8xf32>\)", text)
+    rotated = [math.prod(map(int, shape.split("x"))) // SHAPE[3] for shape in shapes]
+    queries, recent = 2 * 2 * 3, 2 * 2 * (RESIDUAL + GROUP - 1)
+    both = [recent, recent] if form == "channel rotated" else []  # keys and values
+    assert sorted(rotated) == sorted([queries, queries, *both])
 
 
 # --- under every method ---------------------------------------------------------------------------
@@ -463,6 +539,23 @@ def test_8_bits_change_little(name):
     done, exact = standard(composed(name, "int8")), standard(one_layer((FREEING | KEEPING)[name]))
     for out, expected in zip(done.outs, exact.outs, strict=True):
         assert np.abs(out - expected).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("transform", "keys", "values"),
+    [
+        (Quantize(8), True, True),
+        (Quantize(8, rotate="values"), False, True),
+        (Quantize(8, rotate=False), False, False),
+        (chain(FREEING["reposition"], Quantize(8)), False, True),
+        (chain(FREEING["reposition"], Quantize(8, rotate=False)), False, False),
+        (chain(FREEING["streaming_llm"], Quantize(8)), True, True),
+    ],
+    ids=repr,
+)
+def test_keys_without_rope_are_not_rotated(transform, keys, values):
+    kv = new_cache(transform).kv
+    assert (kv.k.form.hadamard, kv.v.form.hadamard) == (keys, values)
 
 
 SELECTED = [(name, form) for name in READING for form in ("int8", "token")]
@@ -582,8 +675,7 @@ def test_a_row_is_flushed_when_it_has_no_room():
     place = np.arange(16, 20)  # the group that the last 3 of 20 tokens of row 1 have completed
     for head in range(KV_HEADS):
         keys = rotate(given.k[1, head, place].astype(np.float64), place, INV_FREQ)
-        q, low, scale = reference.quantise_4bit(keys, GROUP, "channel")
-        expected = reference.dequantise_4bit(q, low, scale, GROUP, "channel")
+        expected = through_groups(keys, "channel", rotated=True)
         close(read[1, head, place], expected, "accumulated")
 
 
@@ -660,6 +752,8 @@ def test_a_step_decodes_blocks_only(form):
         ({"bits": 4, "group": 0}, "group"),
         ({"bits": 4, "residual": 100}, "multiple of group=32, got 100"),
         ({"bits": 4, "group": 48}, "multiple of group=48, got 128"),
+        ({"rotate": "keys"}, "rotate must be True, False or 'values', got 'keys'"),
+        ({"rotate": 1}, "rotate must be True, False or 'values', got 1"),
     ],
 )
 def test_what_is_not_offered(changes, words):

@@ -14,7 +14,7 @@ from tests.references.attention import softmax_attention
 from tests.support.tolerances import close
 
 SLOTS = 45
-LENGTHS = (0, 1, 23, SLOTS)  # of the four heads of two rows: nothing, one slot, odd, full
+PROMPTS = ("prompt_attention", "column_sums")
 KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
@@ -27,6 +27,7 @@ class Shape:
     tokens: int = 1
     dtype: str = "float32"
     options: dict = field(default_factory=dict, hash=False)
+    slots: int = SLOTS
 
     def __str__(self):
         parts = [f"G{self.group}", f"D{self.dim}", f"T{self.tokens}", self.dtype, *self.options]
@@ -39,15 +40,17 @@ class Case:
     def __init__(self, shape: Shape, seed: int = 3):
         rng = np.random.default_rng(seed)
         self.kind, dtype = ("bfloat16" if "16" in shape.dtype else "float32"), shape.dtype
-        heads = (2, 2)
+        heads, slots = (2, 2), shape.slots
+        # Of the four heads of two rows: nothing, one slot, odd, full.
+        lengths = np.reshape((0, 1, slots // 2 + 1, slots), heads)
         q = rng.normal(size=(*heads, shape.group, shape.tokens, shape.dim))
-        k, v = rng.normal(size=(2, *heads, SLOTS, shape.dim))
-        position = rng.permuted(np.tile(np.arange(SLOTS), (*heads, 1)), axis=-1)
-        free = np.arange(SLOTS) >= np.reshape(LENGTHS, (*heads, 1))
-        free |= (rng.random(free.shape) < 0.2) & (np.reshape(LENGTHS, (*heads, 1)) > 1)
+        k, v = rng.normal(size=(2, *heads, slots, shape.dim))
+        position = rng.permuted(np.tile(np.arange(slots), (*heads, 1)), axis=-1)
+        free = np.arange(slots) >= lengths[..., None]
+        free |= (rng.random(free.shape) < 0.2) & (lengths[..., None] > 1)
         free[-1, -1, [0, -1]] = False  # what an entry of -1 could be taken for
-        self.free, self.used = free, jnp.asarray(np.reshape(LENGTHS, heads), jnp.int32)
-        query = np.tile(np.arange(SLOTS - shape.tokens, SLOTS), (2, 1))
+        self.free, self.used = free, jnp.asarray(lengths, jnp.int32)
+        query = np.tile(np.arange(slots - shape.tokens, slots), (2, 1))
         if shape.tokens > 1:
             query[0, 0] = -1  # padding
         bias = np.where(free, -np.inf, np.log(rng.integers(1, 5, size=free.shape)))
@@ -113,9 +116,13 @@ def check(case, actual, expected):
 
 
 def use_small_tiles(monkeypatch):
-    """Tiles of 16 slots and as many parts as there are tiles, so that few slots need several."""
+    """Tiles of 16 slots and as many parts as there are tiles, so that few slots need several.
+
+    A prompt's queries come in tiles of 16, too.
+    """
     sizes = {"tile_bytes": 1, "warps": 4, "stages": 3, "programs": 99, "cores": 99}
     row = dict.fromkeys(tiles.table()["hopper"], sizes)
+    row |= {name: {**sizes, "query_bytes": 1} for name in PROMPTS}
     small = dict.fromkeys(tiles.table(), row)
     monkeypatch.setattr(tiles, "table", lambda: small)
     monkeypatch.setattr(tiles, "BLOCKS_PER_SPLIT", 1)

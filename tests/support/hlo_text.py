@@ -21,8 +21,11 @@ _STRUCTURE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
     "optimization-barrier",
 }  # fmt: skip
+_NO_KERNEL = ("constant", "partition-id", "replica-id", "after-all")
+_CALLS = ("while", "conditional", "call")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 _TALKS = ("infeed", "outfeed", "send", "recv")
+_ROUNDS = re.compile(r'known_trip_count"?:? ?=?\{"?n"?:"?(\d+)')
 
 
 class Instruction(NamedTuple):
@@ -76,19 +79,22 @@ class Program:
                 yield one
                 if stop_at is not None and stop_at(one):
                     continue
-                if one.opcode in ("while", "conditional", "call"):
+                if one.opcode in _CALLS:
                     waiting += one.called
 
-    def copies(self, elements: int, kernel: str) -> list[str]:
+    def copies(self, elements: int, kernel: str, looped: bool = False) -> list[str]:
         """Lines of operations that make an array of so many elements or more, in any dtype.
 
         Those that change a few of its rows in place are none: an update or a scatter of an array
-        that comes in from outside. Neither is the kernel, whose output may be as large.
+        that comes in from outside. Neither is the kernel, whose output may be as large. With
+        `looped`, only what is inside of loops and branches is looked at.
         """
+        entry = self.computations[self.entry] if looped else {}
         return [
             one.line
             for one in self.executed()
-            if self._computes(one)
+            if one.name not in entry
+            and self._computes(one)
             and not self._is_kernel(one, kernel)
             and any(
                 size >= elements and not self._in_place(one, at)
@@ -122,6 +128,28 @@ class Program:
         Those inside of others are not counted.
         """
         return [one.line for one in self.executed(_open_ended) if _open_ended(one)]
+
+    def launches(self) -> int:
+        """How many operations the host launches, one after the other.
+
+        Those in a loop count as often as the loop is known to run, and once where only the device
+        knows how often. Of several branches, the one with the most counts.
+        """
+        return self._launches(self.entry)
+
+    def _launches(self, name: str) -> int:
+        count = 0
+        for one in self.computations[name].values():
+            inside = [self._launches(x) for x in one.called] if one.opcode in _CALLS else []
+            if one.opcode == "while":
+                rounds = _ROUNDS.search(one.line)
+                # The predicate of a loop of known length is not computed.
+                count += int(rounds[1]) * max(inside) if rounds else sum(inside)
+            elif one.opcode == "conditional":
+                count += max(inside)
+            else:
+                count += sum(inside) + (self._computes(one) and one.opcode not in _NO_KERNEL)
+        return count
 
     def kernels(self, name: str) -> int:
         """How many calls of custom kernels there are."""

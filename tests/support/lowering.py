@@ -11,9 +11,32 @@ KERNEL = "__gpu$xla.gpu.triton"
 
 def lower_for_cuda(function, *args) -> str:
     """The StableHLO of a jitted function for a CUDA device, which need not be there."""
+    return _lowered(function, *args).as_text()
+
+
+def triton_of_kernel(function, *args) -> str:
+    """What Triton is given of the first kernel of a function: its own dialect of MLIR, as text."""
+    from jax._src.lib.mlir import ir
+    from jaxlib.triton import dialect
+
+    def calls(operation):
+        if operation.operation.name == "stablehlo.custom_call":
+            yield operation
+        for region in operation.operation.regions:
+            for block in region:
+                for inner in block:
+                    yield from calls(inner)
+
+    module = _lowered(function, *args).compiler_ir()
+    config = next(calls(module.operation)).attributes["mhlo.backend_config"]
+    with module.context:
+        dialect.register_dialect(module.context)
+        return str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
+
+
+def _lowered(function, *args):
     with _gpu():
-        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-    return lowered.as_text()
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
 
 
 def _gpu():

@@ -19,7 +19,16 @@ SCORES = {
     "infinite": lambda rng, shape: rng.choice([-np.inf, np.inf, 0.5], shape),
     "neighbours": lambda rng, shape: 1 + rng.integers(0, 4, shape) * 2.0**-23,
     "tiny": lambda rng, shape: rng.integers(-3, 3, shape) * 1e-37,
+    "subnormal": lambda rng, shape: rng.integers(-9, 10, shape) * np.float32(1e-45),
+    "any bits": lambda rng, shape: any_floats(rng, shape),
 }
+
+
+def any_floats(rng, shape):
+    """Every float32 but NaN is as likely as any other, subnormal and infinite ones among them."""
+    found = rng.integers(0, 2**32, shape, np.uint32).view(np.float32)
+    return np.where(np.isnan(found), np.float32(np.inf), found)
+
 
 LOOP, UNROLLED = (jax.jit(functools.partial(keep_best, unroll=unroll)) for unroll in (False, True))
 
@@ -45,6 +54,25 @@ def test_keep_best(name, per_head):
             own.sort(key=lambda i: (-score[row, head, i], position[row, head, i]))
             expected = sorted(own[: counts[row, head] if per_head else counts[row]])
             assert np.flatnonzero(kept[row, head]).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [2048, 10**6])
+@pytest.mark.parametrize(
+    "name", ["random", "equal", "infinite", "subnormal", "neighbours", "any bits"]
+)
+@pytest.mark.fast_cases(
+    "random-2048", "equal-2048", "infinite-2048", "subnormal-2048", "any bits-2048",
+    "random-1000000", "subnormal-1000000",
+)  # fmt: skip
+def test_it_is_a_stable_sort(name, size):
+    """The first of the scores sorted from the highest on, equal ones in the order of position."""
+    score = np.asarray(SCORES[name](np.random.default_rng(1), (1, 1, size)), np.float32)
+    everything = np.ones(score.shape, bool)
+    position = jnp.arange(size, dtype=jnp.int32)[None, None]
+    order = np.argsort(-score[0, 0], kind="stable")
+    for count in (0, 1, size // 5, size - 1, size):
+        kept = LOOP(score, everything, position, jnp.array([count], jnp.int32))
+        np.testing.assert_array_equal(np.flatnonzero(kept), np.sort(order[:count]))
 
 
 def test_keep_best_of_numbers_that_are_none():

@@ -164,16 +164,16 @@ class Chelsea(KVTransform):
     def on_prompt(self, cache: KVCache, state: Passes, step: Step) -> tuple[Merge, Passes]:
         """Merges the rows of the prompt down to their budgets."""
         budget = step.of_rows(self._rows_budget(cache), state.budget)
-        return self._compress(cache, state._replace(budget=budget), step.rows[:, None])
+        return self._compress(cache, state._replace(budget=budget), step.rows[:, None], step)
 
     def on_flush(self, cache: KVCache, state: Passes, step: Step) -> tuple[Merge, Passes]:
         """Merges what has no room for the tokens until the next flush down to its budget."""
         most = state.budget[:, None] + self.interval
         due = evictable(cache).sum(-1, dtype=jnp.int32) + step.room > most
-        return self._compress(cache, state, due)
+        return self._compress(cache, state, due, step)
 
     def _compress(
-        self, cache: KVCache, state: Passes, due: Bool[Array, "B N"]
+        self, cache: KVCache, state: Passes, due: Bool[Array, "B N"], step: Step
     ) -> tuple[Merge, Passes]:
         """One merge that does what all passes do: a mean of means is the mean by masses."""
         over = evictable(cache).sum(-1, dtype=jnp.int32) - state.budget[:, None]
@@ -183,13 +183,17 @@ class Chelsea(KVTransform):
         mass = jnp.where(cache.live, jnp.exp(cache.log_mass), 0.0)
         done = jax.lax.while_loop(
             lambda clusters: clusters.need.any(),
-            lambda clusters: self._pass(clusters, mergeable, cache.position),
+            lambda clusters: self._pass(clusters, mergeable, cache.position, step.implementation),
             Clusters(slot, cache.k.read(), mass, need, state.passes),
         )
         return Merge(done.into), state._replace(passes=done.passes)
 
     def _pass(
-        self, clusters: Clusters, mergeable: Bool[Array, "B H S"], position: Int[Array, "B H S"]
+        self,
+        clusters: Clusters,
+        mergeable: Bool[Array, "B H S"],
+        position: Int[Array, "B H S"],
+        implementation: str | None,
     ) -> Clusters:
         """Merges along the most similar edges, in every row and head that still needs to."""
         into, key, mass, need, passes = clusters
@@ -198,7 +202,9 @@ class Chelsea(KVTransform):
         count = mergeable.sum(-1, dtype=jnp.int32)
         order = sorted_slots(mergeable, position)
         chunk = max(into.shape[2], 2) if self.chunk == "whole" else self.chunk
-        similarity, partner = soft_matching(take_slots(key, order), count, chunk=chunk)
+        similarity, partner = soft_matching(
+            take_slots(key, order), count, chunk=chunk, implementation=implementation
+        )
         edges = similarity > -jnp.inf
         table = jnp.asarray(self.most_merges(into.shape[2]))
         most = table[jnp.minimum(passes, self.steps), edges.sum(-1)]
@@ -207,8 +213,8 @@ class Chelsea(KVTransform):
         joins = write_slots(order, order, take_slots(order, jnp.where(kept, partner, token)))
         return Clusters(
             into=take_slots(joins, into),
-            key=segment_merge(key, joins, mass),
-            mass=sum_into(joins, mass),
+            key=segment_merge(key, joins, mass, implementation=implementation),
+            mass=sum_into(joins, mass, implementation=implementation),
             need=need - merges,
             passes=passes + (merges > 0).astype(jnp.int32),
         )

@@ -46,15 +46,21 @@ class Found(NamedTuple):
     there: Bool[Array, "B H C"]
 
 
-def cluster(
-    tokens: Tokens, wanted: Int[Array, "B H"], most: int, metric: Metric, rounds: int
-) -> Found:
+class Means(NamedTuple):
+    """How k-means is computed: metric, rounds and implementation as in `kmeans`."""
+
+    metric: Metric
+    rounds: int
+    implementation: str | None = None
+
+
+def cluster(tokens: Tokens, wanted: Int[Array, "B H"], most: int, means: Means) -> Found:
     """k-means from the keys of `wanted` members that are drawn, at most `most` (static)."""
     keys, position, members, number = tokens
     drawn = keep_best(number, members, position, wanted)
     start = take_slots(keys, sorted_slots(drawn, position)[..., :most])
     there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
-    label, centroids = kmeans(keys, members, start, there, metric=metric, rounds=rounds)
+    label, centroids = kmeans(keys, members, start, there, **means._asdict())
     return Found(label, centroids, sum_into(label, jnp.ones_like(label), most), there)
 
 
@@ -63,8 +69,7 @@ def cluster_chunks(
     wanted: Int[Array, "B H J"],
     most: int,
     chunk: int,
-    metric: Metric,
-    rounds: int,
+    means: Means,
 ) -> Found:
     """`cluster` for every `chunk` slots; the clusters of a chunk follow those of the one before.
 
@@ -72,7 +77,7 @@ def cluster_chunks(
       tokens: of J chunks, the last of which may be shorter.
       wanted: clusters of each chunk, at most `most` (static).
       chunk: slots of a chunk.
-      metric, rounds: as in `kmeans`.
+      means: how k-means is computed.
     """
     batch, heads, size = tokens.members.shape
     chunks = math.ceil(size / chunk)
@@ -82,7 +87,7 @@ def cluster_chunks(
         rest[2] = (0, chunks * chunk - size)
         return jnp.pad(x, rest).reshape(batch, heads * chunks, chunk, *x.shape[3:])
 
-    found = cluster(Tokens(*map(cut, tokens)), wanted.reshape(batch, -1), most, metric, rounds)
+    found = cluster(Tokens(*map(cut, tokens)), wanted.reshape(batch, -1), most, means)
     label = found.label.reshape(batch, heads, chunks, chunk)
     first = most * jnp.arange(chunks, dtype=jnp.int32)[None, None, :, None]
     label = jnp.where(label < most, label + first, chunks * most)

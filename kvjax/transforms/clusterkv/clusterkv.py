@@ -24,7 +24,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
-from kvjax.transforms.clusterkv.chunks import Metric, Tokens, cluster, cluster_chunks
+from kvjax.transforms.clusterkv.chunks import Means, Metric, Tokens, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
@@ -192,9 +192,8 @@ class ClusterKV(Recall):
         number = uniform(key, cache.position, cache.heads)
         tokens = Tokens(cache.k.read(), cache.position, members, number)
         most = self._most_clusters(cache)[0]
-        found = cluster_chunks(
-            tokens, jnp.where(rows, wanted, 0), most, chunk, self.metric, self.iterations
-        )
+        means = self._means(step.implementation)
+        found = cluster_chunks(tokens, jnp.where(rows, wanted, 0), most, chunk, means)
         new = new.add(*found[1:])
         last = found.sizes.shape[2]
         label = jnp.where(members, found.label, jnp.where(slot < sinks[..., None], -1, last))
@@ -215,7 +214,7 @@ class ClusterKV(Recall):
         wanted = self._new_clusters_of(count, clusters.per_cluster[:, None])
         wanted = jnp.minimum(wanted, clusters.room)
         tokens = Tokens(keys, position, members, uniform(key, position, cache.heads))
-        found = cluster(tokens, wanted, most, self.metric, self.iterations)
+        found = cluster(tokens, wanted, most, self._means(step.implementation))
         clusters = clusters.add(*found[1:])
         clusters = clusters.join_last(keys, members & (wanted == 0)[..., None])
         place = jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2)
@@ -223,6 +222,10 @@ class ClusterKV(Recall):
         order = label, jnp.where(members, position, place), slots
         source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
         return Order(source, slots), (clusters, key)
+
+    def _means(self, implementation: str | None) -> Means:
+        """How keys are clustered."""
+        return Means(self.metric, self.iterations, implementation)
 
     def _recent(self, cache: KVCache, clusters: Clusters):
         """The slots behind the clusters, at most S, and which of them hold tokens."""

@@ -19,7 +19,7 @@ from kvjax.devices import all_heads
 from kvjax.protocol import KVTransform, Needs, Step, View
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.recall import Recall, of_lists
-from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
 
 PARTIAL_KEYS = "partial_keys"  # the column k P
 EXACT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST}  # of products with partial keys
@@ -151,7 +151,7 @@ class InfiniGen(Recall):
         score = self._scores(cache, state, query if view.predicted is None else view.predicted)
         count = self._count(cache, score, earlier)
         earlier, position = (of_lists(x, cache) for x in (earlier, cache.position))
-        unroll = choose_implementation(view.implementation) != "xla"
+        unroll = choose_implementation(view.implementation, for_tpu=True) in GPU_KERNELS
         best = keep_best(score, earlier, position, count, unroll=unroll)
         new = of_lists(jnp.where(slots < cache.slots, slots, -1), cache)
         index = jnp.concatenate((_listed(best, length - 1), new), axis=-1)

@@ -187,7 +187,7 @@ class KVCrush(Wrapper):
             return decision, state
         kept, bits = self._behaviour(cache, decision)
         gone = cache.live & ~kept
-        chosen = self._representatives(cache, step.keys, bits, gone, state)
+        chosen = self._representatives(cache, step, bits, gone, state)
         # Where the base evicts nothing, it has left a row alone.
         chosen = jnp.where(gone.any(-1, keepdims=True), chosen, earlier)
         return Retain(
@@ -221,7 +221,7 @@ class KVCrush(Wrapper):
     def _representatives(
         self,
         cache: KVCache,
-        keys: Float[Array, "B H S D"],
+        step: Step,
         bits: Bool[Array, "B Q S"] | None,
         gone: Bool[Array, "B H S"],
         state: KVCrushState,
@@ -231,7 +231,9 @@ class KVCrush(Wrapper):
         count = rows_budget(budget, cache.length, longest, 0, state.count)
         most = most_slots(budget, longest, 0)
         if self.kmeans:
-            return nearest_to_centroids(keys, gone, cache.position, count, most)
+            return nearest_to_centroids(
+                step.keys, gone, cache.position, count, most, step.implementation
+            )
         units = Units.of(cache, self.unit)
         vectors = units.join(bits, cache.heads)
         there = all_heads(units.any(cache.live), cache.heads).any(1)

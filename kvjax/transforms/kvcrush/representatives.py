@@ -99,18 +99,22 @@ def nearest_to_centroids(
     position: Int[Array, "B H S"],
     count: Int[Array, " B"],
     most: int,
+    implementation: str | None = None,
 ) -> Bool[Array, "B H S"]:
     """The token nearest to each of `count` centroids of the evicted keys, by k-means.
 
     It starts from the middle tokens of equal runs by position. What empty clusters leave goes to
-    the tokens farthest from their centroids. Ties go to the lower position.
+    the tokens farthest from their centroids. Ties go to the lower position. `implementation` is as
+    in `kmeans`.
     """
     most = min(most, keys.shape[2])
     order = sorted_slots(evicted, position)
     start, length = cut(evicted.sum(-1, dtype=jnp.int32), count, most)
     middle = take_slots(order, jnp.maximum(start + (length - 1) // 2, 0))
     initial = take_slots(keys, middle)
-    label, centroids = kmeans(keys, evicted, initial, length > 0, metric="l2")
+    label, centroids = kmeans(
+        keys, evicted, initial, length > 0, metric="l2", implementation=implementation
+    )
     own = take_slots(centroids, jnp.minimum(label, most - 1))
     apart = jnp.square(keys.astype(jnp.float32) - own).sum(-1)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import Budget, check_choice, check_number
-from kvjax.cache.payload import take_slots, write_slots
+from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Merge
@@ -134,40 +134,52 @@ class KVMerger(Unmerged):
         self, cache: KVCache, state: Array | None, step: Step
     ) -> tuple[Merge, Array | None]:
         """Merges every set into the slot of its pivot."""
-        pivot, weights = self.plan(cache, step.keys, state)
+        pivot, weights = self.plan(cache, step.keys, state, step.implementation)
         return Merge(pivot, weights, self.value_scale), state
 
     def plan(
-        self, cache: KVCache, keys: Float[Array, "B H S D"], key: Array | None = None
+        self,
+        cache: KVCache,
+        keys: Float[Array, "B H S D"],
+        key: Array | None = None,
+        implementation: str | None = None,
     ) -> tuple[Int[Array, "B H S"], Float[Array, "B H S"]]:
         """The pivot's slot of every slot (its own where it is alone) and its weight in the merge.
 
-        `keys` are those that attention saw, and `key` that of random pivots.
+        `keys` are those that attention saw, and `key` that of random pivots. `implementation` is
+        that of the operations in `pallas_kernels`.
         """
-        pivot = self._pivots(cache, self._merging_sets(cache, keys), key)
+        pivot = self._pivots(cache, self._merging_sets(cache, keys, implementation), key)
         mass = jnp.exp(cache.log_mass)
         if self.weights == "mean":
             return pivot, mass
-        distance = pair_distance(keys, _slots(pivot), pivot)
-        return pivot, mass * _gaussian(distance, self._sigma(distance, pivot))
+        distance = pair_distance(keys, _slots(pivot), pivot, implementation=implementation)
+        return pivot, mass * _gaussian(distance, self._sigma(distance, pivot, implementation))
 
-    def _merging_sets(self, cache: KVCache, keys: Array) -> Int[Array, "B H S"]:
+    def _merging_sets(
+        self, cache: KVCache, keys: Array, implementation: str | None
+    ) -> Int[Array, "B H S"]:
         """Algorithm 1: the number of every slot's set."""
         order = sorted_slots(evictable(cache), cache.position)
-        joined = self._joined(cache, keys, order)
+        joined = self._joined(cache, keys, order, implementation)
         starts = ~jnp.roll(joined, 1, axis=-1)  # the last one joins nothing
         return write_slots(order, order, jnp.cumsum(starts, axis=-1) - 1)
 
     def _joined(
-        self, cache: KVCache, keys: Array, order: Int[Array, "B H S"]
+        self,
+        cache: KVCache,
+        keys: Array,
+        order: Int[Array, "B H S"],
+        implementation: str | None,
     ) -> Bool[Array, "B H S"]:
         """Which entries of `order` join the set of the one after them."""
         free = take_slots(self._mergeable(cache), order)
         pairs = free & jnp.roll(free, -1, axis=-1).at[..., -1].set(False)
-        similarity = pair_cosine(keys, order, jnp.roll(order, -1, axis=-1))
+        by = {"implementation": implementation}
+        similarity = pair_cosine(keys, order, jnp.roll(order, -1, axis=-1), **by)
         joined = jnp.zeros_like(pairs)
         if self.against == "anchor":
-            joined = join_anchors(keys, order, pairs, self.epsilon)
+            joined = join_anchors(keys, order, pairs, self.epsilon, **by)
         elif self.epsilon is not None:
             joined = pairs & above(similarity, self.epsilon, keys.shape[3])
         if self.budget is None:
@@ -200,15 +212,22 @@ class KVMerger(Unmerged):
         return _set_max(jnp.where(oldest, _slots(sets), -1), sets)
 
     def _sigma(
-        self, distance: Float[Array, "B H S"], pivot: Int[Array, "B H S"]
+        self,
+        distance: Float[Array, "B H S"],
+        pivot: Int[Array, "B H S"],
+        implementation: str | None,
     ) -> float | Float[Array, "B H S"]:
         """σ of every slot's set (equation 6); 0 where all keys are the pivot's."""
         if not isinstance(self.sigma, str):
             return self.sigma
-        members = _set_sum(jnp.ones_like(distance), pivot)
+
+        def set_sum(x: Array) -> Array:
+            return take_slots(sum_into(pivot, x, implementation=implementation), pivot)
+
+        members = set_sum(jnp.ones_like(distance))
         if self.sigma == "literal":
-            return _set_sum(_gaussian(distance, 5.0), pivot) / (math.sqrt(2) * members)
-        return _set_sum(distance, pivot) / (math.sqrt(2) * jnp.maximum(members - 1, 1))
+            return set_sum(_gaussian(distance, 5.0)) / (math.sqrt(2) * members)
+        return set_sum(distance) / (math.sqrt(2) * jnp.maximum(members - 1, 1))
 
 
 def _gaussian(distance: Float[Array, "B H S"], sigma: float | Array) -> Float[Array, "B H S"]:
@@ -222,5 +241,4 @@ def _slots(like: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
 
 
 # Of every set, for all of its members.
-_set_sum = jax.vmap(jax.vmap(lambda x, sets: jax.ops.segment_sum(x, sets, x.shape[0])[sets]))
 _set_max = jax.vmap(jax.vmap(lambda x, sets: jax.ops.segment_max(x, sets, x.shape[0])[sets]))

@@ -1,0 +1,216 @@
+"""A prompt's attention by the attention kernel, and the kernel that sums its columns.
+
+Which tiles of queries and blocks of slots meet is found from positions before a kernel starts, in
+arrays as small as the number of tiles times that of blocks. A program goes through the hull of what
+it meets: slots may stand in any order, but a prompt's mostly stand in that of their positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.attention.forms import Part, dense_rows
+from pallas_kernels.attention.kernel import (
+    NOTHING,
+    NOWHERE,
+    WIDE,
+    Mask,
+    Slots,
+    finite_or_zero,
+    mask_tile,
+    row_bytes,
+    split_attention,
+)
+from pallas_kernels.base import route
+from pallas_kernels.base.kernel_parts import dot, own_part, zero
+from pallas_kernels.base.logits import live_slots
+from pallas_kernels.base.tiles import Tile
+
+NEVER = np.int32(np.iinfo(np.int32).max)  # a position that no query reaches
+
+
+def attention_by_kernel(
+    q: Float[Array, "B H G T D"],
+    k: Float[Array, "B H S D"],
+    v: Float[Array, "B H S D"] | None,
+    bias: Float[Array, "B H S"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    tile: Tile,
+    interpret: bool,
+) -> tuple[Float[Array, "B H G T D"] | None, Float[Array, "B H G T"]]:
+    """`prompt_attention` by the kernel of decode steps, each row tile with its own range of slots.
+
+    Rows of a KV head are its G query heads times the T tokens, tokens fastest, so that a tile has
+    the tokens of one head that follow each other: few, whose ranges are nearly one.
+    """
+    keys, values = dense_rows(k), None if v is None else dense_rows(v)
+    rows = tile.rows(row_bytes(q.shape[4], k.dtype), q.shape[2] * q.shape[3])
+    block = tile.block(keys.reader.row_bytes, k.shape[2])
+    by_row = jnp.tile(query_position, (1, q.shape[2]))
+    met = meets(by_row, bias, key_position, window, rows, block)
+    first, end = (block * x for x in hull(met, 3))
+    out, lse, _ = split_attention(
+        q, keys, values, Slots(bias, key_position, end, first), query_position, scale=scale,
+        window=window, soft_cap=soft_cap, tile=tile, with_logits=False, interpret=interpret,
+        dtype=k.dtype if v is None else v.dtype,
+    )  # fmt: skip
+    return out, lse
+
+
+def meets(
+    query_position: Int[Array, "B R"],
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    window: int | None,
+    rows: int,
+    block: int,
+) -> Bool[Array, "B H I J"]:
+    """Whether any of the `rows` queries of tile i may see any of the `block` slots of block j."""
+    query = _in_tiles(query_position, rows)[:, None, :, None]
+    key = jnp.where(live_slots(bias, key_position), key_position, -1)
+    key = _in_tiles(key, block)[:, :, None]
+    oldest_key = jnp.where(key >= 0, key, NEVER).min(-1)
+    found = oldest_key <= query.max(-1)
+    if window is not None:
+        oldest_query = jnp.where(query >= 0, query, NEVER).min(-1)
+        found &= key.max(-1) > oldest_query - window
+    return found
+
+
+def _in_tiles(position: Int[Array, "*B N"], size: int) -> Int[Array, "*B I size"]:
+    """Positions in tiles; -1 fills the last one."""
+    tiles = pl.cdiv(position.shape[-1], size)
+    widths = [(0, 0)] * (position.ndim - 1) + [(0, tiles * size - position.shape[-1])]
+    padded = jnp.pad(position, widths, constant_values=-1)
+    return padded.reshape(*position.shape[:-1], tiles, size)
+
+
+def hull(met: Bool[Array, "B H I J"], axis: int) -> tuple[Array, Array]:
+    """The smallest range [first, end) that holds every true entry along an axis; none: 0 ends it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.attention.prompt_kernel import hull
+      >>> [x.tolist() for x in hull(jnp.array([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool), 1)]
+      [[1, 5], [4, 0]]
+    """
+    place = jax.lax.broadcasted_iota(jnp.int32, met.shape, axis)
+    count = met.shape[axis]
+    first = jnp.where(met, place, count).min(axis, initial=count)
+    return first, jnp.where(met, place + 1, 0).max(axis, initial=0)
+
+
+# --- column sums ----------------------------------------------------------------------------------
+
+
+class _Refs(NamedTuple):
+    """What a program reads of its row, head and block, and what it writes."""
+
+    query_position: Array
+    q: Array
+    lse: Array
+    first: Array  # tiles of queries from here
+    end: Array  # to here
+    bias: Array
+    position: Array
+    k: Array
+    sums: Array
+
+
+class _Plan(NamedTuple):
+    """What is static in the kernel."""
+
+    rows: int  # queries of a tile
+    tokens: int
+    block: int  # slots of a program
+    slots: int
+    channels: Part
+    mask: Mask
+
+
+def sums_by_kernel(
+    q: Float[Array, "B H G T D"],
+    k: Float[Array, "B H S D"],
+    bias: Float[Array, "B H S"],
+    lse: Float[Array, "B H G T"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B H S"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    tile: Tile,
+    interpret: bool,
+) -> Float[Array, "B H G S"]:
+    """`column_sums` by a kernel. A program takes a query head and a block of its slots."""
+    batch, heads, group, tokens, channels = q.shape
+    slots = k.shape[2]
+    sums = jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)
+    if not q.size or not slots:
+        return jnp.zeros(sums.shape, sums.dtype)
+    in_hand = row_bytes(channels, k.dtype)
+    rows, block = tile.rows(in_hand, tokens), tile.block(channels * k.dtype.itemsize, slots)
+    met = meets(query_position, bias, key_position, window, rows, block)
+    first, end = hull(met, 2)
+    mask = Mask(scale, window, soft_cap)
+    plan = _Plan(rows, tokens, block, slots, Part(0, channels), mask)
+    # Axes of the grid: query heads first, since those run at a time share the keys.
+    row, head, own = (1,), (1, 2), (1, 2, 0)
+    axes = _Refs(row, own, own, (1, 2, 3), (1, 2, 3), head, head, head, own)
+    given = _Refs(query_position, q.astype(k.dtype), lse, first, end, bias, key_position, k, sums)
+    specs = [own_part(x, axis) for x, axis in zip(given, axes, strict=True)]
+    return route.pallas_call(
+        functools.partial(_kernel, plan=plan),
+        grid=(group, batch, heads, pl.cdiv(slots, block)),
+        in_specs=specs[:-1],
+        out_specs=specs[-1],
+        out_shape=sums,
+        num_warps=tile.warps,
+        num_stages=tile.stages if in_hand <= WIDE else 1,
+        interpret=interpret,
+        name="column_sums",
+    )(*given[:-1])
+
+
+def _kernel(*refs, plan: _Plan):
+    """One program: the sums of a block of slots, over the tiles of queries that may see any."""
+    refs = _Refs(*refs)
+    slot = pl.program_id(3) * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
+    there = slot < plan.slots
+    mass = route.load(refs.bias.at[slot], mask=there, other=NOTHING)
+    position = route.load(refs.position.at[slot], mask=there, other=NOWHERE)
+    live = (mass > -jnp.inf) & (position >= 0)
+    keys = _rows(refs.k, slot, live, plan).T
+
+    def add(i, sums):
+        token = i * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
+        is_token = token < plan.tokens
+        own = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
+        lse = route.load(refs.lse.at[token], mask=is_token, other=NOTHING)
+        products = dot(_rows(refs.q, token, is_token, plan), keys)
+        logits = mask_tile(products, mass, position, live, own, plan.mask)
+        return sums + jnp.exp(logits - finite_or_zero(lse)[:, None])
+
+    # Added up over a tile's queries once, behind the loop: the sum goes across threads.
+    sums = jnp.zeros((plan.rows, plan.block), jnp.float32)
+    sums = jax.lax.fori_loop(refs.first[...], refs.end[...], add, sums).sum(0)
+    route.store(refs.sums.at[slot], sums, mask=there)
+
+
+def _rows(ref, row: Int[Array, " N"], wanted: Bool[Array, " N"], plan: _Plan) -> Array:
+    """Rows of queries or keys, 0 where they are not wanted."""
+    cell = ref.at[row[:, None], plan.channels.numbers[None, :]]
+    there = wanted[:, None] & plan.channels.there[None, :]
+    return route.load(cell, mask=there, other=zero(ref.dtype))

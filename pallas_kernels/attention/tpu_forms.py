@@ -1,0 +1,266 @@
+"""How the TPU kernel reads tiles of keys and values in the forms in which they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.attention.forms import DenseReader, EightBitReader, FourBitReader, Rows
+from pallas_kernels.formats.bits import Axis
+
+LANES, SUBLANES = 128, 8  # of a register, and of the pieces that arrays are stored in
+DTYPES = (jnp.bfloat16, jnp.float32)  # that a matrix unit multiplies
+
+
+class Stored(NamedTuple):
+    """An array as a kernel takes it.
+
+    Args:
+      array: `[B, H, X, Y]`.
+      axis: of the slots, 2 or 3.
+      group: slots that share an entry of that axis.
+    """
+
+    array: Array
+    axis: int
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class DenseTiles:
+    """Rows as they are.
+
+    Args:
+      dtype: of the queries that are multiplied with them.
+    """
+
+    dtype: jnp.dtype
+
+    def products(
+        self, at: dict, q: Float[Array, "R D"], seen: Bool[Array, "1 N"]
+    ) -> Float[Array, "R N"]:
+        """Products of queries with the keys of a tile; anything for slots that nobody sees."""
+        return times(q, at["data"][...], 1)
+
+    def mix(
+        self, at: dict, weights: Float[Array, "R N"], seen: Bool[Array, "1 N"]
+    ) -> Float[Array, "R D"]:
+        """Weighted sums of the values of a tile; what stands in slots that nobody sees is 0."""
+        tile = at["data"][...]
+        tile = jnp.where(seen.T, tile, jnp.zeros((), tile.dtype))
+        return times(weights.astype(tile.dtype), tile, 0)
+
+
+@dataclass(frozen=True)
+class EightBitTiles:
+    """Whole numbers of 8 bits and a scale per slot. They are multiplied as they are.
+
+    Args:
+      dtype: of the queries that are multiplied with them.
+    """
+
+    dtype: jnp.dtype
+
+    def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
+        """Products of queries with the keys of a tile."""
+        return times(q, at["values"][...].astype(self.dtype), 1) * at["scale"][...]
+
+    def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
+        """Weighted sums of the values of a tile."""
+        weights = jnp.where(seen, weights * at["scale"][...], 0.0)
+        return times(weights.astype(self.dtype), at["values"][...].astype(self.dtype), 0)
+
+
+@dataclass(frozen=True)
+class FourBitTiles:
+    """Numbers of 4 bits, two in a byte, with scale and low per group of channels.
+
+    Numbers are multiplied as they are, group by group: scales and lows belong to slots then.
+
+    Args:
+      dtype: of the queries that are multiplied with them.
+      group: channels of a group.
+    """
+
+    dtype: jnp.dtype
+    group: int
+
+    def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
+        """Products of queries with the keys of a tile."""
+        total = 0.0
+        for number, own, numbers, channels in self._groups(at):
+            mine = jnp.where(own, q[:, channels], jnp.zeros((), q.dtype))
+            scale, low = (_of_group(at[name], number) for name in ("scale", "low"))
+            total += times(mine, numbers, 1) * scale
+            total += mine.astype(jnp.float32).sum(1, keepdims=True) * low
+        return total
+
+    def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
+        """Weighted sums of the values of a tile."""
+        halves = [jnp.zeros((), jnp.float32)] * 2
+        for number, own, numbers, channels in self._groups(at):
+            scale, low = (
+                jnp.where(seen, weights * _of_group(at[name], number), 0.0)
+                for name in ("scale", "low")
+            )
+            sums = times(scale.astype(self.dtype), numbers, 0) + low.sum(1, keepdims=True)
+            halves[1 if channels.start else 0] += jnp.where(own, sums, 0.0)
+        return jnp.concatenate(halves, axis=1)
+
+    def _groups(self, at: dict) -> Iterator[tuple[int, Array, Array, slice]]:
+        """Each group: its number, its channels in a half, that half's numbers and channels."""
+        for half, numbers in enumerate(_halves(at["values"])):
+            width = numbers.shape[1]
+            begin, stop = half * width, (half + 1) * width
+            channel = begin + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+            numbers = numbers.astype(self.dtype)
+            for number in range(begin // self.group, -(-stop // self.group)):
+                first = number * self.group
+                own = (channel >= first) & (channel < first + self.group)
+                yield number, own, numbers, slice(begin, stop)
+
+
+@dataclass(frozen=True)
+class FourBitColumns:
+    """Numbers of 4 bits, decoded, with slots in the lanes.
+
+    So XLA stores bytes that do not fill the lanes as long as none is written, as where keys are
+    encoded in groups of slots.
+
+    Args:
+      dtype: to which they are decoded.
+      group: values of a group.
+      axis: that groups run along.
+    """
+
+    dtype: jnp.dtype
+    group: int
+    axis: Axis
+
+    def products(self, at: dict, q: Array, seen: Array) -> Float[Array, "R N"]:
+        """Products of queries with the keys of a tile."""
+        low, high = self._decoded(at, seen)
+        half = low.shape[0]
+        return times(q[:, :half], low, 0) + times(q[:, half:], high, 0)
+
+    def mix(self, at: dict, weights: Float[Array, "R N"], seen: Array) -> Float[Array, "R D"]:
+        """Weighted sums of the values of a tile."""
+        weights = weights.astype(self.dtype)
+        return jnp.concatenate([times(weights, x, 1) for x in self._decoded(at, seen)], axis=1)
+
+    def _decoded(self, at: dict, seen: Array) -> list[Float[Array, "D/2 N"]]:
+        """Both halves of the channels; 0 for slots that nobody sees."""
+        scale, low = (self._of_numbers(at[name][...], seen) for name in ("scale", "low"))
+        half = scale.shape[0] // 2
+        parts = zip(_halves(at["values"]), (slice(half), slice(half, None)), strict=True)
+        return [
+            jnp.where(seen, low[own] + x * scale[own], 0.0).astype(self.dtype) for x, own in parts
+        ]
+
+    def _of_numbers(self, x: Array, seen: Array) -> Float[Array, "D N"]:
+        """The scale or low of each number, in float32."""
+        if self.axis == "token":
+            groups, slots = x.shape
+            each = jnp.broadcast_to(x.astype(jnp.float32)[:, None], (groups, self.group, slots))
+            return each.reshape(-1, slots)
+        # By a product with ones and zeros, which is exact: lanes cannot be repeated otherwise.
+        shape = x.shape[0], seen.shape[1]
+        group = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        slot = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        own = jax.lax.div(slot, jnp.full_like(slot, self.group)) == group
+        anyone = jnp.where(own & seen, 1.0, 0.0).max(1, keepdims=True) > 0
+        x = jnp.where(anyone, x, jnp.zeros((), x.dtype))
+        return times(x.T, own.astype(x.dtype), 0)
+
+
+def _halves(values) -> tuple[Float[Array, "X Y"], Float[Array, "X Y"]]:
+    """The numbers in the low bits of bytes, and those in the high ones."""
+    both = values[...].astype(jnp.int32)
+    return (both & 15).astype(jnp.float32), (both >> 4).astype(jnp.float32)
+
+
+def _of_group(ref, number: int) -> Float[Array, "1 N"]:
+    return ref[...].astype(jnp.float32)[number : number + 1]
+
+
+class TPURows(NamedTuple):
+    """Keys or values in a form."""
+
+    reader: DenseTiles | EightBitTiles | FourBitTiles | FourBitColumns
+    arrays: dict[str, Stored]
+
+    @property
+    def slots(self) -> int:
+        """How many are stored."""
+        array, axis, group = next(iter(self.arrays.values()))
+        return array.shape[axis] * group
+
+
+def tpu_rows(k: Rows, v: Rows) -> tuple[TPURows, TPURows] | None:
+    """Keys and values as the TPU kernel reads them; None where it does not."""
+    columns = isinstance(k.reader, FourBitReader) and k.reader.axis == "channel"
+    rows = _tpu_rows(k, columns), _tpu_rows(v, columns)
+    return None if None in rows else rows
+
+
+def _tpu_rows(rows: Rows, columns: bool) -> TPURows | None:
+    reader, arrays = rows
+    dtype = reader.dtype
+    if dtype not in DTYPES:
+        return None
+    if isinstance(reader, DenseReader):
+        return TPURows(DenseTiles(dtype), {"data": Stored(arrays["data"], 2)})
+    if isinstance(reader, EightBitReader) and arrays["values"].dtype == jnp.int8:
+        values, scale = Stored(arrays["values"], 2), Stored(arrays["scale"][:, :, None], 3)
+        return TPURows(EightBitTiles(dtype), {"values": values, "scale": scale})
+    if isinstance(reader, FourBitReader):
+        stored = {name: Stored(x.swapaxes(2, 3), 3) for name, x in arrays.items()}
+        if not columns:
+            stored["values"] = Stored(arrays["values"], 2)
+            return TPURows(FourBitTiles(dtype, reader.group), stored)
+        if reader.axis == "channel":
+            stored |= {name: Stored(arrays[name], 2, reader.group) for name in ("scale", "low")}
+        return TPURows(FourBitColumns(dtype, reader.group, reader.axis), stored)
+    return None
+
+
+def reads(k: Rows, v: Rows) -> bool:
+    """Whether the TPU kernel reads these keys and values, and reads them where XLA stores them."""
+    rows = tpu_rows(k, v)
+    return rows is not None and all(_in_place(one) for one in rows)
+
+
+def _in_place(rows: TPURows) -> bool:
+    array, axis, _ = next(iter(rows.arrays.values()))
+    return in_rows(array) if axis == 2 else array.shape[2] % LANES != 0
+
+
+def in_rows(array: Float[Array, "B H S D"]) -> bool:
+    """Whether XLA stores 8 slots of a head in a piece, as a kernel reads them, by default.
+
+    Where that fills the pieces better, it stores 8 heads of a slot in one. A kernel would have the
+    array copied at every step.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.attention.tpu_forms import in_rows
+      >>> [in_rows(jnp.zeros((1, heads, 7065, 128))) for heads in (2, 8)]
+      [True, False]
+    """
+    heads, slots = array.shape[1:3]
+    by_slots, by_heads = (-(-n // SUBLANES) * SUBLANES / n for n in (slots, heads))
+    return by_slots <= by_heads
+
+
+def times(a: Float[Array, "R X"], b: Array, axis: int) -> Float[Array, "R Y"]:
+    """The product along the last axis of a and one of b, summed in float32."""
+    # What is stored as float32 is not rounded to bfloat16 on the way.
+    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,251 @@
+"""The TPU kernel behind attention of few queries: a running softmax over blocks of slots.
+
+The grid is rows, heads, parts, and the blocks of a part one after the other, whose keys and values
+are fetched while those before are looked at. Maximum, sum and output stay in scratch memory from
+one block to the next. Lengths are scalars that the grid knows before it fetches: blocks without a
+slot that is looked at are neither fetched nor computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.forms import Rows
+from pallas_kernels.attention.kernel import Slots, nothing
+from pallas_kernels.attention.tpu_forms import LANES, SUBLANES, Stored, TPURows, tpu_rows
+from pallas_kernels.base.dispatch import tpu_cores
+from pallas_kernels.base.logits import visible_slots
+
+BLOCK_BYTES = 1 << 19  # of a block of keys: fetching it takes longer than starting a round
+LOGIT_BYTES = 1 << 20  # of the logits of a block, of which there are several copies
+
+
+class _Plan(NamedTuple):
+    """What is static in a kernel."""
+
+    k: Any  # reader
+    v: Any
+    block: int
+    parts: int
+    rounds: int
+    scale: float
+    soft_cap: float | None
+
+
+def tpu_attention(
+    q: Float[Array, "B H G T D"],
+    k: Rows,
+    v: Rows,
+    slots: Slots,
+    query_position: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    with_logits: bool,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
+    """`split_attention` over all slots, for TPUs.
+
+    Logits are those of blocks that are looked at. All others may be anything and must be masked by
+    the caller.
+
+    Raises:
+      ValueError: for rows in a form or dtype that it does not read, as `reads` says.
+    """
+    batch, heads, group, tokens, channels = q.shape
+    if not q.size * slots.places:
+        return nothing(q, dtype, slots.places, with_logits)
+    rows = tpu_rows(k, v)
+    if rows is None:
+        raise ValueError(f"the kernel for TPUs reads no {k.reader.dtype} rows by {k.reader}")
+    keys, values = rows
+    visible = visible_slots(slots.bias, slots.position, query_position, window)
+    seen = jnp.where(visible, slots.bias[:, :, None], -jnp.inf)
+    # What is stored in groups of slots may have more of them, so that the last group is whole.
+    more = keys.slots - slots.places
+    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
+    if tokens > 1:  # one token is seen alike by all query heads
+        shape = batch, heads, group, tokens, keys.slots
+        seen = jnp.broadcast_to(seen[:, :, None], shape).reshape(batch, heads, -1, keys.slots)
+    first = jnp.zeros_like(slots.end) if slots.first is None else slots.first
+    out, lse, logits = _parts(
+        q.astype(keys.reader.dtype).reshape(batch, heads, group * tokens, channels),
+        keys, values, seen, first, jnp.minimum(slots.end, slots.places),
+        scale=scale, soft_cap=soft_cap, parts=-(-tpu_cores() // (batch * heads)),
+        with_logits=with_logits,
+    )  # fmt: skip
+    total = jax.nn.logsumexp(lse, axis=2)
+    share = jnp.where(lse > -jnp.inf, jnp.exp(lse - total[:, :, None]), 0.0)
+    out = (share[..., None] * out).sum(2).astype(dtype)
+    per_query = q.shape[:4]
+    return (
+        out.reshape(q.shape),
+        total.reshape(per_query),
+        logits.reshape(*per_query, -1)[..., : slots.places] if with_logits else None,
+    )
+
+
+def _parts(
+    q: Float[Array, "B H R D"],
+    k: TPURows,
+    v: TPURows,
+    seen: Float[Array, "B H M S"],
+    first: Int[Array, "B H"],
+    end: Int[Array, "B H"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    parts: int,
+    with_logits: bool,
+) -> tuple[Float[Array, "B H P R D"], Float[Array, "B H P R"], Float[Array, "B H R S"] | None]:
+    """Outputs and log-sum-exps of parts of the slots in float32, and, if wanted, masked logits.
+
+    Args:
+      q: query rows of each head.
+      seen: what is added to the logits of each row, or of all rows (M = 1); `-inf` where a slot is
+        not seen.
+      first, end: slots outside of `[first, end)` are not looked at.
+      parts: into which the blocks of a head are divided: as many as there are cores that would have
+        nothing to do otherwise. Block i belongs to part `i % parts`.
+    """
+    batch, heads, rows, channels = q.shape
+    slots = seen.shape[3]
+    block = min(slots, _block([*k.arrays.values(), *v.arrays.values()], rows))
+    blocks = pl.cdiv(slots, block)
+    parts = min(parts, blocks)
+    rounds = pl.cdiv(blocks, parts)
+    plan = _Plan(k.reader, v.reader, block, parts, rounds, scale, soft_cap)
+    spec = functools.partial(
+        _spec, block=block, at=functools.partial(_block_at, plan=plan, blocks=blocks)
+    )
+    shapes = [(parts, rows, channels), (parts, rows, 1)]
+    out_specs = [
+        pl.BlockSpec((None, None, None, *shape[1:]), lambda b, h, p, *_: (b, h, p, 0, 0))
+        for shape in shapes
+    ]
+    if with_logits:
+        shapes.append((rows, slots))
+        out_specs.append(spec(Stored(jax.ShapeDtypeStruct((0, 0, rows, slots), jnp.float32), 3)))
+    out_shape = [jax.ShapeDtypeStruct((batch, heads, *x), jnp.float32) for x in shapes]
+    arrays = q, seen, *(
+        {name: one.array for name, one in side.arrays.items()} for side in (k, v)
+    )  # fmt: skip
+    found = pl.pallas_call(
+        functools.partial(_kernel, plan=plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, heads, parts, rounds),
+            in_specs=[
+                pl.BlockSpec((None, None, rows, channels), lambda b, h, *_: (b, h, 0, 0)),
+                spec(Stored(seen, 3)),
+                *({name: spec(one) for name, one in side.arrays.items()} for side in (k, v)),
+            ],
+            out_specs=out_specs,
+            scratch_shapes=[
+                pltpu.VMEM(shape, jnp.float32) for shape in ((rows, 1), (rows, 1), (rows, channels))
+            ],
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * heads * rows * slots * channels,
+            transcendentals=batch * heads * rows * slots,
+            bytes_accessed=sum(
+                x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays, out_shape))
+            ),
+        ),
+        name="tpu_attention",
+    )(first, end, *arrays)
+    return found[0], found[1][..., 0], found[2] if with_logits else None
+
+
+def _block(stored: list[Stored], rows: int) -> int:
+    """Slots of a block: of the widest array as many as are fetched at a time."""
+    slot_bytes = max(
+        one.array.shape[5 - one.axis] * one.array.dtype.itemsize // one.group for one in stored
+    )
+    fitting = min(BLOCK_BYTES // slot_bytes, LOGIT_BYTES // (4 * max(rows, SUBLANES)))
+    unit = math.lcm(LANES, *(SUBLANES * one.group for one in stored if one.axis == 2))
+    return max(fitting // unit, 1) * unit
+
+
+def _spec(stored: Stored, block: int, at: Callable) -> pl.BlockSpec:
+    """A block of an array; `at(part, round, first, end)` is its number."""
+    shape, axis = list(stored.array.shape[2:]), stored.axis - 2
+    shape[axis] = block // stored.group
+
+    def pick(b, h, p, i, first, end):
+        place = [0, 0]
+        place[axis] = at(p, i, first[b, h], end[b, h])
+        return (b, h, *place)
+
+    return pl.BlockSpec((None, None, *shape), pick)
+
+
+def _range(first, end, plan: _Plan):
+    """The first block that is looked at, and the one after the last."""
+    block = jnp.int32(plan.block)
+    return jax.lax.div(first, block), jax.lax.div(end + (block - 1), block)
+
+
+def _block_at(p, i, first, end, *, plan: _Plan, blocks: int):
+    """The block of a part's round, or the nearest that is looked at: it is not fetched again."""
+    lowest, last = _range(first, end, plan)
+    parts = jnp.int32(plan.parts)
+    begin = jax.lax.div(jnp.maximum(lowest - p, 0) + (parts - 1), parts)
+    stop = jax.lax.div(jnp.maximum(jnp.minimum(last, blocks) - 1 - p, 0), parts)
+    begin = jnp.minimum(begin, stop)
+    return jnp.clip(i, begin, stop) * parts + p
+
+
+def _kernel(first, end, q, seen, k, v, out, lse, *refs, plan: _Plan):
+    """One round: a block of slots of one row and head."""
+    *logits, top, total, acc = refs
+    own = pl.program_id(0), pl.program_id(1)
+    first, end, i = first[own], end[own], pl.program_id(3)
+    at = i * plan.parts + pl.program_id(2)
+    lowest, last = _range(first, end, plan)
+
+    @pl.when(i == 0)
+    def _():
+        top[...] = jnp.full_like(top, -jnp.inf)
+        total[...] = jnp.zeros_like(total)
+        acc[...] = jnp.zeros_like(acc)
+
+    @pl.when((at >= lowest) & (at < last))
+    def _():
+        place = at * plan.block + jax.lax.broadcasted_iota(jnp.int32, (1, plan.block), 1)
+        # The last block may reach beyond the slots, where anything may stand.
+        bias = jnp.where(place < end, seen[...], -jnp.inf)
+        anyone = bias.max(0, keepdims=True) > -jnp.inf
+        found = plan.k.products(k, q[...], anyone) * plan.scale
+        if plan.soft_cap is not None:
+            found = plan.soft_cap * jnp.tanh(found / plan.soft_cap)
+        found = jnp.where(bias > -jnp.inf, found + bias, -jnp.inf)
+        for ref in logits:
+            ref[...] = found
+        new_top = jnp.maximum(top[...], found.max(1, keepdims=True))
+        # 0 for a row that has seen nothing, since exp(-inf - 0) = 0.
+        finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        weights, shrink = jnp.exp(found - finite), jnp.exp(top[...] - finite)
+        total[...] = total[...] * shrink + weights.sum(1, keepdims=True)
+        acc[...] = acc[...] * shrink + plan.v.mix(v, weights, anyone)
+        top[...] = new_top
+
+    @pl.when(i == plan.rounds - 1)
+    def _():
+        out[...] = acc[...] / jnp.where(total[...] == 0, 1.0, total[...])
+        lse[...] = top[...] + jnp.log(total[...])

@@ -1,0 +1,211 @@
+"""The best partner: to each row of A the most similar row of B, without a matrix of similarities.
+
+A program takes some rows of A and goes through the rows of B, tile by tile, with a running maximum.
+Both are rows of stores that are read where they are, as `Every` describes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base import route
+from pallas_kernels.base.kernel_parts import dot, dot_mixed, own_part, zero
+from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
+from pallas_kernels.grouping.cosine import inverse_length, round_cosine
+
+Similarity = Literal["cosine", "l2", "inner_product", "rounded_cosine"]
+
+NO_NUMBER = np.float32(-2.0)  # the rounded cosine of rows that hold NaN: below every cosine
+NOTHING = np.float32(-np.inf)
+LAST = np.int32(np.iinfo(np.int32).max)
+
+
+class Every(NamedTuple):
+    """Which rows of a store take part: of every `chunk` of them, each `step`-th from `first` on.
+
+    The last chunk may be shorter.
+
+    Example:
+      >>> from pallas_kernels.grouping.best_match import Every
+      >>> odd = Every(chunk=5, first=1, step=2)
+      >>> odd.per_chunk, odd.chunks(12)
+      (2, 3)
+    """
+
+    chunk: int
+    first: int = 0
+    step: int = 1
+
+    @property
+    def per_chunk(self) -> int:
+        """How many rows of a whole chunk take part."""
+        return len(range(self.first, self.chunk, self.step))
+
+    def chunks(self, size: int) -> int:
+        """How many chunks a store of `size` rows has."""
+        return -(-size // self.chunk)
+
+    def rows(self, chunk: Array, number: Int[Array, " N"], size: int) -> tuple[Array, Array]:
+        """The rows of these numbers among those of a chunk that take part; whether they exist."""
+        row = chunk * self.chunk + (self.first + number * self.step)
+        return row, (number < self.per_chunk) & (row < size)
+
+    def taken(self, size: int) -> Bool[np.ndarray, " S"]:
+        """Which rows of a store of `size` rows take part."""
+        place = np.arange(size) % self.chunk
+        return (place >= self.first) & ((place - self.first) % self.step == 0)
+
+
+class _Plan(NamedTuple):
+    """What is static in the kernel."""
+
+    of_a: Every
+    of_b: Every
+    similarity: Similarity
+    dtypes: tuple[jnp.dtype, jnp.dtype]  # in which rows of A and B are multiplied
+    a_tile: int
+    b_tile: int
+
+
+def best_match(
+    a: Float[Array, "B H M D"],
+    b: Float[Array, "B H N D"],
+    there: Bool[Array, "B H N"],
+    of_a: Every,
+    of_b: Every,
+    similarity: Similarity,
+    *,
+    tile: Tile,
+    interpret: bool,
+) -> tuple[Float[Array, "B H M"], Int[Array, "B H M"]]:
+    """To every row of A the most similar row of B in the chunk of the same number; by a kernel.
+
+    Ties go to the lower row. Products and sums are float32; what is stored in fewer bits is
+    multiplied as it is.
+
+    Args:
+      a: the store of A.
+      b: the store of B, which may be the same.
+      there: rows of b that may be partners; nothing that stands in the others is looked at.
+      of_a: which rows of `a` are A.
+      of_b: which rows of `b` are B, in as many chunks.
+      similarity: of rows x of A and y of B. `"rounded_cosine"`: `x·y / (|x| |y|)`, 0 for a zero
+        row, rounded by `round_cosine`, and -2 where it is not a number. The others order B as
+        k-means does, and are no candidates where they are not a number: `"cosine"`, `x·y / |y|`;
+        `"l2"`, `x·y - |y|² / 2`; `"inner_product"`, `x·y`.
+      tile: bytes of the tiles of both stores.
+      interpret: whether the kernel is interpreted.
+
+    Returns:
+      The float32 similarity of each row's best match, and its row in `b`; `-inf` and 0 where there
+      is none, and for rows that are not in A.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.tiles import tile_of
+      >>> from pallas_kernels.grouping.best_match import Every, best_match
+      >>> x = jnp.array([[[[1.0, 0.0], [0.0, 1.0], [0.0, 3.0], [2.0, 0.0]]]])
+      >>> similarity, row = best_match(x, x, jnp.ones((1, 1, 4), bool), Every(4, 0, 2),
+      ...                              Every(4, 1, 2), "rounded_cosine",
+      ...                              tile=tile_of("best_match"), interpret=True)
+      >>> similarity.tolist(), row.tolist()
+      ([[[1.0, -inf, 1.0, -inf]]], [[[3, 0, 1, 0]]])
+    """
+    shape, channels = a.shape[:3], a.shape[3]
+    if not (a.size and b.size and of_b.per_chunk):
+        return jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
+    width = max(SMALLEST, power_of_two(channels))
+    dtypes = _dtypes(a.dtype, b.dtype)
+    tiles = (
+        tile.block(width * dtype.itemsize, every.per_chunk)
+        for dtype, every in zip(dtypes, (of_a, of_b), strict=True)
+    )
+    plan = _Plan(of_a, of_b, similarity, dtypes, *tiles)
+    own = (0, 1)
+    out = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)]
+    there = there.astype(jnp.int32)
+    found = route.pallas_call(
+        functools.partial(_kernel, plan=plan),
+        grid=(*shape[:2], of_a.chunks(shape[2]), pl.cdiv(of_a.per_chunk, plan.a_tile)),
+        in_specs=[own_part(x, own) for x in (a, b, there)],
+        out_specs=[own_part(x, own) for x in out],
+        out_shape=out,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        interpret=interpret,
+        name="best_match",
+    )(a, b, there)
+    taken = of_a.taken(shape[2])
+    if taken.all():
+        return tuple(found)
+    return tuple(
+        jnp.where(taken[None, None], x, fill)
+        for x, fill in zip(found, (NOTHING, np.int32(0)), strict=True)
+    )
+
+
+def _dtypes(a: jnp.dtype, b: jnp.dtype) -> tuple[jnp.dtype, jnp.dtype]:
+    """In which rows of two stores are multiplied: theirs where `_product` can, else float32."""
+    if a == b or (a, b) == (jnp.bfloat16, jnp.float32):
+        return a, b
+    return jnp.dtype(jnp.float32), jnp.dtype(jnp.float32)
+
+
+def _product(x: Float[Array, "M D"], y: Float[Array, "N D"]) -> Float[Array, "M N"]:
+    return dot(x, y.T) if x.dtype == y.dtype else dot_mixed(x, y.T)
+
+
+def _kernel(a, b, there, best, match, *, plan: _Plan):
+    """The best matches of a tile of A. Its refs are to the arrays of one row and head."""
+    (a_rows, channels), b_rows = a.shape, b.shape[0]
+    channel = jnp.arange(max(SMALLEST, power_of_two(channels)), dtype=jnp.int32)
+    chunk = pl.program_id(2)
+
+    def numbers(first, tile: int) -> Array:
+        return first * tile + jnp.arange(tile, dtype=jnp.int32)
+
+    def load(ref, row, wanted, dtype) -> Array:
+        cell, mask = (row[:, None], channel[None, :]), wanted[:, None] & (channel < channels)[None]
+        return route.load(ref.at[cell], mask=mask, other=zero(ref.dtype)).astype(dtype)
+
+    own, is_own = plan.of_a.rows(chunk, numbers(pl.program_id(3), plan.a_tile), a_rows)
+    x = load(a, own, is_own, plan.dtypes[0])
+
+    def compare(i, carry):
+        top, at = carry
+        row, inside = plan.of_b.rows(chunk, numbers(i, plan.b_tile), b_rows)
+        live = route.load(there.at[row], mask=inside, other=np.int32(0)) > 0
+        similar = _similar(x, load(b, row, live, plan.dtypes[1]), channels, plan.similarity)
+        similar = jnp.where(live[None, :], similar, NOTHING)
+        here = similar.max(1)
+        first = jnp.where(similar == here[:, None], row[None, :], LAST).min(1)
+        higher = here > top  # of equals, the row of an earlier tile stays
+        return jnp.where(higher, here, top), jnp.where(higher, first, at)
+
+    none = jnp.full(own.shape, NOTHING, jnp.float32), jnp.zeros(own.shape, jnp.int32)
+    tiles = jnp.int32(pl.cdiv(plan.of_b.per_chunk, plan.b_tile))
+    top, at = jax.lax.fori_loop(jnp.int32(0), tiles, compare, none)
+    route.store(best.at[own], top, mask=is_own)
+    route.store(match.at[own], at, mask=is_own)
+
+
+def _similar(
+    x: Float[Array, "M D"], y: Float[Array, "N D"], channels: int, similarity: Similarity
+) -> Float[Array, "M N"]:
+    """Similarities of two tiles; none is NaN, so that they can be ordered."""
+    product, fallback = _product(x, y), NOTHING
+    if similarity == "rounded_cosine":
+        cosine = product * inverse_length(x)[:, None] * inverse_length(y)[None, :]
+        product, fallback = round_cosine(cosine, channels, in_kernel=True), NO_NUMBER
+    elif similarity == "cosine":
+        product = product * inverse_length(y)[None, :]
+    elif similarity == "l2":
+        product = product - 0.5 * jnp.square(y.astype(jnp.float32)).sum(1)[None, :]
+    return jnp.where(product == product, product, fallback)

@@ -1,0 +1,205 @@
+"""The graph of a greedy cover: which vectors are neighbours, as bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from pallas_kernels.base.rows import block_of
+from pallas_kernels.formats.packed_bits import WORD, pack_bits
+from pallas_kernels.grouping.cover_kernels import neighbour_bits
+
+# Cosines that are held at a time: on CPU, so few that they stay near its caches; elsewhere 256 MB,
+# since every step of a loop costs a launch there.
+COSINES = 2**20
+ACCELERATOR_COSINES = 2**26
+# Rows of a block whose cosines are computed or left out together; whole words, and what kernels
+# have as a tile and as a block.
+STRIP = 64
+PIVOTS = 1024  # vectors that the others are ordered by
+SKETCH = 0.25  # share of channels that a sketch has; twice as many rule out hardly more
+MARGIN = 1e-4  # more than the rounding error of products of sketches
+
+
+def first_of(x: Bool[Array, " N"]) -> Int[Array, ""]:
+    """The lowest number of those that are true, 0 if none is."""
+    return jax.lax.argmax(x, 0, jnp.int32)
+
+
+def any_of(x: Bool[Array, " N"]) -> Bool[Array, ""]:
+    """Whether any is true, by one kernel; `any` takes three."""
+    return x[first_of(x)]
+
+
+class Tiles(NamedTuple):
+    """The N x N cosines, N rounded up, as `number`² tiles of `side`² cosines each."""
+
+    number: int
+    side: int
+
+    @classmethod
+    def of(cls, size: int, chosen: str = "xla") -> Tiles:
+        """As few tiles as the cosines that may be held allow, each of whole strips."""
+        on_cpu = chosen == "xla" and jax.default_backend() == "cpu"
+        number = -(-size // math.isqrt(COSINES if on_cpu else ACCELERATOR_COSINES))
+        return cls(number, -(-size // (number * STRIP)) * STRIP)
+
+    @property
+    def size(self) -> int:
+        """N, rounded up."""
+        return self.number * self.side
+
+    def block(self, x: Array, number: Array) -> Array:
+        """What belongs to one block of `side` vectors."""
+        return block_of(x, number * self.side, self.side)
+
+
+class Graph(NamedTuple):
+    """Which vertices are neighbours; a vertex is not its own here.
+
+    Args:
+      bits: tile [I, J] has a row for each vertex of block I, with a bit for each of block J. What
+        the kernel makes is one tile.
+      filled: [J, N], whether a vertex has neighbours in block J; None where kernels look for them.
+      gain: what a vertex and its neighbours weigh.
+    """
+
+    bits: UInt32[Array, "M M T W"]
+    filled: Bool[Array, "M N"] | None
+    gain: Int[Array, " N"]
+
+
+def _pack_columns(bits: Bool[Array, "R N"]) -> UInt32[Array, "V N"]:
+    """Words of the bits of columns, the lowest first."""
+    rows, columns = bits.shape
+    bits = bits.reshape(rows // WORD, WORD, columns).astype(jnp.uint32)
+    place = jnp.arange(WORD, dtype=jnp.uint32)[None, :, None]
+    return (bits << place).sum(1, dtype=jnp.uint32)
+
+
+def order_of(
+    units: Float[Array, "N D"], there: Bool[Array, " N"], tiles: Tiles
+) -> Int[Array, " N"]:
+    """Members first; those that are nearest to the same one of a few pivots stand together."""
+    pivots = units[:: -(-tiles.size // PIVOTS)]
+    number = jnp.arange(pivots.shape[0], dtype=jnp.int32)[:, None]
+
+    def nearest(block: Float[Array, "T D"]) -> Array:
+        cosine = jnp.dot(pivots, block.T)
+        return jnp.where(cosine == cosine.max(0)[None], number, number.size).min(0)
+
+    cell = jax.lax.map(nearest, units.reshape(tiles.number, tiles.side, -1)).reshape(-1)
+    return jnp.argsort(jnp.where(there, cell, number.size), stable=True).astype(jnp.int32)
+
+
+def sketch_of(units: Float[Array, "N D"]) -> Float[Array, "N C"]:
+    """Short vectors whose products bound the cosines from above.
+
+    A sketch holds a vector's components in the directions in which all vectors are longest, and the
+    length of the rest. The product of two rests is no larger than that of their lengths.
+    """
+    dim = units.shape[1]
+    square = jnp.dot(units.T, units, precision="highest")
+    turned = jnp.dot(units, jnp.linalg.eigh(square)[1], precision="highest")
+    short = max(int(dim * SKETCH), 1)
+    rest, part = turned[:, : dim - short + 1], turned[:, dim - short + 1 :]
+    return jnp.concatenate([part, jnp.sqrt((rest * rest).sum(1, keepdims=True))], axis=1)
+
+
+def make_graph(
+    units: Float[Array, "N D"],
+    weights: Int[Array, " N"],
+    theta: Array,
+    tiles: Tiles,
+    chosen: str = "xla",
+) -> Graph:
+    """Makes the graph of unit vectors, by the chosen implementation.
+
+    Zero vectors have no neighbours. Each pair is compared once, in the tiles on the diagonal and
+    above it, so that both vectors get the same answer. One product of sketches rules out most
+    strips of a tile.
+    """
+    number, side = tiles.number, tiles.side
+    sketch = sketch_of(units)
+    if chosen != "xla":
+        bound = theta - MARGIN
+        bits = neighbour_bits(units, sketch, weights > 0, theta, bound, chosen == "interpret")
+        place = jnp.arange(WORD, dtype=jnp.uint32)[None, None]
+        near = (bits[..., None] >> place & 1).astype(jnp.int32)
+        gain = weights + (near * weights.reshape(1, -1, WORD)).sum((1, 2), dtype=jnp.int32)
+        return Graph(bits[None, None], None, gain)
+
+    def tile(i: Array, j: Array, graph: Graph) -> Graph:
+        bound = jnp.dot(tiles.block(sketch, i), tiles.block(sketch, j).T, precision="highest")
+        bound = bound.reshape(side // STRIP, STRIP, side).max(1).max(1)
+
+        def write(carry: tuple[Array, Graph]) -> tuple[Array, Graph]:
+            left, (bits, filled, gain) = carry
+            rows, columns, gain = _tile(units, weights, theta, tiles, (i, j), left, gain)
+            bits = jax.lax.dynamic_update_slice(bits, columns[None, None], (j, i, 0, 0))
+            # A tile on the diagonal is its own transpose: it takes the bits of rows and of columns.
+            rows |= jnp.where(i == j, columns, 0)
+            bits = jax.lax.dynamic_update_slice(bits, rows[None, None], (i, j, 0, 0))
+            for own, other, words in ((j, i, columns), (i, j, rows)):
+                some = (words != 0).any(1)[None]
+                filled = jax.lax.dynamic_update_slice(filled, some, (other, own * side))
+            return jnp.zeros_like(left), Graph(bits, filled, gain)
+
+        # A loop of one round or none, since the result of a conditional would be a copy.
+        start = (bound > theta - MARGIN, graph)
+        return jax.lax.while_loop(lambda carry: any_of(carry[0]), write, start)[1]
+
+    def line(i: Array, graph: Graph) -> Graph:
+        return jax.lax.fori_loop(i, number, functools.partial(tile, i), graph)
+
+    bits = jnp.zeros((number, number, side, side // WORD), jnp.uint32)
+    graph = Graph(bits, jnp.zeros((number, tiles.size), bool), weights)
+    return jax.lax.fori_loop(0, number, line, graph)
+
+
+def _tile(
+    units: Float[Array, "N D"],
+    weights: Int[Array, " N"],
+    theta: Array,
+    tiles: Tiles,
+    at: tuple[Array, Array],
+    left: Bool[Array, " P"],
+    gain: Int[Array, " N"],
+) -> tuple[UInt32[Array, "T W"], UInt32[Array, "T W"], Int[Array, " N"]]:
+    """Bits of a tile's rows and of its columns, from the strips that are left; and all gains."""
+    own, other = at[0] * tiles.side, at[1] * tiles.side
+    column = other + jnp.arange(tiles.side, dtype=jnp.int32)[None]
+    units_there, weights_there = (tiles.block(x, at[1]) for x in (units, weights))
+
+    def strip(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        left, rows, columns, gain = carry
+        first = first_of(left)
+        start = own + first * STRIP
+        row = start + jnp.arange(STRIP, dtype=jnp.int32)[:, None]
+        units_here, weights_here = (block_of(x, start, STRIP) for x in (units, weights))
+        cosine = jnp.dot(units_here, units_there.T, precision="highest")
+        # Rounding must not bring a cosine above 1.
+        near = (jnp.minimum(cosine, 1.0) > theta) & (row < column)
+        near &= (weights_here > 0)[:, None] & (weights_there > 0)[None]
+        rows = jax.lax.dynamic_update_slice(rows, pack_bits(near), (first * STRIP, 0))
+        down = (first * (STRIP // WORD), 0)
+        columns = jax.lax.dynamic_update_slice(columns, _pack_columns(near), down)
+        weigh = jnp.where(near, weights_there[None], 0).sum(1, dtype=jnp.int32)
+        gain = _add(gain, start, weigh)
+        weigh = jnp.where(near, weights_here[:, None], 0).sum(0, dtype=jnp.int32)
+        return left.at[first].set(False), rows, columns, _add(gain, other, weigh)
+
+    words = jnp.zeros((tiles.side, tiles.side // WORD), jnp.uint32)
+    start = (left, words, words.T, gain)
+    _, rows, columns, gain = jax.lax.while_loop(lambda carry: any_of(carry[0]), strip, start)
+    return rows, columns.T, gain
+
+
+def _add(x: Array, start: Array, more: Array) -> Array:
+    own = block_of(x, start, more.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(x, own + more, start, 0)

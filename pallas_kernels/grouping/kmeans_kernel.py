@@ -1,0 +1,130 @@
+"""k-means by kernels: keys go to centroids by `best_match`, centroids to means by another kernel.
+
+All rows and heads are one launch, and the number of launches is known beforehand: nothing waits for
+the host. Rounds that come after no label changes compute the same labels and centroids once more.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base import route
+from pallas_kernels.base.kernel_parts import dot, own_part, zero
+from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two, tile_of
+from pallas_kernels.grouping.best_match import Every, Similarity, best_match
+
+NONE = np.int32(-1)
+
+
+def kmeans_by_kernels(
+    keys: Float[Array, "B H S D"],
+    members: Bool[Array, "B H S"],
+    centroids: Float[Array, "B H C D"],
+    there: Bool[Array, "B H C"],
+    similarity: Similarity,
+    rounds: int,
+    interpret: bool,
+) -> tuple[Int[Array, "B H S"], Float[Array, "B H C D"]]:
+    """`kmeans`, every one of its rounds."""
+    size, clusters = keys.shape[2], centroids.shape[2]
+    members = members & there.any(-1, keepdims=True)
+
+    def assign(centroids: Float[Array, "B H C D"]) -> Int[Array, "B H S"]:
+        _, label = best_match(
+            keys, centroids, there, Every(size), Every(clusters), similarity,
+            tile=tile_of("best_match"), interpret=interpret,
+        )  # fmt: skip
+        return jnp.where(members, label, clusters)
+
+    def move(_, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        centroids = means(keys, *state, tile=tile_of("kmeans"), interpret=interpret)
+        return assign(centroids), centroids
+
+    centroids = centroids.astype(jnp.float32)
+    # Static bounds: XLA runs such a loop on a GPU without waiting for the device.
+    return jax.lax.fori_loop(0, rounds, move, (assign(centroids), centroids))
+
+
+def means(
+    keys: Float[Array, "B H S D"],
+    label: Int[Array, "B H S"],
+    centroids: Float[Array, "B H C D"],
+    *,
+    tile: Tile,
+    interpret: bool,
+) -> Float[Array, "B H C D"]:
+    """The float32 mean of the keys of each cluster; its old centroid where it has none.
+
+    A program goes through all keys of its head in their order and adds up those of its clusters,
+    so that sums are the same every time. Keys of no cluster are not read.
+
+    Args:
+      keys: as they are.
+      label: the cluster of every key; C where it is in none.
+      centroids: float32, replaced in place where they are not used again.
+      tile: bytes of a tile of keys, and of one of centroids.
+      interpret: whether the kernel is interpreted.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.tiles import tile_of
+      >>> from pallas_kernels.grouping.kmeans_kernel import means
+      >>> keys, label = jnp.array([[[[1.0], [5.0], [3.0]]]]), jnp.array([[[0, 2, 0]]])
+      >>> centroids = jnp.array([[[[9.0], [8.0]]]])
+      >>> means(keys, label, centroids, tile=tile_of("kmeans"), interpret=True).tolist()
+      [[[[2.0], [8.0]]]]
+    """
+    if not (keys.size and centroids.size):
+        return centroids
+    own = (0, 1)
+    width = max(SMALLEST, power_of_two(keys.shape[3]))
+    rows = tile.block(width * keys.dtype.itemsize, keys.shape[2])
+    clusters = tile.block(width * centroids.dtype.itemsize, centroids.shape[2])
+    return route.pallas_call(
+        functools.partial(_means_kernel, rows=rows, tile=clusters),
+        grid=(*keys.shape[:2], pl.cdiv(centroids.shape[2], clusters)),
+        in_specs=[own_part(x, own) for x in (keys, label, centroids)],
+        out_specs=own_part(centroids, own),
+        out_shape=jax.ShapeDtypeStruct(centroids.shape, centroids.dtype),
+        input_output_aliases={2: 0},
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        interpret=interpret,
+        name="kmeans_means",
+    )(keys, label, centroids)
+
+
+def _means_kernel(keys, label, centroids, out, *, rows: int, tile: int):
+    """The means of a tile of clusters, from `rows` keys at a time."""
+    (size, channels), clusters = keys.shape, centroids.shape[0]
+    channel = jnp.arange(max(SMALLEST, power_of_two(channels)), dtype=jnp.int32)
+    is_channel = (channel < channels)[None, :]
+    first = pl.program_id(2) * tile
+    cluster = first + jnp.arange(tile, dtype=jnp.int32)
+
+    def add(i, carry):
+        total, count = carry
+        row = i * rows + jnp.arange(rows, dtype=jnp.int32)
+        own = route.load(label.at[row], mask=row < size, other=NONE)
+        wanted = (own >= first) & (own < jnp.minimum(first + tile, clusters))
+        cell = (row[:, None], channel[None, :])
+        part = route.load(keys.at[cell], mask=wanted[:, None] & is_channel, other=zero(keys.dtype))
+        member = cluster[:, None] == own[None, :]
+        # A sum of keys is a product with ones, which are exact in every dtype.
+        total += dot(member.astype(keys.dtype), part)
+        return total, count + member.astype(jnp.float32).sum(1)
+
+    none = jnp.zeros((tile, channel.size), jnp.float32), jnp.zeros((tile,), jnp.float32)
+    blocks = jnp.int32(pl.cdiv(size, rows))
+    total, count = jax.lax.fori_loop(jnp.int32(0), blocks, add, none)
+    cell = (cluster[:, None], channel[None, :])
+    mask = (cluster < clusters)[:, None] & is_channel
+    old = route.load(centroids.at[cell], mask=mask, other=zero(centroids.dtype))
+    mean = total / jnp.maximum(count, 1.0)[:, None]
+    route.store(out.at[cell], jnp.where((count > 0)[:, None], mean, old), mask=mask)

@@ -1,0 +1,210 @@
+"""The attention kernel for TPUs: interpreted, against float64, and when it is chosen."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from pallas_kernels import decode_attention, gather_attention
+from pallas_kernels.attention import tpu_kernel
+from pallas_kernels.attention.forms import dense_rows, quantized_rows
+from pallas_kernels.attention.kernel import Slots
+from pallas_kernels.attention.tpu_forms import reads, tpu_rows
+from pallas_kernels.base import dispatch
+from tests.kernels.test_encoded_kernels import EncodedCase, Form
+from tests.support.attention_cases import Case, Shape, check, run
+from tests.support.tolerances import close
+from tests.support.tpu import interpreted
+
+SHAPES = [
+    Shape(group=1, slots=300),
+    Shape(group=4, dim=128, dtype="bfloat16", slots=300, options={"window": 150, "soft_cap": 1.7}),
+    Shape(group=3, dim=96, tokens=5, slots=300, options={"window": 6}),
+    Shape(group=16, dim=128),
+    Shape(group=2, dim=256, dtype="bfloat16", slots=256),
+    Shape(group=2, dim=80, tokens=3, dtype="bfloat16", slots=300, options={"soft_cap": 0.9}),
+]
+
+
+# Of 16 cores, four are for each of the four heads.
+@pytest.mark.parametrize(("cores", "unwritten"), [(1, "nan"), (16, "zero")])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.fast_cases("G1 D64 T1 float32-16-zero", "G3 D96 T5 float32 window-1-nan")
+def test_decode(shape, cores, unwritten, monkeypatch):
+    case = Case(shape)
+    with interpreted(monkeypatch, cores=cores, unwritten=unwritten):
+        actual = run(decode_attention, case.args, **case.options)
+        check(case, actual, case.expected())
+
+
+ENCODED = [
+    (Form("int8"), Shape(group=1, slots=300)),
+    (Form("int8"), Shape(group=4, dim=128, dtype="bfloat16", slots=300, options={"window": 150})),
+    (Form("int8"), Shape(group=3, dim=96, tokens=5, slots=300, options={"soft_cap": 2.0})),
+    (Form("4 bits", 32), Shape(group=4, dim=128, dtype="bfloat16", slots=300)),
+    (Form("4 bits", 16), Shape(group=3, dim=80, tokens=3, slots=300)),  # a group of both halves
+    (Form("4 bits", 32, "channel"), Shape(group=4, dim=128, dtype="bfloat16", slots=320)),
+    (Form("4 bits", 16, "channel"), Shape(group=16, dim=96, slots=320, options={"window": 150})),
+]
+
+
+@pytest.mark.parametrize(("form", "shape"), ENCODED, ids=str)
+@pytest.mark.fast_cases(
+    "int8-G1 D64 T1 float32", "4 bits token16-G3 D80 T3 float32",
+    "4 bits channel32-G4 D128 T1 bfloat16",
+)  # fmt: skip
+def test_encoded(form, shape, monkeypatch):
+    case = EncodedCase(shape, form, None)
+    with interpreted(monkeypatch, cores=8, block=256):
+        check(case, case.attention("pallas"), case.expected(rows=case.rows))
+
+
+def test_lengths_are_where_reading_ends(monkeypatch):
+    """Two slots more in every head would be seen by anybody who looked there."""
+    case = Case(Shape(group=1, slots=300))
+    fewer = np.maximum(np.asarray(case.used) - 2, 0)
+    call = functools.partial(decode_attention, used=fewer)
+    with interpreted(monkeypatch):
+        out, lse, p = run(call, case.args, **case.options, probabilities=False)
+        jax.block_until_ready(out)
+    assert p is None
+    case.bias = np.where(np.arange(300) < fewer[..., None], case.bias, -np.inf)
+    close(out, case.expected()[0])
+    close(lse, case.expected()[1])
+
+
+def test_a_live_number_that_is_none_stays_one(monkeypatch):
+    case = Case(Shape(group=1, slots=300))
+    live = np.argwhere(~case.free[1, 0])[0][0]
+    case.v = case.v.at[1, 0, live, 3].set(jnp.nan)
+    with interpreted(monkeypatch):
+        out, _, _ = run(decode_attention, case.args, **case.options)
+        bad = np.isnan(np.asarray(out))
+    assert bad[1, 0, ..., 3].all() and bad.sum() == bad[1, 0, ..., 3].size
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("first", "end"), [(0, 0), (0, 1), (0, 1000), (130, 131), (300, 700), (900, 1000), (1000, 0)]
+)
+def test_only_blocks_with_slots_that_are_looked_at_are_fetched(first, end, parts):
+    block, blocks = 128, 8
+    plan = SimpleNamespace(block=block, parts=parts)
+    wanted = {i for i in range(blocks) if i * block < end and (i + 1) * block > first}
+    for part in range(parts):
+        rounds = range(-(-blocks // parts))
+        at = [
+            int(tpu_kernel._block_at(part, i, np.int32(first), np.int32(end), plan=plan,
+                                     blocks=blocks))
+            for i in rounds
+        ]  # fmt: skip
+        own = {i for i in wanted if i % parts == part}
+        assert all(i % parts == part and i < blocks for i in at)
+        # One block is fetched in any case, before it is known that there is nothing to do.
+        assert set(at) == own or (not own and len(set(at)) == 1)
+        assert all(at[i // parts] == i for i in own)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 320])
+@pytest.mark.parametrize(("form", "unit"), [("dense", 128), ("int8", 128), ("4 bits", 256)])
+def test_blocks_are_cut_where_arrays_can_be(form, unit, rows):
+    x = np.zeros((1, 1, 32_768, 128), np.float32)
+    if form == "dense":
+        k = v = dense_rows(jnp.asarray(x, jnp.bfloat16))
+    else:
+        encode = Form(form, 32, "channel").encode
+        free = np.zeros(x.shape[:3], bool)
+        k = quantized_rows(encode(x, free, "channel")[0], jnp.bfloat16, "channel")
+        v = quantized_rows(encode(x, free)[0], jnp.bfloat16)
+    keys, values = tpu_rows(k, v)
+    block = tpu_kernel._block([*keys.arrays.values(), *values.arrays.values()], rows)
+    assert block % unit == 0
+    assert block * rows * 4 <= 2**20 and block * 64 <= 2**19
+    assert block * 4 * max(rows, 8) > 2**18 or block * 256 > 2**18, "not too small either"
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "for_tpu", "chosen"),
+    [(None, True, "tpu"), (None, False, "xla"), ("pallas", True, "tpu"), ("xla", True, "xla"),
+     ("interpret", True, "interpret")],
+)  # fmt: skip
+def test_a_tpu_has_a_kernel_of_its_own(implementation, for_tpu, chosen, on_tpu):
+    assert dispatch.choose_implementation(implementation, for_tpu=for_tpu) == chosen
+
+
+def test_a_named_kernel_that_there_is_not_is_refused(on_tpu):
+    case = Case(Shape())
+    with pytest.raises(ValueError, match="needs a kernel for TPUs, and this operation has none"):
+        gather_attention(
+            *case.args[:3], jnp.zeros((2, 2, 3), jnp.int32), *case.args[3:], scale=1.0,
+            implementation="pallas",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "cpu"])
+def test_a_described_device_is_asked_before_the_default_one(kind):
+    platform = kind.split()[0].lower()
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=2, platform=platform)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    assert not dispatch.on_tpu() or jax.default_backend() == "tpu"
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert dispatch.on_tpu() == (platform == "tpu")
+        assert dispatch.tpu_cores() == 2
+
+
+def test_the_kernel_reads_what_lies_in_rows():
+    def dense(heads, slots, dtype="bfloat16"):
+        rows = dense_rows(jax.ShapeDtypeStruct((1, heads, slots, 128), dtype))
+        return reads(rows, rows)
+
+    assert dense(8, 7064) and dense(2, 7065) and dense(8, 7064, "float32")
+    assert not dense(8, 7065) and not dense(8, 7064, "float16")
+
+
+def test_the_kernel_does_not_read_float8():
+    form = Form("float8")
+    stored, _ = form.encode(np.zeros((1, 1, 8, 64), np.float32), np.zeros((1, 1, 8), bool))
+    rows = quantized_rows(stored, jnp.bfloat16)
+    assert not reads(rows, rows)
+    with pytest.raises(ValueError, match="reads no bfloat16 rows"):
+        tpu_kernel.tpu_attention(
+            jnp.zeros((1, 1, 1, 1, 64)), rows, rows,
+            Slots(jnp.zeros((1, 1, 8)), jnp.zeros((1, 1, 8), jnp.int32), jnp.zeros((1, 1), int)),
+            jnp.zeros((1, 1), jnp.int32), scale=1.0, window=None, soft_cap=None,
+            with_logits=False, dtype=jnp.bfloat16,
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_step_of_a_compressed_cache_takes_it(bits, monkeypatch):
+    """4 bits have rows that wait beside what is encoded; both are read by the kernel."""
+    tx = kvjax.Quantize(bits)
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": 32, "max_prompt": 72, "max_new": 8}
+    cache = kvjax.init_cache(tx, query_heads=4, **sizes)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 73, 32)), jnp.float32) for n in (4, 2, 2))
+    at = jnp.arange(73, dtype=jnp.int32)[None]
+    _, cache = kvjax.attend(tx, cache, *(x[:, :, :72] for x in (q, k, v)), at[:, :72],
+                            phase="prompt")  # fmt: skip
+    step = functools.partial(
+        kvjax.attend, tx, cache, *(x[:, :, 72:] for x in (q, k, v)), at[:, 72:], phase="decode"
+    )
+    expected, _ = step(implementation="xla")
+    with interpreted(monkeypatch):
+        out, _ = step()
+        close(out, expected)
