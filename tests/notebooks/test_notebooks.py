@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import resource
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.conftest import QUICK
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -128,6 +131,8 @@ def test_notebooks_run_from_top_to_bottom(monkeypatch, name):
     for variable, value in {
         "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "HTTP_PROXY": "http://127.0.0.1:9",
         "HTTPS_PROXY": "http://127.0.0.1:9", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        # Optimised as for a reader: what the tests leave out of compilation costs minutes here.
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace(QUICK, "").strip(),
     }.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
