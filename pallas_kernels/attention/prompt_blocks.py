@@ -19,8 +19,10 @@ from pallas_kernels.base.logits import live_slots, masked_logits
 from pallas_kernels.base.rows import block_of, entry_of
 
 # On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
+# Fewer queries meet more slots at a time, as many as make such a tile, and MOST_SLOTS at most.
 QUERY_BLOCK = 128
 KEY_BLOCK = 256
+MOST_SLOTS = 1024
 # Elsewhere every block costs a few launches, so that few large blocks are best. Not measured yet.
 ACCELERATOR_BLOCK = 1024
 
@@ -133,8 +135,8 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, q, bias, query_position, key_position, window):
         batch, kv_heads, group, tokens, head_dim = q.shape
-        query_size, key_size = _block_sizes()
-        query_size, key_size = min(query_size, tokens), min(key_size, bias.shape[-1])
+        query_size, key_size = _block_sizes(tokens)
+        key_size = min(key_size, bias.shape[-1])
         padded = math.ceil(tokens / query_size) * query_size
         q = _pad(q, padded, 3).reshape(batch, kv_heads, group, -1, query_size, head_dim)
         q = jnp.moveaxis(q, 3, 0).reshape(-1, batch, kv_heads, group * query_size, head_dim)
@@ -187,10 +189,12 @@ class _Blocks(NamedTuple):
         return x.reshape(*x.shape[:3], self.queries, *x.shape[5:])
 
 
-def _block_sizes() -> tuple[int, int]:
-    if jax.default_backend() == "cpu":
-        return QUERY_BLOCK, KEY_BLOCK
-    return ACCELERATOR_BLOCK, ACCELERATOR_BLOCK
+def _block_sizes(tokens: int) -> tuple[int, int]:
+    """How many of the queries and of the slots a block has."""
+    if jax.default_backend() != "cpu":
+        return min(ACCELERATOR_BLOCK, tokens), ACCELERATOR_BLOCK
+    queries = min(QUERY_BLOCK, tokens)
+    return queries, min(QUERY_BLOCK * KEY_BLOCK // queries, MOST_SLOTS)
 
 
 def _meets(query_position, bias, key_position, key_size, window) -> Bool[Array, "I J"]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.rows import block_of
 from pallas_kernels.base.tiles import tile_of
 from pallas_kernels.grouping.best_match import NO_NUMBER, Every, best_match
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
@@ -85,47 +86,58 @@ def _by_kernel(
 def _by_xla(
     keys: Float[Array, "B H N D"], count: Int[Array, "B H"], size: int
 ) -> tuple[Float[Array, "B H N"], Int[Array, "B H N"]]:
-    """The XLA reference, in chunks of `size`."""
-    tokens = keys.shape[2]
+    """The XLA reference, one chunk of `size` after the other: on CPU its cosines stay in caches."""
+    tokens, channels = keys.shape[2:]
     keys = _whole_chunks(keys, size)
-    chunked = keys.reshape(*keys.shape[:2], -1, size, keys.shape[-1]).astype(jnp.float32)
-    token = jnp.arange(keys.shape[2], dtype=jnp.int32).reshape(1, 1, -1, size)
-    there = token < count[:, :, None, None]
-    b = chunked[..., 1::2, :]
-    has_b, b_token, b_scale = there[..., 1::2], token[..., 1::2], inverse_length(b)
+    chunks = keys.shape[2] // size
 
-    def edges(a: Float[Array, "B H C A D"]) -> tuple[Array, Array]:
-        dots = jnp.einsum(
-            "bhcad,bhced->bhcae", a, b,
-            precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        cosine = dots * inverse_length(a)[..., None] * b_scale[..., None, :]
-        cosine = round_cosine(cosine, keys.shape[-1])
-        cosine = jnp.where(jnp.isnan(cosine), NO_NUMBER, cosine)
-        cosine = jnp.where(has_b[..., None, :], cosine, -jnp.inf)
-        best = cosine.max(-1)
-        # The first maximum by two plain reductions: several times faster on CPU than argmax.
-        at_best = cosine == best[..., None]
-        last = jnp.iinfo(jnp.int32).max
-        return best, jnp.where(at_best, b_token[..., None, :], last).min(-1)
+    def match(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        """With the edges of chunk i."""
+        chunk = block_of(keys, i * size, size, 2).astype(jnp.float32)
+        token = i * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+        there = token < count[..., None]
+        b, b_token, has_b = chunk[:, :, 1::2], token[:, :, None, 1::2], there[:, :, None, 1::2]
+        b_scale = inverse_length(b)[:, :, None]
 
-    similarity, partner = _in_blocks(edges, chunked[..., 0::2, :])
-    similarity = _spread(similarity, size, -jnp.inf)
-    similarity = jnp.where(there, similarity, -jnp.inf)
-    partner = jnp.where(similarity > -jnp.inf, _spread(partner, size, 0), token)
-    return tuple(x.reshape(*keys.shape[:3])[..., :tokens] for x in (similarity, partner))
+        def edges(a: Float[Array, "B H A D"]) -> tuple[Array, Array]:
+            dots = jnp.einsum(
+                "bhad,bhed->bhae", a, b,
+                precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            cosine = round_cosine(dots * inverse_length(a)[..., None] * b_scale, channels)
+            cosine = jnp.where(jnp.isnan(cosine), NO_NUMBER, cosine)
+            cosine = jnp.where(has_b, cosine, -jnp.inf)
+            best = cosine.max(-1)
+            # The first maximum by two plain reductions: several times faster on CPU than argmax.
+            last = jnp.iinfo(jnp.int32).max
+            return best, jnp.where(cosine == best[..., None], b_token, last).min(-1)
+
+        similarity, partner = _in_blocks(edges, chunk[:, :, 0::2])
+        similarity = jnp.where(there, _spread(similarity, size, -jnp.inf), -jnp.inf)
+        partner = jnp.where(similarity > -jnp.inf, _spread(partner, size, 0), token)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(x, own, i * size, 2)
+            for x, own in zip(found, (similarity, partner), strict=True)
+        )
+
+    token = jax.lax.broadcasted_iota(jnp.int32, keys.shape[:3], 2)
+    none = jnp.full(token.shape, -jnp.inf, jnp.float32), token
+    # Chunks in which no head has a token are passed over.
+    last = jnp.minimum(-(-count.max(initial=0) // size), chunks)
+    found = jax.lax.fori_loop(0, last, match, none)
+    return tuple(x[..., :tokens] for x in found)
 
 
-def _in_blocks(edges, a: Float[Array, "B H C A D"]) -> tuple[Array, Array]:
-    """`edges(a)`, at most `BLOCK` of the A of each chunk at a time."""
-    rows = a.shape[3]
+def _in_blocks(edges, a: Float[Array, "B H A D"]) -> tuple[Array, Array]:
+    """`edges(a)`, at most `BLOCK` of the A of a chunk at a time."""
+    rows = a.shape[2]
     if rows <= BLOCK:
         return edges(a)
     blocks = -(-rows // BLOCK)
-    a = jnp.pad(a, ((0, 0),) * 3 + ((0, blocks * BLOCK - rows), (0, 0)))
-    a = jnp.moveaxis(a.reshape(*a.shape[:3], blocks, BLOCK, a.shape[-1]), 3, 0)
-    found = jax.lax.map(edges, a)  # [blocks, B, H, C, BLOCK]
-    return tuple(jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1)[..., :rows] for x in found)
+    a = jnp.pad(a, ((0, 0),) * 2 + ((0, blocks * BLOCK - rows), (0, 0)))
+    a = jnp.moveaxis(a.reshape(*a.shape[:2], blocks, BLOCK, a.shape[-1]), 2, 0)
+    found = jax.lax.map(edges, a)  # [blocks, B, H, BLOCK]
+    return tuple(jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)[..., :rows] for x in found)
 
 
 def _spread(x: Array, size: int, fill: float) -> Array:
