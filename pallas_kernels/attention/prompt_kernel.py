@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention.forms import Part, dense_rows
+from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.attention.kernel import (
     NOTHING,
     NOWHERE,
@@ -29,9 +29,9 @@ from pallas_kernels.attention.kernel import (
     split_attention,
 )
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, own_part, zero
+from pallas_kernels.base.kernel_parts import dot, load_rows, own_part
 from pallas_kernels.base.logits import live_slots
-from pallas_kernels.base.tiles import Tile
+from pallas_kernels.base.tiles import SMALLEST, Tile
 
 NEVER = np.int32(np.iinfo(np.int32).max)  # a position that no query reaches
 
@@ -136,7 +136,6 @@ class _Plan(NamedTuple):
     tokens: int
     block: int  # slots of a program
     slots: int
-    channels: Part
     mask: Mask
 
 
@@ -165,7 +164,7 @@ def sums_by_kernel(
     met = meets(query_position, bias, key_position, window, rows, block)
     first, end = hull(met, 2)
     mask = Mask(scale, window, soft_cap)
-    plan = _Plan(rows, tokens, block, slots, Part(0, channels), mask)
+    plan = _Plan(rows, tokens, block, slots, mask)
     # Axes of the grid: query heads first, since those run at a time share the keys.
     row, head, own = (1,), (1, 2), (1, 2, 0)
     axes = _Refs(row, own, own, (1, 2, 3), (1, 2, 3), head, head, head, own)
@@ -192,14 +191,14 @@ def _kernel(*refs, plan: _Plan):
     mass = route.load(refs.bias.at[slot], mask=there, other=NOTHING)
     position = route.load(refs.position.at[slot], mask=there, other=NOWHERE)
     live = (mass > -jnp.inf) & (position >= 0)
-    keys = _rows(refs.k, slot, live, plan).T
+    keys = load_rows(refs.k, slot, live, SMALLEST).T
 
     def add(i, sums):
         token = i * plan.rows + jnp.arange(plan.rows, dtype=jnp.int32)
         is_token = token < plan.tokens
         own = route.load(refs.query_position.at[token], mask=is_token, other=NOWHERE)
         lse = route.load(refs.lse.at[token], mask=is_token, other=NOTHING)
-        products = dot(_rows(refs.q, token, is_token, plan), keys)
+        products = dot(load_rows(refs.q, token, is_token, SMALLEST), keys)
         logits = mask_tile(products, mass, position, live, own, plan.mask)
         return sums + jnp.exp(logits - finite_or_zero(lse)[:, None])
 
@@ -207,10 +206,3 @@ def _kernel(*refs, plan: _Plan):
     sums = jnp.zeros((plan.rows, plan.block), jnp.float32)
     sums = jax.lax.fori_loop(refs.first[...], refs.end[...], add, sums).sum(0)
     route.store(refs.sums.at[slot], sums, mask=there)
-
-
-def _rows(ref, row: Int[Array, " N"], wanted: Bool[Array, " N"], plan: _Plan) -> Array:
-    """Rows of queries or keys, 0 where they are not wanted."""
-    cell = ref.at[row[:, None], plan.channels.numbers[None, :]]
-    there = wanted[:, None] & plan.channels.there[None, :]
-    return route.load(cell, mask=there, other=zero(ref.dtype))

@@ -16,14 +16,6 @@ GPU_KERNELS = ("pallas", "interpret")  # of what is chosen: where XLA runs loops
 OLDEST_GPU = (8, 0)  # the compute capability that kernels need
 
 
-def check_implementation(
-    implementation: str | None, offered: tuple[str, ...] = IMPLEMENTATIONS
-) -> None:
-    """Raises ValueError for a name that is not offered: a named one never falls back silently."""
-    if implementation is not None and implementation not in offered:
-        raise ValueError(f"implementation must be None or one of {offered}, got {implementation!r}")
-
-
 def choose_implementation(
     implementation: str | None, *stores: Array | None, for_tpu: bool = False
 ) -> str:
@@ -49,7 +41,10 @@ def choose_implementation(
         cannot address, or on a TPU where there is no kernel.
       RuntimeError: a kernel for GPUs is named, and this JAX cannot lower kernels.
     """
-    check_implementation(implementation)
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+        )
     if on_tpu() and implementation in (None, "pallas"):
         if implementation == "pallas" and not for_tpu:
             raise ValueError(

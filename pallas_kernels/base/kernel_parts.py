@@ -1,12 +1,17 @@
-"""What kernels share: which part of an array a program is given, and products of tiles."""
+"""What kernels share: the part of an array that a program is given, its rows, and products."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base import route
+from pallas_kernels.base.tiles import power_of_two
 
 
 def own_part(x: Array | jax.ShapeDtypeStruct, axes: tuple[int, ...]) -> pl.BlockSpec:
@@ -50,6 +55,36 @@ def head_part(x: Array, lists: int) -> pl.BlockSpec:
         return (ids[0] if rows > 1 else 0, head, *(0,) * (x.ndim - 2))
 
     return pl.BlockSpec((None, None, *x.shape[2:]), pick)
+
+
+def load_rows(
+    ref: Any, number: Int[Array, "*N"], wanted: Bool[Array, "*N"], least: int = 1
+) -> Float[Array, "*N P"]:
+    """In a kernel, rows of a ref `[S, D]`; 0 where they are not wanted, and in channels from D on.
+
+    Args:
+      ref: to the rows.
+      number: of each row.
+      wanted: which of them are read.
+      least: of the power of two P that D is padded to: what a matrix unit takes (`SMALLEST`) for
+        the rows of a product.
+    """
+    cells, mask = _cells(ref, number, wanted, max(least, power_of_two(ref.shape[1])))
+    return route.load(ref.at[cells], mask=mask, other=zero(ref.dtype))
+
+
+def store_rows(
+    ref: Any, number: Int[Array, "*N"], wanted: Bool[Array, "*N"], rows: Float[Array, "*N P"]
+) -> None:
+    """In a kernel, writes rows that `load_rows` would read."""
+    cells, mask = _cells(ref, number, wanted, rows.shape[-1])
+    route.store(ref.at[cells], rows, mask=mask)
+
+
+def _cells(ref: Any, number: Array, wanted: Array, width: int) -> tuple[tuple, Bool[Array, ...]]:
+    """Row and channel of every number of some rows, and which of them there are."""
+    channel = jnp.arange(width, dtype=jnp.int32).reshape((1,) * number.ndim + (-1,))
+    return (number[..., None], channel), wanted[..., None] & (channel < ref.shape[1])
 
 
 def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, dot_mixed, own_part, zero
+from pallas_kernels.base.kernel_parts import dot, dot_mixed, load_rows, own_part
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
@@ -165,15 +165,13 @@ def _product(x: Float[Array, "M D"], y: Float[Array, "N D"]) -> Float[Array, "M 
 def _kernel(a, b, there, best, match, *, plan: _Plan):
     """The best matches of a tile of A. Its refs are to the arrays of one row and head."""
     (a_rows, channels), b_rows = a.shape, b.shape[0]
-    channel = jnp.arange(max(SMALLEST, power_of_two(channels)), dtype=jnp.int32)
     chunk = pl.program_id(2)
 
     def numbers(first, tile: int) -> Array:
         return first * tile + jnp.arange(tile, dtype=jnp.int32)
 
     def load(ref, row, wanted, dtype) -> Array:
-        cell, mask = (row[:, None], channel[None, :]), wanted[:, None] & (channel < channels)[None]
-        return route.load(ref.at[cell], mask=mask, other=zero(ref.dtype)).astype(dtype)
+        return load_rows(ref, row, wanted, SMALLEST).astype(dtype)
 
     own, is_own = plan.of_a.rows(chunk, numbers(pl.program_id(3), plan.a_tile), a_rows)
     x = load(a, own, is_own, plan.dtypes[0])

@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
     side: int
 
     @classmethod
-    def of(cls, size: int, chosen: str = "xla") -> Tiles:
+    def of(cls, size: int, chosen: str) -> Tiles:
         """As few tiles as the cosines that may be held allow, each of whole strips."""
         on_cpu = chosen == "xla" and jax.default_backend() == "cpu"
         number = -(-size // math.isqrt(COSINES if on_cpu else ACCELERATOR_COSINES))
@@ -116,7 +116,7 @@ def make_graph(
     weights: Int[Array, " N"],
     theta: Array,
     tiles: Tiles,
-    chosen: str = "xla",
+    chosen: str,
 ) -> Graph:
     """Makes the graph of unit vectors, by the chosen implementation.
 

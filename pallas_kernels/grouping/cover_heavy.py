@@ -7,10 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int, UInt32
 
 from pallas_kernels.base import route
+from pallas_kernels.base.kernel_parts import own_part
 from pallas_kernels.base.tiles import power_of_two
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 
@@ -58,8 +58,8 @@ def heavy_entries(
     gain, center, value, count = route.pallas_call(
         functools.partial(_kernel, few=few, capacity=capacity, interpret=interpret),
         grid=(1,),
-        in_specs=[_whole(x) for x in given],
-        out_specs=[_whole(x) for x in shapes],
+        in_specs=[own_part(x, ()) for x in given],
+        out_specs=[own_part(x, ()) for x in shapes],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes],
         input_output_aliases={len(given) - 3 + n: n for n in range(3)},
         num_stages=1,
@@ -67,10 +67,6 @@ def heavy_entries(
         name="heavy_entries",
     )(*given)
     return uncovered & (center == size), gain, center, value, count[0]
-
-
-def _whole(x: Array) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda _: (0,) * x.ndim)
 
 
 def _best(score, number, vertex, axis: int):

@@ -41,14 +41,13 @@ def neighbour_bits(
     """
     size = units.shape[0]
     strips, limits = size // SIDE, jnp.stack((theta, bound)).astype(jnp.float32)
-    whole = [pl.BlockSpec(x.shape, lambda i, j, n=x.ndim: (0,) * n)
-             for x in (units, sketch, there, limits)]  # fmt: skip
+    out = jax.ShapeDtypeStruct((size, size // WORD), jnp.int32)
     bits = route.pallas_call(
         _graph_kernel,
         grid=(strips, pl.cdiv(strips, TILES)),
-        in_specs=whole,
-        out_specs=pl.BlockSpec((size, size // WORD), lambda i, j: (0, 0)),
-        out_shape=jax.ShapeDtypeStruct((size, size // WORD), jnp.int32),
+        in_specs=[own_part(x, ()) for x in (units, sketch, there, limits)],
+        out_specs=own_part(out, ()),
+        out_shape=out,
         num_stages=1,
         interpret=interpret,
         name="cover_graph",
@@ -123,16 +122,13 @@ def neighbour_lists(
     return route.pallas_call(
         functools.partial(_list_kernel, length=length),
         grid=bits.shape[:1],
-        in_specs=[
-            own_part(bits, (0,)), pl.BlockSpec(uncovered.shape, lambda i: (0,)),
-            own_part(wanted, (0,)),
-        ],
+        in_specs=[own_part(bits, (0,)), own_part(uncovered, ()), own_part(wanted, (0,))],
         out_specs=own_part(lists, (0,)),
         out_shape=lists,
         num_stages=1,
         interpret=interpret,
         name="neighbour_lists",
-    )(jax.lax.bitcast_convert_type(bits, jnp.int32), uncovered, wanted)  # fmt: skip
+    )(jax.lax.bitcast_convert_type(bits, jnp.int32), uncovered, wanted)
 
 
 def _list_kernel(bits, uncovered, wanted, lists, *, length: int):

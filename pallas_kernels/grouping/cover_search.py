@@ -194,7 +194,7 @@ def search(
     weights: Array,
     number: Array,
     capacity: int,
-    chosen: str = "xla",
+    chosen: str,
 ) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
     """Center and value of every vertex as in `Greed`, of all that may be among the entries.
 

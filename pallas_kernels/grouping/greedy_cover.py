@@ -82,7 +82,6 @@ def greedy_cover(
     """
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
-
     chosen = choose_implementation(implementation, vectors)
 
     def one_row(row: tuple[Array, Array, Array, Array]) -> Cover:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
-from pallas_kernels.base.kernel_parts import dot, own_part, zero
+from pallas_kernels.base.kernel_parts import dot, load_rows, own_part, store_rows
 from pallas_kernels.base.tiles import SMALLEST, Tile, power_of_two, tile_of
 from pallas_kernels.grouping.best_match import Every, Similarity, best_match
 
@@ -103,8 +103,6 @@ def means(
 def _means_kernel(keys, label, centroids, out, *, rows: int, tile: int):
     """The means of a tile of clusters, from `rows` keys at a time."""
     (size, channels), clusters = keys.shape, centroids.shape[0]
-    channel = jnp.arange(max(SMALLEST, power_of_two(channels)), dtype=jnp.int32)
-    is_channel = (channel < channels)[None, :]
     first = pl.program_id(2) * tile
     cluster = first + jnp.arange(tile, dtype=jnp.int32)
 
@@ -113,18 +111,17 @@ def _means_kernel(keys, label, centroids, out, *, rows: int, tile: int):
         row = i * rows + jnp.arange(rows, dtype=jnp.int32)
         own = route.load(label.at[row], mask=row < size, other=NONE)
         wanted = (own >= first) & (own < jnp.minimum(first + tile, clusters))
-        cell = (row[:, None], channel[None, :])
-        part = route.load(keys.at[cell], mask=wanted[:, None] & is_channel, other=zero(keys.dtype))
+        part = load_rows(keys, row, wanted, SMALLEST)
         member = cluster[:, None] == own[None, :]
         # A sum of keys is a product with ones, which are exact in every dtype.
         total += dot(member.astype(keys.dtype), part)
         return total, count + member.astype(jnp.float32).sum(1)
 
-    none = jnp.zeros((tile, channel.size), jnp.float32), jnp.zeros((tile,), jnp.float32)
+    width = max(SMALLEST, power_of_two(channels))
+    none = jnp.zeros((tile, width), jnp.float32), jnp.zeros((tile,), jnp.float32)
     blocks = jnp.int32(pl.cdiv(size, rows))
     total, count = jax.lax.fori_loop(jnp.int32(0), blocks, add, none)
-    cell = (cluster[:, None], channel[None, :])
-    mask = (cluster < clusters)[:, None] & is_channel
-    old = route.load(centroids.at[cell], mask=mask, other=zero(centroids.dtype))
+    there = cluster < clusters
+    old = load_rows(centroids, cluster, there, SMALLEST)
     mean = total / jnp.maximum(count, 1.0)[:, None]
-    route.store(out.at[cell], jnp.where((count > 0)[:, None], mean, old), mask=mask)
+    store_rows(out, cluster, there, jnp.where((count > 0)[:, None], mean, old))

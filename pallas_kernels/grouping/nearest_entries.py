@@ -12,9 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import dot, own_part
+from pallas_kernels.base.kernel_parts import dot, load_rows, own_part
 from pallas_kernels.base.tiles import SMALLEST, power_of_two
-from pallas_kernels.grouping.segment_sum import load_rows
 
 VECTORS = 256  # at a time
 ENTRIES = 4096  # whose cosines are held at a time: on CPU, so few that they stay in its caches
@@ -74,10 +73,10 @@ def directions(
     """Float32 unit vectors and Euclidean norms; a zero vector stays zero."""
     vectors = vectors.astype(jnp.float32)
     # Divided by its largest number first: the square of a small one may be 0.
-    largest = jnp.abs(vectors).max(-1, keepdims=True)
-    scaled = vectors / jnp.where(largest > 0, largest, 1.0)
-    length = jnp.sqrt((scaled * scaled).sum(-1, keepdims=True))
-    return scaled / jnp.where(length > 0, length, 1.0), (length * largest)[..., 0]
+    largest = jnp.abs(vectors).max(-1)
+    scaled = vectors / jnp.where(largest > 0, largest, 1.0)[..., None]
+    length = jnp.sqrt((scaled * scaled).sum(-1))
+    return scaled / jnp.where(length > 0, length, 1.0)[..., None], length * largest
 
 
 def nearest_directions(
@@ -140,7 +139,7 @@ def _kernel(units, wanted, entries, count, index, cosine, *, tile: int):
 
     def compare(i, best):
         entry = i * tile + jnp.arange(tile, dtype=jnp.int32)
-        rows, norms = _tile_directions(load_rows(entries, entry, entry < total, SMALLEST))
+        rows, norms = directions(load_rows(entries, entry, entry < total, SMALLEST))
         found = jnp.minimum(dot(rows, own.T), 1.0)
         found = jnp.where(((entry < total) & (norms > 0))[:, None], found, -jnp.inf)
         highest = found.max(0)
@@ -153,15 +152,6 @@ def _kernel(units, wanted, entries, count, index, cosine, *, tile: int):
     found = jax.lax.fori_loop(np.int32(0), rounds, compare, none)
     route.store(index.at[vector], jnp.where(looks, found[0], 0), mask=there)
     route.store(cosine.at[vector], jnp.where(looks, found[1], -jnp.inf), mask=there)
-
-
-def _tile_directions(rows: Float[Array, "N D"]) -> tuple[Float[Array, "N D"], Float[Array, " N"]]:
-    """`directions` in a kernel."""
-    rows = rows.astype(jnp.float32)
-    largest = jnp.abs(rows).max(1)
-    scaled = rows / jnp.where(largest > 0, largest, 1.0)[:, None]
-    length = jnp.sqrt((scaled * scaled).sum(1))
-    return scaled / jnp.where(length > 0, length, 1.0)[:, None], length * largest
 
 
 def _nearest(

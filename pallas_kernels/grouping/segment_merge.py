@@ -11,15 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import own_part
+from pallas_kernels.base.kernel_parts import load_rows, own_part, store_rows
 from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import power_of_two
-from pallas_kernels.grouping.segment_sum import (
-    Segments,
-    Targets,
-    load_rows,
-    targets_of,
-)
+from pallas_kernels.grouping.segment_sum import Segments, Targets, add_into, targets_of
 
 BLOCK = 512  # rows that are added at a time: on CPU, what stays in its caches
 
@@ -74,8 +69,8 @@ def segment_merge(
     slot = jax.lax.broadcasted_iota(jnp.int32, into.shape, 2)
     moves = (into != slot) & (into < size)
     target = jnp.where(moves, into, size)
-    total = _add_into(jnp.zeros_like(weights), into, weights)
-    received = _add_into(jnp.zeros_like(into), target, moves.astype(into.dtype)) > 0
+    total = add_into(jnp.zeros_like(weights), into, weights)
+    received = add_into(jnp.zeros_like(into), target, moves.astype(into.dtype)) > 0
     total = jnp.where(total > 0, total, jnp.inf)  # what weighs nothing adds nothing
     # A target is scaled in place and the others are added to it. This takes fewer passes over the
     # rows than summing all of them and then choosing between sums and rows.
@@ -87,7 +82,7 @@ def segment_merge(
         part, to, by = (
             jax.lax.dynamic_slice_in_dim(x, start, count, 2) for x in (rows, target, share)
         )
-        return _add_into(out, to, part.astype(jnp.float32) * by[..., None])
+        return add_into(out, to, part.astype(jnp.float32) * by[..., None])
 
     # In blocks, so that the scaled rows are never held all at once.
     blocks, rest = divmod(size, BLOCK)
@@ -123,7 +118,6 @@ def _merge(
 def _kernel(rows, weights, order, first, count, out, *, tile: int):
     """What a tile of rows become: means where they are targets of others, else what they were."""
     own = Targets.of(order, first, count, tile)
-    channels = rows.shape[1]
     # Rows that are no targets of others have nothing to add up.
     members = jnp.where(own.count > 1, own.count, 0)
 
@@ -142,14 +136,7 @@ def _kernel(rows, weights, order, first, count, out, *, tile: int):
         return mean + (row * share[:, :, None]).sum(1)
 
     members = jnp.where(merged, members, 0)
-    mean = own.fold(members, add_rows, jnp.zeros((tile, power_of_two(channels)), jnp.float32))
+    mean = own.fold(members, add_rows, jnp.zeros((tile, power_of_two(rows.shape[1])), jnp.float32))
     before = load_rows(rows, own.target, own.there)
     after = jnp.where(merged[:, None], mean.astype(rows.dtype), before)
-    channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
-    wanted = own.there[:, None] & (channel < channels)[None, :]
-    route.store(out.at[own.target[:, None], channel[None, :]], after, mask=wanted)
-
-
-_add_into = jax.vmap(
-    jax.vmap(lambda x, into, more: x.at[into].add(more, mode="drop", wrap_negative_indices=False))
-)
+    store_rows(out, own.target, own.there, after)

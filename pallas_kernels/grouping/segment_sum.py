@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import own_part, zero
+from pallas_kernels.base.kernel_parts import load_rows, own_part, store_rows
 from pallas_kernels.base.tiles import power_of_two
 
 # A program adds up MEMBERS rows of each of its targets at a time, of which it has as many as make
@@ -63,12 +63,13 @@ def segment_sum(
     places = rows.shape[2] if places is None else places
     out = jax.ShapeDtypeStruct((*rows.shape[:2], places, *rows.shape[3:]), rows.dtype)
     if chosen == "xla" or not out.size or not rows.size:
-        return _add(jnp.zeros(out.shape, out.dtype), into, rows)
+        return add_into(jnp.zeros(out.shape, out.dtype), into, rows)
     flat = rows.reshape(*into.shape, -1)
     return _sum(flat, Segments.of(into, places), chosen == "interpret").reshape(out.shape)
 
 
-_add = jax.vmap(
+# Rows of each row and head added to those of a store, one by one; places behind its end are none.
+add_into = jax.vmap(
     jax.vmap(lambda x, into, more: x.at[into].add(more, mode="drop", wrap_negative_indices=False))
 )
 
@@ -149,17 +150,6 @@ class Targets(NamedTuple):
         return jax.lax.fori_loop(np.int32(0), rounds, some, start)
 
 
-def load_rows(rows, number, wanted, least: int = 1):
-    """Rows `[*N, D]` of a ref `[S, D]`, padded to a power of two; 0 where they are not wanted.
-
-    The power of two is at least `least`, which is one.
-    """
-    channel = jnp.arange(max(least, power_of_two(rows.shape[1])), dtype=jnp.int32)
-    channel = channel.reshape((1,) * number.ndim + (-1,))
-    wanted = wanted[..., None] & (channel < rows.shape[1])
-    return route.load(rows.at[number[..., None], channel], mask=wanted, other=zero(rows.dtype))
-
-
 def targets_of(channels: int, places: int) -> int:
     """How many targets a program has, of rows of so many channels."""
     fitting = max(TILE // (MEMBERS * power_of_two(channels)), 1)
@@ -186,14 +176,10 @@ def _sum(rows: Array, segments: Segments, interpret: bool) -> Array:
 def _kernel(rows, order, first, count, out, *, tile: int):
     """The sums of a tile of places."""
     own = Targets.of(order, first, count, tile)
-    channels = rows.shape[1]
-
     kind = jnp.float32 if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
 
     def add(number, wanted, total):
         return total + load_rows(rows, number, wanted).astype(kind).sum(1, dtype=kind)
 
-    total = own.fold(own.count, add, jnp.zeros((tile, power_of_two(channels)), kind))
-    channel = jnp.arange(power_of_two(channels), dtype=jnp.int32)
-    wanted = own.there[:, None] & (channel < channels)[None, :]
-    route.store(out.at[own.target[:, None], channel[None, :]], total.astype(out.dtype), mask=wanted)
+    total = own.fold(own.count, add, jnp.zeros((tile, power_of_two(rows.shape[1])), kind))
+    store_rows(out, own.target, own.there, total.astype(out.dtype))

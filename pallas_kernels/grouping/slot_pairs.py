@@ -13,11 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.kernel_parts import own_part
+from pallas_kernels.base.kernel_parts import load_rows, own_part
 from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import power_of_two
 from pallas_kernels.grouping.cosine import above, inverse_length, round_cosine
-from pallas_kernels.grouping.segment_sum import load_rows
 
 BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
 TILE = 4096  # numbers of the first keys of a program's pairs: 4 warps hold both keys in registers
