@@ -7,7 +7,9 @@ Then both run loops of 32 steps, one process after the other, so that drift of t
 alike. Intervals are 32 steps: whatever a method does with new tokens every few steps happens once
 in every loop, or in one call after it. `ratio` divides the median of this checkout by that of the
 other one; below 1 this checkout is faster. `against_cpu_again.json` is a later run of
-the stored forms (`--methods`), whose new rows are read in another way since.
+the stored forms (`--methods`), whose new rows are read in another way since, and
+`against_cpu_kernels.json` one against 891311f, before prompts and their compression had kernels
+and stored forms were rotated.
 
 The other checkout needs a `.venv` of its own, with its own kvjax, and `benchmarks/decode_step.py`.
 """
@@ -70,7 +72,9 @@ def work(checkout: str, prompt: int, rounds: int) -> None:
     side = answer = None
     for line in sys.stdin:
         if line.strip():
-            names = {**vars(kvjax), "KEPT": KEPT, "STEPS": STEPS, "RECALLED": RECALLED}
+            # Names of kvjax are imported when they are asked for.
+            names = {name: getattr(kvjax, name) for name in dir(kvjax)}
+            names |= {"KEPT": KEPT, "STEPS": STEPS, "RECALLED": RECALLED}
             transform = kvjax.bind(eval(METHODS[line.strip()], names), 1)[0]
             side = None  # frees what the method before it holds
             side, answer = decode_step.decode_side(

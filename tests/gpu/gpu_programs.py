@@ -314,8 +314,8 @@ def merging() -> Iterator[GPUProgram]:
         ),
         "Chelsea": (kvjax.Chelsea(0.2), "segment_merge"),
         "CaM": (kvjax.CaM(kvjax.StreamingLLM(0.2), prompt=True), "segment_sum"),
-        "KVCrush": (kvjax.KVCrush(kvjax.SnapKV(0.2)), None),
-        "SnapKV": (kvjax.SnapKV(0.2), None),
+        "KVCrush": (kvjax.KVCrush(kvjax.SnapKV(0.2)), "column_sums"),
+        "SnapKV": (kvjax.SnapKV(0.2), "column_sums"),
     }  # fmt: skip
     for name, (transform, kernel) in methods.items():
         for own in dict.fromkeys((kernel, None)):
