@@ -313,6 +313,19 @@ def cluster_cost(rows: Sequence[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
+def cluster_recall(rows: Sequence[dict[str, Any]]) -> str:
+    """Of `cluster_recall.py`: recall (and error) of clusters in chunks, and of plain k-means."""
+    found: dict[tuple[int, float], dict[str, str]] = {}
+    for row in rows:
+        figures = f"{100 * row['recall']:.1f} % ({row['error']:.3f})"
+        found.setdefault((row["length"], row["budget"]), {})[row["clusters"]] = figures
+    headings = ["tokens", "budget", "in chunks", "over all keys"]
+    return markdown(headings, [
+        [f"{length:,}", f"{budget:g}", own["chunks"], own["plain"]]
+        for (length, budget), own in found.items()
+    ])  # fmt: skip
+
+
 def rotation(rows: Sequence[dict[str, Any]]) -> str:
     """Of `rotation.py`: error (and that of the worst layer) and nats, by what is rotated."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
@@ -342,6 +355,7 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "clusters_smollm2": ("rows", clusters),
     "cluster_needles_smollm2": ("rows", cluster_needles),
     "cluster_cost_smollm2": ("rows", cluster_cost),
+    "cluster_recall_smollm2": ("rows", cluster_recall),
     "rotation": ("rows", rotation),
 }
 
