@@ -12,6 +12,7 @@ from pallas_kernels.attention.kernel import Slots, split_attention
 from pallas_kernels.attention.rotation import Turn
 from pallas_kernels.attention.tpu_kernel import tpu_attention
 from pallas_kernels.base.logits import live_slots, visible_slots
+from pallas_kernels.base.seen_blocks import hull
 from pallas_kernels.base.tiles import tile_of
 
 
@@ -101,7 +102,4 @@ def _range(bias, query_position, key_position, window: int | None):
         none = jnp.iinfo(query_position.dtype).max
         oldest = jnp.where(query_position >= 0, query_position, none).min(1)[:, None, None]
         seen &= key_position > oldest - window
-    slots = bias.shape[2]
-    place = jnp.arange(slots, dtype=jnp.int32)[None, None]
-    first = jnp.where(seen, place, slots).min(2, initial=slots)
-    return first, jnp.where(seen, place + 1, 0).max(2, initial=0)
+    return hull(seen, 2)

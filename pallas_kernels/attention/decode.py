@@ -13,7 +13,7 @@ from pallas_kernels.attention.call import stored_attention
 from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.attention.tpu_forms import reads
 from pallas_kernels.base.dispatch import choose_implementation
-from pallas_kernels.base.logits import live_slots, mask_products, products
+from pallas_kernels.base.logits import finite_or_zero, live_slots, mask_products, or_one, products
 from pallas_kernels.base.mixing import mix_rows
 
 
@@ -171,6 +171,6 @@ def _softmax(
     A row that sees nothing has weights 0, divided by 1.
     """
     top = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(top == -jnp.inf, 0.0, top))
+    weights = jnp.exp(logits - finite_or_zero(top))
     total = weights.sum(-1, keepdims=True)
-    return weights, jnp.where(total == 0, 1.0, total), top + jnp.log(total)
+    return weights, or_one(total), top + jnp.log(total)

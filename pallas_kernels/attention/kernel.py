@@ -24,9 +24,9 @@ from pallas_kernels.attention.forms import Part, Reader, Rows, cut
 from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_point, turns_of
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, head_part, own_part, zero
+from pallas_kernels.base.logits import finite_or_zero, live_slots, or_one
 from pallas_kernels.base.tiles import Tile, power_of_two
 
-WIDE = 1024  # bytes of a row; of wider ones, shared memory has room for one tile at a time
 PARTS = 32  # parts that are joined at a time
 NOTHING = np.float32(-np.inf)
 NOWHERE = np.int32(-1)
@@ -197,7 +197,7 @@ def split_attention(
         out_specs=specs[inputs:],
         out_shape=leaves[inputs:],
         num_warps=tile.warps,
-        num_stages=tile.stages if in_hand <= WIDE else 1,
+        num_stages=tile.stages_of(in_hand),
         interpret=interpret,
         name="split_attention",
     )(*leaves[:inputs])
@@ -278,7 +278,7 @@ def _kernel(*leaves, plan: _Plan):
         # them, they would keep the compiler from having several tiles of keys under way.
         ahead = look(i + 1)
         # Free slots are not read: they cost nothing, and what they hold cannot reach a sum.
-        live = (mass > -jnp.inf) & (position >= 0)
+        live = live_slots(mass, position)
         k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
         products = _products(refs, plan, paired, plain, k_row, live, turned)
         products = _times(products, keys.factor(refs.k, slot, k_row, live))
@@ -305,7 +305,7 @@ def _kernel(*leaves, plan: _Plan):
     _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
     for part, rows in zip(plan.values.parts, acc, strict=True):
         cell, there = cells(part)
-        rows = rows / _or_one(total)[:, None]
+        rows = rows / or_one(total)[:, None]
         route.store(refs.out.at[cell], rows.astype(refs.out.dtype), mask=there)
     route.store(refs.lse.at[row], top + jnp.log(total), mask=is_row)
 
@@ -409,16 +409,6 @@ def mask_tile(
     return jnp.where(visible, logits + mass[None, :], -jnp.inf)
 
 
-def finite_or_zero(top: Array) -> Array:
-    """What is subtracted before exp: 0 for a row that has seen nothing, since exp(-inf - 0) = 0."""
-    return jnp.where(top == -jnp.inf, 0.0, top)
-
-
-def _or_one(total: Array) -> Array:
-    """The divisor: 1 for a row that has seen nothing, whose output is 0 already."""
-    return jnp.where(total == 0, 1.0, total)
-
-
 def _join(
     out: Float[Array, "B K P R D"] | None, lse: Float[Array, "B K P R"], dtype, interpret: bool
 ) -> tuple[Float[Array, "B K R D"] | None, Float[Array, "B K R"]]:
@@ -470,7 +460,7 @@ def _join_kernel(part_out, part_lse, out, lse, *, parts: int, channels: int):
         return acc + (rows * weight[:, None]).sum(0)
 
     acc = jnp.zeros(channel.shape, jnp.float32)
-    acc = jax.lax.fori_loop(0, pl.cdiv(parts, PARTS), add, acc) / _or_one(total)
+    acc = jax.lax.fori_loop(0, pl.cdiv(parts, PARTS), add, acc) / or_one(total)
     route.store(out.at[channel], acc.astype(out.dtype), mask=is_channel)
     lse[...] = top + jnp.log(total)
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.base.logits import live_slots, masked_logits
+from pallas_kernels.base.logits import finite_or_zero, live_slots, masked_logits, or_one
 from pallas_kernels.base.rows import block_of, entry_of
+from pallas_kernels.base.seen_blocks import hull, meets
 
 # On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
 # Fewer queries meet more slots at a time, as many as make such a tile, and MOST_SLOTS at most.
@@ -55,8 +56,7 @@ def attention_by_blocks(
             # Of a block this costs nothing beside the products with 128 queries or more.
             v_j = jnp.where(live_slots(*slot_data)[..., None], v_j, 0)
             new_top = jnp.maximum(top, logits.max(-1))
-            # A row that has seen nothing yet has top = -inf; exp(-inf - 0) is the 0 it needs.
-            finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            finite = finite_or_zero(new_top)
             weights = jnp.exp(logits - finite[..., None])
             shrink = jnp.exp(top - finite)
             acc = acc * shrink[..., None] + jnp.einsum(
@@ -70,7 +70,7 @@ def attention_by_blocks(
             jnp.zeros((*rows, head_dim), jnp.float32),
         )
         top, total, acc = jax.lax.fori_loop(*blocks.keys_of_query(i), key_block, start)
-        out = acc / jnp.where(total == 0, 1.0, total)[..., None]
+        out = acc / or_one(total)[..., None]
         return out.astype(v.dtype), top + jnp.log(total)
 
     out, lse = jax.lax.map(query_block, jnp.arange(blocks.num_query))
@@ -102,9 +102,7 @@ def sums_by_blocks(
         def query_block(i, sums):
             q_i, position_i = blocks.query(i)
             logits = mask_and_scale(q_i, k_j, slot_data[0], slot_data[1], position_i)
-            row_lse = entry_of(lse, i)
-            # Rows without any visible slot have lse = -inf: they must give 0, not exp(nan).
-            row_lse = jnp.where(row_lse == -jnp.inf, 0.0, row_lse).reshape(logits.shape[:-1])
+            row_lse = finite_or_zero(entry_of(lse, i)).reshape(logits.shape[:-1])
             probabilities = jnp.exp(logits - row_lse[..., None])
             per_head = probabilities.reshape(*logits.shape[:2], group, -1, blocks.key_size)
             return sums + per_head.sum(3)
@@ -127,7 +125,7 @@ class _Blocks(NamedTuple):
     query_position: Array  # [I, B, query_size]
     bias: Array  # [B, H, J * key_size]
     key_position: Array  # [B, H, J * key_size]
-    meets: Bool[Array, "I J"]
+    met: Bool[Array, "I J"]  # by any row and head
     query_size: int
     key_size: int
     group: int
@@ -140,20 +138,20 @@ class _Blocks(NamedTuple):
         padded = math.ceil(tokens / query_size) * query_size
         q = _pad(q, padded, 3).reshape(batch, kv_heads, group, -1, query_size, head_dim)
         q = jnp.moveaxis(q, 3, 0).reshape(-1, batch, kv_heads, group * query_size, head_dim)
-        query_position = _pad(query_position, padded, 1, -1).reshape(batch, -1, query_size)
-        query_position = jnp.moveaxis(query_position, 1, 0)
+        query_position = _pad(query_position, padded, 1, -1)
         bias = _pad_tail(bias, key_size, -jnp.inf)
         key_position = _pad_tail(key_position, key_size, -1)
-        meets = _meets(query_position, bias, key_position, key_size, window)
-        return cls(q, query_position, bias, key_position, meets, query_size, key_size, group)
+        met = meets(query_position, bias, key_position, window, query_size, key_size).any((0, 1))
+        query_position = jnp.moveaxis(query_position.reshape(batch, -1, query_size), 1, 0)
+        return cls(q, query_position, bias, key_position, met, query_size, key_size, group)
 
     @property
     def num_query(self) -> int:
-        return self.meets.shape[0]
+        return self.met.shape[0]
 
     @property
     def num_key(self) -> int:
-        return self.meets.shape[1]
+        return self.met.shape[1]
 
     @property
     def queries(self) -> int:
@@ -173,10 +171,10 @@ class _Blocks(NamedTuple):
         return tuple(block_of(x, start, self.key_size, 2) for x in arrays)
 
     def keys_of_query(self, i):
-        return _span(entry_of(self.meets, i))
+        return hull(entry_of(self.met, i), 0)
 
     def queries_of_key(self, j):
-        return _span(entry_of(self.meets, j, axis=1))
+        return hull(entry_of(self.met, j, axis=1), 0)
 
     def split_queries(self, x):
         """`[B, H, G, T, ...]` to `[I, B, H, G, query_size, ...]`."""
@@ -195,30 +193,6 @@ def _block_sizes(tokens: int) -> tuple[int, int]:
         return min(ACCELERATOR_BLOCK, tokens), ACCELERATOR_BLOCK
     queries = min(QUERY_BLOCK, tokens)
     return queries, min(QUERY_BLOCK * KEY_BLOCK // queries, MOST_SLOTS)
-
-
-def _meets(query_position, bias, key_position, key_size, window) -> Bool[Array, "I J"]:
-    """Whether any query of block i may see any slot of block j."""
-    none = jnp.iinfo(jnp.int32).max
-    valid = query_position >= 0
-    newest_query = jnp.where(valid, query_position, -1).max((1, 2))
-    oldest_query = jnp.where(valid, query_position, none).min((1, 2))
-    live = (bias > -jnp.inf) & (key_position >= 0)
-    by_block = (*live.shape[:2], -1, key_size)
-    oldest_key = jnp.where(live, key_position, none).reshape(by_block).min((0, 1, 3))
-    newest_key = jnp.where(live, key_position, -1).reshape(by_block).max((0, 1, 3))
-    meets = oldest_key[None, :] <= newest_query[:, None]
-    if window is not None:
-        meets &= newest_key[None, :] > oldest_query[:, None] - window
-    return meets
-
-
-def _span(meets: Bool[Array, " N"]) -> tuple[Array, Array]:
-    """The smallest range [first, last) that holds every true entry; empty if there is none."""
-    index = jnp.arange(meets.shape[0], dtype=jnp.int32)
-    first = jnp.where(meets, index, meets.shape[0]).min()
-    last = jnp.where(meets, index + 1, 0).max()
-    return first, jnp.maximum(first, last)
 
 
 def _pad_tail(x: Array, block: int, value: float) -> Array:

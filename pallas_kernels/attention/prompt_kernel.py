@@ -12,28 +12,24 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.forms import dense_rows
 from pallas_kernels.attention.kernel import (
     NOTHING,
     NOWHERE,
-    WIDE,
     Mask,
     Slots,
-    finite_or_zero,
     mask_tile,
     row_bytes,
     split_attention,
 )
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, load_rows, own_part
-from pallas_kernels.base.logits import live_slots
+from pallas_kernels.base.logits import finite_or_zero, live_slots
+from pallas_kernels.base.seen_blocks import hull, meets
 from pallas_kernels.base.tiles import SMALLEST, Tile
-
-NEVER = np.int32(np.iinfo(np.int32).max)  # a position that no query reaches
 
 
 def attention_by_kernel(
@@ -67,49 +63,6 @@ def attention_by_kernel(
         dtype=k.dtype if v is None else v.dtype,
     )  # fmt: skip
     return out, lse
-
-
-def meets(
-    query_position: Int[Array, "B R"],
-    bias: Float[Array, "B H S"],
-    key_position: Int[Array, "B H S"],
-    window: int | None,
-    rows: int,
-    block: int,
-) -> Bool[Array, "B H I J"]:
-    """Whether any of the `rows` queries of tile i may see any of the `block` slots of block j."""
-    query = _in_tiles(query_position, rows)[:, None, :, None]
-    key = jnp.where(live_slots(bias, key_position), key_position, -1)
-    key = _in_tiles(key, block)[:, :, None]
-    oldest_key = jnp.where(key >= 0, key, NEVER).min(-1)
-    found = oldest_key <= query.max(-1)
-    if window is not None:
-        oldest_query = jnp.where(query >= 0, query, NEVER).min(-1)
-        found &= key.max(-1) > oldest_query - window
-    return found
-
-
-def _in_tiles(position: Int[Array, "*B N"], size: int) -> Int[Array, "*B I size"]:
-    """Positions in tiles; -1 fills the last one."""
-    tiles = pl.cdiv(position.shape[-1], size)
-    widths = [(0, 0)] * (position.ndim - 1) + [(0, tiles * size - position.shape[-1])]
-    padded = jnp.pad(position, widths, constant_values=-1)
-    return padded.reshape(*position.shape[:-1], tiles, size)
-
-
-def hull(met: Bool[Array, "B H I J"], axis: int) -> tuple[Array, Array]:
-    """The smallest range [first, end) that holds every true entry along an axis; none: 0 ends it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from pallas_kernels.attention.prompt_kernel import hull
-      >>> [x.tolist() for x in hull(jnp.array([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool), 1)]
-      [[1, 5], [4, 0]]
-    """
-    place = jax.lax.broadcasted_iota(jnp.int32, met.shape, axis)
-    count = met.shape[axis]
-    first = jnp.where(met, place, count).min(axis, initial=count)
-    return first, jnp.where(met, place + 1, 0).max(axis, initial=0)
 
 
 # --- column sums ----------------------------------------------------------------------------------
@@ -177,7 +130,7 @@ def sums_by_kernel(
         out_specs=specs[-1],
         out_shape=sums,
         num_warps=tile.warps,
-        num_stages=tile.stages if in_hand <= WIDE else 1,
+        num_stages=tile.stages_of(in_hand),
         interpret=interpret,
         name="column_sums",
     )(*given[:-1])
@@ -190,7 +143,7 @@ def _kernel(*refs, plan: _Plan):
     there = slot < plan.slots
     mass = route.load(refs.bias.at[slot], mask=there, other=NOTHING)
     position = route.load(refs.position.at[slot], mask=there, other=NOWHERE)
-    live = (mass > -jnp.inf) & (position >= 0)
+    live = live_slots(mass, position)
     keys = load_rows(refs.k, slot, live, SMALLEST).T
 
     def add(i, sums):

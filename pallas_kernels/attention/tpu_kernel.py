@@ -24,7 +24,7 @@ from pallas_kernels.attention.forms import Rows
 from pallas_kernels.attention.kernel import Slots, nothing
 from pallas_kernels.attention.tpu_forms import LANES, SUBLANES, Stored, TPURows, tpu_rows
 from pallas_kernels.base.dispatch import tpu_cores
-from pallas_kernels.base.logits import visible_slots
+from pallas_kernels.base.logits import finite_or_zero, or_one, visible_slots
 
 BLOCK_BYTES = 1 << 19  # of a block of keys: fetching it takes longer than starting a round
 LOGIT_BYTES = 1 << 20  # of the logits of a block, of which there are several copies
@@ -238,8 +238,7 @@ def _kernel(first, end, q, seen, k, v, out, lse, *refs, plan: _Plan):
         for ref in logits:
             ref[...] = found
         new_top = jnp.maximum(top[...], found.max(1, keepdims=True))
-        # 0 for a row that has seen nothing, since exp(-inf - 0) = 0.
-        finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        finite = finite_or_zero(new_top)
         weights, shrink = jnp.exp(found - finite), jnp.exp(top[...] - finite)
         total[...] = total[...] * shrink + weights.sum(1, keepdims=True)
         acc[...] = acc[...] * shrink + plan.v.mix(v, weights, anyone)
@@ -247,5 +246,5 @@ def _kernel(first, end, q, seen, k, v, out, lse, *refs, plan: _Plan):
 
     @pl.when(i == plan.rounds - 1)
     def _():
-        out[...] = acc[...] / jnp.where(total[...] == 0, 1.0, total[...])
+        out[...] = acc[...] / or_one(total[...])
         lse[...] = top[...] + jnp.log(total[...])

@@ -89,14 +89,16 @@ def _is_divided(x: Array) -> bool:
 
 def on_tpu() -> bool:
     """Whether computation goes to a TPU: by the mesh that is set, or else by the default device."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or _default_device()
-    return device.platform == "tpu"
+    return _computing_device().platform == "tpu"
 
 
 def tpu_cores() -> int:
     """How many cores of the TPU share the grid of a kernel: two in v4 and v5p, one in others."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or _default_device()
-    return getattr(device, "num_cores", None) or 1
+    return getattr(_computing_device(), "num_cores", None) or 1
+
+
+def _computing_device() -> Any:
+    return jax.sharding.get_abstract_mesh().abstract_device or _default_device()
 
 
 def gpu_capability() -> tuple[int, int] | None:

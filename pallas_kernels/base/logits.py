@@ -71,8 +71,16 @@ def visible_slots(
     return visible if window is None else visible & (k_pos > q_pos - window)
 
 
-def live_slots(
-    bias: Float[Array, "B H S"], key_position: Int[Array, "B H S"]
-) -> Bool[Array, "B H S"]:
+def live_slots(bias: Float[Array, "*S"], key_position: Int[Array, "*S"]) -> Bool[Array, "*S"]:
     """Slots that hold a token."""
     return (bias > -jnp.inf) & (key_position >= 0)
+
+
+def finite_or_zero(top: Float[Array, "*R"]) -> Float[Array, "*R"]:
+    """What is subtracted before exp: 0 for a row that has seen nothing, since exp(-inf - 0) = 0."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def or_one(total: Float[Array, "*R"]) -> Float[Array, "*R"]:
+    """What weights are divided by: 1 for a row that has seen nothing, whose weights are 0."""
+    return jnp.where(total == 0, 1.0, total)

@@ -12,6 +12,7 @@ from pallas_kernels.base.dispatch import default_device, gpu_capability
 PATH = Path(__file__).with_name("tiles.json")
 DEFAULT = "hopper"  # what is lowered for where no GPU says otherwise
 SMALLEST, LARGEST = 16, 256  # slots of a tile: what a matrix unit takes at least, and keeps in hand
+WIDE = 1024  # bytes of a row; of wider ones, shared memory has room for one tile at a time
 BLOCKS_PER_SPLIT = 4  # with fewer, starting a program costs more than reading
 
 
@@ -43,6 +44,10 @@ class Tile:
     def rows(self, row_bytes: int, rows: int) -> int:
         """Query rows of a program, a power of two: no more than cover all of them."""
         return max(SMALLEST, min(self.query_bytes // row_bytes, power_of_two(rows)))
+
+    def stages_of(self, row_bytes: int) -> int:
+        """How many tiles of rows are under way at a time."""
+        return self.stages if row_bytes <= WIDE else 1
 
     def splits(self, programs: int, slots: int, block: int) -> int:
         """How many programs share the slots of a head, with `programs` heads and row tiles."""

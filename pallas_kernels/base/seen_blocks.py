@@ -1,0 +1,55 @@
+"""Which blocks of slots some queries may see, from positions alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.base.logits import live_slots
+
+NEVER = np.int32(np.iinfo(np.int32).max)  # a position that no query reaches
+
+
+def meets(
+    query_position: Int[Array, "B R"],
+    bias: Float[Array, "B H S"],
+    key_position: Int[Array, "B H S"],
+    window: int | None,
+    rows: int,
+    block: int,
+) -> Bool[Array, "B H I J"]:
+    """Whether any of the `rows` queries of tile i may see any of the `block` slots of block j."""
+    query = _in_tiles(query_position, rows)[:, None, :, None]
+    key = jnp.where(live_slots(bias, key_position), key_position, -1)
+    key = _in_tiles(key, block)[:, :, None]
+    oldest_key = jnp.where(key >= 0, key, NEVER).min(-1)
+    found = oldest_key <= query.max(-1)
+    if window is not None:
+        oldest_query = jnp.where(query >= 0, query, NEVER).min(-1)
+        found &= key.max(-1) > oldest_query - window
+    return found
+
+
+def _in_tiles(position: Int[Array, "*B N"], size: int) -> Int[Array, "*B I size"]:
+    """Positions in tiles; -1 fills the last one."""
+    tiles = -(-position.shape[-1] // size)
+    widths = [(0, 0)] * (position.ndim - 1) + [(0, tiles * size - position.shape[-1])]
+    padded = jnp.pad(position, widths, constant_values=-1)
+    return padded.reshape(*position.shape[:-1], tiles, size)
+
+
+def hull(met: Bool[Array, ...], axis: int) -> tuple[Array, Array]:
+    """The smallest range [first, end) that holds every true entry along an axis; none: 0 ends it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.seen_blocks import hull
+      >>> [x.tolist() for x in hull(jnp.array([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool), 1)]
+      [[1, 5], [4, 0]]
+    """
+    place = jax.lax.broadcasted_iota(jnp.int32, met.shape, axis)
+    count = met.shape[axis]
+    first = jnp.where(met, place, count).min(axis, initial=count)
+    return first, jnp.where(met, place + 1, 0).max(axis, initial=0)
