@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import column_sums, prompt_attention
-from pallas_kernels.attention.prompt_kernel import hull, meets
 from pallas_kernels.base import tiles
+from pallas_kernels.base.seen_blocks import hull, meets
 from tests.support import attention_cases
 from tests.support.attention_cases import KERNELS, SLOTS, Case, Shape, use_small_tiles
 from tests.support.lowering import KERNEL, lower_for_cuda
