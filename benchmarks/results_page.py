@@ -55,7 +55,7 @@ SITUATIONS = {
 }  # fmt: skip
 """README.md's table of methods by situation; the figures are needles found, inside / after."""
 
-_BATCH = 4  # of the times that README.md begins with
+_BATCH = 1  # of the times that README.md begins with
 Panel = tuple[str, int, str | None]
 
 
@@ -119,8 +119,14 @@ def scores(results: Sequence[Results], named: str = "") -> str:
     return markdown(["method", "budget", "bytes", *(heading(one, lengths) for one in panels)], rows)
 
 
-def first(needles: Results, times: Sequence[Mapping[str, Any]]) -> str:
-    """Bytes, milliseconds and answers of few methods, of `smollm2.py` and of `kvjax bench`."""
+def first(
+    needles: Results, times: Sequence[Mapping[str, Any]], longer: Sequence[Mapping[str, Any]]
+) -> str:
+    """Bytes, milliseconds and answers of few methods, of `smollm2.py` and of `kvjax bench`.
+
+    `longer` are times of one row after a longer prompt.
+    """
+    steps = {one["method"]: one["tpot_s"] for one in longer}
     rows = []
     for time in (one for one in times if one["batch"] == _BATCH):
         own = {
@@ -131,10 +137,13 @@ def first(needles: Results, times: Sequence[Mapping[str, Any]]) -> str:
         if own:
             rows.append([
                 f"`{time['method']}`", f"{time['cache_bytes'] / _BATCH / 1e6:.1f} MB",
-                f"{1e3 * time['tpot_s']:.0f} ms",
+                f"{1e3 * time['tpot_s']:.0f} ms", f"{1e3 * steps[time['method']]:.0f} ms",
                 *(f"{100 * own[place].score.mean:.0f} %" for place in ("inside", "after")),
             ])  # fmt: skip
-    return markdown(["", "cache", "per token", "found, question inside", "after"], rows)
+    headings = [
+        "", "cache", "a step", "a step after 7,900 tokens", "found, question inside", "after",
+    ]  # fmt: skip
+    return markdown(headings, rows)
 
 
 def situations(needles: Results) -> str:
@@ -352,6 +361,7 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "diagnose_order_bundled": ("rank_correlation", foreseen),
     "diagnose_order_eval": ("rank_correlation", foreseen_tasks),
     "bench_smollm2": ("results", speed),
+    "bench_smollm2_long": ("results", speed),
     "clusters_smollm2": ("rows", clusters),
     "cluster_needles_smollm2": ("rows", cluster_needles),
     "cluster_cost_smollm2": ("rows", cluster_cost),
@@ -373,9 +383,9 @@ def tables() -> Iterator[tuple[str, str]]:
         yield f"method_{path.stem}", scores(chosen, path.stem)
     if needles := folders.get("needles"):
         yield "situations", situations(needles)
-        times = FOLDER.parent / "bench_smollm2.json"
-        if times.exists():
-            yield "first", first(needles, json.loads(times.read_text())["results"])
+        times = [FOLDER.parent / f"{name}.json" for name in ("bench_smollm2", "bench_smollm2_long")]
+        if all(path.exists() for path in times):
+            yield "first", first(needles, *(json.loads(p.read_text())["results"] for p in times))
     for name, (part, made) in FILES.items():
         path = FOLDER.parent / f"{name}.json"
         if path.exists():
