@@ -74,12 +74,11 @@ def reference_logits(model, tokens: np.ndarray, prompt: int) -> np.ndarray:
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     pieces = [(0, prompt), *((t, t + 1) for t in range(prompt, len(tokens)))]
-    logits, cache = [], None
+    cache, logits = transformers.DynamicCache(config=model.config), []
     with torch.no_grad():
         for start, end in pieces:
-            out = model(ids[:, start:end], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            logits.append(out.logits[0])
+            # By position: newer versions of `transformers` have another name for the cache.
+            logits.append(model(ids[:, start:end], None, None, cache).logits[0])
     return torch.cat(logits).numpy()
 
 
