@@ -171,6 +171,9 @@ class Step:
         flush, all of them. Decisions about other rows are not carried out.
       slots: slot of each new token, `[B, H, T]`; `cache.slots` where none was stored. None at a
         flush.
+      source: at a prompt's end, for parts that index a cache or place it elsewhere: the slot that
+        each slot's token had in the prompt, before the slots were sorted, `[B, H, S]`. None for
+        other parts and at other moments.
       mass: attention probability that each slot received from this call's queries, summed over
         them, per query head, `[B, Q, S]` float32; None unless needed, and at a flush.
       keys: rotated keys of all slots as attention sees them, `[B, H, S, D]`; None in a decode step,
@@ -191,6 +194,7 @@ class Step:
 
     rows: Bool[Array, " B"]
     slots: Int[Array, "B H T"] | None = None
+    source: Int[Array, "B H S"] | None = None
     mass: Float[Array, "B Q S"] | None = None
     keys: Float[Array, "B H S D"] | None = None
     query: Float[Array, "B Q W D"] | None = None

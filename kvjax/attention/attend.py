@@ -15,7 +15,7 @@ from kvjax.attention.layer import Cache, LayerCache, QueryWindow, layer_caches, 
 from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
 from kvjax.budgets.budgets import check_choice, check_count, check_number
 from kvjax.cache.payload import Dense, Seen, Slots, take_slots
-from kvjax.cache.slots import KVCache, append, compact, opened, ranks, widen
+from kvjax.cache.slots import KVCache, append, compacted, opened, ranks, widen
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
@@ -300,7 +300,8 @@ def _decide(transform: KVTransform, kv: KVCache, state: State, step: Step) -> tu
     kv, evicting, _ = decide(parts[:first], kv, states[:first], step)
     prompt = step.moment == "prompt"
     if prompt and (kv.slots != kv.capacity or first < len(parts)):
-        kv = compact(kv, kv.capacity, step.rows)
+        kv, source = compacted(kv, kv.capacity, step.rows)
+        step = dataclasses.replace(step, source=source)
     kv, others, _ = decide(parts[first:], kv, states[first:], step)
     if prompt and kv.stored is not None:
         keys, values = kv.stored

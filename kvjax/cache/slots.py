@@ -354,6 +354,13 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
       >>> jax.jit(kvjax.compact, static_argnums=1)(evicted, 2).position.tolist()
       [[[0, 2]]]
     """
+    return compacted(cache, slots, rows)[0]
+
+
+def compacted(
+    cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None
+) -> tuple[KVCache, Int[Array, "B H N"]]:
+    """`compact`, and the slot that each slot's token had before."""
     index = sorted_slots(cache.live, cache.position)
     place = _slot_numbers((*cache.shape[:2], slots))
     there = place < cache.live.sum(-1, keepdims=True, dtype=jnp.int32)
@@ -363,7 +370,7 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
         moves = rows[:, None, None]
         source = jnp.where(moves, source, own)
         there = jnp.where(moves, there, place < cache.slots)
-    return _move(cache, source, there)
+    return _move(cache, source, there), source
 
 
 def permute(

@@ -218,7 +218,10 @@ class ClusterKV(Recalling):
 
         (size centroid + sum of their keys) / (size + tokens)
 
-    A further prompt clusters everything anew.  With a sliding window, sinks and clusters all of
+    Of a further prompt, what is in no cluster yet is clustered among itself, into as many clusters
+    as it has tokens over `size`, rounded, numbered after the others.  Where that is more than a
+    chunk, or there would be more than `most_clusters`, or sinks were missing, or `clusters` is
+    given, everything is clustered anew.  With a sliding window, sinks and clusters all of
     whose tokens lie outside it are passed over.
 
     draw(head, positions, count) returns the positions whose keys the clusters start from.
@@ -263,10 +266,13 @@ class ClusterKV(Recalling):
         return self.tokens_per_cluster
 
     def index(self) -> None:
-        """Clusters everything live."""
-        self.indices = []
+        """Clusters everything live, or after a further prompt what is new."""
+        before, self.indices = self.indices, []
         for head, slots in enumerate(self.heads):
             positions = slots.positions.tolist()
+            if before and self._grow(head, before[head], positions):
+                self.indices.append(before[head])
+                continue
             options = self.size, self.sinks, self.clusters, self.chunk
             clusters, at = [], 0
             for count in cluster_counts(len(slots), *options):
@@ -274,6 +280,22 @@ class ClusterKV(Recalling):
                 clusters += self._cluster(head, own[max(self.sinks - at, 0) :], count)
                 at += len(own)
             self.indices.append(HeadIndex(positions[: self.sinks], clusters, []))
+
+    def _grow(self, head: int, index: HeadIndex, positions: list[int]) -> bool:
+        """Clusters what is in no cluster yet; False if everything must be clustered."""
+        clustered = {*index.sinks, *(p for cluster in index.clusters for p in cluster.members)}
+        new = [p for p in positions if p not in clustered]
+        count = min(rounded(len(new), self.size), len(new))
+        complete = len(index.sinks) == min(len(positions), self.sinks) and self.clusters is None
+        if (
+            not complete
+            or len(new) > self.chunk
+            or len(index.clusters) + count > self.most_clusters
+        ):
+            return False
+        index.clusters += self._cluster(head, new, count)
+        index.unclustered = []
+        return True
 
     def decode(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int

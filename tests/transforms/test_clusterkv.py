@@ -199,7 +199,7 @@ class Both:
         return *(jnp.asarray(x, self.dtype) for x in (q, k, v)), jnp.asarray(positions, jnp.int32)
 
     def turn(self, counts):
-        """A further prompt: everything live is clustered anew in rows that have tokens in it."""
+        """A further prompt."""
         positions = right(self.next, counts, max(counts))
         tokens = self._prompt_tokens(positions)
         out, self.cache = read_prompt(self.watched, self.cache, *tokens)
@@ -393,16 +393,57 @@ def test_a_step_without_any_token():
     both.decode(SHORT, padding(2, SHORT, stops={}) | {(s, r) for s in range(7, 30) for r in (0, 1)})
 
 
-@pytest.mark.parametrize("changes", [{}, {"budget": 0.4}], ids=["int", "share"])
-@pytest.mark.slow
-def test_further_turns(changes):
-    """What has been clustered, and what has not, is clustered anew in rows of the new prompt."""
-    both = Both(clusterkv(**changes), (40, 20, 0, 5), seed=6, steps=SHORT)
+TURNS = {
+    "int": {},
+    "share": {"budget": 0.4},
+    "turns longer than a chunk": {"chunk": 8},
+    "all at once": {"chunk": None},
+    "a number of clusters outright": {"clusters": 4},
+    "room for few clusters": {"tokens_per_cluster": 40},
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.fast_cases("int")
+def test_further_turns(name):
+    """Clusters stay, and what is in none yet is clustered beside them; else everything is anew."""
+    both = Both(clusterkv(**TURNS[name]), (40, 20, 0, 5), seed=6, steps=SHORT)
     both.decode(19, padding(4, 19, stops={1: 3}))
+    before = both.clusters
     both.turn((12, 0, 9, 1))
+    now, first = both.clusters, before.number[0, 0]
+    stayed = (now.starts[0, 0, :first] == before.starts[0, 0, :first]).all()
+    assert stayed == (name in ("int", "share", "all at once", "room for few clusters"))
+    np.testing.assert_array_equal(now.number[1], before.number[1])
     both.decode(20)
     both.turn((3, 5, 2, 8))
     both.decode(17)
+
+
+@pytest.mark.slow
+def test_many_short_turns_are_clustered_anew_when_there_is_no_room_for_more_clusters():
+    both = Both(clusterkv(interval=SHORT + 1), (30, 12), seed=6, steps=SHORT)
+    numbers = []
+    for _ in range(21):
+        both.turn((3, 2))
+        numbers.append(both.clusters.number[:, 0])
+    more = np.diff(np.array(numbers), axis=0)
+    assert (more == 1).any() and (more < 0).any(), "it grows, and is made anew"
+    both.decode(5)
+
+
+@pytest.mark.slow
+def test_a_turn_after_which_a_method_before_evicts_clusters_everything_anew():
+    before = kvjax.SnapKV(24, window=4, kernel=3)
+    both = Both(clusterkv(14, tokens_per_cluster=2), (70, 30), before, seed=8, steps=SHORT)
+    both.next += (20, 10)
+    tokens = both._prompt_tokens(right([70, 30], (20, 10), 20))
+    _, both.cache = read_prompt(both.watched, both.cache, *tokens)
+    with clear_choices:
+        for number, (row, length) in enumerate(zip(both.rows, (90, 40), strict=True)):
+            row.indices = []
+            row.load([slots_of(both.cache, number, head) for head in range(KV_HEADS)], length)
+    both.check_index(both.cache.kv.position, both.clusters)
 
 
 @pytest.mark.slow

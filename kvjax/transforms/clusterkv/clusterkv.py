@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.budgets.budgets import (
     Budget,
@@ -19,13 +19,13 @@ from kvjax.budgets.budgets import (
     most_slots,
     slots_for,
 )
-from kvjax.cache.payload import take_slots
+from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.slots import KVCache
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
 from kvjax.transforms.clusterkv.chunks import Means, Metric, Tokens, cluster, cluster_chunks
-from kvjax.transforms.clusterkv.clusters import Clusters
+from kvjax.transforms.clusterkv.clusters import Clusters, of_heads
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels import build_indices, rank_clusters
@@ -33,6 +33,9 @@ from pallas_kernels import build_indices, rank_clusters
 # Where the size of clusters follows the budget, this holds at least so many of them, unless they
 # would have fewer tokens than the smallest.
 RECALLED, SMALLEST = 12, 8
+# At a prompt's end slots are ordered by numbers: of old slots, behind them of new clusters, and of
+# free slots.
+BEHIND, LAST = np.int32(2**30), np.int32(2**31 - 1)
 
 GroupReduce = Literal["max", "mean"]
 Counts = TypeVar("Counts", Array, np.ndarray)  # both: what is static is computed by NumPy
@@ -105,11 +108,13 @@ class ClusterKV(Recall):
     Deviations from the paper:
       The paper's method is `ClusterKV(budget, tokens_per_cluster=80, new_clusters=4, iterations=20,
       chunk=None, per_query_head=True)`. Clustering is not overlapped with the attention of its
-      layer. On a further turn everything live is clustered anew in rows that have tokens in it. A
-      row that got no token in some steps has fewer than `interval` tokens when the flush comes that
-      must make room: they are clustered all the same, and join the row's last cluster once there is
-      no room for further ones. Over a cache that was evicted or merged, the sinks are the first
-      tokens that are left.
+      layer. Of a further turn, which the paper does not have, what is in no cluster yet is clustered
+      by itself, and the clusters that are there stay. Everything is clustered anew if it has more
+      than `chunk` tokens, if a method before has evicted or merged tokens of theirs, or if there is
+      no room for more clusters. A row that got no token in some steps has fewer than `interval`
+      tokens when the flush comes that must make room: they are clustered all the same, and join the
+      row's last cluster once there is no room for further ones. Over a cache that was evicted or
+      merged, the sinks are the first tokens that are left.
     """
 
     budget: Budget
@@ -178,28 +183,81 @@ class ClusterKV(Recall):
         return view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=fixed), state
 
     def on_prompt(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
-        """Clusters everything but the sinks."""
+        """Clusters everything but the sinks; of a further turn what is new, where that will do."""
         clusters, key = state
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
-        sinks = jnp.minimum(cache.used, self.sinks)
-        rows, new = step.rows[:, None, None], self._no_clusters(cache, sinks)
-        members = cache.live & (slot >= sinks[..., None]) & rows
+        last = jnp.full_like(slot, LAST)
+        empty = self._no_clusters(cache, jnp.minimum(cache.used, self.sinks))
+        old = dataclasses.replace(clusters, budget=empty.budget, per_cluster=empty.per_cluster)
+        stay = self._stay(cache, old, step)
+        anew, grow = step.rows[:, None] & ~stay, step.rows[:, None] & stay
+        place, made = jax.lax.cond(
+            anew.any(), lambda: self._cluster_all(cache, empty, key, anew, step),
+            lambda: (last, empty),
+        )  # fmt: skip
+        added, grown = jax.lax.cond(
+            grow.any(), lambda: self._cluster_new(cache, old, key, grow, step), lambda: (last, old)
+        )
+        # Clusters that stay are put back as they were stored.
+        kept = jnp.where(slot < old.clustered[..., None], step.source, added)
+        place = jnp.where(anew[..., None], place, kept)
+        order = place, jnp.where(place < LAST, cache.position, slot), slot
+        source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
+        return Order(source), (step.of_rows(of_heads(anew, made, grown), clusters), key)
+
+    def _stay(self, cache: KVCache, clusters: Clusters, step: Step) -> Bool[Array, "B H"]:
+        """Whether clusters that are there can stay, with clusters of what is new beside them.
+
+        They can if all their tokens are there, what is new fits into a chunk, and there is room for
+        its clusters. A number of clusters that was given outright is that of everything.
+        """
+        if self.clusters is not None:
+            return jnp.zeros(cache.shape[:2], bool)
+        slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
+        clustered = clusters.clustered[..., None]
+        there = cache.live & (slot < clustered) & (step.source < clustered)
+        complete = there.sum(-1, dtype=jnp.int32) == clusters.clustered
+        complete &= clusters.sinks == jnp.minimum(cache.used, self.sinks)
+        count = cache.used - clusters.clustered
+        wanted = self._clusters_of(count, count, clusters.per_cluster[:, None])
+        return complete & (count <= self._chunk(cache.slots)) & (wanted <= clusters.room)
+
+    def _cluster_all(
+        self, cache: KVCache, empty: Clusters, key: Array, heads: Bool[Array, "B H"], step: Step
+    ) -> tuple[Int[Array, "B H S"], Clusters]:
+        """Of these heads, where each slot's token belongs, and the clusters."""
+        slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
+        sinks = empty.sinks[..., None]
+        members = cache.live & (slot >= sinks) & heads[..., None]
         chunk = self._chunk(cache.slots)
         begin = jnp.arange(0, cache.slots, chunk, dtype=jnp.int32)[None, None]
-        live, fixed = (jnp.clip(n[..., None] - begin, 0, chunk) for n in (cache.used, sinks))
-        wanted = self._clusters_of(live, live - fixed, new.per_cluster[:, None, None])
+        live, fixed = (jnp.clip(n - begin, 0, chunk) for n in (cache.used[..., None], sinks))
+        wanted = self._clusters_of(live, live - fixed, empty.per_cluster[:, None, None])
         # Keys as they are now, not as attention saw them: a part before may have merged them.
         number = uniform(key, cache.position, cache.heads)
         tokens = Tokens(cache.k.read(), cache.position, members, number)
-        most = self._most_clusters(cache)[0]
-        means = self._means(step.implementation)
-        found = cluster_chunks(tokens, jnp.where(rows, wanted, 0), most, chunk, means)
-        new = new.add(*found[1:])
-        last = found.sizes.shape[2]
-        label = jnp.where(members, found.label, jnp.where(slot < sinks[..., None], -1, last))
-        order = label, jnp.where(members, cache.position, slot), slot
-        source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
-        return Order(source), (step.of_rows(new, clusters), key)
+        most, means = self._most_clusters(cache)[0], self._means(step.implementation)
+        found = cluster_chunks(tokens, jnp.where(heads[..., None], wanted, 0), most, chunk, means)
+        place = jnp.where(members, found.label, jnp.where(slot < sinks, -1, LAST))
+        return place, empty.add(*found[1:])
+
+    def _cluster_new(
+        self, cache: KVCache, clusters: Clusters, key: Array, heads: Bool[Array, "B H"], step: Step
+    ) -> tuple[Int[Array, "B H S"], Clusters]:
+        """Of these heads, where each slot behind the clusters belongs, and all clusters."""
+        size = self._chunk(cache.slots)
+        slots = clusters.clustered[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
+        members = (slots < cache.used[..., None]) & heads[..., None]
+        count = members.sum(-1, dtype=jnp.int32)
+        wanted = self._clusters_of(count, count, clusters.per_cluster[:, None])
+        tokens_per_cluster = self._sizes(cache)
+        all_new = 0 * tokens_per_cluster + size
+        most = int(self._clusters_of(all_new, all_new, tokens_per_cluster).max())
+        tokens = self._tokens(cache, key, slots, members)
+        found = cluster(tokens, wanted, most, self._means(step.implementation))
+        place = jnp.full(cache.shape, LAST, jnp.int32)
+        place = write_slots(place, jnp.where(members, slots, cache.slots), BEHIND + found.label)
+        return place, clusters.add(*found[1:])
 
     def on_flush(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
         """Clusters recent tokens of rows that have no room for those of the next steps."""
@@ -207,21 +265,27 @@ class ClusterKV(Recall):
         slots, recent = self._recent(cache, clusters)
         due = all_heads(recent.sum(-1), cache.heads).max(1) + step.room > slots.shape[2]
         members = recent & due[:, None, None]
-        index = jnp.minimum(slots, cache.slots - 1)
-        keys, position = cache.k.read(index), take_slots(cache.position, index)
         count = members.sum(-1, dtype=jnp.int32)
         most = min(self._most_new(cache), slots.shape[2])
         wanted = self._new_clusters_of(count, clusters.per_cluster[:, None])
         wanted = jnp.minimum(wanted, clusters.room)
-        tokens = Tokens(keys, position, members, uniform(key, position, cache.heads))
+        tokens = self._tokens(cache, key, slots, members)
         found = cluster(tokens, wanted, most, self._means(step.implementation))
         clusters = clusters.add(*found[1:])
-        clusters = clusters.join_last(keys, members & (wanted == 0)[..., None])
+        clusters = clusters.join_last(tokens.keys, members & (wanted == 0)[..., None])
         place = jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2)
         label = jnp.where(members, found.label, most + 1)
-        order = label, jnp.where(members, position, place), slots
+        order = label, jnp.where(members, tokens.position, place), slots
         source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
         return Order(source, slots), (clusters, key)
+
+    def _tokens(
+        self, cache: KVCache, key: Array, slots: Int[Array, "B H N"], members: Bool[Array, "B H N"]
+    ) -> Tokens:
+        """Tokens of some slots; those that are not members may lie beyond the cache."""
+        index = jnp.minimum(slots, cache.slots - 1)
+        position = take_slots(cache.position, index)
+        return Tokens(cache.k.read(index), position, members, uniform(key, position, cache.heads))
 
     def _means(self, implementation: str | None) -> Means:
         """How keys are clustered."""

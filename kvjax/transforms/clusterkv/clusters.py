@@ -97,3 +97,14 @@ class Clusters:
         """Sizes and starts of all clusters, and before them of the sinks, as if they were one."""
         sizes = jnp.concatenate((self.sinks[..., None], self.sizes), axis=-1)
         return sizes, jnp.pad(self.starts, ((0, 0), (0, 0), (1, 0)))
+
+
+def of_heads(which: Bool[Array, "B H"], new: Clusters, old: Clusters) -> Clusters:
+    """`new` of the KV heads that are chosen and `old` of the others; budgets are the same."""
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(which.reshape(*which.shape, *(1,) * (new.ndim - 2)), new, old)
+
+    names = "centroids", "sizes", "starts", "number", "sinks"
+    chosen = {name: choose(getattr(new, name), getattr(old, name)) for name in names}
+    return dataclasses.replace(new, **chosen)
