@@ -45,7 +45,7 @@ SITUATIONS = {
         '--method "chain(clusterkv, offload)" --budget 0.1', ("clusterkv", 0.1),
         "as `clusterkv`; keys and values in host memory",
     ),
-    "Memory is short, and nothing may be lost: the highest fidelity.": (
+    "Memory is short, and no token may be lost: the highest fidelity.": (
         "--method quantize", ("quantize", None), "{found} with {share} of the bytes, in 8 bits",
     ),
     "The text has no end.": (
