@@ -91,6 +91,30 @@ class Keep(Decision):
     newest: Int[Array, " B"] | None = None
     reduce: GroupReduce | Literal["layer"] = field(default="mean", metadata={"static": True})
 
+    def check(self, cache: KVCache, whose: str) -> None:
+        """Raises TypeError or ValueError where a field does not fit the cache."""
+        batch, heads, slots = cache.shape
+        query_heads = heads * cache.group
+        rows, lists = [(batch,), (batch, heads)], [(batch, heads, slots)]
+        for name, shapes, letters in (
+            ("budget", rows, "[B] or [B, H]"),
+            ("score", [*lists, (batch, query_heads, slots)], "[B, H, S] or [B, Q, S]"),
+            ("always", [*lists, (batch, 1, slots), (1, heads, slots)], "[B, H, S]"),
+            ("newest", rows, "[B]"),
+        ):
+            given = getattr(self, name)
+            if given is None and name != "budget":
+                continue
+            if not hasattr(given, "shape"):
+                raise TypeError(
+                    f"{whose}: {name} of Keep must be an array {letters}, got {given!r:.40}"
+                )
+            if given.shape not in shapes:
+                raise ValueError(
+                    f"{whose}: {name} of Keep must be {letters} with B = {batch}, H = {heads}, "
+                    f"Q = {query_heads} and S = {slots}, got shape {given.shape}"
+                )
+
     def stays(self, cache: KVCache) -> Bool[Array, "B H S"]:
         """Live tokens that stay whatever their score."""
         stays = cache.pinned
@@ -264,6 +288,8 @@ def made_by(
     """
     made = getattr(transform, f"on_{step.moment}")(cache, state, step)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Decision | None):
+        if isinstance(made[0], Keep):
+            made[0].check(cache, f"{type(transform).__name__}.on_{step.moment}")
         return made
     shown = type(made).__name__
     if isinstance(made, tuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,8 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
     change nothing; that a row without tokens in a prompt, a step or a flush stays as it is; that
     pinned slots stay; that shapes never change while decoding; and that a decode step holds no loop
     and no conditional of its own. Take budgets of about 12 tokens: prompts have up to 40.
+
+    It warns of a method that evicts and promises nothing in `extent`: no bytes are saved then.
 
     Args:
       transform: the method; each of its layers is checked.
@@ -153,6 +156,12 @@ def _promises(case: _Case) -> None:
     for before, after in pairs:
         extent, kv = before.transform.extent(Extent(_MAX_PROMPT, _MAX_NEW)), after.kv
         kept = int((before.kv.live.sum(-1) + before.kv.dropped).max())
+        if kept < _LENGTHS.max() and extent.prompt >= _MAX_PROMPT:
+            warnings.warn(
+                f"{before.transform!r} keeps {kept} of {_LENGTHS.max()} tokens, and `extent` does "
+                "not promise so: its cache takes the bytes of the full one",
+                stacklevel=4,
+            )
         if kept > extent.prompt:
             case.fail(f"promises {extent.prompt} slots after a prompt, and keeps {kept}")
         if kv.dropped.any():

@@ -21,6 +21,7 @@ def find_model(given: str | os.PathLike[str]) -> Path:
         its safetensors and its tokenizer are downloaded.
 
     Raises:
+      TypeError: no text and no path.
       ValueError: it is none of these, or an id that cannot be downloaded; one line says why.
 
     Example:
@@ -29,6 +30,8 @@ def find_model(given: str | os.PathLike[str]) -> Path:
       >>> find_model(demo.directory()) == demo.directory()
       True
     """
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"a model is given as a folder, a file or an id, got {given!r:.40}")
     path = Path(given)
     if path.is_dir() or is_gguf(path):
         return path

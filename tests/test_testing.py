@@ -108,6 +108,38 @@ def test_what_is_no_decision(name):
         check(Wrong())
 
 
+class PromisesNothing(Newest):
+    def extent(self, extent):
+        return extent
+
+
+def test_what_saves_no_bytes_is_warned_of():
+    with pytest.warns(UserWarning, match=r"keeps 12 of 40 tokens.*does not promise"):
+        check(PromisesNothing())
+
+
+class CountsBudget(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        return Keep(self.budget, None), state
+
+
+class ScoresTokens(Newest):
+    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
+        return Keep(jnp.full_like(cache.length, self.budget), step.slots[0, 0]), state
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "message"),
+    [
+        (CountsBudget(), TypeError, r"CountsBudget.on_prompt: budget of Keep .*\[B\].*got 12"),
+        (ScoresTokens(), ValueError, r"ScoresTokens.on_prompt: score of Keep .*got shape \(48,\)"),
+    ],
+)
+def test_what_does_not_fit_the_cache_is_named(method, error, message):
+    with pytest.raises(error, match=message):
+        check(method)
+
+
 def test_what_is_no_transform():
     with pytest.raises(TypeError, match="give an instance"):
         check(Newest.__class__)

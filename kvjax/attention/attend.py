@@ -518,6 +518,8 @@ def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
         check_count("window", call.logits.window, 1)
     if call.logits.soft_cap is not None:
         check_number("soft_cap", call.logits.soft_cap, above=0)
+    if call.rope is not None and not isinstance(call.rope, Rope):
+        raise TypeError(f"rope must be a kvjax.Rope, got {type(call.rope).__name__}")
     if call.rope is not None and 2 * call.rope.inv_freq.shape[-1] > q.shape[3]:
         raise ValueError(
             f"rope rotates {2 * call.rope.inv_freq.shape[-1]} channels, got head_dim {q.shape[3]}"

@@ -84,8 +84,18 @@ Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
 
 
 def layer_caches(caches: Cache | tuple[Cache, ...]) -> list[LayerCache]:
-    """The caches of one layer or of several, one for each head group, in order."""
-    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    """The caches of one layer or of several, one for each head group, in order.
+
+    Raises:
+      TypeError: something else is among them.
+    """
+    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    for one in found:
+        if not isinstance(one, LayerCache):
+            raise TypeError(
+                f"caches must be those of kvjax.init_cache, in tuples, got {type(one).__name__}"
+            )
+    return found
 
 
 def map_parts(function: Callable[[LayerCache], Any], caches: Cache | tuple[Cache, ...]) -> Any:
@@ -130,6 +140,17 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
     first, last = position[:, : position.shape[1] - more], position[:, more:]
     common = jnp.sort(jnp.where(first == last, first, none), axis=1)[:, : min(sizes)]
     return jnp.where(common == none, -1, common)
+
+
+def floating(dtype: DTypeLike) -> jnp.dtype:
+    """A dtype of keys and values; raises TypeError for what is none."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype must be a floating dtype, got {dtype!r:.40}") from error
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"dtype must be floating, got {found.name}")
+    return found
 
 
 def default_dtype() -> DTypeLike:
@@ -202,8 +223,7 @@ def init_cache(
         )
     if dtype is None:
         dtype = default_dtype()
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be floating, got {jnp.dtype(dtype).name}")
+    dtype = floating(dtype)
     if not is_bound(transform):
         raise ValueError(
             f"{transform!r} decides per layer: give init_cache and attend one element of "

@@ -109,7 +109,8 @@ def import_module(given: str) -> None:
             _run_file(name)
     except Exception as error:  # their code may fail in any way
         last = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if last.filename.startswith("<") else f" ({last.filename}, line {last.lineno})"
+        own = last.filename.startswith("<") or last.filename == __file__
+        where = "" if own else f" ({last.filename}, line {last.lineno})"
         reason = f"{type(error).__name__}: {error}"
         if (file := Path(f"{given}.py")).is_file():
             where = f"; for the file that is here, --import {file}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import jax
@@ -26,6 +26,20 @@ class Sized(Protocol):
 
     vocab_size: int
     max_positions: int | None
+
+
+def as_rows(prompts: object) -> Rows:
+    """Prompts as lists, also where arrays were given; what rows hold is checked elsewhere."""
+    if isinstance(prompts, np.ndarray | jax.Array):
+        prompts = np.asarray(prompts).tolist()
+    if isinstance(prompts, str):
+        raise TypeError(f"prompts are token ids, got the text {prompts!r:.40}")
+    if not isinstance(prompts, Sequence):
+        raise TypeError(
+            f"prompts must be a list with the token ids of each row, got {brief(prompts)}"
+        )
+    arrays = np.ndarray | jax.Array
+    return [np.asarray(row).tolist() if isinstance(row, arrays) else row for row in prompts]
 
 
 def check_prompts(
@@ -58,6 +72,11 @@ def check_turn(
     model: FunctionalModel, context: Context, prompts: Rows | None, max_new: int
 ) -> None:
     """Raises what `generate` would raise for a further turn of this context."""
+    if not isinstance(context, Context):
+        raise TypeError(
+            "context must be a kvjax.Context, as kvjax.read and kvjax.load_context return it, got "
+            f"{brief(context)}"
+        )
     if any(x.is_deleted() for x in jax.tree.leaves(context.caches)):
         raise ValueError("the context has been given away with donate=True: take the result's")
     own = (model.num_layers, model.kv_heads, model.query_heads, model.head_dim)
@@ -132,6 +151,8 @@ def end_token_array(model: object, given: Sequence[int] | None) -> Int[np.ndarra
     """End tokens, the model's own where none are given, padded with -1."""
     if given is None:
         given = getattr(getattr(model, "config", None), "eos_token_ids", ())
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"end_tokens must be a sequence of token ids, got {given!r:.40}")
     for token in given:
         if not isinstance(token, int | np.integer) or not 0 <= token < 2**31:
             raise ValueError(f"end tokens must be token ids from 0 to 2**31 - 1, got {token!r}")

@@ -21,7 +21,7 @@ from kvjax.storage.offload import HOST_MEMORY
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Context:
     """The caches of a model's layers after some turns, and what the next turn needs.
 
@@ -53,6 +53,13 @@ class Context:
     layers: tuple[KVTransform, ...] = field(metadata={"static": True})
     size: CacheSize = field(metadata={"static": True})
     windows: tuple[int | None, ...] = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """What it was made for, and not the numbers that it holds."""
+        return (
+            f"Context(transform={self.transform!r}, rows={self.rows}, "
+            f"max_prompt={self.max_prompt}, max_new={self.max_new}, layers={len(self.layers)})"
+        )
 
     rows = property(lambda self: self.size.batch)
     max_prompt = property(lambda self: self.size.max_prompt)

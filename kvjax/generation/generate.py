@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
-from kvjax.generation.checks import Rows, bucket, check_prompts
+from kvjax.generation.checks import Rows, as_rows, bucket, check_prompts
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, Compiler
@@ -39,7 +39,8 @@ def read(
       max_new: most tokens of a row that the model writes, all turns together.
 
     Raises:
-      TypeError, ValueError: as `generate`, and for a `max_prompt` below the longest prompt.
+      TypeError, ValueError: as `generate`, and for a `max_prompt` below the longest prompt or
+        beyond the model's positions.
 
     Example:
       >>> import kvjax
@@ -52,7 +53,7 @@ def read(
       >>> len(answers.tokens), document.length.tolist(), answers.context.length.tolist()
       (2, [3], [9, 8])
     """
-    functional = as_functional(model)
+    functional, prompts = as_functional(model), as_rows(prompts)
     transform = Full() if transform is None else transform
     padded, size = size_to_read(
         functional, prompts, [transform], max_prompt, max_new, dtype, buckets
@@ -75,7 +76,7 @@ def size_to_read(
     check_count("max_new", max_new, 1)
     for transform in transforms:
         # Whether a turn fits is seen when it comes.
-        check_prompts(model, prompts, bind(transform, model.num_layers, model.windows), 0)
+        check_prompts(model, prompts, _bound(model, transform), 0)
     longest = max(map(len, prompts))
     padded = bucket(longest, model.max_positions, buckets)
     if max_prompt is not None:
@@ -84,8 +85,18 @@ def size_to_read(
             raise ValueError(
                 f"max_prompt must hold the prompt of {longest} tokens, got {max_prompt}"
             )
+        beyond = all(layer.needs.reposition for tx in transforms for layer in _bound(model, tx))
+        if model.max_positions is not None and max_prompt > model.max_positions and not beyond:
+            raise ValueError(
+                f"max_prompt must be at most the model's {model.max_positions} positions, got "
+                f"{max_prompt}"
+            )
     most = max(padded, max_prompt or 0)
     return padded, CacheSize.of(model, len(prompts), most, max_new, dtype)
+
+
+def _bound(model: FunctionalModel, transform: KVTransform) -> tuple[KVTransform, ...]:
+    return bind(transform, model.num_layers, model.windows)
 
 
 def generate(
@@ -127,7 +138,7 @@ def generate(
     Args:
       model: an NNX module or callable with the signature of `LanguageModel`, or a
         `FunctionalModel`.
-      prompts: token ids of each row; rows may differ in length.
+      prompts: token ids of each row, in lists or arrays; rows may differ in length.
       transform: how to compress; `Full()` by default. A context has its own.
       max_new_tokens: most new tokens per row.
       end_tokens: a row is finished when one of them comes; it is not part of the result. By default

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.layer import (
     Cache,
     about_to_read,
+    floating,
     init_cache,
     kept_tokens,
     layer_caches,
@@ -54,7 +55,7 @@ class CacheSize(NamedTuple):
         dtype: DTypeLike | None,
     ) -> CacheSize:
         """Of a model's layers, on the mesh of its parameters."""
-        dtype = None if dtype is None else jnp.dtype(dtype).name
+        dtype = None if dtype is None else floating(dtype).name
         heads = model.kv_heads, model.query_heads, model.head_dim
         return cls(batch, *heads, max_prompt, max_new, dtype, mesh_of(model.params))
 

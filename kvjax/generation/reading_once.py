@@ -16,6 +16,7 @@ from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import HeadGroups
+from kvjax.generation.checks import as_rows
 from kvjax.generation.context import Context
 from kvjax.generation.generate import read, size_to_read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
@@ -100,6 +101,7 @@ class ReadOnce:
         on_layer: Callable[[int], None] | None = None,
         on_compile: Callable[[str], None] | None = None,
     ) -> None:
+        prompts = as_rows(prompts)
         self._model, self._prompts = as_functional(model), prompts
         self._options = {
             "max_prompt": max_prompt, "max_new": max_new, "dtype": dtype, "buckets": buckets,

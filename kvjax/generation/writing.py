@@ -25,6 +25,7 @@ from kvjax.compose.chain import bind
 from kvjax.devices import by_rows, divided, mesh_of, put, put_rows
 from kvjax.generation.checks import (
     Rows,
+    as_rows,
     bucket,
     check_prompts,
     check_turn,
@@ -230,6 +231,9 @@ class Writing:
         check_seed(seed)
         ends = end_token_array(model, end_tokens)
         sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a kvjax.Sampling, got {sampling!r:.80}")
+        prompts = None if prompts is None else as_rows(prompts)
         self._mesh = mesh = mesh_of(self._model.params)
         self._choice = _Choice(sampling.numbers, put(ends, mesh), _key(seed, mesh))
         self._ends, self._most, self._keeps = set(ends.tolist()), max_new_tokens, True

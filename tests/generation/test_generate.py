@@ -495,6 +495,9 @@ def test_a_model_lacks_something():
         ([[True]], TypeError, "integers, got bool"),
         ([[1], [3, -1]], ValueError, r"\[0, 64\), got -1 in row 1"),
         ([[64]], ValueError, r"\[0, 64\), got 64"),
+        (5, TypeError, "token ids of each row, got 5"),
+        (np.array([1, 2]), TypeError, "sequence of token ids, got 1"),
+        (jnp.array([[1.0, 2.0]]), TypeError, "integers, got float"),
         ([[1] * (POSITIONS + 1)], ValueError, "256 positions, got a prompt of 257"),
         ([[1] * (POSITIONS - NEW + 1)], ValueError, "256 positions, got a prompt of 245 tokens"),
     ],
@@ -517,11 +520,23 @@ def test_bad_prompts(prompts, error, message):
         ({"end_tokens": (2**40,)}, ValueError, "end tokens"),
         ({"end_tokens": (-5,)}, ValueError, "end tokens"),
         ({"end_tokens": ("a",)}, ValueError, "end tokens"),
+        ({"end_tokens": 5}, TypeError, "sequence of token ids, got 5"),
+        ({"dtype": "int7"}, TypeError, "floating dtype, got 'int7'"),
+        ({"sampling": {"temperature": 1}}, TypeError, "kvjax.Sampling, got {'temperature': 1}"),
+        ({"context": "book"}, TypeError, "kvjax.Context.*got 'book'"),
     ],
 )
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=message):
         generate(**options)
+
+
+@pytest.mark.parametrize("of", [np.array, jnp.array])
+def test_prompts_may_be_arrays(of):
+    lists = [[3, 1, 4], [1, 5, 9]]
+    expected = generate(lists, max_new_tokens=2).tokens
+    assert generate(of(lists), max_new_tokens=2).tokens == expected
+    assert generate([of(row) for row in lists], max_new_tokens=2).tokens == expected
 
 
 def test_the_last_position_is_used():

@@ -108,12 +108,12 @@ class ClusterKV(Recall):
     Deviations from the paper:
       The paper's method is `ClusterKV(budget, tokens_per_cluster=80, new_clusters=4, iterations=20,
       chunk=None, per_query_head=True)`. Clustering is not overlapped with the attention of its
-      layer. Of a further turn, which the paper does not have, what is in no cluster yet is clustered
-      by itself, and the clusters that are there stay. Everything is clustered anew if it has more
-      than `chunk` tokens, if a method before has evicted or merged tokens of theirs, or if there is
-      no room for more clusters. A row that got no token in some steps has fewer than `interval`
-      tokens when the flush comes that must make room: they are clustered all the same, and join the
-      row's last cluster once there is no room for further ones. Over a cache that was evicted or
+      layer. The paper has no further turns. What a turn brings is clustered by itself, and clusters
+      that are there stay. Everything is clustered anew if the turn has more than `chunk` tokens, if
+      a method before has evicted or merged clustered ones, or if there is no room for more
+      clusters. A row that got no token in some steps has fewer than `interval` tokens when the
+      flush comes that must make room: they are clustered all the same, and join the row's last
+      cluster once there is no room for further ones. Over a cache that was evicted or
       merged, the sinks are the first tokens that are left.
     """
 
