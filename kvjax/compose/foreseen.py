@@ -48,6 +48,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
         now = Step(
             rows=jnp.ones(1, bool),
             slots=None if flush else jnp.zeros((1, 1, 1), jnp.int32),
+            source=jnp.zeros(cache.shape, jnp.int32) if prompt else None,
             mass=jnp.zeros(cache.shape) if mass and not flush else None,
             keys=None if step else jnp.zeros((*cache.shape, HEAD_DIM)),
             query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,
