@@ -199,7 +199,8 @@ class ClusterKV(Recall):
             grow.any(), lambda: self._cluster_new(cache, old, key, grow, step), lambda: (last, old)
         )
         # Clusters that stay are put back as they were stored.
-        kept = jnp.where(slot < old.clustered[..., None], step.source, added)
+        stood = slot if step.source is None else step.source
+        kept = jnp.where(slot < old.clustered[..., None], stood, added)
         place = jnp.where(anew[..., None], place, kept)
         order = place, jnp.where(place < LAST, cache.position, slot), slot
         source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
@@ -211,7 +212,7 @@ class ClusterKV(Recall):
         They can if all their tokens are there, what is new fits into a chunk, and there is room for
         its clusters. A number of clusters that was given outright is that of everything.
         """
-        if self.clusters is not None:
+        if self.clusters is not None or step.source is None:
             return jnp.zeros(cache.shape[:2], bool)
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         clustered = clusters.clustered[..., None]
