@@ -340,6 +340,7 @@ def flush(
       The caches. Those of methods that do nothing now and then come back as they are.
 
     Raises:
+      TypeError: no caches.
       ValueError: a prompt is being read.
 
     Example:
@@ -358,7 +359,8 @@ def flush(
       >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
       (40, 0)
     """
-    steps = flush_interval(caches) if steps is None else steps
+    interval = flush_interval(caches)
+    steps = interval if steps is None else steps
     if steps is None:
         return caches
     check_count("steps", steps, 1)
@@ -371,6 +373,11 @@ def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
 
     The least of all layers' intervals. It is static, as `flush` and the loop around it need it.
     """
+    for cache in layer_caches(caches):
+        if not isinstance(cache, LayerCache):
+            raise TypeError(
+                f"caches must be those of init_cache, in tuples, got {type(cache).__name__}"
+            )
     intervals = (cache.kv.interval for cache in layer_caches(caches))
     return min((steps for steps in intervals if steps is not None), default=None)
 

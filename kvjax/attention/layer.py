@@ -84,18 +84,8 @@ Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
 
 
 def layer_caches(caches: Cache | tuple[Cache, ...]) -> list[LayerCache]:
-    """The caches of one layer or of several, one for each head group, in order.
-
-    Raises:
-      TypeError: something else is among them.
-    """
-    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
-    for one in found:
-        if not isinstance(one, LayerCache):
-            raise TypeError(
-                f"caches must be those of kvjax.init_cache, in tuples, got {type(one).__name__}"
-            )
-    return found
+    """The caches of one layer or of several, one for each head group, in order."""
+    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
 def map_parts(function: Callable[[LayerCache], Any], caches: Cache | tuple[Cache, ...]) -> Any:

@@ -510,3 +510,9 @@ def test_a_refused_call_leaves_the_cache_alone():
     with pytest.raises(ValueError, match=re.escape("window must be at least 1, got -1")):
         call(cache, q, k, v, positions)
     assert not cache.kv.k.data.is_deleted()
+
+
+@pytest.mark.parametrize("call", [kvjax.flush, kvjax.flush_interval])
+def test_what_is_no_cache(call):
+    with pytest.raises(TypeError, match="those of init_cache, in tuples, got int"):
+        call((3,))

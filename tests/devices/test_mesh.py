@@ -80,6 +80,7 @@ def test_a_mesh_equals_one_device_with_every_method():
     check(finished(start("many_devices", 8, *METHODS)), METHODS)
 
 
+@pytest.mark.slow
 def test_what_goes_with_a_mesh():
     """Contexts, further turns, streams, draws, saved contexts, heads that cannot be divided."""
     found = finished(start("contexts", 8))
