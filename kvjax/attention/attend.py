@@ -359,7 +359,7 @@ def flush(
       >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
       (40, 0)
     """
-    interval = flush_interval(caches)
+    interval = flush_interval(caches)  # of anything but caches an error
     steps = interval if steps is None else steps
     if steps is None:
         return caches

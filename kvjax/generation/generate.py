@@ -39,8 +39,7 @@ def read(
       max_new: most tokens of a row that the model writes, all turns together.
 
     Raises:
-      TypeError, ValueError: as `generate`, and for a `max_prompt` below the longest prompt or
-        beyond the model's positions.
+      TypeError, ValueError: as `generate`, and for a `max_prompt` below the longest prompt.
 
     Example:
       >>> import kvjax
@@ -76,7 +75,7 @@ def size_to_read(
     check_count("max_new", max_new, 1)
     for transform in transforms:
         # Whether a turn fits is seen when it comes.
-        check_prompts(model, prompts, _bound(model, transform), 0)
+        check_prompts(model, prompts, bind(transform, model.num_layers, model.windows), 0)
     longest = max(map(len, prompts))
     padded = bucket(longest, model.max_positions, buckets)
     if max_prompt is not None:
@@ -85,18 +84,8 @@ def size_to_read(
             raise ValueError(
                 f"max_prompt must hold the prompt of {longest} tokens, got {max_prompt}"
             )
-        beyond = all(layer.needs.reposition for tx in transforms for layer in _bound(model, tx))
-        if model.max_positions is not None and max_prompt > model.max_positions and not beyond:
-            raise ValueError(
-                f"max_prompt must be at most the model's {model.max_positions} positions, got "
-                f"{max_prompt}"
-            )
     most = max(padded, max_prompt or 0)
     return padded, CacheSize.of(model, len(prompts), most, max_new, dtype)
-
-
-def _bound(model: FunctionalModel, transform: KVTransform) -> tuple[KVTransform, ...]:
-    return bind(transform, model.num_layers, model.windows)
 
 
 def generate(
