@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _MOST = 200  # characters of a value
+_MOST_GUESSED = 40  # characters of a name that is compared with those that are known
 
 
 def printable(text: object, most: int = 1000) -> str:
@@ -47,6 +49,18 @@ def brief(value: Any) -> str:
         return f"a {type(value).__name__} too long to print"
     except RecursionError:
         return f"a {type(value).__name__} nested too deeply to print"
+
+
+def did_you_mean(name: str | None, known: Iterable[str]) -> str:
+    """A question about the name that was perhaps meant, for the end of a message.
+
+    Example:
+      >>> from kvjax.messages import did_you_mean
+      >>> did_you_mean("snapvk", ["h2o", "snapkv"]), did_you_mean("x", ["h2o", "snapkv"])
+      ('; did you mean snapkv?', '')
+    """
+    close = difflib.get_close_matches(str(name)[:_MOST_GUESSED], known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def one_line(error: Exception, most: int = 1000) -> str:

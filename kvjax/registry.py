@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import keyword
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
-from kvjax.messages import brief, printable
+from kvjax.messages import brief, did_you_mean, printable
 from kvjax.protocol import Full, KVTransform, Stage
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.offload import Offload
@@ -64,7 +63,6 @@ STORAGE: dict[str, type[KVTransform]] = {
 
 _MOST_CHARACTERS = 10_000  # of a composition; Python's parser takes long for more
 _MOST_NESTED = 16  # methods within methods
-_MOST_GUESSED = 40  # characters of a name that is compared with those that are known
 
 _OTHER_MEANINGS = ("chain", "all")  # in texts of methods, and in `kvjax compare --method`
 
@@ -224,7 +222,7 @@ def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1
     if name not in known:
         names = (*known, "chain")
         raise ValueError(
-            f"unknown method {brief(name)}; there are {', '.join(names)}{_guess(name, names)}"
+            f"unknown method {brief(name)}; there are {', '.join(names)}{did_you_mean(name, names)}"
         )
     kind = known[name]
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
@@ -240,7 +238,8 @@ def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1
         if word not in fields:
             takes = ", ".join(fields) or "nothing"
             raise ValueError(
-                f"{name} has no parameter {brief(word)}; it takes {takes}{_guess(word, fields)}"
+                f"{name} has no parameter {brief(word)}; it takes {takes}"
+                f"{did_you_mean(word, fields)}"
             )
     if budget is not None:
         given = {word: budget for word in ("budget", "reserve") if word in fields} | given
@@ -283,9 +282,3 @@ def _chain_hint(node: ast.expr, text: str) -> str:
         return ""
     sources = [ast.get_source_segment(text, part) or "" for part in parts]
     return f": write chain({printable(', '.join(sources))})"
-
-
-def _guess(name: str | None, known: Iterable[str]) -> str:
-    """A question about the name that was perhaps meant."""
-    close = difflib.get_close_matches(str(name)[:_MOST_GUESSED], known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from kvjax.budgets.budgets import check_count
-from kvjax.messages import brief
+from kvjax.messages import brief, did_you_mean
 from kvjax.regular_files import read_json
 
 from .config import DecoderConfig
@@ -115,8 +115,8 @@ def _whole_config(given: str | os.PathLike[str]) -> DecoderConfig:
     name = os.fspath(given)
     if name not in SHAPES:
         raise ValueError(
-            "model must be a folder with config.json, such a file, or one of "
-            f"{', '.join(SHAPES)}, got {brief(name)}"
+            "a shape must be a folder with config.json, such a file, or one of "
+            f"{', '.join(SHAPES)}, got {brief(name)}{did_you_mean(name, SHAPES)}"
         )
     return _parsed(SHAPES[name], path)
 

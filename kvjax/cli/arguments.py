@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import kvjax
-from kvjax.messages import printable
+from kvjax.messages import did_you_mean, printable
 
 COMMANDS = {
     "generate": "continue prompts through a compressed cache",
@@ -47,7 +46,7 @@ class _Whole(Parser):
         wrong = re.search(r"argument COMMAND: invalid choice: '(.*?)'", message)
         if wrong is not None:
             given = printable(wrong[1], 200)
-            message = f"there is no command '{given}'{_guess(given, self.commands)}"
+            message = f"there is no command '{given}'{did_you_mean(given, self.commands)}"
         super().error(message)
 
     def parse_args(  # type: ignore[override]  # namespaces of the caller's are not needed
@@ -65,15 +64,9 @@ class _Whole(Parser):
             known = [name for action in own._actions for name in action.option_strings]
             own.error(
                 f"unrecognized arguments: {printable(' '.join(rest), 200)}"
-                f"{_guess(wrong.partition('=')[0], known)}"
+                f"{did_you_mean(wrong.partition('=')[0], known)}"
             )
         return parsed
-
-
-def _guess(word: str, known: Iterable[str]) -> str:
-    """A question about the word that was perhaps meant."""
-    close = difflib.get_close_matches(word[:40], known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def parser() -> Parser:

@@ -15,7 +15,6 @@ from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 from kvjax.cli.writing import Row, write
-from kvjax.evaluation.cells.grid import Candidate
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
 _MOST_PROMPT = 4096  # tokens, where no other room is given
@@ -47,7 +46,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """`kvjax chat`: reads lines and answers them, until /quit or the end of input."""
     check_counts(args, "max_prompt", "max_new")
-    transform = Candidate.of(args.method, args.budget).transform
+    transform = options.candidate(args).transform
     sampling(args)
     with Display() as display:
         opened = OpenedModel(args.model, display)

@@ -12,7 +12,6 @@ from kvjax.cli.inputs import check_text, read_prompts, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
 from kvjax.cli.writing import Row, write
-from kvjax.evaluation.cells.grid import Candidate
 from kvjax.generation.checks import check_prompts
 
 _NEW_TOKENS = 128  # where none are given
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     """`kvjax generate`: continues prompts; without model and prompt, answers a question."""
     texts = _prompts(args)
     check_counts(args, "max_new")
-    candidate, choice = Candidate.of(args.method, args.budget), sampling(args)
+    candidate, choice = options.candidate(args), sampling(args)
     if texts is None:
         _check_no_prompt(args)
         bundled_question.answer(args)

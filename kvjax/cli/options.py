@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.cli.terminal import print_line
 from kvjax.evaluation.cells import grid
-from kvjax.messages import brief
+from kvjax.messages import brief, printable
 from kvjax.registry import expression
 
 
@@ -35,8 +36,38 @@ def add_method(own: argparse.ArgumentParser, default: str = "snapkv") -> None:
 
 def add_budget(own: argparse.ArgumentParser, about: str = "as for kvjax generate") -> None:
     """One budget."""
-    own.add_argument("--budget", metavar="N_OR_FRACTION", type=budget, default=0.1,
+    own.add_argument("--budget", metavar="N_OR_FRACTION", type=budget, default=0.1, action=_Given,
         help=f"{about} (default: 0.1)")  # fmt: skip
+    own.set_defaults(budget_given=False)
+
+
+class _Given(argparse.Action):
+    """Stores a budget, and that it was given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.budget, namespace.budget_given = values, True
+
+
+def candidate(args: argparse.Namespace) -> grid.Candidate:
+    """The method of `add_method` with its budget.
+
+    A line on standard error says that a given budget changes nothing. With `--json` the record
+    says so: its budget is null.
+    """
+    made = grid.Candidate.of(args.method, args.budget)
+    if args.budget_given and made.budget is None and not getattr(args, "json", False):
+        print_line(
+            f"--budget {args.budget} changes nothing: {printable(args.method)} takes no budget, or "
+            "names its own",
+            "dim",
+        )
+    return made
 
 
 def add_template(own: argparse.ArgumentParser, what: str) -> None:

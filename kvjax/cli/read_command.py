@@ -13,7 +13,6 @@ from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts
 from kvjax.cli.terminal import Display, print_dropped, share
-from kvjax.evaluation.cells.grid import Candidate
 from kvjax.generation.checks import check_prompts
 from kvjax.messages import printable
 
@@ -42,7 +41,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """`kvjax read`: saves what a method keeps of a document."""
     check_counts(args, "max_questions", "max_new")
-    candidate, out = Candidate.of(args.method, args.budget), Path(args.out)
+    candidate, out = options.candidate(args), Path(args.out)
     _check_folder(out)
     text = check_text(read_text(args.document), "the document")
     with Display(not args.json) as display:

@@ -22,7 +22,7 @@ import kvjax
 from kvjax import models
 from kvjax.cli import arguments, generate_command, inputs, methods_command
 from kvjax.cli.main import main
-from kvjax.evaluation.cells.grid import Candidate
+from kvjax.cli.options import candidate
 from kvjax.generation.continuation import Continuation
 from kvjax.models import demo
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
@@ -409,9 +409,25 @@ def test_lists_import_nothing_heavy(args):
 )
 def test_which_method_and_budget(args, budget, transform):
     parsed = arguments.parser().parse_args(["generate", "--max-new", "8", *args])
-    asked = Candidate.of(parsed.method, parsed.budget)
+    asked = candidate(parsed)
     assert (asked.budget, asked.transform) == (budget, transform)
     assert type(asked.budget) is type(budget)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--method", "full", "--budget", "0.1"], "--budget 0.1 changes nothing: full takes no"),
+        (["--method", "h2o(budget=64)", "--budget", "32"], "--budget 32 changes nothing: h2o("),
+        (["--method", "full", "--budget", "0.1", "--json"], ""),
+        (["--method", "full"], ""),
+        (["--method", "h2o", "--budget", "0.1"], ""),
+    ],
+)
+def test_a_budget_that_changes_nothing(capsys, args, said):
+    candidate(arguments.parser().parse_args(["generate", *args]))
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(said) and bool(err) == bool(said)
 
 
 # Errors

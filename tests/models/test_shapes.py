@@ -64,6 +64,11 @@ def test_layers_that_differ_stay_what_they_are(tmp_path):
     assert three.windows == (16, None, 16)
 
 
+def test_no_such_shape():
+    with pytest.raises(ValueError, match=r"got 'lama-3.1-8b'; did you mean llama-3.1-8b\?"):
+        shape_config("lama-3.1-8b")
+
+
 @pytest.mark.parametrize("layers", [0, 33])
 def test_layers_that_a_shape_does_not_have(layers):
     with pytest.raises(ValueError, match="layers must be at"):

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.budgets.budgets import check_budget, check_count, check_flag
 from kvjax.compose.chain import bind
 from kvjax.evaluation.tasks import ANSWERS, MEASURES
-from kvjax.messages import brief
+from kvjax.messages import brief, did_you_mean
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse
 
@@ -222,8 +222,11 @@ class Grid:
                 raise TypeError(f"a method must be text such as 'snapkv', got {brief(method)}")
         for task in tasks:
             if task not in (*ANSWERS, *MEASURES):
-                names = ", ".join((*ANSWERS, *MEASURES))
-                raise ValueError(f"unknown task {brief(task)}; there are {names}")
+                names = (*ANSWERS, *MEASURES)
+                raise ValueError(
+                    f"unknown task {brief(task)}; there are {', '.join(names)}"
+                    f"{did_you_mean(task, names)}"
+                )
         for question in questions:
             if question not in QUESTIONS:
                 raise ValueError(f"a question is asked inside or after, got {brief(question)}")

@@ -61,6 +61,7 @@ def refused(capsys, tmp_path, code: int) -> str:
         ({"depths": "1"}, "a number of depths, at least 2"),
         ({"tasks": "needle,haystack"}, "unknown task 'haystack'"),
         ({"tasks": ""}, "unknown task ''"),
+        ({"tasks": "nedle"}, "did you mean needle?"),
         ({"cases": 0}, "cases must be at least 1"),
         ({"cases": "many"}, "--cases"),
         ({"seed": -1}, "--seed"),
