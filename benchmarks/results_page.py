@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,9 +61,9 @@ Panel = tuple[str, int, str | None]
 
 
 def percent(row: Row) -> str:
-    """A score of answers with its interval, in per cent."""
+    """A score of answers in per cent, with its interval rounded outwards as in reports."""
     mean, low, high = (100 * value for value in row.score[:3])
-    return f"{mean:.0f} ({low:.0f} to {high:.0f})"
+    return f"{mean:.0f} ({math.floor(low)} to {math.ceil(high)})"
 
 
 def nats(row: Row) -> str:
@@ -116,7 +117,8 @@ def scores(results: Sequence[Results], named: str = "") -> str:
         cells = ["" if row is None else SHOWN.get(row.task, percent)(row) for row in own]
         shown = "" if budget is None else f"{budget:g}"
         rows.append([f"`{method}`", shown, share(own), *cells])
-    return markdown(["method", "budget", "bytes", *(heading(one, lengths) for one in panels)], rows)
+    headings = ["method", "budget", "bytes, %", *(heading(one, lengths) for one in panels)]
+    return markdown(headings, rows)
 
 
 def first(
@@ -155,15 +157,16 @@ def situations(needles: Results) -> str:
     for situation, (arguments, candidate, said) in SITUATIONS.items():
         own = [found[candidate, place] for place in ("inside", "after")]
         figures = " / ".join(f"{100 * row.score.mean:.0f}" for row in own) + " %"
-        lines.append([situation, f"`{arguments}`", said.format(found=figures, share=share(own))])
+        told = said.format(found=figures, share=f"{share(own)} %")
+        lines.append([situation, f"`{arguments}`", told])
     headings = ["situation", "`kvjax generate` with", "SmolLM2 finds, question inside / after"]
     return markdown(headings, lines)
 
 
 def share(rows: Iterable[Row | None]) -> str:
-    """Bytes of the cache, as a share of the full cache's."""
+    """Bytes of the cache, in per cent of the full cache's."""
     known = [row.share for row in rows if row is not None and row.share is not None]
-    return f"{100 * known[0]:.0f} %" if known else ""
+    return f"{100 * known[0]:.0f}" if known else ""
 
 
 def choosing(results: Sequence[Results]) -> str:
@@ -189,7 +192,7 @@ def choosing(results: Sequence[Results]) -> str:
     rows = []
     for method, own in found.items():
         some = next(iter(own.values()))
-        sizes = " / ".join(share([row]).removesuffix(" %") for row in some)
+        sizes = " / ".join(share([row]) for row in some)
         rows.append([f"`{method}`", sizes, *(cell(own.get(panel, [])) for panel in panels)])
     return markdown(["method", "bytes, %", *(heading(panel, False) for panel in panels)], rows)
 

@@ -142,7 +142,7 @@ for axes, question in zip(panels, ("inside", "after")):
     axes.set_xlabel("budget, share of the prompt")
     axes.set_title(f"question {question} what is compressed")
 panels[0].set_ylabel("right answers")
-panels[1].legend(loc="center right")
+panels[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
