@@ -4,8 +4,9 @@ PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
 BENCHES = decode_step compress_overhead recall_step payload_step
 
-.PHONY: test slow versions lint types docs notebooks wheel aot aot-tpu benches bench-kernels
+.PHONY: quick test slow versions lint types docs notebooks wheel aot aot-tpu benches bench-kernels
 
+quick: ; $(PYTHON) -m pytest -m quick
 test: ; $(PYTHON) -m pytest
 slow: ; $(PYTHON) -m pytest -m slow
 # The fast tests on every pair of Python and JAX; PYTHONS=... and JAX=... choose some of them.

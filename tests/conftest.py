@@ -29,6 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPS = Path("/proc/self/maps")
 TESTS = pytest.StashKey[int]()
 
+# What `-m quick` takes tests from.
+CORE = (
+    "attention/", "cache/", "generation/test_generate.py", "kernels/", "models/",
+    "references_themselves/", "storage/", "transforms/",
+)  # fmt: skip
+
 # Workers and later runs find here what was compiled before. JAX_COMPILATION_CACHE_DIR names another
 # folder, and JAX_ENABLE_COMPILATION_CACHE=false turns it off. Commands that tests start do not use
 # it: one that is killed while it writes would leave a broken file. JAX warns of those, which the
@@ -56,8 +62,21 @@ def pytest_configure(config):
         _drop_oldest_compiled_code()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m quick`, passes over files that have no quick test."""
+    if config.getoption("markexpr") == "quick" and collection_path.suffix == ".py":
+        return None if _is_core(collection_path) else True
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
+    """Marks what is slow, and what is quick."""
+    _mark_slow(config, items)
+    _mark_quick(items)
+
+
+def _mark_slow(config, items):
     """Marks as slow the cases that their test's `fast_cases` does not name."""
     unknown = {}
     for item in items:
@@ -72,6 +91,22 @@ def pytest_collection_modifyitems(config, items):
     every_case = not config.getoption("lf", False) and not any("::" in arg for arg in config.args)
     if wrong and every_case:
         raise pytest.UsageError(f"fast_cases names cases that these tests do not have: {wrong}")
+
+
+def _mark_quick(items):
+    """Marks as quick the first fast test of every file of the core."""
+    seen = set()
+    for item in items:
+        fast = not any(map(item.get_closest_marker, ("slow", "gpu")))
+        if fast and item.path not in seen and _is_core(item.path):
+            seen.add(item.path)
+            item.add_marker(pytest.mark.quick)
+
+
+def _is_core(path: Path) -> bool:
+    """Whether it is a test of methods, caches, kernels, models or `kvjax.generate`."""
+    place = path.relative_to(ROOT / "tests").as_posix()
+    return place.startswith(CORE) or place.endswith(("conftest.py", "__init__.py"))
 
 
 class ByFileOrCase(LoadScopeScheduling):
