@@ -87,6 +87,16 @@ def _is_divided(x: Array) -> bool:
     return any(size > 1 and kind != AxisType.Manual for size, kind in kinds)
 
 
+def on_one_cpu(implementation: str | None, *stores: Array) -> bool:
+    """Whether XLA computes it on a CPU, whose arrays are not divided among several devices.
+
+    There a condition whose branches take unequal times costs nothing but the longer one's.
+    """
+    by_xla = choose_implementation(implementation, *stores) == "xla"
+    on_cpu = _computing_device().platform == "cpu"
+    return by_xla and on_cpu and not any(map(_is_divided, stores))
+
+
 def on_tpu() -> bool:
     """Whether computation goes to a TPU: by the mesh that is set, or else by the default device."""
     return _computing_device().platform == "tpu"

@@ -36,11 +36,12 @@ def rank_clusters(
     centroids: Float[Array, "B H C D"],
     sizes: Int[Array, "B H C"],
     *,
+    most: int | None = None,
     per_query_head: bool = False,
     group_reduce: GroupReduce = "max",
     implementation: str | None = None,
-) -> Int[Array, "B K C"]:
-    """All clusters by their score, the highest first; ties go to the lower, empty ones come last.
+) -> Int[Array, "B K M"]:
+    """The clusters by their score, the highest first; ties go to the lower, empty ones come last.
 
     The score of a cluster is `q·μ` in float32: the largest of the G query heads, their mean, or
     that of each of them.
@@ -53,6 +54,7 @@ def rank_clusters(
       q: queries, grouped under their KV head.
       centroids: of the clusters.
       sizes: members of each cluster.
+      most: M, how many of the ranking are wanted (static); None: all.
       per_query_head: a ranking for each query head, K = H·G with that of head g of group h at
         `h·G + g`, instead of one for each group, K = H.
       group_reduce: how the scores of a group become one, `"max"` or `"mean"`; not looked at with
@@ -64,8 +66,8 @@ def rank_clusters(
       The clusters of each ranking, int32.
 
     Raises:
-      ValueError: shapes that do not fit each other; an unknown `group_reduce` or implementation,
-        or one that the GPU is too old for.
+      ValueError: shapes that do not fit each other; a `most` that is not from 1 to C; an unknown
+        `group_reduce` or implementation, or one that the GPU is too old for.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,9 +89,13 @@ def rank_clusters(
     for name, x, shape in (("centroids", centroids, expected), ("sizes", sizes, expected[:3])):
         if x.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+    if most is None:
+        most = clusters
+    elif not 1 <= most <= clusters:
+        raise ValueError(f"most must be from 1 to {clusters}, got {most}")
     if chosen != "xla":
         reduce = None if per_query_head else group_reduce
-        return _rank(q, centroids, sizes, reduce, chosen == "interpret")
+        return _rank(q, centroids, sizes, reduce, chosen == "interpret")[..., :most]
     q = q.astype(jnp.float32)
     if not per_query_head and group_reduce == "mean":
         q = q.mean(2, keepdims=True)  # the mean of q·μ is the mean q times μ
@@ -102,12 +108,12 @@ def rank_clusters(
     # One more entry, behind all others: XLA on CPU finds the top C of C entries by a sort, which is
     # several times slower than its top k.
     score = jnp.pad(score, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
-    _, order = jax.lax.top_k(score, clusters)
-    return order.reshape(len(q), -1, clusters)
+    _, order = jax.lax.top_k(score, most)
+    return order.reshape(len(q), -1, most)
 
 
 def build_indices(
-    order: Int[Array, "B K C"],
+    order: Int[Array, "B K M"],
     sizes: Int[Array, "B H C"],
     starts: Int[Array, "B H C"],
     count: Int[Array, "B K"] | Int[Array, "B 1"],
@@ -124,7 +130,8 @@ def build_indices(
     of their rank until its part is full.
 
     Args:
-      order: the clusters as ranked, each once; K = H or a multiple of it, see `rank_clusters`.
+      order: clusters as ranked, none of them twice; K = H or a multiple of it, see
+        `rank_clusters`.
       sizes: slots of each cluster.
       starts: its first slot.
       count: how many slots to list; no more than there are, nor than `length`, are listed.
@@ -146,14 +153,16 @@ def build_indices(
       [[[3, 4, 0, 1, -1, -1]]]
     """
     chosen = choose_implementation(implementation, order)
-    rows, choices, _ = order.shape
+    rows, choices, ranked = order.shape
     heads = sizes.shape[1]
     if choices % heads:
         raise ValueError(f"order must rank for a multiple of {heads} heads, got {choices}")
-    expected = (rows, heads, order.shape[2])
+    expected = (rows, heads, sizes.shape[2])
     for name, x in (("sizes", sizes), ("starts", starts)):
         if x.shape != expected:
             raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
+    if ranked > sizes.shape[2]:
+        raise ValueError(f"order must rank at most {sizes.shape[2]} clusters, got {ranked}")
     if count.shape not in ((rows, choices), (rows, 1)):
         raise ValueError(
             f"count must have shape {(rows, choices)} or {(rows, 1)}, got {count.shape}"

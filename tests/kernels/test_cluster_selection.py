@@ -65,6 +65,28 @@ def test_ties_go_to_the_lower_and_empty_clusters_come_last(per_query_head, group
     assert order[1, 0].tolist() == list(range(50))
 
 
+@pytest.mark.parametrize("most", [1, 7, 50])
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_the_first_of_a_ranking(most, implementation):
+    rng = np.random.default_rng(0)
+    q = rng.integers(-2, 3, (2, 2, 3, 4)).astype(np.float32)
+    centroids = rng.integers(-2, 3, (2, 2, 50, 4)).astype(np.float32)
+    sizes = rng.integers(0, 3, (2, 2, 50)).astype(np.int32)
+    whole = rank_clusters(q, centroids, sizes)
+    first = rank_clusters(q, centroids, sizes, most=most, implementation=implementation)
+    np.testing.assert_array_equal(first, whole[..., :most])
+    count = np.full((2, 1), 5, np.int32)
+    listed = functools.partial(build_indices, implementation=implementation)
+    got, expected = (
+        listed(order, sizes, sizes.cumsum(-1) - sizes, count, 5) for order in (first, whole)
+    )
+    there = np.minimum(np.take_along_axis(sizes, np.asarray(first), -1).sum(-1), 5)
+    for row, head in np.ndindex(2, 2):
+        stop = there[row, head]
+        np.testing.assert_array_equal(got[row, head, :stop], expected[row, head, :stop])
+        assert (got[row, head, stop:] == -1).all()
+
+
 def check_list(order, sizes, starts, count, length):
     index = np.asarray(listed(order, sizes, starts, count, length))
     assert index.dtype == np.int32 and index.shape == (*order.shape[:2], length)
@@ -142,6 +164,16 @@ def test_large_slot_numbers():
                 build_indices, sizes=SIZES, starts=SIZES, length=4, implementation="a"
             ),
             "'a'",
+        ),
+        (
+            lambda order, count: rank_clusters(
+                np.zeros((1, 1, 1, 2)), np.zeros((1, 1, 3, 2)), SIZES, most=4
+            ),
+            "most must be from 1 to 3, got 4",
+        ),
+        (
+            lambda order, count: build_indices(order, SIZES[..., :2], SIZES[..., :2], count, 4),
+            "order must rank at most 2 clusters, got 3",
         ),
         (
             lambda order, count: build_indices(order, SIZES, SIZES, count, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import ClassVar, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
 from kvjax.transforms.clusterkv.chunks import Means, Metric, Tokens, cluster, cluster_chunks
 from kvjax.transforms.clusterkv.clusters import Clusters, of_heads
+from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
-from pallas_kernels import build_indices, rank_clusters
 
 # Where the size of clusters follows the budget, this holds at least so many of them, unless they
 # would have fewer tokens than the smallest.
@@ -37,7 +37,6 @@ RECALLED, SMALLEST = 12, 8
 # free slots.
 BEHIND, LAST = np.int32(2**30), np.int32(2**31 - 1)
 
-GroupReduce = Literal["max", "mean"]
 Counts = TypeVar("Counts", Array, np.ndarray)  # both: what is static is computed by NumPy
 Index = tuple[Clusters, Array]  # the index, and the key of the layer's draws
 
@@ -166,15 +165,10 @@ class ClusterKV(Recall):
         fixed = self.sinks
         if view.window is not None:
             clusters, fixed = clusters.seen(cache, view.window), 0
-        order = rank_clusters(
-            query.reshape(*cache.shape[:2], cache.group, -1), clusters.centroids, clusters.sizes,
-            per_query_head=self.per_query_head, group_reduce=self.group_reduce,
-            implementation=view.implementation,
-        )  # fmt: skip
-        sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
-        chosen = build_indices(
-            sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=cache.lists[1],
-            implementation=view.implementation,
+        chosen = recalled_slots(
+            query.reshape(*cache.shape[:2], cache.group, -1), clusters, cache.lists[1],
+            self._likely(cache),
+            Ranking(self.per_query_head, self.group_reduce, view.implementation),
         )  # fmt: skip
         recent = of_lists(jnp.where(recent, slots, -1), cache)
         unseen = (slots[..., -1:] < view.slots) & (view.slots < cache.slots)
@@ -352,6 +346,18 @@ class ClusterKV(Recall):
         """Most clusters of the tokens of an interval."""
         size = self._sizes(cache)
         return int(self._new_clusters_of(0 * size + self.interval, size).max())
+
+    def _likely(self, cache: KVCache) -> int:
+        """Clusters that fill a list in most steps: more than of the mean size.
+
+        On SmolLM2, after 2,048 and 4,000 tokens with budgets of 0.1 and 0.2, the heads of a layer
+        needed up to 1.56 times as many for 20 to 40 clusters, up to 1.37 times for 51 to 100.
+        """
+        if self.clusters is not None:
+            return most_slots(self.budget, cache.max_prompt, self.minimum)
+        lengths = np.arange(cache.max_prompt + 1)
+        mean = slots_for(self.budget, lengths, self.minimum) / self._sizes(cache)
+        return int(1.5 * mean.max()) + 16
 
     def _sizes(self, cache: KVCache) -> np.ndarray:
         """Tokens of a cluster, of prompts of 0 to `max_prompt` tokens."""

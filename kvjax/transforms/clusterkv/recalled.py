@@ -1,0 +1,65 @@
+"""The slots of the clusters that a query points at."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.transforms.clusterkv.clusters import Clusters
+from pallas_kernels import build_indices, rank_clusters
+from pallas_kernels.base.dispatch import on_one_cpu
+from pallas_kernels.base.rows import take_slots
+
+GroupReduce = Literal["max", "mean"]
+
+
+class Ranking(NamedTuple):
+    """How clusters are ranked, as in `rank_clusters`."""
+
+    per_query_head: bool
+    group_reduce: GroupReduce
+    implementation: str | None = None
+
+
+def recalled_slots(
+    query: Float[Array, "B H G D"], clusters: Clusters, length: int, likely: int, ranking: Ranking
+) -> Int[Array, "B K N"]:
+    """The sinks, and the slots of the clusters with the highest `q · μ`, up to the budget.
+
+    A GPU ranks all clusters at once. A CPU ranks one after the other, which takes longer than
+    reading their slots: it ranks the `likely` best, and all of them only in a step where these have
+    fewer slots than the budget. The result is the same.
+
+    Args:
+      query: rotated, grouped under their KV head.
+      clusters: of each KV head, with the row's budget.
+      length: N, slots of a list (static); what a list lacks is -1.
+      likely: how many clusters fill a list in most steps (static).
+      ranking: a list for each KV head, K = H, or for each query head.
+    """
+    every = clusters.sizes.shape[2]
+
+    def ranked(most: int) -> Int[Array, "B K M"]:
+        return rank_clusters(
+            query, clusters.centroids, clusters.sizes, most=most, **ranking._asdict()
+        )
+
+    def listed(order: Int[Array, "B K M"]) -> Int[Array, "B K N"]:
+        sinks_first = jnp.pad(order + 1, ((0, 0), (0, 0), (1, 0)))
+        return build_indices(
+            sinks_first, *clusters.with_sinks(), clusters.budget[:, None], length=length,
+            implementation=ranking.implementation,
+        )  # fmt: skip
+
+    if likely >= every or not on_one_cpu(ranking.implementation, clusters.centroids):
+        return listed(ranked(every))
+    order = ranked(likely)
+    sizes = take_slots(clusters.sizes, order)
+    wanted = clusters.budget[:, None] - clusters.sinks
+    wanted = jnp.repeat(wanted, order.shape[1] // wanted.shape[1], axis=1)
+    # Clusters without slots come last: behind the first of them there are no others.
+    full = (sizes.sum(-1, dtype=jnp.int32) >= wanted) | (sizes[..., -1] == 0)
+    return jax.lax.cond(full.all(), lambda: listed(order), lambda: listed(ranked(every)))

@@ -1,0 +1,92 @@
+"""The slots that ClusterKV recalls, by ranking all clusters or some of them first."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.transforms.clusterkv.clusters import Clusters
+from kvjax.transforms.clusterkv.recalled import Ranking, recalled_slots
+from tests.references import cluster_selection as reference
+
+ROWS, HEADS, GROUP, DIM, CLUSTERS, BUDGETS = 3, 2, 3, 8, 40, (20, 60, 7)
+
+
+def some_clusters(rng) -> Clusters:
+    """Whole numbers, so that scores are exact; a row with few clusters, a head with none."""
+    sizes = rng.integers(1, 7, (ROWS, HEADS, CLUSTERS)).astype(np.int32)
+    sizes[1, :, 5:] = 0
+    sizes[2, 0] = 0
+    sinks = rng.integers(0, 5, (ROWS, HEADS)).astype(np.int32)
+    starts = sinks[..., None] + sizes.cumsum(-1) - sizes
+    centroids = rng.integers(-3, 4, (ROWS, HEADS, CLUSTERS, DIM)).astype(np.float32)
+    per_row = np.array(BUDGETS, np.int32), np.full(ROWS, 4, np.int32)
+    arrays = centroids, sizes, starts.astype(np.int32), (sizes > 0).sum(-1, dtype=np.int32)
+    return Clusters(*map(jnp.asarray, (*arrays, sinks, *per_row)))
+
+
+def expected_slots(query, clusters: Clusters, row: int, head: int, length: int) -> list[int]:
+    """Of a KV head, by the reference: the sinks, then the clusters as ranked."""
+    sizes, starts = clusters.sizes[row, head].tolist(), clusters.starts[row, head].tolist()
+    centroids = np.asarray(clusters.centroids[row, head], np.float64)
+    order = reference.rank_clusters(np.asarray(query, np.float64), centroids, sizes)
+    order = [0, *(cluster + 1 for cluster in order)]
+    sizes, starts = [int(clusters.sinks[row, head]), *sizes], [0, *starts]
+    return reference.build_indices(order, sizes, starts, BUDGETS[row], length)
+
+
+@pytest.mark.parametrize("likely", [1, 3, 16, CLUSTERS])
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_slots_are_those_of_a_whole_ranking(likely, per_query_head):
+    """Whether the first clusters fill the lists, as with 16 of them, or do not."""
+    rng = np.random.default_rng(0)
+    clusters = some_clusters(rng)
+    query = rng.integers(-3, 4, (ROWS, HEADS, GROUP, DIM)).astype(np.float32)
+    call = jax.jit(recalled_slots, static_argnums=(2, 3, 4))
+    got = np.asarray(call(query, clusters, 64, likely, Ranking(per_query_head, "max")))
+    assert got.shape == (ROWS, HEADS * (GROUP if per_query_head else 1), 64)
+    lists = got.reshape(ROWS, HEADS, -1, 64)
+    for row, head, choice in np.ndindex(lists.shape[:3]):
+        own = query[row, head, choice : choice + 1] if per_query_head else query[row, head]
+        expected = expected_slots(own, clusters, row, head, 64)
+        assert lists[row, head, choice].tolist() == expected
+
+
+@pytest.mark.parametrize("likely", [3, 16, 30])
+def test_all_are_ranked_only_where_the_first_do_not_fill_the_lists(likely, monkeypatch):
+    """The whole ranking is made to raise, by a callback, where it is used."""
+    from kvjax.transforms.clusterkv import recalled
+
+    whole, rank = [], recalled.rank_clusters
+
+    def watched(*args, most, **options):
+        order = rank(*args, most=most, **options)
+        if most == CLUSTERS:
+            jax.debug.callback(lambda: whole.append(most))
+        return order
+
+    monkeypatch.setattr(recalled, "rank_clusters", watched)
+    clusters = some_clusters(np.random.default_rng(0))
+    query = jnp.ones((ROWS, HEADS, GROUP, DIM))
+    jax.jit(
+        functools.partial(recalled_slots, length=64, likely=likely, ranking=Ranking(False, "max"))
+    )(query, clusters)
+    jax.effects_barrier()
+    assert bool(whole) == (likely == 3)
+
+
+def test_the_likely_number_follows_the_budget():
+    def likely(tx: kvjax.ClusterKV, max_prompt: int) -> int:
+        (tx,) = kvjax.bind(tx, num_layers=1)
+        sizes = {"batch": 1, "kv_heads": 1, "head_dim": 8, "max_new": 16}
+        return tx._likely(kvjax.init_cache(tx, max_prompt=max_prompt, **sizes).kv)
+
+    own = functools.partial(kvjax.ClusterKV, dense_layers=())
+    assert likely(own(0.2), 2000) == 1.5 * 400 / 8 + 16
+    assert likely(own(256, tokens_per_cluster=16), 8000) == 1.5 * 256 / 16 + 16
+    assert likely(own(64, clusters=20), 2000) == 64
