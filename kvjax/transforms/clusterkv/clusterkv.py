@@ -196,8 +196,8 @@ class ClusterKV(Recall):
         stood = slot if step.source is None else step.source
         kept = jnp.where(slot < old.clustered[..., None], stood, added)
         place = jnp.where(anew[..., None], place, kept)
-        order = place, jnp.where(place < LAST, cache.position, slot), slot
-        source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
+        # Slots stand in the order of positions, which a stable sort keeps within a cluster.
+        source = jax.lax.sort((place, slot), dimension=2, num_keys=1)[-1]
         return Order(source), (step.of_rows(of_heads(anew, made, grown), clusters), key)
 
     def _stay(self, cache: KVCache, clusters: Clusters, step: Step) -> Bool[Array, "B H"]:
