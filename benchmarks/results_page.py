@@ -56,7 +56,10 @@ SITUATIONS = {
 }  # fmt: skip
 """README.md's table of methods by situation; the figures are needles found, inside / after."""
 
-_BATCH = 1  # of the times that README.md begins with
+FIRST = "full", "snapkv", "clusterkv", "quest", "quantize", "chain(quantize, clusterkv)"
+"""The methods of the table that README.md begins with."""
+
+_BATCH = 1  # of its times
 Panel = tuple[str, int, str | None]
 
 
@@ -124,13 +127,13 @@ def scores(results: Sequence[Results], named: str = "") -> str:
 def first(
     needles: Results, times: Sequence[Mapping[str, Any]], longer: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Bytes, milliseconds and answers of few methods, of `smollm2.py` and of `kvjax bench`.
+    """Bytes, milliseconds and answers of the methods in `FIRST`, of `smollm2.py` and `kvjax bench`.
 
     `longer` are times of one row after a longer prompt.
     """
     steps = {one["method"]: one["tpot_s"] for one in longer}
     rows = []
-    for time in (one for one in times if one["batch"] == _BATCH):
+    for time in (one for one in times if one["batch"] == _BATCH and one["method"] in FIRST):
         own = {
             row.question: row for row in needles.rows()
             if row.task == "niah_single_2" and row.method == time["method"]

@@ -88,9 +88,10 @@ def _is_divided(x: Array) -> bool:
 
 
 def on_one_cpu(implementation: str | None, *stores: Array) -> bool:
-    """Whether XLA computes it on a CPU, whose arrays are not divided among several devices.
+    """Whether XLA computes it on a CPU, from arrays that are not divided among several devices.
 
-    There a condition whose branches take unequal times costs nothing but the longer one's.
+    There a condition is cheap, and a program can take the shorter of two ways. On a GPU it would
+    wait for the host, and several devices would wait for each other.
     """
     by_xla = choose_implementation(implementation, *stores) == "xla"
     on_cpu = _computing_device().platform == "cpu"

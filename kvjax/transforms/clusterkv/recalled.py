@@ -29,9 +29,9 @@ def recalled_slots(
 ) -> Int[Array, "B K N"]:
     """The sinks, and the slots of the clusters with the highest `q · μ`, up to the budget.
 
-    A GPU ranks all clusters at once. A CPU ranks one after the other, which takes longer than
-    reading their slots: it ranks the `likely` best, and all of them only in a step where these have
-    fewer slots than the budget. The result is the same.
+    On a CPU, ranking all clusters takes about as long as reading the slots of the best. There the
+    `likely` best are ranked, and all of them only in a step where these have fewer slots than the
+    budget. The result is the same.
 
     Args:
       query: rotated, grouped under their KV head.
