@@ -18,6 +18,7 @@ from kvjax.compose.chain import bind, parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.protocol import Extent, KVTransform, check_transform
 from kvjax.rope import Rope
+from kvjax.transforms.clusterkv.recalled import RANK_AGAIN
 from pallas_kernels.base.mixing import SUM_AGAIN
 
 __all__ = ["ConformanceError", "check", "control_flow"]
@@ -231,9 +232,15 @@ def _idle_rows(case: _Case) -> None:
     after = case.prompt(later, turn)
     what = "changes what a row keeps in a prompt in which only another row gets tokens"
     case.same_tokens(after, cache, (1,), what)
-    one, _ = case.decode(later, start, 1, only)
-    two, _ = case.decode(after, start, 1, only)
-    case.same_answers(one, two, 1, "answers a row otherwise after another row's prompt")
+    # What a method remembers of the row shows in what it decides next.
+    turn = np.full((_BATCH, _WIDTH), -1)
+    turn[1, :12] = np.arange(start[1] + 5, start[1] + 17)
+    (one, alone), (two, beside) = (case.decode(x, start, 5, only) for x in (cache, after))
+    what = "answers a row otherwise after steps and a prompt of other rows"
+    case.same_answers(one, two, 1, what)
+    what = "keeps other tokens of a row after steps and a prompt of other rows: see Step.of_rows"
+    case.same_tokens(alone, beside, (1,), what)
+    case.same_tokens(case.prompt(alone, turn), case.prompt(beside, turn), (1,), what)
 
 
 def _pinned(case: _Case) -> None:
@@ -251,13 +258,13 @@ def _pinned(case: _Case) -> None:
 
 
 def _step_is_plain(case: _Case) -> None:
-    """A decode step holds no loop and no condition but those of attention operations."""
+    """A decode step holds no loop and no condition but those of the library's own operations."""
 
     def step(cache: Cache, *tokens: jax.Array) -> Any:
         return attend(case.transform, cache, *tokens, phase="decode", rope=case.rope)
 
     jaxpr = jax.make_jaxpr(step)(case.prompted, *case.tokens(_LENGTHS[:, None])).jaxpr
-    found = control_flow(jaxpr, lambda name: name == SUM_AGAIN)
+    found = control_flow(jaxpr, lambda name: name in (SUM_AGAIN, RANK_AGAIN))
     if found:
         case.fail(f"has {', '.join(sorted(set(found)))} in a decode step: leave it to on_flush")
 

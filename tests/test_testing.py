@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.kit import Keep, Mark, Retain, newest
+from kvjax.kit import Keep, Mark, Retain, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
 
 
@@ -61,7 +61,33 @@ class Loops(Newest):
         return None, state
 
 
+class CountsPromptsOfAllRows(Newest):
+    """It turns its score around after the first prompt of any row."""
+
+    def init(self, cache, layer):
+        return cache, jnp.zeros(cache.shape[0], jnp.int32)
+
+    def on_prompt(self, cache, state, step) -> tuple[Keep, jax.Array]:
+        sign = jnp.where(state > 0, -1.0, 1.0)[:, None, None]
+        score = sign * cache.position.astype(jnp.float32)
+        return Keep(jnp.full_like(cache.length, self.budget), score), state + 1
+
+
+class CountsStepsOfAllRows(CountsPromptsOfAllRows):
+    def extent(self, extent):
+        return decoding_extent(extent, self.budget, 1)
+
+    def on_prompt(self, cache, state, step) -> tuple[Keep, jax.Array]:
+        return Keep(jnp.full_like(cache.length, self.budget), None), state
+
+    def on_step(self, cache, state, step) -> tuple[Keep, jax.Array]:
+        score = jnp.sin(cache.position * (1.0 + state[:, None, None]))
+        return Keep(jnp.full_like(cache.length, self.budget), score), state + 1
+
+
 BROKEN = {
+    "prompts of other rows": (CountsPromptsOfAllRows, "keeps other tokens of a row after steps"),
+    "steps of other rows": (CountsStepsOfAllRows, "after steps and a prompt of other rows"),
     "keeps more": (KeepsMore, "promises 12 slots after a prompt, and keeps 15"),
     "padding": (LooksAtPadding, "padded at the left"),
     "other rows": (LooksAtOtherRows, "in a batch than of the same row alone"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -15,6 +15,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
 from kvjax.decisions import Decision
 from kvjax.devices import all_heads
+from kvjax.messages import brief
 from kvjax.protocol import (
     Extent,
     Full,
@@ -102,6 +103,12 @@ class HeadGroups(KVTransform):
         """The same groups, each with its transform for this layer."""
         return HeadGroups(
             tuple((group, tx.for_layer(layer, num_layers)) for group, tx in self.groups)
+        )
+
+    def init(self, cache: KVCache, layer: int) -> NoReturn:
+        """Raises ValueError: groups have caches of their own, which a wrapper around all lacks."""
+        raise ValueError(
+            f"a wrapper goes around the transforms of HeadGroups, one by one: {brief(self)}"
         )
 
 

@@ -119,10 +119,11 @@ def generate(
 
     With a `context` the prompts are a further turn after what that has read and written. A context
     of one row takes any number of prompts: many questions about one document. A row whose prompt is
-    None takes no part: its caches stay as they are, and it gets no tokens. Without prompts (None)
-    every row goes on from where it is. When a turn is complete, methods compress what it added or
-    everything that is live, as each documents; a turn that does not fit into what the context was
-    made for is refused before anything is computed.
+    None takes no part: it gets no tokens, and its caches stay as they are, but for a `kvjax.flush`
+    of all rows: a method that works every M tokens does so with what has come by then. Without
+    prompts (None) every row goes on from where it is. When a turn is complete, methods compress
+    what it added or everything that is live, as each documents; a turn that does not fit into what
+    the context was made for is refused before anything is computed.
 
     Args:
       model: an NNX module or callable with the signature of `LanguageModel`, or a

@@ -66,7 +66,8 @@ def held(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImage:
     Args:
       axes: to draw on.
       caches: of layers, such as `context.caches`; a line for each of their lists of slots, which
-        are one for each KV head, or where a method needs it one for each query head.
+        are one for each KV head, or where a method needs it one for each query head; those of
+        `HeadGroups` come in the order of its groups.
       row: of the batch.
 
     Returns:

@@ -23,7 +23,7 @@ def masses(axes: Axes, cache: Cache, *, head: int = 0, row: int = 0) -> LineColl
     Args:
       axes: to draw on.
       cache: of one layer.
-      head: which list of slots. row: of the batch.
+      head: which list of slots, of `HeadGroups` in the order of its groups. row: of the batch.
 
     Raises:
       TypeError, ValueError: no axes, no cache of a layer, a head or row out of range.
@@ -72,7 +72,7 @@ def clusters(
     Args:
       axes: to draw on.
       cache: of one layer, made by `kvjax.ClusterKV`.
-      head: which KV head. row: of the batch.
+      head: which KV head, of `HeadGroups` in the order of its groups. row: of the batch.
       seen: whether a step attended to each position, a line of `Seen.marks`. Those are drawn large
         and dark, the others small and light.
 

@@ -15,6 +15,7 @@ from kvjax.attention.layer import layer_caches
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.payload import write_slots
 from kvjax.cache.slots import KVCache
+from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import Decision
 from kvjax.evaluation.fidelity.fidelity import recall_rate
 from kvjax.generation.context import Context
@@ -61,6 +62,7 @@ def watch(
       model: as for `kvjax.generate`.
       prompt: token ids of one row.
       transform: a method that selects (`ClusterKV`, `Quest`, `InfiniGen`), or a composition of it.
+        Layers of `HeadGroups` do what they do, and are not watched.
       steps: how many tokens.
 
     Returns:
@@ -85,8 +87,11 @@ def watch(
     check_transform(transform, "watch")
     check_count("steps", steps, 1)
     context = read(model, [prompt], transform=_Watched(transform), max_new=steps + 1)
-    if all(part.kv.lists is None for part in layer_caches(context.caches)):
-        raise ValueError(f"transform must select what a step attends to, got {transform!r}")
+    if all(_watching(cache) is None for cache in context.caches):
+        raise ValueError(
+            "transform must select what a step attends to, by one method for all heads of a layer, "
+            f"got {transform!r}"
+        )
     seen = []
     for _ in range(steps):
         result = generate(model, None, context=context, max_new_tokens=1, end_tokens=())
@@ -116,6 +121,13 @@ class _Watching(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class _Watched(Wrapper):
     """A method that leaves what each step attends to in its state."""
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """Around the base of this layer, but for head groups, whose caches are apart."""
+        bound = super().for_layer(layer, num_layers)
+        if isinstance(bound, _Watched) and isinstance(bound.base, HeadGroups):
+            return bound.base
+        return bound
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, _Watching]:
         """The base's, and no step yet."""

@@ -12,14 +12,16 @@ import pytest
 
 import kvjax
 from kvjax.testing import control_flow
+from kvjax.transforms.clusterkv.recalled import RANK_AGAIN
 from pallas_kernels.base.mixing import SUM_AGAIN
 from tests.compose.test_conformance import CASES, names, snapkv
 from tests.conftest import AS_USERS
 from tests.support.attending import Tokens, new_cache, parts, the_rope
 from tests.support.hlo_text import Program
 
-# Rows of a store in host memory come run by run; sums in which a free slot's NaN is are made again.
-ATTENTION = ("_fetch", SUM_AGAIN)
+# Rows of a store in host memory come run by run; sums in which a free slot's NaN is are made again,
+# and so is a ranking of clusters whose first ones do not fill a list.
+OWN = ("_fetch", SUM_AGAIN, RANK_AGAIN)
 CHAINS = {
     "chain of three": kvjax.chain(
         snapkv(14), kvjax.H2O(budget=12), kvjax.Quantize(4, group=4, key_axis="token")
@@ -57,7 +59,7 @@ def jaxpr_of_a_step(transform, implementation):
 def test_a_step_holds_no_loop_and_no_condition(name, implementation):
     """With kernels, nor a loop of known length, which XLA would run from the host."""
     step = jaxpr_of_a_step({**CASES, **CHAINS}[name], implementation)
-    found = control_flow(step.jaxpr, lambda inner: inner in ATTENTION)
+    found = control_flow(step.jaxpr, lambda inner: inner in OWN)
     assert set(found) <= ({"scan"} if implementation == "xla" else set()), name
 
 

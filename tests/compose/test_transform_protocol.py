@@ -83,7 +83,8 @@ every_value = pytest.mark.parametrize("name", VALUES)
 def test_prints_as_the_expression_that_makes_it(name):
     value = VALUES[name]
     inner = {kind.__name__: kind for kind in (Chain, LayerBudget, PyramidBudget)}
-    again = eval(repr(value), {**vars(kvjax), **inner})
+    public = {name: getattr(kvjax, name) for name in kvjax.__all__}
+    again = eval(repr(value), {**public, **inner})
     assert again == value and hash(again) == hash(value) and repr(again) == repr(value)
 
 
@@ -476,3 +477,18 @@ def test_attend_under_vmap(tokens):
     out, _ = prompt(SNAP, new_cache(SNAP), tokens, right([0, 0, 0], LENGTHS, WIDTH)[:, :8])
     close(mapped[:, 0], out)
     assert out.shape == (3, QUERY_HEADS, 8, HEAD_DIM)
+
+
+class Around(kvjax.kit.Wrapper):
+    """A wrapper of a user's own that changes nothing."""
+
+
+def test_a_wrapper_of_head_groups_is_refused():
+    """It would lose the groups: they have a cache each, and `init_cache` looks for them by type."""
+    groups = kvjax.HeadGroups((((1,), kvjax.StreamingLLM(12)), ((0,), kvjax.StreamingLLM(20))))
+    for transform in (Around(groups), kvjax.PerLayer(lambda *_: Around(groups))):
+        (layer,) = kvjax.bind(transform, num_layers=1)
+        with pytest.raises(ValueError, match="around the transforms of HeadGroups, one by one"):
+            kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=32, max_new=4)
+    (layer,) = kvjax.bind(Around(kvjax.StreamingLLM(12)), num_layers=1)
+    kvjax.init_cache(layer, batch=1, kv_heads=2, head_dim=4, max_prompt=32, max_new=4)

@@ -135,6 +135,19 @@ def test_watched_steps_are_those_of_the_method(model, watched):
         assert (step.marks[1].sum(1) <= 16 + number).all()
 
 
+def test_layers_of_head_groups_do_what_they_do_and_are_not_watched(model, watched):
+    _, prompt, quest = watched
+    split = kvjax.HeadGroups((((1,), kvjax.StreamingLLM(12)), ((0,), kvjax.StreamingLLM(20))))
+    mixed = kvjax.PerLayer(lambda layer, _: split if layer == 0 else quest)
+    steps, context = plot.watch(model, prompt, mixed, steps=3)
+    plain = kvjax.generate(model, [prompt], transform=mixed, max_new_tokens=3, end_tokens=())
+    assert [step.token for step in steps] == plain.tokens[0]
+    assert [part.kv.live.sum(-1).tolist() for part in context.caches[0]] == [[[12]], [[20]]]
+    assert steps[0].marks[0] is None and steps[0].marks[1] is not None
+    with pytest.raises(ValueError, match="by one method for all heads of a layer, got HeadGroups"):
+        plot.watch(model, prompt, split, steps=1)
+
+
 def test_recall_of_a_step_is_the_share_of_the_most_attended_tokens(model, watched):
     """Against the attention of the step itself, which a chain with it in its `Needs` is given."""
     (steps, _), prompt, transform = watched

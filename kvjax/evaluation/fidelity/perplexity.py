@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention.attend import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
 from kvjax.generation.checks import check_turn
@@ -76,7 +77,8 @@ def context_nll(
 ) -> Float[np.ndarray, "B M"]:
     """Negative log-likelihood of tokens that follow what a context has read, in nats.
 
-    As `continuation_nll`, for a prompt that has been read. The context stays as it is.
+    As `continuation_nll`, for a prompt that has been read. The context stays as it is. Of a method
+    that works every M tokens, nothing may be waiting for a flush.
 
     Args:
       model: the one that has read it.
@@ -85,7 +87,8 @@ def context_nll(
 
     Raises:
       TypeError, ValueError: tokens that are no integers, not `[B, M]`, of other rows than the
-        context's or outside the vocabulary; as `kvjax.generate` for a turn that does not fit.
+        context's or outside the vocabulary; a context with written tokens that wait for a flush; as
+        `kvjax.generate` for a turn that does not fit.
 
     Example:
       >>> import kvjax
@@ -104,6 +107,11 @@ def context_nll(
     if len(tokens) != context.rows:
         raise ValueError(
             f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
+        )
+    if flush_interval(context.caches) is not None and int(context.waiting):
+        raise ValueError(
+            "context must be from kvjax.read or kvjax.ReadOnce, got one in which "
+            f"{int(context.waiting)} written tokens wait for a flush"
         )
     check_turn(functional, context, None, tokens.shape[1])
     given = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits

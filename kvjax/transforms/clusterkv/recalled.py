@@ -14,6 +14,7 @@ from pallas_kernels.base.dispatch import on_one_cpu
 from pallas_kernels.base.rows import take_slots
 
 GroupReduce = Literal["max", "mean"]
+RANK_AGAIN = "rank_again"  # the function that holds the condition: checks of steps skip it
 
 
 class Ranking(NamedTuple):
@@ -62,4 +63,8 @@ def recalled_slots(
     wanted = jnp.repeat(wanted, order.shape[1] // wanted.shape[1], axis=1)
     # Clusters without slots come last: behind the first of them there are no others.
     full = (sizes.sum(-1, dtype=jnp.int32) >= wanted) | (sizes[..., -1] == 0)
-    return jax.lax.cond(full.all(), lambda: listed(order), lambda: listed(ranked(every)))
+
+    def rank_again() -> Int[Array, "B K N"]:
+        return jax.lax.cond(full.all(), lambda: listed(order), lambda: listed(ranked(every)))
+
+    return jax.jit(rank_again)()

@@ -219,3 +219,17 @@ def test_tokens_that_do_not_follow_a_context(tokens, error, message):
     context = kvjax.read(model(), [[1, 2, 3]], max_new=8)
     with pytest.raises(error, match=message):
         context_nll(model(), context, tokens)
+
+
+def test_a_context_with_tokens_that_wait_for_a_flush():
+    def written(transform: kvjax.KVTransform) -> kvjax.Context:
+        context = kvjax.read(model(), [TOKENS[0, :20]], transform=transform, max_new=12)
+        return kvjax.generate(
+            model(), None, context=context, max_new_tokens=3, end_tokens=()
+        ).context
+
+    tokens = TOKENS[:1, 20:25]
+    assert context_nll(model(), written(kvjax.H2O(10)), tokens).shape == (1, 5)
+    repeated = kvjax.Every(kvjax.SnapKV(10, window=4), steps=5)
+    with pytest.raises(ValueError, match="3 written tokens wait for a flush"):
+        context_nll(model(), written(repeated), tokens)
