@@ -29,12 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPS = Path("/proc/self/maps")
 TESTS = pytest.StashKey[int]()
 
-# What `-m quick` takes tests from.
-CORE = (
-    "attention/", "cache/", "generation/test_generate.py", "kernels/", "models/",
-    "references_themselves/", "storage/", "transforms/",
-)  # fmt: skip
-
 # Workers and later runs find here what was compiled before. JAX_COMPILATION_CACHE_DIR names another
 # folder, and JAX_ENABLE_COMPILATION_CACHE=false turns it off. Commands that tests start do not use
 # it: one that is killed while it writes would leave a broken file. JAX warns of those, which the
@@ -65,7 +59,7 @@ def pytest_configure(config):
 def pytest_ignore_collect(collection_path, config):
     """With `-m quick`, passes over files that have no quick test."""
     if config.getoption("markexpr") == "quick" and collection_path.suffix == ".py":
-        return None if _is_core(collection_path) else True
+        return None if _is_quick(collection_path) else True
     return None
 
 
@@ -94,19 +88,21 @@ def _mark_slow(config, items):
 
 
 def _mark_quick(items):
-    """Marks as quick the first fast test of every file of the core."""
+    """Marks as quick the first fast test of every method and stored form, and of few others."""
     seen = set()
     for item in items:
         fast = not any(map(item.get_closest_marker, ("slow", "gpu")))
-        if fast and item.path not in seen and _is_core(item.path):
+        if fast and item.path not in seen and _is_quick(item.path):
             seen.add(item.path)
             item.add_marker(pytest.mark.quick)
 
 
-def _is_core(path: Path) -> bool:
-    """Whether it is a test of methods, caches, kernels, models or `kvjax.generate`."""
-    place = path.relative_to(ROOT / "tests").as_posix()
-    return place.startswith(CORE) or place.endswith(("conftest.py", "__init__.py"))
+def _is_quick(path: Path) -> bool:
+    """Whether it is a file of a method, of a stored form, of the cache or of `kvjax.generate`."""
+    from kvjax.registry import METHODS, STORAGE, WRAPPERS  # once XLA_FLAGS are set
+
+    others = "cache", "generate", "conftest", "__init__"
+    return path.stem.removeprefix("test_") in {*METHODS, *WRAPPERS, *STORAGE, *others}
 
 
 class ByFileOrCase(LoadScopeScheduling):
