@@ -62,13 +62,13 @@ class Loops(Newest):
 
 
 class CountsPromptsOfAllRows(Newest):
-    """It turns its score around after the first prompt of any row."""
+    """It turns its score around after two prompts of any rows."""
 
     def init(self, cache, layer):
         return cache, jnp.zeros(cache.shape[0], jnp.int32)
 
     def on_prompt(self, cache, state, step) -> tuple[Keep, jax.Array]:
-        sign = jnp.where(state > 0, -1.0, 1.0)[:, None, None]
+        sign = jnp.where(state > 1, -1.0, 1.0)[:, None, None]
         score = sign * cache.position.astype(jnp.float32)
         return Keep(jnp.full_like(cache.length, self.budget), score), state + 1
 
@@ -81,7 +81,8 @@ class CountsStepsOfAllRows(CountsPromptsOfAllRows):
         return Keep(jnp.full_like(cache.length, self.budget), None), state
 
     def on_step(self, cache, state, step) -> tuple[Keep, jax.Array]:
-        score = jnp.sin(cache.position * (1.0 + state[:, None, None]))
+        steps = state[:, None, None].astype(jnp.float32)
+        score = jnp.sin(cache.position.astype(jnp.float32) * (1.0 + steps))
         return Keep(jnp.full_like(cache.length, self.budget), score), state + 1
 
 
@@ -96,7 +97,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.fast_cases("keeps more", "loop", "other rows")
+@pytest.mark.fast_cases("keeps more", "loop", "other rows", "prompts of other rows")
 def test_what_is_broken_is_found(name):
     kind, said = BROKEN[name]
     with pytest.raises(ConformanceError) as raised:
