@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.testing import control_flow
-from kvjax.transforms.clusterkv.recalled import RANK_AGAIN
-from pallas_kernels.base.mixing import SUM_AGAIN
+from kvjax.testing import OWN_CONDITIONS, control_flow
 from tests.compose.test_conformance import CASES, names, snapkv
 from tests.conftest import AS_USERS
 from tests.support.attending import Tokens, new_cache, parts, the_rope
@@ -21,7 +19,7 @@ from tests.support.hlo_text import Program
 
 # Rows of a store in host memory come run by run; sums in which a free slot's NaN is are made again,
 # and so is a ranking of clusters whose first ones do not fill a list.
-OWN = ("_fetch", SUM_AGAIN, RANK_AGAIN)
+OWN = ("_fetch", *OWN_CONDITIONS)
 CHAINS = {
     "chain of three": kvjax.chain(
         snapkv(14), kvjax.H2O(budget=12), kvjax.Quantize(4, group=4, key_axis="token")

@@ -136,9 +136,9 @@ def test_watched_steps_are_those_of_the_method(model, watched):
 
 
 def test_layers_of_head_groups_do_what_they_do_and_are_not_watched(model, watched):
-    _, prompt, quest = watched
+    _, prompt, selecting = watched
     split = kvjax.HeadGroups((((1,), kvjax.StreamingLLM(12)), ((0,), kvjax.StreamingLLM(20))))
-    mixed = kvjax.PerLayer(lambda layer, _: split if layer == 0 else quest)
+    mixed = kvjax.PerLayer(lambda layer, _: split if layer == 0 else selecting)
     steps, context = plot.watch(model, prompt, mixed, steps=3)
     plain = kvjax.generate(model, [prompt], transform=mixed, max_new_tokens=3, end_tokens=())
     assert [step.token for step in steps] == plain.tokens[0]

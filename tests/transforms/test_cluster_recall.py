@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.transforms.clusterkv import recalled
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.clusterkv.recalled import Ranking, recalled_slots
 from tests.references import cluster_selection as reference
@@ -59,9 +60,7 @@ def test_slots_are_those_of_a_whole_ranking(likely, per_query_head):
 
 @pytest.mark.parametrize("likely", [3, 16, 30])
 def test_all_are_ranked_only_where_the_first_do_not_fill_the_lists(likely, monkeypatch):
-    """The whole ranking is made to raise, by a callback, where it is used."""
-    from kvjax.transforms.clusterkv import recalled
-
+    """A callback notes that the whole ranking is used."""
     whole, rank = [], recalled.rank_clusters
 
     def watched(*args, most, **options):

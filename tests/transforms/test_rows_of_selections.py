@@ -9,11 +9,9 @@ import pytest
 
 import kvjax
 from kvjax.storage.offload import HOST_MEMORY, Resident, memory_kinds
-from kvjax.testing import control_flow
-from kvjax.transforms.clusterkv.recalled import RANK_AGAIN
+from kvjax.testing import OWN_CONDITIONS, control_flow
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
-from pallas_kernels.base.mixing import SUM_AGAIN
 from tests.support.attending import Tokens, decode, new_cache, prompt, right
 from tests.support.decode_loops import Seen, Watched, found, unseen
 from tests.support.tolerances import close
@@ -121,9 +119,7 @@ def test_a_step_has_no_loop_and_no_condition(name):
     def step(cache):
         return kvjax.attend(transform, cache, q, k, v, positions, phase="decode")
 
-    found = control_flow(
-        jax.make_jaxpr(step)(cache).jaxpr, lambda name: name in (SUM_AGAIN, RANK_AGAIN)
-    )
+    found = control_flow(jax.make_jaxpr(step)(cache).jaxpr, lambda name: name in OWN_CONDITIONS)
     assert set(found) <= {"scan"}
 
 

@@ -108,12 +108,12 @@ def context_nll(
         raise ValueError(
             f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
         )
+    check_turn(functional, context, None, tokens.shape[1])
     if flush_interval(context.caches) is not None and int(context.waiting):
         raise ValueError(
             "context must be from kvjax.read or kvjax.ReadOnce, got one in which "
             f"{int(context.waiting)} written tokens wait for a flush"
         )
-    check_turn(functional, context, None, tokens.shape[1])
     given = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
     return np.asarray(_nll(context.layers, functional, *given))
 
