@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.attention.layer import Cache
+from kvjax.attention.layer import Cache, layer_caches
 
 from .config import ACTIVATIONS, DecoderConfig
 from .rope_scaling import make_rope
@@ -128,7 +128,7 @@ class Attention(nnx.Module):
             positions,
             phase=phase,
             last=last,
-            rope=self._rope(layer, positions),
+            rope=self._rope(layer, cache),
             scale=self.scale,
             window=self.settings.window,
             soft_cap=self.soft_cap,
@@ -136,13 +136,13 @@ class Attention(nnx.Module):
         )
         return self.merge(out.astype(x.dtype)), cache
 
-    def _rope(self, layer: kvjax.KVTransform, positions: Int[Array, "B T"]) -> kvjax.Rope | None:
+    def _rope(self, layer: kvjax.KVTransform, cache: Cache) -> kvjax.Rope | None:
         """What rotates queries and keys; where nothing does, methods still get a rope if they ask.
 
         Methods that keep keys unrotated need one: that of a layer without positions turns by 0.
         """
         if self.settings.rope is not None:
-            return make_rope(self.settings.rope, positions)
+            return make_rope(self.settings.rope, layer_caches(cache)[0].max_length)
         unrotated = any(transform.needs.unrotated_keys for transform in _transforms(layer))
         return kvjax.Rope(jnp.zeros((1,), jnp.float32)) if unrotated else None
 

@@ -36,6 +36,8 @@ MOST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
 """The most layers of a model; several objects are made for each before any weight is read."""
 
+_NOT_COMPUTED = {"computes": False}  # no logit depends on it: contexts may differ in it
+
 _MOST_NUMBER = float(np.finfo(np.float32).max)
 
 
@@ -286,8 +288,8 @@ class DecoderConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     embedding_scale: float = 1.0
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = field(default=())
+    bos_token_id: int | None = field(default=None, metadata=_NOT_COMPUTED)
+    eos_token_ids: tuple[int, ...] = field(default=(), metadata=_NOT_COMPUTED)
     model_type: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from kvjax.generation.pruning import drops_tokens, pass_on, states_at, whole_pro
 
 from .blocks import DecoderLayer, RMSNorm, soft_capped, wants_prediction
 from .config import DecoderConfig
+from .rope_scaling import RopeLengths
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("layer", "phase", "last"))
@@ -52,8 +53,8 @@ class Decoder(nnx.Module):
 
     Attributes:
       config: as given.
-      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions, windows: from
-        `config`, what `kvjax.generate` reads of any model.
+      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions, windows, length_class:
+        from `config`, what `kvjax.generate` reads of any model.
 
     Example:
       >>> import jax.numpy as jnp, kvjax
@@ -155,6 +156,7 @@ class Decoder(nnx.Module):
         return self.head(x), tuple(written)
 
     windows = property(lambda self: self.config.windows)
+    length_class = property(lambda self: RopeLengths.of(self.config))
 
     def embed_tokens(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]

@@ -347,8 +347,7 @@ def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
         stretched = replace(plain, type="llama3", original_max_positions=original, **scaling)
     except (TypeError, ValueError):  # said by whoever reads the configuration
         return {}
-    position = np.zeros((1, 1), np.int32)
-    before, after = (np.asarray(make_rope(x, position).inv_freq) for x in (plain, stretched))
+    before, after = (np.asarray(make_rope(x, original).inv_freq) for x in (plain, stretched))
     if not np.allclose(before / after, factors, rtol=1e-4, atol=0):
         return {}
     return {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}

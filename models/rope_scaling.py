@@ -3,56 +3,95 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
 from kvjax.rope import Rope
 
-from .config import RopeConfig
+from .config import DecoderConfig, RopeConfig
 
 
-def make_rope(config: RopeConfig, positions: Int[Array, "B T"]) -> Rope:
-    """The rotary embedding for one call with tokens at `positions` (−1: padding).
+def make_rope(config: RopeConfig, max_length: int) -> Rope:
+    """The rotary embedding of a layer whose cache is made for `max_length` tokens of a row.
 
-    Only `"dynamic"` and `"longrope"` look at the positions. Their inverse frequencies are `[B, R]`:
-    each row's depend on the row's own length, the highest position of this call plus one, so that a
-    padded batch equals its rows alone. (`transformers` decides by the longest row of the batch.)
-    Nothing is remembered between calls: keys keep the rotation of the call that wrote them, as they
-    do in the modules of `transformers`. A row of `"longrope"` that grows beyond the original
-    context while it is decoded therefore has keys of both sets; `generate` of `transformers` reads
-    such a row again from its beginning.
+    Two types look at the length. `"longrope"` has short factors up to the original context and long
+    ones beyond, `"dynamic"` a base that grows beyond it. Both are decided once for a cache, by what
+    it is made for, as vLLM and llama.cpp decide `"longrope"` by the context length that they are
+    started with. All keys of a cache have one set of frequencies, therefore, however a text is cut
+    into turns, chunks and decode steps.
+
+    `transformers` decides at every call by the tokens so far: keys that were cached before a text
+    grew beyond the original context keep the frequencies of before. Phi-3's `generate` reads the
+    text again at that point, other models go on with keys of two sets.
 
     Args:
       config: theta, type and the type's parameters.
-      positions: token positions `[B, T]`.
+      max_length: tokens of a row, prompt and new ones together (`LayerCache.max_length`).
 
     Returns:
-      A `kvjax.Rope` with `inv_freq` `[R]`, or `[B, R]` for `"dynamic"` and `"longrope"`.
+      A `kvjax.Rope` with `inv_freq` `[R]`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from kvjax.models import RopeConfig
       >>> from kvjax.models.rope_scaling import make_rope
-      >>> make_rope(RopeConfig(rotary_dim=8), jnp.array([[0, 1, 2]])).inv_freq.shape
-      (4,)
+      >>> rope = RopeConfig(
+      ...     rotary_dim=4, type="longrope", factor=4.0, original_max_positions=16,
+      ...     short_factors=(1.0, 1.0), long_factors=(2.0, 4.0))
+      >>> [make_rope(rope, length).inv_freq.tolist() for length in (16, 17)]
+      [[1.0, 0.009999999776482582], [0.5, 0.0024999999441206455]]
     """
-    if config.type == "dynamic":
-        return Rope(_dynamic(config, positions), interleaved=config.interleaved)
-    if config.type == "longrope":
-        inv_freq = _longrope(config, positions)
-    else:
-        inv_freq = _plain(config)
-        if config.type == "linear":
-            inv_freq = inv_freq / np.float32(config.factor)
-        elif config.type == "llama3":
-            inv_freq = _llama3(config, inv_freq)
-        elif config.type == "yarn":
-            inv_freq = _yarn(config)
+    inv_freq = np.float32(1.0) / _powers(config, config.theta)
+    if config.type == "linear":
+        inv_freq = inv_freq / np.float32(config.factor)
+    elif config.type == "dynamic":
+        inv_freq = _dynamic(config, max_length)
+    elif config.type == "llama3":
+        inv_freq = _llama3(config, inv_freq)
+    elif config.type == "yarn":
+        inv_freq = _yarn(config)
+    elif config.type == "longrope":
+        inv_freq = _longrope(config, max_length)
     return Rope(
         jnp.asarray(inv_freq), interleaved=config.interleaved, factor=attention_factor(config)
     )
+
+
+@dataclass(frozen=True)
+class RopeLengths:
+    """Lengths with equal frequencies in all layers, as one number: a model's `length_class`.
+
+    Args:
+      ropes: of the layers, those of type `"longrope"` and `"dynamic"`.
+
+    Example:
+      >>> from kvjax.models import RopeConfig
+      >>> from kvjax.models.rope_scaling import RopeLengths
+      >>> rope = RopeConfig(rotary_dim=8, type="dynamic", factor=2.0, original_max_positions=64)
+      >>> same = RopeLengths((rope,))
+      >>> same(10), same(64), same(65), same(100)
+      (1, 1, 65, 100)
+    """
+
+    ropes: tuple[RopeConfig, ...]
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> RopeLengths | None:
+        """Of a decoder; None where no layer looks at the length."""
+        layers = (config.layer(index).rope for index in range(config.num_layers))
+        ropes = [rope for rope in layers if rope and rope.type in ("dynamic", "longrope")]
+        return cls(tuple(dict.fromkeys(ropes))) if ropes else None
+
+    def __call__(self, max_length: int) -> int:
+        """The least length whose frequencies are those of `max_length`."""
+        least = 1
+        for rope in self.ropes:
+            if max_length > rope.original_max_positions:
+                dynamic = rope.type == "dynamic"
+                least = max(least, max_length if dynamic else rope.original_max_positions + 1)
+        return least
 
 
 def attention_factor(config: RopeConfig) -> float:
@@ -95,19 +134,14 @@ def _exponents(config: RopeConfig) -> Float[np.ndarray, " R"]:
     return np.arange(0, config.rotary_dim, 2, dtype=np.float32) / np.float32(config.rotary_dim)
 
 
-def _powers(config: RopeConfig) -> Float[np.ndarray, " R"]:
+def _powers(config: RopeConfig, theta: float) -> Float[np.ndarray, " R"]:
     """`theta ** (2i / rotary_dim)`.
 
     At position 100,000 one unit in the last place of a frequency near 1 is an angle of 0.006, so
     the rounding steps are those of the models' training code: exponent, power and reciprocal are
     each rounded to float32. The power itself is taken in float64, which rounds it correctly.
     """
-    power = np.float64(config.theta) ** _exponents(config).astype(np.float64)
-    return power.astype(np.float32)
-
-
-def _plain(config: RopeConfig) -> Float[np.ndarray, " R"]:
-    return np.float32(1.0) / _powers(config)
+    return (np.float64(theta) ** _exponents(config).astype(np.float64)).astype(np.float32)
 
 
 def _llama3(config: RopeConfig, inv_freq: Float[np.ndarray, " R"]) -> Float[np.ndarray, " R"]:
@@ -129,7 +163,7 @@ def _yarn(config: RopeConfig) -> Float[np.ndarray, " R"]:
     It begins at the pair that turns `beta_fast` times within the original context and ends at the
     one that turns `beta_slow` times.
     """
-    powers, factor = _powers(config), np.float32(config.factor)
+    powers, factor = _powers(config, config.theta), np.float32(config.factor)
     start, end = (_pair_that_turns(config, beta) for beta in (config.beta_fast, config.beta_slow))
     if config.truncate:
         start, end = math.floor(start), math.ceil(end)
@@ -149,24 +183,20 @@ def _pair_that_turns(config: RopeConfig, times: float) -> float:
     return config.rotary_dim * math.log(length) / (2 * math.log(config.theta))
 
 
-def _longrope(config: RopeConfig, positions: Int[Array, "B T"]) -> Float[Array, "B R"]:
-    """Short factors for rows up to the original context, long ones for longer rows."""
-    short, long = (
-        np.float32(1.0) / (np.asarray(factors, np.float32) * _powers(config))
-        for factors in (config.short_factors, config.long_factors)
-    )
-    is_long = positions.max(axis=1) + 1 > config.original_max_positions
-    return jnp.where(is_long[:, None], jnp.asarray(long)[None, :], jnp.asarray(short)[None, :])
+def _longrope(config: RopeConfig, max_length: int) -> Float[np.ndarray, " R"]:
+    """Short factors up to the original context, long ones beyond."""
+    is_long = max_length > config.original_max_positions
+    factors = np.asarray(config.long_factors if is_long else config.short_factors, np.float32)
+    return np.float32(1.0) / (factors * _powers(config, config.theta))
 
 
-def _dynamic(config: RopeConfig, positions: Int[Array, "B T"]) -> Float[Array, "B R"]:
-    """The base grows with the length once a row is longer than the original context.
+def _dynamic(config: RopeConfig, max_length: int) -> Float[np.ndarray, " R"]:
+    """The base grows with the length beyond the original context.
 
-    `theta * (factor * length / original - (factor - 1)) ** (d / (d - 2))`, `d = rotary_dim`; a
-    shorter row has `length = original`, which leaves theta unchanged.
+    `theta * (factor * length / original - (factor - 1)) ** (d / (d - 2))`, `d = rotary_dim`. Up to
+    the original context the length counts as that, which leaves theta unchanged.
     """
     original, dim = config.original_max_positions, config.rotary_dim
-    length = jnp.maximum(positions.max(axis=1) + 1, original).astype(jnp.float32)
+    length = max(max_length, original)
     stretch = config.factor * length / original - (config.factor - 1.0)
-    base = config.theta * stretch ** (dim / (dim - 2))
-    return 1.0 / jnp.power(base[:, None], jnp.asarray(_exponents(config))[None, :])
+    return np.float32(1.0) / _powers(config, config.theta * stretch ** (dim / (dim - 2)))

@@ -65,6 +65,9 @@ class LayerCache:
       reading: the rows that had tokens in the prompt so far, between its chunks; None otherwise.
       rope: the last prompt's, where a method looks at unrotated keys at a flush; None otherwise.
       transform: what it was made for (static).
+      max_length: tokens of a row that it was made for, prompt and new ones together (static). What
+        a model decides by the length of a text, it decides by this number, so that the same text
+        gives the same result in one call, in turns, in chunks and token by token.
       logits: how the last prompt's attention made its logits, where the cache is to be flushed
         (static).
       placement: the devices that it is divided among (static); None: `attend` divides nothing.
@@ -76,6 +79,7 @@ class LayerCache:
     reading: Bool[Array, " B"] | None
     rope: Rope | None
     transform: KVTransform = field(metadata={"static": True})
+    max_length: int = field(metadata={"static": True})
     logits: Logits | None = field(default=None, metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
 
@@ -160,6 +164,7 @@ def init_cache(
     dtype: DTypeLike | None = None,
     layer: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    max_length: int | None = None,
 ) -> Cache:
     """An empty cache for one attention layer, of the capacity that the transform promises.
 
@@ -176,6 +181,9 @@ def init_cache(
         "tensor" for its heads. Rows that the axis does not divide evenly are on all of its
         devices, and so are KV heads, and those of `HeadGroups`. None: one device, or what XLA
         makes of where the arrays are.
+      max_length: the `LayerCache.max_length`, by which a model decides what depends on the length
+        of a text, such as the frequencies of LongRoPE; by default `max_prompt + max_new`. It bounds
+        nothing.
 
     Returns:
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
@@ -198,6 +206,8 @@ def init_cache(
     for name, value in (counts | {"head_dim": head_dim, "max_prompt": max_prompt}).items():
         check_count(name, value, 1)
     check_count("max_new", max_new, 0)
+    max_length = max_prompt + max_new if max_length is None else max_length
+    check_count("max_length", max_length, 1)
     bound = layers_of(transform)
     if layer is None and len(bound or (0,)) == 1:
         layer = (bound or (0,))[0]
@@ -223,7 +233,7 @@ def init_cache(
     if isinstance(transform, HeadGroups):
         transform.check_heads(kv_heads)
         same = {"batch": batch, "head_dim": head_dim, "max_prompt": max_prompt}
-        same |= {"max_new": max_new, "dtype": dtype, "layer": layer}
+        same |= {"max_new": max_new, "dtype": dtype, "layer": layer, "max_length": max_length}
         group, whole = query_heads // kv_heads, Placement.of(mesh, kv_heads, divisible=False)
         made = (
             init_cache(tx, kv_heads=len(heads), query_heads=len(heads) * group, **same)
@@ -251,7 +261,7 @@ def init_cache(
         window = QueryWindow.empty(batch, query_heads, needs.queries(max_prompt), head_dim, dtype)
     logits = None if extent.interval is None else Logits(head_dim**-0.5)
     placement = Placement.of(mesh, kv_heads, divisible=True)
-    return LayerCache(kv, state, window, None, None, transform, logits, placement)
+    return LayerCache(kv, state, window, None, None, transform, max_length, logits, placement)
 
 
 def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...]:

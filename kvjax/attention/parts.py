@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -56,10 +57,10 @@ def has_rows(cache: LayerCache) -> LayerCache:
     state = jax.tree.unflatten(jax.tree.structure(cache.state), flags)
     # Only frequencies that depend on a row's length have an axis of rows.
     rope = jax.tree.map(lambda x: x.ndim == 2, cache.rope)
-    return LayerCache(
-        every(kv), state, every(cache.window), every(cache.reading), rope, cache.transform,
-        cache.logits, cache.placement,
-    )  # fmt: skip
+    window, reading = every(cache.window), every(cache.reading)
+    return dataclasses.replace(
+        cache, kv=every(kv), state=state, window=window, reading=reading, rope=rope
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,9 +114,7 @@ def _specs(cache: LayerCache) -> LayerCache:
     # The number of its queries may be that of heads.
     window = None if cache.window is None else QueryWindow(P(rows, heads), P(rows))
     rope = rope_specs(cache.rope, rows)
-    return LayerCache(
-        own.kv, own.state, window, own.reading, rope, cache.transform, cache.logits, placement
-    )
+    return dataclasses.replace(own, window=window, rope=rope)
 
 
 def on_each_device(

@@ -12,6 +12,7 @@ from jaxtyping import Int
 
 from kvjax.devices import mesh_of
 from kvjax.generation.context import Context
+from kvjax.generation.fingerprints import Fingerprint, differences
 from kvjax.generation.model import FunctionalModel
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
@@ -79,24 +80,12 @@ def check_turn(
         )
     if any(x.is_deleted() for x in jax.tree.leaves(context.caches)):
         raise ValueError("the context has been given away with donate=True: take the result's")
-    own = (model.num_layers, model.kv_heads, model.query_heads, model.head_dim)
-    size = context.size
-    others = (len(context.layers), size.kv_heads, size.query_heads, size.head_dim)
-    if own != others:
-        raise ValueError(
-            "the context must be of this model: layers, KV heads, query heads and head_dim are "
-            f"{others}, the model's {own}"
-        )
-    if context.windows != model.windows:
-        raise ValueError(
-            "the context must be of this model: the windows of its layers are "
-            f"{brief(context.windows)}, the model's {brief(model.windows)}"
-        )
-    mesh = mesh_of(model.params)
-    if context.size.mesh != mesh:
+    check_same_model(context, model)
+    size, mesh = context.size, mesh_of(model.params)
+    if size.mesh != mesh:
         raise ValueError(
             "the context must lie where the model does, its caches were made for "
-            f"{_shown(context.size.mesh)}, the model is on {_shown(mesh)}"
+            f"{_shown(size.mesh)}, the model is on {_shown(mesh)}"
         )
     if prompts is None:
         count = np.zeros(context.rows, int)
@@ -126,6 +115,14 @@ def check_turn(
                 f"{total[row] - more[row]} so far and {more[row]} more"
                 + ("" if name == "positions" else f" (kvjax.read takes a larger {name})")
             )
+
+
+def check_same_model(context: Context, model: FunctionalModel) -> None:
+    """Raises ValueError unless the model computes all that the context's model does, as it does."""
+    there, here = context.fingerprint, Fingerprint.of(model)
+    if there != here:
+        found = differences(there.content, here.content)
+        raise ValueError(f"the context must be of this model: its {found}")
 
 
 def _shown(mesh: Mesh | None) -> str:

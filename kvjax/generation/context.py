@@ -15,6 +15,7 @@ from kvjax.attention.parts import has_rows, placed
 from kvjax.cache.slots import nbytes
 from kvjax.compose.chain import bind
 from kvjax.devices import put, put_rows
+from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.reading import CacheSize
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import HOST_MEMORY
@@ -41,6 +42,8 @@ class Context:
       layers: the same, bound to each layer (static).
       size: what the caches were made for (static).
       windows: of each layer, as the model says; empty: no layer has one (static).
+      fingerprint: of the model, for which alone it serves (static); None only within a call of
+        `generate` that does not keep it.
     """
 
     caches: tuple[Cache, ...]
@@ -53,6 +56,7 @@ class Context:
     layers: tuple[KVTransform, ...] = field(metadata={"static": True})
     size: CacheSize = field(metadata={"static": True})
     windows: tuple[int | None, ...] = field(metadata={"static": True})
+    fingerprint: Fingerprint | None = field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
         """What it was made for, and not the numbers that it holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.generation.checks import Rows, as_rows, bucket, check_prompts
 from kvjax.generation.context import Context
+from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, Compiler
 from kvjax.generation.sampling import Sampling
@@ -25,6 +27,7 @@ def read(
     transform: KVTransform | None = None,
     max_prompt: int | None = None,
     max_new: int = 512,
+    max_length: int | None = None,
     dtype: DTypeLike | None = None,
     buckets: Sequence[int] | None = None,
     on_layer: Callable[[int], None] | None = None,
@@ -37,6 +40,10 @@ def read(
       max_prompt: most tokens of a row that are read, in this and all further turns. By default
         those of this prompt, padded, which leaves next to no room for questions.
       max_new: most tokens of a row that the model writes, all turns together.
+      max_length: tokens of a row by which a model decides what depends on the length of a text
+        (LongRoPE, dynamic NTK), once for this context and all that go on from it. By default
+        `max_prompt`, or the longest prompt where that is not given, and `max_new`. It bounds
+        nothing.
 
     Raises:
       TypeError, ValueError: as `generate`, and for a `max_prompt` below the longest prompt.
@@ -55,11 +62,12 @@ def read(
     functional, prompts = as_functional(model), as_rows(prompts)
     transform = Full() if transform is None else transform
     padded, size = size_to_read(
-        functional, prompts, [transform], max_prompt, max_new, dtype, buckets
+        functional, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
     )
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     how = transform, layers, size
-    return begin(functional, prompts, padded, *how, Compiler(on_compile), on_layer)
+    context = begin(functional, prompts, padded, *how, Compiler(on_compile), on_layer)
+    return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
 
 
 def size_to_read(
@@ -68,6 +76,7 @@ def size_to_read(
     transforms: Sequence[KVTransform],
     max_prompt: int | None,
     max_new: int,
+    max_length: int | None,
     dtype: DTypeLike | None,
     buckets: Sequence[int] | None,
 ) -> tuple[int, CacheSize]:
@@ -84,8 +93,11 @@ def size_to_read(
             raise ValueError(
                 f"max_prompt must hold the prompt of {longest} tokens, got {max_prompt}"
             )
+    if max_length is None:
+        max_length = (max_prompt or longest) + max_new
+    check_count("max_length", max_length, 1)
     most = max(padded, max_prompt or 0)
-    return padded, CacheSize.of(model, len(prompts), most, max_new, dtype)
+    return padded, CacheSize.of(model, len(prompts), most, max_new, dtype, max_length)
 
 
 def generate(
@@ -109,6 +121,10 @@ def generate(
 
     A layer with a sliding window that is shorter than a text may become keeps its window, exactly,
     and nothing else, whatever the method does in other layers: see `kvjax.bind`.
+
+    A model that computes otherwise for long texts (LongRoPE, dynamic NTK) does what suits the
+    longest prompt and `max_new_tokens` together, in all rows and from the first token on; with a
+    `context`, what suits that.
 
     Prompts are padded to one of a few lengths. Of a model that shows its parts
     (`kvjax.LayeredModel`), they are read layer by layer, so that no more than one layer holds its
@@ -145,7 +161,8 @@ def generate(
 
     Raises:
       TypeError, ValueError: before anything is computed: no prompts, an empty one, a token outside
-        the vocabulary, more tokens than the model has positions, the buckets or the context hold.
+        the vocabulary, more tokens than the model has positions, the buckets or the context hold, a
+        context of another model.
 
     Example:
       >>> import kvjax

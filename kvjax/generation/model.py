@@ -32,6 +32,10 @@ class LanguageModel(Protocol):
       max_positions: longest sequence that it can read; optional.
       windows: of each layer, the sliding window that it gives to `attend`, None where it has none;
         optional, a tuple. A layer with a window gets a `kvjax.Ring` (see `kvjax.bind`).
+      length_class: of a model that computes otherwise for long texts (LongRoPE), a hashable
+        function of a number of tokens; optional. It gives the least number that the model treats
+        alike. Caches get it as their `max_length`, by which the model then decides; caches of one
+        class share compiled code. Without it, `max_length` is `max_prompt + max_new`, padded.
     """
 
     num_layers: int
@@ -129,6 +133,7 @@ class FunctionalModel:
       num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as `LanguageModel`.
       parts: the same model in parts, with which prompts are read layer by layer; optional.
       windows: as `LanguageModel`; empty: no layer has one.
+      length_class: as `LanguageModel`; None: nothing depends on a text's length.
 
     It is a pytree itself, of the arrays of `params`; all else is static.
     """
@@ -143,12 +148,13 @@ class FunctionalModel:
     max_positions: int | None = None
     parts: ModelParts | None = None
     windows: tuple[int | None, ...] = ()
+    length_class: Callable[[int], int] | None = None
 
 
 jax.tree_util.register_dataclass(
     FunctionalModel,
     data_fields=["params"],
-    meta_fields=["apply", *_COUNTS, "max_positions", "parts", "windows"],
+    meta_fields=["apply", *_COUNTS, "max_positions", "parts", "windows", "length_class"],
 )
 
 
@@ -217,5 +223,6 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
     parts, windows = _parts_of(model, called, params), getattr(model, "windows", None) or ()
     return FunctionalModel(
         _Apply(called), params, max_positions=max_positions, parts=parts,
-        windows=tuple(windows) if isinstance(windows, list) else windows, **sizes,
+        windows=tuple(windows) if isinstance(windows, list) else windows,
+        length_class=getattr(model, "length_class", None), **sizes,
     )  # fmt: skip

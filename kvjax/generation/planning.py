@@ -157,7 +157,8 @@ def plan(
 def _size(
     model: FunctionalModel, rows: int, max_prompt: int, max_new: int, dtype: DTypeLike
 ) -> CacheSize:
-    return CacheSize.of(model, rows, max_prompt, max_new, dtype)._replace(mesh=None)
+    tokens = max_prompt + max_new
+    return CacheSize.of(model, rows, max_prompt, max_new, dtype, tokens)._replace(mesh=None)
 
 
 def _cache_bytes(

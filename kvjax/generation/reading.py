@@ -44,6 +44,7 @@ class CacheSize(NamedTuple):
     max_new: int
     dtype: str | None
     mesh: Mesh | None = None
+    max_length: int | None = None
 
     @classmethod
     def of(
@@ -53,11 +54,17 @@ class CacheSize(NamedTuple):
         max_prompt: int,
         max_new: int,
         dtype: DTypeLike | None,
+        tokens: int,
     ) -> CacheSize:
-        """Of a model's layers, on the mesh of its parameters."""
+        """Of a model's layers, on the mesh of its parameters.
+
+        `tokens` of a row were asked for. `max_prompt` and `max_new` may be padded: how a model
+        treats a text must not follow from that.
+        """
         dtype = None if dtype is None else floating(dtype).name
         heads = model.kv_heads, model.query_heads, model.head_dim
-        return cls(batch, *heads, max_prompt, max_new, dtype, mesh_of(model.params))
+        max_length = None if model.length_class is None else model.length_class(tokens)
+        return cls(batch, *heads, max_prompt, max_new, dtype, mesh_of(model.params), max_length)
 
     max_tokens = property(lambda self: self.max_prompt + self.max_new)  # of a row
 

@@ -18,6 +18,7 @@ from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.generation.checks import as_rows
 from kvjax.generation.context import Context
+from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, Compiler, new_cache, states_of_layers
@@ -70,7 +71,8 @@ class ReadOnce:
     and so does every method of a model on a mesh.
 
     Args:
-      model, prompts, max_prompt, max_new, dtype, buckets, on_layer, on_compile: as in `kvjax.read`.
+      model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile: as in
+        `kvjax.read`.
       transforms: the methods, of which `context` takes any.
 
     Raises:
@@ -96,6 +98,7 @@ class ReadOnce:
         *,
         max_prompt: int | None = None,
         max_new: int = 512,
+        max_length: int | None = None,
         dtype: DTypeLike | None = None,
         buckets: Sequence[int] | None = None,
         on_layer: Callable[[int], None] | None = None,
@@ -104,11 +107,11 @@ class ReadOnce:
         prompts = as_rows(prompts)
         self._model, self._prompts = as_functional(model), prompts
         self._options = {
-            "max_prompt": max_prompt, "max_new": max_new, "dtype": dtype, "buckets": buckets,
-            "on_compile": on_compile,
+            "max_prompt": max_prompt, "max_new": max_new, "max_length": max_length,
+            "dtype": dtype, "buckets": buckets, "on_compile": on_compile,
         }  # fmt: skip
         padded, self._size = size_to_read(
-            self._model, prompts, transforms, max_prompt, max_new, dtype, buckets
+            self._model, prompts, transforms, max_prompt, max_new, max_length, dtype, buckets
         )
         self._compiler = Compiler(on_compile)
         self._observed: Context | None = None
@@ -117,9 +120,11 @@ class ReadOnce:
             observe = Observe(functools.reduce(Needs.union, needs))
             size = self._size._replace(max_new=0)
             layers = (observe,) * self._model.num_layers
-            self._observed = begin(
+            observed = begin(
                 self._model, prompts, padded, observe, layers, size, self._compiler, on_layer
             )
+            fingerprint = Fingerprint.of(self._model)
+            self._observed = dataclasses.replace(observed, fingerprint=fingerprint)
 
     def context(self, transform: KVTransform) -> Context:
         """What `kvjax.read` returns for the same prompts and this method.

@@ -21,10 +21,12 @@ from jaxtyping import Array
 import kvjax
 from kvjax.compose.chain import bind, chain, parts_of
 from kvjax.devices import mesh_of
+from kvjax.generation.checks import check_same_model
 from kvjax.generation.context import Context
+from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, cache_shapes
-from kvjax.messages import brief, printable, quiet
+from kvjax.messages import printable, quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
 from kvjax.regular_files import check_regular, read_regular
@@ -32,10 +34,9 @@ from kvjax.storage.offload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 
-FORMAT = 2  # of the folder; another number is refused. 2: `quantize` means rotated rows
+FORMAT = 3  # of the folder; another number is refused. 3: descriptions of model and tokenizer
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _LIST_BYTES = 2**24  # a list of checksums is not longer
-_SAMPLES = 256  # numbers of each parameter that a fingerprint looks at
 
 
 def save_context(
@@ -49,7 +50,7 @@ def save_context(
     """Writes a context to a folder, from which `load_context` makes it again.
 
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
-    expression, its calibrations, sizes, versions, and fingerprints of model and tokenizer. A list
+    expression, its calibrations, sizes, versions, and descriptions of model and tokenizer. A list
     of checksums of all its files is written last, and makes it complete: only then a context that
     was there before is removed.
 
@@ -61,8 +62,8 @@ def save_context(
       about: more to keep, that JSON can hold; `context_about` gives it back.
 
     Raises:
-      ValueError: the method has no expression, `about` is no JSON, or `path` is something else than
-        a context.
+      ValueError: the context is of another model, the method has no expression, `about` is no
+        JSON, or `path` is something else than a context.
       OSError: the folder cannot be written.
 
     Example:
@@ -79,6 +80,7 @@ def save_context(
       ([3], SnapKV(budget=64, window=16, kernel=7, pooling='max', group_reduce='mean'))
     """
     folder = Path(path).absolute()
+    check_same_model(context, as_functional(model))
     _check_folder(folder, empty=True)
     plain, calibrations = _without_calibrations(context.transform)
     leaves = jax.tree.leaves(context)
@@ -98,7 +100,8 @@ def save_context(
             for found in calibrations
         ],
         "size": {name: x for name, x in context.size._asdict().items() if name != "mesh"},
-        "fingerprints": _fingerprints(as_functional(model), tokenizer),
+        "model": context.fingerprint.content,
+        "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
         "arrays": {name: _kind(x) for name, x in arrays.items()},
         "memories": [leaf.sharding.memory_kind for leaf in leaves],
         "about": {} if about is None else about,
@@ -132,7 +135,7 @@ def load_context(
 
     Args:
       path: of the folder.
-      model: the one that the context is of, with the same weights.
+      model: the one that the context is of: the same weights and settings, see `Context`.
       tokenizer: is checked if it is given and was given to `save_context`.
 
     Raises:
@@ -142,7 +145,10 @@ def load_context(
     folder = Path(path).absolute()
     content = _content(folder)
     functional = as_functional(model)
-    _compare(folder, content["fingerprints"], _fingerprints(functional, tokenizer))
+    fingerprint = Fingerprint.of(functional)
+    _check_same(folder, "model", content["model"], fingerprint.content)
+    if tokenizer is not None and content["tokenizer"] is not None:
+        _check_same(folder, "tokenizer", content["tokenizer"], describe_tokenizer(tokenizer))
     with _damaged(folder), _checkpoints(folder) as checkpoints:
         arrays = _read_arrays(checkpoints, _complete_step(folder), content["arrays"])
     with _damaged(folder):
@@ -150,7 +156,7 @@ def load_context(
         size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
         of_model = functional.num_layers, functional.windows
         layers = bind(transform, *of_model, size.max_tokens)
-    shapes = _context_shapes(functional, transform, layers, size)
+    shapes = _context_shapes(functional, transform, layers, size, fingerprint)
     expected = jax.tree.leaves(shapes)
     own = [arrays[name] for name in sorted(arrays) if name.isdigit()]
     if [_kind(x) for x in own] != [_kind(_plain_shape(x)) for x in expected]:
@@ -277,12 +283,13 @@ def _context_shapes(
     transform: KVTransform,
     layers: tuple[KVTransform, ...],
     size: CacheSize,
+    fingerprint: Fingerprint,
 ) -> Context:
     """A context as shapes."""
     count = jax.ShapeDtypeStruct((size.batch,), jnp.int32)
     step, caches = jax.ShapeDtypeStruct((), jnp.int32), cache_shapes(model, layers, size)
     logits = jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32)
-    how = transform, layers, size, model.windows
+    how = transform, layers, size, model.windows, fingerprint
     return Context(caches, logits, count, count, count, step, *how)
 
 
@@ -314,50 +321,11 @@ def _kind(x: Any) -> list:
     return [jnp.dtype(x.dtype).name, list(x.shape)]
 
 
-def _fingerprints(model: FunctionalModel, tokenizer: Any) -> dict[str, Any]:
-    """What tells models and tokenizers apart: sizes, and checksums of numbers and of words.
-
-    Of each parameter a few hundred numbers are looked at, spread over all of it.
-    """
-    names = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
-    found: dict[str, Any] = {name: getattr(model, name) for name in names}
-    found["windows"] = list(model.windows)
-    summed = hashlib.sha256()
-    for path, x in jax.tree_util.tree_leaves_with_path(model.params):
-        summed.update(f"{jax.tree_util.keystr(path)} {_kind(x)}".encode())
-        places = np.unique(np.linspace(0, max(x.size - 1, 0), _SAMPLES).astype(np.int64))
-        index = np.unravel_index(places, x.shape)
-        summed.update(_numbers_at(x, index).tobytes())
-    found["weights"] = summed.hexdigest()
-    found["tokenizer"] = None
-    if tokenizer is not None:
-        words = json.dumps(sorted(tokenizer.get_vocab().items()))
-        found["tokenizer"] = hashlib.sha256(words.encode()).hexdigest()
-    return found
-
-
-def _numbers_at(x: Array, index: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Some numbers of a parameter, bit for bit."""
-    if not x.size:
-        return np.asarray(0)
-    if isinstance(x, np.ndarray) or len(x.sharding.device_set) == 1:
-        return np.asarray(x[index])
-    # Devices add up what each of them has, and -0 + 0 is 0.
-    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return np.asarray(jax.jit(lambda x: jax.lax.bitcast_convert_type(x, bits)[index])(x))
-
-
-def _compare(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+def _check_same(folder: Path, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Raises where a context is of another model or tokenizer, with what differs."""
-    for name, value in here.items():
-        # Contexts of earlier versions say nothing about windows.
-        both = value is not None and there.get(name) is not None
-        if both and value != there[name]:
-            given = f": {brief(there[name])}, here {brief(value)}"
-            shown = "" if isinstance(value, str) else given
-            raise ValueError(
-                f"the context in {folder} is of another model: its {name} differ{shown}"
-            )
+    found = differences(there, here)
+    if found:
+        raise ValueError(f"the context in {folder} is of another {what}: its {found}")
 
 
 def _calibration(transform: KVTransform) -> str | None:

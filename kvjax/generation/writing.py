@@ -246,8 +246,10 @@ class Writing:
             transform = Full() if transform is None else transform
             of_model = self._model.num_layers, self._model.windows
             check_prompts(self._model, prompts, bind(transform, *of_model), max_new_tokens)
-            padded = bucket(max(map(len, prompts)), self._model.max_positions, buckets)
-            size = CacheSize.of(self._model, len(prompts), padded, room, dtype)
+            longest = max(map(len, prompts))
+            padded = bucket(longest, self._model.max_positions, buckets)
+            tokens = longest + max_new_tokens
+            size = CacheSize.of(self._model, len(prompts), padded, room, dtype, tokens)
             how = transform, bind(transform, *of_model, size.max_tokens), size
             context = begin(self._model, prompts, padded, *how, self._compiler, on_layer)
         else:

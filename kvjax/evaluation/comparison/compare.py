@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.attention.layer import layer_caches
@@ -26,6 +24,7 @@ from kvjax.generation.calibration import calibrated
 from kvjax.generation.checks import bucket
 from kvjax.generation.context import Context
 from kvjax.generation.continuation import decoder, new_text
+from kvjax.generation.fingerprints import Fingerprint, checksum
 from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading_once import ReadOnce
@@ -129,9 +128,11 @@ def run(
     if end_tokens is None:
         end = material.tokenizer.eos_token_id
         end_tokens = () if end is None else (end,)
+    described = dict(Fingerprint.of(functional).content)
     settings = {
         "model": name,
-        "weights": _fingerprint(functional.params),
+        "weights": checksum(described.pop("weights")),
+        "computation": checksum(described),
         "text": material.fingerprint(),
         "end_tokens": [int(token) for token in end_tokens],
         **grid.settings(),
@@ -221,7 +222,7 @@ class _Measure:
         prompts = [case.prompt if inside else case.context for case in cases]
         questions = None if inside else [case.question for case in cases]
         most_new = self.material.most_new(unit.task, unit.length, unit.first, unit.stop)
-        room = 0 if inside else bucket(max(map(len, questions)), None, None)
+        asked = 0 if inside else max(map(len, questions))
 
         def answer(context: Context) -> Found:
             held = _live_slots(context)
@@ -241,7 +242,7 @@ class _Measure:
                 "dropped": result.dropped,
             }  # fmt: skip
 
-        yield from self._each(prompts, candidates, answer, room, most_new)
+        yield from self._each(prompts, candidates, answer, asked, most_new)
 
     def perplexity(
         self, unit: Unit, candidates: Sequence[Candidate]
@@ -297,16 +298,21 @@ class _Measure:
         prompts: list[list[int]],
         candidates: Sequence[Candidate],
         measure: Callable[[Context], Found],
-        room: int,
+        asked: int,
         most_new: int,
     ) -> Iterator[tuple[Candidate, Found]]:
-        """`measure` of each candidate's context, after the prompts have been read once."""
-        padded = bucket(max(map(len, prompts)), self.model.max_positions, None)
+        """`measure` of each candidate's context, after the prompts have been read once.
+
+        `asked` tokens at most follow them as a question, and `most_new` of the answer.
+        """
+        longest = max(map(len, prompts))
+        padded = bucket(longest, self.model.max_positions, None)
+        room = bucket(asked, None, None) if asked else 0
         ready = yield from self._ready(candidates)
         try:
             once = ReadOnce(
                 self.model, prompts, list(ready.values()), max_prompt=padded + room,
-                max_new=bucket(most_new, None, None),
+                max_new=bucket(most_new, None, None), max_length=longest + asked + most_new,
             )  # fmt: skip
         except Exception as error:
             yield from ((one, _failed(error)) for one in ready)
@@ -347,15 +353,3 @@ def _live_slots(context: Context) -> float:
     """Slots that hold something after the prompt, a mean over layers, rows and lists."""
     live = [np.asarray(part.kv.live.sum(-1)).mean() for part in layer_caches(context.caches)]
     return float(np.mean(live))
-
-
-def _fingerprint(params: Mapping[str, Any]) -> str:
-    """A hash of weights: of their names, shapes and a sample of their values."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            continue
-        sample = np.asarray(leaf).ravel()[:: max(1, leaf.size // 1024)]
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(sample.tobytes())
-    return digest.hexdigest()[:16]

@@ -78,7 +78,7 @@ def _nearby(model: Decoder, back: int) -> np.ndarray:
     key = np.zeros(model.config.head_dim, np.float32)
     key[:_PAIRS] = _NEAR
     position = jnp.array([[-back]])
-    rope = make_rope(model.config.rope, position)
+    rope = make_rope(model.config.rope, model.config.max_positions)
     return np.asarray(rope.rotate(jnp.asarray(key)[None, None, None], position))[0, 0, 0]
 
 

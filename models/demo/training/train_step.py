@@ -72,7 +72,7 @@ def forward(
 ) -> Float[Array, "B T V"]:
     """The decoder's logits without a cache, differentiable."""
     x = decoder.embed(tokens)
-    rope = make_rope(decoder.config.rope, positions)
+    rope = make_rope(decoder.config.rope, decoder.config.max_positions)
     for block in decoder.layers:
         q, k, v = block.attention.project(block.attention_norm(x))
         out = causal_attention(rope.rotate(q, positions), rope.rotate(k, positions), v)
