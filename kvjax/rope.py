@@ -20,8 +20,7 @@ class Rope:
     `2 * R` channels are rotated, the others pass through unchanged.
 
     Args:
-      inv_freq: inverse frequencies, `[R]`, or `[B, R]` where they depend on the row (the `dynamic`
-        scaling of long prompts).
+      inv_freq: inverse frequencies, `[R]`, or `[B, R]` where they depend on the row.
       interleaved: pairs are neighbours (0,1), (2,3), ... (GLM) instead of halves (0,R), (1,R+1),
         ... (Llama, the default).
       factor: rotated channels are multiplied by it (the attention factor of YaRN and LongRoPE);

@@ -86,10 +86,11 @@ class RopeConfig:
       rotary_dim: how many of the first channels of a head are rotated; even.
       theta: base of the geometric series of wavelengths.
       type: `"default"` (arXiv 2104.09864), `"linear"` (position interpolation, arXiv 2306.15595),
-        `"dynamic"` (the base grows with the row's length, "NTK-aware"), `"llama3"` (long
+        `"dynamic"` (the base grows with the length, "NTK-aware"), `"llama3"` (long
         wavelengths are stretched, short ones kept), `"yarn"` (the same with another ramp, and
         larger logits, arXiv 2309.00071) or `"longrope"` (a factor per channel pair, one set for
-        short rows and one for long ones, arXiv 2402.13753).
+        short texts and one for long ones, arXiv 2402.13753). The length that counts is the
+        `max_length` of a cache: see `rope_scaling.make_rope`.
       factor: how many times longer the context became; all types but `"default"`.
       original_max_positions: the context before it was stretched; `"dynamic"`, `"llama3"`,
         `"yarn"` and `"longrope"`.
@@ -100,9 +101,9 @@ class RopeConfig:
       beta_fast: `"yarn"`: a wavelength that fits into the original context more often is kept.
       beta_slow: `"yarn"`: one that fits into it less often is stretched by the whole factor.
       truncate: `"yarn"`: both ends of the ramp are rounded outwards to whole channels.
-      short_factors: `"longrope"`: what each pair's wavelength is multiplied by in rows up to the
-        original context, `rotary_dim / 2` numbers.
-      long_factors: `"longrope"`: the same for longer rows.
+      short_factors: `"longrope"`: what each pair's wavelength is multiplied by for texts
+        up to the original context, `rotary_dim / 2` numbers.
+      long_factors: `"longrope"`: the same for longer texts.
       attention_factor: rotated channels are multiplied by it; `"yarn"` and `"longrope"`. None: what
         their papers recommend (`rope_scaling.attention_factor`).
       interleaved: rotated pairs are neighbouring channels instead of halves.

@@ -322,18 +322,18 @@ def differences(there: Any, here: Any) -> str:
       >>> differences({"rope": {"theta": 1e4, "type": "yarn"}}, {"rope": {"theta": 1e6}})
       "rope.theta: 10000.0 there, 1000000.0 here; rope.type: 'yarn' there, nothing here"
     """
+    found = sorted(_paths(there, here), key=lambda x: (x[0][0] == "weights", len(x[0])))
     # A setting of a model may stand in the description of each of its layers as well.
-    found = {path[-2:]: (path, *values) for path, *values in reversed(_paths(there, here))}
-    shown = [
-        f"{'.'.join(path)}: {_brief(a)} there, {_brief(b)} here"
-        for path, a, b in reversed(found.values())
-    ]
+    first: dict[tuple[str, ...], str] = {}
+    for path, a, b in found:
+        first.setdefault(path[-2:], f"{'.'.join(path)}: {_brief(a)} there, {_brief(b)} here")
+    shown = list(first.values())
     more = len(shown) - _SHOWN
     return "; ".join([*shown[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _paths(there: Any, here: Any, path: tuple[str, ...] = ()) -> list[tuple]:
-    """Where descriptions differ, the shortest paths first, with both values."""
+    """Where descriptions differ, with both values."""
     if _modules(there) and _modules(here) and len(there) == len(here):
         there, here = ({str(n): x for n, x in enumerate(value)} for value in (there, here))
     if not (isinstance(there, Mapping) and isinstance(here, Mapping)):
@@ -341,8 +341,8 @@ def _paths(there: Any, here: Any, path: tuple[str, ...] = ()) -> list[tuple]:
     names = dict.fromkeys((*there, *here))
     if str(there.get("class")).startswith("flax."):  # other versions have other attributes
         names = [name for name in names if name in there and name in here]
-    found = [x for name in names for x in _paths(there.get(name), here.get(name), (*path, name))]
-    return sorted(found, key=lambda x: len(x[0]))
+    pairs = ((there.get(name), here.get(name), (*path, name)) for name in names)
+    return [found for pair in pairs for found in _paths(*pair)]
 
 
 def _modules(value: Any) -> bool:

@@ -146,9 +146,12 @@ def load_context(
     content = _content(folder)
     functional = as_functional(model)
     fingerprint = Fingerprint.of(functional)
-    _check_same(folder, "model", content["model"], fingerprint.content)
+    there, here = content["model"], fingerprint.content
     if tokenizer is not None and content["tokenizer"] is not None:
-        _check_same(folder, "tokenizer", content["tokenizer"], describe_tokenizer(tokenizer))
+        there = {**there, "tokenizer": content["tokenizer"]}
+        here = {**here, "tokenizer": describe_tokenizer(tokenizer)}
+    if found := differences(there, here):
+        raise ValueError(f"the context in {folder} is of another model: its {found}")
     with _damaged(folder), _checkpoints(folder) as checkpoints:
         arrays = _read_arrays(checkpoints, _complete_step(folder), content["arrays"])
     with _damaged(folder):
@@ -319,13 +322,6 @@ def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
 
 def _kind(x: Any) -> list:
     return [jnp.dtype(x.dtype).name, list(x.shape)]
-
-
-def _check_same(folder: Path, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises where a context is of another model or tokenizer, with what differs."""
-    found = differences(there, here)
-    if found:
-        raise ValueError(f"the context in {folder} is of another {what}: its {found}")
 
 
 def _calibration(transform: KVTransform) -> str | None:

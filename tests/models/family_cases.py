@@ -48,7 +48,7 @@ NAMED: dict[str, dict[str, dict]] = {
     "glm4": {"plain": {"head_dim": 16}, "no-bias": {"head_dim": 8, "attention_bias": False}},
     "phi3": {
         "plain": {"sliding_window": 7},
-        # The original context of 16 lies inside the longest prompt; one row crosses it later.
+        # The original context of 16 lies inside the longest prompt.
         "longrope": {
             "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16},
             "original_max_position_embeddings": 16,

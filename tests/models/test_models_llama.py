@@ -45,7 +45,7 @@ CASES = {
     "head_dim": {"head_dim": 16, "rms_norm_eps": 1e-3},
     "theta": {"rope_parameters": {"rope_type": "default", **THETA}},
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, **THETA}},
-    # The context of 16 lies inside the longest prompt, and is crossed by others while decoding.
+    # The context of 16 lies inside the longest prompt.
     "dynamic": {
         "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **THETA},
         "max_position_embeddings": 16,
@@ -122,17 +122,12 @@ def test_inverse_frequencies_of_published_sizes(theta, parameters, head_dim):
         original_max_positions=parameters.get("original_max_position_embeddings"),
         **{name: parameters[name] for name in names if name in parameters},
     )
-    ours = np.asarray(make_rope(rope, np.zeros((1, 1), np.int32)).inv_freq)
+    ours = np.asarray(make_rope(rope, 1).inv_freq)
     np.testing.assert_allclose(ours, expected.numpy(), rtol=2.5e-7, atol=0)
 
 
-@partial(jax.jit, static_argnums=0)
-def inverse_frequencies(rope, positions):
-    return make_rope(rope, positions).inv_freq
-
-
 @pytest.mark.parametrize("length", [1, 4096, 4097, 9000, 16384])
-def test_dynamic_frequencies_follow_each_rows_length(length):
+def test_dynamic_frequencies_follow_the_length(length):
     config = LlamaConfig(
         hidden_size=1024,
         num_attention_heads=8,
@@ -142,11 +137,10 @@ def test_dynamic_frequencies_follow_each_rows_length(length):
     pytorch()
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
     rope = RopeConfig(rotary_dim=128, type="dynamic", factor=4.0, original_max_positions=4096)
-    positions = np.array([[length - 1, -1], [-1, 0], [-1, -1]], np.int32)
-    frequencies = np.asarray(inverse_frequencies(rope, positions))
-    np.testing.assert_allclose(frequencies[0], expected.numpy(), rtol=2e-6)
-    plain = np.asarray(inverse_frequencies(RopeConfig(rotary_dim=128), positions))
-    np.testing.assert_allclose(frequencies[1:], np.stack([plain, plain]), rtol=2e-6)
+    frequencies = np.asarray(make_rope(rope, length).inv_freq)
+    np.testing.assert_allclose(frequencies, expected.numpy(), rtol=2e-6)
+    plain = np.asarray(make_rope(RopeConfig(rotary_dim=128), length).inv_freq)
+    assert (frequencies == plain).all() == (length <= 4096)
 
 
 def small_config(**changes) -> DecoderConfig:

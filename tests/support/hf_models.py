@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import transformers
 from flax import nnx
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import kvjax
 from kvjax.models import Decoder
@@ -67,11 +70,29 @@ def save_reference(folder: Path, model_type: str = "llama", **changes):
     return model
 
 
-def reference_logits(model, tokens: np.ndarray, prompt: int) -> np.ndarray:
-    """Logits `[L, V]` of one row: `prompt` tokens in one call, the others one by one."""
+def decide_rope(model, max_length: int) -> None:
+    """Gives a reference the frequencies of a text of `max_length` tokens, whatever it reads.
+
+    `transformers` looks at the tokens so far: rope of types "dynamic" and "longrope" changes while
+    a text grows.
+    """
+    rope = type(model.model.rotary_emb)(model.config)
+    model.model.rotary_emb = rope
+    if rope.rope_type in ("dynamic", "longrope"):
+        make = ROPE_INIT_FUNCTIONS[rope.rope_type]
+        rope.inv_freq = make(model.config, seq_len=max_length)[0]
+        rope.forward = types.MethodType(inspect.unwrap(type(rope).forward), rope)
+
+
+def reference_logits(
+    model, tokens: np.ndarray, prompt: int, max_length: int | None = None
+) -> np.ndarray:
+    """Logits `[L, V]` of one row: `prompt` tokens in one call, the others one by one.
+
+    `max_length` is what a cache would be made for; that of the row by default.
+    """
     torch = pytorch()
-    # The dynamic rope of `transformers` remembers the longest row it has seen: start afresh.
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    decide_rope(model, len(tokens) if max_length is None else max_length)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     pieces = [(0, prompt), *((t, t + 1) for t in range(prompt, len(tokens)))]
     cache, logits = transformers.DynamicCache(config=model.config), []
@@ -149,6 +170,6 @@ def both_logits(model: Decoder, reference) -> tuple[list, list]:
     ours = [(prompt[row][valid[row]], new[row]) for row in range(len(rows))]
     theirs = []
     for row, length in zip(rows, LENGTHS, strict=True):
-        logits = reference_logits(reference, row[: length + NEW], length)
+        logits = reference_logits(reference, row[: length + NEW], length, PROMPT + NEW)
         theirs.append((logits[:length], logits[length:]))
     return ours, theirs

@@ -1,0 +1,410 @@
+"""Contexts belong to a computation: what tells models and tokenizers apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import weakref
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.generation import fingerprints
+from kvjax.generation.fingerprints import Fingerprint, describe, describe_tokenizer, differences
+from kvjax.generation.model import FunctionalModel, as_functional
+from kvjax.models import Decoder, DecoderConfig, LayerConfig, RopeConfig, demo, load_tokenizer
+from tests.generation.test_context import same
+from tests.generation.test_generate import CONFIG, RAGGED, model
+
+ROOT = Path(__file__).parents[2]
+
+
+def with_config(config: DecoderConfig, weights=None) -> Decoder:
+    """A decoder of another configuration with the very arrays of the first one."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    given = dict(nnx.to_flat_state(nnx.state(model() if weights is None else weights)))
+    ours = {
+        path: given[path] if path in given else x.replace(jnp.ones(x.shape, x.dtype))
+        for path, x in nnx.to_flat_state(state)
+    }
+    return nnx.merge(graph, nnx.from_flat_state(ours))
+
+
+def changed(**fields) -> DecoderConfig:
+    return dataclasses.replace(CONFIG, **fields)
+
+
+def rope(**fields) -> DecoderConfig:
+    return changed(rope=RopeConfig(**{"rotary_dim": 8, "original_max_positions": 64, **fields}))
+
+
+@pytest.fixture(scope="module")
+def context():
+    return kvjax.read(model(), RAGGED, max_prompt=128, max_new=16)
+
+
+@pytest.fixture(scope="module")
+def folder(context, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contexts") / "own"
+    kvjax.save_context(folder, context, model=model())
+    return folder
+
+
+# Other computations with the same weights, by what differs.
+OTHERS = {
+    "norm_eps": changed(norm_eps=1e-3),
+    "activation": changed(activation="gelu"),
+    "sliding_window": changed(sliding_window=8),
+    "windows": changed(layers=(LayerConfig(CONFIG.rope, 8), LayerConfig(CONFIG.rope))),
+    "norms": changed(norms="after"),
+    "norm_plus_one": changed(norm_plus_one=True),
+    "norm_in_float32": changed(norm_in_float32=True),
+    "attention_scale": changed(attention_scale=3.0),
+    "attention_soft_cap": changed(attention_soft_cap=3.0),
+    "logit_soft_cap": changed(logit_soft_cap=3.0),
+    "embedding_scale": changed(embedding_scale=2.0),
+    "max_positions": changed(max_positions=512),
+    "theta": rope(theta=1e6),
+    "rotary_dim": rope(rotary_dim=4),
+    "interleaved": rope(interleaved=True),
+    "type": rope(type="linear", factor=2.0),
+    "low_freq_factor": rope(type="llama3", factor=2.0, low_freq_factor=0.5),
+    "high_freq_factor": rope(type="llama3", factor=2.0, high_freq_factor=5.0),
+    "beta_fast": rope(type="yarn", factor=2.0, beta_fast=33.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_computation_with_the_same_weights(name, context, folder):
+    """The very arrays of the context's model, and other answers."""
+    other = with_config(OTHERS[name])
+    assert jax.tree.leaves(nnx.state(other))[0] is jax.tree.leaves(nnx.state(model()))[0]
+    with pytest.raises(ValueError, match=f"of another model: its .*{name}"):
+        kvjax.load_context(folder, other)
+    for call in (
+        lambda: kvjax.generate(other, None, context=context),
+        lambda: kvjax.stream(other, [[1]] * 3, context=context),
+        lambda: kvjax.save_context(folder, context, model=other),
+    ):
+        with pytest.raises(ValueError, match=f"of this model: its .*{name}"):
+            call()
+
+
+def test_every_field_is_described_or_computes_nothing():
+    for kind, own in (
+        (DecoderConfig, CONFIG), (RopeConfig, CONFIG.rope), (LayerConfig, CONFIG.layer(0))
+    ):  # fmt: skip
+        for field in dataclasses.fields(kind):
+            other = dataclasses.replace(own)
+            object.__setattr__(other, field.name, "something else")
+            silent = field.name in ("bos_token_id", "eos_token_ids", "model_type")
+            assert bool(differences(describe(own), describe(other))) != silent, field.name
+
+
+def test_a_message_names_what_differs(context):
+    with pytest.raises(ValueError, match=r"config.rope.theta: 10000.0 there, 1000000.0 here$"):
+        kvjax.generate(with_config(changed(rope=RopeConfig(8, theta=1e6))), None, context=context)
+
+
+def test_an_equal_model_is_the_same(context, folder):
+    """Made anew, with other end tokens, or with arrays in other places."""
+    copied = jax.tree.map(lambda x: x + 0, nnx.split(model()))
+    for other in (nnx.merge(*copied), with_config(changed(eos_token_ids=(3,), model_type="llama"))):
+        same(kvjax.load_context(folder, other), context)
+        kvjax.generate(other, None, context=context, max_new_tokens=2)
+
+
+def test_weights_that_have_changed(context):
+    graph, state = nnx.split(model())
+    other = nnx.merge(graph, jax.tree.map(lambda x: x + 0, state))
+    kvjax.generate(other, None, context=context, max_new_tokens=1)
+    other.norm.scale[...] = other.norm.scale[...].at[5].add(1.0)
+    with pytest.raises(ValueError, match=r"its weights\.norm\.scale: 'float32\[32\] "):
+        kvjax.generate(other, None, context=context, max_new_tokens=1)
+
+
+def test_weights_of_another_dtype(context):
+    graph, state = nnx.split(model())
+    other = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+    with pytest.raises(ValueError, match=r"there, 'bfloat16\["):
+        kvjax.generate(other, None, context=context)
+
+
+def test_every_way_to_a_context(context):
+    """All know their model, through `jax.jit` with donation too."""
+    once = kvjax.ReadOnce(model(), RAGGED, [kvjax.Full()], max_prompt=128, max_new=16)
+    passed = jax.jit(lambda x: x, donate_argnums=0)(context.copy())
+    result = kvjax.generate(model(), None, context=passed, max_new_tokens=2, donate=True)
+    own = Fingerprint.of(as_functional(model()))
+    for each in (once.context(kvjax.Full()), result.context, context.copy()):
+        assert each.fingerprint == own
+
+
+def test_the_weights_are_looked_at_once(monkeypatch):
+    made, content = [], fingerprints._content
+    monkeypatch.setattr(fingerprints, "_content", lambda x: made.append(x) or content(x))
+    graph, state = nnx.split(model())
+    other = nnx.merge(graph, jax.tree.map(lambda x: x + 0, state))
+    context = kvjax.read(other, [[1, 2, 3]], max_new=8)
+    for _ in range(3):
+        context = kvjax.generate(other, [[4]], context=context, max_new_tokens=1).context
+    assert len(made) == 1
+    kvjax.generate(model(), [[1, 2, 3]], max_new_tokens=1)
+    assert len(made) == 1, "no context is kept"
+
+
+def test_arrays_are_not_kept_alive():
+    graph, state = nnx.split(model())
+    other = nnx.merge(graph, jax.tree.map(lambda x: x + 0, state))
+    Fingerprint.of(as_functional(other))
+    seen = weakref.ref(jax.tree.leaves(nnx.state(other))[0])
+    del other
+    gc.collect()
+    assert seen() is None
+
+
+def test_arrays_can_be_donated_afterwards():
+    """What NumPy has seen of an array would keep its memory."""
+    x = jnp.arange(1024.0)
+    before = fingerprints._checksums([x])
+    moved = jax.jit(lambda x: x + 0, donate_argnums=0)(x)
+    assert x.is_deleted() and fingerprints._checksums([moved]) == before
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def scaled(params, *args, scale=1.0, **options):
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    scale: float
+
+    def __call__(self, *args):
+        raise NotImplementedError
+
+
+class Plain:
+    def __init__(self, scale):
+        self._scale = scale
+
+    @functools.cached_property
+    def computed_when_it_is_used(self):
+        return object()
+
+    def apply(self, *args):
+        raise NotImplementedError
+
+
+def closure(scale):
+    return lambda *args: scale
+
+
+def with_default(scale):
+    def apply(params, scale=scale):
+        raise NotImplementedError
+
+    return apply
+
+
+def wrapped(scale):
+    @functools.wraps(scaled)
+    def apply(*args):
+        return scale
+
+    return apply
+
+
+def functional(apply) -> FunctionalModel:
+    return FunctionalModel(apply, {"w": jnp.ones(3)}, 1, 4, 2, 8, 64)
+
+
+KINDS = {
+    "partial": lambda scale: functools.partial(scaled, scale=scale),
+    "argument": lambda scale: functools.partial(scaled, scale),
+    "dataclass": Scaled,
+    "method": lambda scale: Plain(scale).apply,
+    "closure": closure,
+    "default": with_default,
+    "wrapped": wrapped,
+    "jitted": lambda scale: jax.jit(closure(scale)),
+    "array": lambda scale: functools.partial(scaled, scale=np.full(3, scale)),
+    "nested": lambda scale: closure([{"a": Scaled(scale)}]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_by_what_they_hold(kind):
+    one, same, other = (Fingerprint.of(functional(KINDS[kind](scale))) for scale in (2.0, 2.0, 3.0))
+    assert one == same and one != other
+    assert "there" in differences(one.content, other.content)
+
+
+def test_functions_by_name():
+    one, other = (Fingerprint.of(functional(apply)) for apply in (scaled, closure(1)))
+    assert "model.apply" in differences(one.content, other.content)
+    assert one == Fingerprint.of(functional(jax.jit(scaled)))
+
+
+def test_what_is_used_meanwhile_changes_nothing():
+    made = Plain(1.0)
+    before = describe(made)
+    _ = made.computed_when_it_is_used
+    assert describe(made) == before
+
+
+def test_what_contains_itself():
+    made = Plain(1.0)
+    made.me = [made]
+    assert describe(made)["me"] == ["what it is a part of"]
+
+
+def test_values_of_all_kinds():
+    given = {
+        "dtypes": [jnp.float32, np.dtype("float32"), jnp.dtype("bfloat16"), np.float32],
+        "numbers": (1, True, 0.1, np.float32(0.5), float("inf"), 1j, b"a"),
+        "set": {"b", "a"}, "functions": [jnp.tanh, np.tanh, max, jax.nn.silu], "none": None,
+        "precision": jax.lax.Precision.HIGHEST, "empty": np.zeros((0, 3)),
+        "key": jax.random.key(0), "device": jax.devices()[0],
+    }  # fmt: skip
+    found = describe(given)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["dtypes"] == ["float32", "float32", "bfloat16", "float32"]
+    assert found["set"] == ["a", "b"] and not {"none", "device"} & found.keys()
+    assert found["functions"] == ["jax.tanh", "numpy.tanh", "builtins.max", "jax.silu"]
+
+
+def test_other_versions_of_flax_have_other_attributes():
+    there = {"class": "flax.Linear", "use_bias": False, "promote_dtype": "flax.promote_dtype"}
+    here = {"class": "flax.Linear", "use_bias": False, "out_sharding": "x"}
+    assert differences(there, here) == ""
+    assert differences({**there, "class": "m.Own"}, {**here, "class": "m.Own"})
+    assert differences(there, {**here, "use_bias": True}) == "use_bias: False there, True here"
+
+
+@pytest.mark.slow
+def test_another_process_describes_alike():
+    script = """
+        import json
+        from kvjax.generation.fingerprints import Fingerprint
+        from kvjax.generation.model import as_functional
+        from tests.generation.test_fingerprints import KINDS, functional
+        from tests.generation.test_generate import model
+        models = [as_functional(model()), *(functional(make(2.0)) for make in KINDS.values())]
+        print(json.dumps([Fingerprint.of(x).digest for x in models]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True,
+        check=True, env={**os.environ, "PYTHONHASHSEED": "7"},
+    )  # fmt: skip
+    models = [as_functional(model()), *(functional(make(2.0)) for make in KINDS.values())]
+    assert json.loads(done.stdout) == [Fingerprint.of(x).digest for x in models]
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def described():
+    return json.loads((demo.directory() / "tokenizer.json").read_text())
+
+
+def tokenizer_of(described, change=lambda d: None, **options):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    own = json.loads(json.dumps(described))
+    change(own)
+    made = Tokenizer.from_str(json.dumps(own))
+    return PreTrainedTokenizerFast(tokenizer_object=made, **options)
+
+
+def swap_merges(d):
+    merges = d["model"]["merges"]
+    merges[0], merges[-1] = merges[-1], merges[0]
+
+
+def add_normalizer(d):
+    d["normalizer"] = {"type": "Lowercase"}
+
+
+def split_digits(d):
+    digits = {"type": "Digits", "individual_digits": True}
+    d["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, d["pre_tokenizer"]]}
+
+
+def trim_offsets(d):
+    d["post_processor"] = {
+        "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True
+    }  # fmt: skip
+
+
+def keep_words(d):
+    d["model"]["ignore_merges"] = not d["model"].get("ignore_merges", False)
+
+
+def add_token(d):
+    own = {"content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
+           "normalized": False, "special": True}  # fmt: skip
+    d["added_tokens"].append({"id": len(d["model"]["vocab"]), **own})
+
+
+def rename_word(d):
+    vocab = d["model"]["vocab"]
+    word = next(x for x in vocab if vocab[x] == len(vocab) - 1)
+    one, other = word, next(x for x in vocab if vocab[x] == 300)
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "options"),
+    [
+        ("vocabulary", rename_word, {}),
+        ("model.merges", swap_merges, {}),
+        ("normalizer", add_normalizer, {}),
+        ("pre_tokenizer", split_digits, {}),
+        ("post_processor", trim_offsets, {}),
+        ("model.ignore_merges", keep_words, {}),
+        ("added_tokens", add_token, {}),
+        ("chat_template", lambda d: None, {"chat_template": "{{ messages }}"}),
+        ("special_tokens.bos_token", lambda d: None, {"bos_token": "<x>"}),
+    ],
+)
+def test_another_tokenizer(name, change, options, described, context, tmp_path):
+    one, other = tokenizer_of(described), tokenizer_of(described, change, **options)
+    assert not differences(describe_tokenizer(one), describe_tokenizer(tokenizer_of(described)))
+    kvjax.save_context(tmp_path / "own", context, model=model(), tokenizer=one)
+    kvjax.load_context(tmp_path / "own", model(), tokenizer=tokenizer_of(described))
+    with pytest.raises(ValueError, match=rf"its .*tokenizer\.{name}"):
+        kvjax.load_context(tmp_path / "own", model(), tokenizer=other)
+
+
+def test_what_a_call_does_to_a_tokenizer_is_not_its_own():
+    tokenizer = load_tokenizer(demo.directory())
+    before = describe_tokenizer(tokenizer)
+    tokenizer("a b c", truncation=True, max_length=2)
+    assert describe_tokenizer(tokenizer) == before
+    assert len(json.dumps(before)) < 5000
+
+
+def test_folders_of_an_earlier_format(folder, context, tmp_path, monkeypatch):
+    from kvjax.generation import saving
+
+    monkeypatch.setattr(saving, "FORMAT", 2)
+    kvjax.save_context(tmp_path / "old", context, model=model())
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"has format 2, written by kvjax .*; kvjax .* reads"):
+        kvjax.load_context(tmp_path / "old", model())
