@@ -153,12 +153,30 @@ class Needs(NamedTuple):
         return max(self.query_window, share)
 
 
-class Logits(NamedTuple):
-    """How attention makes its logits: the `scale`, `window` and `soft_cap` given to `attend`."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logits:
+    """How attention makes its logits, and what stands among them, as given to `attend`.
 
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
+    Args:
+      scale, window, soft_cap: of the logits (static).
+      sinks: one more logit of each query head, float32; None: no.
+    """
+
+    scale: float = field(metadata={"static": True})
+    window: int | None = field(default=None, metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
+    sinks: Float[Array, " Q"] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How logits are made, as the operations of `pallas_kernels` take it."""
+        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+
+    def of_heads(self, index: Int[Array, " N"]) -> Logits:
+        """The same of some of the query heads."""
+        sinks = None if self.sinks is None else self.sinks[index]
+        return dataclasses.replace(self, sinks=sinks)
 
 
 @jax.tree_util.register_dataclass
@@ -184,7 +202,7 @@ class Step:
       query_position: their positions, -1 where there were fewer, `[B, W]`.
       rope: as given to `attend`; None where q and k came rotated.
       moment: `"prompt"`, `"flush"` or `"step"` (static).
-      logits: of the attention (static).
+      logits: of the attention.
       room: at a flush, the decode steps until the next one, for whose tokens there must be free
         slots afterwards (static).
       implementation: of the operations in `pallas_kernels`, as given to `attend` or `flush`
@@ -201,7 +219,7 @@ class Step:
     query_position: Int[Array, "B W"] | None = None
     rope: Rope | None = None
     moment: Moment = field(metadata={"static": True})
-    logits: Logits = field(metadata={"static": True})
+    logits: Logits
     room: int = field(default=0, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
     output: Float[Array, "B Q T D"] | None = None

@@ -34,6 +34,7 @@ from kvjax.protocol import (
 )
 from kvjax.rope import Rope
 from pallas_kernels import column_sums, prompt_attention
+from pallas_kernels.attention.call import beside_sinks
 
 
 def attend(
@@ -50,6 +51,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " Q"] | None = None,
     predicted_query: Float[Array, "B Q T D"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B Q T D"], Cache]:
@@ -58,7 +60,9 @@ def attend(
     In order: append, select, attention, and what the transform decides about a decode step or about
     a prompt that is complete, whose cache then has its capacity. A cache whose `kv.interval` is M
     is flushed every M decode steps: see `flush`. Attention is exact over what is live,
-    `softmax(scale · q·k + log_mass) v`, each query seeing the positions up to its own.
+    `softmax(scale · q·k + log_mass) v`, each query seeing the positions up to its own. With
+    `sinks`, a slot of logit x[s] has the weight `exp(x[s]) / (exp(sinks[h]) + Σ exp(x))` for query
+    head h.
 
     Args:
       transform: the layer's transform, the one that the cache was made for.
@@ -75,6 +79,9 @@ def attend(
       window: sliding window: a query sees the newest `window` positions. None: all. It hides what
         lies outside; a `kvjax.Ring` does not hold it either.
       soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
+      sinks: a learned logit of each query head, one more column of the softmax without a key or a
+        value, as in gpt-oss. It is neither scaled nor capped, and in every window. Probabilities
+        that methods see have it in their sum. Computed in float32. None: no.
       predicted_query: the layer's query weights times the input of the previous layer's attention,
         rotated or not as `q` is, for transforms that choose slots before the layer's own query is
         there (`transform.needs.predicted_query`). None: they use `q`. Ignored in a prompt.
@@ -100,13 +107,20 @@ def attend(
       >>> out, cache = attend(tx, cache, q, kv, kv, jnp.arange(32)[None], phase="prompt")
       >>> out.shape, int(cache.kv.live[0, 0].sum())
       ((1, 4, 32, 16), 8)
+
+    References:
+      OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925, for `sinks`.
+      Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453, for
+      why a softmax needs them.
     """
     check_transform(transform, "attend")
     _check_tokens(q, k, v, positions)
-    logits = Logits(q.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
+    logits = Logits(q.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap, sinks)
     call = _Call(phase == "prompt", last, rope, logits, implementation)
     _check_options(phase, call, q, predicted_query)
     positions = positions.astype(jnp.int32)
+    # A copy of the sinks: a cache may keep it, and caches are donated.
+    call = call._replace(logits=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) + 0, logits))
     if placement_of(cache) is not None:
         return _attend_on_mesh(transform, cache, q, k, v, positions, predicted_query, call)
     return _attend_layer(transform, cache, q, k, v, positions, predicted_query, call)
@@ -128,14 +142,16 @@ def _attend_on_mesh(transform, cache: Cache, q, k, v, positions, predicted, call
     rows = placement.rows_axis(len(q))
     by_head, by_row = PartitionSpec(rows, placement.heads_axis), PartitionSpec(rows)
 
-    def own(cache, q, k, v, positions, predicted, rope):
+    def own(cache, q, k, v, positions, predicted, rope, sinks):
         given = transform, cache, q, k, v, positions, predicted
-        return _attend_layer(*given, call._replace(rope=rope))
+        logits = dataclasses.replace(call.logits, sinks=sinks)
+        return _attend_layer(*given, call._replace(rope=rope, logits=logits))
 
-    args = cache, q, k, v, positions, predicted, call.rope
+    args = cache, q, k, v, positions, predicted, call.rope, call.logits.sinks
     expected = None if predicted is None else by_head
     tokens = by_head, by_head, by_head, by_row, expected
-    specs = cache_specs(cache), *tokens, rope_specs(call.rope, rows)
+    options = rope_specs(call.rope, rows), PartitionSpec(placement.heads_axis)
+    specs = cache_specs(cache), *tokens, *options
     return on_each_device(
         own, placement, args, specs, lambda shapes: (by_head, cache_specs(shapes[1]))
     )
@@ -271,7 +287,7 @@ def _compress_prompt(
     positions = jnp.where(observed.kv.live[:, 0], observed.kv.position[:, 0], -1)
     if seen.rope is not None and not needs.unrotated_keys:
         k = seen.rope.rotate(k, positions)
-    call = _Call(True, True, seen.rope, seen.logits, None)
+    call = _Call(True, True, seen.rope, seen.logits.of_heads(query_index), None)
     kv, slots = _appended(cache.kv, k, v, positions, call)
     keys = kv.k.read()
     if needs.unrotated_keys:
@@ -419,8 +435,9 @@ def _prompt_attention(needs: Needs, kv: KVCache, q, keys, positions, call: _Call
     """Output and, where needed, the probability that each slot received per query head."""
     grouped = q.reshape(len(q), kv.shape[1], -1, *q.shape[2:])
     rows = positions, kv.position
-    kind = {**call.logits._asdict(), "implementation": call.implementation}
+    kind = {**call.logits.options, "implementation": call.implementation}
     out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *rows, **kind)
+    lse, out = beside_sinks(call.logits.sinks, lse, out)
     mass = None
     if needs.attention_mass or needs.accumulated_attention:
         mass = column_sums(grouped, keys, kv.log_mass, lse, *rows, **kind)
@@ -435,7 +452,7 @@ def _decode_attention(needs: Needs, view: View, q, rotate, positions, call: _Cal
     grouped = q.reshape(len(q), lists, -1, *q.shape[2:])
     wanted = needs.attention_mass or needs.accumulated_attention or needs.decode_mass
     kind = {"implementation": call.implementation, "probabilities": wanted}
-    kind |= call.logits._asdict()
+    kind |= {"sinks": call.logits.sinks, **call.logits.options}
     seen = Seen(kv.log_mass, kv.position, kv.used, rotate)
     if view.rows is None:
         out, found = kv.k.attention(kv.v, grouped, seen, positions, index=index, **kind)
@@ -482,7 +499,8 @@ def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, predicted, 
         kv_index, q_index = jnp.array(heads), jnp.array(q_heads)
         new = q[:, q_index], k[:, kv_index], v[:, kv_index]
         expected = None if predicted is None else predicted[:, q_index]
-        out, own = _attend(tx, own, *new, positions, expected, call)
+        options = call._replace(logits=call.logits.of_heads(q_index))
+        out, own = _attend(tx, own, *new, positions, expected, options)
         outs.append(out)
         caches.append(own)
         order.extend(q_heads)
@@ -525,12 +543,23 @@ def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
         check_count("window", call.logits.window, 1)
     if call.logits.soft_cap is not None:
         check_number("soft_cap", call.logits.soft_cap, above=0)
+    if call.logits.sinks is not None:
+        _check_sinks(call.logits.sinks, q.shape[1])
     if call.rope is not None and not isinstance(call.rope, Rope):
         raise TypeError(f"rope must be a kvjax.Rope, got {type(call.rope).__name__}")
     if call.rope is not None and 2 * call.rope.inv_freq.shape[-1] > q.shape[3]:
         raise ValueError(
             f"rope rotates {2 * call.rope.inv_freq.shape[-1]} channels, got head_dim {q.shape[3]}"
         )
+
+
+def _check_sinks(sinks, query_heads: int) -> None:
+    if not hasattr(sinks, "shape") or not hasattr(sinks, "dtype"):
+        raise TypeError(f"sinks must be an array [Q], got {type(sinks).__name__}")
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(f"sinks must be floating, got {sinks.dtype}")
+    if sinks.shape != (query_heads,):
+        raise ValueError(f"sinks must be [Q] = {(query_heads,)}, got {sinks.shape}")
 
 
 def _check_cache(transform: KVTransform, cache: Cache, q, k, call: _Call) -> None:

@@ -68,8 +68,7 @@ class LayerCache:
       max_length: tokens of a row that it was made for, prompt and new ones together (static). What
         a model decides by the length of a text, it decides by this number, so that the same text
         gives the same result in one call, in turns, in chunks and token by token.
-      logits: how the last prompt's attention made its logits, where the cache is to be flushed
-        (static).
+      logits: as given for the last prompt, where the cache is to be flushed; None otherwise.
       placement: the devices that it is divided among (static); None: `attend` divides nothing.
     """
 
@@ -80,7 +79,7 @@ class LayerCache:
     rope: Rope | None
     transform: KVTransform = field(metadata={"static": True})
     max_length: int = field(metadata={"static": True})
-    logits: Logits | None = field(default=None, metadata={"static": True})
+    logits: Logits | None = None
     placement: Placement | None = field(default=None, metadata={"static": True})
 
 

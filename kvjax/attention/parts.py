@@ -59,8 +59,9 @@ def has_rows(cache: LayerCache) -> LayerCache:
     rope = jax.tree.map(lambda x: x.ndim == 2, cache.rope)
     window, reading = every(cache.window), every(cache.reading)
     return dataclasses.replace(
-        cache, kv=every(kv), state=state, window=window, reading=reading, rope=rope
-    )
+        cache, kv=every(kv), state=state, window=window, reading=reading, rope=rope,
+        logits=every(cache.logits, False),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,7 +115,8 @@ def _specs(cache: LayerCache) -> LayerCache:
     # The number of its queries may be that of heads.
     window = None if cache.window is None else QueryWindow(P(rows, heads), P(rows))
     rope = rope_specs(cache.rope, rows)
-    return dataclasses.replace(own, window=window, rope=rope)
+    logits = jax.tree.map(lambda _: P(heads), cache.logits)  # its sinks
+    return dataclasses.replace(own, window=window, rope=rope, logits=logits)
 
 
 def on_each_device(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Turn, decode_attention, gather_attention, segment_sum
+from pallas_kernels.attention.call import beside_sinks
 from pallas_kernels.base.rows import take_slots
 
 T = TypeVar("T")
@@ -146,12 +147,14 @@ class Payload(Protocol):
         index: Int[Array, "B K N"] | None = None,
         probabilities: bool,
         implementation: str | None,
+        sinks: Float[Array, " Q"] | None = None,
         **logits,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
         """The output and, where asked for, each slot's probability.
 
         Attention is to all slots (K = H, N = S), or with `index` to N of each of K lists, one per
-        KV head or per query head; -1 is none. List k reads head `k // (K / H)`.
+        KV head or per query head; -1 is none. List k reads head `k // (K / H)`. `sinks` and
+        `logits` are those of `Logits`.
         """
 
 
@@ -204,13 +207,15 @@ class Dense:
         positions: Int[Array, "B T"],
         *,
         index: Int[Array, "B K N"] | None = None,
+        sinks: Float[Array, " Q"] | None = None,
         **options,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
         """The output and, where asked for, each slot's probability: of all slots or of a list's."""
         keys = self.data if seen.rotate is None else seen.rotate.rotate(self.data)
         at = seen.bias, positions, seen.position
         if index is None:
-            out, _, found = decode_attention(q, keys, values.data, *at, used=seen.used, **options)
+            out, lse, found = decode_attention(q, keys, values.data, *at, used=seen.used, **options)
         else:
-            out, _, found = gather_attention(q, keys, values.data, index, *at, **options)
+            out, lse, found = gather_attention(q, keys, values.data, index, *at, **options)
+        _, out, found = beside_sinks(sinks, lse, out, found)
         return out, found

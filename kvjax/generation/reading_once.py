@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 from jax.typing import DTypeLike
@@ -40,7 +40,7 @@ class Observation:
     query: Float[Array, "B Q W D"] | None
     query_position: Int[Array, "B W"] | None
     rope: Rope | None
-    logits: Logits = field(metadata={"static": True})
+    logits: Logits
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from kvjax.generation.generate import generate, read
 from kvjax.generation.model import FunctionalModel, LanguageModel
 from kvjax.protocol import KVTransform, State, Step, View, Wrapper, check_transform
 from pallas_kernels import decode_attention
+from pallas_kernels.attention.call import beside_sinks
 
 
 class Seen(NamedTuple):
@@ -170,11 +171,12 @@ class _Watched(Wrapper):
         """What the step's query gives to everything that the cache holds."""
         batch, heads, slots = cache.shape
         # Methods that select go over keys that are rotated as they are stored.
-        _, _, attention = decode_attention(
+        _, lse, attention = decode_attention(
             query.reshape(batch, heads, cache.group, 1, -1), cache.k.read(), cache.v.read(),
             cache.log_mass, cache.length[:, None] - 1, cache.position, probabilities=True,
-            implementation=step.implementation, **step.logits._asdict(),
+            implementation=step.implementation, **step.logits.options,
         )  # fmt: skip
+        _, attention = beside_sinks(step.logits.sinks, lse, attention)
         return attention.reshape(batch, -1, slots)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Seen
 from kvjax.storage.recent import Recent
-from pallas_kernels.attention.call import join_attention, stored_attention
+from pallas_kernels.attention.call import beside_sinks, join_attention, stored_attention
 from pallas_kernels.attention.decode import attention_by_products
 from pallas_kernels.attention.forms import Rows, dense_rows
 from pallas_kernels.attention.rotation import Turn
@@ -71,6 +71,7 @@ class EncodedPayload(ABC):
         index: Int[Array, "B K N"] | None = None,
         probabilities: bool,
         implementation: str | None,
+        sinks: Float[Array, " Q"] | None = None,
         **logits,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
         """The output and, where asked for, each slot's probability.
@@ -82,6 +83,7 @@ class EncodedPayload(ABC):
             slots = jnp.maximum(index, 0)  # an entry of -1 is hidden by its bias
             keys, own = Dense(self._selected(slots)), Dense(values._selected(slots))
             options = {"probabilities": probabilities, "implementation": implementation}
+            logits |= {"sinks": sinks}
             out, found = keys.attention(
                 own, self._basis(q), seen.of(index), positions, **options, **logits
             )
@@ -100,10 +102,12 @@ class EncodedPayload(ABC):
             new = Seen(bias, recent.of_slots(seen.position), None, rotate)
             pieces = [seen._replace(bias=hide(seen.bias, recent.slots)), new]
         if chosen == "xla":
-            out, found = self._by_products(values, q, pieces, positions, **logits)
+            out, lse, found = self._by_products(values, q, pieces, positions, **logits)
         else:
             kind = {"probabilities": probabilities, "chosen": chosen}
-            out, found = self._by_kernel(values, q, pieces, positions, **kind, **logits)
+            out, lse, found = self._by_kernel(values, q, pieces, positions, **kind, **logits)
+        _, out, *found = beside_sinks(sinks, lse, out, *found)
+        out = out.astype(values.dtype)
         if not probabilities:
             return out, None
         total, *own = found
@@ -114,8 +118,11 @@ class EncodedPayload(ABC):
 
     def _by_products(
         self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
-    ) -> tuple[Array, list[Array]]:
-        """By XLA, with one softmax over the slots of all pieces: outputs and probabilities."""
+    ) -> tuple[Array, Array, list[Array]]:
+        """By XLA, with one softmax over the slots of all pieces.
+
+        Float32 outputs, log-sum-exps, and probabilities piece by piece.
+        """
         slots = pieces[0].bias.shape[2]
 
         def multiply(rows: Array) -> Array:
@@ -134,15 +141,15 @@ class EncodedPayload(ABC):
 
         bias = jnp.concatenate([piece.bias for piece in pieces], axis=2)
         position = jnp.concatenate([piece.position for piece in pieces], axis=2)
-        out, _, found = attention_by_products(
-            q, multiply, mix, bias, positions, position, dtype=values.dtype, **kind
+        out, lse, found = attention_by_products(
+            q, multiply, mix, bias, positions, position, dtype=jnp.float32, **kind
         )
-        return out, jnp.split(found, (slots,), axis=-1)[: len(pieces)]
+        return out, lse, jnp.split(found, (slots,), axis=-1)[: len(pieces)]
 
     def _by_kernel(
         self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
-    ) -> tuple[Array, list[Array]]:
-        """By the kernel, piece by piece, and joined: outputs and probabilities."""
+    ) -> tuple[Array, Array, list[Array]]:
+        """`_by_products` by the kernel, piece by piece, and joined; probabilities if wanted."""
         rows = [(self._basis(q), self._rows(), values._rows())]
         if self.recent is not None:
             rows.append((q, dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
@@ -155,9 +162,8 @@ class EncodedPayload(ABC):
         ]  # fmt: skip
         (body, lse, _), *new = found
         parts = [(values._basis(body), lse), *((out, lse) for out, lse, _ in new)]
-        out, _, weights = join_attention(parts)
-        out = out.astype(values.dtype)
+        out, total, weights = join_attention(parts)
         if not kind["probabilities"]:
-            return out, []
+            return out, total, []
         parts = zip(found, weights, strict=True)
-        return out, [p * weight[..., None] for (_, _, p), weight in parts]
+        return out, total, [p * weight[..., None] for (_, _, p), weight in parts]

@@ -18,6 +18,7 @@ from kvjax.decisions import Keep
 from kvjax.protocol import GroupReduce, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
 from pallas_kernels import column_sums, prompt_attention
+from pallas_kernels.attention.call import beside_sinks
 
 MOST_WINDOW = 2**16
 """The most last queries of a prompt that are kept to observe it: each attends to all of it."""
@@ -121,12 +122,13 @@ def window_attention(
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
-    kind = {**step.logits._asdict(), "implementation": step.implementation}
+    kind = {**step.logits.options, "implementation": step.implementation}
     position = step.query_position[:, -window:]
     if weight is not None:
         position = jnp.where(weight > 0, position, -1)
     rows = (position, cache.position)
     _, lse = prompt_attention(q, step.keys, None, cache.log_mass, *rows, **kind)
+    (lse,) = beside_sinks(step.logits.sinks, lse)
     if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
         lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
     return column_sums(q, step.keys, cache.log_mass, lse, *rows, **kind)

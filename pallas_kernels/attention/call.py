@@ -94,6 +94,41 @@ def join_attention(
     return out, total, weights
 
 
+def beside_sinks(
+    sinks: Float[Array, " Q"] | None, lse: Float[Array, "B K G T"], *sums: Array | None
+) -> tuple[Array | None, ...]:
+    """What attention over slots becomes beside a learned sink of each query head.
+
+    A sink is one more column of the softmax, to which no value belongs. With logits x and
+    `lse = log Σ exp(x)` a slot's weight is `exp(x[s]) / (exp(sink) + Σ exp(x))`, which is
+    `softmax_s(x) · σ(lse - sink)`: outputs and probabilities shrink by one factor. They are
+    normalised before, so that a sink far above all logits takes no digits from them in 16 bits.
+
+    Args:
+      sinks: logits, Q = K · G; None: nothing changes.
+      lse: log-sum-exps of the queries' logits.
+      sums: outputs and probabilities, `[B, K, G, T, ...]`; None stays None.
+
+    Returns:
+      Log-sum-exps with the sinks among them, and the sums, in their dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.attention.call import beside_sinks
+      >>> lse, out = jnp.log(jnp.full((1, 1, 1, 1), 2.0)), jnp.full((1, 1, 1, 1, 1), 6.0)
+      >>> lse, out = beside_sinks(jnp.zeros(1), lse, out)
+      >>> round(jnp.exp(lse).item(), 4), round(out.item(), 4)
+      (3.0, 4.0)
+    """
+    if sinks is None:
+        return lse, *sums
+    sinks = sinks.astype(jnp.float32).reshape(1, *lse.shape[1:3], 1)
+    # 0 for a query that sees nothing, whatever its sink is.
+    share = jnp.where(lse > -jnp.inf, jax.nn.sigmoid(lse - sinks), 0.0)[..., None]
+    sums = (None if x is None else (share * x.astype(jnp.float32)).astype(x.dtype) for x in sums)
+    return jnp.logaddexp(lse, sinks), *sums
+
+
 def _range(bias, query_position, key_position, window: int | None):
     """The first slot and the one after the last that any query of the row sees, `[B, H]` each."""
     newest = query_position.max(1)[:, None, None]

@@ -132,7 +132,10 @@ READERS = {
         (((0,), kvjax.H2O(budget=12)), ((1,), kvjax.SnapKV(8, window=4)))
     ),
 }
-LOGITS = {"plain": {}, "window and soft cap": {"window": 9, "soft_cap": 2.0}}
+LOGITS = {
+    "plain": {}, "window and soft cap": {"window": 9, "soft_cap": 2.0},
+    "sinks": {"sinks": np.array([0.5, 6.0, -2.0, 3.0], np.float32)},
+}  # fmt: skip
 
 
 def read(transform, implementation, **logits):

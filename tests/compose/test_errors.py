@@ -438,6 +438,15 @@ ATTEND = {
     "window of nothing": ({"window": 0}, ValueError, "window", "0", "at least 1"),
     "window as float": ({"window": 4.0}, TypeError, "window", "4.0", "int"),
     "soft cap of nothing": ({"soft_cap": 0.0}, ValueError, "soft_cap", "0.0"),
+    "sinks as a list": (
+        {"sinks": [0.0] * 4}, TypeError, "sinks must be an array [Q]", "got list",
+    ),
+    "sinks as integers": (
+        {"sinks": np.zeros(4, np.int32)}, TypeError, "sinks must be floating", "int32",
+    ),
+    "sinks of KV heads": (
+        {"sinks": np.zeros(2, np.float32)}, ValueError, "sinks must be [Q] = (4,)", "got (2,)",
+    ),
     "rope of more channels": (
         {"rope": kvjax.Rope(np.ones(5, np.float32))}, ValueError, "10", "8",
     ),

@@ -68,6 +68,8 @@ class PyramidInfer:
 
     budget None: the paper's ratios.  With a budget, w is at most half of the slots that the sinks
     leave, and a flush compresses blocks while more slots than the layer's part are live.
+
+    learned_sinks [Q]: the `sinks` of `softmax_attention`.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class PyramidInfer:
         context: int = 64,
         emphasis: float = 1.2,
         interval: int | None = 16,
+        learned_sinks: np.ndarray | None = None,
         **options: float | None,
     ) -> None:
+        self.learned_sinks = learned_sinks
         self.budget, self.layer, self.num_layers = budget, layer, num_layers
         self.newest, self.sinks, self.ratio, self.context = newest, sinks, ratio, context
         self.emphasis, self.interval, self.options = emphasis, interval, options
@@ -182,9 +186,10 @@ class PyramidInfer:
         for head in range(self.kv_heads):
             keys = np.array([self.tokens[p][0][head] for p in order])
             values = np.array([self.tokens[p][1][head] for p in order])
-            own = q[head * group : (head + 1) * group]
+            own = slice(head * group, (head + 1) * group)
+            sinks = None if self.learned_sinks is None else self.learned_sinks[own]
             out, probabilities = softmax_attention(
-                own, keys, values, positions, np.array(order), **self.options
+                q[own], keys, values, positions, np.array(order), sinks=sinks, **self.options
             )
             outs.append(out)
             all_probabilities.append(probabilities)

@@ -40,6 +40,7 @@ class TinyModel:
     """Attention layers on a residual stream, x + attention(x) Wo, with rotary embedding.
 
     embed: [V, C], also the output projection.  layers: (Wq [C, Q D], Wk, Wv [C, H D], Wo [Q D, C]).
+    sinks: [layers, Q], those of `softmax_attention`.
     """
 
     embed: np.ndarray
@@ -47,6 +48,11 @@ class TinyModel:
     kv_heads: int
     head_dim: int
     inv_freq: np.ndarray
+    sinks: np.ndarray | None = None
+
+    def sinks_of(self, layer: int, head: int) -> np.ndarray | None:
+        """[G]: of the query heads of a KV head."""
+        return None if self.sinks is None else self.sinks[layer].reshape(self.kv_heads, -1)[head]
 
     def heads(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """[T, C] -> [heads, T, D]."""
@@ -57,13 +63,20 @@ class TinyModel:
         """Logits after the last token; of each layer rotated q [Q, T, D], k [H, T, D], and v."""
         positions = np.arange(len(tokens))
         x, seen = np.asarray(self.embed, np.float64)[tokens], []
-        for wq, wk, wv, wo in self.layers:
+        for layer, (wq, wk, wv, wo) in enumerate(self.layers):
             q = rope(self.heads(x, wq), positions, self.inv_freq)
             k = rope(self.heads(x, wk), positions, self.inv_freq)
             v = self.heads(x, wv)
             seen.append((q, k, v))
             outs = [
-                softmax_attention(q_group, k[head], v[head], positions, positions)[0]
+                softmax_attention(
+                    q_group,
+                    k[head],
+                    v[head],
+                    positions,
+                    positions,
+                    sinks=self.sinks_of(layer, head),
+                )[0]
                 for head, q_group in enumerate(q.reshape(self.kv_heads, -1, *q.shape[1:]))
             ]
             merged = np.concatenate(outs).transpose(1, 0, 2).reshape(len(tokens), -1)
@@ -117,7 +130,7 @@ def fidelity(
                 outs.append(own.decode(own_q[:, at], own_k[at], v[head][at], at))
                 out, p = softmax_attention(
                     q[head][:, at : at + 1], k[head][: at + 1], v[head][: at + 1],
-                    np.array([at]), np.arange(at + 1),
+                    np.array([at]), np.arange(at + 1), sinks=model.sinks_of(layer, head),
                 )  # fmt: skip
                 full.append(out[:, 0])
                 size = len(looked_at) if budget is None else budget

@@ -23,7 +23,7 @@ class Token:
 class Slots:
     """Live tokens in position order.
 
-    scale, window and soft_cap are those of `softmax_attention`.
+    scale, window, soft_cap and sinks are those of `softmax_attention`.
     """
 
     def __init__(
@@ -31,9 +31,10 @@ class Slots:
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: np.ndarray | None = None,
     ) -> None:
         self.tokens: list[Token] = []
-        self.options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        self.options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
         self.prompted = False  # whether the prompt that is being read has brought a token
 
     def __len__(self) -> int:

@@ -142,7 +142,7 @@ def run(transform, tokens: Tokens, positions, steps: int, **options) -> Run:
     A row without a prompt gets no token at all.
     """
     dtype = options.get("dtype", jnp.float32)
-    sizes = {k: options.pop(k) for k in list(options) if k not in (*STATIC, "dtype")}
+    sizes = {k: options.pop(k) for k in list(options) if k not in (*STATIC, "sinks", "dtype")}
     cache = new_cache(transform, len(positions), **sizes, dtype=dtype)
     out, cache = prompt(transform, cache, tokens, positions, **options)
     lengths = np.max(positions, 1) + 1
@@ -270,9 +270,16 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
                     keys = np.concatenate([old["k"], own_rows(kv.k, turned)])
                     queries = rotate(q[row, heads], where, INV_FREQ)
                 out[row, heads], _ = softmax_attention(
-                    queries, keys, values, where, place, log_mass, **options
+                    queries, keys, values, where, place, log_mass, **of_heads(options, heads)
                 )
     return out
+
+
+def of_heads(options: dict, heads: slice) -> dict:
+    """The options of attention for some of the query heads."""
+    if options.get("sinks") is None:
+        return options
+    return {**options, "sinks": options["sinks"][heads]}
 
 
 def structure(cache) -> tuple:

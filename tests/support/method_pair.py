@@ -18,7 +18,7 @@ import numpy as np
 import kvjax
 from tests.references import h2o, kvcrush, kvmerger, pyramidinfer, snapkv
 from tests.references.rope import rope as rotate
-from tests.support.attending import flushed, init_cache
+from tests.support.attending import flushed, init_cache, of_heads
 from tests.support.tolerances import close
 
 STATIC = ("transform", "phase", "last", "scale", "window", "soft_cap")
@@ -39,8 +39,8 @@ class Pair:
     outputs, the kept positions and, where the method has them, the accumulated scores.
 
     transform: of the library.  reference: makes the reference of one row and head.
-    heads: KV heads and query heads per KV head.  options: scale, window, soft_cap of attention,
-    given to both.  rope: both get rotated keys, or with `late` unrotated ones.
+    heads: KV heads and query heads per KV head.  options: scale, window, soft_cap, sinks of
+    attention, given to both.  rope: both get rotated keys, or with `late` unrotated ones.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Pair:
         self.next = np.zeros(rows, int)
         self.steps = 0  # decode steps since the last prompt
         self.references = {
-            at: reference(**options) for at in itertools.product(range(rows), range(self.kv_heads))
+            (row, head): reference(**of_heads(options, self.query_heads(head)))
+            for row, head in itertools.product(range(rows), range(self.kv_heads))
         }
         limits = {"max_prompt": max_prompt, "max_new": max_new}
         shape = {"batch": rows, "kv_heads": self.kv_heads, "head_dim": head_dim}
@@ -78,6 +79,10 @@ class Pair:
             transform, query_heads=query_heads, dtype=jnp.float32, layer=layer, **shape, **limits
         )
         self.capacity = transform.extent(kvjax.Extent(max_prompt, max_new)).total
+
+    def query_heads(self, head: int) -> slice:
+        """Those of a KV head."""
+        return slice(head * self.group, (head + 1) * self.group)
 
     def prompt(self, counts, side: str = "right", chunks: int = 1) -> Pair:
         """The next `counts[b]` tokens of every row, padded to WIDTH, in `chunks` calls."""
@@ -162,7 +167,7 @@ class Pair:
     def _prompt_chunk(self, positions: np.ndarray, last: bool) -> None:
         (q, k, v), out = self._run(positions, phase="prompt", last=last)
         for (row, head), reference in self.references.items():
-            own = slice(head * self.group, (head + 1) * self.group)
+            own = self.query_heads(head)
             expected = reference.prompt(
                 q[row, own], k[row, head], v[row, head], positions[row], last=last
             )
@@ -173,7 +178,7 @@ class Pair:
     def _decode_token(self, positions: np.ndarray) -> None:
         (q, k, v), out = self._run(positions[:, None], phase="decode")
         for (row, head), reference in self.references.items():
-            own = slice(head * self.group, (head + 1) * self.group)
+            own = self.query_heads(head)
             expected = np.zeros((self.group, out.shape[-1]))
             if positions[row] >= 0:
                 expected = reference.decode(

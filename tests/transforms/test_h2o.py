@@ -81,10 +81,16 @@ def test_row_that_has_stopped_keeps_its_tokens():
     assert both.kept(0, 1) == before
 
 
-@pytest.mark.parametrize("options", [{"window": 9}, {"scale": 0.9, "window": 20, "soft_cap": 2.5}])
-@pytest.mark.fast_cases("options1")
+SINKS = np.array([0.5, 6.0, -2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 9}, {"scale": 0.9, "window": 20, "soft_cap": 2.5}, {"sinks": SINKS}],
+)
+@pytest.mark.fast_cases("options1", "options2")
 def test_attention_options(options):
-    """Probabilities, and with them the scores, follow the sliding window and the soft cap."""
+    """Probabilities, and with them the scores, follow the sliding window, soft cap and sinks."""
     pair(24, seed=6, **options).prompt(LENGTHS).decode(64)
 
 

@@ -35,6 +35,8 @@ class Layer(Pair):
         super().__init__(
             bound, lambda **options: None, seed=seed, heads=heads, layer=layer, **attention
         )
+        learned = {"learned_sinks": attention.get("sinks")}
+        attention = {name: x for name, x in attention.items() if name != "sinks"} | learned
         self.row_references = [
             reference.PyramidInfer(budget, layer, num_layers, heads[0], **method, **attention)
             for _ in range(self.rows)
@@ -122,9 +124,16 @@ def test_prompt_in_chunks_and_a_second_turn(method):
     both.prompt((9, 30, 0), "left").decode(20)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.9, "window": 20, "soft_cap": 2.5},
+        {"sinks": np.array([0.5, 6.0, -2.0, 3.0])},
+    ],
+    ids=["soft cap", "sinks"],
+)
 @pytest.mark.slow
-def test_attention_options():
-    options = {"scale": 0.9, "window": 20, "soft_cap": 2.5}
+def test_attention_options(options):
     Layer(2, seed=5, attention=options, **SHARE).prompt(LENGTHS).decode(30)
 
 

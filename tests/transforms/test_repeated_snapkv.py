@@ -72,14 +72,20 @@ def most_kept(budget: int | float, window: int) -> int:
     return max(rows_budget(budget, n, window + 1) for n in range(1, MAX_PROMPT + 1))
 
 
-def pair(wrapper, reference, budget=20, window=8, *, seed=0, **wrapped) -> Pair:
+def pair(wrapper, reference, budget=20, window=8, *, seed=0, sinks=None, **wrapped) -> Pair:
     return Pair(
         wrapper(kvjax.SnapKV(budget, window), **wrapped),
         lambda **options: reference(budget, window, **wrapped, **options),
         seed=seed,
         max_prompt=MAX_PROMPT,
         max_new=MAX_NEW,
+        sinks=sinks,
     )
+
+
+def test_a_flush_knows_the_sinks():
+    sinks = np.array([0.5, 6.0, -2.0, 3.0])
+    pair(kvjax.Every, EverySnapKV, 12, 4, seed=1, steps=4, sinks=sinks).prompt(LENGTHS).decode(12)
 
 
 @pytest.mark.parametrize(

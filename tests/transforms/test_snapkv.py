@@ -89,11 +89,17 @@ def test_prompts_shorter_than_the_window():
     assert [len(both.kept(row, 1)) for row in range(3)] == [20, 20, 21]
 
 
-@pytest.mark.parametrize("options", [{"window": 17}, {"scale": 0.9, "window": 30, "soft_cap": 2.5}])
-@pytest.mark.fast_cases("options0")
+SINKS = np.array([0.5, 6.0, -2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 17}, {"scale": 0.9, "window": 30, "soft_cap": 2.5}, {"sinks": SINKS}],
+)
+@pytest.mark.fast_cases("options0", "options2")
 def test_attention_options(options):
-    """Scores follow the sliding window and the soft cap of attention. (Most tokens that a sliding
-    window hides score 0, and tie.)"""
+    """Scores follow the sliding window, the soft cap and the sinks of attention. (Most tokens that
+    a sliding window hides score 0, and tie.)"""
     both = pair(*DEFAULT, options=options, seed=5).prompt(LENGTHS).decode(20)
     both.prompt((9, 30, 0))
 

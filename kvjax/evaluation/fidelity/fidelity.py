@@ -300,7 +300,7 @@ def _judge_layer(
     if turn is not None:
         _, cache = attend(
             layer, cache, turn.query, turn.key, turn.value, turn.position,
-            phase="prompt", rope=turn.rope, **turn.logits._asdict(),
+            phase="prompt", rope=turn.rope, sinks=turn.logits.sinks, **turn.logits.options,
         )  # fmt: skip
 
     def step(position, cache, truth):
@@ -316,7 +316,8 @@ def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget
     own = truth.record
     out, cache = attend(
         recorded(layer), record(cache), own.query, own.key, own.value, position[:, None],
-        phase="decode", rope=own.rope, predicted_query=own.predicted, **own.options,
+        phase="decode", rope=own.rope, predicted_query=own.predicted, sinks=own.logits.sinks,
+        **own.options,
     )  # fmt: skip
     cache, records = unrecord(cache)
     held = looked_at(layer, records, truth.attention.shape[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from kvjax.generation.writing import further
 from kvjax.protocol import KVTransform, Logits, Needs
 from kvjax.rope import Rope
 from pallas_kernels import decode_attention
+from pallas_kernels.attention.call import beside_sinks
 
 from .recording import Record, record, recorded, unrecord
 
@@ -37,7 +38,7 @@ class Turn:
       query, key, value: of the questions' tokens; rotated where `rope` is None.
       position: of the tokens, -1 = padding.
       rope: what rotates query and key.
-      logits: of the attention (static).
+      logits: of the attention.
     """
 
     query: Float[Array, "B Q T D"]
@@ -45,7 +46,7 @@ class Turn:
     value: Float[Array, "B H T D"]
     position: Int[Array, "B T"]
     rope: Rope | None
-    logits: Logits = field(metadata={"static": True})
+    logits: Logits
 
 
 class Truth(NamedTuple):
@@ -170,10 +171,11 @@ def _attend_in_full(cache: Cache, own: Record, position: Int[Array, " B"]) -> Tr
         query = own.rope.rotate(query, position[:, None])
         keys = own.rope.rotate(keys, kv.position)
     batch, kv_heads, slots = kv.shape
-    out, _, attention = decode_attention(
+    out, lse, attention = decode_attention(
         query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
         kv.log_mass, position[:, None], kv.position, **own.options,
     )  # fmt: skip
+    _, out, attention = beside_sinks(own.logits.sinks, lse, out, attention)
     # Rows are padded on the right and nothing is evicted: a token's slot is its position.
     attention = attention.reshape(batch, -1, slots)
     return Truth(own, out.reshape(query.shape).astype(query.dtype), attention)

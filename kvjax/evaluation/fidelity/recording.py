@@ -31,7 +31,8 @@ class Record:
       seen: token positions of the slots that attention looked at, the new tokens' included; -1 =
         none. K lists, one per KV head or one per query head.
       rope: what rotates query and key.
-      logits, implementation: of the attention (static).
+      logits: of the attention.
+      implementation: of its operations (static).
     """
 
     query: Float[Array, "B Q T D"]
@@ -40,13 +41,13 @@ class Record:
     predicted: Float[Array, "B Q T D"] | None
     seen: Int[Array, "B K N"]
     rope: Rope | None
-    logits: Logits = field(metadata={"static": True})
+    logits: Logits
     implementation: str | None = field(metadata={"static": True})
 
     @property
     def options(self) -> dict:
-        """The static fields, as the operations of `pallas_kernels` take them."""
-        return {**self.logits._asdict(), "implementation": self.implementation}
+        """How logits are made, as the operations of `pallas_kernels` take it."""
+        return {**self.logits.options, "implementation": self.implementation}
 
 
 class Recording(NamedTuple):

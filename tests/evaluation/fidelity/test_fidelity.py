@@ -53,9 +53,10 @@ def random_layers(query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0):
     return embed, layers
 
 
-def tiny_reference(**changes) -> reference.TinyModel:
+def tiny_reference(sinks=None, **changes) -> reference.TinyModel:
     embed, layers = random_layers(**changes)
-    return reference.TinyModel(embed, layers, changes.get("kv_heads", KV_HEADS), HEAD_DIM, INV_FREQ)
+    kv_heads = changes.get("kv_heads", KV_HEADS)
+    return reference.TinyModel(embed, layers, kv_heads, HEAD_DIM, INV_FREQ, sinks)
 
 
 TRACES = []
@@ -64,17 +65,17 @@ TRACES = []
 def apply_tiny(params, tokens, positions, caches, *, layers, phase, last, logits_at=None):
     """`tests.references.recall.TinyModel` through `kvjax.attend`."""
     TRACES.append(phase)
-    embed, weights = params
+    embed, weights, sinks = params
     x, written = embed[tokens], []
     rope = kvjax.Rope(jnp.asarray(INV_FREQ, jnp.float32))
 
     def heads(projected):
         return projected.reshape(*x.shape[:2], -1, HEAD_DIM).transpose(0, 2, 1, 3)
 
-    for (wq, wk, wv, wo), layer, cache in zip(weights, layers, caches, strict=True):
+    for (wq, wk, wv, wo), own, layer, cache in zip(weights, sinks, layers, caches, strict=True):
         out, cache = kvjax.attend(
             layer, cache, heads(x @ wq), heads(x @ wk), heads(x @ wv), positions,
-            phase=phase, last=last, rope=rope,
+            phase=phase, last=last, rope=rope, sinks=own,
         )  # fmt: skip
         x = x + out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1) @ wo
         written.append(cache)
@@ -83,8 +84,11 @@ def apply_tiny(params, tokens, positions, caches, *, layers, phase, last, logits
     return x @ embed.T, tuple(written)
 
 
-def tiny_model(query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0) -> kvjax.FunctionalModel:
-    params = random_layers(query_heads, kv_heads, seed)
+def tiny_model(
+    query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0, sinks=None
+) -> kvjax.FunctionalModel:
+    sinks = [None] * LAYERS if sinks is None else list(sinks.astype(np.float32))
+    params = *random_layers(query_heads, kv_heads, seed), sinks
     return kvjax.FunctionalModel(
         apply_tiny, jax.tree.map(jnp.asarray, params), num_layers=LAYERS, query_heads=query_heads,
         kv_heads=kv_heads, head_dim=HEAD_DIM, vocab_size=VOCAB, max_positions=64,
@@ -243,8 +247,8 @@ def test_error_refuses_two_shapes():
 class Everything:
     """The full cache, as a reference of one row and head."""
 
-    def __init__(self):
-        self.slots = Slots()
+    def __init__(self, **options):
+        self.slots = Slots(**options)
 
     @property
     def kept(self):
@@ -262,8 +266,8 @@ def half(layer: int, num_layers: int) -> kvjax.KVTransform:
     return kvjax.Full() if layer == 1 else SNAPKV
 
 
-def snapkv(budget=12):
-    return SnapKV(budget, observation=WINDOW, kernel=3)
+def snapkv(budget=12, **options):
+    return SnapKV(budget, observation=WINDOW, kernel=3, **options)
 
 
 # Transforms, and what makes the reference of a layer and head. `when_full` never gets so full in
@@ -300,14 +304,14 @@ METHODS = {
 }
 
 
-def agrees(found, method, budget, new_tokens, questions=None) -> None:
+def agrees(found, method, budget, new_tokens, questions=None, sinks=None) -> None:
     """What was found is what the reference finds, row by row."""
     assert found.recall.shape == found.head_error.shape == (LAYERS, len(PROMPTS), KV_HEADS)
     assert found.error.shape == (LAYERS, len(PROMPTS))
     for row, prompt in enumerate(PROMPTS):
         question = None if questions is None else questions[row]
         recall, error, head_error = reference.fidelity(
-            tiny_reference(), prompt, method, budget, new_tokens, question
+            tiny_reference(sinks), prompt, method, budget, new_tokens, question
         )
         close(found.recall[:, row], recall, "rounding", f"recall of row {row}")
         close(found.error[:, row], error, "accumulated", f"error of row {row}")
@@ -347,6 +351,28 @@ def test_a_question_after_what_was_compressed(which):
     )
     for name, one in zip(TURNS[which], found, strict=True):
         agrees(one, METHODS[name][1], 6, 2, QUESTIONS)
+
+
+def test_a_model_with_learned_sinks():
+    """Prompts read once, their questions, new tokens and what is right: all with the sinks."""
+    sinks = np.random.default_rng(4).normal(1.0, 2.0, size=(LAYERS, QUERY_HEADS))
+    model = tiny_model(sinks=sinks)
+
+    def of(layer: int, head: int) -> dict:
+        return {"sinks": tiny_reference(sinks).sinks_of(layer, head)}
+
+    methods = {
+        kvjax.Full(): lambda *at: Everything(**of(*at)),
+        SNAPKV: lambda *at: snapkv(**of(*at)),
+        kvjax.HeadGroups((((1,), kvjax.H2O(budget=10)), ((0,), SNAPKV))): (
+            lambda layer, head: H2O(10, **of(layer, 1)) if head else snapkv(**of(layer, 0))
+        ),
+    }
+    found = measure_fidelities(
+        model, list(methods), PROMPTS, budget=6, new_tokens=2, questions=QUESTIONS
+    )
+    for method, one in zip(methods.values(), found, strict=True):
+        agrees(one, method, 6, 2, QUESTIONS, sinks)
 
 
 @pytest.mark.slow

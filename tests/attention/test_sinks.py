@@ -1,0 +1,188 @@
+"""A learned sink of each query head, in every path of attention, against float64."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from pallas_kernels import decode_attention
+from pallas_kernels.attention.call import beside_sinks
+from tests.compose.test_conformance import CASES, COVERING, SELECTING
+from tests.references.attention import softmax_attention
+from tests.support import attending
+from tests.support.attending import (
+    INV_FREQ,
+    KV_HEADS,
+    Tokens,
+    attended,
+    decoded,
+    new_cache,
+    prompt,
+    right,
+)
+from tests.support.lowering import KERNEL, lower_for_cuda
+from tests.support.tolerances import close
+
+SINKS = np.array([0.7, 6.0, -2.5, 3.0])  # the second head's takes nearly all of its attention
+COUNTS = ((12, 6, 0), (10, 0, 5))  # tokens of each row in the chunks of a prompt
+LENGTHS, STEPS = np.sum(COUNTS, axis=0), 4
+
+# Budgets that cover everything where attention is to a selection.
+PATHS = {name: (COVERING if name in SELECTING else CASES)[name] for name in CASES}
+# Dense, HeadGroups, a list, 8 bits, 4 bits and recent rows, a list from there and from host memory,
+# a codebook, unfolded.
+FAST = ("full", "head_groups", "quantize", "quest", "snapkv_quantize_channel")
+
+
+def sinks(dtype="float32") -> jax.Array:
+    return jnp.asarray(SINKS, dtype)
+
+
+@functools.cache
+def tokens() -> Tokens:
+    return Tokens.random(rows=len(LENGTHS), length=64)
+
+
+def read_and_write(transform, dtype: str, **options):
+    """For each call the cache before it, its positions and output: two chunks and some steps."""
+    cache, calls, start = new_cache(transform, dtype=jnp.dtype(dtype)), [], np.zeros(3, int)
+    for number, counts in enumerate(COUNTS):
+        positions = right(start, counts, max(counts))
+        out, after = prompt(
+            transform, cache, tokens(), positions, last=number == 1, dtype=dtype, **options
+        )
+        calls.append((cache, positions, out))
+        cache, start = after, start + counts
+    outs, caches = decoded(transform, cache, tokens(), LENGTHS, STEPS, dtype=dtype, **options)
+    now = [(LENGTHS + step)[:, None] for step in range(STEPS)]
+    return calls + list(zip([cache, *caches], now, outs, strict=False))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.fast_cases(*(f"{name}-xla" for name in FAST), "full-interpret", "quantize-interpret")
+def test_outputs(name, implementation):
+    """Of chunks, ragged rows and steps; padding and a row without tokens give 0."""
+    options = {"implementation": implementation, "sinks": sinks()}
+    for before, positions, out in read_and_write(PATHS[name], "float32", **options):
+        expected = attended(PATHS[name], before, tokens(), positions, sinks=SINKS)
+        close(out, expected)
+        assert not np.asarray(out)[np.broadcast_to(positions[:, None] < 0, out.shape[:3])].any()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["full", "quantize", "quest", "h2o_codebook"])
+@pytest.mark.fast_cases("full-bfloat16-xla")
+def test_outputs_in_16_bits(name, dtype, implementation):
+    options = {"implementation": implementation, "sinks": sinks(dtype)}
+    for before, positions, out in read_and_write(PATHS[name], dtype, **options):
+        assert out.dtype == dtype
+        expected = attended(PATHS[name], before, tokens(), positions, sinks=SINKS)
+        close(out, expected, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["full", "quantize"])
+def test_windows_and_soft_caps(name):
+    """A sink is in every window, and neither scaled nor capped."""
+    options = {"scale": 0.9, "window": 5, "soft_cap": 0.8}
+    for before, positions, out in read_and_write(PATHS[name], "float32", sinks=sinks(), **options):
+        close(out, attended(PATHS[name], before, tokens(), positions, sinks=SINKS, **options))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sink", [-np.inf, -40.0, 5.0, 15.0])
+def test_a_sink_takes_no_digits(sink, dtype):
+    """Relative to what it leaves, however little; -inf is no sink."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=8), rng.normal(size=(64, 8)), 100 * rng.random((64, 8))
+    q, k, v = (jnp.asarray(x, dtype).reshape(1, 1, -1, 8) for x in (q, k, v))
+    at = jnp.arange(64, dtype=jnp.int32)[None, None]
+    lse, out, p = beside_sinks(
+        jnp.array([sink], dtype),
+        *weighed(q[:, :, None], k, v, jnp.zeros(at.shape), at[0, :, -1:], at),
+    )
+    assert out.dtype == dtype and lse.dtype == p.dtype == jnp.float32
+    q, k, v = (np.asarray(x, np.float64)[0, 0] for x in (q, k, v))
+    expected, weights = softmax_attention(
+        q[None], k, v, [63], np.arange(64), scale=0.4, sinks=[sink]
+    )
+    share, kind = weights.sum(), "float32" if dtype == "float32" else "bfloat16"
+    close(np.asarray(out, np.float64)[0, 0] / share / 100, expected / share / 100, kind)
+    close(np.asarray(p)[0, 0] / share, weights / share, kind)
+
+
+@jax.jit
+def weighed(*args):
+    """Log-sum-exps, outputs and probabilities."""
+    out, lse, p = decode_attention(*args, scale=0.4)
+    return lse, out, p
+
+
+def test_a_query_that_sees_nothing_gives_nothing():
+    lse, out = jnp.full((1, 1, 1, 3), -jnp.inf), jnp.zeros((1, 1, 1, 3, 2))
+    for sink in (0.0, -np.inf, np.inf):
+        after, rows = beside_sinks(jnp.full(1, sink), lse, out)
+        assert not rows.any() and (after == sink).all()
+
+
+# --- what methods see -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.fast_cases("0-xla", "3-xla")
+def test_attention_that_slots_received(steps, implementation):
+    """Column sums of a prompt and probabilities of steps: with a sink's own they add up to 1."""
+    transform, now = kvjax.H2O(budget=64), right([0, 0, 0], LENGTHS, max(LENGTHS))
+    options = {"implementation": implementation, "sinks": sinks()}
+    _, cache = prompt(transform, new_cache(transform), tokens(), now, **options)
+    _, caches = decoded(transform, cache, tokens(), LENGTHS, steps, **options)
+    kv = (caches or [cache])[-1].kv
+    for row, head in np.ndindex(3, KV_HEADS):
+        count = LENGTHS[row] + steps
+        at, heads = np.arange(count), slice(2 * head, 2 * head + 2)
+        q, k = (
+            attending.rotate(x[row, which, :count], at, INV_FREQ)
+            for x, which in ((tokens().q, heads), (tokens().k, head))
+        )
+        _, p = softmax_attention(q, k, k, at, at, sinks=SINKS[heads])
+        order = np.argsort(np.where(kv.live[row, head], kv.position[row, head], 999))[:count]
+        close(kv.column("attention")[row, head][order], p.sum(1).T, "accumulated")
+
+
+# --- what goes with a cache -----------------------------------------------------------------------
+
+
+def test_a_donated_cache_takes_no_sinks_along():
+    """A cache keeps a copy for its flushes, and what a model owns stays there."""
+    donated = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase", donate_argnums=1)
+    transform, own = kvjax.Every(kvjax.SnapKV(8, window=4), steps=2), sinks()
+    row, cache = tokens().rows([0]), new_cache(kvjax.Every(kvjax.SnapKV(8, window=4), 2), batch=1)
+    for start in (0, 10):
+        given = row.at(np.arange(start, start + 10)[None])
+        _, cache = donated(transform, cache, *given, phase="prompt", sinks=own)
+        close(cache.logits.sinks, SINKS, "rounding")
+    assert not own.is_deleted()
+
+
+@pytest.mark.parametrize("phase", ["prompt", "decode"])
+@pytest.mark.parametrize("name", ["full", "snapkv_quantize_channel", "quest"])
+@pytest.mark.fast_cases("full-prompt", "quest-decode")
+def test_it_lowers_for_cuda(name, phase):
+    """Kernels know nothing of sinks: what comes out of them is scaled."""
+    count, transform = (20 if phase == "prompt" else 1), PATHS[name]
+    step = functools.partial(
+        kvjax.attend, transform, phase=phase, rope=attending.the_rope(), implementation="pallas"
+    )
+    given = tokens().at(np.tile(np.arange(count), (3, 1)))
+    text = lower_for_cuda(
+        lambda cache, sinks, *given: step(cache, *given, sinks=sinks), new_cache(transform),
+        sinks(), *given,
+    )  # fmt: skip
+    assert KERNEL in text
