@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.attention.layer import Cache, layer_caches
+from kvjax.compose.wrappers import by_head_groups
 
 from .config import ACTIVATIONS, DecoderConfig
 from .rope_scaling import make_rope
@@ -143,7 +144,7 @@ class Attention(nnx.Module):
         """
         if self.settings.rope is not None:
             return make_rope(self.settings.rope, layer_caches(cache)[0].max_length)
-        unrotated = any(transform.needs.unrotated_keys for transform in _transforms(layer))
+        unrotated = any(transform.needs.unrotated_keys for transform in by_head_groups(layer))
         return kvjax.Rope(jnp.zeros((1,), jnp.float32)) if unrotated else None
 
     def project(
@@ -274,10 +275,4 @@ def soft_capped(logits: Float[Array, "*N"], cap: float | None) -> Float[Array, "
 
 def wants_prediction(layer: kvjax.KVTransform) -> bool:
     """Whether a layer's transform, or that of any of its head groups, uses predicted queries."""
-    return any(transform.needs.predicted_query for transform in _transforms(layer))
-
-
-def _transforms(layer: kvjax.KVTransform) -> list[kvjax.KVTransform]:
-    """A layer's transform, or those of its head groups."""
-    grouped = isinstance(layer, kvjax.HeadGroups)
-    return [transform for _, transform in layer.groups] if grouped else [layer]
+    return any(transform.needs.predicted_query for transform in by_head_groups(layer))

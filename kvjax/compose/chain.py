@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Array
@@ -13,7 +13,7 @@ from jaxtyping import Array
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
-from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer
+from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
 from kvjax.decisions import Changed, Decision, Mark, Retain, decide
 from kvjax.messages import brief
 from kvjax.protocol import (
@@ -25,7 +25,6 @@ from kvjax.protocol import (
     State,
     Step,
     View,
-    Wrapper,
     check_transform,
     takes_part,
 )
@@ -45,21 +44,7 @@ class Chain(KVTransform):
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Each part for this layer. Where one turns dense, only the form of storage remains."""
-        parts = tuple(part.for_layer(layer, num_layers) for part in self.parts)
-        flat = [one for part in parts for one in parts_of(part)]
-        dense = chain(*(part for part in flat if part.stage == Stage.REPRESENT))
-        if any(isinstance(part, Full) for part in parts):
-            return dense
-        split = [part for part in parts if isinstance(part, HeadGroups)]
-        if not split:
-            return chain(*parts)
-        if len(split) > 1:
-            raise ValueError(f"a chain can split heads once, got {split[0]!r} and {split[1]!r}")
-        groups = []
-        for group, inner in split[0].groups:
-            whole = [inner if part is split[0] else part for part in parts]
-            groups.append((group, dense if isinstance(inner, Full) else chain(*whole)))
-        return HeadGroups(tuple(groups))
+        return _joined(part.for_layer(layer, num_layers) for part in self.parts)
 
     def extent(self, extent: Extent) -> Extent:
         """The parts' bounds, composed."""
@@ -115,6 +100,133 @@ class Chain(KVTransform):
 def parts_of(transform: KVTransform) -> tuple[KVTransform, ...]:
     """The parts of a chain, or the transform alone."""
     return transform.parts if isinstance(transform, Chain) else (transform,)
+
+
+def walk(transform: KVTransform) -> Iterator[KVTransform]:
+    """A composition and everything that it is made of, but for what `PerLayer` chooses.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.compose.chain import walk
+      >>> tx = kvjax.Everywhere(kvjax.chain(kvjax.SnapKV(64), kvjax.Quantize()))
+      >>> [type(part).__name__ for part in walk(tx)]
+      ['Everywhere', 'Chain', 'SnapKV', 'Quantize']
+    """
+    yield transform
+    for part in _inner(transform):
+        yield from walk(part)
+
+
+def _inner(transform: KVTransform) -> tuple[KVTransform, ...]:
+    """What a composition is made of; of a method nothing."""
+    if isinstance(transform, Chain):
+        return transform.parts
+    if isinstance(transform, HeadGroups):
+        return by_head_groups(transform)
+    base = getattr(transform, "base", None)
+    return (base,) if isinstance(base, KVTransform) else ()
+
+
+def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
+    """A composition for a layer, not yet bound to it: without `PerLayer`, head groups outside.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.compose.chain import chosen
+      >>> first = kvjax.PerLayer(lambda i, n: kvjax.Full() if i < 1 else kvjax.SnapKV(64))
+      >>> type(chosen(kvjax.chain(first, kvjax.Quest(8)), 2, 4)).__name__
+      'Chain'
+    """
+    if isinstance(transform, PerLayer):
+        return chosen(transform.chosen(layer, num_layers), layer, num_layers)
+    inner = [chosen(part, layer, num_layers) for part in _inner(transform)]
+    if isinstance(transform, Chain):
+        return _joined(inner)
+    if isinstance(transform, HeadGroups):
+        return _regrouped(transform, inner)
+    if not inner:
+        return transform
+    (base,) = inner
+    if isinstance(transform, Everywhere) and isinstance(base, HeadGroups):
+        return _regrouped(base, map(Everywhere, by_head_groups(base)))
+    return base if isinstance(base, Full) else dataclasses.replace(transform, base=base)
+
+
+def map_methods(
+    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
+    transform: KVTransform,
+) -> KVTransform:
+    """The composition with `function(method, heads)` in the place of each method in it.
+
+    Methods are what contains no other transform. What `PerLayer` chooses is replaced when it
+    chooses, so that `function` must be hashable and pure, as `choose` is.
+
+    Args:
+      function: is given a method, and the KV heads that `HeadGroups` gives it; None: all.
+      transform: any.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.compose.chain import map_methods
+      >>> tx = kvjax.Everywhere(kvjax.SnapKV(64))
+      >>> map_methods(lambda method, heads: kvjax.H2O(8), tx)
+      Everywhere(base=H2O(budget=8, group_reduce='mean'))
+    """
+    if any(isinstance(part, PerLayer) for part in walk(transform)):
+        return PerLayer(_Mapped(transform, function))
+    return _mapped(function, chosen(transform, 0, 1), None)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """A layer's choice in which every method has been replaced: `choose` of a `PerLayer`."""
+
+    transform: KVTransform
+    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform]
+
+    def __call__(self, layer: int, num_layers: int) -> KVTransform:
+        return _mapped(self.function, chosen(self.transform, layer, num_layers), None)
+
+
+def _mapped(
+    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
+    transform: KVTransform,
+    heads: tuple[int, ...] | None,
+) -> KVTransform:
+    """`map_methods` of a composition without `PerLayer`, whose head groups are outside."""
+    if isinstance(transform, HeadGroups):
+        return HeadGroups(tuple((own, _mapped(function, tx, own)) for own, tx in transform.groups))
+    inner = [_mapped(function, part, heads) for part in _inner(transform)]
+    if isinstance(transform, Chain):
+        return chain(*inner)
+    return dataclasses.replace(transform, base=inner[0]) if inner else function(transform, heads)
+
+
+def _regrouped(groups: HeadGroups, inner: Iterable[KVTransform]) -> HeadGroups:
+    """The same heads with other transforms, in the same order."""
+    pairs = zip(groups.groups, inner, strict=True)
+    return HeadGroups(tuple((heads, tx) for (heads, _), tx in pairs))
+
+
+def _joined(parts: Iterable[KVTransform]) -> KVTransform:
+    """The parts of a chain for one layer as one transform, head groups outside.
+
+    Where a part is `Full`, only the form of storage remains.
+    """
+    parts = tuple(parts)
+    if any(isinstance(part, Full) for part in parts):
+        flat = [one for part in parts for one in parts_of(part)]
+        return chain(*(part for part in flat if part.stage == Stage.REPRESENT))
+    split = [part for part in parts if isinstance(part, HeadGroups)]
+    if not split:
+        return chain(*parts)
+    if len(split) > 1:
+        raise ValueError(f"a chain can split heads once, got {split[0]!r} and {split[1]!r}")
+    wholes = (
+        [inner if part is split[0] else part for part in parts]
+        for inner in by_head_groups(split[0])
+    )
+    return _regrouped(split[0], map(_joined, wholes))
 
 
 def chain(*transforms: KVTransform) -> KVTransform:
@@ -253,36 +365,18 @@ def bind(
 
 def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
     """A layer's ring, stored as the transform's parts say; the method itself under `Everywhere`."""
-    if isinstance(transform, PerLayer):
-        return _ring(window, transform.choose(layer, num_layers), layer, num_layers)
+    transform = chosen(transform, layer, num_layers)
     if isinstance(transform, HeadGroups):
-        groups = tuple(
-            (heads, _ring(window, tx, layer, num_layers)) for heads, tx in transform.groups
-        )
-        alike = len({tx for _, tx in groups}) == 1
-        return groups[0][1] if alike else HeadGroups(groups)
-    parts = list(_parts_for(transform, layer, num_layers))
-    if any(map(_works_everywhere, parts)):
+        rings = [_ring(window, tx, layer, num_layers) for tx in by_head_groups(transform)]
+        return rings[0] if len(set(rings)) == 1 else _regrouped(transform, rings)
+    parts = list(walk(transform))
+    if any(isinstance(part, Everywhere) for part in parts):
         return transform.for_layer(layer, num_layers)
-    own = (part.for_layer(layer, num_layers) for part in parts if part.stage == Stage.REPRESENT)
+    methods = (part for part in parts if part.stage == Stage.REPRESENT and not _inner(part))
     # A method that brings a form of storage of its own (SpindleKV) becomes a chain: it is replaced.
-    stored = (part for part in own if not isinstance(part, Chain))
-    return chain(Ring(window), *(_slot_by_slot(part) for part in stored))
-
-
-def _parts_for(transform: KVTransform, layer: int, num_layers: int) -> Iterator[KVTransform]:
-    """The parts that are given for a layer, as they were before they are bound to it."""
-    for part in parts_of(transform):
-        if isinstance(part, PerLayer):
-            yield from _parts_for(part.choose(layer, num_layers), layer, num_layers)
-        else:
-            yield part
-
-
-def _works_everywhere(part: KVTransform) -> bool:
-    """Whether it is `Everywhere`, or a wrapper around that."""
-    around = isinstance(part, Wrapper) and _works_everywhere(part.base)
-    return around or isinstance(part, Everywhere)
+    stored = (part.for_layer(layer, num_layers) for part in methods)
+    forms = (part for part in stored if not isinstance(part, Chain))
+    return chain(Ring(window), *(_slot_by_slot(part) for part in forms))
 
 
 def _slot_by_slot(part: KVTransform) -> KVTransform:

@@ -45,11 +45,15 @@ class PerLayer(KVTransform):
 
     choose: Callable[[int, int], KVTransform]
 
-    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The chosen transform, itself for this layer."""
+    def chosen(self, layer: int, num_layers: int) -> KVTransform:
+        """What the function gives; raises TypeError if that is no transform."""
         chosen = self.choose(layer, num_layers)
         check_transform(chosen, "PerLayer's function")
-        return chosen.for_layer(layer, num_layers)
+        return chosen
+
+    def for_layer(self, layer: int, num_layers: int) -> KVTransform:
+        """The chosen transform, itself for this layer."""
+        return self.chosen(layer, num_layers).for_layer(layer, num_layers)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,11 @@ class HeadGroups(KVTransform):
         raise ValueError(
             f"a wrapper goes around the transforms of HeadGroups, one by one: {brief(self)}"
         )
+
+
+def by_head_groups(layer: KVTransform) -> tuple[KVTransform, ...]:
+    """The transforms of a bound layer's head groups, or the one of all its heads."""
+    return tuple(tx for _, tx in layer.groups) if isinstance(layer, HeadGroups) else (layer,)
 
 
 @dataclass(frozen=True)

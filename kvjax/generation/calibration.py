@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cache.slots import KVCache
-from kvjax.compose.chain import Chain, chain
-from kvjax.compose.wrappers import Everywhere
+from kvjax.compose.chain import chosen, map_methods, walk
+from kvjax.compose.wrappers import PerLayer
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.steps import pad, read_prompt
-from kvjax.protocol import Full, KVTransform, Needs, State, Step
+from kvjax.protocol import Full, KVTransform, Needs, State, Step, check_transform
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial_projection
@@ -172,26 +172,45 @@ def calibrated(
     model: LanguageModel | FunctionalModel,
     sample: Sequence[Sequence[int]],
 ) -> KVTransform:
-    """The transform, or chain, in which every `InfiniGen` is calibrated.
+    """The composition in which every `InfiniGen` is calibrated.
+
+    In `HeadGroups`, a method gets the part of the calibration that is of its heads.
 
     Args:
       transform: any.
-      model, sample: as for `calibrate_infinigen`, which is called only for an `InfiniGen` without
-        calibration.
+      model, sample: as for `calibrate_infinigen`, which is called once, and only where there is an
+        `InfiniGen` without calibration.
 
     Example:
       >>> import kvjax
       >>> kvjax.calibrated(kvjax.H2O(budget=64), model=None, sample=[])
       H2O(budget=64, group_reduce='mean')
     """
-    if isinstance(transform, Chain):
-        return chain(*(calibrated(part, model, sample) for part in transform.parts))
-    if isinstance(transform, Everywhere):
-        return Everywhere(calibrated(transform.base, model, sample))
-    if isinstance(transform, InfiniGen) and transform.calibration is None:
-        found = calibrate_infinigen(model, sample)
-        return dataclasses.replace(transform, calibration=found)
-    return transform
+    check_transform(transform, "calibrated")
+    layers = [transform]
+    if any(isinstance(part, PerLayer) for part in walk(transform)):
+        num_layers = as_functional(model).num_layers
+        layers = [chosen(transform, layer, num_layers) for layer in range(num_layers)]
+    parts = (part for layer in layers for part in walk(layer))
+    if not any(isinstance(part, InfiniGen) and part.calibration is None for part in parts):
+        return transform
+    return map_methods(WithCalibration(calibrate_infinigen(model, sample)), transform)
+
+
+@dataclass(frozen=True)
+class WithCalibration:
+    """Gives an `InfiniGen` that has no calibration this one, of its heads: for `map_methods`."""
+
+    calibration: InfiniGenCalibration
+
+    def __call__(self, method: KVTransform, heads: tuple[int, ...] | None) -> KVTransform:
+        """The method with the calibration, if it wants one."""
+        if not isinstance(method, InfiniGen) or method.calibration is not None:
+            return method
+        own = self.calibration
+        if heads is not None:
+            own = InfiniGenCalibration(own.projections[:, list(heads)])
+        return dataclasses.replace(method, calibration=own)
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from jax.typing import DTypeLike
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import cache_specs
 from kvjax.budgets.budgets import check_count
-from kvjax.compose.chain import Chain, bind, chain
+from kvjax.compose.chain import bind, map_methods
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import DATA, Placement, check_mesh
+from kvjax.generation.calibration import WithCalibration
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, cache_shapes
-from kvjax.protocol import KVTransform
+from kvjax.protocol import KVTransform, check_transform
 from kvjax.storage.offload import Offloaded
-from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 
 _CHANNELS = 0.2  # of queries and of keys, the share that `calibrate_infinigen` takes
@@ -133,12 +133,15 @@ def plan(
       >>> full.weights == snapkv.weights, round(full.request.device / snapkv.request.device, 1)
       (True, 2.5)
     """
+    check_transform(transform, "plan")
     check_count("max_prompt", max_prompt, 1)
     check_count("max_new", max_new, 1)
     mesh = None if mesh is None else check_mesh(mesh)
     functional = as_functional(model)
-    transform = _with_stand_ins(transform, functional)
-    layers = bind(transform, functional.num_layers, functional.windows, max_prompt + max_new)
+    layers = bind(
+        _with_stand_ins(transform, functional), functional.num_layers, functional.windows,
+        max_prompt + max_new,
+    )  # fmt: skip
     dtype, data = jnp.bfloat16 if dtype is None else dtype, 1
     if mesh is not None:
         data = mesh.shape.get(DATA, 1)
@@ -228,14 +231,10 @@ def bytes_on_device(
 
 def _with_stand_ins(transform: KVTransform, model: FunctionalModel) -> KVTransform:
     """The transform with a calibration of the largest size in place of one that is missing."""
-    if isinstance(transform, Chain):
-        return chain(*(_with_stand_ins(part, model) for part in transform.parts))
-    if isinstance(transform, InfiniGen) and transform.calibration is None:
-        channels = min(2 * max(1, int(_CHANNELS * model.head_dim)), model.head_dim)
-        shape = model.num_layers, model.kv_heads, model.head_dim, channels
-        found = InfiniGenCalibration(np.zeros(shape, np.float32))
-        return dataclasses.replace(transform, calibration=found)
-    return transform
+    channels = min(2 * max(1, int(_CHANNELS * model.head_dim)), model.head_dim)
+    shape = model.num_layers, model.kv_heads, model.head_dim, channels
+    stand_in = InfiniGenCalibration(np.zeros(shape, np.float32))
+    return map_methods(WithCalibration(stand_in), transform)
 
 
 def abstract_mesh(sizes: Iterable[tuple[str, int]]) -> AbstractMesh:

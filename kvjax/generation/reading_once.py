@@ -15,7 +15,7 @@ from kvjax.attention.attend import compress_prompt
 from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
 from kvjax.compose.chain import bind
-from kvjax.compose.wrappers import HeadGroups
+from kvjax.compose.wrappers import by_head_groups
 from kvjax.generation.checks import as_rows
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
@@ -153,7 +153,7 @@ class ReadOnce:
 
     def _needs(self, transform: KVTransform) -> Needs:
         """What a prompt's attention must leave for all layers of a method."""
-        parts = [part for layer in self._bind(transform) for part in _head_groups(layer)]
+        parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
         needs = functools.reduce(Needs.union, (part.needs for part in parts))
         return Needs(
             attention_mass=needs.attention_mass or needs.accumulated_attention,
@@ -165,14 +165,9 @@ class ReadOnce:
     def _reads_alone(self, transform: KVTransform) -> bool:
         """Whether a method changes the prompt pass, or the model is on a mesh."""
         extent = Extent(self._size.max_prompt, self._size.max_new)
-        parts = [part for layer in self._bind(transform) for part in _head_groups(layer)]
+        parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
         drops = any(part.extent(extent).passed is not None for part in parts)
         return drops or self._size.mesh is not None
-
-
-def _head_groups(layer: KVTransform) -> list[KVTransform]:
-    """The transforms of a layer's head groups, or the one of the whole layer."""
-    return [tx for _, tx in layer.groups] if isinstance(layer, HeadGroups) else [layer]
 
 
 def _compressed(

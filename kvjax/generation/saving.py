@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array
 
 import kvjax
-from kvjax.compose.chain import bind, chain, parts_of
+from kvjax.compose.chain import bind, map_methods
 from kvjax.devices import mesh_of
 from kvjax.generation.checks import check_same_model
 from kvjax.generation.context import Context
@@ -333,19 +333,15 @@ def _calibration(transform: KVTransform) -> str | None:
 
 
 def _without_calibrations(transform: KVTransform) -> tuple[KVTransform, list]:
-    """The transform without calibrations, and these, part by part; None where there is none."""
-    plain, found = [], []
-    for part in parts_of(transform):
-        base = getattr(part, "base", None)
-        if isinstance(base, KVTransform):
-            inner, own = _without_calibrations(base)
-            plain.append(dataclasses.replace(part, base=inner) if any(own) else part)
-            found.extend(own)
-            continue
-        field = _calibration(part)
-        found.append(None if field is None else getattr(part, field))
-        plain.append(part if field is None else dataclasses.replace(part, **{field: None}))
-    return chain(*plain), found
+    """The transform without calibrations, and these, by method; None where there is none."""
+    found = []
+
+    def without(method: KVTransform, _: object) -> KVTransform:
+        field = _calibration(method)
+        found.append(None if field is None else getattr(method, field))
+        return method if field is None else dataclasses.replace(method, **{field: None})
+
+    return map_methods(without, transform), found
 
 
 def _with_calibrations(
@@ -354,23 +350,16 @@ def _with_calibrations(
     """The reverse of `_without_calibrations`."""
     numbers = iter(range(len(outlier_heads)))
 
-    def of(transform: KVTransform) -> KVTransform:
-        parts = []
-        for part in parts_of(transform):
-            base = getattr(part, "base", None)
-            if isinstance(base, KVTransform):
-                parts.append(dataclasses.replace(part, base=of(base)))
-                continue
-            number = next(numbers)
-            heads = outlier_heads[number]
-            if heads is not None:
-                pairs = tuple(tuple(pair) for pair in heads["heads"])
-                found = OutlierHeads(pairs, heads["num_layers"], heads["kv_heads"])
-                part = dataclasses.replace(part, outlier_heads=found)
-            elif f"calibration{number}" in arrays:
-                found = InfiniGenCalibration(arrays[f"calibration{number}"])
-                part = dataclasses.replace(part, calibration=found)
-            parts.append(part)
-        return chain(*parts)
+    def with_own(method: KVTransform, _: object) -> KVTransform:
+        number = next(numbers)
+        heads = outlier_heads[number]
+        if heads is not None:
+            pairs = tuple(tuple(pair) for pair in heads["heads"])
+            outliers = OutlierHeads(pairs, heads["num_layers"], heads["kv_heads"])
+            return dataclasses.replace(method, outlier_heads=outliers)
+        if f"calibration{number}" in arrays:
+            calibration = InfiniGenCalibration(arrays[f"calibration{number}"])
+            return dataclasses.replace(method, calibration=calibration)
+        return method
 
-    return of(transform)
+    return map_methods(with_own, transform)

@@ -15,13 +15,14 @@ from kvjax.attention.layer import layer_caches
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.payload import write_slots
 from kvjax.cache.slots import KVCache
+from kvjax.compose.chain import Chain, chain, parts_of
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import Decision
 from kvjax.evaluation.fidelity.fidelity import recall_rate
 from kvjax.generation.context import Context
 from kvjax.generation.generate import generate, read
 from kvjax.generation.model import FunctionalModel, LanguageModel
-from kvjax.protocol import KVTransform, State, Step, View, Wrapper, check_transform
+from kvjax.protocol import Full, KVTransform, State, Step, View, Wrapper, check_transform
 from pallas_kernels import decode_attention
 from pallas_kernels.attention.call import beside_sinks
 
@@ -123,12 +124,19 @@ class _Watching(NamedTuple):
 class _Watched(Wrapper):
     """A method that leaves what each step attends to in its state."""
 
+    stage = property(lambda self: self.base.stage)
+
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Around the base of this layer, but for head groups, whose caches are apart."""
-        bound = super().for_layer(layer, num_layers)
-        if isinstance(bound, _Watched) and isinstance(bound.base, HeadGroups):
-            return bound.base
-        return bound
+        """Around the last part of this layer's chain, which sees all that others have selected.
+
+        The parts before it are carried out as they are without being watched. Head groups, whose
+        caches are apart, are not watched.
+        """
+        bound = self.base.for_layer(layer, num_layers)
+        if isinstance(bound, HeadGroups | Full):
+            return bound
+        *before, last = parts_of(bound)
+        return chain(*before, _Watched(last))
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, _Watching]:
         """The base's, and no step yet."""
@@ -189,5 +197,6 @@ def _marked(marks: Bool[Array, "B K N"], index: Array) -> Bool[Array, "B K N"]:
 def _watching(cache: object) -> _Watching | None:
     """What a layer's cache has written down; None where nothing is selected."""
     parts = layer_caches(cache)
-    watched = len(parts) == 1 and isinstance(parts[0].state, _Watching)
-    return parts[0].state if watched and parts[0].kv.lists is not None else None
+    if len(parts) > 1 or parts[0].kv.lists is None:
+        return None
+    return parts[0].state[-1] if isinstance(parts[0].transform, Chain) else parts[0].state

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache
 from kvjax.compose.chain import bind
-from kvjax.compose.wrappers import Everywhere, HeadGroups
+from kvjax.compose.wrappers import Everywhere, by_head_groups
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.reading import Compiler
@@ -116,8 +116,7 @@ class FullRun:
 
 def _rotates_late(layer: KVTransform) -> bool:
     """Whether a layer rotates its keys when they are read."""
-    parts = [tx for _, tx in layer.groups] if isinstance(layer, HeadGroups) else [layer]
-    return any(part.needs.unrotated_keys for part in parts)
+    return any(part.needs.unrotated_keys for part in by_head_groups(layer))
 
 
 @jax.jit

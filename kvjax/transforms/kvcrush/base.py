@@ -12,12 +12,6 @@ from kvjax.budgets.layers import LayerBudget
 from kvjax.protocol import KVTransform
 
 
-def holds(base: Any, kind: type[KVTransform]) -> bool:
-    """Whether it is, goes around or chains a transform of this kind."""
-    inner = [base.base] if hasattr(base, "base") else getattr(base, "parts", ())
-    return isinstance(base, kind) or any(holds(part, kind) for part in inner)
-
-
 def split_budget(base: Any, share: float) -> tuple[KVTransform, Budget]:
     """The base without a share of its budget B, and that share, `round(share · B)`.
 

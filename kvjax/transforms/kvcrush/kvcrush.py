@@ -16,6 +16,7 @@ from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
+from kvjax.compose.chain import walk
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Keep, Mark, Retain
@@ -30,7 +31,7 @@ from kvjax.protocol import (
     accumulated_attention,
     is_bound,
 )
-from kvjax.transforms.kvcrush.base import check_share, holds, split_budget
+from kvjax.transforms.kvcrush.base import check_share, split_budget
 from kvjax.transforms.kvcrush.representatives import (
     Anchor,
     Pick,
@@ -129,7 +130,7 @@ class KVCrush(Wrapper):
 
     def __post_init__(self):
         check_evicts(self.base, "KVCrush")
-        if holds(self.base, KVCrush):
+        if any(isinstance(part, KVCrush) for part in walk(self.base)):
             raise ValueError(f"KVCrush cannot go around another one, got {self.base!r}")
         check_share(self.representatives, self.share)
         check_seed(self.seed)

@@ -1,0 +1,241 @@
+"""Whatever goes through a composition finds the methods in it, however they are nested."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Everywhere, HeadGroups, InfiniGen, PerLayer, Quantize, SnapKV, chain, plot
+from kvjax.compose.chain import walk
+from kvjax.generation.calibration import WithCalibration
+from kvjax.generation.planning import plan
+from kvjax.models.blocks import wants_prediction
+from kvjax.protocol import Wrapper
+from kvjax.transforms.infinigen.projections import InfiniGenCalibration
+from tests.generation.test_context import same
+from tests.generation.test_generate import RAGGED, generate, model
+
+LAYERS, WINDOW = 2, 8
+FULL = kvjax.Full()
+SELECTS = InfiniGen(budget=0.2, dense_layers=())
+EVICTS, STORES = SnapKV(budget=24, window=8), Quantize(8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Around(Wrapper):
+    """A wrapper of one's own that changes nothing, and stands where its base does."""
+
+    stage = property(lambda self: self.base.stage)
+
+
+def not_first(inner: kvjax.KVTransform, first: kvjax.KVTransform = FULL) -> PerLayer:
+    return PerLayer(Choice(first, inner))
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    first: kvjax.KVTransform
+    others: kvjax.KVTransform
+
+    def __call__(self, layer: int, num_layers: int) -> kvjax.KVTransform:
+        return self.others if layer else self.first
+
+
+def split(inner: kvjax.KVTransform) -> HeadGroups:
+    return HeadGroups((((1,), inner), ((0,), SnapKV(budget=16, window=4))))
+
+
+COMPOSITIONS: dict[str, kvjax.KVTransform] = {
+    "alone": SELECTS,
+    "chain": chain(EVICTS, STORES, SELECTS),
+    "everywhere": Everywhere(SELECTS),
+    "everywhere of a chain": Everywhere(chain(EVICTS, SELECTS)),
+    "chain of everywhere": chain(EVICTS, Everywhere(SELECTS)),
+    "everywhere twice": Everywhere(Everywhere(chain(STORES, SELECTS))),
+    "a wrapper of one's own": Around(chain(STORES, Around(SELECTS))),
+    "per layer": not_first(SELECTS, EVICTS),
+    "per layer in per layer": not_first(not_first(Everywhere(chain(EVICTS, SELECTS)))),
+    "per layer in everywhere": Everywhere(not_first(chain(STORES, SELECTS), STORES)),
+    "chain of per layer": chain(not_first(EVICTS, SnapKV(32, window=4)), SELECTS),
+    "head groups": split(SELECTS),
+    "head groups in everywhere": Everywhere(split(chain(EVICTS, SELECTS))),
+    "head groups in per layer": not_first(split(Everywhere(SELECTS))),
+    "per layer in head groups": split(not_first(chain(STORES, SELECTS), STORES)),
+    "chain of head groups": chain(split(EVICTS), SELECTS),
+    "chain of per layer of head groups": chain(not_first(split(EVICTS), EVICTS), SELECTS),
+    "chain of everywhere of head groups": chain(Everywhere(split(EVICTS)), SELECTS),
+    "chain of everywhere of per layer": chain(Everywhere(not_first(split(EVICTS), FULL)), SELECTS),
+    "everywhere of a chain of head groups": Everywhere(chain(split(EVICTS), STORES, SELECTS)),
+}  # fmt: skip
+GROUPED = {name for name in COMPOSITIONS if "head groups" in name} | {
+    "chain of everywhere of per layer"
+}  # fmt: skip
+WITH_TEXT = {name for name in COMPOSITIONS if "layer" not in name} - GROUPED
+CASES = pytest.mark.parametrize("name", COMPOSITIONS)
+
+
+@functools.cache
+def calibrated(name: str) -> kvjax.KVTransform:
+    return kvjax.calibrated(COMPOSITIONS[name], model(), RAGGED[:1])
+
+
+@functools.cache
+def whole() -> InfiniGenCalibration:
+    return kvjax.calibrate_infinigen(model(), RAGGED[:1])
+
+
+def whole_of(head: int) -> InfiniGenCalibration:
+    return InfiniGenCalibration(whole().projections[:, [head]])
+
+
+def by_heads(layer: kvjax.KVTransform) -> list[tuple[tuple[int, ...], kvjax.KVTransform]]:
+    return list(layer.groups) if isinstance(layer, HeadGroups) else [((0, 1), layer)]
+
+
+@CASES
+def test_every_infinigen_is_calibrated_for_its_heads(name):
+    layers = kvjax.bind(calibrated(name), LAYERS)
+    found = [
+        (heads, part.calibration)
+        for layer in layers
+        for heads, tx in by_heads(layer)
+        for part in walk(tx)
+        if isinstance(part, InfiniGen)
+    ]
+    assert found
+    for heads, calibration in found:
+        np.testing.assert_array_equal(calibration.projections, whole().projections[:, heads])
+    assert kvjax.calibrated(COMPOSITIONS[name], model(), RAGGED[:1]) == calibrated(name)
+    assert kvjax.calibrated(calibrated(name), model(), []) is calibrated(name)
+
+
+def test_one_calibration_serves_all(monkeypatch):
+    calls, calibration = [], whole()
+    monkeypatch.setattr(
+        "kvjax.generation.calibration.calibrate_infinigen",
+        lambda *given: calls.append(given) or calibration,
+    )
+    kvjax.calibrated(not_first(SELECTS, chain(STORES, SELECTS)), model(), RAGGED[:1])
+    assert len(calls) == 1
+
+
+def test_what_needs_no_calibration_stays_as_it_is():
+    """The model is asked only for the layers for which `PerLayer` is to choose."""
+    for plain in (chain(EVICTS, STORES), Everywhere(split(STORES)), split(Around(EVICTS))):
+        assert kvjax.calibrated(plain, None, []) is plain
+    chosen = Everywhere(not_first(STORES, EVICTS))
+    assert kvjax.calibrated(chosen, model(), []) is chosen
+
+
+@CASES
+def test_the_rest_of_a_composition_stays_as_it_is(name):
+    """But for calibrations, a layer is what it was."""
+
+    calibrations = [whole(), *(whole_of(head) for head in (0, 1))]
+
+    def plain(layer: kvjax.KVTransform) -> str:
+        text = repr(layer)
+        for calibration in calibrations:
+            text = text.replace(repr(calibration), "None")
+        return text
+
+    pairs = zip(
+        kvjax.bind(calibrated(name), LAYERS), kvjax.bind(COMPOSITIONS[name], LAYERS), strict=True
+    )
+    for own, given in pairs:
+        assert plain(own) == repr(given)
+
+
+@CASES
+@pytest.mark.fast_cases("everywhere", "head groups")
+def test_a_plan_has_the_bytes_of_a_calibration(name):
+    size = {"max_prompt": 64, "max_new": 16}
+    shape = (LAYERS, 2, 8, 2)
+    largest = WithCalibration(InfiniGenCalibration(np.ones(shape, np.float32)))
+    given = plan(model(), COMPOSITIONS[name], **size)
+    expected = [
+        kvjax.compose.chain.map_methods(largest, layer)
+        for layer in kvjax.bind(COMPOSITIONS[name], LAYERS)
+    ]
+    own = plan(model(), PerLayer(lambda layer, _: expected[layer]), **size)
+    assert (given.fixed, given.request) == (own.fixed, own.request)
+    assert given.transform == COMPOSITIONS[name]
+
+
+@CASES
+def test_models_are_asked_for_predictions(name):
+    assert any(map(wants_prediction, kvjax.bind(calibrated(name), LAYERS)))
+
+
+EVICTS_AND_STORES = Around(chain(EVICTS, STORES))
+RING = kvjax.Ring(WINDOW)
+RINGS = {
+    "chain": (chain(EVICTS, STORES, SELECTS), chain(RING, STORES)),
+    "wrapper": (Around(chain(EVICTS, STORES)), chain(RING, STORES)),
+    "wrapper of everywhere": (Around(chain(Everywhere(EVICTS), STORES)), EVICTS_AND_STORES),
+    "every per layer": (kvjax.Every(not_first(Everywhere(EVICTS)), 4), kvjax.Every(EVICTS, 4)),
+    "chain of head groups": (
+        chain(split(Everywhere(EVICTS)), STORES),
+        HeadGroups((((1,), chain(EVICTS, STORES)), ((0,), chain(RING, STORES)))),
+    ),
+    "chain of a full head group": (
+        chain(HeadGroups((((1,), FULL), ((0,), EVICTS))), Everywhere(SELECTS)),
+        HeadGroups((((1,), RING), ((0,), chain(EVICTS, SELECTS)))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_layers_with_windows_are_rings_unless_everywhere_is_in_them(name):
+    transform, expected = RINGS[name]
+    assert kvjax.bind(transform, LAYERS, (WINDOW,) * LAYERS, max_tokens=64)[1] == expected
+
+
+@CASES
+@pytest.mark.fast_cases("chain of head groups")
+def test_a_prompt_that_is_read_once_serves_it(name):
+    """As if it had been read for this method alone."""
+    once = kvjax.ReadOnce(model(), RAGGED[:1], [calibrated(name)], max_new=64)
+    result = generate(None, context=once.context(calibrated(name)), max_new_tokens=4)
+    assert result.tokens == generate(RAGGED[:1], calibrated(name), max_new_tokens=4).tokens
+
+
+@CASES
+@pytest.mark.fast_cases("everywhere of a chain")
+def test_watching_changes_nothing(name):
+    if name in GROUPED:
+        pytest.skip("head groups are not watched")
+    steps, context = plot.watch(model(), RAGGED[0], calibrated(name), steps=4)
+    result = generate(RAGGED[:1], calibrated(name), max_new_tokens=4, end_tokens=())
+    assert [step.token for step in steps] == result.tokens[0]
+    selected = [cache.kv.lists is not None for cache in context.caches]
+    for step in steps:
+        assert [marks is not None for marks in step.marks] == selected
+
+
+@CASES
+@pytest.mark.fast_cases("everywhere of a chain", "head groups")
+def test_a_context_is_saved_with_its_calibrations(name, tmp_path):
+    """Whatever has a text; other compositions are refused, and nothing is written."""
+    context = kvjax.read(model(), RAGGED[:1], transform=calibrated(name), max_new=64)
+    save = functools.partial(kvjax.save_context, tmp_path / "own", context, model=model())
+    if name not in WITH_TEXT or "own" in name:
+        with pytest.raises(ValueError, match=r"needs a name \(kvjax.register\)"):
+            save()
+        assert not (tmp_path / "own").exists()
+        return
+    save()
+    loaded = kvjax.load_context(tmp_path / "own", model())
+    assert loaded.transform == calibrated(name)
+    same(loaded, context)
+
+
+def test_kvcrush_finds_another_one_anywhere():
+    inner = kvjax.KVCrush(EVICTS, representatives=4)
+    for base in (inner, Around(inner), Everywhere(inner), chain(kvjax.H2O(48), Around(inner))):
+        with pytest.raises(ValueError, match="cannot go around another one"):
+            kvjax.KVCrush(base, representatives=4)
