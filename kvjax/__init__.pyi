@@ -5,6 +5,7 @@ from .attention.attend import attend, flush, flush_interval
 from .attention.layer import LayerCache, init_cache, kept_tokens
 from .cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes
 from .compose.chain import bind, chain
+from .compose.in_slots import in_slots
 from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
 from .decisions import Keep, Mark, Merge, Order, Retain
 from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
@@ -105,6 +106,7 @@ __all__ = [
     "flush",
     "flush_interval",
     "generate",
+    "in_slots",
     "init_cache",
     "kept_tokens",
     "kit",

@@ -34,7 +34,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
     """The options of the command."""
     options.add_model(own)
     options.add_template(own, "what is said")
-    options.add_method(own, default="quantize")  # messages come later
+    options.add_method(own, default="quantize", whole="what --max-prompt has room for")
     own.add_argument("--max-prompt", metavar="TOKENS", type=int,
         help="room for all that is said to the model, and as much again for all that it answers "
         "(default: 4096, or half of the model's positions)")  # fmt: skip
@@ -51,8 +51,9 @@ def run(args: argparse.Namespace) -> None:
     with Display() as display:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
-        opened.bind(transform)
         room = _room(args, opened.config.max_positions)
+        transform = kvjax.in_slots(transform, room[0])
+        opened.bind(transform)
         model = opened.load(args)
     talk = Conversation(args, opened, dialogue, model, transform, room)
     if sys.stdin.isatty():

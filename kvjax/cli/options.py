@@ -25,12 +25,14 @@ def add_model(own: argparse.ArgumentParser, default: str = "the bundled model") 
         help="load weights that are NaN or infinite")  # fmt: skip
 
 
-def add_method(own: argparse.ArgumentParser, default: str = "snapkv") -> None:
-    """How the cache is compressed."""
+def add_method(
+    own: argparse.ArgumentParser, default: str = "snapkv", whole: str = "the prompt"
+) -> None:
+    """How the cache is compressed; `whole` says what a budget may be a share of."""
     own.add_argument("--method", metavar="NAME", default=default,
         help="a method of `kvjax methods` or a composition of them "
         f"(default: {default})")  # fmt: skip
-    add_budget(own, "what to keep: slots per head (256) or a share of the prompt (0.2); for every "
+    add_budget(own, f"what to keep: slots per head (256) or a share of {whole} (0.2); for every "
         "part of --method that takes a budget and is not given its own")  # fmt: skip
 
 

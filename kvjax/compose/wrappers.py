@@ -206,7 +206,9 @@ class Every(_Again):
     """Lets a method that compresses prompts compress again every `steps` generated tokens.
 
     Each time, everything live is compressed as one prompt, so the cache never holds more than the
-    base's budget + `steps`. Rows to which no token has come since stay as they are.
+    base's budget + `steps`. Rows to which no token has come since stay as they are. A budget that
+    is a share is one of the tokens that a row has by then, of which `max_prompt` count at most. For
+    a text that begins short, take slots (`kvjax.in_slots`).
 
     Args:
       base: an evicting or merging method that does nothing while decoding.
@@ -258,7 +260,8 @@ class WhenFull(_Again):
     A (row, KV head) that has less than a quarter of `room` left, of the slots that it has beyond
     what the base keeps, is compressed as one prompt; the others are left as they are. It is looked
     at every quarter of `room` steps. Where budgets differ by layer (PyramidKV), a cache has slots
-    for the largest layer of its quarter of the model, and is full when these are.
+    for the largest layer of its quarter of the model, and is full when these are. A budget that is
+    a share is as in `Every`.
 
     Args:
       base: an evicting or merging method that does nothing while decoding.

@@ -115,11 +115,12 @@ class PyramidInfer(KVTransform):
     interval: int | None = 16
 
     paper: ClassVar[str] = "PyramidInfer, arXiv 2405.12532"
+    minimum = property(lambda self: 2 * (self.sinks + 1))  # the smallest workable budget
 
     def __post_init__(self):
         check_count("sinks", self.sinks, 0)
         if self.budget is not None:
-            check_budget(self.budget, 2 * (self.sinks + 1), "2 * (sinks + 1)")
+            check_budget(self.budget, self.minimum, "2 * (sinks + 1)")
         check_number("newest", self.newest, 0.0, 1.0)
         check_number("ratio", self.ratio, 0.0, 1.0)
         check_count("context", self.context, self.sinks)
@@ -134,7 +135,7 @@ class PyramidInfer(KVTransform):
             schedule = TokensEntering(self.newest, self.ratio, self.context, num_layers)
             passed = LayerBudget(schedule, range(layers.start + 1, layers.stop + 1))
         else:
-            schedule = CosineBudget(self.budget, 2 * (self.sinks + 1), num_layers)
+            schedule = CosineBudget(self.budget, self.minimum, num_layers)
         slots = LayerBudget(schedule, layers)
         prompt = slots, passed, self.newest, self.sinks, self.emphasis
         if self.interval is None:

@@ -64,6 +64,7 @@ class PyramidKV(KVTransform):
     beta: float = 20.0
 
     paper: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
+    minimum = property(lambda self: self.window + 1)  # the smallest workable budget
 
     def __post_init__(self):
         self._snapkv(self.budget)

@@ -82,6 +82,17 @@ def test_answers_have_room_too(chat):
     assert "and 0 of answers; /reset begins" in err
 
 
+@pytest.mark.parametrize("method", ["h2o", "every(snapkv(window=2), steps=4)"])
+@pytest.mark.fast_cases("h2o")
+def test_a_share_is_one_of_what_the_conversation_has_room_for(chat, method):
+    """A fifth of 256 tokens is 51, of which three turns need fewer."""
+    said = "Once upon a time", " Then Lily", " The end"
+    expected = chat(*said)[0]
+    assert chat(*said, options=("--method", method, "--budget", "0.2"))[0] == expected
+    few = chat(*said, options=("--method", method, "--budget", "6"))[0]
+    assert few != expected, "a few slots answer alike: this shows nothing"
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -138,3 +149,14 @@ def test_a_chat_model_takes_part(chat, smollm2):
     assert "Paris" in out and "Rome" in out
     tokenizer = load_tokenizer(smollm2)
     assert json.dumps(out).count(tokenizer.eos_token) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["snapkv", "h2o", "every(snapkv, steps=16)"])
+def test_a_chat_model_remembers_with_a_share(chat, smollm2, method):
+    """A fifth of 640 tokens: 128 slots, in which two turns are as with the full cache."""
+    said = "Hello! My name is Anna and I live in Oslo.", "What is my name?"
+    sizes = "--max-prompt", "640", "--max-new", "30"
+    expected = chat(*said, model=smollm2, options=sizes)[0]
+    share = "--method", method, "--budget", "0.2"
+    assert chat(*said, model=smollm2, options=(*sizes, *share))[0] == expected

@@ -1,0 +1,56 @@
+"""Budgets of conversations: shares of a text as numbers of slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.budgets.budgets import check_count, slots_for
+from kvjax.compose.chain import map_methods
+from kvjax.protocol import KVTransform, check_transform
+
+
+def in_slots(transform: KVTransform, tokens: int) -> KVTransform:
+    """The composition in which every `budget` that is a share is a number of slots instead.
+
+    A share is taken of the tokens that a row has so far. A conversation begins with few tokens, of
+    which a share is next to nothing, while most slots of its cache stay empty. With the number of
+    slots that the share comes to in the end, nothing is evicted before they are full. The cache
+    takes as many bytes.
+
+    `reserve` of `LayerBudgetEviction` and `SpindleKV`, and `PyramidInfer` without a budget, are
+    shares by definition and stay as they are.
+
+    Args:
+      transform: any.
+      tokens: that the shares are taken of: the `max_prompt` of the conversation.
+
+    Raises:
+      TypeError, ValueError: no transform, or `tokens` below 1.
+
+    Example:
+      >>> import kvjax
+      >>> kvjax.unparse(kvjax.in_slots(kvjax.Every(kvjax.SnapKV(0.2), steps=64), tokens=4096))
+      'every(snapkv(budget=819), steps=64)'
+    """
+    check_transform(transform, "in_slots")
+    check_count("tokens", tokens, 1)
+    return map_methods(_InSlots(tokens), transform)
+
+
+@dataclass(frozen=True)
+class _InSlots:
+    """Gives a method the slots that its share of so many tokens comes to: for `map_methods`."""
+
+    tokens: int
+
+    def __call__(self, method: KVTransform, heads: tuple[int, ...] | None) -> KVTransform:
+        budget = getattr(method, "budget", None)
+        if not isinstance(budget, float | np.floating):
+            return method
+        minimum = getattr(method, "minimum", 1)
+        slots = max(int(slots_for(budget, self.tokens, minimum)), minimum)
+        slots -= slots % getattr(method, "page", 1)  # Quest takes whole pages
+        return dataclasses.replace(method, budget=slots)
