@@ -9,6 +9,7 @@ from .compose.in_slots import in_slots
 from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
 from .decisions import Keep, Mark, Merge, Order, Retain
 from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
+from .generation.chat import chat_end_tokens
 from .generation.context import Context
 from .generation.generate import generate, read, stream
 from .generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
@@ -100,6 +101,7 @@ __all__ = [
     "calibrate_outlier_heads",
     "calibrated",
     "chain",
+    "chat_end_tokens",
     "compact",
     "context_about",
     "evict",

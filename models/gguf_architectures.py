@@ -21,6 +21,7 @@ from kvjax.messages import brief, printable
 from .config import MOST_LAYERS, DecoderConfig, RopeConfig
 from .families import FAMILIES, Family, what_is_missing
 from .gguf_header import GgufHeader
+from .gguf_special_tokens import end_tokens
 from .gguf_tensors import read_gguf_tensors
 from .reading import FULL, SLIDING
 from .rope_scaling import make_rope
@@ -32,8 +33,6 @@ _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 _AS_MODEL_TYPES = {"mistral3": "ministral3"}  # names that Hugging Face has for something else
 _PARTLY_ROTATED = ("phi3", "chatglm", "glm4")
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
-_CONTROL = 3  # type of tokens that are no text
 
 
 class Architecture(NamedTuple):
@@ -192,7 +191,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _own_dtype(header),
         **_heads(metadata),
-        **_token_ids(metadata),
+        "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": end_tokens(header.metadata),
     }
     raw |= _rope(metadata, raw["head_dim"])
     raw |= architecture_of(header).options(metadata)
@@ -240,21 +240,6 @@ def _heads(metadata: Metadata) -> dict[str, int]:
         "num_key_value_heads": heads if kv_heads is None else kv_heads,
         "head_dim": channels,
     }
-
-
-def _token_ids(metadata: Metadata) -> dict[str, Any]:
-    """The first token, and those that end an answer: the file's own, and ends of a chat's turn."""
-    entries = metadata.header.metadata
-    found = [entries.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, types = (entries.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if isinstance(tokens, list) and isinstance(types, list) and len(tokens) == len(types):
-        named = [tokens.index(token) for token in _TURN_ENDS if token in tokens]
-        found += [index for index in named if types[index] == _CONTROL]
-    ends: list[Any] = []
-    for end in found:
-        if end is not None and end not in ends:
-            ends.append(end)
-    return {"bos_token_id": entries.get("tokenizer.ggml.bos_token_id"), "eos_token_id": ends}
 
 
 def _rope(metadata: Metadata, channels: int) -> dict[str, Any]:

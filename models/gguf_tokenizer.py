@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvjax.generation.chat import CHAT_STARTS
 from kvjax.messages import brief, one_line, printable, quiet
 
 from .gguf_header import GgufHeader, read_header
+from .gguf_special_tokens import CONTROL, NORMAL, USER_DEFINED, token_types
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of the tokens of Phi-3
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's tokens
 
 
@@ -110,9 +112,15 @@ def gguf_tokenizer(path: Path) -> Any:
         with quiet():  # transformers has much to say, such as that there is no PyTorch
             make = _byte_level if kind == "gpt2" else _sentencepiece
             made = make(entries, tokens, special)
-            _add_tokens(made, tokens, entries.types(len(tokens)))
+            template = entries.template()
+            types = token_types(
+                tokens, entries.types(len(tokens)), template,
+                lambda text: made.encode(text, add_special_tokens=False).ids,
+            )  # fmt: skip
+            _add_tokens(made, tokens, types, entries.is_phi3())
             _add_ends(made, special, begins, ends)
-            return _as_transformers(made, special, entries.template())
+            starts = begins and "bos_token" in special
+            return _as_transformers(made, special, template, starts)
     except ValueError:
         raise
     except Exception as error:  # tokenizers raise plain exceptions
@@ -160,7 +168,7 @@ class _Entries:
 
     def types(self, count: int) -> list[int]:
         """The type of each token; all are normal where the file does not say so."""
-        return self._for_tokens("token_type", int, "integers", count) or [_NORMAL] * count
+        return self._for_tokens("token_type", int, "integers", count) or [NORMAL] * count
 
     def scores(self, count: int) -> list[float]:
         scores = self._for_tokens("scores", float, "numbers", count)
@@ -173,6 +181,11 @@ class _Entries:
         if given is not None and not isinstance(given, str):
             raise self.error(f"tokenizer.chat_template must be text, got {brief(given)}")
         return given
+
+    def is_phi3(self) -> bool:
+        """Whether the model is one of Phi-3, by its name, as llama.cpp finds out."""
+        name = str(self._header.metadata.get("general.name", "")).lower()
+        return "phi-3" in name or "phi3" in name
 
 
 def _special_tokens(entries: _Entries, tokens: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -277,7 +290,7 @@ def _scored(
     A score belongs to a token, whichever two it is merged from. Equal scores follow the tokens'
     order.
     """
-    known = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL}
+    known = {token: i for i, token in enumerate(tokens) if types[i] == NORMAL}
     found = []
     for token, index in known.items():
         for cut in range(1, len(token)):
@@ -287,13 +300,22 @@ def _scored(
     return [(tokens[left], tokens[right]) for *_, left, right in sorted(found)]
 
 
-def _add_tokens(made: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Makes tokens that are never merged stand as they are, wherever a text has them."""
+def _add_tokens(made: Any, tokens: Sequence[str], types: Sequence[int], phi3: bool) -> None:
+    """Makes tokens that are never merged stand as they are, wherever a text has them.
+
+    Those of Phi-3 take the white space behind them away, but for a few; files do not say so.
+    """
     from tokenizers import AddedToken
 
-    for kind, add in ((_CONTROL, made.add_special_tokens), (_USER_DEFINED, made.add_tokens)):
+    for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
         chosen = [token for token, own in zip(tokens, types, strict=True) if own == kind and token]
-        add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in chosen])
+        add([
+            AddedToken(
+                token, normalized=False, special=kind == CONTROL,
+                rstrip=phi3 and token not in _KEEP_SPACES,
+            )
+            for token in chosen
+        ])  # fmt: skip
 
 
 def _add_ends(made: Any, special: Mapping[str, tuple[str, int]], begins: bool, ends: bool) -> None:
@@ -314,7 +336,7 @@ def _add_ends(made: Any, special: Mapping[str, tuple[str, int]], begins: bool, e
 
 
 def _as_transformers(
-    made: Any, special: Mapping[str, tuple[str, int]], template: str | None
+    made: Any, special: Mapping[str, tuple[str, int]], template: str | None, starts: bool
 ) -> Any:
     # Imported here: models work without a tokenizer, and this takes a while.
     from transformers import PreTrainedTokenizerFast
@@ -323,5 +345,6 @@ def _as_transformers(
         tokenizer_object=made,
         chat_template=template,
         clean_up_tokenization_spaces=False,
+        **{CHAT_STARTS: starts},  # is kept by `save_pretrained`
         **{name: token for name, (token, _) in special.items()},
     )

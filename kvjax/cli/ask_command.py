@@ -54,12 +54,13 @@ def run(args: argparse.Namespace) -> None:
             model, questions, rows, streaming=not args.json, context=context, donate=True,
             on_step=display.writing, on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, sum(map(len, questions))),
-            max_new_tokens=new, sampling=choice, seed=args.seed,
+            max_new_tokens=new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
+            seed=args.seed,
         )  # fmt: skip
     named = {name: about[name] for name in ("document", "method", "budget")}
     record = {"model": opened.name, "folder": args.folder, **named, **figures(result)}
     print_rows(
-        args.json, record, texts, rows, result.prompt_tokens,
+        args.json, record, texts, rows, result, new,
         several=several or args.json, name="question",
     )  # fmt: skip
     if not args.json:

@@ -14,7 +14,7 @@ from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
-from kvjax.cli.writing import Row, write
+from kvjax.cli.writing import Row, is_cut, write
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
 _MOST_PROMPT = 4096  # tokens, where no other room is given
@@ -140,15 +140,21 @@ class Conversation:
                     self._model, [prompt], max_prompt=self._room[0], max_new=self._room[1],
                     transform=calibrated(self._transform, self._model, prompt), **said,
                 )  # fmt: skip
-            row = Row(self._opened.decode, prompt, (), display.text)
+            row, new = Row(self._opened.decode, prompt, (), display.text), min(args.max_new, left)
             result = write(
                 self._model, None if begins else [prompt], [row], streaming=True, stopped=stopped,
-                context=context, donate=True, max_new_tokens=min(args.max_new, left),
-                sampling=sampling(args), seed=args.seed, **said,
+                context=context, donate=True, max_new_tokens=new,
+                end_tokens=self._opened.end_tokens(self._dialogue), sampling=sampling(args),
+                seed=args.seed, **said,
             )  # fmt: skip
         print(flush=True)
         self._context = result.context
-        self._ended_by = self._opened.config.eos_token_ids if result.ended[0] else ()
+        self._ended_by = tuple(end for end in result.ended_by if end is not None)
+        if begins:
+            self._opened.print_double_starts(self._dialogue, [prompt])
+        if is_cut(row, result, 0, new):
+            reason = " by --max-new" if new == args.max_new else f": {self._left()}"
+            print_line(f"the answer was cut{reason}", "dim")
         if result.dropped:
             print_line(f"{result.dropped:,} tokens found no free slot", "red")
 

@@ -17,6 +17,7 @@ from kvjax.budgets.budgets import check_number
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
+from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation.cells import grid
 from kvjax.evaluation.diagnosis import diagnosis
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> None:
     text = check_text(read_text(args.prompt_file), "the prompt")
     with Display(not args.json) as display:
         opened = OpenedModel(args.model, display)
-        prompt, question = _turns(opened, args, text)
+        dialogue = opened.dialogue(args)
+        prompt, question = _turns(dialogue, args, text)
         asked.check_model(opened.config.num_layers)
         check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
         found = diagnose(
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
             on_progress=display.show,
         )  # fmt: skip
         pictures = [] if out is None else _draw(found, out, args.error)
+    opened.print_double_starts(dialogue, [prompt])
     record = {"model": opened.name, **found.as_json(args.error), "pictures": pictures}
     if args.json:
         print(json.dumps(record))
@@ -99,9 +102,8 @@ def run(args: argparse.Namespace) -> None:
         print_dropped(one.name, one.dropped)
 
 
-def _turns(opened: OpenedModel, args: argparse.Namespace, text: str) -> tuple[list[int], list[int]]:
+def _turns(dialogue: Dialogue, args: argparse.Namespace, text: str) -> tuple[list[int], list[int]]:
     """Tokens of the text and of the question: the one that is asked, or the text's own end."""
-    dialogue = opened.dialogue(args)
     if args.ask is not None:
         return dialogue.document(text), dialogue.question(check_text(args.ask, "the question"))
     tokens = dialogue.prompt(text)

@@ -7,11 +7,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import kvjax
 from kvjax.cli import bundled_question, options
 from kvjax.cli.inputs import check_text, read_prompts, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
-from kvjax.cli.writing import Row, write
+from kvjax.cli.writing import Row, is_cut, write
 from kvjax.generation.checks import check_prompts
 
 _NEW_TOKENS = 128  # where none are given
@@ -77,10 +78,12 @@ def run(args: argparse.Namespace) -> None:
             on_step=display.writing, on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, sum(map(len, prompts))),
             transform=calibrated(candidate.transform, model, prompts[0]),
-            max_new_tokens=new, sampling=choice, seed=args.seed,
+            max_new_tokens=new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
+            seed=args.seed,
         )  # fmt: skip
     record = {"model": opened.name, **candidate.named(), **figures(result)}
-    print_rows(args.json, record, texts, rows, result.prompt_tokens, several=several)
+    print_rows(args.json, record, texts, rows, result, new, several=several)
+    opened.print_double_starts(dialogue, prompts)
     if not args.json:
         print_dropped(args.method, result.dropped)
 
@@ -90,7 +93,8 @@ def print_rows(
     record: dict[str, Any],
     texts: Sequence[str],
     rows: Sequence[Row],
-    prompt_tokens: Sequence[int],
+    result: kvjax.Generation,
+    most: int,
     *,
     several: bool,
     name: str = "prompt",
@@ -102,13 +106,20 @@ def print_rows(
       record: what concerns all rows.
       texts: what each row was given; `name` says what that is.
       rows: what was written; the text of a single one has been printed as it came.
-      prompt_tokens: of each row.
+      result: of all rows.
+      most: new tokens that a row may have.
       several: print each row with what it was given.
     """
+    cut = [is_cut(row, result, number, most) for number, row in enumerate(rows)]
     results = [
-        {name: given, "text": row.text, "prompt_tokens": tokens, "new_tokens": row.new_tokens}
-        for given, row, tokens in zip(texts, rows, prompt_tokens, strict=True)
-    ]
+        {
+            name: given, "text": row.text, "prompt_tokens": tokens, "new_tokens": row.new_tokens,
+            "finish_reason": "length" if is_short else "stop",
+        }
+        for given, row, tokens, is_short in zip(
+            texts, rows, result.prompt_tokens, cut, strict=True
+        )
+    ]  # fmt: skip
     if as_json:
         if not several:
             results[0].pop(name)
@@ -120,7 +131,13 @@ def print_rows(
     else:
         print(flush=True)
     tokens = {name: sum(row[name] for row in results) for name in ("prompt_tokens", "new_tokens")}
-    print_figures({**record, **tokens})
+    print_figures({**record, **tokens}, _cuts(cut))
+
+
+def _cuts(cut: Sequence[bool]) -> str:
+    """How many rows were cut, for people; nothing where none was."""
+    share = f"{sum(cut)} of {len(cut)} " if len(cut) > 1 else ""
+    return f"{share}cut by --max-new" if any(cut) else ""
 
 
 def _header(text: str) -> str:

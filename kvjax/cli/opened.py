@@ -12,7 +12,8 @@ from kvjax.budgets.budgets import check_count
 from kvjax.cli import compilation_cache
 from kvjax.cli.inputs import model_path
 from kvjax.cli.templates import Dialogue
-from kvjax.cli.terminal import Display
+from kvjax.cli.terminal import Display, print_line
+from kvjax.generation.chat import begins_twice
 from kvjax.generation.continuation import decoder
 
 BUNDLED = "bundled"
@@ -43,6 +44,22 @@ class OpenedModel:
     def dialogue(self, args: argparse.Namespace) -> Dialogue:
         """How texts become tokens, with the options of `add_template`."""
         return Dialogue(self.tokenizer, system=args.system, raw=args.raw, chat=args.chat)
+
+    def end_tokens(self, dialogue: Dialogue) -> tuple[int, ...]:
+        """What ends an answer: the configuration's tokens, and in a chat the template's."""
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *dialogue.end_tokens)))
+
+    def print_double_starts(self, dialogue: Dialogue, prompts: Sequence[Sequence[int]]) -> None:
+        """One line on standard error where raw texts begin as the tokenizer makes them begin."""
+        doubled = not dialogue.templated and any(
+            begins_twice(self.tokenizer, prompt) for prompt in prompts
+        )
+        if doubled:
+            print_line(
+                f"the text begins with {self.tokenizer.bos_token}, and the tokenizer puts another "
+                "one before it",
+                "dim",
+            )
 
     def bind(self, transform: kvjax.KVTransform) -> tuple[kvjax.KVTransform, ...]:
         """A transform for each layer, for checks: every window is a ring."""

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kvjax.messages import brief, printable
+from kvjax.generation.chat import (
+    ANSWER,
+    CONVERSATION,
+    MESSAGE,
+    TEXT,
+    chat_end_tokens,
+    chat_parts,
+    raw_tokens,
+    special_tokens,
+    with_start,
+)
 
 INSTRUCTION = "\n\nAnswer this question about the text above:\n"
 """What a user's message says between a document and a question."""
-
-# What stands for a text when a template is rendered, to see what comes before and after it.
-_TEXT, _ANSWER = "kvjax-text-stands-here", "kvjax-answer-stands-here"
 
 
 class Dialogue:
     """Tokens of prompts, of documents with questions, and of the turns of a conversation.
 
-    With a template each text is a user's message; without one it is fed as it is.
+    With a template each text is a user's message; without one it is fed as it is, behind the
+    special tokens that the tokenizer begins a text with.
 
     Args:
       tokenizer: of the model, from `transformers`.
       system: a system message before everything else.
       raw: the template is not used.
       chat: there has to be a template.
+
+    Attributes:
+      templated: whether the template is used.
+      end_tokens: what ends an answer beside the end tokens of the model's configuration.
 
     Raises:
       ValueError: a template is wanted and there is none, or it does not work.
@@ -38,23 +50,26 @@ class Dialogue:
             reason = "--raw leaves it out" if raw else "the model's tokenizer has none"
             raise ValueError(f"{'--chat' if chat else '--system'} needs a chat template: {reason}")
         self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._special = special_tokens(tokenizer).keys() - {tokenizer.unk_token_id}
+        self.end_tokens: tuple[int, ...] = ()
         if self.templated:
-            self._before, self._after = self._parts([_message(_TEXT)], _TEXT)
+            self._before, self._after = chat_parts(tokenizer, [*self._system, MESSAGE], TEXT)
+            self.end_tokens = chat_end_tokens(tokenizer)
 
     def prompt(self, text: str) -> list[int]:
         """A prompt, or the first turn of a conversation."""
         if not self.templated:
-            return self._tokenizer(text).input_ids
-        return self._encode(self._before, text, self._after)
+            return raw_tokens(self._tokenizer, text)
+        return with_start(self._tokenizer, self._encode(self._before, text, self._after))
 
     def document(self, text: str) -> list[int]:
         """A document that questions follow: the beginning of one message."""
         if not self.templated:
-            return self._tokenizer(text).input_ids
+            return raw_tokens(self._tokenizer, text)
         # The template is rendered once, with a marker in place of document and question, and is
         # split there. What comes before the marker is read with the document, and what comes after
         # it with the question: joined, the two are one message.
-        return self._encode(self._before, text, INSTRUCTION)
+        return with_start(self._tokenizer, self._encode(self._before, text, INSTRUCTION))
 
     def question(self, text: str) -> list[int]:
         """A question about a document that has been read: the end of its message."""
@@ -65,44 +80,36 @@ class Dialogue:
     def turn(self, text: str, ended_by: Sequence[int]) -> list[int]:
         """What a further turn adds to a conversation.
 
+        It begins with what the template has behind an answer. Of that, the token that ended the
+        answer has been read; another end token has no such place in the template, and all of it
+        follows.
+
         Args:
           text: what the user says.
-          ended_by: end tokens of which the answer before has one, which has been read; () if it has
-            none.
+          ended_by: the end token of the answer before, which has been read; () if it has none.
         """
         if not self.templated:
             return self._following("\n", "", text)
-        messages = [_message("Hello"), _message(_ANSWER, "assistant"), _message(_TEXT)]
-        _, between, after = self._parts(messages, _ANSWER, _TEXT)
+        messages = [*self._system, *CONVERSATION]
+        _, between, after = chat_parts(self._tokenizer, messages, ANSWER, TEXT)
         tokens = self._following("\n", between, text, after)
-        return tokens[1:] if tokens[0] in ended_by else tokens
-
-    def _parts(self, messages: Sequence[Mapping[str, str]], *markers: str) -> list[str]:
-        """What the rendered template has before, between and after markers."""
-        try:
-            rest = self._tokenizer.apply_chat_template(
-                [*self._system, *messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template may fail in any way
-            reason = printable(" ".join(str(error).split()))
-            raise ValueError(f"the model's chat template fails: {reason}") from error
-        parts = []
-        for marker in markers:
-            if rest.count(marker) != 1:
-                raise ValueError(
-                    "the model's chat template must show each message once and as it is, got "
-                    f"{brief(rest)}"
-                )
-            before, rest = rest.split(marker)
-            parts.append(before)
-        return [*parts, rest]
+        for place, token in enumerate(tokens):
+            if token in ended_by:
+                return tokens[place + 1 :]
+            if self._tokenizer.decode([token]).strip():
+                break
+        return tokens
 
     def _encode(self, before: str, text: str, after: str = "") -> list[int]:
         """Tokens of the three joined; names of special tokens in `text` are mere text."""
-        if not any(name in text for name in self._tokenizer.all_special_tokens):
-            return self._tokens(before + text + after)
+        whole, around = self._tokens(before + text + after), map(self._tokens, (before, after))
+        if self._count_special(whole) == sum(map(self._count_special, around)):
+            return whole
         own = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         return [*self._tokens(before), *own, *self._tokens(after)]
+
+    def _count_special(self, tokens: Sequence[int]) -> int:
+        return sum(token in self._special for token in tokens)
 
     def _following(self, anchor: str, before: str, text: str, after: str = "") -> list[int]:
         """Tokens of the last three joined, as they are where `anchor` comes first."""
@@ -114,7 +121,3 @@ class Dialogue:
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False).input_ids if text else []
-
-
-def _message(text: str, role: str = "user") -> dict[str, str]:
-    return {"role": role, "content": text}

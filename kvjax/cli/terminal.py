@@ -141,11 +141,12 @@ def host_bytes(record: Mapping[str, Any]) -> int:
     return record["cache_bytes"] - record["memory_bytes"]["device"]
 
 
-def print_figures(record: Mapping[str, Any]) -> None:
+def print_figures(record: Mapping[str, Any], last: str = "") -> None:
     """Tokens, times and bytes on standard error, in as few lines as the terminal's width allows.
 
     Args:
       record: what `--json` prints.
+      last: what is said behind them.
     """
     parts = [
         f"{record['prompt_tokens']} + {record['new_tokens']} tokens",
@@ -161,6 +162,7 @@ def print_figures(record: Mapping[str, Any]) -> None:
     if recall is not None and recall["hit_rate"] is not None:
         fetched = decimal(round(recall["fetched_bytes_per_step"]))
         parts += [f"{100 * recall['hit_rate']:.0f}% hits", f"{fetched} fetched per token"]
+    parts += [last] if last else []
     lines, width = [parts[0]], Console(stderr=True).width
     for part in parts[1:]:
         joined = f"{lines[-1]} · {part}"

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import kvjax
-from kvjax.generation.continuation import Continuation
+from kvjax.generation.continuation import Continuation, Decoder
+
+_FIRST_SIGN = 0xD800  # no text has such a character alone
 
 
 class Row:
     """One row's text.
 
     Args:
-      decode: token ids → text.
+      decode: token ids → text. One of a tokenizer leaves special tokens out.
       prompt: the tokens before it.
-      stops: texts that end the row; neither they nor what follows them is part of the text.
+      stops: texts that end the row; neither they nor what follows them is part of the text. Names
+        of special tokens in them stand for the tokens too.
       on_text: is given the text piece by piece, as soon as nothing can change it.
+
+    Attributes:
+      new_tokens: how many have come, up to the one that completed a stop string.
+      over: no more tokens are taken.
+      stopped: a stop string has come.
     """
 
     def __init__(
@@ -27,14 +36,16 @@ class Row:
         on_text: Callable[[str], None] | None = None,
     ) -> None:
         self._continuation = Continuation(decode, prompt)
-        self._stops, self._on_text = stops, on_text or (lambda text: None)
-        self._certain, self._given = "", 0
-        self.new_tokens, self.over = 0, False
+        special = decode.special if isinstance(decode, Decoder) else {}
+        self._signs, self._stops = _signed(stops, special)
+        self._on_text = on_text or (lambda text: None)
+        self._certain, self._given = "", 0  # with signs in place of tokens that may end the row
+        self.new_tokens, self.over, self.stopped = 0, False, False
 
     @property
     def text(self) -> str:
         """The text that `on_text` has been given."""
-        return self._certain[: self._given]
+        return _unsigned(self._certain[: self._given])
 
     def add(self, tokens: Sequence[int]) -> None:
         """Takes more tokens, up to the one that completes a stop string."""
@@ -42,13 +53,15 @@ class Row:
             if self.over:
                 return
             self.new_tokens += len(piece)
-            self._take(self._continuation.add(piece))
+            text = self._continuation.add(piece)
+            self._take(text + "".join(self._signs.get(token, "") for token in piece))
 
-    def finish(self) -> None:
-        """Gives the rest of the text, after the last token."""
+    def finish(self, end: int | None = None) -> None:
+        """Gives the rest of the text, after the last token; `end` is the end token behind it."""
         if not self.over:
-            self._take(self._continuation.finish())
-            self._give(len(self._certain))
+            self._take(self._continuation.finish() + self._signs.get(end, ""))
+            if not self.over:
+                self._give(len(self._certain))
         self.over = True
 
     def _take(self, text: str) -> None:
@@ -57,7 +70,7 @@ class Row:
         found = [place for place in places if place >= 0]
         if found:
             self._give(min(found))
-            self.over = True
+            self.over = self.stopped = True
             return
         # An end that begins a stop string waits for what follows.
         begun = (
@@ -69,9 +82,25 @@ class Row:
         self._give(len(self._certain) - max(begun, default=0))
 
     def _give(self, until: int) -> None:
-        if until > self._given:
-            self._on_text(self._certain[self._given : until])
-            self._given = until
+        piece = _unsigned(self._certain[self._given : until])
+        self._given = max(until, self._given)
+        if piece:
+            self._on_text(piece)
+
+
+def _signed(stops: Sequence[str], special: Mapping[int, str]) -> tuple[dict[int, str], list[str]]:
+    """A sign for each special token that stop strings name, and the strings with these signs."""
+    named = [token for token, name in special.items() if any(name in stop for stop in stops)]
+    signs = {token: chr(_FIRST_SIGN + number) for number, token in enumerate(named)}
+    by_name = {special[token]: sign for token, sign in signs.items()}
+    longest_first = sorted(map(re.escape, by_name), key=len, reverse=True)
+    names = re.compile("|".join(longest_first))
+    signed = [names.sub(lambda match: by_name[match[0]], stop) for stop in stops] if named else []
+    return signs, [*stops, *signed]
+
+
+def _unsigned(text: str) -> str:
+    return re.sub(r"[\ud800-\udfff]", "", text)
 
 
 def write(
@@ -99,18 +128,28 @@ def write(
             row.add(tokens)
     else:
         steps = kvjax.stream(model, prompts, **options)
-        result = None
+        result, ended = None, [False] * len(rows)
         for new in steps:
             most = max(map(len, new))
-            for row, tokens in zip(rows, new, strict=True):
+            for number, (row, tokens) in enumerate(zip(rows, new, strict=True)):
                 row.add(tokens)
-                if len(tokens) < most:  # it has come to an end token
-                    row.finish()
+                ended[number] |= len(tokens) < most  # it has come to an end token
             on_step(max(row.new_tokens for row in rows))
-            if stopped() or all(row.over for row in rows):
+            if stopped() or all(row.over or end for row, end in zip(rows, ended, strict=True)):
                 result = steps.stop()
                 break
         result = result or steps.result
-    for row in rows:
-        row.finish()
+    for row, end in zip(rows, result.ended_by, strict=True):
+        row.finish(end)
     return result
+
+
+def is_cut(row: Row, result: kvjax.Generation, number: int, most: int) -> bool:
+    """Whether a row has neither ended nor been stopped, but has all the tokens it may have.
+
+    Args:
+      row: the row.
+      result: of all rows; `number` is the row's.
+      most: new tokens that it may have.
+    """
+    return not row.stopped and not result.ended[number] and row.new_tokens >= most

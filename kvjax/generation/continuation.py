@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
+
+from kvjax.generation.chat import special_tokens
 
 _UNREADABLE = "\ufffd"  # what decoders write for bytes that form no whole character
 _CONTEXT = 32  # prompt tokens decoded together with new ones; decoders look back at a few
@@ -62,11 +63,29 @@ class Continuation:
         return piece
 
 
-def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Token ids → text, without special tokens and with every space."""
-    return functools.partial(
-        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+class Decoder:
+    """Token ids → text, without special tokens and with every space.
+
+    Args:
+      tokenizer: of `transformers`.
+
+    Attributes:
+      special: tokens that it leaves out, and their names.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.special = tokenizer, special_tokens(tokenizer)
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens."""
+        return self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def decoder(tokenizer: Any) -> Decoder:
+    """The decoder of a tokenizer."""
+    return Decoder(tokenizer)
 
 
 def new_text(

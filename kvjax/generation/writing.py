@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -69,6 +69,7 @@ class Generation:
         keeps more than its `extent` promises.
       context: everything that was read and written, end tokens included, to go on from; None
         unless `generate` was given one.
+      ended_by: the end token that each row came to; None for a row that came to none.
     """
 
     tokens: list[list[int]]
@@ -83,6 +84,7 @@ class Generation:
     recall: RecallStatistics | None
     dropped: int
     context: Context | None = None
+    ended_by: list[int | None] = field(default_factory=list)
 
 
 class _Choice(NamedTuple):
@@ -341,7 +343,8 @@ class Writing:
         """Makes the result, and lets the caches take the newest tokens where they are kept."""
         loop, context = self._loop, self._context
         rows = [[token for token in row if token >= 0] for row in np.asarray(loop.tokens).tolist()]
-        ended = [bool(row) and row[-1] in self._ends for row in rows]
+        ended_by = [row[-1] if row and row[-1] in self._ends else None for row in rows]
+        ended = [end is not None for end in ended_by]
         steps = int(loop.step) - 1
         if self._keeps:
             # One step more, whose choice of a token is dropped.
@@ -369,6 +372,7 @@ class Writing:
             recall=recall_statistics(loop.caches),
             dropped=context.dropped,
             context=context if self._keeps else None,
+            ended_by=ended_by,
         )
         self._loop = self._context = None  # frees the caches
 

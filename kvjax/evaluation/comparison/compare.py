@@ -21,6 +21,7 @@ from kvjax.evaluation.fidelity.perplexity import context_nll
 from kvjax.evaluation.memory import drop_compiled_code
 from kvjax.extras import extra_module
 from kvjax.generation.calibration import calibrated
+from kvjax.generation.chat import chat_end_tokens
 from kvjax.generation.checks import bucket
 from kvjax.generation.context import Context
 from kvjax.generation.continuation import decoder, new_text
@@ -78,7 +79,8 @@ def compare(
       text: filler of the tasks that hide something and text of the perplexity; the model should not
         know it.
       data: folder with the files of data sets, for tasks that need it.
-      end_tokens: a continuation ends at one of them; the tokenizer's by default.
+      end_tokens: a continuation ends at one of them; the tokenizer's by default. What ends an
+        answer in its chat template (`kvjax.chat_end_tokens`) ends one too, unless `chat` is False.
       name: of the model, for the files.
       out: folder for `timings.json` and what `write_report` writes. Finished cells are kept in it:
         the same call goes on where an interrupted one stopped, and a call with more methods,
@@ -128,16 +130,18 @@ def run(
     if end_tokens is None:
         end = material.tokenizer.eos_token_id
         end_tokens = () if end is None else (end,)
+    ends = () if grid.chat is False else chat_end_tokens(material.tokenizer)
+    end_tokens = tuple(dict.fromkeys((*map(int, end_tokens), *ends)))
     described = dict(Fingerprint.of(functional).content)
     settings = {
         "model": name,
         "weights": checksum(described.pop("weights")),
         "computation": checksum(described),
         "text": material.fingerprint(),
-        "end_tokens": [int(token) for token in end_tokens],
+        "end_tokens": list(end_tokens),
         **grid.settings(),
     }
-    measure = _Measure(material, functional, tuple(end_tokens))
+    measure = _Measure(material, functional, end_tokens)
     prompts = {unit: material.digest(unit) for unit in measure.units()}
     transforms = {one.key: repr(one.transform) for one in grid.candidates}
     journal = files.Journal(

@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvjax.messages import one_line
-
-# What stands for a user's text when a chat template is rendered, to see what is around it.
-_TEXT = "kvjax-text-stands-here"
+from kvjax.generation.chat import MESSAGE, TEXT, chat_parts, with_start
 
 
 @dataclass(frozen=True)
@@ -88,15 +85,6 @@ class Frame:
             return cls(tuple(encoded.input_ids[: encoded.special_tokens_mask.index(0)]))
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("chat needs a chat template: the model's tokenizer has none")
-        message = [{"role": "user", "content": _TEXT}]
-        try:
-            text = tokenizer.apply_chat_template(
-                message, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template may fail in any way
-            raise ValueError(f"the model's chat template fails: {one_line(error)}") from error
-        parts = text.split(_TEXT)
-        if len(parts) != 2:
-            raise ValueError("the chat template must render a user's text once, as it is")
+        parts = chat_parts(tokenizer, [MESSAGE], TEXT)
         before, after = (tokenizer(part, add_special_tokens=False).input_ids for part in parts)
-        return cls(tuple(before), tuple(after))
+        return cls(tuple(with_start(tokenizer, before)), tuple(after))
