@@ -111,7 +111,7 @@ def token_types(
         if template is None or not _MARK.fullmatch(text) or text not in template:
             return False
         if kind == NORMAL:
-            return encode(text) != [place]
+            return place not in encode(text)
         return not _TAG.fullmatch(text) or _counterpart(text) not in known
 
     return [

@@ -349,18 +349,69 @@ def test_equal_numbers_for_all_layers_are_one(changed):
     assert read_config(changed(add=lists)).kv_heads == 2
 
 
-def test_end_tokens(changed):
-    """Those that the file names, and tokens that end a chat's turn where they are no text."""
+ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
+FILLING_ENDS = (
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
+
+
+def ends_of(changed, texts, *, types=None, **ids):
+    """The end tokens of a file with such tokens behind four words, and these ids."""
+    tokens = ["a", "b", "c", "d", *texts]
 
     def add(writer):
-        writer.add_token_list(["<|im_end|>", "a", "<|eot_id|>", "<|end|>", "b", "c"])
-        writer.add_token_types([1, 1, 3, 3, 1, 1])
-        writer.add_eot_token_id(4)
+        writer.add_token_list(tokens)
+        if types is not None:
+            writer.add_token_types(types)
         for data in writer.kv_data:
             data.pop("tokenizer.ggml.eos_token_id", None)
-        writer.add_eos_token_id(3)
+        for name, token in {"eos": 0, **ids}.items():
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
 
-    assert read_config(changed(add=add)).eos_token_ids == (3, 4, 2)
+    ends = read_config(changed(add=add)).eos_token_ids
+    return [tokens[token] for token in ends]
+
+
+def test_end_tokens_are_those_of_llama_cpp(changed):
+    """Names that `llama-vocab.cpp` ends at, and marks of code that it ends at too."""
+    for text in (*ENDS, *FILLING_ENDS):
+        assert ends_of(changed, [text]) == ["a", text]
+    others = ["<|im_start|>", "<s>", "<PRE>", "<|fim_prefix|>", "<|filename|>", "<pad>", "</S>"]
+    assert ends_of(changed, others) == ["a"]
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3, 4, 5])
+def test_end_tokens_of_any_type(changed, kind):
+    texts = ["<|im_end|>", "<fim_pad>"]
+    assert ends_of(changed, texts, types=[1] * 4 + [kind] * 2) == ["a", *texts]
+
+
+def test_end_tokens_that_the_file_names(changed):
+    assert ends_of(changed, ["x", "<|end|>"], eos=3, eot=4, eom=0) == ["a", "d", "x", "<|end|>"]
+    marks = ["<|fim_pad|>", "[PAD]", "<|file_sep|>"]
+    assert ends_of(changed, marks) == ["a", *marks]
+    assert ends_of(changed, marks, fim_pad=1, fim_rep=2) == ["a", "b", "c", "<|file_sep|>"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "ended"),
+    [
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),
+        (["<|end|>", "<|calls|>", "<|flush|>"], ["<|calls|>", "<|flush|>"]),
+        (["<|end|>", "<|return|>"], ["<|end|>", "<|return|>"]),
+        (["<|end|>", "<|call|>"], ["<|end|>", "<|call|>"]),
+        (["</s>", "<|tool_response>"], ["<|tool_response>"]),
+    ],
+)
+def test_ends_that_are_parts_of_answers_beside_others(changed, texts, ended):
+    assert ends_of(changed, texts) == ["a", *ended]
+    assert ends_of(changed, texts, eos=4) == ended if texts[0] not in ended else ended
 
 
 # Element types
