@@ -355,7 +355,7 @@ ENDS = (
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
-FILLING_ENDS = (
+FIM_ENDS = (
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
     "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
@@ -379,8 +379,8 @@ def ends_of(changed, texts, *, types=None, **ids):
 
 
 def test_end_tokens_are_those_of_llama_cpp(changed):
-    """Names that `llama-vocab.cpp` ends at, and marks of code that it ends at too."""
-    for text in (*ENDS, *FILLING_ENDS):
+    """Names that `llama-vocab.cpp` ends at, those of fill-in-the-middle among them."""
+    for text in (*ENDS, *FIM_ENDS):
         assert ends_of(changed, [text]) == ["a", text]
     others = ["<|im_start|>", "<s>", "<PRE>", "<|fim_prefix|>", "<|filename|>", "<pad>", "</S>"]
     assert ends_of(changed, others) == ["a"]
@@ -409,9 +409,12 @@ def test_end_tokens_that_the_file_names(changed):
         (["</s>", "<|tool_response>"], ["<|tool_response>"]),
     ],
 )
-def test_ends_that_are_parts_of_answers_beside_others(changed, texts, ended):
+def test_ends_that_end_nothing_beside_others(changed, texts, ended):
     assert ends_of(changed, texts) == ["a", *ended]
-    assert ends_of(changed, texts, eos=4) == ended if texts[0] not in ended else ended
+
+
+def test_an_end_that_the_file_names_may_end_nothing(changed):
+    assert ends_of(changed, ["<|end|>", "<|return|>", "<|call|>"], eos=4) == list(ENDS[3:5])
 
 
 # Element types

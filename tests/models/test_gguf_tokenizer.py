@@ -167,29 +167,29 @@ def test_tokens_that_stand_as_they_are(made):
     assert tokenizer.decode([4, 2, 3, 6], skip_special_tokens=True) == "a bab a"
 
 
-# Marks
+# Special tokens
 
-MARKS = (
+MARKERS = (
     "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "<\uff5cUser\uff5c>",
     "[|bot|]", "</s>", "<fim_prefix>", "<fim_pad>", "[PAD]",
 )  # fmt: skip
 
 
 @pytest.fixture
-def with_marks(made, described):
-    """`with_marks(marks, kind, template)`: the tokenizer of a file that has these tokens too."""
+def with_markers(made, described):
+    """`with_markers(markers, kind)`: the tokenizer of a file that has these tokens too."""
 
-    def make(marks, kind, template=None, name=None):
+    def make(markers, kind, template=None, name=None):
         def add(writer):
             add_tokenizer(writer, "gpt2", described, "llama-bpe")
             tokens, types = (
                 next(data.pop(f"tokenizer.ggml.{key}") for data in writer.kv_data).value
                 for key in ("tokens", "token_type")
             )
-            new = [mark for mark in marks if mark not in tokens]
+            new = [marker for marker in markers if marker not in tokens]
             writer.add_token_list([*tokens, *new])
             old = [
-                kind if token in marks else own for token, own in zip(tokens, types, strict=True)
+                kind if token in markers else own for token, own in zip(tokens, types, strict=True)
             ]
             writer.add_token_types([*old, *[kind] * len(new)])
             if template is not None:
@@ -202,45 +202,45 @@ def with_marks(made, described):
     return make
 
 
-def check_mark(tokenizer, mark, shown=""):
-    """The mark is one token wherever a text has it, and decoders leave it out."""
-    (token,) = ids(tokenizer, mark)
-    assert tokenizer.convert_ids_to_tokens(token) == mark
-    around = ids(tokenizer, f"Once{mark}upon a time")
+def check_marker(tokenizer, marker, shown=""):
+    """The marker is one token wherever a text has it, and decoders leave it out."""
+    (token,) = ids(tokenizer, marker)
+    assert tokenizer.convert_ids_to_tokens(token) == marker
+    around = ids(tokenizer, f"Once{marker}upon a time")
     assert around == [*ids(tokenizer, "Once"), token, *ids(tokenizer, "upon a time")]
-    assert tokenizer.decode(around) == f"Once{mark}upon a time"
+    assert tokenizer.decode(around) == f"Once{marker}upon a time"
     assert tokenizer.decode(around, skip_special_tokens=True) == f"Once{shown}upon a time"
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-def test_marks_are_known_by_their_texts(with_marks, kind):
-    tokenizer = with_marks(MARKS, kind)
-    for mark in MARKS:
-        check_mark(tokenizer, mark)
+def test_markers_are_known_by_their_texts(with_markers, kind):
+    tokenizer = with_markers(MARKERS, kind)
+    for marker in MARKERS:
+        check_marker(tokenizer, marker)
 
 
 @pytest.mark.parametrize("kind", [1, 4])
-@pytest.mark.parametrize("mark", ["<bot>", "[INST]", "[/INST]", "<<SYS>>", "<extra_id_0>"])
-def test_marks_are_found_in_the_chat_template(with_marks, kind, mark):
-    template = "{% for m in messages %}{{ '" + mark + "' + m['content'] }}{% endfor %}"
-    check_mark(with_marks([mark], kind, template), mark)
+@pytest.mark.parametrize("marker", ["<bot>", "[INST]", "[/INST]", "<<SYS>>", "<extra_id_0>"])
+def test_markers_are_found_in_the_chat_template(with_markers, kind, marker):
+    template = "{% for m in messages %}{{ '" + marker + "' + m['content'] }}{% endfor %}"
+    check_marker(with_markers([marker], kind, template), marker)
     if kind == 1:
-        assert len(ids(with_marks([mark], kind, "{{ messages[0]['content'] }}"), mark)) > 1
+        assert len(ids(with_markers([marker], kind, "{{ messages[0]['content'] }}"), marker)) > 1
 
 
-def test_words_of_a_chat_template_are_no_marks(with_marks, described):
+def test_words_of_a_chat_template_are_no_markers(with_markers, described):
     """Neither are tokens that texts are encoded to, whatever they look like."""
     words = ["user", "\n", "role", "[0]", "[i]", "The"]
-    plain = with_marks([], 1)
+    plain = with_markers([], 1)
     words += [plain.convert_ids_to_tokens(ids(plain, text)[0]) for text in ("<", "[", "'")]
-    tokenizer = with_marks(words, 1, f"{{{{ messages[0]['role'] }}}} {' '.join(words)}")
+    tokenizer = with_markers(words, 1, f"{{{{ messages[0]['role'] }}}} {' '.join(words)}")
     text = "The user's messages[0], a[i] < b\n role"
     assert ids(tokenizer, text) == ids(plain, text)
     assert tokenizer.decode(ids(tokenizer, text), skip_special_tokens=True) == text
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_what_texts_are_encoded_to_is_no_mark(made, prefix):
+def test_what_texts_are_encoded_to_is_no_marker(made, prefix):
     """`<T>` of a program, in a template that shows one."""
 
     def add(writer):
@@ -258,29 +258,32 @@ def test_what_texts_are_encoded_to_is_no_mark(made, prefix):
     assert tokenizer.decode([9, 5, 7], skip_special_tokens=True).endswith("a<T>")
 
 
-def test_tags_of_answers_are_one_token_and_show(with_marks):
+def test_tags_of_answers_are_one_token_and_show(with_markers):
     """`<think>` and `<tool_call>` are user-defined in files of Qwen3 and Qwen2.5."""
     tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-    tokenizer = with_marks(tags, 4, f"{{{{ messages[0]['content'] }}}}{''.join(tags)}")
+    tokenizer = with_markers(tags, 4, f"{{{{ messages[0]['content'] }}}}{''.join(tags)}")
     for tag in tags:
-        check_mark(tokenizer, tag, tag)
+        check_marker(tokenizer, tag, tag)
 
 
-def test_user_defined_texts_show(with_marks):
+def test_user_defined_texts_show(with_markers):
     texts = ["\n\n", "   ", "<table>", "[multimodal]", "a b"]
-    tokenizer = with_marks(texts, 4)
+    tokenizer = with_markers(texts, 4)
     for text in texts:
-        check_mark(tokenizer, text, text)
+        check_marker(tokenizer, text, text)
 
 
-def test_marks_of_phi_3_take_spaces_away(with_marks):
-    marks = ["<|user|>", "<|end|>", "<|endoftext|>"]
-    tokenizer = with_marks(marks, 3, name="Phi-3 mini")
-    (user, end, text), word = (ids(tokenizer, mark)[0] for mark in marks), ids(tokenizer, "Once")
+def test_markers_of_phi_3_take_spaces_away(with_markers):
+    markers = ["<|user|>", "<|end|>", "<|endoftext|>"]
+    tokenizer = with_markers(markers, 3, name="Phi-3 mini")
+    (user, end, text), word = (
+        (ids(tokenizer, marker)[0] for marker in markers),
+        ids(tokenizer, "Once"),
+    )
     assert ids(tokenizer, "<|user|>\n Once<|end|>\nOnce") == [user, *word, end, *word]
     assert ids(tokenizer, "<|endoftext|>\nOnce")[:1] == [text]
     assert len(ids(tokenizer, "<|endoftext|>\nOnce")) > len([text, *word])
-    other = with_marks(marks, 3, name="Llama")
+    other = with_markers(markers, 3, name="Llama")
     assert ids(other, "<|user|>\n Once") != [user, *word]
 
 
@@ -319,22 +322,26 @@ def test_scores_are_merges(made, stories, data_dir):
 
 
 @pytest.mark.parametrize("kind", [1, 4])
-def test_marks_among_scored_tokens(made, stories, kind):
+def test_markers_among_scored_tokens(made, stories, kind):
     folder, described = stories
-    marks = ["<start_of_turn>", "<end_of_turn>", "<bot>"]
+    markers = ["<start_of_turn>", "<end_of_turn>", "<bot>"]
 
     def add(writer):
         sentencepiece(described, ("add_chat_template", "<bot>"))(writer)
         for data in writer.kv_data:
-            for key, more in (("tokens", marks), ("token_type", [kind] * 3), ("scores", [0.0] * 3)):
+            for key, more in (
+                ("tokens", markers),
+                ("token_type", [kind] * 3),
+                ("scores", [0.0] * 3),
+            ):
                 value = data.get(f"tokenizer.ggml.{key}")
                 if value is not None:
                     value.value = [*value.value, *more]
 
     tokenizer, plain = gguf_tokenizer(made(add)), load_tokenizer(folder)
-    for mark in marks:
-        (token,) = ids(tokenizer, mark)
-        assert ids(tokenizer, f"{mark}user") == [token, *ids(plain, "user")]
+    for marker in markers:
+        (token,) = ids(tokenizer, marker)
+        assert ids(tokenizer, f"{marker}user") == [token, *ids(plain, "user")]
         assert tokenizer.decode([token], skip_special_tokens=True) == ""
 
 
