@@ -9,10 +9,13 @@ import types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from kvjax.cli import inputs
 from kvjax.cli.main import main
 from kvjax.cli.writing import Row
+from kvjax.generation.continuation import decoder
+from kvjax.models import demo, load_tokenizer
 from tests.cli.commands import error, output
 
 
@@ -143,6 +146,74 @@ def test_only_what_may_begin_a_stop_string_waits():
     assert "." not in pieces and ". " in pieces
 
 
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    """The bundled model's tokenizer with markers of a chat."""
+    tokenizer = load_tokenizer(demo.directory())
+    markers = ["<|im_start|>", "<|im_end|>", "<|im_end|>2"]
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in markers])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (["<|im_end|>"], "Paris."),
+        (["<|im_start|>"], "Paris. Rome."),
+        (["</s>", "<|im_end|>"], "Paris."),
+        (["<|im_end|> Rome"], "Paris."),
+        (["Paris.<|im_end|>"], ""),
+        (["is.<|im_end|> R"], "Par"),
+        (["<|im_end|><|im_start|>"], "Paris. Rome. Oslo."),
+        (["<|im_start|></s>"], "Paris. Rome."),
+        ([" Rome.<|im_start|></s> Os"], "Paris."),
+        (["<|im_end|>2"], "Paris. Rome. Oslo."),
+        (["Paris. Rome"], ""),  # special tokens between do not count, unless a stop has them
+        (["Paris. Rome", "Oslo<|im_end|>"], "Paris. Rome. Oslo."),
+        (["never"], "Paris. Rome. Oslo."),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_special_tokens_in_stop_strings(chat_tokenizer, stops, text, at_once):
+    whole = "Paris.<|im_end|> Rome.<|im_start|></s> Oslo."
+    tokens = chat_tokenizer(whole, add_special_tokens=False).input_ids
+    pieces: list[str] = []
+    row = Row(decoder(chat_tokenizer), [1], stops, pieces.append)
+    for piece in [tokens] if at_once else [[token] for token in tokens]:
+        row.add(piece)
+    assert row.over == row.stopped == (text != "Paris. Rome. Oslo.")
+    row.finish()
+    assert row.text == "".join(pieces) == text
+
+
+def test_a_stop_string_of_a_special_token(chat_tokenizer):
+    end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    paris = chat_tokenizer("Paris.", add_special_tokens=False).input_ids
+    row = Row(decoder(chat_tokenizer), [1], stops=["<|im_end|>"])
+    row.add([*paris, end, *paris])
+    assert (row.text, row.over, row.new_tokens) == ("Paris.", True, len(paris) + 1)
+
+
+def test_the_name_of_a_special_token_in_letters_is_a_stop_string_too(chat_tokenizer):
+    letters = chat_tokenizer(
+        "Paris.<|im_end|> Rome", add_special_tokens=False, split_special_tokens=True
+    ).input_ids
+    row = Row(decoder(chat_tokenizer), [1], stops=["<|im_end|>"])
+    row.add(letters)
+    assert (row.text, row.over) == ("Paris.", True)
+
+
+def test_an_end_token_completes_a_stop_string(chat_tokenizer):
+    end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    paris = chat_tokenizer("It is Paris.", add_special_tokens=False).input_ids
+    for came, text in ((end, "It is"), (1, "It is Paris."), (None, "It is Paris.")):
+        row = Row(decoder(chat_tokenizer), [1], stops=[" Paris.<|im_end|>"])
+        row.add(paris)
+        assert row.text == "It is", "it may be the beginning of a stop string"
+        row.finish(came)
+        assert (row.text, row.stopped) == (text, came == end)
+
+
 def test_stop_strings_are_not_printed(capsys, tinystories):
     args = story(tinystories, "--prompt", "Once upon a time")
     whole = json.loads(output(capsys, *args, "--json"))
@@ -156,6 +227,105 @@ def test_stop_strings_are_not_printed(capsys, tinystories):
     assert main(args) == 0
     out, err = capsys.readouterr()
     assert out == before + "\n" and err.startswith(f"6 + {record['new_tokens']} tokens")
+
+
+def without_end(folder, **changes):
+    """A model whose configuration names another end token than it was trained with."""
+    for name in ("config.json", "generation_config.json"):
+        raw = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**raw, "eos_token_id": 0, **changes}))
+    return folder
+
+
+def test_an_end_token_completes_a_stop_string_of_a_story(capsys, tinystories):
+    args = story(tinystories, "--prompt", "Once upon a time", "--max-new", "150", "--json")
+    whole = json.loads(output(capsys, *args))
+    assert whole["text"].endswith("<|end_story|>"), "it writes the name before the token"
+    assert whole["finish_reason"] == "stop"
+    stopped = json.loads(output(capsys, *args, "--stop", "|><|end_story|>"))
+    assert stopped["text"] + "|>" == whole["text"] and stopped["finish_reason"] == "stop"
+    assert stopped["new_tokens"] == whole["new_tokens"]
+
+
+def test_what_follows_an_answer_in_the_template_ends_it(capsys, broken_copy, tinystories):
+    args = ("--prompt", "Once upon a time", "--max-new", "150", "--json")
+    whole = json.loads(output(capsys, *story(tinystories, *args)))
+    (without_end(broken_copy) / "chat_template.jinja").write_text(
+        "{{ bos_token }} {% for m in messages %}{{ m['content'] }}"
+        "{{ '' if loop.last else '<|end_story|>' }}{% endfor %}"
+    )
+    answer = json.loads(output(capsys, *story(broken_copy, *args)))
+    assert (answer["text"], answer["finish_reason"]) == (whole["text"], "stop")
+    assert json.loads(output(capsys, *story(broken_copy, *args, "--raw")))["new_tokens"] == 150
+
+
+def test_what_is_cut_says_so(capsys, tinystories):
+    one = story(tinystories, "--prompt", "Once upon a time", "--max-new", "4")
+    assert json.loads(output(capsys, *one, "--json"))["finish_reason"] == "length"
+    assert main(one) == 0
+    assert capsys.readouterr().err.rstrip().endswith("cut by --max-new")
+    assert main([*one, "--stop", " little"]) == 0
+    assert "cut" not in capsys.readouterr().err
+    two = [*one, "--prompt", "Lily and Ben", "--stop", " little"]
+    found = json.loads(output(capsys, *two, "--json"))["results"]
+    assert [row["finish_reason"] for row in found] == ["stop", "length"]
+    assert main(two) == 0
+    assert capsys.readouterr().err.rstrip().endswith("1 of 2 cut by --max-new")
+
+
+# Special tokens that a tokenizer puts around texts
+
+
+@pytest.fixture
+def ending_texts(broken_copy):
+    """A model whose tokenizer puts an end token behind every text."""
+    path = broken_copy / "tokenizer.json"
+    described = json.loads(path.read_text())
+    first, last = ({"SpecialToken": {"id": x, "type_id": 0}} for x in ("<|start_story|>", "E"))
+    described["post_processor"]["single"] = [first, {"Sequence": {"id": "A", "type_id": 0}}, last]
+    end = {"id": "E", "ids": [2], "tokens": ["<|end_story|>"]}
+    described["post_processor"]["special_tokens"]["E"] = end
+    path.write_text(json.dumps(described))
+    assert load_tokenizer(broken_copy)("Lily").input_ids[-1] == 2
+    return broken_copy
+
+
+def test_no_end_token_behind_what_is_continued(capsys, tinystories, ending_texts, tmp_path):
+    def found(folder) -> list:
+        args = ["--prompt", "Once upon a time", "--json"]
+        record = json.loads(output(capsys, *story(folder, *args)))
+        file, out = tmp_path / "document.txt", tmp_path / f"context of {folder.name}"
+        file.write_text("Once upon a time there was a girl named Lily. " * 8)
+        args = ["--model", folder, "--method", "full", "--max-new", "12", "--json"]
+        document = json.loads(output(capsys, "read", file, "--out", out, *args))
+        asked = json.loads(output(capsys, "ask", out, "One day, Lily", "--json"))
+        args = ["diagnose", "--prompt-file", file, "--model", folder, "--method", "snapkv"]
+        args += ["--budget", "0.5", "--new", "2", "--json"]
+        diagnosis = json.loads(output(capsys, *args))
+        return [
+            (record["text"], record["prompt_tokens"]), document["prompt_tokens"],
+            asked["results"], diagnosis["findings"], diagnosis["question_tokens"],
+        ]  # fmt: skip
+
+    assert found(ending_texts) == found(tinystories)
+
+
+def test_a_raw_text_that_brings_its_own_start(capsys, tinystories, tmp_path):
+    args = story(tinystories, "--max-new", "2", "--prompt")
+    note = "the text begins with <|start_story|>, and the tokenizer puts another one before it\n"
+    assert main([*args, "<|start_story|>Once"]) == 0
+    assert note in capsys.readouterr().err
+    assert main([*args, "<|start_story|>Once", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == note and json.loads(out)["prompt_tokens"] == 4
+    assert main([*args, "Once <|start_story|>"]) == 0
+    assert note not in capsys.readouterr().err
+
+    file = tmp_path / "document.txt"
+    file.write_text("<|start_story|>Once upon a time")
+    read = ["read", str(file), "--out", str(tmp_path / "out"), "--model", str(tinystories)]
+    assert main([*read, "--method", "full"]) == 0
+    assert capsys.readouterr().err == note
 
 
 @pytest.mark.slow

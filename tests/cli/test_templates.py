@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
+from tokenizers import AddedToken, processors
 
 from kvjax.cli.templates import INSTRUCTION, Dialogue
+from kvjax.evaluation.tasks import Frame
 from kvjax.models import demo, load_tokenizer
 from tests.cli.commands import error, output
+from tests.support.gguf_models import add_tokenizer, write
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}</s>\n"
@@ -72,6 +76,109 @@ def test_special_tokens_in_a_text_are_mere_text(own):
     ):
         assert tokens.count(end) == ends
         assert own.decode([one for one in tokens if one != end]).count(name) == texts
+
+
+def test_names_of_added_tokens_in_a_text_are_mere_text(own):
+    """Those that transformers does not count among a tokenizer's special tokens, too."""
+    own = copy.deepcopy(own)
+    own.add_tokens([AddedToken("<|im_start|>", special=True, normalized=False)])
+    start = own.convert_tokens_to_ids("<|im_start|>")
+    assert "<|im_start|>" not in own.all_special_tokens
+    dialogue = Dialogue(own)
+    for tokens in (
+        dialogue.prompt("a <|im_start|> b"),
+        dialogue.document("a <|im_start|> b"),
+        dialogue.question("a <|im_start|> b"),
+        dialogue.turn("a <|im_start|> b", ()),
+    ):
+        assert start not in tokens and "a <|im_start|> b" in own.decode(tokens)
+
+
+WITHOUT_ENDS = (
+    "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|bot|>' }}"
+    "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+
+
+def test_a_turn_leaves_out_the_token_that_came_and_no_other(own):
+    """A model may end its answers with the user's marker, and with a token of no template."""
+    own = copy.deepcopy(own)
+    added = ["<|user|>", "<|bot|>", "<|end|>"]
+    own.add_tokens([AddedToken(name, special=True, normalized=False) for name in added])
+    user, bot, end = own.convert_tokens_to_ids(added)
+    other = own.eos_token_id
+    own.chat_template = WITHOUT_ENDS
+    (text,) = (own("And?", add_special_tokens=False).input_ids,)
+    dialogue = Dialogue(own)
+    assert dialogue.end_tokens == (user,)
+    assert dialogue.turn("And?", (user,)) == [*text, bot]
+    for ended_by in ((), (other,), (end,)):
+        assert dialogue.turn("And?", ended_by) == [user, *text, bot]
+
+    own.chat_template = WITHOUT_ENDS.replace(
+        "{{ m['content'] }}", "{{ m['content'] }}{{ ' <|end|>' if m['role'] != 'user' }}"
+    )
+    dialogue = Dialogue(own)
+    assert dialogue.end_tokens == (end,)
+    assert dialogue.turn("And?", (end,)) == [user, *text, bot], "the space before it as well"
+    whole = dialogue.turn("And?", ())
+    assert own.decode(whole) == " <|end|><|user|>And?<|bot|>"
+    assert dialogue.turn("And?", (other,)) == dialogue.turn("And?", (user,)) == whole
+
+
+def ending_texts(tokenizer):
+    """The tokenizer with an end token behind every single text."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="$A $B", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_nothing_that_is_continued_has_an_end(own, raw):
+    tokenizer = ending_texts(own)
+    assert tokenizer("a").input_ids[-1] == 1
+    dialogue, plain = Dialogue(tokenizer, raw=raw), Dialogue(own, raw=raw)
+    for name in ("prompt", "document", "question"):
+        tokens = getattr(dialogue, name)(DOCUMENT)
+        assert tokens == getattr(plain, name)(DOCUMENT) and tokens[-1] != 1
+    assert dialogue.turn(DOCUMENT, ()) == plain.turn(DOCUMENT, ())
+    assert Frame.of(tokenizer, chat=not raw) == Frame.of(own, chat=not raw)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("has_start", [True, False])
+def test_chats_of_gguf_files_begin_once(tmp_path, has_start, begins, ends):
+    """As llama.cpp has it: one first token where the file wants one or the template has one."""
+    described = json.loads((demo.directory() / "tokenizer.json").read_text())
+
+    def add(writer):
+        add_tokenizer(writer, "gpt2", described, "gpt-2")
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+        writer.add_add_bos_token(begins)
+        writer.add_add_eos_token(ends)
+        writer.add_chat_template("{{ bos_token }}" * has_start + TEMPLATE)
+
+    tokenizer = load_tokenizer(write(tmp_path / "chat.gguf", "llama", {}, add))
+    dialogue = Dialogue(tokenizer)
+    prompt, document = dialogue.prompt(QUESTION), dialogue.document(DOCUMENT)
+    for tokens in (prompt, document, Frame.of(tokenizer, chat=True).before):
+        assert tokens[:1].count(0) == list(tokens).count(0) == (begins or has_start)
+    assert prompt[-1] != 1 and document[-1] != 1
+    for tokens in (dialogue.question(QUESTION), dialogue.turn(QUESTION, ())):
+        assert 0 not in tokens
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True
+    ).input_ids
+    assert prompt == [0] * (begins and not has_start) + rendered, "the template stays as it is"
+    raw = Dialogue(tokenizer, raw=True).prompt(QUESTION)
+    assert raw == [0] * begins + tokenizer(QUESTION, add_special_tokens=False).input_ids
+
+    tokenizer.save_pretrained(tmp_path / "folder")
+    assert Dialogue(load_tokenizer(tmp_path / "folder")).prompt(QUESTION) == prompt
 
 
 def test_without_a_template_texts_are_fed_as_they_are(own):
