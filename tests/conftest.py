@@ -216,3 +216,22 @@ def data_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no test data at {path}: set KVJAX_TEST_DATA")
     return path
+
+
+def _real_file(variable: str, what: str) -> Path:
+    given = os.environ.get(variable)
+    if not given or not Path(given).is_file():
+        pytest.skip(f"no GGUF file of {what}: set {variable} to its path")
+    return Path(given)
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Path:
+    """A GGUF file of Qwen2.5-Coder-0.5B-Instruct: `KVJAX_QWEN`."""
+    return _real_file("KVJAX_QWEN", "Qwen2.5-Coder-0.5B-Instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Path:
+    """A GGUF file of Gemma 3 270M: `KVJAX_GEMMA`."""
+    return _real_file("KVJAX_GEMMA", "Gemma 3 270M")

@@ -50,7 +50,8 @@ def add_options(own: argparse.ArgumentParser) -> None:
     own.add_argument("--max-new", metavar="N", type=int,
         help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
     own.add_argument("--stop", metavar="TEXT", type=options.stop_text, action="append", default=[],
-        help="ends the text, and is no part of it; may be given several times")  # fmt: skip
+        help="ends the text, and is no part of it, with names of special tokens for these tokens; "
+        "may be given several times")  # fmt: skip
     options.add_sampling(own)
 
 

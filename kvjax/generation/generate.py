@@ -148,7 +148,8 @@ def generate(
       transform: how to compress; `Full()` by default. A context has its own.
       max_new_tokens: most new tokens per row.
       end_tokens: a row is finished when one of them comes; it is not part of the result. By default
-        the model's own (`eos_token_ids` of its `config`), if it has any.
+        the model's own (`eos_token_ids` of its `config`), if it has any. In a chat
+        `chat_end_tokens` has what ends an answer beside them.
       sampling: greedy by default.
       seed: of the draws, below 2**32; each row draws with its own key, by the position.
       context: from `read`, or from an earlier result.

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from kvjax.models import from_pretrained, load_tokenizer
 from tests.cli.commands import error
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends.\n"
+CUT = "the answer was cut by --max-new\n"
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_each_turn_goes_on_from_what_was_said(chat, tinystories):
     first, second, third = answers
     empty = "the cache holds nothing yet"
     assert out == "".join(f"{x}\n" for x in (first, held, second, third, empty, first))
-    assert err == "" and "100.0% of a full one" in held
+    assert err == CUT * 4 and "100.0% of a full one" in held
     assert held.endswith("room for 250 more tokens and 244 of answers")
 
 
@@ -71,7 +73,7 @@ def test_what_does_not_fit_is_said_and_changes_nothing(chat):
         options=options,
     )[0].splitlines()  # fmt: skip
     assert bytes_before == bytes_after and first == second
-    err = chat("Once upon a time", "one two three " * 20, options=options)[1]
+    err = chat("Once upon a time", "one two three " * 20, options=options)[1].removeprefix(CUT)
     assert err.startswith("the conversation is full: ") and err.count("\n") == 1
     assert err.endswith("/reset begins a new conversation\n") and "room for 6 more tokens" in err
 
@@ -79,6 +81,10 @@ def test_what_does_not_fit_is_said_and_changes_nothing(chat):
 def test_answers_have_room_too(chat):
     out, err = chat("Once upon a time", " a", "b", options=("--max-prompt", "16"))
     assert len(out.splitlines()) == 2, "the second answer takes what is left"
+    assert err.splitlines()[:2] == [
+        CUT.rstrip(),
+        "the answer was cut: room for 9 more tokens and 0 of answers",
+    ]
     assert "and 0 of answers; /reset begins" in err
 
 
@@ -91,6 +97,32 @@ def test_a_share_is_one_of_what_the_conversation_has_room_for(chat, method):
     assert chat(*said, options=("--method", method, "--budget", "0.2"))[0] == expected
     few = chat(*said, options=("--method", method, "--budget", "6"))[0]
     assert few != expected, "a few slots answer alike: this shows nothing"
+
+
+def test_an_answer_that_ended_was_not_cut(chat):
+    assert chat("Once upon a time", options=("--max-new", "200"))[1] == ""
+
+
+def test_a_turn_follows_the_end_token_that_came(chat, monkeypatch, broken_copy):
+    """Behind an answer that the configuration's token ended comes what the template has there."""
+    (broken_copy / "chat_template.jinja").write_text(
+        "{{ bos_token }} {% for m in messages %}{{ m['content'] }}"
+        "{{ '' if loop.last else '<unk>' }}{% endfor %}"
+    )
+    turns = []
+    turn = Dialogue.turn
+
+    def noted(self, text, ended_by):
+        turns.append((tuple(ended_by), turn(self, text, ended_by)))
+        return turns[-1][1]
+
+    monkeypatch.setattr(Dialogue, "turn", noted)
+    options = ("--max-new", "200")
+    chat("Once upon a time", "Then", model=broken_copy, options=options)
+    chat("Once upon a time", "Then", model=broken_copy, options=("--max-new", "4"))
+    ended, cut = turns
+    assert ended[0] == (2,) and cut[0] == ()
+    assert ended[1] == cut[1]
 
 
 @pytest.mark.parametrize(
@@ -160,3 +192,25 @@ def test_a_chat_model_remembers_with_a_share(chat, smollm2, method):
     expected = chat(*said, model=smollm2, options=sizes)[0]
     share = "--method", method, "--budget", "0.2"
     assert chat(*said, model=smollm2, options=(*sizes, *share))[0] == expected
+
+
+@pytest.mark.slow
+def test_the_template_ends_answers_whatever_the_configuration_says(chat, smollm2, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(smollm2, folder, copy_function=os.symlink)
+    config = json.loads((smollm2 / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    said = "What is 2+2? Answer with one number.", "And 3+3? Answer with one number."
+    options = ("--max-new", "40")
+    out, err = chat(*said, model=folder, options=options)
+    assert (out, err) == chat(*said, model=smollm2, options=options)
+    assert len(out.split()) < 40 and err == "" and "system" not in out
+
+
+@pytest.mark.slow
+def test_a_chat_with_a_gguf_file_of_qwen(chat, qwen):
+    said = "What is 2+2? Answer with one number.", "Write the word harbour once, nothing else."
+    out, err = chat(*said, model=qwen, options=("--max-new", "40"))
+    first, second = out.splitlines()
+    assert "4" in first and "arbour" in second and err == ""
