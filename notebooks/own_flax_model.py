@@ -23,6 +23,9 @@
 
 # %% cellView="form"
 # @title Install kvjax where it is missing, and look at the devices
+# Where kvjax comes from if no clone and no wheel is here: git+https://..., or where a wheel is.
+ADDRESS = ""  # @param {type:"string"}
+
 import importlib
 import importlib.metadata
 import importlib.util
@@ -32,6 +35,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
 PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
@@ -57,18 +61,41 @@ def accelerator():
     return "tpu" if devices else None
 
 
-if importlib.util.find_spec("kvjax") is None:
+def is_clone(folder):
+    """Whether the folder holds the sources of kvjax."""
+    project = folder / "pyproject.toml"
+    return os.access(project, os.R_OK) and 'name = "kvjax"' in project.read_text("utf-8")
+
+
+def source():
+    """Where kvjax is: a clone around or beside this notebook, a wheel beside it, else ADDRESS."""
+    here = Path.cwd()
+    wheels = [path for path in here.iterdir() if path.match("kvjax-*-py3-none-any.whl")]
+    wheels.sort(key=lambda path: parse_wheel_filename(path.name)[1], reverse=True)
+    clones = filter(is_clone, [here.parent, here, *sorted(here.iterdir())])
+    given = [Path(ADDRESS).resolve()] if os.path.exists(ADDRESS) else []
+    return next((path.as_uri() for path in [*clones, *wheels, *given]), ADDRESS)
+
+
+if importlib.util.find_spec("kvjax") is None or version("kvjax") is None:
     have, extra = version("jax"), accelerator()
     fits = have is not None and Version("0.10.2") <= have < Version("0.13")
     ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
     extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
-    clone = Path("..").resolve()
-    name = str(clone) if (clone / "pyproject.toml").exists() else "kvjax"
     # A JAX that works stays as it is, and so do its plugins.
     stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
     loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
-    install = [sys.executable, "-m", "pip", "install", "-q", f"{name}[{','.join(extras)}]", *stays]
-    subprocess.check_call(install)
+    found = source()
+    wanted = f"kvjax[{','.join(extras)}]" + (f" @ {found}" if found else "")
+    print(f"Installing kvjax from {found or 'PyPI'}")
+    try:
+        subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", wanted, *stays])
+    except subprocess.CalledProcessError:
+        raise RuntimeError(
+            f"pip says above why it could not install kvjax from {found or 'PyPI'}; if it is not "
+            "there, put this notebook into the folder notebooks/ of a clone, or a wheel of kvjax "
+            "beside it, or the address of one of them into ADDRESS"
+        ) from None
     importlib.invalidate_caches()
     if any(version(one) != before for one, before in loaded.items()):
         print("A package that was in use has changed: the session restarts. Then run all cells.")

@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,37 +82,110 @@ MACHINES = {
 }  # fmt: skip
 
 
+class Asked(Exception):
+    """Stands for the installation."""
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Runs the cell in a folder, on a machine without kvjax, up to what it asks pip for."""
+
+    def run(
+        folder: Path = tmp_path, *, packages=(), driver=None, address="", pip=None, spec=None
+    ) -> list:
+        def version(package):
+            if package not in packages:
+                raise importlib.metadata.PackageNotFoundError(package)
+            return packages[package]
+
+        def check_call(command):
+            raise Asked(command) if pip is None else pip
+
+        answer = SimpleNamespace(returncode=0, stdout=f"{driver}\n")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(shutil, "which", lambda name: driver and f"/usr/bin/{name}")
+        monkeypatch.setattr(subprocess, "run", lambda *args, **options: answer)
+        monkeypatch.setattr(subprocess, "check_call", check_call)
+        monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))  # no devices
+        monkeypatch.setattr(sys, "modules", dict(sys.modules))
+        folder.mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(folder)
+        cell = setup_of(NAMES[0])
+        assert cell.count('ADDRESS = ""') == 1
+        with pytest.raises(Asked) as asked:
+            exec(cell.replace('ADDRESS = ""', f"ADDRESS = {address!r}"), {})
+        command = asked.value.args[0]
+        assert command[:5] == [sys.executable, "-m", "pip", "install", "-q"]
+        return command[5:]
+
+    return run
+
+
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_installed_fits_the_machine(monkeypatch, machine, tmp_path):
-    """The cell on a machine without kvjax, up to what it asks pip for."""
+def test_what_is_installed_fits_the_machine(install, machine):
     packages, driver, extras, stays = MACHINES[machine]
+    assert install(packages=packages, driver=driver) == [f"kvjax{extras}", *stays]
 
-    class Asked(Exception):
-        """Stands for the installation."""
 
-    def version(package):
-        if package not in packages:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return packages[package]
+def clone(folder: Path, name: str = "kvjax") -> Path:
+    (folder / "notebooks").mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n')
+    return folder
 
-    def check_call(command):
-        raise Asked(command)
 
-    answer = SimpleNamespace(returncode=0, stdout=f"{driver}\n")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(shutil, "which", lambda name: driver and f"/usr/bin/{name}")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: answer)
-    monkeypatch.setattr(subprocess, "check_call", check_call)
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
-    monkeypatch.chdir(tmp_path)  # no clone of the repository around it
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    with pytest.raises(Asked) as asked:
-        exec(setup_of(NAMES[0]), {})
-    python, *options, wanted = asked.value.args[0][:6]
-    assert (python, options) == (sys.executable, ["-m", "pip", "install", "-q"])
-    assert wanted == f"kvjax{extras}"
-    assert asked.value.args[0][6:] == stays
+def wheel(folder: Path, version: str = "0.1.0") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"kvjax-{version}-py3-none-any.whl").touch()
+    return folder / f"kvjax-{version}-py3-none-any.whl"
+
+
+GIT = "git+https://somewhere.org/kvjax.git"
+
+
+def test_kvjax_comes_from_what_is_there(install, capsys, tmp_path):
+    """From a clone, else from a wheel, else from the address, else from PyPI; one line says it."""
+
+    def wanted(folder: Path, address: str = "") -> str:
+        (asked,) = install(folder, address=address)
+        said = capsys.readouterr().out
+        source = asked.removeprefix("kvjax[eval,gguf]").removeprefix(" @ ") or "PyPI"
+        assert said == f"Installing kvjax from {source}\n"
+        return source
+
+    around = clone(tmp_path / "my clone")
+    wheel(around / "notebooks")
+    assert wanted(around / "notebooks", GIT) == around.as_uri()
+    assert wanted(around, GIT) == around.as_uri()
+
+    beside = clone(tmp_path / "work" / "kvjax")
+    assert wanted(beside.parent, GIT) == beside.as_uri()
+
+    foreign = clone(tmp_path / "theirs", "something-else") / "notebooks"
+    assert wanted(foreign) == "PyPI", "the notebook lies in another project"
+    old, new = wheel(foreign, "0.9.0"), wheel(foreign, "0.10.0")
+    wheel(foreign, "0.11.0").rename(foreign / "kvjax-0.11.0-py3-none-any (1).whl")
+    assert wanted(foreign, GIT) == new.as_uri()
+
+    empty = tmp_path / "empty" / "folder"
+    assert wanted(empty, GIT) == GIT
+    assert wanted(empty, str(old)) == old.as_uri()
+    assert wanted(empty) == "PyPI"
+
+
+def test_where_kvjax_is_not_to_be_had_one_sentence_says_what_to_do(install, tmp_path):
+    failed = subprocess.CalledProcessError(1, "pip")
+    with pytest.raises(RuntimeError, match=r"from PyPI; .* into ADDRESS$") as error:
+        install(tmp_path / "empty", pip=failed)
+    assert error.value.__suppress_context__, "no traceback of pip's failure"
+
+
+def test_a_folder_that_is_called_kvjax_is_not_kvjax(install, tmp_path):
+    """Python takes the folder of a clone beside the notebook for a package without a file."""
+    beside = clone(tmp_path / "kvjax")
+    spec = PathFinder.find_spec("kvjax", [str(tmp_path)])
+    assert spec is not None and spec.origin is None
+    assert install(spec=spec)[0].endswith(beside.as_uri())
 
 
 def test_extras_that_are_installed_exist():
