@@ -1,4 +1,4 @@
-"""Files that others wrote, read within bounds."""
+"""Files that others wrote: which are hidden, and how they are read within bounds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,35 @@ _KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
 }  # fmt: skip
+
+_HIDDEN = {"thumbs.db", "desktop.ini", "icon\r", "@eadir"}  # of Windows, macOS, and a NAS
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether a file is hidden: systems put such files into folders, and no content is in them.
+
+    Their names begin with a dot (`.DS_Store`, `._name`, `.nfs...`), or systems know them.
+
+    Example:
+      >>> from pathlib import Path
+      >>> from kvjax.regular_files import is_hidden
+      >>> is_hidden(Path("book/.DS_Store")), is_hidden(Path(".cache/book"))
+      (True, False)
+    """
+    return path.name.startswith(".") or path.name.lower() in _HIDDEN
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """All that a folder and those within it hold, but directories and what is hidden, sorted."""
+    found = []
+    for place in sorted(folder.iterdir()):
+        if is_hidden(place):
+            continue
+        if place.is_dir() and not place.is_symlink():
+            found += visible_files(place)
+        else:
+            found.append(place)
+    return found
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvjax.messages import printable
+from kvjax.regular_files import is_hidden
 
 
 @contextlib.contextmanager
@@ -20,7 +21,8 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     that is killed leaves it behind.
 
     Args:
-      path: the name; nothing may be there but an empty folder.
+      path: the name; nothing may be there but a folder that is empty, or holds hidden files alone,
+        which stay.
 
     Yields:
       The folder.
@@ -48,6 +50,8 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         _check_free(target)
         if target.is_dir():
+            for hidden in target.iterdir():
+                hidden.rename(partial / hidden.name)
             target.rmdir()  # it is empty, and not all systems rename onto it
         partial.rename(target)
     except BaseException:
@@ -60,5 +64,5 @@ def _check_free(target: Path) -> None:
         return
     if not target.is_dir():
         raise ValueError(f"{printable(target)} is not a folder")
-    if any(target.iterdir()):
+    if not all(map(is_hidden, target.iterdir())):
         raise ValueError(f"{printable(target)} must be new or empty, but there is something in it")

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, Sharding
 
 import kvjax
 from kvjax.messages import brief, one_line, printable, quiet
-from kvjax.regular_files import check_regular, read_json
+from kvjax.regular_files import check_regular, read_json, visible_files
 
 from .config import DecoderConfig, LayerConfig, RopeConfig
 from .decoder import Decoder
@@ -227,11 +227,9 @@ def _kind(x: Any) -> list:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """The size of every file in a folder, all of them regular."""
+    """The size of every file in a folder but hidden ones, all of them regular."""
     found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir() and not path.is_symlink():
-            continue
+    for path in visible_files(folder):
         check_regular(path)
         found[path.relative_to(folder).as_posix()] = path.stat().st_size
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import kvjax
 from kvjax.cli import options
@@ -14,6 +15,7 @@ from kvjax.cli.terminal import Display, figures, print_dropped
 from kvjax.cli.writing import Row, write
 from kvjax.generation.checks import check_turn
 from kvjax.generation.model import as_functional
+from kvjax.generation.saving import load_with_about
 from kvjax.messages import brief, printable
 
 DESCRIPTION = """\
@@ -39,13 +41,15 @@ def run(args: argparse.Namespace) -> None:
     texts = [check_text(text, f"question {n}") for n, text in enumerate(args.questions, 1)]
     several = len(texts) > 1
     with Display(not args.json) as display:
-        opened = OpenedModel(about["model"] if args.model is None else args.model, display)
+        opened = OpenedModel(_model(args, about), display)
         # The template is rendered as for the document, whose system message has been read.
         dialogue = Dialogue(opened.tokenizer, raw=about["raw"])
         questions = [dialogue.question(text) for text in texts]
         model = opened.load(args)
         display.show(0, None, f"loading {printable(args.folder)}")
-        context = kvjax.load_context(args.folder, model, tokenizer=opened.tokenizer)
+        context, still = load_with_about(args.folder, model, tokenizer=opened.tokenizer)
+        if still != about:
+            raise ValueError(f"{printable(args.folder)} has been replaced meanwhile: ask again")
         new = args.max_new or context.max_new
         check_turn(as_functional(model), context, questions, new)
         on_text = None if args.json or several else display.text
@@ -65,6 +69,19 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     if not args.json:
         print_dropped(about["method"], result.dropped)
+
+
+def _model(args: argparse.Namespace, about: dict) -> str | None:
+    """The model that is given, or else the one that read the document."""
+    if args.model is not None:
+        return args.model
+    model = about["model"]
+    if model is not None and Path(model).is_absolute() and not Path(model).exists():
+        raise ValueError(
+            f"the model that read {printable(args.folder)} is no longer at {printable(model)}: "
+            "give its place by --model"
+        )
+    return model
 
 
 def _about(folder: str) -> dict:

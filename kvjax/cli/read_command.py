@@ -14,11 +14,12 @@ from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts
 from kvjax.cli.terminal import Display, print_dropped, share
 from kvjax.generation.checks import check_prompts
+from kvjax.generation.saving import check_free
 from kvjax.messages import printable
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for
-kvjax ask. A folder of an earlier kvjax read is replaced."""
+kvjax ask. What an earlier kvjax read wrote there is replaced, finished or not."""
 EXAMPLES = """\
 examples:
   kvjax read book.txt --out book --model DIR --method quest --budget 0.2
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     """`kvjax read`: saves what a method keeps of a document."""
     check_counts(args, "max_questions", "max_new")
     candidate, out = options.candidate(args), Path(args.out)
-    _check_folder(out)
+    _check_out(out)
     text = check_text(read_text(args.document), "the document")
     with Display(not args.json) as display:
         opened = OpenedModel(args.model, display)
@@ -83,18 +84,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _place(model: str) -> str:
-    """The model for another process in another folder: an absolute path, or a hub id."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
+    """The model for a process in another folder: an absolute path, or a hub id as it is."""
+    path = Path(model)
+    return str(path.absolute()) if path.exists() else model
 
 
-def _check_folder(out: Path) -> None:
-    """Raises ValueError where something is in the way that `kvjax read` has not written."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists():
-        try:
-            kvjax.context_about(out)
-        except ValueError as error:
-            raise ValueError(
-                f"{printable(out)} is in the way, and stays as it is: {error}"
-            ) from error
+def _check_out(out: Path) -> None:
+    """Raises ValueError where something is in the way that `save_context` has not written."""
+    try:
+        check_free(out)
+    except ValueError as error:
+        raise ValueError(f"{printable(out)} is in the way, and stays as it is: {error}") from error

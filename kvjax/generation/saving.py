@@ -7,15 +7,16 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from filelock import FileLock
 from jaxtyping import Array
 
 import kvjax
@@ -29,14 +30,20 @@ from kvjax.generation.reading import CacheSize, cache_shapes
 from kvjax.messages import printable, quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
-from kvjax.regular_files import check_regular, read_regular
+from kvjax.regular_files import check_regular, is_hidden, read_regular, visible_files
 from kvjax.storage.offload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
+from kvjax.written_files import write_whole
 
 FORMAT = 3  # of the folder; another number is refused. 3: descriptions of model and tokenizer
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
+_ITEMS = {_ABOUT, _ARRAYS, "_CHECKPOINT_METADATA", "commit_success"}  # in its folder
+_UNFINISHED = ".orbax-checkpoint-tmp"  # what Orbax adds to the name of what is not complete
+_LOCK = ".lock"  # a file in the folder
 _LIST_BYTES = 2**24  # a list of checksums is not longer
+
+_T = TypeVar("_T")
 
 
 def save_context(
@@ -52,10 +59,13 @@ def save_context(
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
     expression, its calibrations, sizes, versions, and descriptions of model and tokenizer. A list
     of checksums of all its files is written last, and makes it complete: only then a context that
-    was there before is removed.
+    was there before is removed. A save that was interrupted is removed by the next one. Saves into
+    one folder wait for each other, so that the last one stays, and whoever loads the context
+    meanwhile gets one of them whole.
 
     Args:
-      path: of the folder.
+      path: of the folder, which is new, holds a context or what an interrupted save left, or is
+        empty but for hidden files.
       context: from `kvjax.read` or a result.
       model: that the context is of.
       tokenizer: of `transformers`, if it is to be checked as well.
@@ -81,7 +91,7 @@ def save_context(
     """
     folder = Path(path).absolute()
     check_same_model(context, as_functional(model))
-    _check_folder(folder, empty=True)
+    check_free(folder)
     plain, calibrations = _without_calibrations(context.transform)
     leaves = jax.tree.leaves(context)
     arrays = {f"{n:05d}": _plain(leaf) for n, leaf in enumerate(leaves)}
@@ -110,19 +120,18 @@ def save_context(
         json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"about must be what JSON can hold: {error}") from error
-    with _checkpoints(folder, create=True) as checkpoints:
-        step = max(checkpoints.all_steps(), default=0) + 1
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        check_free(folder)
+        _remove_old_steps(folder)
+        step = 1 + max((_number(place) for place in _own(folder)), default=0)
         items = {_ARRAYS: ocp.args.PyTreeSave(arrays), _ABOUT: ocp.args.JsonSave(content)}
-        checkpoints.save(step, args=ocp.args.Composite(**items))
-        checkpoints.wait_until_finished()
-        sums = json.dumps(_checksums(folder / str(step)))
-        partial = folder / f"{step}.json.tmp"
-        partial.write_text(sums)
-        partial.replace(_list_of(folder, step))
-        for old in checkpoints.all_steps():
-            if old != step:
-                _list_of(folder, old).unlink(missing_ok=True)
-                checkpoints.delete(old)
+        try:
+            with _checkpointer() as checkpointer:
+                checkpointer.save(folder / str(step), args=ocp.args.Composite(**items))
+            write_whole(_list_of(folder, step), json.dumps(_checksums(folder / str(step))))
+        finally:
+            _remove_old_steps(folder)
 
 
 def load_context(
@@ -142,24 +151,85 @@ def load_context(
       ValueError: there is no context, it is damaged, or it is of another model, tokenizer, method
         or version; says what differs.
     """
+    return load_with_about(path, model, tokenizer=tokenizer)[0]
+
+
+def load_with_about(
+    path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
+) -> tuple[Context, dict[str, Any]]:
+    """A context as `load_context` gives it, and the `about` of the same save."""
+    folder, functional = Path(path).absolute(), as_functional(model)
+    return _of_newest(folder, lambda step: _load(folder, step, functional, tokenizer))
+
+
+def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `save_context` was given as `about`; no array is read.
+
+    Raises:
+      ValueError: there is no context, or its JSON is damaged.
+    """
     folder = Path(path).absolute()
-    content = _content(folder)
-    functional = as_functional(model)
-    fingerprint = Fingerprint.of(functional)
+    return _of_newest(folder, lambda step: _content(folder, step))["about"]
+
+
+def check_free(folder: Path) -> None:
+    """Raises ValueError where a folder holds something that `save_context` has not written.
+
+    Hidden files do not count.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder of a context")
+    own = set(_own(folder))
+    for place in folder.iterdir():
+        if place not in own and not is_hidden(place):
+            raise ValueError(
+                f"{folder} is no folder of a context: it holds {printable(place.name)}"
+            )
+
+
+def _of_newest(folder: Path, read: Callable[[int], _T]) -> _T:
+    """What is read of the newest complete step; of the next one where a save replaced it."""
+    while True:
+        step = _complete_step(folder)
+        try:
+            if step is None:
+                raise _no_context(folder)
+            return read(step)
+        except Exception:
+            if _complete_step(folder) == step:
+                raise
+
+
+def _no_context(folder: Path) -> ValueError:
+    """Why a folder has no complete step."""
+    if not folder.exists():
+        return ValueError(f"{folder} is no folder of a context: it does not exist")
+    check_free(folder)
+    if not _own(folder):
+        return ValueError(f"{folder} is no folder of a context: it holds nothing")
+    return ValueError(f"the context in {folder} was never completed: its save was interrupted")
+
+
+def _load(
+    folder: Path, step: int, model: FunctionalModel, tokenizer: Any
+) -> tuple[Context, dict[str, Any]]:
+    """The context of a step, and its `about`."""
+    content = _content(folder, step)
+    fingerprint = Fingerprint.of(model)
     there, here = content["model"], fingerprint.content
     if tokenizer is not None and content["tokenizer"] is not None:
         there = {**there, "tokenizer": content["tokenizer"]}
         here = {**here, "tokenizer": describe_tokenizer(tokenizer)}
     if found := differences(there, here):
         raise ValueError(f"the context in {folder} is of another model: its {found}")
-    with _damaged(folder), _checkpoints(folder) as checkpoints:
-        arrays = _read_arrays(checkpoints, _complete_step(folder), content["arrays"])
     with _damaged(folder):
+        arrays = _read_arrays(folder / str(step), content["arrays"])
         transform = _with_calibrations(parse(content["method"]), content["outlier_heads"], arrays)
-        size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
-        of_model = functional.num_layers, functional.windows
-        layers = bind(transform, *of_model, size.max_tokens)
-    shapes = _context_shapes(functional, transform, layers, size, fingerprint)
+        size = CacheSize(**content["size"], mesh=mesh_of(model.params))
+        layers = bind(transform, model.num_layers, model.windows, size.max_tokens)
+    shapes = _context_shapes(model, transform, layers, size, fingerprint)
     expected = jax.tree.leaves(shapes)
     own = [arrays[name] for name in sorted(arrays) if name.isdigit()]
     if [_kind(x) for x in own] != [_kind(_plain_shape(x)) for x in expected]:
@@ -170,28 +240,27 @@ def load_context(
         )
     parts = zip(own, expected, content["memories"], strict=True)
     leaves = [_placed(x, like, memory) for x, like, memory in parts]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves).placed()
-
-
-def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `save_context` was given as `about`; no array is read.
-
-    Raises:
-      ValueError: there is no context, or its JSON is damaged.
-    """
-    return _content(Path(path).absolute())["about"]
+    context = jax.tree.unflatten(jax.tree.structure(shapes), leaves).placed()
+    return context, content["about"]
 
 
 @contextlib.contextmanager
-def _checkpoints(folder: Path, create: bool = False) -> Iterator[ocp.CheckpointManager]:
-    """Orbax's view of a folder; its lines of log are not the user's."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Other saves into the folder wait; a killed process locks nothing any more."""
+    lock = folder / _LOCK
+    with FileLock(lock):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # who waits for this file then makes another one
+
+
+@contextlib.contextmanager
+def _checkpointer() -> Iterator[ocp.Checkpointer]:
+    """Orbax's way to a step; its lines of log are not the user's."""
     handlers = {_ABOUT: ocp.JsonCheckpointHandler(), _ARRAYS: ocp.PyTreeCheckpointHandler()}
-    with quiet():
-        options = ocp.CheckpointManagerOptions(
-            create=create, enable_async_checkpointing=False, read_only=not create
-        )
-        with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as checkpoints:
-            yield checkpoints
+    with quiet(), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
+        yield checkpointer
 
 
 @contextlib.contextmanager
@@ -204,20 +273,15 @@ def _damaged(folder: Path) -> Iterator[None]:
         raise ValueError(f"the context in {folder} is damaged: {reason}") from error
 
 
-def _content(folder: Path) -> dict[str, Any]:
-    """The JSON of a folder, checked."""
-    _check_folder(folder, empty=False)
+def _content(folder: Path, step: int) -> dict[str, Any]:
+    """The JSON of a step, checked."""
+    place = folder / str(step)
     with _damaged(folder):
-        step = _complete_step(folder)
-        if step is None:
-            raise ValueError("it was never completed")
-        if json.loads(read_regular(_list_of(folder, step), _LIST_BYTES)) != _checksums(
-            folder / str(step)
-        ):
+        if json.loads(read_regular(_list_of(folder, step), _LIST_BYTES)) != _checksums(place):
             raise ValueError("files do not have their checksums")
-        with _checkpoints(folder) as checkpoints:
+        with _checkpointer() as checkpointer:
             args = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
-            content = checkpoints.restore(step, args=args)[_ABOUT]
+            content = checkpointer.restore(place, args=args)[_ABOUT]
     if content["format"] != FORMAT:
         raise ValueError(
             f"{folder} has format {content['format']}, written by kvjax {content['kvjax']}; "
@@ -226,23 +290,32 @@ def _content(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _check_folder(folder: Path, *, empty: bool) -> None:
-    """Raises unless the folder holds a context, or (`empty`) nothing."""
-    if empty and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))):
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder of a context")
-    strange = [place.name for place in folder.iterdir() if not _is_step(place)]
-    if strange or not any(folder.iterdir()):
-        held = printable(strange[0]) if strange else "nothing"
-        raise ValueError(f"{folder} is no folder of a context: it holds {held}")
+def _own(folder: Path) -> list[Path]:
+    """What saves have written there: steps, complete or interrupted, and their lists."""
+    return [place for place in folder.iterdir() if _is_own(place)]
 
 
-def _is_step(place: Path) -> bool:
-    """Whether it is a step of a checkpoint, complete or interrupted, or the list of one."""
-    if re.fullmatch(r"\d+\.json(\.tmp)?|\d+\.orbax-checkpoint-tmp.*", place.name):
-        return True
-    return place.name.isdigit() and (place / _ABOUT).is_dir() and (place / _ARRAYS).is_dir()
+def _is_own(place: Path) -> bool:
+    step, _, rest = place.name.partition(".")
+    if not step.isdecimal():
+        return False
+    if rest in ("json", "json.part"):
+        # It is the list of a step, unless another process has just removed both.
+        listed = place.with_name(step)
+        return (listed.is_dir() and _is_own(listed)) or not place.exists()
+    if rest and not f".{rest}".startswith(_UNFINISHED):
+        return False
+    try:
+        held = {inner.name.partition(".")[0] for inner in place.iterdir() if not is_hidden(inner)}
+    except FileNotFoundError:
+        return True  # another process has removed it meanwhile
+    except OSError:
+        return False
+    return held <= _ITEMS and (bool(rest) or {_ABOUT, _ARRAYS} <= held)
+
+
+def _number(place: Path) -> int:
+    return int(place.name.partition(".")[0])
 
 
 def _list_of(folder: Path, step: int) -> Path:
@@ -252,16 +325,35 @@ def _list_of(folder: Path, step: int) -> Path:
 
 def _complete_step(folder: Path) -> int | None:
     """The newest step whose list has been written; None if there is none."""
-    lists = [int(place.stem) for place in folder.glob("*.json") if place.stem.isdigit()]
-    return max(lists, default=None)
+    lists = (place for place in folder.glob("*.json") if place.stem.isdecimal())
+    return max((int(x.stem) for x in lists if x.with_suffix("").is_dir()), default=None)
+
+
+def _remove_old_steps(folder: Path) -> None:
+    """Removes all steps but the newest complete one, and what interrupted saves have left.
+
+    What cannot be removed, such as a file that is open on a network's disk, is left to the next
+    save.
+    """
+    complete = _complete_step(folder)
+    kept = {str(complete), f"{complete}.json"}
+    # Lists first: a step without its list does not count.
+    for place in sorted(_own(folder), key=Path.is_dir):
+        if place.name in kept:
+            continue
+        with contextlib.suppress(OSError):
+            if place.is_file():
+                place.unlink()
+            else:  # under another name first, which says that not all of it is there
+                if _UNFINISHED not in place.name:
+                    place = place.rename(f"{place}{_UNFINISHED}")
+                shutil.rmtree(place)
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """Of all files of a step."""
+    """Of all files of a step but hidden ones."""
     found = {}
-    for place in sorted(folder.rglob("*")):
-        if place.is_dir() and not place.is_symlink():
-            continue
+    for place in visible_files(folder):
         check_regular(place)
         with place.open("rb") as file:
             name = place.relative_to(folder).as_posix()
@@ -269,16 +361,15 @@ def _checksums(folder: Path) -> dict[str, str]:
     return found
 
 
-def _read_arrays(
-    checkpoints: ocp.CheckpointManager, step: int, described: dict[str, list]
-) -> dict[str, np.ndarray]:
-    """The arrays of a folder, which are those that it describes."""
-    there = checkpoints.item_metadata(step)[_ARRAYS]
-    if {name: _kind(x) for name, x in there.items()} != described:
-        raise ValueError("it does not hold the arrays of its description")
+def _read_arrays(place: Path, described: dict[str, list]) -> dict[str, np.ndarray]:
+    """The arrays of a step, which are those that it describes."""
     how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in described}
     restore = ocp.args.PyTreeRestore(dict.fromkeys(described, 0), restore_args=how)
-    return checkpoints.restore(step, args=ocp.args.Composite(**{_ARRAYS: restore}))[_ARRAYS]
+    with _checkpointer() as checkpointer:
+        there = checkpointer.metadata(place).item_metadata[_ARRAYS]
+        if {name: _kind(x) for name, x in there.items()} != described:
+            raise ValueError("it does not hold the arrays of its description")
+        return checkpointer.restore(place, args=ocp.args.Composite(**{_ARRAYS: restore}))[_ARRAYS]
 
 
 def _context_shapes(

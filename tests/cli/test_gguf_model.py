@@ -41,6 +41,29 @@ def test_a_known_story_from_a_file(capsys, story_file):
     assert record["new_tokens"] == 134 and record["prompt_tokens"] == 6
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_model_is_found_from_another_folder(
+    capsys, monkeypatch, story_file, tinystories, tmp_path, kind
+):
+    """`kvjax read` is given a relative path, and `kvjax ask` runs elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    if kind == "file":
+        shutil.copyfile(story_file, "model")
+    else:
+        shutil.copytree(tinystories, "model")
+    (tmp_path / "document.txt").write_text("Once upon a time there was a girl named Lily. " * 4)
+    output(capsys, "read", "document.txt", "--model", "model", "--out", "read", "--json")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    asked = ["ask", "../read", "Once upon", "--max-new", "2", "--json"]
+    expected = json.loads(output(capsys, *asked))["results"]
+
+    (tmp_path / "model").rename(tmp_path / "moved")
+    said = error(capsys, *asked)
+    assert said.endswith(f"is no longer at {tmp_path}/model: give its place by --model\n")
+    assert json.loads(output(capsys, *asked, "--model", "../moved"))["results"] == expected
+
+
 def test_files_that_are_no_models(capsys, tmp_path, no_weights):
     path = tmp_path / "model.gguf"
     args = ["generate", "--prompt", "Hello", "--model", path]

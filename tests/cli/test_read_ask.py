@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 
 import kvjax
+from kvjax.cli import ask_command
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.continuation import decoder, new_text
@@ -72,6 +77,63 @@ def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
     tokens = len(load_tokenizer(tinystories)(TEXT).input_ids)
     assert said.startswith(f"{tmp_path / 'out'}: {tokens} tokens with streaming_llm in ")
     assert said.endswith("% of the full cache\n") and said.count("\n") == 1
+
+
+def test_an_interrupted_read_is_replaced(read, tmp_path):
+    step = tmp_path / "out" / "1.orbax-checkpoint-tmp"
+    (step / "arrays.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "out" / ".DS_Store").touch()
+    assert read()["method"] == "full"
+    assert not step.exists() and kvjax.context_about(tmp_path / "out")["method"] == "full"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvjax.cli.main import main
+
+moment, out = int(sys.argv[1]), Path(sys.argv[2])
+states = set()
+
+
+def stop(frame, event, arg):
+    if "orbax" in frame.f_code.co_filename or "saving" in frame.f_code.co_filename:
+        states.add(tuple(sorted(out.rglob("*"))))
+        if len(states) > moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+sys.setprofile(stop)
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_killed_read_can_be_given_again(capsys, document, tinystories, tmp_path):
+    """Killed when its folder has had 1, 4, ... different contents."""
+    args = ["read", document, "--out", tmp_path / "out", "--model", tinystories, "--json"]
+    args = [str(arg) for arg in args]
+    for moment in (1, 4, 8, 12):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        line = [sys.executable, "-c", KILLED, str(moment), str(tmp_path / "out"), *args]
+        done = subprocess.run(line, stdout=subprocess.DEVNULL, timeout=300)
+        assert done.returncode == -signal.SIGKILL and (tmp_path / "out").is_dir()
+        output(capsys, *args)
+    output(capsys, "ask", tmp_path / "out", "Once", "--max-new", "1", "--json")
+
+
+def test_a_context_that_is_replaced_while_it_is_loaded(capsys, monkeypatch, read, tmp_path):
+    read()
+    plain = ask_command.load_with_about
+
+    def replaced(*args, **options):
+        read("--method", "streaming_llm", "--budget", "16")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(ask_command, "load_with_about", replaced)
+    said = error(capsys, "ask", tmp_path / "out", "Once")
+    assert said.endswith("out has been replaced meanwhile: ask again\n")
 
 
 @pytest.mark.slow
