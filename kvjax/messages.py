@@ -51,16 +51,34 @@ def brief(value: Any) -> str:
         return f"a {type(value).__name__} nested too deeply to print"
 
 
-def did_you_mean(name: str | None, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[object]) -> str:
     """A question about the name that was perhaps meant, for the end of a message.
+
+    It is one that differs in case, hyphens, underscores and spaces alone; else the only one that
+    begins so; else the one that is most alike.
 
     Example:
       >>> from kvjax.messages import did_you_mean
       >>> did_you_mean("snapvk", ["h2o", "snapkv"]), did_you_mean("x", ["h2o", "snapkv"])
       ('; did you mean snapkv?', '')
+      >>> did_you_mean("SnapKV", ["h2o", "snapkv"]), did_you_mean("gen", ["eval", "generate"])
+      ('; did you mean snapkv?', '; did you mean generate?')
     """
-    close = difflib.get_close_matches(str(name)[:_MOST_GUESSED], known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    given = _letters(str(name)[:_MOST_GUESSED])
+    by_letters = {_letters(word): word for word in known if isinstance(word, str)}
+    begun = [letters for letters in by_letters if len(given) > 1 and letters.startswith(given)]
+    if given in by_letters:
+        close = [given]
+    elif len(begun) == 1:
+        close = begun
+    else:
+        close = difflib.get_close_matches(given, by_letters, n=1)
+    return f"; did you mean {by_letters[close[0]]}?" if close else ""
+
+
+def _letters(name: str) -> str:
+    """A name in small letters, without what stands between words."""
+    return "".join(sign for sign in name.casefold() if sign not in "-_ ")
 
 
 def one_line(error: Exception, most: int = 1000) -> str:

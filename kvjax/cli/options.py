@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cli.terminal import print_line
 from kvjax.evaluation.cells import grid
-from kvjax.messages import brief, printable
+from kvjax.messages import brief, did_you_mean, printable
 from kvjax.registry import expression
 
 
@@ -125,6 +125,32 @@ def stop_text(text: str) -> str:
     return text
 
 
+def choice(*names: str) -> Callable[[str], str]:
+    """The type of an option that takes one of some names.
+
+    Example:
+      >>> from kvjax.cli.options import choice
+      >>> choice("inside", "after")("after")
+      'after'
+    """
+
+    def one(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(
+                f"must be {' or '.join(names)}, got {brief(text)}{did_you_mean(text, names)}"
+            )
+        return text
+
+    return one
+
+
+def add_dtype(own: argparse.ArgumentParser, default: str | None, shown: str) -> None:
+    """The precision of a model and its caches."""
+    own.add_argument("--dtype", metavar="DTYPE", type=choice("bfloat16", "float16", "float32"),
+        default=default, help="of weights, keys and values: bfloat16, float16 or float32 (default: "
+        f"{shown})")  # fmt: skip
+
+
 def add_list(
     own: argparse.ArgumentParser,
     *names: str,
@@ -171,6 +197,8 @@ def method_list(text: str) -> list[str]:
     if not isinstance(node, ast.List) or not node.elts:
         raise argparse.ArgumentTypeError(f"must be methods between commas, got {brief(text)}")
     methods = [ast.get_source_segment(source, part) or "" for part in node.elts]
+    if methods != ["all"] and [one.casefold() for one in methods] == ["all"]:
+        raise argparse.ArgumentTypeError(f"unknown method {brief(text)}; did you mean all?")
     if "all" in methods:
         raise argparse.ArgumentTypeError(f"all must stand alone, got {brief(text)}")
     return methods

@@ -14,7 +14,7 @@ import kvjax
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cli import options
 from kvjax.generation.planning import Plan, abstract_mesh, bytes_on_device, plan
-from kvjax.messages import brief, printable
+from kvjax.messages import brief, did_you_mean, printable
 
 GB = 10**9
 MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
@@ -53,8 +53,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
         about="requests at a time")  # fmt: skip
     options.add_methods(own, METHODS, full=False)
     options.add_budget(own)
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
-        help="of weights, keys and values (default: bfloat16)")  # fmt: skip
+    options.add_dtype(own, "bfloat16", "bfloat16")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -111,6 +110,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
         if not known or not size.isascii() or not size.isdigit() or not 0 < int(size[:9]) < 2**20:
             raise argparse.ArgumentTypeError(
                 f"must be the sizes of data and tensor, as data=2,tensor=4, got {brief(text)}"
+                f"{did_you_mean(name, _AXES) if name not in _AXES else ''}"
             )
         sizes[name] = int(size)
     return sizes

@@ -209,7 +209,9 @@ def _no_context(folder: Path) -> ValueError:
     check_free(folder)
     if not _own(folder):
         return ValueError(f"{folder} is no folder of a context: it holds nothing")
-    return ValueError(f"the context in {folder} was never completed: its save was interrupted")
+    return ValueError(
+        f"the context in {folder} is not complete: its save was interrupted, or is not over yet"
+    )
 
 
 def _load(

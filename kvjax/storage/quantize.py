@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
+from kvjax.messages import did_you_mean
 from kvjax.protocol import Extent, KVTransform, Stage, State
 from kvjax.storage.quantized import EIGHT_BITS, Axis, Bits, Form
 
@@ -100,13 +101,16 @@ class Quantize(KVTransform):
 
     def __post_init__(self):
         if isinstance(self.bits, bool) or self.bits not in (4, *EIGHT_BITS):
-            raise ValueError(f"bits must be 8, 4 or 'float8', got {self.bits!r}")
+            hint = did_you_mean(self.bits, EIGHT_BITS)
+            raise ValueError(f"bits must be 8, 4 or 'float8', got {self.bits!r}{hint}")
         if self.bits == "float8" and not hasattr(jnp, EIGHT_BITS["float8"]):
             raise ValueError("bits='float8' needs jax.numpy.float8_e4m3fn, which is not there")
         if self.key_axis not in (None, "channel", "token"):
-            raise ValueError(f"key_axis must be 'channel' or 'token', got {self.key_axis!r}")
+            hint = did_you_mean(self.key_axis, ("channel", "token"))
+            raise ValueError(f"key_axis must be 'channel' or 'token', got {self.key_axis!r}{hint}")
         if not isinstance(self.rotate, bool) and self.rotate != "values":
-            raise ValueError(f"rotate must be True, False or 'values', got {self.rotate!r}")
+            hint = did_you_mean(self.rotate, ("values",))
+            raise ValueError(f"rotate must be True, False or 'values', got {self.rotate!r}{hint}")
         for name in ("group", "residual"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)

@@ -229,7 +229,10 @@ class Grid:
                 )
         for question in questions:
             if question not in QUESTIONS:
-                raise ValueError(f"a question is asked inside or after, got {brief(question)}")
+                raise ValueError(
+                    f"a question is asked inside or after, got {brief(question)}"
+                    f"{did_you_mean(question, QUESTIONS)}"
+                )
         for depth in depths:
             if isinstance(depth, bool) or not isinstance(depth, int | float | np.number):
                 raise TypeError(f"depth must be a number, got {brief(depth)}")

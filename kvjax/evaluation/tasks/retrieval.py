@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.budgets.budgets import check_count
-from kvjax.messages import brief
+from kvjax.messages import brief, did_you_mean
 
 from .task import Case, Frame, Task
 from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
@@ -108,7 +108,10 @@ class Haystack:
             text cannot fill.
         """
         if task not in OWN_TASKS:
-            raise ValueError(f"task must be one of {', '.join(OWN_TASKS)}, got {brief(task)}")
+            raise ValueError(
+                f"task must be one of {', '.join(OWN_TASKS)}, got {brief(task)}"
+                f"{did_you_mean(task, OWN_TASKS)}"
+            )
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must lie between 0 and 1, got {depth}")
         check_count("length", length, 1)
