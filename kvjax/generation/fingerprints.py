@@ -66,6 +66,8 @@ class Fingerprint:
         spread over all of it, for which the first call waits.
         """
         leaves, static = jax.tree.leaves(model.params), dataclasses.replace(model, params=None)
+        if _graph(model) is not None:  # from which the parts follow, each a graph to compare
+            static = dataclasses.replace(static, parts=None)
         lasting = all(isinstance(x, jax.Array) for x in leaves)  # others may change
         for known in tuple(_known) if lasting else ():
             if known.is_of(leaves, static):
@@ -89,9 +91,7 @@ class _Known(NamedTuple):
         same = len(leaves) == len(self.leaves)
         if not same or any(ref() is not x for ref, x in zip(self.leaves, leaves, strict=True)):
             return False
-        # Graphs are compared once: the parts of an NNX module follow from it.
-        graph = _graph(static) is not None
-        return static.apply == self.static.apply if graph else static == self.static
+        return static == self.static
 
 
 _known: collections.deque[_Known] = collections.deque(maxlen=_MODELS)

@@ -90,6 +90,26 @@ def test_answers_are_those_of_generate(folder):
             assert found["depths"] == [0.0, 0.25] and found["new_tokens"] == [new] * 2
 
 
+def test_contexts_are_made_for_their_texts_and_not_for_padding(folder, monkeypatch):
+    """A model that decides by the length of a text sees that of prompt, question and answer."""
+    lengths = []
+
+    class Once(kvjax.ReadOnce):
+        def __init__(self, *args, max_length, **options):
+            lengths.append(max_length)
+            raise NotImplementedError
+
+    monkeypatch.setattr(compare_module, "ReadOnce", Once)
+    grid = Grid.of(methods=["h2o"], budgets=[0.25], lengths=[192], tasks=["needle"], cases=1)
+    material = Material(grid, load_tokenizer(folder), TEXT)
+    measure = _Measure(material, as_functional(random_decoder(read_config(folder))), ())
+    (case, *_), new = material.task("needle", 192).cases, material.most_new("needle", 192)
+    for question in ("inside", "after"):
+        found = dict(measure.unit(Unit("needle", 192, question, 0, 1), grid.candidates))
+        assert all(cell["failed"].startswith("NotImplementedError") for cell in found.values())
+    assert lengths == [len(case.prompt) + new, len(case.context) + len(case.question) + new]
+
+
 def test_right_answers_are_counted_and_every_method_sees_the_same_cases(
     folder, monkeypatch, tmp_path
 ):

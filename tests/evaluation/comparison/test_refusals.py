@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -191,8 +192,11 @@ def test_other_weights_are_another_model(folder, measured, tmp_path):
     )  # fmt: skip
     again(random_decoder(config))
     again(random_decoder(config))
-    with pytest.raises(ValueError, match="with other weights"):
+    with pytest.raises(ValueError, match="with other weights:"):
         again(random_decoder(config, seed=1))
+    other = random_decoder(dataclasses.replace(config, attention_scale=2.0))
+    with pytest.raises(ValueError, match="with other computation:"):
+        again(other)
 
 
 def test_a_damaged_journal_is_one_line(command, measured, capsys, tmp_path):
