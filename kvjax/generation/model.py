@@ -25,7 +25,8 @@ class LanguageModel(Protocol):
     constants of the compiled code. `FunctionalModel` passes them as arguments.
 
     Each attention layer i calls `kvjax.attend(layers[i], caches[i], ...)` with `phase` and `last`
-    as given, and the model returns the new caches. A model may also give it `predicted_query`.
+    as given, and the model returns the new caches. A model may also give it `predicted_query`, and
+    gives it the `sinks` that it has learned, in prompts and steps.
 
     Attributes:
       num_layers, query_heads, kv_heads, head_dim, vocab_size: sizes.

@@ -83,9 +83,8 @@ class EncodedPayload(ABC):
             slots = jnp.maximum(index, 0)  # an entry of -1 is hidden by its bias
             keys, own = Dense(self._selected(slots)), Dense(values._selected(slots))
             options = {"probabilities": probabilities, "implementation": implementation}
-            logits |= {"sinks": sinks}
             out, found = keys.attention(
-                own, self._basis(q), seen.of(index), positions, **options, **logits
+                own, self._basis(q), seen.of(index), positions, sinks=sinks, **options, **logits
             )
             return values._basis(out).astype(values.dtype), found
         recent, rotate = self.recent, seen.rotate
@@ -107,7 +106,6 @@ class EncodedPayload(ABC):
             kind = {"probabilities": probabilities, "chosen": chosen}
             out, lse, found = self._by_kernel(values, q, pieces, positions, **kind, **logits)
         _, out, *found = beside_sinks(sinks, lse, out, *found)
-        out = out.astype(values.dtype)
         if not probabilities:
             return out, None
         total, *own = found
@@ -119,10 +117,7 @@ class EncodedPayload(ABC):
     def _by_products(
         self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
     ) -> tuple[Array, Array, list[Array]]:
-        """By XLA, with one softmax over the slots of all pieces.
-
-        Float32 outputs, log-sum-exps, and probabilities piece by piece.
-        """
+        """By XLA, with one softmax over all pieces: outputs, log-sum-exps and probabilities."""
         slots = pieces[0].bias.shape[2]
 
         def multiply(rows: Array) -> Array:
@@ -142,14 +137,14 @@ class EncodedPayload(ABC):
         bias = jnp.concatenate([piece.bias for piece in pieces], axis=2)
         position = jnp.concatenate([piece.position for piece in pieces], axis=2)
         out, lse, found = attention_by_products(
-            q, multiply, mix, bias, positions, position, dtype=jnp.float32, **kind
+            q, multiply, mix, bias, positions, position, dtype=values.dtype, **kind
         )
         return out, lse, jnp.split(found, (slots,), axis=-1)[: len(pieces)]
 
     def _by_kernel(
         self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
     ) -> tuple[Array, Array, list[Array]]:
-        """`_by_products` by the kernel, piece by piece, and joined; probabilities if wanted."""
+        """By the kernel, piece by piece, and joined: outputs, log-sum-exps and probabilities."""
         rows = [(self._basis(q), self._rows(), values._rows())]
         if self.recent is not None:
             rows.append((q, dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
@@ -163,6 +158,7 @@ class EncodedPayload(ABC):
         (body, lse, _), *new = found
         parts = [(values._basis(body), lse), *((out, lse) for out, lse, _ in new)]
         out, total, weights = join_attention(parts)
+        out = out.astype(values.dtype)
         if not kind["probabilities"]:
             return out, total, []
         parts = zip(found, weights, strict=True)

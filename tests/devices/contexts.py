@@ -95,9 +95,8 @@ def refused() -> bool:
     return False
 
 
-def attended(implementation: str, mesh) -> list[np.ndarray]:
-    """Outputs of a layer's prompt and steps, without a model."""
-    tx = kvjax.chain(kvjax.SnapKV(40), kvjax.Quantize(bits=8))
+def attended(tx: kvjax.KVTransform, implementation: str, mesh, sinks=None) -> list[np.ndarray]:
+    """Outputs of a layer's prompt and steps, without a model; flushed after each step."""
     size = {"batch": 2, "kv_heads": 4, "query_heads": 8, "head_dim": 16, "mesh": mesh}
     cache = kvjax.init_cache(tx, max_prompt=64, max_new=8, dtype="float32", **size)
     attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=("phase", "implementation"))
@@ -106,15 +105,31 @@ def attended(implementation: str, mesh) -> list[np.ndarray]:
         q, k, v = (rng.normal(size=(2, heads, count, 16)).astype(np.float32) for heads in (8, 4, 4))
         positions = np.broadcast_to(at + np.arange(count, dtype=np.int32), (2, count))
         how = {"phase": "decode" if at else "prompt", "implementation": implementation}
-        out, cache = attend(tx, cache, *map(jnp.asarray, (q, k, v, positions)), **how)
+        new = map(jnp.asarray, (q, k, v, positions))
+        out, cache = attend(tx, cache, *new, sinks=sinks, **how)
+        cache = jax.jit(kvjax.flush)(cache) if at else cache
         outs.append(np.asarray(out))
     return outs
 
 
 def kernels() -> bool:
     """Kernels run on each device's part of a cache."""
+    return same_layer(kvjax.chain(kvjax.SnapKV(40), kvjax.Quantize(bits=8)), "interpret")
+
+
+def sinks() -> bool:
+    """Learned sinks go to the devices of their heads, and stay in a cache until a flush."""
+    every = kvjax.Every(kvjax.SnapKV(24, window=8), steps=1)
+    both = kvjax.HeadGroups((((0, 3), kvjax.H2O(24)), ((1, 2), every)))
+    quest = kvjax.Quest(24, page=8, dense_layers=())
+    own = jnp.array([0.5, 6.0, -2.0, 3.0, 1.0, -4.0, 2.0, 8.0])
+    return all(same_layer(tx, "xla", own) for tx in (every, both, quest))
+
+
+def same_layer(tx: kvjax.KVTransform, implementation: str, sinks=None) -> bool:
+    """Whether a layer's outputs on eight devices are those on one."""
     mesh = jax.make_mesh((2, 4), ("data", "tensor"))
-    one, many = attended("interpret", None), attended("interpret", mesh)
+    one, many = (attended(tx, implementation, where, sinks) for where in (None, mesh))
     return all(np.allclose(a, b, **TOLERANCES["float32"]) for a, b in zip(one, many, strict=True))
 
 
@@ -131,5 +146,6 @@ if __name__ == "__main__":
         "placed": placed(),
         "refused": refused(),
         "kernels": kernels(),
+        "sinks": sinks(),
     }
     print(json.dumps(found))

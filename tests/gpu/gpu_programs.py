@@ -358,8 +358,11 @@ def compression(
 
 def loops() -> Iterator[GPUProgram]:
     """Steps of decoding with a donated cache, by every kind of cache."""
+    heads = Heads(8, 4, 128, "bfloat16")
     for name, transform in methods().items():
-        yield loop(f"loop of {name}", transform, Heads(8, 4, 128, "bfloat16"))
+        yield loop(f"loop of {name}", transform, heads)
+    for name in ("Full", "H2O", "Quantize 4, channel", "ClusterKV"):
+        yield loop(f"loop of {name} beside sinks", methods()[name], heads, sinks=True)
 
 
 def methods() -> dict[str, kvjax.KVTransform]:
@@ -383,9 +386,9 @@ def methods() -> dict[str, kvjax.KVTransform]:
     }
 
 
-def loop(name: str, transform: kvjax.KVTransform, heads: Heads) -> GPUProgram:
+def loop(name: str, transform: kvjax.KVTransform, heads: Heads, sinks: bool = False) -> GPUProgram:
     """A loop of steps of one layer."""
-    step, args = layer_call(transform, heads, "decode", SLOTS, 1, "pallas")
+    step, args = layer_call(transform, heads, "decode", SLOTS, 1, "pallas", sinks)
     stores = stores_of(args[0])
     return GPUProgram(
         name, repeated(step), args, stores, decoded_bytes(args[0], heads), "split_attention",
@@ -414,8 +417,12 @@ def layer_call(
     max_prompt: int,
     tokens: int,
     implementation: str | None,
+    sinks: bool = False,
 ) -> tuple[Callable, tuple]:
-    """A call of one layer, and what it takes: a cache, and q, k, v and positions of new tokens."""
+    """A call of one layer, and what it takes: a cache, and q, k, v and positions of new tokens.
+
+    sinks: whether a learned one of each query head is one more column of the softmax.
+    """
     made = functools.partial(
         kvjax.init_cache, transform, batch=1, kv_heads=heads.kv,
         query_heads=heads.kv * heads.group, head_dim=heads.dim, max_prompt=max_prompt,
@@ -426,9 +433,11 @@ def layer_call(
     q = struct((1, heads.kv * heads.group, tokens, heads.dim), heads.dtype)
     k = struct((1, heads.kv, tokens, heads.dim), heads.dtype)
 
+    learned = np.linspace(-2, 2, q.shape[1], dtype=np.float32) if sinks else None
+
     def call(cache, q, k, v, position):
         return kvjax.attend(
-            transform, cache, q, k, v, position, phase=phase, rope=rope,
+            transform, cache, q, k, v, position, phase=phase, rope=rope, sinks=learned,
             implementation=implementation,
         )  # fmt: skip
 
@@ -457,6 +466,9 @@ def prompts() -> Iterator[GPUProgram]:
     yield chunk("a chunk of H2O", kvjax.H2O(0.2), llama)
     yield chunk("the last chunk of H2O", kvjax.H2O(0.2), llama, last=True)
     yield chunk("the last chunk of SnapKV", kvjax.SnapKV(0.2), llama, last=True)
+    yield chunk(
+        "the last chunk of SnapKV beside sinks", kvjax.SnapKV(0.2), llama, last=True, sinks=True
+    )
 
 
 def _prompt_kernels(heads: Heads) -> Iterator[GPUProgram]:
@@ -485,7 +497,13 @@ def _prompt_kernels(heads: Heads) -> Iterator[GPUProgram]:
     yield program("column sums", "column_sums", sums, (q, store, bias, lse, query, position))
 
 
-def chunk(name: str, transform: kvjax.KVTransform, heads: Heads, last: bool = False) -> GPUProgram:
+def chunk(
+    name: str,
+    transform: kvjax.KVTransform,
+    heads: Heads,
+    last: bool = False,
+    sinks: bool = False,
+) -> GPUProgram:
     """One of several chunks of a prompt; behind the last one it is compressed."""
     made = functools.partial(
         kvjax.init_cache, transform, batch=1, kv_heads=heads.kv,
@@ -495,9 +513,11 @@ def chunk(name: str, transform: kvjax.KVTransform, heads: Heads, last: bool = Fa
     q = struct((1, heads.kv * heads.group, QUERIES, heads.dim), heads.dtype)
     k = struct((1, heads.kv, QUERIES, heads.dim), heads.dtype)
 
+    learned = np.linspace(-2, 2, q.shape[1], dtype=np.float32) if sinks else None
+
     def read(cache, q, k, v, positions, last=last):
         return kvjax.attend(
-            transform, cache, q, k, v, positions, phase="prompt", last=last,
+            transform, cache, q, k, v, positions, phase="prompt", last=last, sinks=learned,
             implementation="pallas",
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax import plot
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from tests.evaluation.fidelity.test_fidelity import tiny_model
 
 HEADS, TOKENS, DIM = 2, 24, 8
 
@@ -148,36 +149,49 @@ def test_layers_of_head_groups_do_what_they_do_and_are_not_watched(model, watche
         plot.watch(model, prompt, split, steps=1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Attention(kvjax.KVTransform):
+    """Leaves the attention of a step in its state."""
+
+    needs = property(lambda self: kvjax.Needs(decode_mass=True))
+
+    def init(self, cache, layer):
+        return cache, jnp.zeros((cache.shape[0], 4, cache.slots))
+
+    def on_step(self, cache, state, step):
+        return None, step.mass
+
+
+def check_recall(model, prompt, step, layer: int) -> None:
+    """Of the first step in a layer above dense ones, against the attention of the step itself."""
+    context = kvjax.read(model, [prompt], transform=Attention(), max_new=4)
+    context = kvjax.generate(model, None, context=context, max_new_tokens=1, end_tokens=()).context
+    count = len(prompt) + 1  # a token's slot is its place
+    mass = np.asarray(context.caches[layer].state, np.float64)[0, :, :count]
+    of_head = mass.reshape(2, 2, count).sum(1)
+    for head, marks in enumerate(step.marks[layer]):
+        best = set(np.argsort(-of_head[head], kind="stable")[: marks.sum()])
+        expected = len(best & set(np.flatnonzero(marks))) / marks.sum()
+        assert step.recall[layer][head] == pytest.approx(expected, abs=1e-6)
+    assert 0 < step.mean_recall < 1
+
+
 def test_recall_of_a_step_is_the_share_of_the_most_attended_tokens(model, watched):
-    """Against the attention of the step itself, which a chain with it in its `Needs` is given."""
     (steps, _), prompt, transform = watched
     everything = dataclasses.replace(transform, budget=60)
     all_steps, _ = plot.watch(model, prompt, everything, steps=1)
     assert all_steps[0].recall[1].tolist() == [1.0, 1.0]
     assert all_steps[0].mean_recall == 1.0
+    check_recall(model, prompt, steps[0], layer=1)
 
-    @dataclasses.dataclass(frozen=True)
-    class Attention(kvjax.KVTransform):
-        """Leaves the attention of a step in its state."""
 
-        needs = property(lambda self: kvjax.Needs(decode_mass=True))
-
-        def init(self, cache, layer):
-            return cache, jnp.zeros((cache.shape[0], 4, cache.slots))
-
-        def on_step(self, cache, state, step):
-            return None, step.mass
-
-    # The first layer is dense in both, and the second gets the same query in the first step.
-    context = kvjax.read(model, [prompt], transform=Attention(), max_new=4)
-    context = kvjax.generate(model, None, context=context, max_new_tokens=1, end_tokens=()).context
-    mass = np.asarray(context.caches[1].state, np.float64)[0, :, :61]  # a token's slot is its place
-    of_head = mass.reshape(2, 2, 61).sum(1)
-    for head, marks in enumerate(steps[0].marks[1]):
-        best = set(np.argsort(-of_head[head], kind="stable")[: marks.sum()])
-        expected = len(best & set(np.flatnonzero(marks))) / marks.sum()
-        assert steps[0].recall[1][head] == pytest.approx(expected, abs=1e-6)
-    assert 0 < steps[0].mean_recall < 1
+@pytest.mark.slow
+def test_recall_beside_learned_sinks():
+    sinks = np.array([[0.0] * 4] * 2 + [[8.0, -8.0, -8.0, 8.0]])
+    model, prompt = tiny_model(sinks=sinks), np.random.default_rng(4).integers(0, 32, 50).tolist()
+    transform = kvjax.Quest(budget=16, page=4, dense_layers=(0, 1))
+    steps, _ = plot.watch(model, prompt, transform, steps=1)
+    check_recall(model, prompt, steps[0], layer=2)
 
 
 def test_selected_has_a_line_for_each_head_and_step(axes, watched):

@@ -355,7 +355,7 @@ def test_a_question_after_what_was_compressed(which):
 
 def test_a_model_with_learned_sinks():
     """Prompts read once, their questions, new tokens and what is right: all with the sinks."""
-    sinks = np.random.default_rng(4).normal(1.0, 2.0, size=(LAYERS, QUERY_HEADS))
+    sinks = np.random.default_rng(4).normal(2.0, 4.0, size=(LAYERS, QUERY_HEADS))
     model = tiny_model(sinks=sinks)
 
     def of(layer: int, head: int) -> dict:
