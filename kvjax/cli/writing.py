@@ -59,7 +59,8 @@ class Row:
     def finish(self, end: int | None = None) -> None:
         """Gives the rest of the text, after the last token; `end` is the end token behind it."""
         if not self.over:
-            self._take(self._continuation.finish() + self._signs.get(end, ""))
+            sign = "" if end is None else self._signs.get(end, "")
+            self._take(self._continuation.finish() + sign)
             if not self.over:
                 self._give(len(self._certain))
         self.over = True

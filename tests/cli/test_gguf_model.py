@@ -89,7 +89,7 @@ def test_smollm2_is_found(capsys, story_file, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_smollm2_equals_its_folder(smollm2, smollm2_gguf):
-    """Every weight bit for bit in float32, and the configuration, but for llama.cpp's end tokens."""
+    """Every weight bit for bit in float32, and all of the configuration but the end tokens."""
     config = read_config(smollm2_gguf)
     assert config.eos_token_ids == (0, 2, 4), "<|endoftext|>, <|im_end|>, <reponame>"
     assert dataclasses.replace(config, eos_token_ids=(2,)) == read_config(smollm2)
