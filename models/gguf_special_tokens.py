@@ -36,7 +36,7 @@ _FIM = (
 _STARTS = ("<start_of_turn>",)  # belongs to an end that has another form than the ones below
 # llama.cpp's converter takes added tokens of this form for special ones, whatever they are called.
 _BARRED = re.compile(r"[<\[]([|\N{FULLWIDTH VERTICAL LINE}]).+\1[>\]]")
-_MARKER = re.compile(r"<[^<>\s]+>|<<[^<>\s]+>>|\[/?\w*[A-Z]{2}\w*\]")
+_MARKER = re.compile(r"(?=.*[^\W\d_])(?=.*[^\w\s]).{3,}")  # a letter and a sign at least
 _TAG = re.compile(r"</?[^<>\s/]+>")
 
 
@@ -87,7 +87,7 @@ def token_types(
 
     - tokens with the text of an end or of a token of fill-in-the-middle, whatever their type;
     - normal and user-defined tokens whose text has bars inside of its brackets, `<|user|>`;
-    - those that stand in the chat template as they are and have the form of a marker: `<user>`,
+    - those that stand in the chat template as they are and have letters and other signs: `<user>`,
       `<<SYS>>`, `[INST]`. A normal token that texts are encoded to anyway, such as `<T>` of
       programs, is an ordinary one. A user-defined one that is a tag with a counterpart, such as
       `<think>` and `</think>`, is a part of answers: it shows, as in llama.cpp and transformers.
@@ -104,14 +104,14 @@ def token_types(
     def is_special(place: int, text: str, kind: int) -> bool:
         if text in fixed:
             return True
-        if kind not in (NORMAL, USER_DEFINED) or not text.startswith(("<", "[")):
+        if kind not in (NORMAL, USER_DEFINED):
             return False
         if _BARRED.fullmatch(text):
             return True
-        if template is None or not _MARKER.fullmatch(text) or text not in template:
+        if template is None or text not in template or not _MARKER.fullmatch(text):
             return False
-        if kind == NORMAL:
-            return place not in encode(text)
+        if kind == NORMAL:  # some tokenizers put a space before what a text begins with
+            return place not in encode(text) and place not in encode(f"\n{text}")
         return not _TAG.fullmatch(text) or _counterpart(text) not in known
 
     return [

@@ -220,7 +220,7 @@ def test_markers_are_known_by_their_texts(with_markers, kind):
 
 
 @pytest.mark.parametrize("kind", [1, 4])
-@pytest.mark.parametrize("marker", ["<bot>", "[INST]", "[/INST]", "<<SYS>>", "<extra_id_0>"])
+@pytest.mark.parametrize("marker", ["<bot>", "[INST]", "[/INST]", "<<SYS>>", "]~b]", "@@user@@"])
 def test_markers_are_found_in_the_chat_template(with_markers, kind, marker):
     template = "{% for m in messages %}{{ '" + marker + "' + m['content'] }}{% endfor %}"
     check_marker(with_markers([marker], kind, template), marker)
@@ -230,7 +230,7 @@ def test_markers_are_found_in_the_chat_template(with_markers, kind, marker):
 
 def test_words_of_a_chat_template_are_no_markers(with_markers, described):
     """Neither are tokens that texts are encoded to, whatever they look like."""
-    words = ["user", "\n", "role", "[0]", "[i]", "The"]
+    words = ["user", "\n", "role", "[0]", "The", "user\n"]
     plain = with_markers([], 1)
     words += [plain.convert_ids_to_tokens(ids(plain, text)[0]) for text in ("<", "[", "'")]
     tokenizer = with_markers(words, 1, f"{{{{ messages[0]['role'] }}}} {' '.join(words)}")
