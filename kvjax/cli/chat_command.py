@@ -151,7 +151,7 @@ class Conversation:
         self._context = result.context
         self._ended_by = tuple(end for end in result.ended_by if end is not None)
         if begins:
-            self._opened.print_double_starts(self._dialogue, [prompt])
+            self._opened.print_double_start(self._dialogue, [prompt])
         if is_cut(row, result, 0, new):
             reason = " by --max-new" if new == args.max_new else f": {self._left()}"
             print_line(f"the answer was cut{reason}", "dim")

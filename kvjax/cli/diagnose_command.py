@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
             on_progress=display.show,
         )  # fmt: skip
         pictures = [] if out is None else _draw(found, out, args.error)
-    opened.print_double_starts(dialogue, [prompt])
+    opened.print_double_start(dialogue, [prompt])
     record = {"model": opened.name, **found.as_json(args.error), "pictures": pictures}
     if args.json:
         print(json.dumps(record))

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         )  # fmt: skip
     record = {"model": opened.name, **candidate.named(), **figures(result)}
     print_rows(args.json, record, texts, rows, result, new, several=several)
-    opened.print_double_starts(dialogue, prompts)
+    opened.print_double_start(dialogue, prompts)
     if not args.json:
         print_dropped(args.method, result.dropped)
 

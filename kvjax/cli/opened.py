@@ -15,6 +15,7 @@ from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 from kvjax.generation.chat import begins_twice
 from kvjax.generation.continuation import decoder
+from kvjax.messages import printable
 
 BUNDLED = "bundled"
 """What results call the bundled model."""
@@ -49,17 +50,14 @@ class OpenedModel:
         """What ends an answer: the configuration's tokens, and in a chat the template's."""
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *dialogue.end_tokens)))
 
-    def print_double_starts(self, dialogue: Dialogue, prompts: Sequence[Sequence[int]]) -> None:
+    def print_double_start(self, dialogue: Dialogue, prompts: Sequence[Sequence[int]]) -> None:
         """One line on standard error where raw texts begin as the tokenizer makes them begin."""
-        doubled = not dialogue.templated and any(
-            begins_twice(self.tokenizer, prompt) for prompt in prompts
+        if dialogue.templated or not any(begins_twice(self.tokenizer, x) for x in prompts):
+            return
+        name = printable(self.tokenizer.bos_token)
+        print_line(
+            f"the text begins with {name}, and the tokenizer puts another one before it", "dim"
         )
-        if doubled:
-            print_line(
-                f"the text begins with {self.tokenizer.bos_token}, and the tokenizer puts another "
-                "one before it",
-                "dim",
-            )
 
     def bind(self, transform: kvjax.KVTransform) -> tuple[kvjax.KVTransform, ...]:
         """A transform for each layer, for checks: every window is a ring."""

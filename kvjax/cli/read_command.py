@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         "max_questions": args.max_questions, "max_new": args.max_new,
         "cache_bytes": context.nbytes, "full_cache_bytes": context.full_nbytes,
     }  # fmt: skip
-    opened.print_double_starts(dialogue, [document])
+    opened.print_double_start(dialogue, [document])
     if args.json:
         print(json.dumps(record))
         return
