@@ -54,6 +54,7 @@ def answer(args: argparse.Namespace) -> None:
             text = new_text(opened.decode, prompt, result.tokens[0])
             tokens = {"prompt_tokens": len(prompt), "new_tokens": len(result.tokens[0])}
             records[name] = {"text": text, **one.named(), **tokens, **figures(result)}
+            records[name]["finish_reason"] = "stop" if result.ended[0] else "length"
             records[name]["correct"] = is_right(text, document.answer)
     if args.json:
         about = {"question": document.question.strip(), "expected": document.answer}

@@ -34,7 +34,7 @@ LILY = ", a little girl named Lily lived in a small house with her mom, dad, and
 FIELDS = {
     "model", "text", "method", "budget", "prompt_tokens", "new_tokens", "ttft_s", "tpot_s",
     "compile_s", "cache_bytes", "full_cache_bytes", "memory_bytes", "recall",
-    "dropped",
+    "dropped", "finish_reason",
 }  # fmt: skip
 
 
