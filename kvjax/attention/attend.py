@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +94,11 @@ def attend(
     Returns:
       Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
 
+    It is for inference alone: what is kept, selected and rounded has no gradient.
+
     Raises:
       TypeError, ValueError: at trace time, with what was given and what was expected.
+      TypeError: what depends on it is differentiated, in whatever mode.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -120,10 +123,27 @@ def attend(
     _check_options(phase, call, q, predicted_query)
     positions = positions.astype(jnp.int32)
     # A copy of the sinks: a cache may keep it, and caches are donated.
-    call = call._replace(logits=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) + 0, logits))
+    logits = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) + 0, logits)
+    given = cache, q, k, v, predicted_query, rope, logits
+    cache, q, k, v, predicted_query, rope, logits = _without_gradient(given)
+    call = call._replace(rope=rope, logits=logits)
     if placement_of(cache) is not None:
         return _attend_on_mesh(transform, cache, q, k, v, positions, predicted_query, call)
     return _attend_layer(transform, cache, q, k, v, positions, predicted_query, call)
+
+
+@jax.custom_jvp
+def _without_gradient(arrays: Any) -> Any:
+    """The same arrays, which cannot be differentiated."""
+    return arrays
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(primals: tuple, tangents: tuple) -> NoReturn:
+    raise TypeError(
+        "kvjax.attend is not differentiable: it is for inference alone. Train with an attention of "
+        "your own, or stop the gradient of what attend is given (jax.lax.stop_gradient)"
+    )
 
 
 class _Call(NamedTuple):

@@ -54,9 +54,16 @@ def has_rows(cache: LayerCache) -> LayerCache:
         cache.transform, kv.shape[1] // kv.unfolded, kv.shape[1] * kv.group, kv.k.shape[3],
         kv.max_prompt, kv.max_new, kv.k.dtype,
     )  # fmt: skip
-    state = jax.tree.unflatten(jax.tree.structure(cache.state), flags)
     # Only frequencies that depend on a row's length have an axis of rows.
     rope = jax.tree.map(lambda x: x.ndim == 2, cache.rope)
+    treedef = jax.tree.structure(cache.state)
+    if treedef.num_leaves == len(flags):
+        state = jax.tree.unflatten(treedef, flags)
+    else:  # what has been seen of a prompt, row by row
+        state = jax.tree.map(
+            lambda x: jax.tree.map(lambda x: x.ndim == 2, x) if isinstance(x, Rope) else True,
+            cache.state, is_leaf=lambda x: isinstance(x, Rope),
+        )  # fmt: skip
     window, reading = every(cache.window), every(cache.reading)
     return dataclasses.replace(
         cache, kv=every(kv), state=state, window=window, reading=reading, rope=rope,

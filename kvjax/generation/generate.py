@@ -61,12 +61,12 @@ def read(
     """
     functional, prompts = as_functional(model), as_rows(prompts)
     transform = Full() if transform is None else transform
-    padded, size = size_to_read(
+    widths, size = size_to_read(
         functional, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
     )
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     how = transform, layers, size
-    context = begin(functional, prompts, padded, *how, Compiler(on_compile), on_layer)
+    context = begin(functional, prompts, widths, *how, Compiler(on_compile), on_layer)
     return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
 
 
@@ -79,14 +79,14 @@ def size_to_read(
     max_length: int | None,
     dtype: DTypeLike | None,
     buckets: Sequence[int] | None,
-) -> tuple[int, CacheSize]:
-    """The padded length of prompts, and what caches are made for; raises what `read` raises."""
+) -> tuple[list[int], CacheSize]:
+    """The padded length of each prompt, and what caches are made for; raises what `read` raises."""
     check_count("max_new", max_new, 1)
     for transform in transforms:
         # Whether a turn fits is seen when it comes.
         check_prompts(model, prompts, bind(transform, model.num_layers, model.windows), 0)
     longest = max(map(len, prompts))
-    padded = bucket(longest, model.max_positions, buckets)
+    widths = [bucket(len(prompt), model.max_positions, buckets) for prompt in prompts]
     if max_prompt is not None:
         check_count("max_prompt", max_prompt, 1)
         if max_prompt < longest:
@@ -96,8 +96,8 @@ def size_to_read(
     if max_length is None:
         max_length = (max_prompt or longest) + max_new
     check_count("max_length", max_length, 1)
-    most = max(padded, max_prompt or 0)
-    return padded, CacheSize.of(model, len(prompts), most, max_new, dtype, max_length)
+    most = max(*widths, max_prompt or 0)
+    return widths, CacheSize.of(model, len(prompts), most, max_new, dtype, max_length)
 
 
 def generate(

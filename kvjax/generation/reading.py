@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -26,6 +27,7 @@ from kvjax.attention.layer import (
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.layers import layers_of
 from kvjax.devices import by_rows, mesh_of
+from kvjax.generation.groups import Group, joined, rows_of, with_rows
 from kvjax.generation.model import FunctionalModel
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
 from kvjax.protocol import KVTransform
@@ -100,8 +102,7 @@ class Compiler:
 def read_prompt(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
+    groups: Sequence[Group],
     caches: tuple[Cache, ...] | CacheSize,
     compiler: Compiler,
     on_layer: Callable[[int], None] | None = None,
@@ -109,42 +110,116 @@ def read_prompt(
     """Logits of each row's last token, and the caches that hold the prompt.
 
     Of a model that shows its parts, one layer after the other is run, so that no more than one
-    layer holds its part of the whole prompt. Any other model is called once.
+    layer holds its part of the whole prompt, of the rows of one group. Any other model is called
+    once for each group.
 
     Args:
-      tokens, positions: padded; -1 marks padding.
+      groups: the prompts. Rows in no group have no tokens: their caches stay, their logits are 0.
       caches: of earlier turns, donated; or what new ones are made for.
       on_layer: is called with the number of each layer that has read the prompt, in order; for a
         model that does not show its parts, after the whole prompt.
     """
-    size, given = (caches, None) if isinstance(caches, CacheSize) else (None, caches)
-    if size is not None:
-        compiler.compile("the caches", "states", states_of_layers, layers, size)
-        given = states_of_layers(layers, size)
-    if model.parts is None:
-        whole = layers, size, model, tokens, positions, given
-        compiler.compile("the prompt pass", "prompt", _read_whole, *whole)
-        logits, caches = jax.block_until_ready(_read_whole(*whole))
-        for layer in range(len(layers) if on_layer is not None else 0):
-            on_layer(layer)
-        return logits, caches
-    parts, wanted, mesh = model.parts, positions, mesh_of(model.params)
-    start = parts.embed, mesh, model.params, tokens, positions
-    compiler.compile("the embedding", "embed", _embed, *start)
-    x, written = _embed(*start), []
+    read = _read_whole_model if model.parts is None else _read_by_layer
+    logits, written = read(model, layers, groups, caches, compiler, on_layer)
+    if groups[0].rows is None:
+        return logits[0], written
+    batch = caches.batch if isinstance(caches, CacheSize) else layer_caches(written)[0].kv.shape[0]
+    rows = np.concatenate([group.rows for group in groups])
+    empty = jnp.zeros((batch, *logits[0].shape[1:]), logits[0].dtype)
+    return empty.at[rows].set(jnp.concatenate(logits)), written
+
+
+def _new_states(
+    layers: tuple[KVTransform, ...], groups: Sequence[Group], size: CacheSize, compiler: Compiler
+) -> tuple[list[CacheSize], list[tuple]]:
+    """What the new caches of each group are made for, and their states."""
+    sizes = [size._replace(batch=len(group.tokens)) for group in groups]
+    for own in sizes:
+        compiler.compile("the caches", ("states", own), states_of_layers, layers, own)
+    return sizes, [states_of_layers(layers, own) for own in sizes]
+
+
+def _read_by_layer(
+    model: FunctionalModel,
+    layers: tuple[KVTransform, ...],
+    groups: Sequence[Group],
+    caches: tuple[Cache, ...] | CacheSize,
+    compiler: Compiler,
+    on_layer: Callable[[int], None] | None,
+) -> tuple[list[Array], tuple[Cache, ...]]:
+    """The logits of each group, and the caches of all rows."""
+    parts, mesh = model.parts, mesh_of(model.params)
+    sizes: list = [None] * len(groups)
+    states: list = []
+    if isinstance(caches, CacheSize):
+        sizes, states = _new_states(layers, groups, caches, compiler)
+    passing, written = [], []
+    for group in groups:
+        start = parts.embed, mesh, model.params, group.tokens, group.positions
+        compiler.compile("the embedding", ("embed", group.tokens.shape), _embed, *start)
+        passing.append((_embed(*start), group.positions))
     for layer, own in enumerate(parts.split(model.params)):
         block, transform = parts.blocks[layer], layers[layer]
-        one = block, transform, size, own, x, positions, given[layer]
         what = f"the prompt pass of layer {layer + 1} of {len(layers)}"
-        compiler.compile(what, (block, transform, x.shape), _read_layer, *one)
-        # Waiting bounds the memory: a layer that is queued has its arrays already.
-        x, positions, cache = jax.block_until_ready(_read_layer(*one))
-        written.append(cache)
+        cache, new = None if states else caches[layer], []
+        for number, group in enumerate(groups):
+            given = states[number][layer] if states else cache
+            one = block, transform, sizes[number], own, *passing[number], given
+            one = (*one, None if states else group.rows)
+            kind = block, transform, passing[number][0].shape
+            compiler.compile(what, kind, _read_layer, *one)
+            # Waiting bounds the memory: a layer that is queued has its arrays already.
+            *passing[number], cache = jax.block_until_ready(_read_layer(*one))
+            new.append(cache)
+        written.append(_together(groups, new, compiler) if states else cache)
         if on_layer is not None:
             on_layer(layer)
-    end = parts.head, mesh, model.params, x, positions, wanted
-    compiler.compile("the logits", "head", _last_logits, *end)
-    return _last_logits(*end), tuple(written)
+    logits = []
+    for group, (x, positions) in zip(groups, passing, strict=True):
+        end = parts.head, mesh, model.params, x, positions, group.positions
+        compiler.compile("the logits", ("head", x.shape), _last_logits, *end)
+        logits.append(_last_logits(*end))
+    return logits, tuple(written)
+
+
+def _read_whole_model(
+    model: FunctionalModel,
+    layers: tuple[KVTransform, ...],
+    groups: Sequence[Group],
+    caches: tuple[Cache, ...] | CacheSize,
+    compiler: Compiler,
+    on_layer: Callable[[int], None] | None,
+) -> tuple[list[Array], tuple[Cache, ...]]:
+    """The same of a model that does not show its parts."""
+    sizes: list = [None] * len(groups)
+    states: list = []
+    if isinstance(caches, CacheSize):
+        sizes, states = _new_states(layers, groups, caches, compiler)
+    logits, new = [], []
+    for number, group in enumerate(groups):
+        given = states[number] if states else caches
+        whole = layers, sizes[number], model, group.tokens, group.positions, given
+        whole = (*whole, None if states else group.rows)
+        compiler.compile("the prompt pass", ("prompt", group.tokens.shape), _read_whole, *whole)
+        read, caches = jax.block_until_ready(_read_whole(*whole))
+        logits.append(read)
+        new.append(caches)
+    if states:
+        by_layer = zip(*new, strict=True)
+        caches = tuple(_together(groups, list(own), compiler) for own in by_layer)
+    for layer in range(len(layers) if on_layer is not None else 0):
+        on_layer(layer)
+    return logits, caches
+
+
+def _together(groups: Sequence[Group], caches: list[Cache], compiler: Compiler) -> Cache:
+    """One layer's caches of all groups as one cache."""
+    if groups[0].rows is None:
+        return caches[0]
+    given = np.argsort(np.concatenate([group.rows for group in groups])), tuple(caches)
+    kind = jax.tree.structure(given), tuple(x.shape for x in jax.tree.leaves(given))
+    compiler.compile("one cache of all rows", kind, joined, *given)
+    return jax.block_until_ready(joined(*given))
 
 
 def cache_shapes(
@@ -209,13 +284,23 @@ def _read_layer(
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
     cache: Cache | tuple,
+    rows: Int[Array, " B"] | None = None,
 ) -> tuple[Array, Array, Cache]:
-    """What leaves a layer, at which positions, and its cache. `size`: `cache` is its states."""
+    """What leaves a layer, at which positions, and its cache.
+
+    With a `size`, `cache` is the states of a new one; with `rows`, the tokens are those of some
+    rows of the cache.
+    """
+    whole = cache
     if size is not None:
         cache = new_cache(transform, size, cache)
+    if rows is not None:
+        cache = rows_of(whole, rows)
     x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=True)
     if drops_tokens(transform, cache):
         x, positions = pass_on(x, positions, kept_tokens(cache))
+    if rows is not None:
+        cache = with_rows(whole, rows, cache)
     mesh = mesh_of_cache(cache)
     return by_rows(x, mesh), by_rows(positions, mesh), placed(cache)
 
@@ -237,13 +322,19 @@ def _read_whole(
     tokens: Array,
     positions: Array,
     caches: tuple,
+    rows: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """All layers in one call, of a model that does not show its parts."""
+    """All layers in one call, of a model that does not show its parts; `rows` as in a layer."""
+    whole = caches
     if size is not None:
         pairs = zip(layers, caches, strict=True)
         caches = tuple(new_cache(transform, size, states) for transform, states in pairs)
+    if rows is not None:
+        caches = tuple(rows_of(cache, rows) for cache in whole)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
         layers=layers, phase="prompt", last=True, logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
+    if rows is not None:
+        caches = tuple(with_rows(old, rows, new) for old, new in zip(whole, caches, strict=True))
     return by_rows(logits[:, -1], mesh_of_cache(caches[0])), tuple(map(placed, caches))

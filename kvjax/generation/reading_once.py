@@ -110,7 +110,7 @@ class ReadOnce:
             "max_prompt": max_prompt, "max_new": max_new, "max_length": max_length,
             "dtype": dtype, "buckets": buckets, "on_compile": on_compile,
         }  # fmt: skip
-        padded, self._size = size_to_read(
+        widths, self._size = size_to_read(
             self._model, prompts, transforms, max_prompt, max_new, max_length, dtype, buckets
         )
         self._compiler = Compiler(on_compile)
@@ -121,7 +121,7 @@ class ReadOnce:
             size = self._size._replace(max_new=0)
             layers = (observe,) * self._model.num_layers
             observed = begin(
-                self._model, prompts, padded, observe, layers, size, self._compiler, on_layer
+                self._model, prompts, widths, observe, layers, size, self._compiler, on_layer
             )
             fingerprint = Fingerprint.of(self._model)
             self._observed = dataclasses.replace(observed, fingerprint=fingerprint)

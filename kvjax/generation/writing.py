@@ -22,7 +22,7 @@ from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes
 from kvjax.compose.chain import bind
-from kvjax.devices import by_rows, divided, mesh_of, put, put_rows
+from kvjax.devices import by_rows, divided, mesh_of, put
 from kvjax.generation.checks import (
     Rows,
     as_rows,
@@ -32,10 +32,11 @@ from kvjax.generation.checks import (
     end_token_array,
 )
 from kvjax.generation.context import Context
+from kvjax.generation.groups import grouped
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, Compiler, read_prompt
 from kvjax.generation.sampling import Numbers, Sampling
-from kvjax.generation.steps import decode_step, pad
+from kvjax.generation.steps import decode_step
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import RecallStatistics, recall_statistics
 from kvjax.transforms.random import check_seed
@@ -248,12 +249,11 @@ class Writing:
             transform = Full() if transform is None else transform
             of_model = self._model.num_layers, self._model.windows
             check_prompts(self._model, prompts, bind(transform, *of_model), max_new_tokens)
-            longest = max(map(len, prompts))
-            padded = bucket(longest, self._model.max_positions, buckets)
-            tokens = longest + max_new_tokens
-            size = CacheSize.of(self._model, len(prompts), padded, room, dtype, tokens)
+            widths = [bucket(len(row), self._model.max_positions, buckets) for row in prompts]
+            tokens = max(map(len, prompts)) + max_new_tokens
+            size = CacheSize.of(self._model, len(prompts), max(widths), room, dtype, tokens)
             how = transform, bind(transform, *of_model, size.max_tokens), size
-            context = begin(self._model, prompts, padded, *how, self._compiler, on_layer)
+            context = begin(self._model, prompts, widths, *how, self._compiler, on_layer)
         else:
             if transform is not None:
                 raise ValueError("a context has its own transform, got transform= as well")
@@ -380,16 +380,16 @@ class Writing:
 def begin(
     model: FunctionalModel,
     prompts: Sequence[Sequence[int]],
-    padded: int,
+    widths: Sequence[int],
     transform: KVTransform,
     layers: tuple[KVTransform, ...],
     size: CacheSize,
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
 ) -> Context:
-    """A context of new caches that hold these prompts."""
-    tokens, positions = (put_rows(x, size.mesh) for x in pad(prompts, padded))
-    logits, caches = read_prompt(model, layers, tokens, positions, size, compiler, on_layer)
+    """A context of new caches that hold these prompts; `widths`: what each is padded to alone."""
+    groups = grouped(prompts, widths, layers, size.mesh)
+    logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     none, never = np.zeros_like(length), np.int32(0)
     # Two arrays of the same numbers: who donates a context donates every array once.
@@ -410,14 +410,10 @@ def further(
     """A context that has read one more prompt of each row that has one; donates the given one."""
     rows = [np.asarray(row or (), np.int32) for row in prompts]
     count = np.array([row.size for row in rows], np.int32)
-    tokens, places = pad(rows, bucket(int(count.max()), None, buckets))
-    length = np.asarray(context.length)
-    positions = np.where(places >= 0, places + length[:, None], -1)
-    mesh = context.size.mesh
-    tokens, positions = (put_rows(x, mesh) for x in (tokens, positions))
-    logits, caches = read_prompt(
-        model, context.layers, tokens, positions, context.caches, compiler, on_layer
-    )
+    widths = [bucket(row.size, None, buckets) if row.size else 0 for row in rows]
+    length, mesh = np.asarray(context.length), context.size.mesh
+    groups = grouped(rows, widths, context.layers, mesh, length)
+    logits, caches = read_prompt(model, context.layers, groups, context.caches, compiler, on_layer)
     active, waiting = count > 0, context.waiting
     interval = flush_interval(caches)
     if active.all():

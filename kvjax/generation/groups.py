@@ -1,0 +1,128 @@
+"""Rows of a batch that are read together: those of similar length, so that little is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.attention.parts import has_rows
+from kvjax.compose.chain import walk
+from kvjax.devices import put_rows
+from kvjax.generation.steps import pad
+from kvjax.protocol import KVTransform
+from kvjax.storage.offload import Offload
+
+_WORTH = 512  # tokens that take about as long as compiling for one more shape
+
+
+class Group(NamedTuple):
+    """Rows of a batch that are read together.
+
+    Args:
+      rows: which ones; None: all of them, in order.
+      tokens, positions: padded; -1 marks padding.
+    """
+
+    rows: Int[np.ndarray, " G"] | None
+    tokens: Int[Array, "G T"]
+    positions: Int[Array, "G T"]
+
+
+def grouped(
+    prompts: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    layers: Sequence[KVTransform],
+    mesh: Mesh | None,
+    first: Int[np.ndarray, " B"] | None = None,
+) -> list[Group]:
+    """The prompts of a batch in groups: see `row_groups`.
+
+    On a mesh, which divides the rows, and where keys and values are in host memory, all rows stay
+    together.
+
+    Args:
+      prompts: of all rows; an empty one takes no part.
+      widths: the length that each of them would be padded to alone.
+      layers: one transform per layer.
+      mesh: that the rows are divided among.
+      first: the position of each row's first token; None: 0.
+    """
+    offloaded = any(isinstance(part, Offload) for layer in {*layers} for part in walk(layer))
+    groups = [None] if offloaded or mesh is not None else row_groups(widths)
+    first = np.zeros(len(prompts), np.int32) if first is None else first
+    made = []
+    for rows in groups:
+        own = range(len(prompts)) if rows is None else rows
+        tokens, places = pad([prompts[row] for row in own], max(widths[row] for row in own))
+        positions = np.where(places >= 0, places + first[list(own), None], -1)
+        index = None if rows is None else np.array(rows, np.int32)
+        made.append(Group(index, put_rows(tokens, mesh), put_rows(positions, mesh)))
+    return made
+
+
+def row_groups(widths: Sequence[int]) -> list[list[int]] | list[None]:
+    """Which rows are read together; `[None]`: all of them, padded to the longest.
+
+    A row joins others if padding it to the longest of them less than doubles it. The rows of a
+    group are 1, 2, 4, ..., so that a batch of B rows knows `log2 B` shapes of each width. All rows
+    stay together where the groups would not halve the number of padded tokens, or not save as much
+    as it takes to compile for their shapes.
+
+    Args:
+      widths: the padded length of each row; 0: the row takes no part.
+
+    Example:
+      >>> from kvjax.generation.groups import row_groups
+      >>> row_groups([64, 2048, 64, 1280, 64])
+      [[1, 3], [0, 2], [4]]
+      >>> row_groups([64, 80, 112])
+      [None]
+    """
+    by_width: list[list[int]] = []
+    for row in sorted(range(len(widths)), key=lambda row: -widths[row]):
+        if widths[row] and by_width and 2 * widths[row] > widths[by_width[-1][0]]:
+            by_width[-1].append(row)
+        elif widths[row]:
+            by_width.append([row])
+    groups: list[list[int]] = []
+    for rows in by_width:
+        while rows:
+            count = 2 ** (len(rows).bit_length() - 1)
+            groups.append(rows[:count])
+            rows = rows[count:]
+    whole = len(widths) * max(widths)
+    apart = sum(len(rows) * widths[rows[0]] for rows in groups)
+    worth = whole >= 2 * apart and whole - apart >= _WORTH * len(groups)
+    return groups if worth else [None]
+
+
+def rows_of(cache: Cache, rows: Int[Array, " G"]) -> Cache:
+    """Some rows of a layer's cache, as a cache."""
+    return _map_rows(lambda x: x[rows], cache)
+
+
+def with_rows(cache: Cache, rows: Int[Array, " G"], new: Cache) -> Cache:
+    """A layer's cache with new rows in the place of some; what has no rows is that of `new`."""
+    return _map_rows(lambda old, x: old.at[rows].set(x), cache, new)
+
+
+@jax.jit
+def joined(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
+    """The caches of groups of rows as one; `order` says where each row stands among all of them."""
+    return _map_rows(lambda *xs: jnp.concatenate(xs)[order], *caches)
+
+
+def _map_rows(function: Any, *caches: Cache) -> Cache:
+    """`function` of the arrays that have rows, and the others of the last cache."""
+    parts = []
+    for own in zip(*map(layer_caches, caches), strict=True):
+        flags = has_rows(own[0])
+        parts.append(jax.tree.map(lambda has, *xs: function(*xs) if has else xs[-1], flags, *own))
+    return parts[0] if isinstance(caches[0], LayerCache) else tuple(parts)
