@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from rich.filesize import decimal
 
 import kvjax
 from kvjax.cli import interrupts, options
-from kvjax.cli.inputs import check_text
+from kvjax.cli.inputs import check_text, standard_input
+from kvjax.cli.lines import lines
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
@@ -20,9 +20,9 @@ HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
 _MOST_PROMPT = 4096  # tokens, where no other room is given
 
 DESCRIPTION = f"""\
-A conversation whose whole history is one compressed cache. A line is a turn;
-{HELP}
-Ctrl-C ends an answer that is being written."""
+A conversation whose whole history is one compressed cache. A line is a turn, and
+so are lines that are pasted together; {HELP}
+Ctrl-C ends an answer that is being written, and clears a line that has been begun."""
 EXAMPLES = """\
 examples:
   kvjax chat --model DIR
@@ -46,6 +46,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """`kvjax chat`: reads lines and answers them, until /quit or the end of input."""
     check_counts(args, "max_prompt", "max_new")
+    standard_input()
     transform = options.candidate(args).transform
     sampling(args)
     with Display() as display:
@@ -56,18 +57,16 @@ def run(args: argparse.Namespace) -> None:
         opened.bind(transform)
         model = opened.load(args)
     talk = Conversation(args, opened, dialogue, model, transform, room)
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  what is typed can be edited
-
+    if standard_input().isatty():
         print_line(HELP, "dim")
-    while (line := _next_line()) is not None:
+    for line in lines():
         if line.strip() == "/quit":
             return
         if line.strip() == "/reset":
             talk.reset()
         elif line.strip() == "/bytes":
             print(talk.bytes(), flush=True)
-        elif line.startswith("/"):
+        elif line.startswith("/") and "\n" not in line:
             print_line(HELP, "dim")
         elif line.strip():
             try:
@@ -184,15 +183,3 @@ def _room(args: argparse.Namespace, positions: int | None) -> tuple[int, int]:
             f"--max-prompt must be below the model's {positions} positions, got {most}"
         )
     return most, min(most, positions - most)
-
-
-def _next_line() -> str | None:
-    """What is typed next; None at the end of input."""
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        if sys.stdin.isatty():
-            print()
-        return None
-    except UnicodeDecodeError as error:
-        raise ValueError("standard input is not UTF-8 text") from error

@@ -41,7 +41,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", action="append",
         help="text to continue; may be given several times")  # fmt: skip
     prompt.add_argument("--prompt-file", metavar="FILE",
-        help="UTF-8 file with it, read as it is; - is standard input")  # fmt: skip
+        help="UTF-8 file with it; - is standard input")  # fmt: skip
     prompt.add_argument("--prompts", metavar="FILE",
         help="UTF-8 file with a prompt in each line, as text or as JSON: strings, or objects with "
         "a \"prompt\"; - is standard input")  # fmt: skip

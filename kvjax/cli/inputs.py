@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 from kvjax.messages import brief
 
@@ -16,20 +17,41 @@ _BUNDLED = (
 )  # fmt: skip
 
 
+def unix_text(text: str) -> str:
+    r"""The text as Unix writes it: every line ends with `\n`, and no byte order mark comes first.
+
+    A `\r` at the end goes: the `\n` behind it was taken by a shell, or by who reads lines.
+
+    Example:
+      >>> from kvjax.cli.inputs import unix_text
+      >>> unix_text("one\r\ntwo\rthree\r")
+      'one\ntwo\nthree'
+    """
+    lines = text.removeprefix("\ufeff").removesuffix("\r").replace("\r\n", "\n")
+    return lines.replace("\r", "\n")
+
+
 def read_text(path: str) -> str:
-    """The text of a UTF-8 file, line ends as they are; `-` is standard input.
+    """The text of a UTF-8 file as `unix_text` writes it; `-` is standard input.
 
     Raises ValueError where it is no such text.
     """
     name = "standard input" if path == "-" else path
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        return data.decode("utf-8")
+        data = standard_input().buffer.read() if path == "-" else Path(path).read_bytes()
+        return unix_text(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is {error.object[error.start]:#04x}"
         raise ValueError(f"{name} is not UTF-8 text: {where}") from error
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror}") from error
+
+
+def standard_input() -> TextIO:
+    """Standard input; ValueError where it is closed."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed")
+    return sys.stdin
 
 
 def read_prompts(path: str) -> list[str]:
@@ -39,7 +61,7 @@ def read_prompts(path: str) -> list[str]:
     Empty lines are left out. Raises ValueError for other JSON, and where there is no prompt.
     """
     name = "standard input" if path == "-" else path
-    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    lines = read_text(path).split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ValueError(f"{name} is empty")
@@ -68,14 +90,17 @@ def _prompt_of(line: str) -> str | None:
 
 
 def check_text(text: str, what: str) -> str:
-    """The text; ValueError where it is empty or, as arguments may be, bytes that are no text."""
+    """The text as `unix_text` writes it.
+
+    Raises ValueError where it is empty or, as arguments may be, bytes that are no text.
+    """
     if not text.strip():
         raise ValueError(f"{what} is empty")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"{what} is not UTF-8 text") from error
-    return text
+    return unix_text(text)
 
 
 def model_path(given: str | None) -> Path:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 INTERRUPTED = 130
 """The exit code after a Ctrl-C."""
@@ -64,20 +64,46 @@ def noticed() -> Iterator[Callable[[], bool]]:
     A second one ends the process. Where the parent process ignores Ctrl-C, so does the block.
     """
     came = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
-        yield came.is_set
-        return
 
     def notice(*_: object) -> None:
         if came.is_set():
             _end()
         came.set()
 
-    waking = signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, notice)
-    try:
+    with _handled(notice):
         yield came.is_set
+
+
+class Cleared(Exception):
+    """A Ctrl-C while a line was being typed."""
+
+
+@contextlib.contextmanager
+def clearing(typed: Callable[[], str]) -> Iterator[None]:
+    """Within the block a Ctrl-C raises `Cleared` if something has been typed, else what it did."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def clear(*given: Any) -> None:
+        if typed():
+            raise Cleared
+        if callable(before):
+            before(*given)
+
+    with _handled(clear):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[..., None]) -> Iterator[None]:
+    """Within the block it handles a Ctrl-C, unless the parent process ignores them."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waking = signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)

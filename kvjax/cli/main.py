@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 from kvjax.cli import interrupts
 from kvjax.cli.arguments import parser
@@ -16,6 +16,7 @@ from kvjax.cli.inputs import import_module
 from kvjax.messages import printable, quiet
 
 _CLOSED_PIPE = 1
+_NOT_WRITTEN = (errno.ENOSPC, errno.EBADF)  # a full disk, a stream that is none to write to
 
 # Everything that a user can get wrong: the library raises the first two, files and hub the third,
 # the others say that there is not enough memory for what was asked.
@@ -35,15 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
       kvjax 0.1.0
       0
     """
+    _replace_closed_streams(whole_process=argv is None)
     try:
-        with quiet():
-            if isinstance(sys.stdout, io.TextIOWrapper):  # "?" for what the terminal cannot encode
-                sys.stdout.reconfigure(errors="replace")
+        with quiet(), _output():
             args = parser().parse_args(argv)  # imports JAX
             if argv is None:
                 interrupts.end_after_interrupt()
             try:
-                return _run(args)
+                for module in getattr(args, "imports", ()):
+                    import_module(module)
+                return args.run(args) or 0
             finally:
                 if argv is None:
                     # Its exception may have been lost, or another one have taken its place. End the
@@ -55,25 +57,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return interrupts.INTERRUPTED
     except BrokenPipeError:
-        _discard_output()
+        _discard(sys.stdout)
         return _CLOSED_PIPE
     except _user_errors() as error:
-        print(f"kvjax: error: {_message(error)}", file=sys.stderr)
+        try:
+            print(f"kvjax: error: {_message(error)}", file=sys.stderr)
+        except OSError:  # a full disk or a closed pipe
+            _discard(sys.stderr)
         return 2
 
 
-def _run(args: argparse.Namespace) -> int:
-    for module in getattr(args, "imports", ()):
-        import_module(module)
+def _replace_closed_streams(whole_process: bool) -> None:
+    """Standard error that is closed takes what nobody sees, in place of an exception.
+
+    In a process of our own the numbers of closed streams are taken too. The next file that is
+    opened would get them, and with it what libraries write to the terminal.
+    """
+    if sys.stderr is None:
+        sys.stderr = io.StringIO()
+    if whole_process:
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[None]:
+    """Within the block standard output can be written to; an error of writing names it."""
+    if sys.stdout is None:
+        raise ValueError("standard output is closed")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # "?" for what the terminal cannot encode
+        sys.stdout.reconfigure(errors="replace")
     try:
-        code = args.run(args)
-        sys.stdout.flush()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno not in _NOT_WRITTEN or error.filename is not None:
             raise
-        _discard_output()  # a full disk, and no file of ours
+        _discard(sys.stdout)
         raise OSError(error.errno, error.strerror, "standard output") from error
-    return code or 0
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
@@ -90,10 +114,10 @@ def _message(error: BaseException) -> str:
     return printable(" ".join(text.split()), most=4000) or type(error).__name__
 
 
-def _discard_output() -> None:
-    """Lets the interpreter flush standard output at its end without a complaint."""
+def _discard(stream: TextIO) -> None:
+    """Lets the interpreter flush a standard stream at its end without a complaint."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

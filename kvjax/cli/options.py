@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.cli.inputs import unix_text
 from kvjax.cli.terminal import print_line
 from kvjax.evaluation.cells import grid
 from kvjax.messages import brief, did_you_mean, printable
@@ -74,7 +75,8 @@ def candidate(args: argparse.Namespace) -> grid.Candidate:
 
 def add_template(own: argparse.ArgumentParser, what: str) -> None:
     """Whether the model's chat template is used."""
-    own.add_argument("--system", metavar="TEXT", help="a system message before everything else")
+    own.add_argument("--system", metavar="TEXT", type=unix_text,
+        help="a system message before everything else")  # fmt: skip
     how = own.add_mutually_exclusive_group()
     how.add_argument("--raw", action="store_true",
         help=f"feed {what} as it is, without the model's chat template")  # fmt: skip

@@ -13,12 +13,15 @@ from kvjax.generation.chat import (
     chat_end_tokens,
     chat_parts,
     raw_tokens,
+    render_chat,
     special_tokens,
     with_start,
 )
 
 INSTRUCTION = "\n\nAnswer this question about the text above:\n"
 """What a user's message says between a document and a question."""
+
+_SYSTEM = "kvjax-system-stands-here"
 
 
 class Dialogue:
@@ -53,6 +56,7 @@ class Dialogue:
         self._special = special_tokens(tokenizer).keys() - {tokenizer.unk_token_id}
         self.end_tokens: tuple[int, ...] = ()
         if self.templated:
+            self._check_system()
             self._before, self._after = chat_parts(tokenizer, [*self._system, MESSAGE], TEXT)
             self.end_tokens = chat_end_tokens(tokenizer)
 
@@ -99,6 +103,21 @@ class Dialogue:
             if self._tokenizer.decode([token]).strip():
                 break
         return tokens
+
+    def _check_system(self) -> None:
+        """Raises ValueError where there is a system message and the template takes none."""
+        if not self._system:
+            return
+        system = {"role": "system", "content": _SYSTEM}
+        try:
+            shown = _SYSTEM in render_chat(self._tokenizer, [system, MESSAGE])
+        except ValueError as error:
+            render_chat(self._tokenizer, [MESSAGE])  # raises where something else is at fault
+            raise ValueError(f"{error}; it takes no system message: leave out --system") from error
+        if not shown:
+            raise ValueError(
+                "the model's chat template does not show the system message: leave out --system"
+            )
 
     def _encode(self, before: str, text: str, after: str = "") -> list[int]:
         """Tokens of the three joined; names of special tokens in `text` are mere text."""

@@ -48,19 +48,27 @@ def with_start(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     return [*first, *tokens] if list(tokens[:1]) != first else list(tokens)
 
 
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """The text that the chat template makes of messages, up to where an answer begins.
+
+    Raises:
+      ValueError: the template fails.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template may fail in any way
+        raise ValueError(f"the model's chat template fails: {one_line(error)}") from error
+
+
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, str]], *markers: str) -> list[str]:
     """What the rendered template has before, between and after the markers in messages.
 
     Raises:
       ValueError: the template fails, or does not show each marker once and as it is.
     """
-    try:
-        rest = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # a template may fail in any way
-        raise ValueError(f"the model's chat template fails: {one_line(error)}") from error
-    parts = []
+    rest, parts = render_chat(tokenizer, messages), []
     for marker in markers:
         if rest.count(marker) != 1:
             raise ValueError(

@@ -39,6 +39,11 @@ def chat(capsys, monkeypatch, tinystories):
     return run
 
 
+def test_a_closed_input_is_said_before_weights_are_loaded(capsys, monkeypatch, no_weights):
+    monkeypatch.setattr("sys.stdin", None)
+    assert "standard input is closed" in error(capsys, "chat")
+
+
 def test_each_turn_goes_on_from_what_was_said(chat, tinystories):
     said = "Once upon a time", " Then Lily", " The end"
     tokenizer, model = load_tokenizer(tinystories), from_pretrained(tinystories)
@@ -58,6 +63,13 @@ def test_each_turn_goes_on_from_what_was_said(chat, tinystories):
     assert out == "".join(f"{x}\n" for x in (first, held, second, third, empty, first))
     assert err == CUT * 4 and "100.0% of a full one" in held
     assert held.endswith("room for 250 more tokens and 244 of answers")
+
+
+def test_line_ends_of_windows_are_not_said(chat):
+    said = "Once upon a time", "/bytes", " Then Lily"
+    expected = chat(*said)
+    assert chat(*(f"{line}\r" for line in said)) == expected
+    assert chat(f"\ufeff{said[0]}\r", *said[1:]) == expected
 
 
 def test_commands_of_the_conversation(chat):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from kvjax.cli import inputs
+from kvjax.cli import inputs, opened
 from kvjax.cli.main import main
 from kvjax.cli.writing import Row
 from kvjax.generation.continuation import decoder
@@ -40,6 +40,9 @@ def stdin(monkeypatch):
     ("data", "prompts"),
     [
         (b"one\ntwo\n", ["one", "two"]),
+        (b"\xef\xbb\xbfone\r\ntwo\r\n", ["one", "two"]),
+        (b"one\rtwo\r", ["one", "two"]),
+        (b'"one"\r\n"two"\r\n', ["one", "two"]),
         (b"one\r\n\r\n \n two ", ["one", " two "]),
         (b'"one"\n"t\\u0077o\\n"', ["one", "two\n"]),
         (b'{"prompt": "one", "id": 3}\n\n"two"\n', ["one", "two"]),
@@ -53,6 +56,36 @@ def test_files_of_prompts(tmp_path, stdin, data, prompts):
     assert inputs.read_prompts(str(file)) == prompts
     stdin(data)
     assert inputs.read_prompts("-") == prompts
+
+
+@pytest.mark.parametrize("how", ["--prompt", "--prompt-file", "--prompts", "--system"])
+def test_line_ends_of_windows_do_not_reach_the_model(monkeypatch, tmp_path, how):
+    """Whatever way a text comes."""
+    given = []
+
+    class Stop(Exception):
+        pass
+
+    class Dialogue:
+        def __init__(self, tokenizer, *, system, raw, chat):
+            given.append(system)
+
+        def prompt(self, text):
+            given.append(text)
+            raise Stop
+
+    monkeypatch.setattr(opened, "Dialogue", Dialogue)
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    (tmp_path / "json").write_bytes(b'{"prompt": "one\\r\\ntwo\\r\\n"}\r\n')
+    args = {
+        "--prompt": ["one\r\ntwo\r\n"],
+        "--prompt-file": [tmp_path / "text"],
+        "--prompts": [tmp_path / "json"],
+        "--system": ["one\r\ntwo\r\n", "--prompt", "one\ntwo\n"],
+    }[how]
+    with pytest.raises(Stop):
+        main(["generate", how, *map(str, args)])
+    assert given == ["one\ntwo\n" if how == "--system" else None, "one\ntwo\n"]
 
 
 @pytest.mark.parametrize(

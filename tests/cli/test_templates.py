@@ -57,6 +57,37 @@ def check(tokenizer):
             assert dialogue.prompt(DOCUMENT) + said + turn == expected
 
 
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+SILENT = (
+    "{% for message in messages if message['role'] != 'system' %}"
+    "[{{ message['role'] }}] {{ message['content'] | trim }}{% endfor %}"
+)
+FAILS = "{{ raise_exception('No.') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (MISTRAL, r"roles must alternate .*; it takes no system message: leave out --system$"),
+        (SILENT, r"does not show the system message: leave out --system$"),
+        (FAILS, r"chat template fails: No\.$"),
+    ],
+)
+def test_a_template_without_system_messages(template, said):
+    tokenizer = load_tokenizer(demo.directory())
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=said):
+        Dialogue(tokenizer, system="Be brief.")
+    if template != FAILS:
+        assert Dialogue(tokenizer).templated
+
+
 def test_parts_join_to_whole_conversations(own):
     check(own)
 
