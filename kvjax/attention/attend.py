@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.layer import Cache, LayerCache, QueryWindow, layer_caches, map_parts
 from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
 from kvjax.budgets.budgets import check_choice, check_count, check_number
-from kvjax.cache.payload import Dense, Seen, Slots, take_slots
-from kvjax.cache.slots import KVCache, append, compacted, opened, ranks, widen
+from kvjax.cache.payload import Dense, Seen, take_slots
+from kvjax.cache.slots import KVCache, append, closed, compacted, opened, ranks, widen
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
@@ -339,11 +339,8 @@ def _decide(transform: KVTransform, kv: KVCache, state: State, step: Step) -> tu
         kv, source = compacted(kv, kv.capacity, step.rows)
         step = dataclasses.replace(step, source=source)
     kv, others, _ = decide(parts[first:], kv, states[first:], step)
-    if prompt and kv.stored is not None:
-        keys, values = kv.stored
-        slots = Slots(kv.position, kv.live, step.rows)
-        k, v = keys.encode(values, kv.k.read(), kv.v.read(), slots)
-        kv = kv.replace(k=k, v=v, stored=None)
+    if prompt:
+        kv = closed(kv, step.rows, step.rope if kv.unrotated_keys else None)
     states = (*evicting, *others)
     return kv, states if len(parts) > 1 else states[0]
 

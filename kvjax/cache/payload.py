@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.rope import Rope
 from pallas_kernels import Turn, decode_attention, gather_attention, segment_sum
 from pallas_kernels.attention.call import beside_sinks
 from pallas_kernels.base.rows import take_slots
@@ -56,11 +57,14 @@ def sum_into(
     return segment_sum(x, into, places, implementation=implementation)
 
 
-def of_rows(rows: Bool[Array, " B"], new: T, old: T) -> T:
-    """`new` in the rows that are chosen and `old` in the others: trees of arrays `[B, ...]`."""
+def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:
+    """`new` in the rows that are chosen and `old` in the others: trees of arrays `[B, ...]`.
+
+    With more axes, `rows` chooses heads, or groups of slots.
+    """
 
     def choose(new: Array, old: Array) -> Array:
-        return jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+        return jnp.where(rows.reshape(*rows.shape, *(1,) * (old.ndim - rows.ndim)), new, old)
 
     return jax.tree.map(choose, new, old)
 
@@ -98,11 +102,16 @@ class Slots(NamedTuple):
       position: of each slot, -1 where it is free. Live slots stand in front, `0 ... n - 1`.
       live: which slots hold a token.
       rows: the rows that had tokens in the prompt that has just been read.
+      source: the slot of the payload at which each row stood before that prompt, -1 where it is
+        new. It may have been changed since. None: all rows are new.
+      rope: what rotates keys when they are read; None: nothing does.
     """
 
     position: Int[Array, "B H S"]
     live: Bool[Array, "B H S"]
     rows: Bool[Array, " B"]
+    source: Int[Array, "B H S"] | None = None
+    rope: Rope | None = None
 
 
 class Payload(Protocol):
@@ -134,7 +143,8 @@ class Payload(Protocol):
     ) -> tuple[Payload, Payload]:
         """Keys and values in the forms of these keys and of `values`.
 
-        Rows that are not in `slots.rows` stay exactly as they are stored.
+        Rows of the batch that are not in `slots.rows` stay exactly as they are stored, and so does
+        what was stored before the prompt and has not been changed by it.
         """
 
     def attention(

@@ -17,11 +17,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Dense, Payload, sum_into, take_slots, write_slots
+from kvjax.cache.payload import Dense, Payload, Slots, sum_into, take_slots, write_slots
+from kvjax.rope import Rope
 from pallas_kernels import segment_merge
 
 FREE = -1  # the position of a free slot, and of a padding token
 NEG_INF = float("-inf")
+# While a prompt is read, the column with the slot of `stored` that each slot's row was read from.
+STORED_SLOT = "stored_slot"
 
 
 def _static(default=dataclasses.MISSING):
@@ -422,7 +425,26 @@ def opened(cache: KVCache, *, empty: bool = False) -> KVCache:
         return cache
     stored = cache.k, cache.v
     k, v = (Dense(jnp.zeros(x.shape, x.dtype) if empty else x.read()) for x in stored)
+    slot = jnp.where(cache.live, _slot_numbers(cache.shape), -1)
+    cache = cache.with_column(STORED_SLOT, slot, fill=-1, merge="keep")
     return cache.replace(k=k, v=v, stored=stored)
+
+
+def closed(cache: KVCache, rows: Bool[Array, " B"], rope: Rope | None) -> KVCache:
+    """The cache at a prompt's end: keys and values in the forms in which they were stored.
+
+    Args:
+      rows: those that had tokens in the prompt.
+      rope: what rotates keys when they are read; None: nothing does.
+    """
+    if cache.stored is None:
+        return cache
+    keys, values = cache.stored
+    columns = dict(cache.columns)
+    source = jnp.where(cache.live, columns.pop(STORED_SLOT).values, -1)
+    slots = Slots(cache.position, cache.live, rows, source, rope)
+    k, v = keys.encode(values, cache.k.read(), cache.v.read(), slots)
+    return cache.replace(k=k, v=v, columns=columns, stored=None)
 
 
 def widen(cache: KVCache, slots: int) -> KVCache:

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
-from kvjax.compose.foreseen import frees_while_decoding, rewrites
+from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding, rewrites
 from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
 from kvjax.decisions import Changed, Decision, Mark, Retain, decide
 from kvjax.messages import brief
@@ -233,6 +233,8 @@ def chain(*transforms: KVTransform) -> KVTransform:
     """Applies transforms one after the other: evict or merge → represent → recall → place.
 
     Nested chains are flattened and `Full` parts drop out, so that equal chains are equal values.
+    Behind a method that frees slots at a prompt's end, keys of 4 bits are grouped within a token
+    where `Quantize` does not say how: the groups of slots would come apart in every further turn.
 
     Raises:
       TypeError: something is not a transform.
@@ -252,6 +254,10 @@ def chain(*transforms: KVTransform) -> KVTransform:
     parts = [part for part in parts if not isinstance(part, Full)]
     if len(parts) == 1:
         return parts[0]
+    open_axis = any(isinstance(x, Quantize) and x.groups_slots and not x.key_axis for x in parts)
+    if open_axis and any(map(frees_at_prompts_end, parts)):
+        if not any(map(frees_while_decoding, parts)):
+            parts = [_slot_by_slot(part) for part in parts]
     return Chain(tuple(parts)) if parts else Full()
 
 
@@ -288,7 +294,14 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             "unrotated"
         )
     for before, after in itertools.product(evicting, storing + reading):
+        in_groups = isinstance(after, Quantize) and after.groups_slots
         if not frees_while_decoding(before):
+            if in_groups and frees_at_prompts_end(before):
+                raise ValueError(
+                    f"{after!r} encodes groups of slots together, and {before!r} frees some of "
+                    "them at the end of every prompt, so that the others would be rounded again in "
+                    "every turn: take key_axis='token', which is the default here, or 8 bits"
+                )
             continue
         if after.stage == Stage.RECALL:
             raise ValueError(
@@ -296,7 +309,7 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
                 "decoding: the index would go stale. Put a method that compresses only the prompt "
                 "first"
             )
-        if isinstance(after, Quantize) and after.groups_slots:
+        if in_groups:
             raise ValueError(
                 f"{after!r} encodes groups of slots together, and {before!r} frees slots "
                 "while decoding: take key_axis='token'"

@@ -74,6 +74,15 @@ def rewrites(transform: KVTransform, *moments: Moment) -> bool:
 
 def frees_while_decoding(transform: KVTransform) -> bool:
     """Whether it evicts or merges slots between prompts, so that an index would go stale."""
+    return _frees(transform, "flush", "step")
+
+
+def frees_at_prompts_end(transform: KVTransform) -> bool:
+    """Whether it evicts or merges slots when a prompt is complete, of earlier prompts too."""
+    return _frees(transform, "prompt")
+
+
+def _frees(transform: KVTransform, *moments: Moment) -> bool:
     return transform.stage == Stage.EVICT and any(
-        not isinstance(foreseen(transform, moment), Mark | None) for moment in ("flush", "step")
+        not isinstance(foreseen(transform, moment), Mark | None) for moment in moments
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.payload import Dense, Seen
+from kvjax.cache.payload import Dense, Seen, Slots
 from kvjax.storage.recent import Recent
 from pallas_kernels.attention.call import beside_sinks, join_attention, stored_attention
 from pallas_kernels.attention.decode import attention_by_products
@@ -25,6 +25,8 @@ class EncodedPayload(ABC):
     """A body of encoded rows, and the newest rows as they came where it is not written row by row.
 
     The body's rows may be in another basis than queries, recent rows and outputs: see `_basis`.
+    Where they are, products with its keys may lack something that is the same for all of them: see
+    `_offset`.
 
     Class attributes:
       operation: of `pallas_kernels`, whose tile sizes attention takes.
@@ -53,13 +55,30 @@ class EncodedPayload(ABC):
     ) -> Float[Array, "B H R D"]:
         """Weighted sums of the body's values in float32; weights are 0 where a slot is not live."""
 
+    def _unchanged(self, rows: Float[Array, "B H S D"], slots: Slots) -> Int[Array, "B H S"]:
+        """The slot of this payload whose row each slot still has at a prompt's end; -1: none's.
+
+        What two programs read differs in its last digit.
+        """
+        if slots.source is None:
+            return jnp.full(rows.shape[:3], -1, jnp.int32)
+        stored = self.read(jnp.maximum(slots.source, 0)).astype(jnp.float32)
+        size = jnp.abs(stored)
+        digit = float(jnp.finfo(self.dtype).eps) * size + 1e-5 * size.max(-1, keepdims=True)
+        same = (jnp.abs(rows.astype(jnp.float32) - stored) <= digit).all(-1)
+        return jnp.where(same & slots.live, slots.source, -1)
+
     def _selected(self, index: Int[Array, "B K N"]) -> Float[Array, "B K N D"]:
         """Decoded rows of the slots of `index`, in the basis of the body."""
         return self.read(index)
 
-    def _basis(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def _basis(self, x: Float[Array, "B K *G D"]) -> Float[Array, "B K *G D"]:
         """Queries in the basis of the body's rows, or outputs from there back."""
         return x
+
+    def _offset(self, q: Float[Array, "B K *G D"]) -> Float[Array, "B K *G"] | None:
+        """What products of queries with keys of the body lack; None: nothing."""
+        return None
 
     def attention(
         self,
@@ -78,13 +97,21 @@ class EncodedPayload(ABC):
 
         Over all slots the body is read as it is encoded. The rows of a selection are gathered and
         decoded, and stay in the basis of the body: queries and outputs change theirs, and no row.
+        What all products with keys lack changes no softmax, so that only a soft cap and sinks,
+        which are beside them, ask for it.
         """
+        absolute = logits["soft_cap"] is not None or sinks is not None
+        shift = self._offset(q) if absolute else None
         if index is not None:
             slots = jnp.maximum(index, 0)  # an entry of -1 is hidden by its bias
-            keys, own = Dense(self._selected(slots)), Dense(values._selected(slots))
+            if shift is None:
+                keys, q = Dense(self._selected(slots)), self._basis(q)
+            else:
+                keys = Dense(self.read(slots))
+            own = Dense(values._selected(slots))
             options = {"probabilities": probabilities, "implementation": implementation}
             out, found = keys.attention(
-                own, self._basis(q), seen.of(index), positions, sinks=sinks, **options, **logits
+                own, q, seen.of(index), positions, sinks=sinks, **options, **logits
             )
             return values._basis(out).astype(values.dtype), found
         recent, rotate = self.recent, seen.rotate
@@ -101,10 +128,10 @@ class EncodedPayload(ABC):
             new = Seen(bias, recent.of_slots(seen.position), None, rotate)
             pieces = [seen._replace(bias=hide(seen.bias, recent.slots)), new]
         if chosen == "xla":
-            out, lse, found = self._by_products(values, q, pieces, positions, **logits)
+            out, lse, found = self._by_products(values, q, shift, pieces, positions, **logits)
         else:
             kind = {"probabilities": probabilities, "chosen": chosen}
-            out, lse, found = self._by_kernel(values, q, pieces, positions, **kind, **logits)
+            out, lse, found = self._by_kernel(values, q, shift, pieces, positions, **kind, **logits)
         _, out, *found = beside_sinks(sinks, lse, out, *found)
         if not probabilities:
             return out, None
@@ -115,13 +142,21 @@ class EncodedPayload(ABC):
         return out, total
 
     def _by_products(
-        self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
+        self,
+        values: EncodedPayload,
+        q: Array,
+        shift: Array | None,
+        pieces: list[Seen],
+        positions: Array,
+        **kind,
     ) -> tuple[Array, Array, list[Array]]:
         """By XLA, with one softmax over all pieces: outputs, log-sum-exps and probabilities."""
         slots = pieces[0].bias.shape[2]
 
         def multiply(rows: Array) -> Array:
             found = self._logits(self._basis(rows), pieces[0].rotate)
+            if shift is not None:
+                found += shift.reshape(*found.shape[:3], 1)
             if self.recent is None:
                 return found
             keys, turn = self.recent.rows, pieces[1].rotate
@@ -142,18 +177,24 @@ class EncodedPayload(ABC):
         return out, lse, jnp.split(found, (slots,), axis=-1)[: len(pieces)]
 
     def _by_kernel(
-        self, values: EncodedPayload, q: Array, pieces: list[Seen], positions: Array, **kind
+        self,
+        values: EncodedPayload,
+        q: Array,
+        shift: Array | None,
+        pieces: list[Seen],
+        positions: Array,
+        **kind,
     ) -> tuple[Array, Array, list[Array]]:
         """By the kernel, piece by piece, and joined: outputs, log-sum-exps and probabilities."""
-        rows = [(self._basis(q), self._rows(), values._rows())]
+        rows = [(self._basis(q), shift, self._rows(), values._rows())]
         if self.recent is not None:
-            rows.append((q, dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
+            rows.append((q, None, dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
         found = [
             stored_attention(
                 self.operation, own, k, v, seen.bias, positions, seen.position, end=seen.used,
-                turn=seen.rotate, dtype=jnp.float32, **kind,
+                turn=seen.rotate, shift=own_shift, dtype=jnp.float32, **kind,
             )
-            for (own, k, v), seen in zip(rows, pieces, strict=True)
+            for (own, own_shift, k, v), seen in zip(rows, pieces, strict=True)
         ]  # fmt: skip
         (body, lse, _), *new = found
         parts = [(values._basis(body), lse), *((out, lse) for out, lse, _ in new)]

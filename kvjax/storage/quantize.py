@@ -143,11 +143,12 @@ class Quantize(KVTransform):
         if head_dim % self._group:
             raise ValueError(f"head_dim must be a multiple of group={self._group}, got {head_dim}")
         v = Form(self.bits, self._group, hadamard=bool(self.rotate))
-        # RoPE while attending knows nothing of another basis.
-        k = dataclasses.replace(v, hadamard=self.rotate is True and not cache.unrotated_keys)
         if self.groups_slots:
             # New tokens of M steps, and those of the group that the last flush has not completed.
-            recent = cache.interval + self._group - 1
-            k = dataclasses.replace(k, recent=recent, axis="channel")
-            v = dataclasses.replace(v, recent=recent)
+            v = dataclasses.replace(v, recent=cache.interval + self._group - 1)
+            k = dataclasses.replace(v, axis="channel", hadamard=False)
+        else:
+            # RoPE while attending knows nothing of another basis.
+            rotated = self.rotate is True and not cache.unrotated_keys
+            k = dataclasses.replace(v, relative=True, hadamard=rotated)
         return cache.replace(k=k.empty(shape, dtype), v=v.empty(shape, dtype)), ()

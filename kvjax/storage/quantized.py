@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Moves, Slots, of_rows, take_slots, write_slots
+from kvjax.storage.channels import Channels
 from kvjax.storage.encoded_attention import EncodedPayload
 from kvjax.storage.recent import Recent
 from pallas_kernels import (
@@ -43,6 +44,8 @@ class Form:
       recent: R, the new rows that are kept as they came, until whole groups of slots of them are
         encoded; 0: every row is encoded by itself when it comes.
       hadamard: rows are encoded after `pallas_kernels.hadamard_transform`.
+      relative: rows are encoded, and rotated, relative to the `Channels` of their head; only where
+        no rows are recent.
     """
 
     bits: Bits
@@ -50,20 +53,22 @@ class Form:
     axis: Axis = "token"
     recent: int = 0
     hadamard: bool = False
+    relative: bool = False
 
     # How many slots are encoded together.
     together = property(lambda self: self.group if self.recent else 1)
 
-    def encode(self, rows: Float[Array, "B H S D"]) -> Encoded:
+    def encode(self, rows: Float[Array, "B H S D"], channels: Channels | None = None) -> Encoded:
         """Dense rows in this form."""
-        own = self.basis(rows)
+        own = self.basis(rows if channels is None else channels.inside(rows))
         if self.bits == 4:  # scales of groups have the dtype of the rows
             return Encoded(*quantise_groups(own.astype(rows.dtype), self.group, self.axis))
         return Encoded(*quantise_slots(own, jnp.dtype(EIGHT_BITS[self.bits])))
 
-    def decode(self, encoded: Encoded) -> Float[Array, "B H S D"]:
+    def decode(self, encoded: Encoded, channels: Channels | None = None) -> Float[Array, "B K N D"]:
         """Float32 rows."""
-        return self.basis(self.dequantise(encoded))
+        rows = self.basis(self.dequantise(encoded))
+        return rows if channels is None else channels.outside(rows)
 
     def basis(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Rows or queries in the basis in which rows are encoded, or from there back."""
@@ -83,7 +88,8 @@ class Form:
         made = jax.eval_shape(lambda: self.encode(jnp.zeros(body, dtype)))
         encoded = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
         recent = Recent.empty(shape, dtype, self.recent) if self.recent else None
-        return Quantized(encoded, recent, self, slots, jnp.dtype(dtype))
+        channels = Channels.neutral(batch, lists, head_dim) if self.relative else None
+        return Quantized(encoded, recent, channels, self, slots, jnp.dtype(dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -93,11 +99,14 @@ class Quantized(EncodedPayload):
 
     Bytes of a slot: D + 4 with 8 bits; D / 2 + 2 · D / group · itemsize with 4. Groups of slots are
     counted from slot 0, and the last group of a (row, KV head) stays as it came until it is
-    complete. What is encoded stays exactly as it is.
+    complete. What is encoded stays exactly as it is, wherever its slot goes, as long as its slot is
+    not merged, and, of a group of slots, as long as all of the group stay together.
 
     Args:
       encoded: `[B, H, S, ...]`; of whole groups where slots are encoded together.
       recent: new rows that are not encoded yet; None where every row is encoded by itself.
+      channels: those of the first prompt of a (row, KV head) of which anything is left. None: rows
+        are encoded as they are.
       form: how (static).
       slots: S (static).
       dtype: of dense rows (static).
@@ -107,6 +116,7 @@ class Quantized(EncodedPayload):
 
     encoded: Encoded
     recent: Recent | None
+    channels: Channels | None
     form: Form = field(metadata={"static": True})
     slots: int = field(metadata={"static": True})
     dtype: jnp.dtype = field(metadata={"static": True})
@@ -120,9 +130,9 @@ class Quantized(EncodedPayload):
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Dense rows: all slots, or those of `index`."""
         if index is None:
-            rows = self.form.decode(self.encoded)[:, :, : self.slots]
+            rows = self.form.decode(self.encoded, self.channels)[:, :, : self.slots]
         else:
-            rows = self.form.decode(self._at(index))
+            rows = self.form.decode(self._at(index), self.channels)
         rows = rows.astype(self.dtype)
         return rows if self.recent is None else self.recent.over(rows, index)
 
@@ -130,11 +140,14 @@ class Quantized(EncodedPayload):
         rows = self.form.dequantise(self._at(index)).astype(self.dtype)
         if self.recent is None:
             return rows
-        own = self._basis(self.recent.rows).astype(self.dtype)
+        own = self.form.basis(self.recent.rows).astype(self.dtype)
         return dataclasses.replace(self.recent, rows=own).over(rows, index)
 
-    def _basis(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return self.form.basis(x)
+    def _basis(self, x: Float[Array, "B K *G D"]) -> Float[Array, "B K *G D"]:
+        return self.form.basis(x if self.channels is None else self.channels.of_queries(x))
+
+    def _offset(self, q: Float[Array, "B K *G D"]) -> Float[Array, "B K *G"] | None:
+        return None if self.channels is None else self.channels.at_mean(q)
 
     def _at(self, index: Int[Array, "B K N"]) -> Encoded:
         """The slots of `index` as they are encoded, each with the numbers of its group."""
@@ -148,7 +161,7 @@ class Quantized(EncodedPayload):
             return self._fill(rows)
         if self.recent is not None:
             return dataclasses.replace(self, recent=self.recent.add(slots, rows))
-        return self._each(lambda x, new: write_slots(x, slots, new), self.form.encode(rows))
+        return self._each(lambda x, new: write_slots(x, slots, new), self._encoded(rows))
 
     def flush(self, steps: int, moves: Moves | None = None) -> Quantized:
         """Moves rows among slots, then encodes whole groups of new rows where room is needed.
@@ -167,7 +180,7 @@ class Quantized(EncodedPayload):
         group = self.form.together
         complete = recent.there[:, :, group - 1 :: group] & recent.due(steps)[:, None, None]
         most = complete.shape[2] * group
-        new = self.form.encode(recent.rows[:, :, :most])
+        new = self._encoded(recent.rows[:, :, :most])
         number = recent.slots[:, :, :most:group] // group
         number = jnp.where(complete, number, self._grouped(self.encoded.values).shape[2])
 
@@ -185,7 +198,24 @@ class Quantized(EncodedPayload):
         return self._anew(k, slots), values._anew(v, slots)
 
     def _anew(self, rows: Float[Array, "B H S D"], slots: Slots) -> Quantized:
-        new = dataclasses.replace(self, encoded=self.form.encode(self._whole(rows)))
+        kept = self._unchanged(rows, slots)
+        if self.recent is not None:  # its rows are not encoded yet
+            kept = jnp.where(self.recent.places(kept) < 0, kept, -1)
+        new = self
+        if self.channels is not None:
+            settled = (kept >= 0).any(2)
+            own = Channels.of(rows, slots.live, slots.rope)
+            new = dataclasses.replace(self, channels=of_rows(settled, self.channels, own))
+        source = self._grouped(self._whole(kept))
+        first, group = source[..., 0], self.form.together
+        place = jax.lax.broadcasted_iota(jnp.int32, source.shape, 3)
+        stays = (source == first[..., None] + place).all(-1) & (first >= 0) & (first % group == 0)
+
+        def choose(old: Array, new: Array) -> Array:
+            old = take_slots(self._grouped(old), jnp.maximum(first, 0) // group)
+            return of_rows(stays, old, self._grouped(new)).reshape(new.shape)
+
+        new = new._each(choose, new._encoded(self._whole(rows)))
         if self.recent is not None:
             count, group = slots.live.sum(-1, keepdims=True, dtype=jnp.int32), self.form.together
             place = jnp.arange(group - 1, dtype=jnp.int32)[None, None]
@@ -203,15 +233,16 @@ class Quantized(EncodedPayload):
         same = same.reshape(*same.shape[:2], -1, self.form.together).all(-1)
 
         def choose(old: Array, new: Array) -> Array:
-            old, new = self._grouped(old), self._grouped(new)
-            chosen = jnp.where(same.reshape(same.shape + (1,) * (old.ndim - 3)), old, new)
-            return chosen.reshape(*same.shape[:2], -1, *old.shape[4:])
+            return of_rows(same, self._grouped(old), self._grouped(new)).reshape(new.shape)
 
-        filled = self._each(choose, self.form.encode(self._whole(rows)))
+        filled = self._each(choose, self._encoded(self._whole(rows)))
         if self.recent is None:
             return filled
         recent = dataclasses.replace(self.recent, rows=self.recent.of_slots(rows))
         return dataclasses.replace(filled, recent=recent)
+
+    def _encoded(self, rows: Float[Array, "B H N D"]) -> Encoded:
+        return self.form.encode(rows, self.channels)
 
     def _each(self, change: Callable[..., Array], *others: Encoded) -> Quantized:
         return dataclasses.replace(self, encoded=jax.tree.map(change, self.encoded, *others))

@@ -61,8 +61,8 @@ class CodebookPayload(EncodedPayload):
       index: the entry of each slot; 16 bits where they suffice.
       magnitude: the norm of each slot; None where entries are read as they are.
       count: entries so far, without new vectors.
-      overflow: vectors that found no entry near enough and no room, since the row's last prompt,
-        at whose end it is encoded anew. A row's new vectors are counted once per KV head.
+      overflow: vectors that found no entry near enough and no room, since the row's first prompt
+        of which anything is left. They are counted once per KV head, and when they are gone too.
       waiting: tokens whose vectors are not encoded yet.
       book: how it is made (static).
     """
@@ -122,7 +122,8 @@ class CodebookPayload(EncodedPayload):
         # Any two slots may differ, also those of lists that get the same new tokens.
         book = dataclasses.replace(self.book, copies=1, vectors=None)
         alone, rows = dataclasses.replace(self, book=book), rows.astype(self.dtype)[None]
-        (new,) = make_books((alone,), rows, slot, jnp.ones_like(slot, bool))
+        none = jnp.full_like(slot, -1)
+        (new,) = make_books((alone,), rows, slot, jnp.ones_like(slot, bool), (none,))
         return dataclasses.replace(new, book=self.book)
 
     def flush(self, steps: int, moves: Moves | None = None) -> CodebookPayload:
@@ -141,10 +142,21 @@ class CodebookPayload(EncodedPayload):
     def encode(
         self, values: CodebookPayload, k: Array, v: Array, slots: Slots
     ) -> tuple[CodebookPayload, CodebookPayload]:
-        """New books of all that is live in `slots.rows`."""
+        """Books of all that is live in `slots.rows`.
+
+        What was encoded before the prompt keeps its entry and norm, and entries that nothing refers
+        to are given up.
+        """
         live = slots.live & slots.rows[:, None, None]
-        new = make_books((self, values), jnp.stack([k, v]), slots.position, live)
+        rows = jnp.stack([k, v])
+        kept = (x._unchanged(own, slots) for x, own in zip((self, values), rows, strict=True))
+        new = make_books((self, values), rows, slots.position, live, tuple(kept))
         return of_rows(slots.rows, new, (self, values))
+
+    def _entries_of(self, slots: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
+        """The entries of slots (-1: none); -1 where a vector is not encoded yet."""
+        entry = take_slots(self.index, jnp.maximum(slots, 0)).astype(jnp.int32)
+        return jnp.where((slots >= 0) & (entry < self.book.entries), entry, -1)
 
     def _write_new(
         self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]
@@ -261,71 +273,141 @@ def make_books(
     rows: Float[Array, "P B H S D"],
     position: Int[Array, "B H S"],
     live: Bool[Array, "B H S"],
+    kept: tuple[Int[Array, "B H S"], ...],
 ) -> tuple[CodebookPayload, ...]:
-    """P payloads with new books for their live rows: see `pallas_kernels.greedy_cover`.
+    """P payloads with books for their live rows: see `pallas_kernels.greedy_cover`.
 
-    Copies of a token's vector under several lists of a KV head are one vertex, which weighs as
-    many. Of equals, the lowest position comes first, then the lowest head. All covers are rows of
-    one, made one after the other, so that books must have one size. Where heads are divided among
-    devices, each gets the vectors of all of them, and makes the whole books.
+    What is kept has the entry that it had; those entries come first in the new book. What is near
+    enough to one of them refers to it too, and new entries cover the rest. Copies of a token's
+    vector under several lists of a KV head are one vertex, which weighs as many. Of equals, the
+    lowest position comes first, then the lowest head. All covers are rows of one, made one after
+    the other, so that books must have one size. Where heads are divided among devices, each gets
+    the vectors of all of them, and makes the whole books.
+
+    Args:
+      kept: the slot of a payload whose row each slot still has, -1 where it has another row.
     """
     book, own = payloads[0].book, rows.shape[2]
-    rows = all_heads(rows, book.heads, axis=2)
-    position, live = (all_heads(x, book.heads) for x in (position, live))
-    _, batch, lists, slots, _ = rows.shape
-    size = lists * slots
+    referred = jnp.stack([x._entries_of(slots) for x, slots in zip(payloads, kept, strict=True)])
+    copied, batch = len(payloads), rows.shape[1]
+
+    def joined(x: Array) -> Array:
+        """`[P, B, H, ...]` as rows of one batch, with the heads of all devices in one axis."""
+        x = all_heads(x, book.heads, axis=2)
+        return x.reshape(copied * batch, -1, *x.shape[4:])
+
+    shape = copied, *position.shape
+    lists = all_heads(position, book.heads).shape[1]
+    held = joined(referred)
+    new = joined(jnp.broadcast_to(live, shape)) & (held < 0)
+    size = new.shape[1]
     room = size if book.vectors is None else min(size, book.vectors)
-    head = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) // book.copies
-    position = jnp.where(live, position, jnp.iinfo(jnp.int32).max)
-    position, head, alive = (x.reshape(batch, size) for x in (position, head, live))
-    number = jax.lax.broadcasted_iota(jnp.int32, (batch, size), 1)
-    position, head, order, alive = jax.lax.sort(
-        (position, head, number, alive), dimension=1, num_keys=3
+    position = joined(jnp.broadcast_to(position, shape))
+    number = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1)
+    head = number // (size // lists) // book.copies
+    position = jnp.where(new, position, jnp.iinfo(jnp.int32).max)
+    position, head, order, new = jax.lax.sort(
+        (position, head, number, new), dimension=1, num_keys=3
     )
     first = (position != jnp.roll(position, 1, 1)) | (head != jnp.roll(head, 1, 1))
     first |= number == 0
     if book.copies == 1:
         first = jnp.ones_like(first)
     # A copy has the number of the vertex that comes before it.
-    vertex = (first & alive).cumsum(1, dtype=jnp.int32) - 1
+    vertex = (first & new).cumsum(1, dtype=jnp.int32) - 1
 
     def of_vertices(x: Array, chosen: Array) -> Array:
-        zeros = jnp.zeros((batch, room), x.dtype)
+        zeros = jnp.zeros((len(x), room), x.dtype)
         add = jax.vmap(lambda zeros, at, x: zeros.at[at].add(x, mode="drop"))
         return add(zeros, jnp.where(chosen, vertex, room), x)
 
-    def of_all(x: Array) -> Array:
-        return jnp.concatenate([x] * len(payloads))
-
-    source = of_all(of_vertices(order, first & alive))
-    weights = of_all(of_vertices(alive.astype(jnp.int32), alive))
-    theta = jnp.repeat(jnp.array([x.book.theta for x in payloads], jnp.float32), batch)
-    vectors = take_slots(rows.reshape(len(source), 1, size, -1), source[:, None])[:, 0]
-    cover = greedy_cover(vectors, weights > 0, weights, theta=theta, capacity=book.entries)
-    index = jnp.take_along_axis(cover.index, of_all(jnp.clip(vertex, 0, room - 1)), axis=1)
-    put = jax.vmap(lambda at, x: jnp.zeros_like(x).at[at].set(x))
-    index = put(of_all(order), jnp.where(of_all(alive), index, 0))
-    made = jnp.arange(book.entries, dtype=jnp.int32)[None] < cover.count[:, None]
+    source = of_vertices(order, first & new)
+    weights = of_vertices(new.astype(jnp.int32), new)
     stored, norms = directions(rows) if book.magnitude else (rows.astype(jnp.float32), None)
-    center = jnp.take_along_axis(source, jnp.minimum(cover.centers, room - 1), axis=1)[:, None]
-    entries = take_slots(stored.reshape(len(source), 1, size, -1), center)
-    entries = jnp.where(made[:, None, :, None], entries, 0)
-    new = payloads[0].entries.shape[2] - book.entries
-    entries = jnp.pad(entries, ((0, 0), (0, 0), (0, new), (0, 0)))
+    vectors, stored = (take_slots(joined(x)[:, None], source[:, None]) for x in (rows, stored))
+    theta = jnp.repeat(jnp.array([x.book.theta for x in payloads], jnp.float32), batch)
+    old = jnp.concatenate([x.entries[:, 0, : book.entries] for x in payloads])
+    entries, held, had = _without_others(old, held)
+    entries, index, count, overflow = _grown(entries, had, vectors[:, 0], stored, weights, theta)
+    index = jnp.take_along_axis(index, jnp.clip(vertex, 0, room - 1), axis=1)
+    put = jax.vmap(lambda at, x: jnp.zeros_like(x).at[at].set(x))
+    index = put(order, jnp.where(new, index, 0))
+    index = jnp.where(held >= 0, held, index)
+    entries = jnp.pad(entries, ((0, 0), (0, payloads[0].entries.shape[2] - book.entries), (0, 0)))
 
     def payload(n: int, old: CodebookPayload) -> CodebookPayload:
         part, magnitude = slice(n * batch, (n + 1) * batch), None
-        if book.magnitude:
-            magnitude = own_heads(jnp.where(live, norms[n], 0.0), own).astype(old.dtype)
-        references = own_heads(index[part].reshape(batch, lists, slots), own)
+        if old.magnitude is not None and norms is not None:
+            magnitude = jnp.where(live, norms[n], 0.0).astype(old.dtype)
+            stays = take_slots(old.magnitude, jnp.maximum(kept[n], 0))
+            magnitude = jnp.where(referred[n] >= 0, stays, magnitude)
+        references = own_heads(index[part].reshape(batch, lists, -1), own)
         return dataclasses.replace(
             old,
-            entries=entries[part].astype(old.dtype),
+            entries=entries[part, None].astype(old.dtype),
             index=references.astype(old.index.dtype),
             magnitude=magnitude,
-            count=cover.count[part],
-            overflow=cover.overflow[part],
+            count=count[part],
+            overflow=overflow[part] + jnp.where(had[part] > 0, old.overflow, 0),
             waiting=jnp.zeros_like(old.waiting),
         )
 
     return tuple(payload(n, old) for n, old in enumerate(payloads))
+
+
+def _without_others(
+    entries: Float[Array, "B E D"], held: Int[Array, "B N"]
+) -> tuple[Float[Array, "B E D"], Int[Array, "B N"], Int[Array, " B"]]:
+    """The entries that something refers to (-1: to none) in front, what then does, and how many."""
+
+    def one_row(entries: Array, held: Array) -> tuple[Array, Array, Array]:
+        size = len(entries)
+        used = jnp.zeros(size, bool).at[jnp.where(held < 0, size, held)].set(True, mode="drop")
+        place = jnp.cumsum(used, dtype=jnp.int32) - 1
+        moved = jnp.zeros_like(entries).at[jnp.where(used, place, size)].set(entries, mode="drop")
+        held = jnp.where(held < 0, -1, place[jnp.maximum(held, 0)])
+        return moved, held, used.sum(dtype=jnp.int32)
+
+    return jax.vmap(one_row)(entries, held)
+
+
+def _grown(
+    entries: Float[Array, "B E D"],
+    count: Int[Array, " B"],
+    vectors: Float[Array, "B N D"],
+    stored: Float[Array, "B 1 N D"],
+    weights: Int[Array, "B N"],
+    theta: Float[Array, " B"],
+) -> tuple[Float[Array, "B E D"], Int[Array, "B N"], Int[Array, " B"], Int[Array, " B"]]:
+    """`count` entries and new ones, each vector's entry, how many there are, and what found none.
+
+    Args:
+      stored: what vectors are as entries.
+      weights: of the vectors; 0: it is none.
+    """
+    members, capacity = weights > 0, entries.shape[1]
+    grows = (count > 0).any()
+
+    def nearest(entries: Array, count: Array) -> tuple[Array, Array]:
+        return nearest_entries(vectors, entries, count)
+
+    def none(entries: Array, count: Array) -> tuple[Array, Array]:
+        return jnp.zeros(weights.shape, jnp.int32), jnp.full(weights.shape, -jnp.inf)
+
+    # Where all books are new there is nothing to look among.
+    index, cosine = jax.lax.cond(grows, nearest, none, entries, count)
+    near = cosine > theta[:, None]
+    cover = greedy_cover(vectors, members & ~near, weights, theta=theta, capacity=capacity)
+    made = jnp.minimum(cover.count, capacity - count)
+    number = jax.lax.broadcasted_iota(jnp.int32, cover.centers.shape, 1)
+    place = jnp.where(number < made[:, None], count[:, None] + number, capacity)
+    center = take_slots(stored, jnp.minimum(cover.centers, stored.shape[2] - 1)[:, None])
+    entries = write_slots(entries[:, None], place[:, None], center)[:, 0]
+    index = jnp.where(near, index, count[:, None] + cover.index)
+    # An entry for which there is no room beside the old ones is none.
+    beyond = members & ~near & (cover.beyond | (cover.index >= made[:, None]))
+    total = count + made
+    again, _ = jax.lax.cond(grows, nearest, none, entries, total)
+    index = jnp.where(beyond & grows, again, index)
+    beyond &= (vectors != 0).any(-1)
+    return entries, index, total, beyond.sum(1, dtype=jnp.int32)

@@ -33,6 +33,7 @@ def stored_attention(
     chosen: str,
     end: Int[Array, "B H"] | None = None,
     turn: Turn | None = None,
+    shift: Float[Array, "B H G T"] | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
     """`decode_attention` of rows in any form, by the kernel.
 
@@ -42,6 +43,7 @@ def stored_attention(
       chosen: by `choose_implementation`: any but `"xla"`.
       end: slots from here on are not looked at. None: found from the bias and the positions.
       turn: how keys are rotated when they are read; None: not at all.
+      shift: what is added to a query's products with all keys; None: nothing.
     """
     kind = {"scale": scale, "window": window, "soft_cap": soft_cap}
     first = None
@@ -49,7 +51,7 @@ def stored_attention(
         first, last = _range(bias, query_position, key_position, window)
         end = last if end is None else jnp.minimum(end, last)
     args = (q, k, v, Slots(bias, key_position, end, first), query_position)
-    kind |= {"with_logits": probabilities, "dtype": dtype}
+    kind |= {"with_logits": probabilities, "dtype": dtype, "shift": shift}
     if chosen == "tpu":
         out, lse, logits = tpu_attention(*args, **kind)
     else:

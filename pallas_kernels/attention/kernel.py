@@ -64,6 +64,7 @@ class _Refs(NamedTuple):
 
     query_position: Array
     q: Array
+    shift: Array | None  # of each query: what products with keys lack
     end: Array
     first: Array | None
     index: Array | None
@@ -81,7 +82,7 @@ class _Refs(NamedTuple):
 # The axes of the grid that choose a program's part of an array. Of arrays that are not named, a
 # program gets what belongs to the head that its list reads. Places may have no axis of row tiles.
 _AXES = {
-    "query_position": (0,), "q": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2), "index": (0, 1),
+    "query_position": (0,), "q": (0, 1), "shift": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2), "index": (0, 1),
     "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
 }  # fmt: skip
 
@@ -146,6 +147,7 @@ def split_attention(
     interpret: bool,
     dtype: DTypeLike,
     turn: Turn | None = None,
+    shift: Float[Array, "B K G T"] | None = None,
 ) -> tuple[
     Float[Array, "B K G T D"] | None, Float[Array, "B K G T"], Float[Array, "B K G T N"] | None
 ]:
@@ -153,7 +155,7 @@ def split_attention(
 
     K is H or a multiple of it: list k reads head `k // (K / H)`. Without values there is no output.
     Logits are written only of tiles that are read. All others may be anything and must be masked by
-    the caller.
+    the caller. A query's `shift` is added to its products with all keys. None: nothing is.
     """
     batch, lists, group, tokens, channels = q.shape
     rows, places = group * tokens, slots.places
@@ -166,13 +168,14 @@ def split_attention(
     block = tile.block(max(x.reader.row_bytes for x in (k, v) if x is not None), places)
     splits = tile.splits(batch * lists * row_tiles, places, block)
     queries = q.astype(k.reader.dtype).reshape(batch, lists, rows, channels)
+    shift = None if shift is None else shift.astype(jnp.float32).reshape(batch, lists, rows)
     rotated = {"frequency": None, "turn_position": None}
     if turn is not None:
         rotated["frequency"] = fixed_point(turn.inv_freq)[:, None]
         if turn.position is not slots.position:
             rotated["turn_position"] = turn.position
     arrays = _Refs(
-        query_position, queries, slots.end, slots.first, slots.index, slots.bias, slots.position,
+        query_position, queries, shift, slots.end, slots.first, slots.index, slots.bias, slots.position,
         k.arrays, None if v is None else v.arrays, **rotated,
         out=None if v is None else jax.ShapeDtypeStruct(
             (batch, lists, splits, rows, channels), dtype if splits == 1 else jnp.float32
@@ -269,6 +272,9 @@ def _kernel(*leaves, plan: _Plan):
     # Rows that only fill the tile get the position -1, at which a query sees nothing.
     token = jax.lax.rem(row, jnp.full_like(row, sizes.tokens))
     own = route.load(refs.query_position.at[token], mask=is_row, other=NOWHERE)
+    shift = None
+    if refs.shift is not None:
+        shift = route.load(refs.shift.at[row], mask=is_row, other=np.float32(0))
     start, stop, first, end = _part(refs, plan)
     look = functools.partial(_look, refs, first, end, plan)
 
@@ -282,6 +288,7 @@ def _kernel(*leaves, plan: _Plan):
         k_row, v_row = (slot if x is None else x for x in (k_row, v_row))
         products = _products(refs, plan, paired, plain, k_row, live, turned)
         products = _times(products, keys.factor(refs.k, slot, k_row, live))
+        products = products if shift is None else products + shift[:, None]
         seen = mask_tile(products, mass, position, live, own, plan.mask)
         if refs.logits is not None:
             place = _places(i, plan)

@@ -54,6 +54,7 @@ def tpu_attention(
     soft_cap: float | None,
     with_logits: bool,
     dtype: DTypeLike,
+    shift: Float[Array, "B H G T"] | None = None,
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
     """`split_attention` over all slots, for TPUs.
 
@@ -81,6 +82,7 @@ def tpu_attention(
     first = jnp.zeros_like(slots.end) if slots.first is None else slots.first
     out, lse, logits = _parts(
         q.astype(keys.reader.dtype).reshape(batch, heads, group * tokens, channels),
+        None if shift is None else shift.astype(jnp.float32).reshape(batch, heads, -1, 1),
         keys, values, seen, first, jnp.minimum(slots.end, slots.places),
         scale=scale, soft_cap=soft_cap, parts=-(-tpu_cores() // (batch * heads)),
         with_logits=with_logits,
@@ -98,6 +100,7 @@ def tpu_attention(
 
 def _parts(
     q: Float[Array, "B H R D"],
+    shift: Float[Array, "B H R 1"] | None,
     k: TPURows,
     v: TPURows,
     seen: Float[Array, "B H M S"],
@@ -113,6 +116,7 @@ def _parts(
 
     Args:
       q: query rows of each head.
+      shift: what is added to their products with keys; None: nothing.
       seen: what is added to the logits of each row, or of all rows (M = 1); `-inf` where a slot is
         not seen.
       first, end: slots outside of `[first, end)` are not looked at.
@@ -138,7 +142,8 @@ def _parts(
         shapes.append((rows, slots))
         out_specs.append(spec(Stored(jax.ShapeDtypeStruct((0, 0, rows, slots), jnp.float32), 3)))
     out_shape = [jax.ShapeDtypeStruct((batch, heads, *x), jnp.float32) for x in shapes]
-    arrays = q, seen, *(
+    queries = {"q": q} if shift is None else {"q": q, "shift": shift}
+    arrays = queries, seen, *(
         {name: one.array for name, one in side.arrays.items()} for side in (k, v)
     )  # fmt: skip
     found = pl.pallas_call(
@@ -147,7 +152,10 @@ def _parts(
             num_scalar_prefetch=2,
             grid=(batch, heads, parts, rounds),
             in_specs=[
-                pl.BlockSpec((None, None, rows, channels), lambda b, h, *_: (b, h, 0, 0)),
+                {
+                    name: pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h, 0, 0))
+                    for name, x in queries.items()
+                },
                 spec(Stored(seen, 3)),
                 *({name: spec(one) for name, one in side.arrays.items()} for side in (k, v)),
             ],
@@ -211,7 +219,7 @@ def _block_at(p, i, first, end, *, plan: _Plan, blocks: int):
     return jnp.clip(i, begin, stop) * parts + p
 
 
-def _kernel(first, end, q, seen, k, v, out, lse, *refs, plan: _Plan):
+def _kernel(first, end, queries, seen, k, v, out, lse, *refs, plan: _Plan):
     """One round: a block of slots of one row and head."""
     *logits, top, total, acc = refs
     own = pl.program_id(0), pl.program_id(1)
@@ -231,7 +239,10 @@ def _kernel(first, end, q, seen, k, v, out, lse, *refs, plan: _Plan):
         # The last block may reach beyond the slots, where anything may stand.
         bias = jnp.where(place < end, seen[...], -jnp.inf)
         anyone = bias.max(0, keepdims=True) > -jnp.inf
-        found = plan.k.products(k, q[...], anyone) * plan.scale
+        found = plan.k.products(k, queries["q"][...], anyone)
+        if "shift" in queries:
+            found += queries["shift"][...]
+        found = found * plan.scale
         if plan.soft_cap is not None:
             found = plan.soft_cap * jnp.tanh(found / plan.soft_cap)
         found = jnp.where(bias > -jnp.inf, found + bias, -jnp.inf)

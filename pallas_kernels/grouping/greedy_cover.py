@@ -27,12 +27,14 @@ class Cover(NamedTuple):
       centers: the vector that became each entry; N from entry `count` on.
       count: entries.
       overflow: members that no entry is near enough to, because there was no room for more.
+      beyond: which members those are.
     """
 
     index: Int[Array, "B N"]
     centers: Int[Array, "B E"]
     count: Int[Array, " B"]
     overflow: Int[Array, " B"]
+    beyond: Bool[Array, "B N"]
 
 
 def greedy_cover(
@@ -128,7 +130,7 @@ def _cover(vectors, members, weights, theta: Array, capacity: int, chosen: str) 
             units[None], beyond[None], entries[None], count[None], chosen == "interpret"
         )
         index = jnp.where(beyond, nearest[0], index)
-    return Cover(index, centers, count, beyond.sum(dtype=jnp.int32))
+    return Cover(index, centers, count, beyond.sum(dtype=jnp.int32), beyond)
 
 
 def _put_nearest(

@@ -675,7 +675,7 @@ def test_a_row_is_flushed_when_it_has_no_room():
     place = np.arange(16, 20)  # the group that the last 3 of 20 tokens of row 1 have completed
     for head in range(KV_HEADS):
         keys = rotate(given.k[1, head, place].astype(np.float64), place, INV_FREQ)
-        expected = through_groups(keys, "channel", rotated=True)
+        expected = through_groups(keys, "channel", rotated=False)
         close(read[1, head, place], expected, "accumulated")
 
 

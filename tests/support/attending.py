@@ -224,12 +224,14 @@ def slots_of(cache, row: int, head: int, columns: bool = True) -> dict[str, np.n
     return {name: x[order] for name, x in found.items()}
 
 
-def stored(payload, rows: np.ndarray) -> np.ndarray:
+def stored(payload, row: int, head: int, rows: np.ndarray) -> np.ndarray:
     """New rows [T, D] as a decode step finds them in a payload, which may keep recent ones."""
     if not isinstance(payload, Quantized) or payload.recent is not None:
         return rows
-    encoded = payload.form.encode(jnp.asarray(rows, jnp.float32)[None, None])
-    return np.asarray(payload.form.decode(encoded))[0, 0]
+    own = slice(row, row + 1), slice(head, head + 1)
+    channels = jax.tree.map(lambda x: x[own], payload.channels)
+    encoded = payload.form.encode(jnp.asarray(rows, jnp.float32)[None, None], channels)
+    return np.asarray(payload.form.decode(encoded, channels))[0, 0]
 
 
 def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndarray:
@@ -239,12 +241,16 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
     decode step, which reads what it has stored; a prompt is read as it is.
     """
     q, k, v, positions = (np.asarray(x) for x in tokens.at(positions))
-    own_rows = stored if positions.shape[1] == 1 else lambda payload, rows: rows
+    is_step = positions.shape[1] == 1
     out = np.zeros(q.shape)
     for part in parts(transform, before):
         late, kv = part.transform.needs.reposition, part.cache.kv
         for row in range(len(q)):
             for own, head in enumerate(part.heads):
+
+                def own_rows(payload, rows, row=row, own=own):
+                    return stored(payload, row, own, rows) if is_step else rows
+
                 heads = slice(head * kv.group, (head + 1) * kv.group)
                 new = positions[row] >= 0
                 old = slots_of(part.cache, row, own, columns=False)

@@ -1,0 +1,218 @@
+"""What has been encoded once is read as it was, however many turns follow and whatever is evicted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Codebook, Quantize, chain
+from tests.references.rope import rope as rotate
+from tests.support import attending
+from tests.support.attending import Tokens, new_cache, one_layer, right
+
+FIRST, BUDGET = (40, 32, 24), 24  # tokens of the first prompts; slots that evictors leave
+
+
+def snapkv(budget=BUDGET):
+    return kvjax.SnapKV(budget, window=8, kernel=3)
+
+
+EVICTING = {
+    "snapkv": snapkv(),
+    "kvmerger": kvjax.KVMerger(BUDGET),
+    "pyramidkv": kvjax.PyramidKV(BUDGET, window=8),
+    "kvcrush": kvjax.KVCrush(snapkv(), representatives=4),
+    "streaming_llm": kvjax.StreamingLLM(BUDGET),
+    "reposition": kvjax.StreamingLLM(BUDGET, reposition=True),
+    "h2o": kvjax.H2O(BUDGET),
+    "chelsea": kvjax.Chelsea(BUDGET, chunk=8, sinks=2, recent=4, interval=3),
+    "every": kvjax.Every(snapkv(), steps=4),
+    "when_full": kvjax.WhenFull(snapkv(), room=8),
+    "per_layer": kvjax.PerLayer(lambda layer, num_layers: snapkv()),
+    "everywhere": kvjax.Everywhere(snapkv()),
+    "head_groups": kvjax.HeadGroups((((0,), snapkv()), ((1,), kvjax.StreamingLLM(BUDGET)))),
+}
+KEEPING = {
+    "full": kvjax.Full(),
+    "quest": kvjax.Quest(16, page=4, dense_layers=()),
+    "clusterkv": kvjax.ClusterKV(
+        16, tokens_per_cluster=4, sinks=2, interval=4, new_clusters=2, chunk=64, dense_layers=()
+    ),
+}
+FORMS = {
+    "8 bits": Quantize(8),
+    "8 bits, not rotated": Quantize(8, rotate=False),
+    "float8": Quantize("float8"),
+    "4 bits": Quantize(4, group=4),
+    "4 bits, token": Quantize(4, group=4, key_axis="token"),
+    "4 bits, token, not rotated": Quantize(4, group=4, key_axis="token", rotate=False),
+    "codebook": Codebook(0.9, 0.9, capacity=0.4, interval=4),
+}
+FREES_WHILE_DECODING = (
+    "streaming_llm", "reposition", "h2o", "chelsea", "every", "when_full", "head_groups",
+)  # fmt: skip
+
+
+read = jax.jit(lambda payload: payload.read())
+
+
+class Script(NamedTuple):
+    """How a conversation goes on: turns of `new` tokens, and decode steps after each."""
+
+    turns: int
+    new: int
+    steps: int
+    dtype: str = "float32"
+
+    @property
+    def tokens(self) -> int:
+        return FIRST[0] + self.turns * (self.new + self.steps)
+
+
+def alike(tokens: Tokens) -> Tokens:
+    """Keys and values around few directions, of which a book needs few entries."""
+    rng = np.random.default_rng(5)
+
+    def around(x):
+        middle = rng.normal(size=(6, x.shape[-1]))[rng.integers(6, size=x.shape[:-1])]
+        return (middle + 0.15 * x).astype(np.float32)
+
+    return tokens._replace(k=around(tokens.k), v=around(tokens.v))
+
+
+def rows_of(transform, cache) -> dict[str, dict[tuple[int, int, int], np.ndarray]]:
+    """What is read of every token that is alone in its slot, by row, head and position."""
+    found: dict[str, dict] = {"k": {}, "v": {}}
+    for part in attending.parts(transform, cache):
+        kv = part.cache.kv
+        alone = np.asarray(kv.live) & (np.asarray(kv.log_mass) == 0)
+        for name, payload in (("k", kv.k), ("v", kv.v)):
+            rows = np.asarray(read(payload), np.float64)
+            for row, own, slot in np.argwhere(alone):
+                position = int(kv.position[row, own, slot])
+                found[name][int(row), part.heads[own], position] = rows[row, own, slot]
+    return found
+
+
+def conversation(transform, tokens: Tokens, script: Script):
+    """The cache after the first prompts and after each turn; rows sit out in turn."""
+    dtype = jnp.dtype(script.dtype)
+    cache = new_cache(
+        transform, max_prompt=FIRST[0] + script.turns * script.new,
+        max_new=max(script.turns * script.steps, 1), dtype=dtype,
+    )  # fmt: skip
+    length = np.array(FIRST)
+    _, cache = attending.prompt(
+        transform, cache, tokens, right((0, 0, 0), FIRST, FIRST[0]), dtype=dtype
+    )
+    yield cache
+    steps = 0
+    for turn in range(script.turns):
+        counts = np.where(np.arange(3) == turn % 4, 0, script.new)  # of the fourth nobody
+        positions = right(length, counts, script.new)
+        _, cache = attending.prompt(transform, cache, tokens, positions, dtype=dtype)
+        length = length + counts
+        if kvjax.flush_interval(cache) is not None:
+            cache = attending.flush(cache, None)
+        for step in range(script.steps):
+            _, cache = attending.decode(transform, cache, tokens, length, dtype=dtype)
+            length, steps = length + 1, step + 1
+            cache = attending.flushed(cache, steps)
+        yield cache
+
+
+def errors(rows: dict, exact: np.ndarray, which) -> float:
+    """The relative error of these rows."""
+    off = sum(((rows[at] - exact[at]) ** 2).sum() for at in which)
+    return float(np.sqrt(off / sum((exact[at] ** 2).sum() for at in which)))
+
+
+def check(transform, script: Script, tokens: Tokens) -> None:
+    """The first prompt's tokens are read after the last turn as they were after the first one."""
+    late = transform.needs.unrotated_keys
+    place = np.arange(tokens.k.shape[2])
+    keys = tokens.k.astype(np.float64)
+    exact = {
+        "k": keys if late else rotate(keys, place, attending.INV_FREQ),
+        "v": tokens.v.astype(np.float64),
+    }
+    first = last = None
+    for cache in conversation(transform, tokens, script):
+        last = rows_of(transform, cache)
+        first = first or last
+    for name in ("k", "v"):
+        still = [at for at in first[name] if at in last[name] and at[2] < FIRST[at[0]]]
+        assert still, "nothing of the first prompt is left"
+        before, after = (errors(rows[name], exact[name], still) for rows in (first, last))
+        assert 0 < before and after <= 1.01 * before, (name, before, after, len(still))
+
+
+def of_form(form: str, script: Script) -> Tokens:
+    tokens = Tokens.random(length=script.tokens, seed=3)
+    return alike(tokens) if form == "codebook" else tokens
+
+
+MANY = [(name, form) for name in EVICTING for form in FORMS]
+
+
+@pytest.mark.parametrize(("name", "form"), MANY)
+@pytest.mark.fast_cases("snapkv-4 bits", "snapkv-codebook")
+def test_behind_what_frees_slots(name, form):
+    """Or else it is refused, with what to take."""
+    if form == "4 bits" and name in FREES_WHILE_DECODING:
+        with pytest.raises(ValueError, match="take key_axis='token'"):
+            one_layer(chain(EVICTING[name], FORMS[form]))
+        return
+    if form == "codebook" and name == "chelsea":
+        with pytest.raises(ValueError, match="merge at the prompt's end only"):
+            chain(EVICTING[name], FORMS[form])
+        return
+    script = Script(turns=12, new=2, steps=1)
+    check(one_layer(chain(EVICTING[name], FORMS[form])), script, of_form(form, script))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.fast_cases("full-8 bits")
+def test_where_slots_stay(name, form):
+    """Turns of one token."""
+    if form == "codebook" and name != "full":
+        with pytest.raises(ValueError, match="unrotated"):
+            chain(FORMS[form], KEEPING[name])
+        return
+    script = Script(turns=40, new=1, steps=0)
+    check(one_layer(chain(FORMS[form], KEEPING[name])), script, of_form(form, script))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
+def test_in_16_bits(form, dtype):
+    script = Script(turns=40, new=1, steps=1, dtype=dtype)
+    for base in (kvjax.Full(), EVICTING["snapkv"]):
+        check(one_layer(chain(base, FORMS[form])), script, of_form(form, script))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
+def test_a_hundred_turns(form):
+    script = Script(turns=100, new=2, steps=0)
+    check(one_layer(chain(snapkv(32), FORMS[form])), script, of_form(form, script))
+
+
+def test_keys_in_groups_of_slots_are_the_default_where_slots_stay():
+    assert Quantize(4).groups_slots and chain(Quantize(4), KEEPING["quest"]).parts[0].groups_slots
+    for name in ("snapkv", "kvmerger", "everywhere"):
+        for form in (Quantize(4), Quantize(4, residual=32)):
+            stored = chain(EVICTING[name], form).parts[-1]
+            assert stored == Quantize(4, key_axis="token"), name
+        with pytest.raises(ValueError, match="take key_axis='token'.* or 8 bits"):
+            chain(EVICTING[name], Quantize(4, key_axis="channel"))
+    for name in ("per_layer", "pyramidkv"):
+        stored = one_layer(chain(EVICTING[name], Quantize(4))).parts[-1]
+        assert stored == Quantize(4, key_axis="token"), name
