@@ -156,11 +156,11 @@ class Needs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logits:
-    """How attention makes its logits, and what stands among them, as given to `attend`.
+    """Options of attention, as given to `attend`.
 
     Args:
-      scale, window, soft_cap: of the logits (static).
-      sinks: one more logit of each query head, float32; None: no.
+      scale, window, soft_cap: how logits are made (static).
+      sinks: one more logit of each query head, in float32; None: there are none.
     """
 
     scale: float = field(metadata={"static": True})
@@ -170,11 +170,11 @@ class Logits:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How logits are made, as the operations of `pallas_kernels` take it."""
+        """Static options by name, as the operations of `pallas_kernels` take them."""
         return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
 
     def of_heads(self, index: Int[Array, " N"]) -> Logits:
-        """The same of some of the query heads."""
+        """Takes the sinks of some of the query heads."""
         sinks = None if self.sinks is None else self.sinks[index]
         return dataclasses.replace(self, sinks=sinks)
 

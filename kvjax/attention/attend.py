@@ -79,9 +79,9 @@ def attend(
       window: sliding window: a query sees the newest `window` positions. None: all. It hides what
         lies outside; a `kvjax.Ring` does not hold it either.
       soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
-      sinks: a learned logit of each query head, one more column of the softmax without a key or a
-        value, as in gpt-oss. It is neither scaled nor capped, and in every window. Probabilities
-        that methods see have it in their sum. Computed in float32. None: no.
+      sinks: a learned logit of each query head, as in gpt-oss: one more column of the softmax,
+        without a key or a value. It is neither scaled nor capped, and every window includes it.
+        Probabilities that methods see are those of this softmax. None: no.
       predicted_query: the layer's query weights times the input of the previous layer's attention,
         rotated or not as `q` is, for transforms that choose slots before the layer's own query is
         there (`transform.needs.predicted_query`). None: they use `q`. Ignored in a prompt.
@@ -122,7 +122,7 @@ def attend(
     call = _Call(phase == "prompt", last, rope, logits, implementation)
     _check_options(phase, call, q, predicted_query)
     positions = positions.astype(jnp.int32)
-    # A copy of the sinks: a cache may keep it, and caches are donated.
+    # A cache may keep the sinks and is donated: it must not get the model's own array.
     logits = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) + 0, logits)
     given = cache, q, k, v, predicted_query, rope, logits
     cache, q, k, v, predicted_query, rope, logits = _without_gradient(given)

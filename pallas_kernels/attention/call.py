@@ -99,7 +99,7 @@ def join_attention(
 def beside_sinks(
     sinks: Float[Array, " Q"] | None, lse: Float[Array, "B K G T"], *sums: Array | None
 ) -> tuple[Array | None, ...]:
-    """What attention over slots becomes beside a learned sink of each query head.
+    """Adds a learned sink of each query head to attention over slots.
 
     A sink is one more column of the softmax, to which no value belongs. With logits x and
     `lse = log Σ exp(x)` a slot's weight is `exp(x[s]) / (exp(sink) + Σ exp(x))`, which is
@@ -125,7 +125,7 @@ def beside_sinks(
     if sinks is None:
         return lse, *sums
     sinks = sinks.astype(jnp.float32).reshape(1, *lse.shape[1:3], 1)
-    # 0 for a query that sees nothing, whatever its sink is.
+    # A query that sees nothing gives 0, whatever its sink is.
     share = jnp.where(lse > -jnp.inf, jax.nn.sigmoid(lse - sinks), 0.0)[..., None]
     sums = (None if x is None else (share * x.astype(jnp.float32)).astype(x.dtype) for x in sums)
     return jnp.logaddexp(lse, sinks), *sums

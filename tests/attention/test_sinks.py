@@ -36,8 +36,7 @@ LENGTHS, STEPS = np.sum(COUNTS, axis=0), 4
 
 # Budgets that cover everything where attention is to a selection.
 PATHS = {name: (COVERING if name in SELECTING else CASES)[name] for name in CASES}
-# Dense, HeadGroups, a list, 8 bits, 4 bits and recent rows, a list from there and from host memory,
-# a codebook, unfolded.
+# Dense rows, head groups, 8 bits, a selection, 4 bits and recent rows; others run with slow tests.
 FAST = ("full", "head_groups", "quantize", "quest", "snapkv_quantize_channel")
 
 
@@ -69,7 +68,7 @@ def read_and_write(transform, dtype: str, **options):
 @pytest.mark.parametrize("name", PATHS)
 @pytest.mark.fast_cases(*(f"{name}-xla" for name in FAST), "full-interpret", "quantize-interpret")
 def test_outputs(name, implementation):
-    """Of chunks, ragged rows and steps; padding and a row without tokens give 0."""
+    """Chunks, ragged rows and steps; padding and a row without tokens give 0."""
     options = {"implementation": implementation, "sinks": sinks()}
     for before, positions, out in read_and_write(PATHS[name], "float32", **options):
         expected = attended(PATHS[name], before, tokens(), positions, sinks=SINKS)
@@ -100,7 +99,7 @@ def test_windows_and_soft_caps(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("sink", [-np.inf, -40.0, 5.0, 15.0])
 def test_a_sink_takes_no_digits(sink, dtype):
-    """Relative to what it leaves, however little; -inf is no sink."""
+    """A large sink costs no digits of what it leaves, and -inf is no sink."""
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=8), rng.normal(size=(64, 8)), 100 * rng.random((64, 8))
     q, k, v = (jnp.asarray(x, dtype).reshape(1, 1, -1, 8) for x in (q, k, v))

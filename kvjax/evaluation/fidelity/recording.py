@@ -46,7 +46,7 @@ class Record:
 
     @property
     def options(self) -> dict:
-        """How logits are made, as the operations of `pallas_kernels` take it."""
+        """Static options by name, as the operations of `pallas_kernels` take them."""
         return {**self.logits.options, "implementation": self.implementation}
 
 
