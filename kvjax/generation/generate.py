@@ -126,7 +126,9 @@ def generate(
     longest prompt and `max_new_tokens` together, in all rows and from the first token on; with a
     `context`, what suits that.
 
-    Prompts are padded to one of a few lengths. Of a model that shows its parts
+    Prompts are padded to one of a few lengths. Where a batch has prompts of very unequal length,
+    those of similar length are read together, and all rows then share one cache, which has room
+    for the longest. Of a model that shows its parts
     (`kvjax.LayeredModel`), they are read layer by layer, so that no more than one layer holds its
     part of the whole prompt; layers that are alike share compiled code. All decoding runs in one
     compiled loop with donated caches. A second call with prompts of the same bucket compiles

@@ -119,40 +119,39 @@ def read_prompt(
       on_layer: is called with the number of each layer that has read the prompt, in order; for a
         model that does not show its parts, after the whole prompt.
     """
+    sizes: list[CacheSize | None] = [None] * len(groups)
+    given: Any = [caches] * len(groups)
+    if isinstance(caches, CacheSize):
+        sizes = [caches._replace(batch=len(group.tokens)) for group in groups]
+        for size in sizes:
+            compiler.compile("the caches", ("states", size), states_of_layers, layers, size)
+        given = [states_of_layers(layers, size) for size in sizes]
     read = _read_whole_model if model.parts is None else _read_by_layer
-    logits, written = read(model, layers, groups, caches, compiler, on_layer)
+    logits, written = read(model, layers, groups, sizes, given, compiler, on_layer)
     if groups[0].rows is None:
         return logits[0], written
-    batch = caches.batch if isinstance(caches, CacheSize) else layer_caches(written)[0].kv.shape[0]
+    batch = layer_caches(written)[0].kv.shape[0]
     rows = np.concatenate([group.rows for group in groups])
     empty = jnp.zeros((batch, *logits[0].shape[1:]), logits[0].dtype)
     return empty.at[rows].set(jnp.concatenate(logits)), written
-
-
-def _new_states(
-    layers: tuple[KVTransform, ...], groups: Sequence[Group], size: CacheSize, compiler: Compiler
-) -> tuple[list[CacheSize], list[tuple]]:
-    """What the new caches of each group are made for, and their states."""
-    sizes = [size._replace(batch=len(group.tokens)) for group in groups]
-    for own in sizes:
-        compiler.compile("the caches", ("states", own), states_of_layers, layers, own)
-    return sizes, [states_of_layers(layers, own) for own in sizes]
 
 
 def _read_by_layer(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
-    caches: tuple[Cache, ...] | CacheSize,
+    sizes: Sequence[CacheSize | None],
+    given: Sequence[tuple],
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
-    """The logits of each group, and the caches of all rows."""
+    """The logits of each group, and the caches of all rows.
+
+    Args:
+      sizes: what the new caches of each group are made for; None: there are caches.
+      given: of each group, by layer, the states of its new caches, or the caches of all rows.
+    """
     parts, mesh = model.parts, mesh_of(model.params)
-    sizes: list = [None] * len(groups)
-    states: list = []
-    if isinstance(caches, CacheSize):
-        sizes, states = _new_states(layers, groups, caches, compiler)
     passing, written = [], []
     for group in groups:
         start = parts.embed, mesh, model.params, group.tokens, group.positions
@@ -161,17 +160,16 @@ def _read_by_layer(
     for layer, own in enumerate(parts.split(model.params)):
         block, transform = parts.blocks[layer], layers[layer]
         what = f"the prompt pass of layer {layer + 1} of {len(layers)}"
-        cache, new = None if states else caches[layer], []
-        for number, group in enumerate(groups):
-            given = states[number][layer] if states else cache
-            one = block, transform, sizes[number], own, *passing[number], given
-            one = (*one, None if states else group.rows)
-            kind = block, transform, passing[number][0].shape
-            compiler.compile(what, kind, _read_layer, *one)
+        caches, whole = [], given[0][layer]
+        for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+            x, positions = passing[number]
+            cache = (whole, group.rows) if size is None else (given[number][layer], None)
+            one = block, transform, size, own, x, positions, *cache
+            compiler.compile(what, (block, transform, x.shape), _read_layer, *one)
             # Waiting bounds the memory: a layer that is queued has its arrays already.
-            *passing[number], cache = jax.block_until_ready(_read_layer(*one))
-            new.append(cache)
-        written.append(_together(groups, new, compiler) if states else cache)
+            *passing[number], whole = jax.block_until_ready(_read_layer(*one))
+            caches.append(whole)
+        written.append(whole if sizes[0] is None else _together(groups, caches, compiler))
         if on_layer is not None:
             on_layer(layer)
     logits = []
@@ -186,30 +184,26 @@ def _read_whole_model(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
-    caches: tuple[Cache, ...] | CacheSize,
+    sizes: Sequence[CacheSize | None],
+    given: Sequence[tuple],
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """The same of a model that does not show its parts."""
-    sizes: list = [None] * len(groups)
-    states: list = []
-    if isinstance(caches, CacheSize):
-        sizes, states = _new_states(layers, groups, caches, compiler)
-    logits, new = [], []
-    for number, group in enumerate(groups):
-        given = states[number] if states else caches
-        whole = layers, sizes[number], model, group.tokens, group.positions, given
-        whole = (*whole, None if states else group.rows)
-        compiler.compile("the prompt pass", ("prompt", group.tokens.shape), _read_whole, *whole)
-        read, caches = jax.block_until_ready(_read_whole(*whole))
+    logits, caches, whole = [], [], given[0]
+    for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        cache = (whole, group.rows) if size is None else (given[number], None)
+        one = layers, size, model, group.tokens, group.positions, *cache
+        compiler.compile("the prompt pass", ("prompt", group.tokens.shape), _read_whole, *one)
+        read, whole = jax.block_until_ready(_read_whole(*one))
         logits.append(read)
-        new.append(caches)
-    if states:
-        by_layer = zip(*new, strict=True)
-        caches = tuple(_together(groups, list(own), compiler) for own in by_layer)
+        caches.append(whole)
+    if sizes[0] is not None:
+        by_layer = map(list, zip(*caches, strict=True))
+        whole = tuple(_together(groups, own, compiler) for own in by_layer)
     for layer in range(len(layers) if on_layer is not None else 0):
         on_layer(layer)
-    return logits, caches
+    return logits, whole
 
 
 def _together(groups: Sequence[Group], caches: list[Cache], compiler: Compiler) -> Cache:

@@ -1,0 +1,245 @@
+"""Rows of similar length are read together: the same results from fewer padded tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.generation import groups, reading, writing
+from kvjax.generation.groups import row_groups
+from kvjax.generation.model import as_functional
+from tests.generation.test_context import LAYERED, STORED, TRANSFORMS
+from tests.generation.test_generate import RNG, VOCAB, generate, method, model
+
+BUCKETS = (4, 8, 16, 64)
+PROMPTS = [RNG.integers(VOCAB, size=size).tolist() for size in (5, 60, 3, 13, 41, 7)]
+GROUPS = [[1, 4], [3], [0, 5], [2]]  # 64, 16, 8 and 4 tokens wide
+QUESTIONS = [[1, 2], None, list(range(40)), [3, 4, 5], None, [6]]
+ASKED = [[2], [0, 3], [5]]
+
+
+@pytest.fixture(autouse=True)
+def worth_it(monkeypatch):
+    """Short prompts are worth a shape more."""
+    monkeypatch.setattr(groups, "_WORTH", 0)
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Reads all rows together, as one batch that is padded to its longest row."""
+
+    def run(function, *args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(groups, "row_groups", lambda widths: [None])
+            return function(*args, **options)
+
+    return run
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """The shape of what each call of a layer is given: rows and tokens."""
+    found, read_layer = [], reading._read_layer
+
+    class Watched:
+        lower = read_layer.lower
+
+        def __call__(self, *args):
+            found.append(args[4].shape[:2])
+            return read_layer(*args)
+
+    monkeypatch.setattr(reading, "_read_layer", Watched())
+    return found
+
+
+@given(st.lists(st.sampled_from([0, 64, 80, 128, 320, 2048, 8192]), min_size=1, max_size=20))
+def test_groups_are_few_and_little_of_them_is_padding(widths):
+    if not any(widths):
+        return
+    found = row_groups(widths)
+    whole = len(widths) * max(widths)
+    if found == [None]:
+        return
+    active = [row for row, width in enumerate(widths) if width]
+    assert sorted(row for rows in found for row in rows) == active
+    for rows in found:
+        longest = max(widths[row] for row in rows)
+        assert all(longest < 2 * widths[row] for row in rows)
+        assert len(rows) & (len(rows) - 1) == 0, "1, 2, 4, ... rows"
+    assert 2 * sum(len(rows) * max(widths[row] for row in rows) for rows in found) <= whole
+
+
+def test_rows_are_apart_where_it_is_worth_a_shape_more(monkeypatch):
+    assert row_groups([64, 2048, 64, 64]) == [[1], [0, 2], [3]]
+    monkeypatch.setattr(groups, "_WORTH", 512)
+    assert row_groups([64, 2048, 64, 64]) == [[1], [0, 2], [3]]
+    assert row_groups([64, 256, 64, 64]) == [None]
+    assert row_groups([4096]) == [None]
+    assert row_groups([0, 0, 0, 2048]) == [[3]]
+
+
+def same_answers(one: kvjax.Generation, other: kvjax.Generation) -> None:
+    """The same tokens, and caches that hold the same tokens of every row, head and layer."""
+    assert one.tokens == other.tokens
+    assert (one.cache_bytes, one.dropped) == (other.cache_bytes, other.dropped)
+    first, second = one.context, other.context
+    if first is None:
+        return
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for name in ("length", "prompt_tokens", "new_tokens", "waiting"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    for caches in zip(first.caches, second.caches, strict=True):
+        for x, y in zip(*map(kvjax.attention.layer.layer_caches, caches), strict=True):
+            held = [np.sort(np.asarray(part.kv.position), axis=-1) for part in (x, y)]
+            np.testing.assert_array_equal(*held)
+
+
+def conversation(transform: kvjax.KVTransform, **options) -> list[kvjax.Generation]:
+    """A batch of prompts, a turn of some rows, and one of all."""
+    context = kvjax.read(
+        model(), PROMPTS, transform=transform, max_prompt=128, max_new=64, buckets=BUCKETS,
+        **options,
+    )  # fmt: skip
+    found = []
+    for asked in (None, QUESTIONS, [[7]] * len(PROMPTS)):
+        result = generate(
+            asked, context=context, max_new_tokens=5, end_tokens=(), buckets=(*BUCKETS, 128)
+        )
+        context = result.context
+        found.append(result)
+    return found
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.fast_cases("h2o", "every")
+def test_results_are_those_of_one_padded_batch(name, together):
+    transform = method(STORED.get(name, name))
+    pairs = zip(conversation(transform), together(conversation, transform), strict=True)
+    for one, other in pairs:
+        same_answers(one, other)
+
+
+@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.fast_cases("head_groups")
+def test_so_are_those_of_compositions(name, together):
+    options = {"transform": LAYERED[name], "buckets": BUCKETS, "max_new_tokens": 5}
+    one = generate(PROMPTS, **options)
+    assert one.tokens == together(generate, PROMPTS, **options).tokens
+
+
+def test_draws_are_those_of_the_row(together):
+    how = {"sampling": kvjax.Sampling(temperature=1.0), "seed": 5, "buckets": BUCKETS}
+    one = generate(PROMPTS, **how)
+    assert one.tokens == together(generate, PROMPTS, **how).tokens
+    assert len({tuple(row) for row in one.tokens}) == len(PROMPTS)
+
+
+def test_no_more_tokens_are_read_than_groups_have(shapes):
+    layers = model().num_layers
+    context = kvjax.read(model(), PROMPTS, max_prompt=128, buckets=BUCKETS)
+    assert shapes == [(2, 64), (1, 16), (2, 8), (1, 4)] * layers
+    shapes.clear()
+    generate(QUESTIONS, context=context, buckets=BUCKETS, max_new_tokens=1)
+    assert shapes == [(1, 64), (2, 4), (1, 4)] * layers
+
+
+def test_rows_without_a_turn_stay_bit_for_bit():
+    context = kvjax.read(
+        model(), PROMPTS, transform=kvjax.SnapKV(24, window=8), max_prompt=128, buckets=BUCKETS
+    )
+    before = context.copy()
+    after = writing.further(
+        as_functional(model()), context, QUESTIONS, BUCKETS, reading.Compiler(), None
+    )
+    idle = [row for row, asked in enumerate(QUESTIONS) if asked is None]
+    for old, new in zip(before.caches, after.caches, strict=True):
+        for x, y in zip(jax.tree.leaves(old.kv), jax.tree.leaves(new.kv), strict=True):
+            np.testing.assert_array_equal(x[idle, ...], y[idle, ...])
+    np.testing.assert_array_equal(before.logits[np.array(idle)], after.logits[np.array(idle)])
+
+
+def test_other_prompts_of_the_same_widths_compile_nothing():
+    """Whatever the order of the rows, and for another number of rows of one width."""
+    generate(PROMPTS, buckets=BUCKETS, transform=kvjax.H2O(8))
+    before = reading._read_layer._cache_size()
+    generate([*PROMPTS[::-1], [1, 2]], buckets=BUCKETS, transform=kvjax.H2O(8))
+    assert reading._read_layer._cache_size() == before + 1, "two rows of 4 tokens are new"
+    generate(PROMPTS[2:] + PROMPTS[:2], buckets=BUCKETS, transform=kvjax.H2O(8))
+    assert reading._read_layer._cache_size() == before + 1
+
+
+def test_layers_are_told_once_and_in_order():
+    seen = []
+    generate(PROMPTS, buckets=BUCKETS, on_layer=seen.append)
+    assert seen == list(range(model().num_layers))
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_model_that_does_not_show_its_parts(turns, together):
+    whole = dataclasses.replace(as_functional(model()), parts=None)
+    seen = []
+
+    def run() -> list:
+        context = kvjax.read(
+            whole, PROMPTS, transform=kvjax.H2O(16), max_prompt=128, buckets=BUCKETS,
+            on_layer=seen.append,
+        )  # fmt: skip
+        asked = QUESTIONS if turns else None
+        return kvjax.generate(
+            whole, asked, context=context, max_new_tokens=5, end_tokens=(), buckets=BUCKETS
+        )
+
+    same_answers(run(), together(run))
+    assert seen == list(range(whole.num_layers)) * 2
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "spindlekv"])
+@pytest.mark.fast_cases("snapkv")
+def test_a_prompt_that_is_read_once_is_read_in_groups(name, shapes, together):
+    """What methods need of the attention is seen group by group."""
+    transform = method(name)
+
+    def run() -> kvjax.Generation:
+        once = kvjax.ReadOnce(model(), PROMPTS, [transform], max_new=64, buckets=BUCKETS)
+        return generate(None, context=once.context(transform), max_new_tokens=5, end_tokens=())
+
+    one = run()
+    assert (2, 8) in shapes
+    same_answers(one, together(run))
+
+
+def test_what_is_in_host_memory_stays_together(shapes):
+    if "offload" not in STORED:
+        pytest.skip("no host memory on this platform")
+    generate(PROMPTS, method(STORED["offload"]), buckets=BUCKETS, max_new_tokens=1)
+    assert shapes == [(6, 64)] * model().num_layers
+
+
+def test_a_group_takes_the_memory_of_its_own_rows(together, monkeypatch):
+    """XLA's own word on the greatest layer's program: temporary memory."""
+    found, read_layer = [], reading._read_layer
+
+    class Watched:
+        def lower(self, *args):
+            lowered = read_layer.lower(*args)
+            found.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+            return lowered
+
+        def __call__(self, *args):
+            return read_layer(*args)
+
+    monkeypatch.setattr(reading, "_read_layer", Watched())
+    prompts = [PROMPTS[1], *([[1, 2]] * 7)]
+    generate(prompts, buckets=BUCKETS, max_new_tokens=1)
+    apart = max(found)
+    found.clear()
+    together(generate, prompts, buckets=BUCKETS, max_new_tokens=1)
+    assert apart < 0.5 * max(found)
