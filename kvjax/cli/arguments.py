@@ -32,7 +32,10 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises its errors as ValueError, like every other error of the user's."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises it."""
+        """Raises it; a choice that is not known gets a hint."""
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong is not None:
+            message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 

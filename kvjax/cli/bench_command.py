@@ -89,7 +89,8 @@ def add_options(own: argparse.ArgumentParser) -> None:
     add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
         help="in which every method runs once; the fastest counts (default: "
         f"{speed.ROUNDS})")  # fmt: skip
-    options.add_dtype(own, None, "float32 on a CPU, else bfloat16")
+    add("--dtype", choices=("bfloat16", "float16", "float32"),
+        help="of weights, keys and values (default: float32 on a CPU, else bfloat16)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:

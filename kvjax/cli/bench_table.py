@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
+from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.messages import printable
 
 
@@ -36,8 +34,8 @@ def print_report(console: Console, record: Mapping[str, Any]) -> None:
     )
     rows = record["results"]
     hosted = any(row["host_bytes"] for row in rows)
-    console.print(_table(rows, [_times(row) for row in rows]))
-    console.print(_table(rows, [_bytes(row, hosted) for row in rows]))
+    _print_table(console, rows, [_times(row) for row in rows])
+    _print_table(console, rows, [_bytes(row, hosted) for row in rows])
     console.print(
         f"Times are those of the fastest of {record['rounds']} rounds, of which the slowest took "
         f"up to {_spread(rows):.1f} times as long; of full: divided by the full cache's. A step "
@@ -49,19 +47,23 @@ def print_report(console: Console, record: Mapping[str, Any]) -> None:
     )  # fmt: skip
 
 
-def _table(rows: Sequence[Mapping[str, Any]], cells: Sequence[Sequence[tuple[str, str]]]) -> Table:
+def _print_table(
+    console: Console,
+    rows: Sequence[Mapping[str, Any]],
+    cells: Sequence[Sequence[tuple[str, str]]],
+) -> None:
     """A line per batch and method, with cells of a heading and a value."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", style="bold", overflow="fold")
-    table.add_column("batch", justify="right", no_wrap=True)
-    for heading, _ in cells[0]:
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = [name_column(style="bold"), number_column("batch")]
+    columns += [number_column(heading) for heading, _ in cells[0]]
     following = [*(row["batch"] for row in rows[1:]), None]
-    for row, own, batch in zip(rows, cells, following, strict=True):
-        name = Text(printable(row["method"]))
-        values = [value for _, value in own]
-        table.add_row(name, str(row["batch"]), *values, end_section=row["batch"] != batch)
-    return table
+    lines = [
+        Row(
+            [printable(row["method"]), str(row["batch"]), *(value for _, value in own)],
+            ends=row["batch"] != batch,
+        )
+        for row, own, batch in zip(rows, cells, following, strict=True)
+    ]
+    print_table(console, columns, lines, names=2, pad_edge=False)
 
 
 def _times(row: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.padding import Padding
@@ -16,6 +15,7 @@ from rich.text import Text
 
 import kvjax
 from kvjax.cli.opened import BUNDLED, OpenedModel, calibrated, sampling
+from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.terminal import Display, figures, host_bytes, print_dropped, seconds, share
 from kvjax.evaluation import is_right
 from kvjax.evaluation.cells.grid import Candidate
@@ -73,24 +73,25 @@ def _print_answers(document: Document, max_new: int, records: Mapping[str, dict]
     answers.add_column(no_wrap=True)
     answers.add_column(overflow="fold")
     answers.add_row("expected", "", document.answer, style="dim")
-    costs = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    costs.add_column("method", style="bold", overflow="fold")
-    for heading in ("budget", "cache", "of full", "first token", "per token"):
-        costs.add_column(heading, justify="right", no_wrap=True)
+    headings = "budget", "cache", "of full", "first token", "per token"
+    costs, notes = [], []
     for name, record in records.items():
         verdict = Text("right", "green") if record["correct"] else Text("wrong", "red")
         answers.add_row(Text(name), verdict, Text(" ".join(record["text"].split())))
         budget = "-" if record["budget"] is None else str(record["budget"])
         times = seconds(record["ttft_s"]), seconds(record["tpot_s"])
-        costs.add_row(Text(name), budget, decimal(record["cache_bytes"]), share(record), *times)
+        costs.append(Row([name, budget, decimal(record["cache_bytes"]), share(record), *times]))
         if host_bytes(record):
-            costs.caption = f"{decimal(host_bytes(record))} of {name} are in host memory."
+            notes.append(f"{decimal(host_bytes(record))} of {name} are in host memory.")
     tokens = records["full"]["prompt_tokens"]
     console = Console(highlight=False)
     console.print(f"The bundled model read a document and a question, {tokens:,} tokens:\n")
     console.print(f"{document.question.strip()} ...\n", style="bold", markup=False)
     console.print(Padding(answers, (0, 0, 0, 1)))  # in line with the other table
-    console.print(costs)
+    columns = [name_column(style="bold"), *map(number_column, headings)]
+    print_table(console, columns, costs, pad_edge=False)
+    for note in notes:
+        console.print(note, style="dim", markup=False)
     console.print(
         f"Bytes are those of the whole cache, with room for {max_new:,} new tokens.\n"
         "Other methods: kvjax methods\n"

@@ -7,16 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from kvjax.budgets.budgets import check_number
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
+from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation.cells import grid
@@ -53,9 +52,9 @@ def add_options(own: argparse.ArgumentParser) -> None:
     own.add_argument("--ask", metavar="TEXT",
         help="a question about the text (default: the last "
         f"{QUESTION_TOKENS} tokens of the text stand for one)")  # fmt: skip
-    own.add_argument("--question", metavar="WHERE", type=options.choice("inside", "after"),
-        default="inside", help="whether the question is compressed with the text, or asked after "
-        "it: inside or after (default: inside)")  # fmt: skip
+    own.add_argument("--question", choices=("inside", "after"), default="inside",
+        help="whether the question is compressed with the text, or asked afterwards (default: "
+        "inside)")  # fmt: skip
     options.add_template(own, "the text")
     options.add_methods(own, grid.METHODS, full=False)
     options.add_budgets(own, diagnosis.BUDGETS)
@@ -128,15 +127,13 @@ def _draw(found: Diagnosis, out: Path, error: float) -> list[str]:
 def _show(console: Console, found: Diagnosis, error: float) -> None:
     """The table and the recommendation."""
     best = found.smallest(error)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column("method", overflow="fold")
-    for heading in ("budget", "error", "worst\nlayer", "recall", "cache", "of full"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in found.findings:
-        style = "bold green" if one is best else "green" if one.error <= error else ""
-        table.add_row(*_cells(one), style=style)
-    console.print(table)
-    console.print()
+    headings = "budget", "error", "worst\nlayer", "recall", "cache", "of full"
+    rows = [
+        Row(_cells(one), "bold green" if one is best else "green" if one.error <= error else "")
+        for one in found.findings
+    ]
+    columns = [name_column(), *map(number_column, headings)]
+    print_table(console, columns, rows, names=2, pad_edge=False)
     console.print(
         f"Of {found.prompt_tokens:,} tokens, with a question of {found.question_tokens} tokens "
         f"{found.where} what is compressed. error: relative, of the attention outputs, and recall "

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from kvjax.protocol import KVTransform
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
+
+_TABLE_WIDTH = 72  # of a terminal in which parameters and summaries stand side by side
 
 DESCRIPTION = "Lists the methods of compression with their parameters and papers."
 EXAMPLES = ""
@@ -38,7 +41,11 @@ def run(args: argparse.Namespace) -> None:
     console = Console(highlight=False)
     name_width = max(map(len, METHODS | WRAPPERS | STORAGE))
     for heading, rows in described.items():
-        console.print(_table(heading.removesuffix("s"), rows, console.width, name_width))
+        heading = heading.removesuffix("s")
+        if console.width < _TABLE_WIDTH:
+            console.print(_blocks(heading, rows))
+        else:
+            console.print(_table(heading, rows, console.width, name_width))
     console.print(
         "budget: slots per KV head (256), or a share of the prompt (0.2).\n"
         "Compositions: chain(snapkv(window=16), h2o(budget=64)), every(snapkv, steps=64),\n"
@@ -65,15 +72,31 @@ def _table(
     """Names, parameters with defaults, what the methods do, papers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, width=min(width, 120), leading=1)
     table.add_column(heading, style="bold", no_wrap=True, width=name_width)
-    table.add_column("parameters", ratio=4)
-    table.add_column("what it does", ratio=5)
+    table.add_column("parameters", ratio=4, overflow="fold")
+    table.add_column("what it does", ratio=5, overflow="fold")
     for name, row in rows.items():
-        about = Text(row["summary"])
-        if row["paper"]:
-            about.append(f"\n{row['paper']}", style="dim")
-        parameters = ", ".join(map(_parameter, row["parameters"]))
-        table.add_row(name, Text(parameters or "-"), about)
+        table.add_row(name, _parameters(row), _about(row))
     return table
+
+
+def _blocks(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> Group:
+    """What the table has, one below the other."""
+    blocks = [Padding(Text(f"{heading}s", style="underline"), (1, 0))]
+    for name, row in rows.items():
+        blocks.append(Text(name, style="bold"))
+        blocks.append(Padding(Group(_parameters(row), _about(row)), (0, 0, 1, 2)))
+    return Group(*blocks)
+
+
+def _parameters(row: Mapping[str, Any]) -> Text:
+    return Text(", ".join(map(_parameter, row["parameters"])) or "-", overflow="fold")
+
+
+def _about(row: Mapping[str, Any]) -> Text:
+    about = Text(row["summary"], overflow="fold")
+    if row["paper"]:
+        about.append(f"\n{row['paper']}", style="dim")
+    return about
 
 
 def _parameter(given: Mapping[str, Any]) -> str:

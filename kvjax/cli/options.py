@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.cli.inputs import unix_text
 from kvjax.cli.terminal import print_line
 from kvjax.evaluation.cells import grid
-from kvjax.messages import brief, did_you_mean, printable
+from kvjax.messages import brief, printable
 from kvjax.registry import expression
 
 
@@ -125,32 +125,6 @@ def stop_text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must be a text, got ''")
     return text
-
-
-def choice(*names: str) -> Callable[[str], str]:
-    """The type of an option that takes one of some names.
-
-    Example:
-      >>> from kvjax.cli.options import choice
-      >>> choice("inside", "after")("after")
-      'after'
-    """
-
-    def one(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(
-                f"must be {' or '.join(names)}, got {brief(text)}{did_you_mean(text, names)}"
-            )
-        return text
-
-    return one
-
-
-def add_dtype(own: argparse.ArgumentParser, default: str | None, shown: str) -> None:
-    """The precision of a model and its caches."""
-    own.add_argument("--dtype", metavar="DTYPE", type=choice("bfloat16", "float16", "float32"),
-        default=default, help="of weights, keys and values: bfloat16, float16 or float32 (default: "
-        f"{shown})")  # fmt: skip
 
 
 def add_list(

@@ -6,13 +6,12 @@ import argparse
 import json
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import kvjax
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cli import options
+from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.generation.planning import Plan, abstract_mesh, bytes_on_device, plan
 from kvjax.messages import brief, did_you_mean, printable
 
@@ -53,7 +52,8 @@ def add_options(own: argparse.ArgumentParser) -> None:
         about="requests at a time")  # fmt: skip
     options.add_methods(own, METHODS, full=False)
     options.add_budget(own)
-    options.add_dtype(own, "bfloat16", "bfloat16")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        help="of weights, keys and values (default: bfloat16)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
@@ -162,15 +162,11 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
         f"Requests of {args.tokens:,} tokens and {args.new:,} new ones; GB are 10^9 bytes.",
         markup=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", overflow="fold")
-    table.add_column("GB per request\nand device", justify="right")
     hosted = any(own["request_host_bytes"] for own in record["methods"].values())
-    if hosted:
-        table.add_column("and in host\nmemory", justify="right")
-    table.add_column("requests\nthat fit", justify="right")
-    for requests in args.batch:
-        table.add_column(f"step of {requests}\nms (GB held)", justify="right")
+    headings = ["GB per request\nand device", *["and in host\nmemory"] * hosted]
+    headings += ["requests\nthat fit"]
+    headings += [f"step of {requests}\nms (GB held)" for requests in args.batch]
+    rows = []
     for text, own in record["methods"].items():
         row = [printable(text), f"{own['request_bytes'] / GB:.3f}"]
         if hosted:
@@ -179,8 +175,9 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
         for batch in own["batches"]:
             time = f"{batch['step_s'] * 1e3:.2f}" if batch["fits"] else "-"
             row.append(f"{time} ({batch['bytes'] / GB:.1f})")
-        table.add_row(*row)
-    console.print(table)
+        rows.append(Row(row))
+    columns = [name_column(), *map(number_column, headings)]
+    print_table(console, columns, rows, pad_edge=False)
     console.print(
         f"A step takes no less than its bytes at {args.bandwidth:g} GB/s: weights and caches read "
         "once.\n- : does not fit. Activations and temporary memory are not counted.",

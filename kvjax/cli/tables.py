@@ -1,0 +1,87 @@
+"""Tables in the terminal that keep the names of their rows, however narrow it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+_NAME_WIDTH = 12  # of names that are longer, at least
+_ANY_WIDTH = 10_000  # of a terminal in which every table fits
+
+
+class Row(NamedTuple):
+    """A line of a table.
+
+    Args:
+      cells: one for each column; text is shown as it is, without markup.
+      style: of the line.
+      ends: whether a section ends with it.
+    """
+
+    cells: Sequence[str | Text]
+    style: str = ""
+    ends: bool = False
+
+
+def name_column(heading: str = "method", **options: Any) -> Column:
+    """The column of names, which are broken where they are long."""
+    return Column(heading, overflow="fold", **options)
+
+
+def number_column(heading: str | Text) -> Column:
+    """A column of figures."""
+    return Column(heading, justify="right", no_wrap=True)
+
+
+def print_table(
+    console: Console, columns: Sequence[Column], rows: Sequence[Row], names: int = 1, **look: Any
+) -> None:
+    """Prints a table, or several where names and all figures do not fit side by side.
+
+    Args:
+      console: where it is printed.
+      columns: the first ones are the rows' names, of which the very first may be broken.
+      rows: one line each.
+      names: how many columns stand at the beginning of each table.
+      look: options of `rich.table.Table`.
+    """
+    for table in _tables(console, columns, rows, names, look):
+        console.print(table)
+
+
+def _tables(
+    console: Console, columns: Sequence[Column], rows: Sequence[Row], names: int, look: dict
+) -> Iterator[Table]:
+    def table(chosen: Sequence[int], most: int | None = None) -> Table:
+        made = Table(
+            *(columns[place].copy() for place in (*range(names), *chosen)),
+            box=box.SIMPLE_HEAD, **look,
+        )  # fmt: skip
+        made.columns[0].max_width = most
+        for row in rows:
+            cells = [row.cells[place] for place in (*range(names), *chosen)]
+            texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+            made.add_row(*texts, style=row.style, end_section=row.ends)
+        return made
+
+    def fits(chosen: Sequence[int], most: int) -> bool:
+        """Whether they fit beside names of at most so many signs."""
+        wide = console.options.update_width(_ANY_WIDTH)
+        return console.measure(table(chosen, most), options=wide).maximum <= console.width
+
+    # Names take what figures leave: rich breaks them where a table would be too wide.
+    places, chosen = range(names, len(columns)), []
+    if fits(places, _NAME_WIDTH):
+        yield table(places)
+        return
+    for place in places:
+        if chosen and not fits([*chosen, place], max(_NAME_WIDTH, console.width // 3)):
+            yield table(chosen)
+            chosen = []
+        chosen.append(place)
+    yield table(chosen)
