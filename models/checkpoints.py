@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from .finding import is_gguf
 from .gguf_architectures import architecture_of, config_of, family_of, weight_tensors
 from .gguf_header import GgufHeader, read_header
 from .gguf_tensors import read_gguf_tensors, readable_types
+from .plain_weights import check_names
 from .safetensors_files import (
     STORED_DTYPES,
     Slices,
@@ -39,7 +40,8 @@ class Checkpoint:
       types: the element types that can be read, by their names in the descriptions.
       read: `read(names)`: the named tensors, one after another, each opened to be sliced, or read,
         when its turn comes. A tensor is good until the next one comes.
-      hub_names: name of a tensor → its name in a Hugging Face checkpoint, where that is another.
+      hub_names: name of a tensor → its usual name in a Hugging Face checkpoint, where that is
+        another.
     """
 
     config: DecoderConfig
@@ -79,8 +81,9 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
 
     Raises:
       ValueError: the file is missing or unreadable; its model type, rope type, activation or
-        quantisation is not supported (the message says what is); a value is missing or wrong; a
-        checkpoint in the folder is unreadable, or has fewer layers than the configuration says.
+        quantisation is not supported (the message says what is); a value is missing or wrong; there
+        is an adapter in the folder; a checkpoint in it is unreadable, or has not as many layers as
+        the configuration says.
 
     Example:
       >>> from kvjax.models import read_config
@@ -90,32 +93,38 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     path = Path(path)
     if is_gguf(path):
         return _read_gguf(read_header(path))[1]
-    raw, family = _read_raw(path)
-    config = parse_config(raw, family, path / "config.json")
-    names = tensor_names(path)
+    raw = read_raw_config(path)
+    return _read_folder(path, raw, tensor_names(path))[1]
+
+
+def _read_folder(
+    folder: Path, raw: Mapping[str, Any], names: Collection[str] | None
+) -> tuple[Family, DecoderConfig]:
+    """The family with its names as the tensors have them, and the configuration."""
+    family = FAMILIES[raw["model_type"]]
     if names is not None:
-        check_layers(family, config, names, path / "config.json")
-    return config
-
-
-def _read_raw(folder: Path) -> tuple[dict[str, Any], Family]:
-    raw = read_raw_config(folder)
-    return raw, FAMILIES[raw["model_type"]]
+        check_names(names, folder)
+        family = family._replace(names=family.names.among(names))
+    config = parse_config(raw, family, folder / "config.json")
+    if names is not None:
+        check_layers(family, config, names, folder / "config.json")
+    return family, config
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    raw, family = _read_raw(folder)
-    config = parse_config(raw, family, folder / "config.json")
+    raw = read_raw_config(folder)
     tensors = list_tensors(folder)
-    check_layers(family, config, tensors, folder / "config.json")
+    family, config = _read_folder(folder, raw, tensors)
+    weights, usual = family.weights(config), FAMILIES[raw["model_type"]].weights(config)
     first = next((STORED_DTYPES.get(tensor.dtype) for tensor in tensors.values()), None)
     return Checkpoint(
         config,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or first,
         tensors=tensors,
-        weights=family.weights(config),
+        weights=weights,
         types=tuple(STORED_DTYPES),
         read=lambda names: open_tensors(tensors, names),
+        hub_names=dict(zip(weights, usual, strict=True)),
     )
 
 

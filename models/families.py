@@ -22,6 +22,7 @@ from .gemma import (
     gemma3_text_options,
 )
 from .glm import (
+    CHATGLM_KEYS,
     CHATGLM_NAMES,
     GLM4_NAMES,
     GLM_NAMES,
@@ -30,11 +31,19 @@ from .glm import (
     glm_config,
     glm_options,
 )
-from .llama import LLAMA_NAMES, llama_config, llama_options, mistral_config, mistral_options
-from .ministral import MINISTRAL_NAMES, ministral_config, ministral_options
+from .llama import (
+    LLAMA_NAMES,
+    llama_config,
+    llama_options,
+    ministral_options,
+    mistral_config,
+    mistral_options,
+)
 from .olmo import OLMO_NAMES, olmo2_config, olmo3_config, olmo3_options
 from .phi3 import PHI3_NAMES, phi3_config, phi3_options
+from .plain_weights import check_folder, check_no_adapter
 from .qwen import QWEN2_NAMES, QWEN3_NAMES, qwen2_config, qwen3_config, qwen_options
+from .reading import read_token_ids, refuse
 from .smollm3 import SMOLLM3_NAMES, smollm3_config, smollm3_options
 from .tensor_names import TensorNames, Weight
 from .writing import decoder_options
@@ -49,34 +58,58 @@ class Family(NamedTuple):
       options: `DecoderConfig` → content of `config.json`, of which `config` makes the same again
         where the family has such decoders; None: checkpoints of this type are not written.
       architecture: the class of `transformers`.
+      keys: options of `config.json` → their names in the file, where it is of another format.
     """
 
     config: Callable[[Mapping[str, Any]], DecoderConfig]
     names: TensorNames
     options: Callable[[DecoderConfig], dict[str, Any]] | None = None
     architecture: str | None = None
+    keys: Mapping[str, str] = {}
 
     def weights(self, config: DecoderConfig) -> dict[str, Weight]:
         """Every tensor name that a checkpoint may have, and its place."""
         return self.names.weights(config)
 
-    def layers(self, names: Iterable[str]) -> int:
-        """How many layers there are tensors of among these names."""
-        beginning = re.compile(re.escape(self.names.layers) + r"\.(\d+)\.")
-        return len({match[1] for match in map(beginning.match, names) if match})
+    def as_in_file(self, message: str) -> str:
+        """A message with the names of options as they stand in the file."""
+        options = re.sub(r"\w+", lambda word: _FIELDS.get(word[0], word[0]), message)
+        return re.sub(r"\w+", lambda word: self.keys.get(word[0], word[0]), options)
+
+
+_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "query_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "theta": "rope_theta",
+    "original_max_positions": "original_max_position_embeddings",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+}
+"""Fields of `DecoderConfig` and `RopeConfig` → the options of `config.json` that they come from."""
+
+_ONLY: dict[str, Any] = {
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "is_encoder_decoder": False,
+    "attention_chunk_size": None,
+    "kv_sharing_modes": None,
+    "per_layer_config": {},
+}
+"""Options that `transformers` reads for every model type → the value that decoders here compute."""
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama_config, LLAMA_NAMES, llama_options, "LlamaForCausalLM"),
     "mistral": Family(mistral_config, LLAMA_NAMES, mistral_options, "MistralForCausalLM"),
-    "ministral": Family(
-        ministral_config, MINISTRAL_NAMES, ministral_options, "MinistralForCausalLM"
-    ),
+    "ministral": Family(mistral_config, LLAMA_NAMES, ministral_options, "MinistralForCausalLM"),
     "qwen2": Family(qwen2_config, QWEN2_NAMES, qwen_options, "Qwen2ForCausalLM"),
     "qwen3": Family(qwen3_config, QWEN3_NAMES, qwen_options, "Qwen3ForCausalLM"),
     "glm": Family(glm_config, GLM_NAMES, glm_options, "GlmForCausalLM"),
     "glm4": Family(glm4_config, GLM4_NAMES, glm_options, "Glm4ForCausalLM"),
-    "chatglm": Family(chatglm_config, CHATGLM_NAMES),
+    "chatglm": Family(chatglm_config, CHATGLM_NAMES, keys=CHATGLM_KEYS),
     "phi3": Family(phi3_config, PHI3_NAMES, phi3_options, "Phi3ForCausalLM"),
     "gemma2": Family(gemma2_config, GEMMA2_NAMES, gemma2_options, "Gemma2ForCausalLM"),
     "gemma3_text": Family(
@@ -131,56 +164,76 @@ def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     Generation's end tokens win: chat models end at more tokens than their `config.json` says.
 
     Raises:
-      ValueError: a file is unreadable, the model type is unknown, or the weights are quantised.
+      ValueError: a file is unreadable, the model type is unknown, the weights are quantised, or
+        there is an adapter.
     """
     folder = Path(directory)
+    if not (folder / "config.json").exists():
+        check_no_adapter(folder)
     raw = read_json(folder / "config.json")
-    check_raw_config(raw, folder / "config.json")
-    if (folder / "generation_config.json").exists():
-        generation = read_json(folder / "generation_config.json")
+    check_model_type(raw, folder / "config.json")
+    check_folder(folder, raw)
+    source = folder / "generation_config.json"
+    if source.exists():
+        generation = read_json(source)
         for name in ("bos_token_id", "eos_token_id"):
             if generation.get(name) is not None:
+                _check_token_ids(generation, name, source)
                 raw[name] = generation[name]
     return raw
 
 
-def check_raw_config(raw: Mapping[str, Any], source: Path) -> None:
-    """Raises ValueError unless the model type is known and the weights are not quantised."""
+def _check_token_ids(raw: Mapping[str, Any], name: str, source: Path) -> None:
+    try:
+        read_token_ids(raw, name)
+    except ValueError as error:
+        raise ValueError(f"{printable(source)}: {error}") from error
+
+
+def check_model_type(raw: Mapping[str, Any], source: Path) -> None:
+    """Raises ValueError unless the model type is known."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"{printable(source)}: model_type {brief(kind)} is not supported"
             f"{_missing_for(raw)}; supported: {', '.join(FAMILIES)}"
         )
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ValueError(
-            f"{printable(source)}: quantization_config ({printable(method or 'unnamed')}) is not "
-            "supported; supported are plain float32, float16 and bfloat16 weights"
-        )
 
 
 def parse_config(raw: Mapping[str, Any], family: Family, source: Path) -> DecoderConfig:
     """The configuration in `raw`, as `read_raw_config` gives it; errors name the file `source`."""
     try:
+        refuse(raw, _ONLY)
         config = family.config(raw)
         return dataclasses.replace(config, model_type=raw["model_type"])
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{printable(source)}: {error}") from error
+        raise ValueError(f"{printable(source)}: {family.as_in_file(str(error))}") from error
 
 
 def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], source: Path) -> None:
-    """Raises ValueError where a configuration has more layers than there are tensors of.
+    """Raises ValueError unless a configuration has as many layers as there are tensors of.
 
-    Every layer costs memory before the first weight is read.
+    Every layer costs memory before the first weight is read; and a model that leaves out layers
+    would compute something without a word.
     """
-    layers = family.layers(names)
-    if config.num_layers > layers:
+    names = sorted(names)
+    beginning = re.compile(re.escape(family.names.layers) + r"\.(\d+)\.")
+    found = {name: int(match[1]) for name in names if (match := beginning.match(name))}
+    if not found:
         raise ValueError(
-            f"{printable(source)}: num_hidden_layers is {config.num_layers}, but the checkpoint "
-            f"has tensors of {layers} layers"
+            f"{printable(source)}: layers of this model type have tensors named "
+            f"{family.names.layers}.0..., or with the same words before all names, but the "
+            f"checkpoint has {printable(', '.join(names[:3]))}"
         )
+    layers = len(set(found.values()))
+    beyond = next((name for name, index in found.items() if index >= config.num_layers), None)
+    if config.num_layers > layers or beyond is not None:
+        message = (
+            f"num_hidden_layers is {config.num_layers}, but the checkpoint has tensors of "
+            f"{layers} layers"
+        )
+        more = f": {printable(beyond)} would be unknown" if beyond is not None else ""
+        raise ValueError(f"{printable(source)}: {family.as_in_file(message)}{more}")
 
 
 def describe(config: DecoderConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .config import DecoderConfig
 from .reading import (
     layers_with_windows,
     read_decoder,
+    read_flag,
     read_number,
     read_optional_number,
     read_rope_of_types,
@@ -75,14 +76,13 @@ def gemma3_text_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
-    refuse(raw, {"use_bidirectional_attention": False})
     return read_decoder(
         raw,
         kv_heads=4,
         head_dim=256,
         tied=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
-        attention_bias=bool(raw.get("attention_bias")),
+        attention_bias=read_flag(raw, "attention_bias"),
         attention_scale=read_number(raw, "query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=read_size(raw, "hidden_size") ** 0.5,
         norms="both",

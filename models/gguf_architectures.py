@@ -18,19 +18,18 @@ import numpy as np
 
 from kvjax.messages import brief, printable
 
-from .config import MOST_LAYERS, DecoderConfig, RopeConfig
+from .config import MOST_LAYERS, DecoderConfig, RopeConfig, is_finite
 from .families import FAMILIES, Family, what_is_missing
 from .gguf_header import GgufHeader
 from .gguf_special_tokens import end_tokens
 from .gguf_tensors import read_gguf_tensors
 from .reading import FULL, SLIDING
-from .rope_scaling import make_rope
+from .rope_scaling import make_rope, yarn_magnitude
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 
 _FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _ROPE_TENSORS = (_FREQS, _LONG, _SHORT)
-_HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
-_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+_HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout", "pooling_type")
 _AS_MODEL_TYPES = {"mistral3": "ministral3"}  # names that Hugging Face has for something else
 _PARTLY_ROTATED = ("phi3", "chatglm", "glm4")
 
@@ -67,22 +66,24 @@ class Metadata:
         return ValueError(f"{printable(self.header.path)}: {message}")
 
     def get(self, name: str) -> Any:
-        """The value of this name; None where there is none."""
+        """The value of this name, else llama.cpp's default; None where it has none."""
         key = f"{self.architecture}.{name}"
         self._used.add(key)
-        return self.header.metadata.get(key)
+        given = self.header.metadata.get(key)
+        if given is not None:
+            return given
+        default = (DEFAULTS | OWN_DEFAULTS.get(self.architecture, {})).get(name)
+        return default(self) if callable(default) else default
 
-    def number(self, name: str, *, whole: bool = False, needed: bool = False) -> Any:
-        """A number, or a list of equal ones, as some files have for their layers.
+    def number(self, name: str, *, whole: bool = False) -> Any:
+        """A number from 0, or a list of equal ones, as some files have for their layers.
 
         Raises:
-          ValueError: it is something else, or is needed and missing.
+          ValueError: it is something else, or is missing and has no default.
         """
         given = self.get(name)
         if isinstance(given, list) and given and all(value == given[0] for value in given):
             given = given[0]
-        if given is None and not needed:
-            return None
         kinds = int if whole else int | float
         if not isinstance(given, kinds) or isinstance(given, bool):
             what = "an integer" if whole else "a number"
@@ -90,11 +91,32 @@ class Metadata:
                 f"{self.architecture}.{name} must be {what}, "
                 f"{'it is missing' if given is None else f'got {brief(given)}'}"
             )
+        if given < 0 or not is_finite(given):
+            raise self.error(
+                f"{self.architecture}.{name} must be a finite number of at least 0, got {given}"
+            )
         return given
 
-    def size(self, name: str, *, needed: bool = True) -> int | None:
-        """An integer that may be missing only where it is not needed."""
-        return self.number(name, whole=True, needed=needed)
+    def size(self, name: str) -> int:
+        """An integer."""
+        return self.number(name, whole=True)
+
+    def width_of_heads(self) -> int:
+        """The width of the model divided by the number of query heads."""
+        hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
+        if heads < 1 or hidden % heads:
+            raise self.error(
+                f"{self.architecture}.embedding_length must be a multiple of "
+                f"{self.architecture}.attention.head_count, got {hidden} and {heads}"
+            )
+        return hidden // heads
+
+    def rows_of_table(self) -> int:
+        """The number of tokens, by the rows of the embedding table."""
+        table = self.header.tensors.get("token_embd.weight")
+        if table is None:
+            raise self.error("tensor token_embd.weight is missing")
+        return table.shape[0]
 
     def layers(self) -> int:
         """The number of layers, which lists of settings are made for."""
@@ -116,12 +138,98 @@ class Metadata:
             name = key.removeprefix(prefix)
             if name == key or key in self._used:
                 continue
-            if name in _HARMLESS or _NEUTRAL.get(name) == value:
+            if name in _HARMLESS or (name in ONLY and ONLY[name] == value):
+                continue
+            full = name.removesuffix("_swa")  # the same of layers with a window
+            if full != name and full in DEFAULTS and self.get(full) == value:
                 continue
             reason = ": mixtures of experts are not supported" if "expert" in name else ""
             raise self.error(
                 f"metadata entry {printable(key)} is not supported, got {brief(value)}{reason}"
             )
+
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": Metadata.rows_of_table,
+    "attention.head_count_kv": lambda file: file.get("attention.head_count"),
+    "attention.key_length": Metadata.width_of_heads,
+    "attention.value_length": Metadata.width_of_heads,
+    "attention.sliding_window": 0,  # none
+    "rope.dimension_count": lambda file: file.get("attention.key_length"),
+    "rope.freq_base": 10_000.0,
+    "rope.scaling.type": "linear",
+    "rope.scaling.factor": lambda file: file.get("rope.scale_linear"),  # its name before
+    "rope.scale_linear": 0.0,  # not stretched
+    "rope.scaling.original_context_length": lambda file: file.get("context_length"),
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": lambda file: yarn_magnitude(
+        file.number("rope.scaling.factor")
+    ),
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
+"""Keys that llama.cpp reads as optional → what it takes where they are missing.
+
+They are those of `load_hparams` in src/llama-model.cpp and of `llama_hparams` in
+src/llama-hparams.h. All other keys that are asked for are needed.
+"""
+
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attention.sliding_window": 4096,
+        "attention.sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {
+        "attention.sliding_window_pattern": 6,
+        "final_logit_softcapping": 0.0,  # none
+        "rope.freq_base_swa": 10_000.0,
+    },
+    "olmo2": {"attention.sliding_window_pattern": 4},
+}
+"""The same of single architectures: `load_arch_hparams` in src/models/gemma2.cpp and so on."""
+
+ONLY: dict[str, Any] = {
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "expert_group_count": 0,
+    "expert_group_used_count": 0,
+    "nextn_predict_layers": 0,
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": 0.0,
+    "embedding_scale": 0.0,
+    "residual_scale": 0.0,
+    "logit_scale": 0.0,
+    "rope.scaling.alpha": 0.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": -1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
+"""Keys that decoders here compute nothing of → llama.cpp's default, which alone may be given."""
+
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "vocab_size": "vocab_size",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Options of `config.json` → the keys that they come from, behind the architecture's name."""
 
 
 def architecture_name(header: GgufHeader) -> str:
@@ -154,8 +262,12 @@ def architecture_of(header: GgufHeader) -> Architecture:
 
 
 def family_of(header: GgufHeader, raw: Mapping[str, Any]) -> Family:
-    """The family that reads the file's configuration, with the file's names of tensors."""
-    return Family(FAMILIES[raw["model_type"]].config, architecture_of(header).names)
+    """The family that reads the file's configuration, with the file's names of tensors and keys."""
+    name = architecture_name(header)
+    keys = {option: f"{name}.{key}" for option, key in _KEYS.items()}
+    keys |= {option: f"tokenizer.ggml.{option}" for option in ("bos_token_id", "eos_token_id")}
+    config = FAMILIES[raw["model_type"]].config
+    return Family(config, architecture_of(header).names, keys=keys)
 
 
 def weight_tensors(header: GgufHeader) -> dict[str, Any]:
@@ -186,8 +298,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "intermediate_size": metadata.size("feed_forward_length"),
         "num_hidden_layers": metadata.layers(),
         "max_position_embeddings": metadata.size("context_length"),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", needed=True),
-        "vocab_size": _vocab_size(metadata),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "vocab_size": metadata.size("vocab_size"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _own_dtype(header),
         **_heads(metadata),
@@ -200,17 +312,6 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     return raw
 
 
-def _vocab_size(metadata: Metadata) -> int:
-    """The number of tokens; where the metadata leave it out, the rows of the embedding table."""
-    given = metadata.size("vocab_size", needed=False)
-    if given is not None:
-        return given
-    table = metadata.header.tensors.get("token_embd.weight")
-    if table is None:
-        raise metadata.error("tensor token_embd.weight is missing")
-    return table.shape[0]
-
-
 def _own_dtype(header: GgufHeader) -> str:
     """The dtype of the weights; of those that are quantised, what their models had."""
     types = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
@@ -218,65 +319,51 @@ def _own_dtype(header: GgufHeader) -> str:
 
 
 def _heads(metadata: Metadata) -> dict[str, int]:
-    heads = metadata.size("attention.head_count")
-    kv_heads = metadata.size("attention.head_count_kv", needed=False)
-    channels = metadata.size("attention.key_length", needed=False)
-    if channels is None:
-        hidden = metadata.size("embedding_length")
-        if heads < 1 or hidden % heads:
-            raise metadata.error(
-                f"{metadata.architecture}.embedding_length must be a multiple of "
-                f"{metadata.architecture}.attention.head_count, got {hidden} and {heads}"
-            )
-        channels = hidden // heads
-    values = metadata.size("attention.value_length", needed=False)
-    if values not in (None, channels):
+    channels, values = (metadata.size(f"attention.{x}_length") for x in ("key", "value"))
+    if values != channels:
         raise metadata.error(
             f"{metadata.architecture}.attention.value_length must be the {channels} channels of a "
             f"key, got {values}"
         )
     return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads if kv_heads is None else kv_heads,
+        "num_attention_heads": metadata.size("attention.head_count"),
+        "num_key_value_heads": metadata.size("attention.head_count_kv"),
         "head_dim": channels,
     }
 
 
 def _rope(metadata: Metadata, channels: int) -> dict[str, Any]:
     """Theta, the share of rotated channels, and how the context was stretched."""
-    theta = metadata.number("rope.freq_base")
-    rotated = metadata.size("rope.dimension_count", needed=False)
-    own: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta}
-    if metadata.architecture in _PARTLY_ROTATED and rotated is not None and channels > 0:
-        share = rotated / channels
-        # Rounded up where it is a fraction: the number of channels is rounded down again.
-        own["partial_rotary_factor"] = math.nextafter(share, 1.0) if share < 1 else share
-    elif rotated not in (None, channels):
+    own: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base")}
+    rotated = metadata.size("rope.dimension_count")
+    partly = metadata.architecture in _PARTLY_ROTATED and 0 < rotated <= channels
+    if rotated != channels and not partly:
         raise metadata.error(
             f"{metadata.architecture}.rope.dimension_count must be the {channels} channels of a "
             f"head, got {rotated}"
         )
-    scaling = _stored_factors(metadata, own["rope_theta"], rotated or channels)
-    scaling = scaling or _scaling(metadata)
+    if partly:
+        share = rotated / channels
+        # Rounded up where it is a fraction: the number of channels is rounded down again.
+        own["partial_rotary_factor"] = math.nextafter(share, 1.0) if share < 1 else share
+    scaling = _stored_factors(metadata, own["rope_theta"], rotated) or _scaling(metadata)
     return own | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:
     """`rope_scaling` from the metadata; empty where the context was not stretched."""
-    kind = metadata.get("rope.scaling.type") or "linear"
-    yarn = kind == "yarn"
-    factor = metadata.number("rope.scaling.factor", needed=yarn)
-    original = metadata.size("rope.scaling.original_context_length", needed=yarn)
-    if kind == "none" or (kind == "linear" and not factor):
-        return {}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if not yarn:
+    kind, factor = metadata.get("rope.scaling.type"), metadata.number("rope.scaling.factor")
+    if kind not in ("none", "linear", "yarn"):
         raise metadata.error(
             f"{metadata.architecture}.rope.scaling.type {brief(kind)} is not supported without the "
             f"tensors {_LONG} and {_SHORT}; supported: none, linear, yarn"
         )
-    own = {
+    original = metadata.size("rope.scaling.original_context_length")
+    if kind == "none" or not factor:
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    return {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
@@ -284,7 +371,6 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
         "beta_fast": metadata.number("rope.scaling.yarn_beta_fast"),
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
     }
-    return {name: value for name, value in own.items() if value is not None}
 
 
 def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str, Any]:
@@ -313,10 +399,14 @@ def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str,
     return _longrope(factors, metadata.number("rope.scaling.attn_factor"))
 
 
-def _longrope(factors: list[list[float]], attention_factor: float | None) -> dict[str, Any]:
+def _longrope(factors: list[list[float]], attention_factor: float) -> dict[str, Any]:
     long, short = factors
-    scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-    return scaling | ({} if attention_factor is None else {"attention_factor": attention_factor})
+    return {
+        "rope_type": "longrope",
+        "long_factor": long,
+        "short_factor": short,
+        "attention_factor": attention_factor,
+    }
 
 
 def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
@@ -339,18 +429,21 @@ def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
 
 
 def _llama(metadata: Metadata) -> dict[str, Any]:
-    biases = {
-        "attention_bias": metadata.has("attn_q.bias"),
-        "mlp_bias": metadata.has("ffn_up.bias"),
-    }
-    window = metadata.size("attention.sliding_window", needed=False)
-    if window:
+    window = metadata.size("attention.sliding_window")
+    if window:  # llama.cpp computes none of a Mistral's, which the model was trained with
         return {"model_type": "mistral", "sliding_window": window}
-    return {"model_type": "llama", **biases}
+    return {"model_type": "llama", **_biases(metadata)}
 
 
 def _smollm3(metadata: Metadata) -> dict[str, Any]:
-    return {**_llama(metadata), "model_type": "smollm3"}
+    return {"model_type": "smollm3", **_biases(metadata)}
+
+
+def _biases(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "attention_bias": metadata.has("attn_q.bias"),
+        "mlp_bias": metadata.has("ffn_up.bias"),
+    }
 
 
 def _qwen2(metadata: Metadata) -> dict[str, Any]:
@@ -362,11 +455,11 @@ def _qwen3(metadata: Metadata) -> dict[str, Any]:
 
 
 def _phi3(metadata: Metadata) -> dict[str, Any]:
-    original = metadata.size("rope.scaling.original_context_length", needed=False)
+    original = metadata.size("rope.scaling.original_context_length")
     return {
         "model_type": "phi3",
-        "sliding_window": metadata.size("attention.sliding_window", needed=False) or None,
-        **({} if original is None else {"original_max_position_embeddings": original}),
+        "sliding_window": metadata.size("attention.sliding_window") or None,
+        "original_max_position_embeddings": original,
     }
 
 
@@ -385,23 +478,23 @@ def _gemma2(metadata: Metadata) -> dict[str, Any]:
         "attention_bias": metadata.has("attn_q.bias"),
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
         "final_logit_softcapping": metadata.number("final_logit_softcapping"),
-        "sliding_window": metadata.size("attention.sliding_window", needed=False) or 4096,
+        "sliding_window": metadata.size("attention.sliding_window"),
         "query_pre_attn_scalar": _query_scalar(metadata, layers=46),
-        **_layer_types(metadata),
+        "layer_types": _layer_types(metadata),
     }
 
 
 def _gemma3(metadata: Metadata) -> dict[str, Any]:
-    window = metadata.size("attention.sliding_window", needed=False)
-    local = metadata.number("rope.freq_base_swa")
+    window = metadata.size("attention.sliding_window")
+    types = _layer_types(metadata)
     return {
         "model_type": "gemma3_text",
         "attention_bias": metadata.has("attn_q.bias"),
-        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
-        "rope_local_base_freq": 10_000.0 if local is None else local,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping") or None,
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa"),
         "sliding_window": window or None,
         "query_pre_attn_scalar": _query_scalar(metadata, layers=62),
-        **(_layer_types(metadata) if window else {"layer_types": [FULL] * metadata.layers()}),
+        "layer_types": types if window else [FULL] * len(types),
     }
 
 
@@ -418,30 +511,34 @@ def _query_scalar(metadata: Metadata, layers: int) -> int:
 
 
 def _olmo2(metadata: Metadata) -> dict[str, Any]:
-    window = metadata.size("attention.sliding_window", needed=False)
+    window, types = metadata.size("attention.sliding_window"), _layer_types(metadata)
     own = {"model_type": "olmo2", "attention_bias": metadata.has("attn_q.bias")}
     if not window:
         return own
-    return {**own, "model_type": "olmo3", "sliding_window": window, **_layer_types(metadata)}
+    return {**own, "model_type": "olmo3", "sliding_window": window, "layer_types": types}
 
 
-def _layer_types(metadata: Metadata) -> dict[str, Any]:
-    """Which layers have the window: a list with a truth value for each, or every how many has none.
+def _layer_types(metadata: Metadata) -> list[str]:
+    """Which layers have the window.
 
-    Empty where the file does not say so, and the family's own order holds.
+    The file has a list with a truth value for each layer, or says every how many has none; 0: all
+    have it.
     """
     name = "attention.sliding_window_pattern"
     given = metadata.get(name)
-    if given is None:
-        return {}
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        given = [(index + 1) % given != 0 for index in range(metadata.layers())]
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        given = [not given or (index + 1) % given != 0 for index in range(metadata.layers())]
     if not isinstance(given, list) or not all(isinstance(slides, bool) for slides in given):
         raise metadata.error(
-            f"{metadata.architecture}.{name} must be an integer above 0 or a list of truth values, "
+            f"{metadata.architecture}.{name} must be an integer from 0 or a list of truth values, "
             f"got {brief(given)}"
         )
-    return {"layer_types": [SLIDING if slides else FULL for slides in given]}
+    if len(given) != metadata.layers():
+        raise metadata.error(
+            f"{metadata.architecture}.{name} must have a value for each of "
+            f"{metadata.architecture}.block_count = {metadata.layers()} layers, got {len(given)}"
+        )
+    return [SLIDING if slides else FULL for slides in given]
 
 
 def _as_stored(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_number, read_rope, read_size, refuse
+from .reading import read_decoder, read_flag, read_number, read_rope, read_size, refuse
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, SEPARATE, TensorNames
 from .writing import decoder_options, rotated_share
 
@@ -62,7 +62,7 @@ def glm_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
         kv_heads=2,
         head_dim=128,
         norm_eps=1.5625e-7,
-        attention_bias=bool(raw.get("attention_bias", True)),
+        attention_bias=read_flag(raw, "attention_bias", True),
         output_bias=False,
         rope=partial(read_rope, raw, share=0.5, interleaved=True),
         **family,
@@ -105,6 +105,9 @@ _CHATGLM_OPTIONS = {
     "seq_length": "max_position_embeddings",
     "add_qkv_bias": "attention_bias",
 }
+CHATGLM_KEYS = {name: theirs for theirs, name in _CHATGLM_OPTIONS.items()} | {
+    "rope_theta": "rope_ratio"
+}
 
 
 def chatglm_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -128,5 +131,5 @@ def chatglm_config(raw: Mapping[str, Any]) -> DecoderConfig:
         renamed[name] = raw.get(name)
     read_size(renamed, "num_key_value_heads")
     renamed["rope_theta"] = 10000.0 * read_number(raw, "rope_ratio", 1.0)
-    renamed["tie_word_embeddings"] = raw.get("tie_word_embeddings", False)
+    renamed["tie_word_embeddings"] = raw.get("tie_word_embeddings")
     return glm_config(renamed)

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, and Mistral, which adds a sliding window."""
+"""Llama 2, 3, 3.1 and 3.2; Mistral and Ministral, which add a sliding window."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_window
+from .reading import layers_with_windows, read_decoder, read_flag, read_window
 from .tensor_names import TensorNames
-from .writing import decoder_options, divided_heads
+from .writing import decoder_options, divided_heads, window_options
 
 LLAMA_NAMES = TensorNames()
 
@@ -24,25 +24,27 @@ def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:
     return read_decoder(
         raw,
         max_positions=2048,
-        attention_bias=bool(raw.get("attention_bias")),
-        mlp_bias=bool(raw.get("mlp_bias")),
+        attention_bias=read_flag(raw, "attention_bias"),
+        mlp_bias=read_flag(raw, "mlp_bias"),
     )
 
 
 def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `MistralForCausalLM` configuration, from the content of its `config.json`.
+    """A `MistralForCausalLM` or `MinistralForCausalLM` configuration, from its `config.json`.
 
     Values that the file leaves out are those of `transformers.MistralConfig`: 8 KV heads and a
-    sliding window of 4,096 tokens. A window of `null` is none.
+    sliding window of 4,096 tokens in all layers. A window of `null` is none. With `layer_types` a
+    Mistral is a Ministral, as `transformers` has it: the window is that of the layers it names.
 
     Raises:
       ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
+    window = read_window(raw, 4096)
     return read_decoder(
         raw,
         max_positions=131072,
         kv_heads=8,
-        sliding_window=read_window(raw, 4096),
+        layers=layers_with_windows(raw, window, lambda _: window is not None),
     )
 
 
@@ -59,3 +61,8 @@ def llama_options(config: DecoderConfig) -> dict[str, Any]:
 def mistral_options(config: DecoderConfig) -> dict[str, Any]:
     """The content of a `MistralForCausalLM`'s `config.json`."""
     return {**decoder_options(config), "sliding_window": config.sliding_window}
+
+
+def ministral_options(config: DecoderConfig) -> dict[str, Any]:
+    """The content of a `MinistralForCausalLM`'s `config.json`."""
+    return {**decoder_options(config), **window_options(config)}

@@ -70,7 +70,8 @@ def from_pretrained(
       sharding: where the weights go: one `jax.sharding.Sharding` for all, or a function from the
         checkpoint's tensor name and the shape in the decoder (weights of projections are
         `[in, out]`, the transpose of the file's) to a Sharding or None. Of a tensor that holds
-        several weights it is asked for each; of a GGUF file's it is given Hugging Face's names.
+        several weights it is asked for each; of a GGUF file, and of a folder whose names begin with
+        other words, it is given Hugging Face's usual names.
         None (default): the default device.
       mesh: devices that share the model, with axes "data" and "tensor": the latter divides heads,
         the MLP and the vocabulary, and `kvjax.generate` then divides rows by the former. None: no.

@@ -13,7 +13,13 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import layers_with_windows, read_decoder, read_rope_of_types, read_window
+from .reading import (
+    layers_with_windows,
+    read_decoder,
+    read_flag,
+    read_rope_of_types,
+    read_window,
+)
 from .tensor_names import QK_NORMS, TensorNames
 from .writing import decoder_options, ropes_of_types, window_options
 
@@ -40,7 +46,7 @@ def olmo2_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
         raw,
         max_positions=2048,
         norm_eps=1e-5,
-        attention_bias=bool(raw.get("attention_bias")),
+        attention_bias=read_flag(raw, "attention_bias"),
         norms="after",
         norm_in_float32=True,
         qk_norm="width",

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from .config import DecoderConfig
-from .reading import read_decoder, read_rope, read_size, read_window
+from kvjax.messages import brief
+
+from .config import DecoderConfig, LayerConfig, RopeConfig
+from .reading import read_decoder, read_rope, read_size, read_sliding, read_window, sliding_layers
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from .writing import decoder_options
 
@@ -36,11 +38,22 @@ def phi3_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """
     original = read_size(raw, "original_max_position_embeddings", 4096)
     scaled = {**raw, "original_max_position_embeddings": original}
+    window = read_window(raw, None)
+
+    def layers(count: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
+        sliding = read_sliding(raw, count, lambda _: window is not None)
+        if set(sliding) != {window is not None}:
+            raise ValueError(
+                "layer_types must say of all layers what sliding_window says: layers of this model "
+                f"type have one window, or none has any, got {brief(raw['layer_types'])}"
+            )
+        return sliding_layers(sliding, window, rope)
+
     return read_decoder(
         raw,
         max_positions=4096,
         norm_eps=1e-5,
-        sliding_window=read_window(raw, None),
+        layers=layers,
         rope=partial(read_rope, scaled, share=1.0, names=_LONGROPE),
     )
 

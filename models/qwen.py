@@ -13,7 +13,7 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import DecoderConfig
-from .reading import Layers, layers_with_windows, read_decoder, read_window
+from .reading import Layers, layers_with_windows, read_decoder, read_flag, read_window
 from .tensor_names import QK_NORMS, TensorNames
 from .writing import decoder_options, window_options
 
@@ -48,7 +48,7 @@ def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
         max_positions=32768,
         kv_heads=32,
         head_dim=128,
-        attention_bias=bool(raw.get("attention_bias")),
+        attention_bias=read_flag(raw, "attention_bias"),
         qk_norm="head",
         layers=_windows(raw),
     )
@@ -56,7 +56,7 @@ def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def _windows(raw: Mapping[str, Any]) -> Layers:
     """The layers: those from `max_window_layers` on have the window, if there is to be one."""
-    window = read_window(raw, 4096) if raw.get("use_sliding_window") else None
+    window = read_window(raw, 4096) if read_flag(raw, "use_sliding_window") else None
     first = raw.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise ValueError(f"max_window_layers must be an integer, got {brief(first)}")

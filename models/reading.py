@@ -9,6 +9,7 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import (
+    ACTIVATIONS,
     MOST_LAYERS,
     MOST_SIZE,
     ROPE_TYPES,
@@ -22,6 +23,8 @@ from .rope_scaling import yarn_magnitude
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The layer types that are read, by their Hugging Face names."""
+
+_FULL_BEFORE = "attention"  # what files from before the other two had a name said of such a layer
 
 
 def read_size(
@@ -67,6 +70,18 @@ def read_optional_number(
     return None if raw.get(name, default) is None else read_number(raw, name, default)
 
 
+def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """The truth value `raw[name]`, `default` where it is missing or null.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    value = raw.get(name)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{name} must be true or false, got {brief(value)}")
+    return default if value is None else value
+
+
 def read_choice(raw: Mapping[str, Any], name: str, default: str) -> str:
     """The text `raw[name]`, `default` where it is missing.
 
@@ -87,9 +102,11 @@ def read_token_ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """
     value = raw.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MOST_SIZE for i in ids):
+    whole = all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not whole or not all(0 <= i <= MOST_SIZE for i in ids):
         raise ValueError(
-            f"{name} must be an integer or a list of integers of 32 bits, got {brief(value)}"
+            f"{name} must be an integer or a list of integers, at least 0 and of 32 bits, "
+            f"got {brief(value)}"
         )
     return tuple(ids)
 
@@ -138,7 +155,7 @@ def read_decoder(
       activation: name and default of the option that names the MLP's activation.
       rope: `rope(head_dim, max_positions)`: the rotary embedding, or two, of layers without and
         with a window; by default the one of the file, of all channels.
-      layers: the layers' own settings; by default they are alike.
+      layers: the layers' own settings; by default they are alike, and none has a window.
       family: further fields of `DecoderConfig`.
 
     Raises:
@@ -155,8 +172,11 @@ def read_decoder(
     count = read_size(raw, "num_hidden_layers", most=MOST_LAYERS)
     found = read_rope(raw, channels, positions) if rope is None else rope(channels, positions)
     ropes = found if isinstance(found, tuple) else (found,)
-    own: Sequence[LayerConfig] = () if layers is None else layers(count, *ropes)
-    alike = own and all(layer == LayerConfig(ropes[0], own[0].window) for layer in own)
+    if layers is None:
+        refuse(raw, {"sliding_window": None})
+        layers = layers_with_windows(raw, None, lambda _: False)
+    own = layers(count, *ropes)
+    alike = all(layer == LayerConfig(ropes[0], own[0].window) for layer in own)
     family |= {"sliding_window": own[0].window} if alike else {"layers": own}  # pyright: ignore[reportGeneralTypeIssues]
     return DecoderConfig(
         vocab_size=read_size(raw, "vocab_size"),
@@ -169,12 +189,21 @@ def read_decoder(
         rope=ropes[0],
         max_positions=usable_positions(ropes[0], positions),
         norm_eps=read_number(raw, "rms_norm_eps", norm_eps),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", tied)),
-        activation=read_choice(raw, *activation),
+        tie_embeddings=read_flag(raw, "tie_word_embeddings", tied),
+        activation=_activation(raw, *activation),
         bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
         eos_token_ids=read_token_ids(raw, "eos_token_id"),
         **family,
     )
+
+
+def _activation(raw: Mapping[str, Any], name: str, default: str) -> str:
+    value = read_choice(raw, name, default)
+    if value not in ACTIVATIONS:
+        raise ValueError(
+            f"{name} {brief(value)} is not supported; supported: {', '.join(ACTIVATIONS)}"
+        )
+    return value
 
 
 def _kv_heads(raw: Mapping[str, Any], default: int | None, query_heads: int) -> int:
@@ -207,10 +236,11 @@ def read_sliding(
         raise ValueError(
             f"layer_types must be a list of num_hidden_layers = {layers} names, got {brief(types)}"
         )
-    unknown = [kind for kind in types if kind not in (FULL, SLIDING)]
+    unknown = [kind for kind in types if kind not in (FULL, SLIDING, _FULL_BEFORE)]
     if unknown:
         raise ValueError(
-            f"layer type {brief(unknown[0])} is not supported; supported: {FULL}, {SLIDING}"
+            f"layer_types: layer type {brief(unknown[0])} is not supported; supported: "
+            f"{FULL}, {SLIDING}"
         )
     return tuple(kind == SLIDING for kind in types)
 
@@ -233,7 +263,11 @@ def sliding_layers(
       ValueError: a layer slides, and there is no window.
     """
     if any(sliding) and window is None:
-        raise ValueError("some layers have a sliding window (layer_types), but there is no size")
+        raise ValueError(
+            f"layers have {SLIDING} (by layer_types, or the model type's own order), but there is "
+            "no size: sliding_window is null, or the model type has none, or use_sliding_window is "
+            "not true"
+        )
     plain, local = LayerConfig(rope), LayerConfig(local_rope or rope, window)
     return tuple(local if slides else plain for slides in sliding)
 
@@ -310,11 +344,11 @@ def read_rope(
     missing = [name for name in _NEEDED[kind] if scaling.get(name) is None]
     if missing:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, got {brief(scaling)}")
-    given = scaling.get("rope_theta") or raw.get("rope_theta") or theta
-    original = _original_positions(raw, scaling, kind, max_positions)
+    given = [read_optional_number(place, "rope_theta") for place in (scaling, raw)]
+    original = _original_positions((raw, scaling), kind, max_positions)
     return RopeConfig(
-        rotary_dim=_rotary_dim(raw, head_dim, share),
-        theta=read_number({"rope_theta": given}, "rope_theta", theta),
+        rotary_dim=_rotary_dim((scaling, raw), head_dim, share),
+        theta=next((number for number in given if number is not None), theta),
         type=kind,
         original_max_positions=original,
         interleaved=interleaved,
@@ -338,7 +372,7 @@ def _parameters(
             "factor": factor,
             "beta_fast": scaling.get("beta_fast") or 32.0,
             "beta_slow": scaling.get("beta_slow") or 1.0,
-            "truncate": bool(scaling.get("truncate", True)),
+            "truncate": read_flag(scaling, "truncate", "truncate" not in scaling),
             "attention_factor": _weighted_yarn(scaling, factor) if larger is None else larger,
         }
     for name in _NEEDED[kind]:
@@ -357,22 +391,20 @@ def _weighted_yarn(scaling: Mapping[str, Any], factor: float) -> float | None:
     return above / below
 
 
-def _rotary_dim(raw: Mapping[str, Any], head_dim: int, share: float | None) -> int:
-    """How many channels of a head are rotated, from `partial_rotary_factor`."""
+def _rotary_dim(places: Sequence[Mapping[str, Any]], head_dim: int, share: float | None) -> int:
+    """How many channels of a head are rotated, from the first `partial_rotary_factor`."""
     name = "partial_rotary_factor"
-    places = (raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}, raw)
-    for place in places:
-        given = place.get(name)
-        if given is None:
-            continue
-        if share is None:
-            if given != 1:
-                raise ValueError(f"{name} must be 1 for this model type, got {brief(given)}")
-            continue
-        if not is_finite(given) or not 0 < given <= 1:
-            raise ValueError(f"{name} must be a number above 0 and at most 1, got {brief(given)}")
-        return int(head_dim * given)
-    return head_dim if share is None else int(head_dim * share)
+    given = next((place[name] for place in places if place.get(name) is not None), None)
+    if share is None and given not in (None, 1):
+        raise ValueError(f"{name} must be 1 for this model type, got {brief(given)}")
+    if given is not None and (not is_finite(given) or not 0 < given <= 1):
+        raise ValueError(f"{name} must be a number above 0 and at most 1, got {brief(given)}")
+    channels = int(head_dim * (share or 1 if given is None else given))
+    if channels < 2 or channels % 2:
+        raise ValueError(
+            f"{name} of head_dim = {head_dim} channels must be an even number, got {channels}"
+        )
+    return channels
 
 
 def read_rope_of_types(
@@ -407,24 +439,28 @@ def read_rope_of_types(
         if not isinstance(more, dict) or not isinstance(objects[FULL], dict):
             raise ValueError(f"rope parameters must be objects, got {name}: {brief(raw[name])}")
         objects[FULL] = {**objects[FULL], **more}
-    base = {k: v for k, v in raw.items() if k not in ("rope_parameters", "rope_scaling")}
+    base = {k: v for k, v in raw.items() if k not in _OF_ALL_LAYERS}
     name, default = local_theta
-    local = {**base, "rope_theta": raw.get(name), "rope_parameters": objects[SLIDING]}
+    local = {**base, "rope_parameters": objects[SLIDING]}
+    local["rope_theta"] = read_optional_number(raw, name)
     return (
         read_rope({**base, "rope_parameters": objects[FULL]}, head_dim, max_positions, theta=theta),
         read_rope(local, head_dim, max_positions, theta=default),
     )
 
 
+_OF_ALL_LAYERS = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
+
+
 def _original_positions(
-    raw: Mapping[str, Any], scaling: Mapping[str, Any], kind: str, max_positions: int
+    places: Sequence[Mapping[str, Any]], kind: str, max_positions: int
 ) -> int | None:
-    name = "original_max_position_embeddings"
     if kind == "dynamic":
         return max_positions
-    if kind in ("llama3", "yarn", "longrope"):
-        return raw.get(name) or scaling.get(name) or max_positions
-    return None
+    if kind not in ("llama3", "yarn", "longrope"):
+        return None
+    given = [place.get("original_max_position_embeddings") for place in places]
+    return next((positions for positions in given if positions is not None), max_positions)
 
 
 def usable_positions(rope: RopeConfig, max_positions: int) -> int:

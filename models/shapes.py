@@ -20,7 +20,7 @@ from kvjax.regular_files import read_json
 
 from .config import DecoderConfig
 from .decoder import Decoder
-from .families import FAMILIES, check_raw_config, parse_config
+from .families import FAMILIES, check_model_type, parse_config
 from .placement import weight_placement
 from .tensor_names import ParameterPath
 
@@ -109,8 +109,8 @@ def _whole_config(given: str | os.PathLike[str]) -> DecoderConfig:
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
-        raw = {k: x for k, x in read_json(path).items() if k != "quantization_config"}
-        check_raw_config(raw, path)
+        raw = read_json(path)
+        check_model_type(raw, path)
         return _parsed(raw, path)
     name = os.fspath(given)
     if name not in SHAPES:

@@ -14,6 +14,7 @@ from kvjax.messages import brief
 from .config import DecoderConfig, LayerConfig, RopeConfig
 from .reading import (
     read_decoder,
+    read_flag,
     read_rope,
     read_size,
     read_sliding,
@@ -32,7 +33,7 @@ def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
       ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
-    window = read_window(raw, None) if raw.get("use_sliding_window") else None
+    window = read_window(raw, None) if read_flag(raw, "use_sliding_window") else None
 
     def layers(count: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
         rotated = _rotated(raw, count)
@@ -47,8 +48,8 @@ def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
         max_positions=32768,
         kv_heads=4,
         tied=True,
-        attention_bias=bool(raw.get("attention_bias")),
-        mlp_bias=bool(raw.get("mlp_bias")),
+        attention_bias=read_flag(raw, "attention_bias"),
+        mlp_bias=read_flag(raw, "mlp_bias"),
         rope=partial(read_rope, raw, theta=2_000_000.0),
         layers=layers,
     )

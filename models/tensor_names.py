@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .config import DecoderConfig
@@ -83,6 +83,40 @@ class TensorNames:
         weights[f"{self.norm}.weight"] = Weight((("norm", "scale"),))
         weights[f"{self.head}.weight"] = Weight(table) if config.tie_embeddings else head
         return weights
+
+    def among(self, stored: Collection[str]) -> TensorNames:
+        """These names as they stand among those of a checkpoint.
+
+        A decoder that was saved without its output projection has no `model.` before its names, one
+        that was saved inside of another module has more, as `language_model.model.` or
+        `_orig_mod.model.`. The name of the embedding table shows which.
+
+        Example:
+          >>> from kvjax.models.tensor_names import TensorNames
+          >>> names = TensorNames().among(["embed_tokens.weight", "layers.0.mlp.up_proj.weight"])
+          >>> names.layers, names.head
+          ('layers', 'lm_head')
+          >>> TensorNames().among(["a.model.embed_tokens.weight"]).layers
+          'a.model.layers'
+        """
+        base, _, table = self.embed.partition(".")
+        before = _before(table, stored)
+        if before is None:
+            return self
+        base_names = {
+            key: before + getattr(self, key).removeprefix(f"{base}.")
+            for key in ("embed", "norm", "layers")
+        }
+        *_, head = self.head.split(".")
+        before_head = _before(head, stored)
+        usual = self.head if before_head is None else before_head + head
+        return replace(self, **base_names, head=usual)
+
+
+def _before(name: str, stored: Collection[str]) -> str | None:
+    """What stands before this name in a checkpoint; None where it has none such, or several."""
+    found = [one for one in stored if f".{one}".endswith(f".{name}.weight")]
+    return found[0].removesuffix(f"{name}.weight") if len(found) == 1 else None
 
 
 def _has_bias(config: DecoderConfig, linear: str) -> bool:

@@ -1,0 +1,115 @@
+"""Whether a folder holds the plain weights of a whole model: not quantised, and no adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvjax.messages import printable
+from kvjax.regular_files import read_json
+
+_PLAIN = "only float32, float16 and bfloat16 weights are read"
+
+_METHODS = {
+    "gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "finegrained_fp8": "FP8",
+    "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM", "eetq": "EETQ", "spqr": "SpQR", "vptq": "VPTQ",
+}  # fmt: skip
+"""Names of `quant_method` that are written otherwise; the others are shown as they are."""
+
+_FILES = {
+    "quantize_config.json": "GPTQ",  # AutoGPTQ before `quantization_config`
+    "quant_config.json": "AWQ",  # AutoAWQ before it
+    "hf_quant_config.json": "NVIDIA ModelOpt",
+}
+"""A file beside `config.json` that says how the weights are quantised."""
+
+_TENSORS = {
+    (".qweight", ".qzeros", ".g_idx"): "GPTQ or AWQ",
+    (".weight_scale_inv",): "FP8",
+    (".weight_packed", ".weight_scale", ".weight_zero_point", ".input_scale"): "compressed-tensors",
+    (".absmax", ".quant_map", ".SCB", "__nf4", "__fp4"): "bitsandbytes",
+    (".W_q",): "HQQ",
+    (".codebooks",): "AQLM",
+    (".scales", ".biases"): "MLX",  # last: GPTQ and AWQ have scales too
+}
+"""Endings of names that tensors have beside quantised weights alone."""
+
+
+def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Raises where files say that the weights are quantised, or that an adapter belongs to them.
+
+    Args:
+      folder: of the model.
+      raw: the content of its `config.json`.
+
+    Raises:
+      ValueError: they do; names the file, and the method or the adapter's model.
+    """
+    method, key = _stated_method(raw)
+    if key is not None:
+        raise ValueError(
+            f"{printable(folder / 'config.json')}: {key} ({printable(method or 'unnamed')}) is not "
+            f"supported: the weights are quantised with {_shown(method)}, {_PLAIN}"
+        )
+    for name, shown in _FILES.items():
+        if (folder / name).exists():
+            raise ValueError(
+                f"{printable(folder / name)}: the weights are quantised with {shown}, {_PLAIN}"
+            )
+    check_no_adapter(folder)
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raises where a folder holds an adapter, alone or beside a model.
+
+    Raises:
+      ValueError: it does; names the model that it was trained for.
+    """
+    path = folder / "adapter_config.json"
+    if not path.exists():
+        return
+    base = read_json(path).get("base_model_name_or_path") or "a model that it does not name"
+    whole = (folder / "config.json").exists()
+    what = "beside the model there is" if whole else "this is"
+    out = ", or remove this file to load the model without it" if whole else ""
+    raise ValueError(
+        f"{printable(path)}: {what} an adapter of {printable(base)}, and adapters are not applied: "
+        f"merge it into its model first (merge_and_unload of PEFT) and load the result{out}"
+    )
+
+
+def check_names(names: Iterable[str], folder: Path) -> None:
+    """Raises where tensors have names that stand beside quantised weights alone.
+
+    Raises:
+      ValueError: they do; names the first and the method.
+    """
+    names = list(names)
+    for endings, shown in _TENSORS.items():
+        found = next((name for name in names if name.endswith(endings)), None)
+        if found is not None:
+            raise ValueError(
+                f"{printable(folder)}: the weights are quantised with {shown} (tensor "
+                f"{printable(found)}), {_PLAIN}"
+            )
+
+
+def _stated_method(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The method that `config.json` names, and the key; the key is None where it has none."""
+    if raw.get("quantization"):
+        return "MLX", "quantization"
+    if raw.get("compression_config"):
+        return "compressed-tensors", "compression_config"
+    given = raw.get("quantization_config")
+    if given is None:
+        return None, None
+    stated = given if isinstance(given, dict) else {}
+    old = any(name.startswith("load_in_") for name in stated)
+    return stated.get("quant_method") or ("bitsandbytes" if old else None), "quantization_config"
+
+
+def _shown(method: object) -> str:
+    if method is None:
+        return "a method that is not named"
+    return _METHODS.get(str(method).lower(), printable(method))
