@@ -323,7 +323,7 @@ def _heads(metadata: Metadata) -> dict[str, int]:
     if values != channels:
         raise metadata.error(
             f"{metadata.architecture}.attention.value_length must be the {channels} channels of a "
-            f"key, got {values}"
+            f"key ({metadata.architecture}.attention.key_length), got {values}"
         )
     return {
         "num_attention_heads": metadata.size("attention.head_count"),

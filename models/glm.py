@@ -94,6 +94,7 @@ _CHATGLM_ONLY = {
     "apply_residual_connection_post_layernorm": False,
     "original_rope": True,
     "quantization_bit": 0,
+    "pre_seq_len": None,
 }
 _CHATGLM_OPTIONS = {
     "padded_vocab_size": "vocab_size",

@@ -150,10 +150,12 @@ def as_chatglm(tensors: dict) -> dict:
         "transformer.output_layer.weight": tensors["lm_head.weight"],
         "transformer.rotary_pos_emb.inv_freq": np.ones(4, np.float32),
     }
-    for layer in range(2):
+    for layer in range(sum("input_layernorm" in name for name in tensors)):
         new, old = f"transformer.encoder.layers.{layer}", f"model.layers.{layer}"
         for kind in ("weight", "bias"):
-            qkv = [tensors[f"{old}.self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            qkv = [tensors.get(f"{old}.self_attn.{x}_proj.{kind}") for x in "qkv"]
+            if qkv[0] is None:
+                continue
             named[f"{new}.self_attention.query_key_value.{kind}"] = np.concatenate(qkv)
         for ours, theirs in (
             ("self_attention.dense", "self_attn.o_proj"),
@@ -204,6 +206,57 @@ def test_chatglm_is_glm_by_other_names(glm_folder, chatglm_folder):
     tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 12)
     logits = Stepper(model, 1, 12, 1)(tokens[None], np.arange(12)[None], "prompt")[0]
     close(logits, reference_logits(reference, tokens, 12), "accumulated")
+
+
+GLM = {"head_dim": 16, "rms_norm_eps": 1.5625e-7}
+HALF_ROTATED = {"rope_type": "default", "partial_rotary_factor": 0.5}
+EDITS = [
+    # of ChatGLM's file, and the same of GLM's
+    ({"num_layers": 3}, {"num_hidden_layers": 3}),
+    ({"padded_vocab_size": 99}, {"vocab_size": 99}),
+    ({"hidden_size": 64}, {"hidden_size": 64}),
+    ({"ffn_hidden_size": 40}, {"intermediate_size": 40}),
+    ({"num_attention_heads": 8}, {"num_attention_heads": 8}),
+    ({"multi_query_group_num": 1}, {"num_key_value_heads": 1}),
+    ({"kv_channels": 8}, {"head_dim": 8}),
+    ({"layernorm_epsilon": 0.1}, {"rms_norm_eps": 0.1}),
+    ({"add_qkv_bias": False}, {"attention_bias": False}),
+    ({"rope_ratio": 0.1}, {"rope_parameters": {**HALF_ROTATED, "rope_theta": 1000.0}}),
+    ({"rope_ratio": 1}, {"rope_parameters": {**HALF_ROTATED, "rope_theta": 10_000.0}}),
+    (
+        {"seq_length": 4096, "hidden_dropout": 0.5, "apply_query_key_layer_scaling": True},
+        {"max_position_embeddings": 4096},
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "same"), EDITS)
+@pytest.mark.fast_cases("edit3-same3")
+def test_logits_of_an_edited_chatglm(tmp_path, edit, same):
+    own = {"rope_parameters": {**HALF_ROTATED, "rope_theta": 500_000.0}}
+    reference = save_reference(tmp_path / "glm", "glm", **{**GLM, **own, **same})
+    folder = tmp_path / "chatglm"
+    folder.mkdir()
+    tensors = load_file(tmp_path / "glm" / "model.safetensors")
+    save_file(as_chatglm(tensors), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(chatglm_config(**edit)))
+    tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 12)
+    step = Stepper(from_pretrained(folder), 1, 12, 1)
+    logits = step(tokens[None], np.arange(12)[None], "prompt")[0]
+    close(logits, reference_logits(reference, tokens, 12), "accumulated")
+
+
+def test_chatglm_without_its_head(glm_folder, chatglm_folder):
+    """Saved from the base model, whose names have no `transformer.` before them."""
+
+    def base(tensors):
+        head = tensors["transformer.output_layer.weight"]
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["output_layer.weight"] = head
+
+    for name, value in leaves(from_pretrained(chatglm_folder(base))).items():
+        np.testing.assert_array_equal(value, leaves(from_pretrained(glm_folder[0]))[name])
 
 
 QKV = "transformer.encoder.layers.1.self_attention.query_key_value.weight"
@@ -263,6 +316,15 @@ def test_a_sharding_rule_is_asked_for_each_part(chatglm_folder):
         ({"quantization_bit": 4}, "quantization_bit must be 0, got 4"),
         ({"kv_channels": None}, "kv_channels is missing"),
         ({"rope_ratio": "x"}, "rope_ratio must be a finite number above 0, got 'x'"),
+        ({"pre_seq_len": 8}, "pre_seq_len must be null, got 8"),
+        ({"is_causal": False}, "is_causal must be true, got False"),
+        ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
+        ({"multi_query_group_num": 3}, "must be a multiple of multi_query_group_num, got 4"),
+        ({"layernorm_epsilon": 0}, "layernorm_epsilon must be a finite number above 0, got 0"),
+        ({"kv_channels": 6}, "of kv_channels = 6 channels must be an even number, got 3"),
+        ({"add_qkv_bias": "yes"}, "add_qkv_bias must be true or false, got 'yes'"),
+        ({"seq_length": -1}, "seq_length must be an integer of at least 1"),
+        ({"num_layers": 5}, "num_layers is 5, but the checkpoint has tensors of 2 layers"),
     ],
 )
 def test_other_chatglm_models_are_refused(chatglm_folder, options, message):

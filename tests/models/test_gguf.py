@@ -605,7 +605,10 @@ def without_key_length(key, value):
             "multiple of .*head_count, got 33 and 4",
         ),
         (without_key_length("llama.attention.head_count", 0), "multiple of .*, got 32 and 0"),
-        (again("llama.rope.freq_base", "add_float32", math.nan), "llama.rope.freq_base must be a fin"),
+        (
+            again("llama.rope.freq_base", "add_float32", math.nan),
+            "llama.rope.freq_base must be a fin",
+        ),
         (again("llama.rope.dimension_count", "add_uint32", 4), "dimension_count must be the 8"),
         (again("llama.attention.value_length", "add_uint32", 4), "value_length must be the 8"),
         (

@@ -165,7 +165,10 @@ def test_end_tokens_of_generation_win(read, generation, expected):
         ({"hidden_size": "32"}, "hidden_size must be an integer of at least 1, got '32'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
         ({"num_attention_heads": 5}, "hidden_size must be a multiple of num_attention_heads"),
-        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads must be a multiple of num_key_value_heads",
+        ),
         ({"head_dim": 7}, "of head_dim = 7 channels must be an even number, got 7"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number above 0, got 0"),
         ({"hidden_act": []}, r"config\.json: hidden_act must be text such as 'silu', got \[\]"),

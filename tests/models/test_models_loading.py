@@ -130,7 +130,7 @@ def put(name, value):
         (
             put("model.layers.2.mlp.up_proj.weight", np.ones((48, 32), np.float32)),
             False,
-            "model.layers.2.mlp.up_proj.weight .*unknown",
+            "num_hidden_layers is 2, but .* 3 layers: model.layers.2.mlp.up_proj.weight .*unknown",
         ),
         (
             put(UP, np.ones((32, 48), np.float32)),
@@ -143,6 +143,203 @@ def put(name, value):
 def test_every_tensor_is_accounted_for(checkpoint, change, tied, message):
     with pytest.raises(ValueError, match=message):
         from_pretrained(checkpoint(change, tied=tied))
+
+
+# Names with another beginning
+
+
+def renamed(before, head=None):
+    """Names of the base model's tensors begin with `before`, and the head may have another."""
+
+    def change(tensors):
+        for name in list(tensors):
+            base = name.startswith("model.")
+            new = before + name.removeprefix("model.") if base else head or name
+            tensors[new] = tensors.pop(name)
+
+    return change
+
+
+BEGINNINGS = [
+    ("", None),  # a decoder that was saved without its head
+    ("language_model.model.", "language_model.lm_head.weight"),
+    ("model.language_model.", None),
+    ("_orig_mod.model.", "_orig_mod.lm_head.weight"),
+    ("module._orig_mod.model.", "module._orig_mod.lm_head.weight"),
+    ("module.model.", "module.lm_head.weight"),
+    ("base_model.model.model.", "base_model.model.lm_head.weight"),
+    ("text_model.", None),
+]
+
+
+@pytest.mark.parametrize(("before", "head"), BEGINNINGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_may_begin_with_other_words(checkpoint, saved, before, head, tied):
+    folder, asked = checkpoint(renamed(before, head), tied=tied), set()
+    model = from_pretrained(folder, sharding=lambda name, shape: asked.add(name))
+    assert_same_weights(model, from_pretrained(saved[tied][0]))
+    assert read_config(folder) == read_config(saved[tied][0])
+    assert {UP, TABLE} < asked, "a sharding rule is asked with the usual names"
+
+
+def test_names_of_shards_may_begin_with_other_words(checkpoint, saved):
+    folder = checkpoint(renamed("", None))
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    names = dict.fromkeys(load_file(folder / "model-1.safetensors"), "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert_same_weights(from_pretrained(folder), from_pretrained(saved[False][0]))
+    assert read_config(folder) == read_config(saved[False][0])
+
+
+def one_more(name):
+    def change(tensors):
+        renamed("language_model.model.")(tensors)
+        tensors[name] = np.ones((97, 32), np.float32)
+
+    return change
+
+
+def unlike(tensors):
+    for name in list(tensors):
+        tensors[f"h.{name.replace('.', '_')}"] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (one_more("vision_tower.weight"), r"tensor vision_tower\.weight of .* is unknown"),
+        (one_more("model.norm.weight"), r"tensor model\.norm\.weight of .* is unknown"),
+        # Two tables: which one is meant is not known.
+        (
+            one_more("encoder.embed_tokens.weight"),
+            r"named model\.layers\.0\..*, but .* has encoder",
+        ),
+        (
+            unlike,
+            r"config\.json: layers of this model type have tensors named model\.layers\.0\.\.\.",
+        ),
+        (lambda tensors: [tensors.pop(n) for n in list(tensors) if "layers" in n], "but the check"),
+    ],
+)
+def test_other_names_are_refused_in_words_that_say_it(checkpoint, change, message):
+    folder = checkpoint(change)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("given", "layers"), [(1, 2), (3, 2)])
+def test_as_many_layers_as_the_file_says(checkpoint, given, layers):
+    folder = checkpoint()
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": given}))
+    for read in (read_config, from_pretrained):
+        with pytest.raises(ValueError, match=f"is {given}, but .* of {layers} layers") as caught:
+            read(folder)
+        assert str(caught.value).startswith(f"{path}: num_hidden_layers is")
+
+
+# What is no plain model
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised with GPTQ"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised with AWQ"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised with FP8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised with bitsandbytes"),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantised with bitsandbytes"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "with compressed-tens"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised with MXFP4"),
+        ({"quantization_config": {"quant_method": "new\x1b"}}, r"quantised with new\\x1b"),
+        ({"quantization_config": {"bits": 4}}, "with a method that is not named"),
+        ({"quantization_config": True}, "with a method that is not named"),
+        ({"compression_config": {"format": "int-quantized"}}, "with compressed-tensors"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, r"quantization \(MLX\) .* with MLX"),
+        (
+            {"quantization": {"bits": 4}, "quantization_config": {"bits": 4}},
+            "quantised with MLX",
+        ),
+    ],
+)
+def test_a_configuration_of_quantised_weights(checkpoint, more, message):
+    folder = checkpoint()
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    for read in (read_config, from_pretrained):
+        with pytest.raises(ValueError, match=message) as caught:
+            read(folder)
+        assert str(caught.value).startswith(f"{path}: {next(iter(more))} (")
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("quantize_config.json", "quantised with GPTQ"),
+        ("quant_config.json", "quantised with AWQ"),
+        ("hf_quant_config.json", "quantised with NVIDIA ModelOpt"),
+    ],
+)
+def test_a_file_beside_quantised_weights(checkpoint, name, message):
+    folder = checkpoint()
+    (folder / name).write_text('{"bits": 4, "group_size": 128}')
+    with pytest.raises(ValueError, match=rf"{name}: the weights are {message}"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("endings", "method"),
+    [
+        (("qweight", "qzeros", "scales", "g_idx"), "GPTQ or AWQ"),
+        (("qweight", "qzeros", "scales"), "GPTQ or AWQ"),
+        (("weight", "scales", "biases"), "MLX"),
+        (("weight", "weight_scale_inv"), "FP8"),
+        (("weight", "weight_scale"), "compressed-tensors"),
+        (("weight_packed", "weight_scale", "weight_shape"), "compressed-tensors"),
+        (("weight", "weight.absmax", "weight.quant_state.bitsandbytes__nf4"), "bitsandbytes"),
+        (("weight", "SCB"), "bitsandbytes"),
+    ],
+)
+def test_tensors_of_quantised_weights(checkpoint, endings, method):
+    def change(tensors):
+        for name in [name for name in tensors if "proj" in name]:
+            del tensors[name]
+            for ending in endings:
+                tensors[f"{name.removesuffix('weight')}{ending}"] = np.ones((4, 4), np.uint8)
+
+    folder = checkpoint(change)
+    for read in (read_config, from_pretrained):
+        with pytest.raises(ValueError, match=rf"are quantised with {method} \(tensor model\.l"):
+            read(folder)
+
+
+def adapter(folder, base="meta-llama/Llama-3.2-1B"):
+    folder.mkdir(exist_ok=True)
+    content = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 8}
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    lora = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({lora: np.ones((8, 32), np.float32)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_an_adapter_alone(tmp_path):
+    for read in (read_config, from_pretrained):
+        with pytest.raises(
+            ValueError, match=r"this is an adapter of meta-llama/Llama-3\.2-1B, and"
+        ):
+            read(adapter(tmp_path / "lora"))
+    with pytest.raises(ValueError, match=r"an adapter of a model that it does not name.*merge it"):
+        read_config(adapter(tmp_path / "lora", None))
+
+
+def test_an_adapter_beside_its_model(checkpoint):
+    folder = adapter(checkpoint())
+    for read in (read_config, from_pretrained):
+        with pytest.raises(
+            ValueError, match=r"beside the model there is an adapter of meta.*remove"
+        ):
+            read(folder)
 
 
 def test_only_safetensors_are_read(checkpoint):

@@ -44,9 +44,15 @@ def random_reference(model_type: str = "llama", seed: int = 0, attention: str = 
     The library's own initialisation (0.02) makes all logits nearly equal, with norms and biases
     that do nothing.
     """
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    return random_model(config, seed, attention)
+
+
+def random_model(config, seed: int = 0, attention: str = "sdpa"):
+    """The same of a configuration."""
     torch = pytorch()
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    model_type = config.model_type
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model = made.eval()
     middle = 0.0 if model_type.startswith("gemma") else 1.0  # of norms; Gemma's add 1
