@@ -75,7 +75,7 @@ class Metadata:
         default = (DEFAULTS | OWN_DEFAULTS.get(self.architecture, {})).get(name)
         return default(self) if callable(default) else default
 
-    def number(self, name: str, *, whole: bool = False) -> Any:
+    def number(self, name: str, *, whole: bool = False, positive: bool = False) -> Any:
         """A number from 0, or a list of equal ones, as some files have for their layers.
 
         Raises:
@@ -91,9 +91,10 @@ class Metadata:
                 f"{self.architecture}.{name} must be {what}, "
                 f"{'it is missing' if given is None else f'got {brief(given)}'}"
             )
-        if given < 0 or not is_finite(given):
+        if given < 0 or (positive and not given) or not is_finite(given):
             raise self.error(
-                f"{self.architecture}.{name} must be a finite number of at least 0, got {given}"
+                f"{self.architecture}.{name} must be a finite number "
+                f"{'above' if positive else 'of at least'} 0, got {given}"
             )
         return given
 
@@ -367,9 +368,9 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        "attention_factor": metadata.number("rope.scaling.yarn_attn_factor"),
-        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast"),
-        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
+        "attention_factor": metadata.number("rope.scaling.yarn_attn_factor", positive=True),
+        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", positive=True),
+        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", positive=True),
     }
 
 
@@ -396,7 +397,7 @@ def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str,
         metadata.get(f"rope.scaling.{name}")
     if found == [_FREQS]:
         return _llama3(factors[0], theta) or _longrope(factors * 2, 1.0)
-    return _longrope(factors, metadata.number("rope.scaling.attn_factor"))
+    return _longrope(factors, metadata.number("rope.scaling.attn_factor", positive=True))
 
 
 def _longrope(factors: list[list[float]], attention_factor: float) -> dict[str, Any]:

@@ -57,6 +57,9 @@ def olmo2_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
 def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """An `Olmo3ForCausalLM` configuration, from the content of its `config.json`.
 
+    A `rope_theta` beside `rope_scaling` is that of all layers, as in the model's first code.
+    `transformers` 5.24 takes its default, that of the published models, for layers with a window.
+
     Raises:
       ValueError: a value is missing, of the wrong type, or not supported; names it.
     """

@@ -638,6 +638,7 @@ def test_what_changes_nothing_may_be_said(changed):
         writer.add_bool("llama.rope.scaling.finetuned", False)
         writer.add_string("llama.tensor_data_layout", "Meta AI original pth")
         writer.add_string("llama.rope.scaling.type", "none")
+        writer.add_uint32("llama.pooling_type", 3)  # how a text becomes one vector
 
     from_pretrained(changed(add=add))
 

@@ -222,6 +222,8 @@ def test_longrope_of_phi_3_with_tensors_alone(headers):
         ("llama", {"attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon must be"),
         ("llama", {"context_length": 0}, "llama.context_length must be"),
         ("llama", {"rope.scaling.factor": -1.0}, "llama.rope.scaling.factor must be"),
+        ("llama", {**YARN, "rope.scaling.yarn_beta_fast": 0.0}, "yarn_beta_fast must be"),
+        ("llama", {**YARN, "rope.scaling.yarn_attn_factor": 0.0}, "yarn_attn_factor must be"),
         ("phi3", {"rope.dimension_count": 16}, "phi3.rope.dimension_count must be the 8 channels"),
         ("phi3", {"rope.dimension_count": 0}, "phi3.rope.dimension_count must be the 8 channels"),
     ],
