@@ -6,6 +6,7 @@ from .decoder import Decoder
 from .loading import from_pretrained, load_tokenizer, random_decoder
 from .orbax_checkpoints import load_checkpoint, save_checkpoint
 from .placement import on_mesh
+from .sampling_settings import load_sampling
 from .saving import save_pretrained
 from .shapes import abstract_decoder
 
@@ -17,6 +18,7 @@ __all__ = [
     "abstract_decoder",
     "from_pretrained",
     "load_checkpoint",
+    "load_sampling",
     "load_tokenizer",
     "on_mesh",
     "random_decoder",

@@ -9,7 +9,7 @@ import kvjax
 from kvjax.cli import options
 from kvjax.cli.generate_command import print_rows
 from kvjax.cli.inputs import check_text
-from kvjax.cli.opened import OpenedModel, check_counts, sampling
+from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, figures, print_dropped
 from kvjax.cli.writing import Row, write
@@ -37,7 +37,8 @@ def add_options(own: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """`kvjax ask`: answers all questions in one batch; the folder stays as it is."""
     check_counts(args, "max_new")
-    choice, about = sampling(args), _about(args.folder)
+    check_sampling(args)
+    about = _about(args.folder)
     texts = [check_text(text, f"question {n}") for n, text in enumerate(args.questions, 1)]
     several = len(texts) > 1
     with Display(not args.json) as display:
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         # The template is rendered as for the document, whose system message has been read.
         dialogue = Dialogue(opened.tokenizer, raw=about["raw"])
         questions = [dialogue.question(text) for text in texts]
-        model = opened.load(args)
+        choice, model = opened.sampling(args), opened.load(args)
         display.show(0, None, f"loading {printable(args.folder)}")
         context, still = load_with_about(args.folder, model, tokenizer=opened.tokenizer)
         if still != about:

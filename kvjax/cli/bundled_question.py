@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvjax
-from kvjax.cli.opened import BUNDLED, OpenedModel, calibrated, sampling
+from kvjax.cli.opened import BUNDLED, OpenedModel, calibrated
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.terminal import Display, figures, host_bytes, print_dropped, seconds, share
 from kvjax.evaluation import is_right
@@ -35,7 +35,7 @@ def answer(args: argparse.Namespace) -> None:
     candidates = {
         name: Candidate.of(name, args.budget) for name in dict.fromkeys(("full", args.method))
     }
-    new, choice = args.max_new or _NEW_TOKENS, sampling(args)
+    new = args.max_new or _NEW_TOKENS
     with Display(not args.json) as display:
         opened = OpenedModel(None, display)
         document = demo.document()
@@ -43,7 +43,7 @@ def answer(args: argparse.Namespace) -> None:
         for one in candidates.values():
             layers = opened.bind(one.transform)
             check_prompts(opened.config, [prompt], layers, new)
-        model, records = opened.load(args), {}
+        choice, model, records = opened.sampling(args), opened.load(args), {}
         for name, one in candidates.items():
             transform = calibrated(one.transform, model, prompt)
             result = kvjax.generate(

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cli import interrupts, options
 from kvjax.cli.inputs import check_text, standard_input
 from kvjax.cli.lines import lines
-from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
+from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 from kvjax.cli.writing import Row, is_cut, write
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     check_counts(args, "max_prompt", "max_new")
     standard_input()
     transform = options.candidate(args).transform
-    sampling(args)
+    check_sampling(args)
     with Display() as display:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
@@ -96,6 +96,7 @@ class Conversation:
     ) -> None:
         self._args, self._opened, self._dialogue = args, opened, dialogue
         self._model, self._transform, self._room = model, transform, room
+        self._sampling = opened.sampling(args)
         self.reset()
 
     def reset(self) -> None:
@@ -143,7 +144,7 @@ class Conversation:
             result = write(
                 self._model, None if begins else [prompt], [row], streaming=True, stopped=stopped,
                 context=context, donate=True, max_new_tokens=new,
-                end_tokens=self._opened.end_tokens(self._dialogue), sampling=sampling(args),
+                end_tokens=self._opened.end_tokens(self._dialogue), sampling=self._sampling,
                 seed=args.seed, **said,
             )  # fmt: skip
         print(flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 import kvjax
 from kvjax.cli import bundled_question, options
 from kvjax.cli.inputs import check_text, read_prompts, read_text
-from kvjax.cli.opened import OpenedModel, calibrated, check_counts, sampling
+from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
 from kvjax.cli.writing import Row, is_cut, write
 from kvjax.generation.checks import check_prompts
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> None:
     """`kvjax generate`: continues prompts; without model and prompt, answers a question."""
     texts = _prompts(args)
     check_counts(args, "max_new")
-    candidate, choice = options.candidate(args), sampling(args)
+    check_sampling(args)
+    candidate = options.candidate(args)
     if texts is None:
         _check_no_prompt(args)
         bundled_question.answer(args)
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         prompts = [dialogue.prompt(text) for text in texts]
         layers = opened.bind(candidate.transform)
         check_prompts(opened.config, prompts, layers, new)
-        model = opened.load(args)
+        choice, model = opened.sampling(args), opened.load(args)
         on_text = None if args.json or several else display.text
         rows = [Row(opened.decode, prompt, args.stop, on_text) for prompt in prompts]
         result = write(

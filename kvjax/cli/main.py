@@ -19,8 +19,11 @@ _CLOSED_PIPE = 1
 _NOT_WRITTEN = (errno.ENOSPC, errno.EBADF)  # a full disk, a stream that is none to write to
 
 # Everything that a user can get wrong: the library raises the first two, files and hub the third,
-# the others say that there is not enough memory for what was asked.
-_USER_ERRORS = (ValueError, TypeError, OSError, OverflowError, MemoryError, RecursionError)
+# the next three say that there is not enough memory for what was asked, and the last one that a
+# model's logits are no numbers.
+_USER_ERRORS = (
+    ValueError, TypeError, OSError, OverflowError, MemoryError, RecursionError, FloatingPointError,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

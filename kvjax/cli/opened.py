@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 from kvjax.generation.chat import begins_twice
 from kvjax.generation.continuation import decoder
-from kvjax.messages import printable
+from kvjax.generation.sampling import unsupported_settings
+from kvjax.messages import brief, printable
 
 BUNDLED = "bundled"
 """What results call the bundled model."""
@@ -63,6 +65,35 @@ class OpenedModel:
         """A transform for each layer, for checks: every window is a ring."""
         return kvjax.bind(transform, self.config.num_layers, self.config.windows)
 
+    def sampling(self, args: argparse.Namespace) -> kvjax.Sampling:
+        """How tokens are chosen, by the options of `add_sampling`.
+
+        A line on standard error says which settings of the model are not followed.
+        """
+        from kvjax.models.sampling_settings import read_sampling_settings
+
+        settings, options = read_sampling_settings(self.path), _sampling_options(args)
+        lacking = unsupported_settings(settings)
+        supported = {name: x for name, x in settings.items() if name not in lacking}
+        asked, greedy = kvjax.Sampling.from_settings(supported), kvjax.Sampling()
+        if args.model_sampling:
+            if lacking:
+                print_line(
+                    f"kvjax does not have {_listed(lacking)}, which the model asks for", "dim"
+                )
+            return dataclasses.replace(asked, **options)
+        wanted = {
+            name: value
+            for name, value in dataclasses.asdict(asked).items()
+            if value != getattr(greedy, name)
+        }
+        if (wanted or lacking) and not options:
+            also = f"; kvjax does not have {_listed(lacking)}" if lacking else ""
+            takes = f"the model asks for {_listed(wanted)}: --model-sampling takes it"
+            print_line(f"{takes}{also}" if wanted else f"the model asks for {_listed(lacking)}, "
+                       "which kvjax does not have", "dim")  # fmt: skip
+        return kvjax.Sampling(**options)
+
     def load(self, args: argparse.Namespace) -> Any:
         """The model with its weights. What it compiles is kept for the next process."""
         from kvjax.models import from_pretrained
@@ -84,9 +115,16 @@ def calibrated(transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]) 
     return kvjax.calibrated(transform, model, [prompt[:_CALIBRATION_TOKENS]])
 
 
-def sampling(args: argparse.Namespace) -> kvjax.Sampling:
-    """What the options of `add_sampling` say."""
-    return kvjax.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+def check_sampling(args: argparse.Namespace) -> None:
+    """Raises ValueError where the options of `add_sampling` are wrong, before a model is loaded."""
+    if not args.model_sampling:  # the model may give them the temperature that they need
+        kvjax.Sampling(**_sampling_options(args))
+
+
+def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `add_sampling` that were given."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def check_counts(args: argparse.Namespace, *names: str) -> None:
@@ -95,3 +133,8 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
         value = getattr(args, name)
         if value is not None:
             check_count(f"--{name.replace('_', '-')}", value, 1)
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    """Settings and their values, in one line."""
+    return ", ".join(f"{printable(name)} {brief(value)}" for name, value in settings.items())

@@ -88,12 +88,17 @@ def add_template(own: argparse.ArgumentParser, what: str) -> None:
 def add_sampling(own: argparse.ArgumentParser) -> None:
     """How tokens are chosen."""
     add = own.add_argument
-    add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--model-sampling", action="store_true",
+        help="choose tokens as the model's generation_config.json or GGUF file asks, but for the "
+        "options given; by default the choice is greedy")  # fmt: skip
+    add("--temperature", metavar="T", type=float, help="0 is greedy (default: 0)")
     add("--top-k", metavar="K", type=int, help="draw from the K most likely tokens")
     add("--top-p", metavar="P", type=float,
         help="draw from the most likely tokens that add up to P")  # fmt: skip
     add("--min-p", metavar="P", type=float,
         help="draw from tokens at least P times as likely as the likeliest")  # fmt: skip
+    add("--repetition-penalty", metavar="R", type=float,
+        help="make tokens that were there before less likely, above 1 (default: 1)")  # fmt: skip
     add("--seed", metavar="N", type=seed, default=0, help="of the draws (default: 0)")
 
 

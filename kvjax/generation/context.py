@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import has_rows, placed
@@ -34,6 +34,7 @@ class Context:
     Args:
       caches: of each layer.
       logits: after each row's newest token.
+      seen: the tokens that each row has read and written, for a repetition penalty.
       length: tokens of each row so far, which is the next position.
       prompt_tokens: those of them that were read, of `max_prompt` at most.
       new_tokens: those that the model wrote, of `max_new` at most.
@@ -48,6 +49,7 @@ class Context:
 
     caches: tuple[Cache, ...]
     logits: Float[Array, "B V"]
+    seen: Bool[Array, "B V"]
     length: Int[Array, " B"]
     prompt_tokens: Int[Array, " B"]
     new_tokens: Int[Array, " B"]
@@ -104,7 +106,7 @@ class Context:
         caches = tuple(map_parts(lambda part: _repeated(part, rows), own) for own in self.caches)
         own = {
             name: _rows_of(getattr(self, name), rows)
-            for name in ("logits", "length", "prompt_tokens", "new_tokens")
+            for name in ("logits", "seen", "length", "prompt_tokens", "new_tokens")
         }
         size = self.size._replace(batch=rows)
         whole = dataclasses.replace(self, caches=caches, size=size, waiting=+self.waiting, **own)
@@ -121,8 +123,8 @@ class Context:
             return self
         counts = ("length", "prompt_tokens", "new_tokens", "waiting")
         own = {name: put(getattr(self, name), mesh) for name in counts}
-        caches, logits = tuple(map(placed, self.caches)), put_rows(self.logits, mesh)
-        return dataclasses.replace(self, caches=caches, logits=logits, **own)
+        own |= {name: put_rows(getattr(self, name), mesh) for name in ("logits", "seen")}
+        return dataclasses.replace(self, caches=tuple(map(placed, self.caches)), **own)
 
 
 def _repeated(cache: LayerCache, rows: int) -> LayerCache:

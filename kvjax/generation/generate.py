@@ -166,6 +166,7 @@ def generate(
       TypeError, ValueError: before anything is computed: no prompts, an empty one, a token outside
         the vocabulary, more tokens than the model has positions, the buckets or the context hold, a
         context of another model.
+      FloatingPointError: the logits of a row are NaN or infinite; names the row and the new token.
 
     Example:
       >>> import kvjax

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,38 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.budgets.budgets import check_count, check_number
+from kvjax.messages import brief
 
 _ALL = 2**31 - 1  # a `top_k` that cuts nothing
+_TRANSFORMERS_TOP_K = 50  # of `transformers` 5, where a model draws and names none
+
+# Settings of `generation_config.json`. A name that is in none of these is one that kvjax lacks.
+_SUPPORTED = frozenset(
+    {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+)
+# They say how long a text may become, which every call says for itself, which tokens begin and end
+# it, what is returned, and how the computation is carried out; or they belong to beam search.
+_WITHOUT_EFFECT = frozenset(
+    """
+    max_length max_new_tokens max_time bos_token_id eos_token_id pad_token_id decoder_start_token_id
+    use_cache cache_implementation cache_config max_cache_len return_legacy_cache
+    return_dict_in_generate num_return_sequences output_attentions output_hidden_states
+    output_scores output_logits transformers_version trust_remote_code compile_config
+    disable_compile continuous_batching_config low_memory prefill_chunk_size use_mtp
+    early_stopping length_penalty diversity_penalty num_beam_groups
+    is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight
+    prompt_lookup_num_tokens max_matching_ngram_size speculation_type
+    """.split()
+)
+# The values of other names with which they change nothing.
+_NEUTRAL = {
+    "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0,
+    "min_new_tokens": 0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "guidance_scale": 1.0, "penalty_alpha": 0.0,
+}  # fmt: skip
+# They change nothing where the choice is greedy.
+_ONLY_DRAWN = frozenset({"typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"})
 
 
 @dataclass(frozen=True)
@@ -21,7 +52,8 @@ class Sampling:
     """Greedy, or a draw from the softmax of `logits / temperature` with the tail cut off.
 
     The cuts apply in this order, each to what the one before it left: `top_k`, `top_p`, `min_p`.
-    A token that is exactly as likely as the last one kept is kept too.
+    A token that is exactly as likely as the last one kept is kept too. The repetition penalty comes
+    before the temperature, and works at temperature 0 as well.
 
     Args:
       temperature: 0 (the default) takes the most likely token, and so does any that is 0 in
@@ -29,6 +61,9 @@ class Sampling:
       top_k: only the k most likely tokens.
       top_p: only the smallest set of most likely tokens whose probability reaches `top_p`.
       min_p: only tokens at least `min_p` times as likely as the most likely one.
+      repetition_penalty: of every token that the row has read or written before, a logit above 0 is
+        divided by it and one below 0 is multiplied by it, as `transformers` does. 1 changes
+        nothing.
 
     Raises:
       TypeError: `top_k` is not an int.
@@ -46,8 +81,10 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
+        check_number("repetition_penalty", self.repetition_penalty, above=0)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
         if self.top_k is not None:
@@ -69,11 +106,70 @@ class Sampling:
             top_k=np.int32(min(self.top_k or _ALL, _ALL)),
             top_p=np.float32(1.0 if self.top_p is None else self.top_p),
             min_p=np.float32(self.min_p or 0.0),
+            repetition_penalty=np.float32(self.repetition_penalty),
         )
 
-    def choose(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """One token per row, drawn with that row's key."""
-        return self.numbers.choose(logits, keys)
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Sampling:
+        """The sampling that a model asks for, in the names of `generation_config.json`.
+
+        As in `transformers`, numbers count only where `do_sample` is true, and the temperature is
+        then 1 and `top_k` 50 unless they are given; else the choice is greedy. A repetition penalty
+        counts in both cases. `kvjax.models.load_sampling` reads the settings of a model.
+
+        Args:
+          settings: names and values; None stands for a setting that is not given.
+
+        Raises:
+          ValueError: a number out of its range, or settings that would change the text and that
+            kvjax does not have, such as `no_repeat_ngram_size`; the message names them.
+
+        Example:
+          >>> from kvjax import Sampling
+          >>> Sampling.from_settings({"do_sample": True, "temperature": 0.6, "top_k": 20}).top_k
+          20
+        """
+        unsupported = unsupported_settings(settings)
+        if unsupported:
+            named = ", ".join(f"{name} = {brief(value)}" for name, value in unsupported.items())
+            raise ValueError(f"kvjax has no {named}; a kvjax.Sampling of the other settings can be "
+                             "made by hand")  # fmt: skip
+        numbers = {"repetition_penalty": settings.get("repetition_penalty")}
+        if settings.get("do_sample"):
+            defaults = {
+                "temperature": 1.0,
+                "top_k": _TRANSFORMERS_TOP_K,
+                "top_p": None,
+                "min_p": None,
+            }
+            for name, default in defaults.items():
+                value = settings.get(name)
+                numbers[name] = default if value is None else value
+            if numbers["top_k"] == 0:  # a way to write that nothing is cut
+                numbers["top_k"] = None
+        return cls(**{name: value for name, value in numbers.items() if value is not None})
+
+    def choose(
+        self,
+        logits: Float[Array, "B V"],
+        keys: Key[Array, " B"],
+        seen: Bool[Array, "B V"] | None = None,
+    ) -> Int[Array, " B"]:
+        """One token per row, drawn with that row's key.
+
+        Args:
+          logits: of the next token.
+          keys: of each row.
+          seen: the tokens that each row has read or written, for the repetition penalty.
+
+        Raises:
+          ValueError: there is a repetition penalty, and `seen` is None.
+        """
+        if seen is None:
+            if self.repetition_penalty != 1:
+                raise ValueError("a repetition_penalty needs seen, the tokens of each row so far")
+            seen = jnp.zeros(logits.shape, bool)
+        return self.numbers.choose(logits, keys, seen)[0]
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """The logits with everything that may not be drawn at -inf."""
@@ -87,6 +183,7 @@ class Numbers(NamedTuple):
       temperature: 0 is greedy.
       cuts: whether one of the following cuts anything.
       top_k, top_p, min_p: as in `Sampling`; the largest int32, 1 and 0 cut nothing.
+      repetition_penalty: as in `Sampling`; 1 changes nothing.
     """
 
     temperature: Float[Array, ""]
@@ -94,21 +191,43 @@ class Numbers(NamedTuple):
     top_k: Int[Array, ""]
     top_p: Float[Array, ""]
     min_p: Float[Array, ""]
+    repetition_penalty: Float[Array, ""]
 
-    def choose(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """One token per row, drawn with that row's key; the most likely one at temperature 0."""
-        logits = logits.astype(jnp.float32)
+    def choose(
+        self, logits: Float[Array, "B V"], keys: Key[Array, " B"], seen: Bool[Array, "B V"]
+    ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+        """One token per row, and whether the row's highest logit is a finite number.
+
+        The token is drawn with the row's key; at temperature 0 it is the most likely one.
+        """
+        logits = self.penalised(logits, seen)
         return jax.lax.cond(
-            self.temperature > 0,
-            lambda: self._draw(logits, keys),
-            lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+            self.temperature > 0, self._draw, lambda logits, keys: most_likely(logits), logits, keys
         )
 
-    def _draw(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+    def penalised(
+        self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"]
+    ) -> Float[Array, "B V"]:
+        """The logits in float32, with the repetition penalty on those of `seen` tokens."""
+
+        def penalise(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+            penalty = self.repetition_penalty
+            return jnp.where(
+                seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits
+            )
+
+        logits = logits.astype(jnp.float32)
+        return jax.lax.cond(self.repetition_penalty != 1, penalise, lambda x: x, logits)
+
+    def _draw(
+        self, logits: Float[Array, "B V"], keys: Key[Array, " B"]
+    ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
         # Differences to the highest logit: divided by a tiny temperature they are 0 or -inf.
-        logits = (logits - logits.max(-1, keepdims=True)) / self.temperature
+        highest = logits.max(-1)  # NaN if one of the logits is
+        logits = (logits - highest[:, None]) / self.temperature
         logits = jax.lax.cond(self.cuts, self.cut, lambda x: x, logits)
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        drawn = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        return drawn, jnp.isfinite(highest)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """The logits with everything that may not be drawn at -inf."""
@@ -125,3 +244,40 @@ class Numbers(NamedTuple):
         logits = jnp.where(logits < limit, -jnp.inf, logits)
         limit = logits.max(-1, keepdims=True) + jnp.log(self.min_p)
         return jnp.where(logits < limit, -jnp.inf, logits)
+
+
+def most_likely(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """The most likely token of each row, and whether its logit is a finite number.
+
+    `argmax` takes a NaN for the highest number, so that one logit per row tells of all of them.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from kvjax.generation.sampling import most_likely
+      >>> [x.tolist() for x in most_likely(jnp.array([[0.0, 2.0, 1.0], [0.0, 1.0, jnp.nan]]))]
+      [[1, 2], [True, False]]
+    """
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    highest = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return token, jnp.isfinite(highest)
+
+
+def unsupported_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings of a model that would change its text and that kvjax does not have.
+
+    Args:
+      settings: as in `Sampling.from_settings`.
+
+    Example:
+      >>> from kvjax.generation.sampling import unsupported_settings
+      >>> unsupported_settings({"temperature": 0.6, "num_beams": 1, "no_repeat_ngram_size": 3})
+      {'no_repeat_ngram_size': 3}
+    """
+    known = _SUPPORTED | _WITHOUT_EFFECT
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in known and value not in (None, False, [], _NEUTRAL.get(name))
+        and not (name in _ONLY_DRAWN and not settings.get("do_sample"))
+        and not name.startswith("_")
+    }  # fmt: skip

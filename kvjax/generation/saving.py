@@ -385,8 +385,9 @@ def _context_shapes(
     count = jax.ShapeDtypeStruct((size.batch,), jnp.int32)
     step, caches = jax.ShapeDtypeStruct((), jnp.int32), cache_shapes(model, layers, size)
     logits = jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32)
+    seen = jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.bool_)
     how = transform, layers, size, model.windows, fingerprint
-    return Context(caches, logits, count, count, count, step, *how)
+    return Context(caches, logits, seen, count, count, count, step, *how)
 
 
 def _is_key(x: Any) -> bool:

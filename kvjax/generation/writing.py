@@ -35,7 +35,7 @@ from kvjax.generation.context import Context
 from kvjax.generation.groups import grouped
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, Compiler, read_prompt
-from kvjax.generation.sampling import Numbers, Sampling
+from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import RecallStatistics, recall_statistics
@@ -96,12 +96,13 @@ class _Choice(NamedTuple):
     key: Key[Array, ""]
 
     def tokens(
-        self, logits: Float[Array, "B V"], position: Int[Array, " B"]
-    ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-        """A token for each row's position, and whether it ends the row."""
+        self, logits: Float[Array, "B V"], position: Int[Array, " B"], seen: Bool[Array, "B V"]
+    ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Bool[Array, " B"]]:
+        """Each row's token, whether it ends the row, and whether the logits are finite."""
         keys = jax.vmap(jax.random.fold_in, (None, 0))(self.key, jnp.arange(len(position)))
-        chosen = self.numbers.choose(logits, jax.vmap(jax.random.fold_in)(keys, position))
-        return chosen, jnp.isin(chosen, self.end_tokens)
+        keys = jax.vmap(jax.random.fold_in)(keys, position)
+        chosen, finite = self.numbers.choose(logits, keys, seen)
+        return chosen, jnp.isin(chosen, self.end_tokens), finite
 
 
 @jax.tree_util.register_dataclass
@@ -115,6 +116,8 @@ class _Loop:
       position: its position.
       tokens: new tokens so far, -1 where there are none.
       done: rows that get no more tokens.
+      seen: the tokens that each row has read and written.
+      broken: rows whose logits were not finite in the last step, which ends the loop.
       step: new tokens so far.
     """
 
@@ -124,25 +127,38 @@ class _Loop:
     position: Int[Array, " B"]
     tokens: Int[Array, "B N"]
     done: Bool[Array, " B"]
+    seen: Bool[Array, "B V"]
+    broken: Bool[Array, " B"]
     step: Int[Array, ""]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _first_tokens(
-    size: int, greedy: bool, mesh: Mesh | None, choice: _Choice, logits, position, active
+    size: int, greedy: bool, mesh: Mesh | None, choice: _Choice, logits, position, seen, active
 ) -> tuple[Array, ...]:
-    """Each active row's first token, those so far, and which rows get no more.
+    """Each active row's first token; the tokens so far, which rows get no more, `seen`, `broken`.
 
     `greedy` says what the choice does as well: a draw compiles ten times as long.
     """
     if greedy:
-        token = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
+        token, finite = most_likely(choice.numbers.penalised(logits, seen))
         ends = jnp.isin(token, choice.end_tokens)
     else:
-        token, ends = choice.tokens(logits, position)
+        token, ends, finite = choice.tokens(logits, position, seen)
     first = jnp.where(active, token, -1)
     tokens = jnp.full((len(token), size), -1, jnp.int32).at[:, 0].set(first)
-    return tuple(divided(x, mesh) for x in (token, tokens, ends | ~active))
+    read = (divided(x, mesh) for x in (token, tokens, ends | ~active, active & ~finite))
+    token, tokens, done, broken = read
+    return token, tokens, done, by_rows(_with_tokens(seen, token, active), mesh), broken
+
+
+def _with_tokens(
+    seen: Bool[Array, "B V"], token: Int[Array, " B"], active: Bool[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """The tokens that rows have seen, and one more of each active row."""
+    return jax.vmap(lambda row, token, active: row.at[token].set(row[token] | active))(
+        seen, token, active
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -166,17 +182,26 @@ def _decode(
         logits = by_rows(logits, mesh)
         logits = jnp.where(done[:, None], loop.logits, logits.astype(loop.logits.dtype))
         position = jnp.where(done, loop.position, loop.position + 1)
-        token, ends = (divided(x, mesh) for x in choice.tokens(logits, position))
+        chosen = choice.tokens(logits, position, loop.seen)
+        token, ends, finite = (divided(x, mesh) for x in chosen)
         kept = jnp.where(done, -1, token)
         tokens = jax.lax.dynamic_update_slice_in_dim(loop.tokens, kept[:, None], loop.step, 1)
+        seen = by_rows(_with_tokens(loop.seen, token, ~done), mesh)
         token = jnp.where(done, loop.token, token)
-        return _Loop(caches, logits, token, position, tokens, done | ends, loop.step + 1)
+        broken = ~(done | finite)
+        return _Loop(
+            caches, logits, token, position, tokens, done | ends, seen, broken, loop.step + 1
+        )
 
-    loop = jax.lax.while_loop(lambda x: (x.step < until) & ~x.done.all(), step, loop)
-    read = ("token", "position", "tokens", "done", "step")
-    own = {name: divided(getattr(loop, name), mesh) for name in read}
-    caches, logits = tuple(map(placed, loop.caches)), by_rows(loop.logits, mesh)
-    return dataclasses.replace(loop, caches=caches, logits=logits, **own)
+    def goes_on(loop: _Loop) -> Bool[Array, ""]:
+        return (loop.step < until) & ~loop.done.all() & ~loop.broken.any()
+
+    loop = jax.lax.while_loop(goes_on, step, loop)
+    read = ("token", "position", "tokens", "done", "broken", "step")
+    replicated = {name: divided(getattr(loop, name), mesh) for name in read}
+    rows = {name: by_rows(getattr(loop, name), mesh) for name in ("logits", "seen")}
+    caches = tuple(map(placed, loop.caches))
+    return dataclasses.replace(loop, caches=caches, **rows, **replicated)
 
 
 # Of one layer: layers whose caches are alike share the compiled code.
@@ -270,14 +295,16 @@ class Writing:
         self._read = [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
         self._context, self._result = context, None
         greedy = bool(self._choice.numbers.temperature == 0)
-        first = room, greedy, mesh, self._choice, context.logits, context.length, self._active
+        first = room, greedy, mesh, self._choice, context.logits, context.length, context.seen
+        first = *first, self._active
         self._compiler.compile("the choice of a token", "first", _first_tokens, *first)
-        token, tokens, done = jax.block_until_ready(_first_tokens(*first))
+        token, tokens, done, seen, broken = jax.block_until_ready(_first_tokens(*first))
         self._ttft = time.perf_counter() - start - self._compiler.seconds
         self._loop = _Loop(
-            context.caches, context.logits, token, context.length, tokens, done,
+            context.caches, context.logits, token, context.length, tokens, done, seen, broken,
             put(np.int32(1), mesh),
         )  # fmt: skip
+        self._check_finite()
         self._waiting, self._seconds = int(context.waiting), 0.0
 
     @property
@@ -310,6 +337,7 @@ class Writing:
             step = int(self._loop.step)
             seconds = time.perf_counter() - start
             self._seconds += seconds
+            self._check_finite()
             if self._streaming:
                 chunk = int(np.clip(_STREAM_SECONDS * (step - before) / seconds, 1, 256))
                 if jax.process_count() > 1:
@@ -339,14 +367,26 @@ class Writing:
         self._loop = jax.block_until_ready(_decode(*given))
         self._waiting += int(self._loop.step) - step
 
+    def _check_finite(self) -> None:
+        """Raises FloatingPointError where a row's logits were no numbers in the last step."""
+        broken = np.asarray(self._loop.broken)
+        if broken.any():
+            row = int(broken.argmax())
+            raise FloatingPointError(
+                f"row {row}: the logits for new token {int(self._loop.step)}, at position "
+                f"{int(self._loop.position[row])}, are NaN or infinite; the model's weights, or a "
+                "cache dtype with too small a range, make numbers that are not finite"
+            )
+
     def _finish(self) -> None:
         """Makes the result, and lets the caches take the newest tokens where they are kept."""
         loop, context = self._loop, self._context
         rows = [[token for token in row if token >= 0] for row in np.asarray(loop.tokens).tolist()]
         ended_by = [row[-1] if row and row[-1] in self._ends else None for row in rows]
         ended = [end is not None for end in ended_by]
-        steps = int(loop.step) - 1
+        steps, seen = int(loop.step) - 1, loop.seen
         if self._keeps:
+            seen = seen.copy()  # the loop's own goes on to the step, which chooses a token
             # One step more, whose choice of a token is dropped.
             self._loop = dataclasses.replace(loop, done=put(~self._active, self._mesh))
             self._go_on(steps + 2)
@@ -356,6 +396,7 @@ class Writing:
             caches=loop.caches,
             logits=loop.logits,
             length=loop.position,
+            seen=seen,
             new_tokens=context.new_tokens + np.array([len(row) for row in rows], np.int32),
             waiting=put(np.int32(self._waiting), self._mesh),
         )
@@ -394,9 +435,18 @@ def begin(
     none, never = np.zeros_like(length), np.int32(0)
     # Two arrays of the same numbers: who donates a context donates every array once.
     read, length, none, never = (put(x, size.mesh) for x in (length, length, none, never))
+    seen = put_rows(_tokens_of(prompts, model.vocab_size), size.mesh)
     return Context(
-        caches, logits, length, read, none, never, transform, layers, size, model.windows
+        caches, logits, seen, length, read, none, never, transform, layers, size, model.windows
     )
+
+
+def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
+    """Which tokens of the vocabulary each prompt has."""
+    seen = np.zeros((len(prompts), vocab_size), bool)
+    for row, prompt in zip(seen, prompts, strict=True):
+        row[np.asarray(prompt or (), np.int64)] = True
+    return seen
 
 
 def further(
@@ -426,6 +476,7 @@ def further(
         context,
         caches=caches,
         logits=jnp.where(active[:, None], logits, context.logits),
+        seen=context.seen | put_rows(_tokens_of(prompts, model.vocab_size), mesh),
         length=put(length + count, mesh),
         prompt_tokens=context.prompt_tokens + count,
         waiting=waiting,

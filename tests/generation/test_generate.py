@@ -17,6 +17,7 @@ import kvjax
 from kvjax.generation import checks, reading, writing
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import as_functional
+from kvjax.generation.sampling import unsupported_settings
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 
 VOCAB, POSITIONS, NEW = 64, 256, 12
@@ -334,11 +335,153 @@ def test_top_p_1_cuts_nothing():
         ({"top_k": 5}, ValueError),
         ({"top_p": 0.5}, ValueError),
         ({"min_p": 0.5}, ValueError),
+        ({"repetition_penalty": 0.0}, ValueError),
+        ({"repetition_penalty": float("inf")}, ValueError),
+        ({"repetition_penalty": "1.1"}, TypeError),
     ],
 )
 def test_bad_sampling(options, error):
     with pytest.raises(error):
         kvjax.Sampling(**options)
+
+
+def penalised(logits: np.ndarray, tokens: list[int], penalty: float) -> np.ndarray:
+    """Logits after a repetition penalty, by its definition, in float64."""
+    logits = logits.astype(np.float64)
+    for token in set(tokens):
+        logits[token] = logits[token] * penalty if logits[token] < 0 else logits[token] / penalty
+    return logits
+
+
+@functools.cache
+def logits_of(prompt: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(kvjax.read(model(), [list(prompt)], max_prompt=POSITIONS // 2).logits[0])
+
+
+def written_by_hand(prompt: list[int], penalty: float, count: int) -> list[int]:
+    """Greedy tokens with a penalty, each from a prompt of its own."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(penalised(logits_of(tuple(tokens)), tokens, penalty).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.fast_cases("1.3")
+@pytest.mark.parametrize("penalty", [0.8, 1.3])
+def test_a_repetition_penalty_counts_prompt_and_text(penalty):
+    """Row by row, over a batch, a context, its turns and their repetition."""
+    sampling = kvjax.Sampling(repetition_penalty=penalty)
+    rows = [RAGGED[1], RAGGED[1][:4]]
+    expected = [written_by_hand(row, penalty, 6) for row in rows]
+    assert generate(rows, sampling=sampling, max_new_tokens=6).tokens == expected
+    assert generate(rows, max_new_tokens=6).tokens != expected
+    context = kvjax.read(model(), [RAGGED[1]], max_prompt=64, max_new=16)
+    first = generate(None, context=context, sampling=sampling, max_new_tokens=2)
+    second = generate(None, context=first.context, sampling=sampling, max_new_tokens=4)
+    assert first.tokens[0] + second.tokens[0] == expected[0]
+    turns = generate([[7, 9], [11]], context=context, sampling=sampling, max_new_tokens=4).tokens
+    assert turns == [written_by_hand([*RAGGED[1], *turn], penalty, 4) for turn in ([7, 9], [11])]
+
+
+def test_a_draw_takes_the_penalty_first():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, VOCAB)), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    tokens = [[1, 2, 3], [5], list(range(VOCAB))]
+    seen = jnp.stack([jnp.zeros(VOCAB, bool).at[jnp.array(row)].set(True) for row in tokens])
+    by_hand = [
+        penalised(np.asarray(row), ids, 1.7) for row, ids in zip(logits, tokens, strict=True)
+    ]
+    sampling = kvjax.Sampling(0.7, top_k=20, repetition_penalty=1.7)
+    plain = dataclasses.replace(sampling, repetition_penalty=1.0)
+    drawn = sampling.choose(logits, keys, seen)
+    assert (
+        drawn.tolist() == plain.choose(jnp.asarray(np.stack(by_hand), jnp.float32), keys).tolist()
+    )
+    with pytest.raises(ValueError, match="needs seen"):
+        sampling.choose(logits, keys)
+
+
+SETTINGS = [
+    ({}, kvjax.Sampling()),
+    ({"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1},
+     kvjax.Sampling(repetition_penalty=1.1)),
+    ({"do_sample": True}, kvjax.Sampling(1.0, top_k=50)),
+    ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05},
+     kvjax.Sampling(0.6, 20, 0.95, 0.05)),
+    ({"do_sample": True, "top_k": 0, "typical_p": 1.0, "num_beams": 1, "length_penalty": 0.5},
+     kvjax.Sampling(1.0)),
+    ({"do_sample": False, "typical_p": 0.9, "suppress_tokens": None, "eos_token_id": [1, 2]},
+     kvjax.Sampling()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "expected"), SETTINGS)
+def test_the_sampling_that_a_model_asks_for(settings, expected):
+    assert kvjax.Sampling.from_settings(settings) == expected
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"no_repeat_ngram_size": 3}, {"suppress_tokens": [1]}, {"begin_suppress_tokens": [1]},
+        {"num_beams": 4}, {"typical_p": 0.9, "do_sample": True}, {"bad_words_ids": [[1]]},
+        {"forced_eos_token_id": 2}, {"exponential_decay_length_penalty": [3, 1.1]},
+        {"penalty_alpha": 0.6}, {"min_new_tokens": 4}, {"sequence_bias": [[[1], 2.0]]},
+        {"watermarking_config": {"bias": 2.5}}, {"guidance_scale": 1.5}, {"stop_strings": ["x"]},
+        {"presence_penalty": 0.5}, {"encoder_repetition_penalty": 1.2}, {"top_h": 0.4,
+         "do_sample": True}, {"dola_layers": "high"}, {"remove_invalid_values": True},
+    ],
+)  # fmt: skip
+def test_a_setting_that_kvjax_lacks_is_named(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        kvjax.Sampling.from_settings(setting)
+
+
+def test_every_setting_of_transformers_is_sorted():
+    """A setting that is in no list is one that kvjax says that it lacks."""
+    from transformers import GenerationConfig
+
+    named = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    lacking = unsupported_settings({name: "something" for name in named} | {"do_sample": True})
+    assert named - set(lacking) >= {"temperature", "repetition_penalty", "use_cache", "max_length"}
+    assert {"no_repeat_ngram_size", "suppress_tokens", "typical_p", "num_beams"} <= set(lacking)
+    assert not unsupported_settings(GenerationConfig._get_default_generation_params())
+
+
+# Logits that are no numbers
+
+
+def with_break(where: int) -> nnx.Module:
+    """The model with an embedding of one token that is no number."""
+    broken = nnx.clone(model())
+    broken.embed.embedding[...] = broken.embed.embedding[...].at[where].set(jnp.nan)
+    return broken
+
+
+@pytest.mark.parametrize("sampling", [None, kvjax.Sampling(0.8), kvjax.Sampling(0.8, top_k=5)])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_logits_that_are_no_numbers_end_the_call(sampling, streaming):
+    tokens = generate(sampling=sampling).tokens
+    # The first token that no row has read or written before, and the step that reads it.
+    row, step = next(
+        (row, step)
+        for step in range(NEW - 1)
+        for row in range(3)
+        if not any(tokens[row][step] in [*RAGGED[i], *tokens[i][:step]] for i in range(3))
+    )
+    options = {"on_tokens": lambda new: None} if streaming else {}
+    with pytest.raises(FloatingPointError, match="NaN or infinite") as raised:
+        generate(model=with_break(tokens[row][step]), sampling=sampling, **options)
+    assert f"row {row}:" in str(raised.value)
+
+
+def test_a_prompt_whose_logits_are_no_numbers():
+    for sampling in (None, kvjax.Sampling(1.0)):
+        with pytest.raises(FloatingPointError, match="row 1: the logits for new token 1, at"):
+            broken = with_break(RAGGED[1][0])
+            prompts = [[t for t in row if t != RAGGED[1][0]] for row in RAGGED]
+            prompts[1] = RAGGED[1]
+            generate(prompts, model=broken, sampling=sampling)
 
 
 # Lost tokens

@@ -1,0 +1,77 @@
+"""How a model asks to be sampled: the settings that its publisher ships with the weights."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import kvjax
+from kvjax.regular_files import read_json
+
+from .finding import find_model, is_gguf
+from .gguf_header import read_header
+
+# The entries of a GGUF file, in the names of `generation_config.json`. An entry
+# `general.sampling.NAME` that is not here keeps NAME, which kvjax then says that it lacks.
+_GGUF_NAMES = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_GGUF_SAMPLING = "general.sampling."
+
+
+def read_sampling_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings of a model's `generation_config.json`, or those in a GGUF file's metadata.
+
+    Args:
+      path: a folder, a file or an id, as in `from_pretrained`.
+
+    Returns:
+      Names of `generation_config.json` and their values; empty where the model has no settings. A
+      GGUF file that names one gets `do_sample = True`, since llama.cpp draws by default.
+
+    Raises:
+      ValueError: the model or its file cannot be read.
+
+    Example:
+      >>> from kvjax.models import demo
+      >>> from kvjax.models.sampling_settings import read_sampling_settings
+      >>> "temperature" in read_sampling_settings(demo.directory())
+      False
+    """
+    model = find_model(path)
+    if is_gguf(model):
+        entries = read_header(model).metadata
+        settings = {
+            name.removeprefix(_GGUF_SAMPLING): value
+            for name, value in entries.items()
+            if name.startswith(_GGUF_SAMPLING)
+        }
+        settings = {_GGUF_NAMES.get(name, name): value for name, value in settings.items()}
+        return {"do_sample": True, "top_k": 0} | settings if settings else {}
+    file = model / "generation_config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def load_sampling(path: str | os.PathLike[str]) -> kvjax.Sampling:
+    """The sampling that a model asks for, for `kvjax.generate(sampling=)`.
+
+    Args:
+      path: a folder, a file or an id, as in `from_pretrained`.
+
+    Returns:
+      What `kvjax.Sampling.from_settings` makes of the model's settings; greedy where it has none.
+
+    Raises:
+      ValueError: a file cannot be read, or it asks for something that kvjax does not have; the
+        message names it.
+
+    Example:
+      >>> from kvjax.models import demo, load_sampling
+      >>> load_sampling(demo.directory())
+      Sampling(temperature=0.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0)
+    """
+    return kvjax.Sampling.from_settings(read_sampling_settings(path))
