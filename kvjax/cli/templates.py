@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.generation.chat import (
@@ -22,6 +22,7 @@ INSTRUCTION = "\n\nAnswer this question about the text above:\n"
 """What a user's message says between a document and a question."""
 
 _SYSTEM = "kvjax-system-stands-here"
+_DEPENDS = "the model's chat template makes what it puts"
 
 
 class Dialogue:
@@ -64,22 +65,51 @@ class Dialogue:
         """A prompt, or the first turn of a conversation."""
         if not self.templated:
             return raw_tokens(self._tokenizer, text)
-        return with_start(self._tokenizer, self._encode(self._before, text, self._after))
+        rendered = render_chat(self._tokenizer, [*self._system, _message(text)])
+        tokens = self._encode(rendered, text, self._before, self._after)
+        return with_start(self._tokenizer, tokens)
+
+    # A document and its question are one message, of which the document is read before the question
+    # is known. The template is therefore rendered twice, each time with a marker in place of the
+    # text that is not there, and split at the marker. The two parts join to the whole message where
+    # what the template has around a text does not depend on the text, which is checked.
 
     def document(self, text: str) -> list[int]:
-        """A document that questions follow: the beginning of one message."""
+        """A document that questions follow: the beginning of one message.
+
+        Raises:
+          ValueError: the template has something else behind this text than behind others.
+        """
         if not self.templated:
             return raw_tokens(self._tokenizer, text)
-        # The template is rendered once, with a marker in place of document and question, and is
-        # split there. What comes before the marker is read with the document, and what comes after
-        # it with the question: joined, the two are one message.
-        return with_start(self._tokenizer, self._encode(self._before, text, INSTRUCTION))
+        rendered, after = self._parts(_message(text + INSTRUCTION + TEXT), split_at=(TEXT,))
+        if after != self._after:
+            raise ValueError(
+                f"{_DEPENDS} behind a document depend on its text: --raw leaves it out"
+            )
+        tokens = self._encode(rendered, text, self._before, "")
+        return with_start(self._tokenizer, tokens)
 
     def question(self, text: str) -> list[int]:
-        """A question about a document that has been read: the end of its message."""
+        """A question about a document that has been read: the end of its message.
+
+        Raises:
+          ValueError: the template has something else before a document with this question.
+        """
         if not self.templated:
-            return self._following("\n", "", text)
-        return self._following(INSTRUCTION, "", text.strip(), self._after)
+            return self._following("\n", text, text)
+        text = text.strip()
+        _, instruction, _ = self._parts(
+            _message(ANSWER + INSTRUCTION + TEXT), split_at=(ANSWER, TEXT)
+        )
+        before, rendered = self._parts(_message(TEXT + INSTRUCTION + text), split_at=(TEXT,))
+        if before != self._before or not rendered.startswith(instruction):
+            raise ValueError(
+                f"{_DEPENDS} before a document depend on the question: ask it together with the "
+                "document, by kvjax generate"
+            )
+        rendered = rendered[len(instruction) :]
+        return self._following(instruction, rendered, text, "", self._after)
 
     def turn(self, text: str, ended_by: Sequence[int]) -> list[int]:
         """What a further turn adds to a conversation.
@@ -91,12 +121,17 @@ class Dialogue:
         Args:
           text: what the user says.
           ended_by: the end token of the answer before, which has been read; () if it has none.
+
+        Raises:
+          ValueError: the template has something else before an answer when this text follows.
         """
         if not self.templated:
-            return self._following("\n", "", text)
-        messages = [*self._system, *CONVERSATION]
-        _, between, after = chat_parts(self._tokenizer, messages, ANSWER, TEXT)
-        tokens = self._following("\n", between, text, after)
+            return self._following("\n", text, text)
+        earlier, between, after = self._parts(*CONVERSATION, split_at=(ANSWER, TEXT))
+        before, rendered = self._parts(*CONVERSATION[:-1], _message(text), split_at=(ANSWER,))
+        if before != earlier:
+            raise ValueError(f"{_DEPENDS} at the beginning depend on what is said later")
+        tokens = self._following("\n", rendered, text, between, after)
         for place, token in enumerate(tokens):
             if token in ended_by:
                 return tokens[place + 1 :]
@@ -119,24 +154,50 @@ class Dialogue:
                 "the model's chat template does not show the system message: leave out --system"
             )
 
-    def _encode(self, before: str, text: str, after: str = "") -> list[int]:
-        """Tokens of the three joined; names of special tokens in `text` are mere text."""
-        whole, around = self._tokens(before + text + after), map(self._tokens, (before, after))
-        if self._count_special(whole) == sum(map(self._count_special, around)):
-            return whole
-        own = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        return [*self._tokens(before), *own, *self._tokens(after)]
+    def _parts(self, *messages: Mapping[str, str], split_at: Sequence[str]) -> list[str]:
+        """What the rendered conversation has before, between and after markers in the messages."""
+        return chat_parts(self._tokenizer, [*self._system, *messages], *split_at)
+
+    def _encode(self, rendered: str, text: str, before: str = "", after: str = "") -> list[int]:
+        """Tokens of a rendered template; names of special tokens in `text` are mere text.
+
+        Args:
+          rendered: with the text.
+          text: as it was given to the template.
+          before, after: what the template has around other texts.
+
+        Raises:
+          ValueError: the text has such names, and the template has something else around it, so
+            that they cannot be told from the template's own.
+        """
+        if not self._count_special(self._tokens(text)):
+            return self._tokens(rendered)
+        shown = rendered.removeprefix(before).removesuffix(after)
+        if before + shown + after != rendered:
+            raise ValueError(
+                f"{_DEPENDS} around a text depend on the text, which has names of special tokens: "
+                "leave these out, or take --raw"
+            )
+        tokens = self._tokenizer(shown, add_special_tokens=False, split_special_tokens=True)
+        return [*self._tokens(before), *tokens.input_ids, *self._tokens(after)]
 
     def _count_special(self, tokens: Sequence[int]) -> int:
         return sum(token in self._special for token in tokens)
 
-    def _following(self, anchor: str, before: str, text: str, after: str = "") -> list[int]:
-        """Tokens of the last three joined, as they are where `anchor` comes first."""
+    def _following(
+        self, anchor: str, rendered: str, text: str, before: str = "", after: str = ""
+    ) -> list[int]:
+        """`_encode` of what follows `anchor`, in whose tokens it has no part."""
         # Some tokenizers put a space before what they take for the beginning of a text.
-        first, whole = self._tokens(anchor), self._encode(anchor + before, text, after)
+        first = self._tokens(anchor)
+        whole = self._encode(anchor + rendered, text, anchor + before, after)
         if whole[: len(first)] == first:
             return whole[len(first) :]
-        return self._encode(before, text, after)
+        return self._encode(rendered, text, before, after)
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False).input_ids if text else []
+
+
+def _message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
