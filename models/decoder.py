@@ -53,7 +53,8 @@ class Decoder(nnx.Module):
 
     Attributes:
       config: as given.
-      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions, windows, length_class:
+      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions, windows, length_class,
+        attention_scale, attention_soft_cap:
         from `config`, what `kvjax.generate` reads of any model.
 
     Example:
@@ -156,6 +157,8 @@ class Decoder(nnx.Module):
         return self.head(x), tuple(written)
 
     windows = property(lambda self: self.config.windows)
+    attention_scale = property(lambda self: self.config.attention_scale)
+    attention_soft_cap = property(lambda self: self.config.attention_soft_cap)
     length_class = property(lambda self: RopeLengths.of(self.config))
 
     def embed_tokens(

@@ -11,9 +11,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, QueryWindow, layer_caches, map_parts
+from kvjax.attention.layer import (
+    Cache,
+    LayerCache,
+    QueryWindow,
+    as_scale,
+    check_logits,
+    layer_caches,
+    map_parts,
+)
 from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
-from kvjax.budgets.budgets import check_choice, check_count, check_number
+from kvjax.budgets.budgets import check_choice, check_count
 from kvjax.cache.payload import Dense, Seen, take_slots
 from kvjax.cache.slots import KVCache, append, closed, compacted, opened, ranks, widen
 from kvjax.compose.chain import parts_of
@@ -75,10 +83,8 @@ def attend(
         nothing is compressed, and the cache that comes back has room for the whole prompt:
         chunks of one size share one compiled function from the second on.
       rope: rotates q and k here. Needed by transforms that keep keys unrotated.
-      scale: of the logits; `D ** -0.5` by default.
-      window: sliding window: a query sees the newest `window` positions. None: all. It hides what
-        lies outside; a `kvjax.Ring` does not hold it either.
-      soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
+      scale, window, soft_cap: how logits are made, which `init_cache` was told. None: as the cache
+        says; another value is an error.
       sinks: a learned logit of each query head, as in gpt-oss: one more column of the softmax,
         without a key or a value. It is neither scaled nor capped, and every window includes it.
         Probabilities that methods see are those of this softmax. None: no.
@@ -118,7 +124,8 @@ def attend(
     """
     check_transform(transform, "attend")
     _check_tokens(q, k, v, positions)
-    logits = Logits(q.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap, sinks)
+    logits = _logits(cache, scale, window, soft_cap)
+    logits = dataclasses.replace(logits, sinks=sinks)
     call = _Call(phase == "prompt", last, rope, logits, implementation)
     _check_options(phase, call, q, predicted_query)
     positions = positions.astype(jnp.int32)
@@ -256,7 +263,10 @@ def _after_attention(
     if call.prompt and not call.last:
         return dataclasses.replace(after, reading=seen.rows)
     if call.prompt and kv.interval is not None:  # what a flush has to know of this attention
-        after = dataclasses.replace(after, logits=call.logits)
+        sinks = call.logits.sinks
+        if sinks is None:
+            sinks = jnp.full_like(cache.logits.sinks, -jnp.inf)
+        after = dataclasses.replace(after, logits=dataclasses.replace(call.logits, sinks=sinks))
         if needs.unrotated_keys and _looks_at_keys(transform):
             own = jax.tree.map(lambda x: x + 0, rope)  # the cache is donated, not the rope
             after = dataclasses.replace(after, rope=own)
@@ -556,10 +566,6 @@ def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
         raise ValueError(
             f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
         )
-    if call.logits.window is not None:
-        check_count("window", call.logits.window, 1)
-    if call.logits.soft_cap is not None:
-        check_number("soft_cap", call.logits.soft_cap, above=0)
     if call.logits.sinks is not None:
         _check_sinks(call.logits.sinks, q.shape[1])
     if call.rope is not None and not isinstance(call.rope, Rope):
@@ -568,6 +574,26 @@ def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
         raise ValueError(
             f"rope rotates {2 * call.rope.inv_freq.shape[-1]} channels, got head_dim {q.shape[3]}"
         )
+
+
+def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
+    """How the cache makes logits; raises ValueError where a call of `attend` says otherwise."""
+    part = next(iter(layer_caches(cache)), None)
+    if not isinstance(part, LayerCache):
+        raise TypeError(f"attend takes a cache from init_cache, got {type(cache).__name__}")
+    check_logits(window, soft_cap)
+    given = {
+        "scale": None if scale is None else as_scale(scale), "window": window, "soft_cap": soft_cap,
+    }  # fmt: skip
+    for name, value in given.items():
+        made_for = getattr(part.logits, name)
+        if value is not None and value != made_for:
+            raise ValueError(
+                f"the cache was made for {name}={made_for}, got {name}={value}: give it to "
+                "init_cache, or to generate as an attribute of the model (see "
+                "kvjax.LanguageModel)"
+            )
+    return part.logits
 
 
 def _check_sinks(sinks, query_heads: int) -> None:

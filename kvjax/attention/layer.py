@@ -9,17 +9,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import check_count
+from kvjax.budgets.budgets import check_count, check_number
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import KVCache, empty_cache, opened
+from kvjax.compose.chain import parts_of
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import Placement, check_mesh
 from kvjax.protocol import PASSED, Extent, KVTransform, Logits, State, check_transform, is_bound
 from kvjax.rope import Rope
+from kvjax.transforms.ring import Ring
 
 
 class QueryWindow(NamedTuple):
@@ -68,7 +71,8 @@ class LayerCache:
       max_length: tokens of a row that it was made for, prompt and new ones together (static). What
         a model decides by the length of a text, it decides by this number, so that the same text
         gives the same result in one call, in turns, in chunks and token by token.
-      logits: as given for the last prompt, where the cache is to be flushed; None otherwise.
+      logits: how its attention makes logits: scale, window and soft cap (static). Where the cache
+        is to be flushed it holds the sinks of the last prompt, -inf where there were none.
       placement: the devices that it is divided among (static); None: `attend` divides nothing.
     """
 
@@ -79,7 +83,7 @@ class LayerCache:
     rope: Rope | None
     transform: KVTransform = field(metadata={"static": True})
     max_length: int = field(metadata={"static": True})
-    logits: Logits | None = None
+    logits: Logits
     placement: Placement | None = field(default=None, metadata={"static": True})
 
 
@@ -151,6 +155,37 @@ def default_dtype() -> DTypeLike:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
+def as_scale(scale: object) -> float:
+    """A scale of logits as a Python number; raises for what is none.
+
+    A traced value would get into the static part of a cache, and an array cannot be compared.
+
+    Raises:
+      TypeError: an array, or no number.
+      ValueError: it is not finite, or not above 0.
+
+    Example:
+      >>> from kvjax.attention.layer import as_scale
+      >>> as_scale(0.25)
+      0.25
+    """
+    if isinstance(scale, jax.Array | np.ndarray):
+        raise TypeError(
+            f"scale must be a Python number, such as scale=16 ** -0.5 in place of "
+            f"1 / jnp.sqrt(16), got an array ({type(scale).__name__})"
+        )
+    check_number("scale", scale, above=0)
+    return float(scale)
+
+
+def check_logits(window: object, soft_cap: object) -> None:
+    """Raises unless a window and a soft cap are numbers that `init_cache` takes, or None."""
+    if window is not None:
+        check_count("window", window, 1)
+    if soft_cap is not None:
+        check_number("soft_cap", soft_cap, above=0)
+
+
 def init_cache(
     transform: KVTransform,
     *,
@@ -164,6 +199,9 @@ def init_cache(
     layer: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     max_length: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Cache:
     """An empty cache for one attention layer, of the capacity that the transform promises.
 
@@ -183,14 +221,20 @@ def init_cache(
       max_length: the `LayerCache.max_length`, by which a model decides what depends on the length
         of a text, such as the frequencies of LongRoPE; by default `max_prompt + max_new`. It bounds
         nothing.
+      scale: of the logits in every call of `attend`, a Python number; `head_dim ** -0.5` by
+        default.
+      window: sliding window: a query sees the newest `window` positions, and what lies outside is
+        hidden. None: all, or the window of a `kvjax.Ring`, which does not hold other tokens.
+      soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
 
     Returns:
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
 
     Raises:
       TypeError, ValueError: a count that is no positive int, heads that don't divide, a dtype that
-        is not floating, a transform that must be bound to a layer first, or that was bound to
-        others than `layer`; a mesh with other axes.
+        is not floating, a scale that is an array or traced (`1 / jnp.sqrt(16)`), a transform that
+        must be bound to a layer first, or that was bound to others than `layer`; a mesh with other
+        axes.
 
     Example:
       >>> import kvjax
@@ -205,6 +249,10 @@ def init_cache(
     for name, value in (counts | {"head_dim": head_dim, "max_prompt": max_prompt}).items():
         check_count(name, value, 1)
     check_count("max_new", max_new, 0)
+    scale = head_dim**-0.5 if scale is None else as_scale(scale)
+    check_logits(window, soft_cap)
+    if window is None:
+        window = next((part.window for part in parts_of(transform) if isinstance(part, Ring)), None)
     max_length = max_prompt + max_new if max_length is None else max_length
     check_count("max_length", max_length, 1)
     bound = layers_of(transform)
@@ -233,6 +281,7 @@ def init_cache(
         transform.check_heads(kv_heads)
         same = {"batch": batch, "head_dim": head_dim, "max_prompt": max_prompt}
         same |= {"max_new": max_new, "dtype": dtype, "layer": layer, "max_length": max_length}
+        same |= {"scale": scale, "window": window, "soft_cap": soft_cap}
         group, whole = query_heads // kv_heads, Placement.of(mesh, kv_heads, divisible=False)
         made = (
             init_cache(tx, kv_heads=len(heads), query_heads=len(heads) * group, **same)
@@ -255,12 +304,16 @@ def init_cache(
     if needs.accumulated_attention:
         kv = kv.with_column("attention", jnp.zeros((*kv.shape, kv.group), jnp.float32))
     kv, state = transform.init(kv, layer)
-    window = None
+    last_queries = None
     if needs.decode_queries:
-        window = QueryWindow.empty(batch, query_heads, needs.queries(max_prompt), head_dim, dtype)
-    logits = None if extent.interval is None else Logits(head_dim**-0.5)
+        last_queries = QueryWindow.empty(
+            batch, query_heads, needs.queries(max_prompt), head_dim, dtype
+        )
+    # From the beginning, since a prompt may not change the structure of a cache.
+    sinks = None if extent.interval is None else jnp.full((query_heads,), -jnp.inf, jnp.float32)
+    logits = Logits(scale, window, soft_cap, sinks)
     placement = Placement.of(mesh, kv_heads, divisible=True)
-    return LayerCache(kv, state, window, None, None, transform, max_length, logits, placement)
+    return LayerCache(kv, state, last_queries, None, None, transform, max_length, logits, placement)
 
 
 def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...]:

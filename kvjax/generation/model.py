@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -31,8 +31,10 @@ class LanguageModel(Protocol):
     Attributes:
       num_layers, query_heads, kv_heads, head_dim, vocab_size: sizes.
       max_positions: longest sequence that it can read; optional.
-      windows: of each layer, the sliding window that it gives to `attend`, None where it has none;
+      windows: of each layer, the sliding window of its attention, None where it has none;
         optional, a tuple. A layer with a window gets a `kvjax.Ring` (see `kvjax.bind`).
+      attention_scale, attention_soft_cap: `scale` and `soft_cap` of `init_cache`, one number for
+        all layers or a tuple with one for each; optional, None: the default.
       length_class: of a model that computes otherwise for long texts (LongRoPE), a hashable
         function of a number of tokens; optional. It gives the least number that the model treats
         alike. Caches get it as their `max_length`, by which the model then decides; caches of one
@@ -123,6 +125,14 @@ class ModelParts:
     head: Callable[..., Array]
 
 
+class AttentionOptions(NamedTuple):
+    """The arguments of `init_cache` that a layer's attention decides."""
+
+    scale: float | None
+    window: int | None
+    soft_cap: float | None
+
+
 @dataclass(frozen=True)
 class FunctionalModel:
     """A model as a function of its parameters, for Linen and for plain JAX.
@@ -134,6 +144,7 @@ class FunctionalModel:
       num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as `LanguageModel`.
       parts: the same model in parts, with which prompts are read layer by layer; optional.
       windows: as `LanguageModel`; empty: no layer has one.
+      attention_scale, attention_soft_cap: as `LanguageModel`.
       length_class: as `LanguageModel`; None: nothing depends on a text's length.
 
     It is a pytree itself, of the arrays of `params`; all else is static.
@@ -150,12 +161,34 @@ class FunctionalModel:
     parts: ModelParts | None = None
     windows: tuple[int | None, ...] = ()
     length_class: Callable[[int], int] | None = None
+    attention_scale: float | tuple[float | None, ...] | None = None
+    attention_soft_cap: float | tuple[float | None, ...] | None = None
+
+    def attention(self, layer: int) -> AttentionOptions:
+        """How the attention of a layer makes its logits."""
+
+        def of_layer(given: Any) -> Any:
+            return given[layer] if isinstance(given, tuple) else given
+
+        window = self.windows[layer] if self.windows else None
+        return AttentionOptions(
+            of_layer(self.attention_scale), window, of_layer(self.attention_soft_cap)
+        )
 
 
 jax.tree_util.register_dataclass(
     FunctionalModel,
     data_fields=["params"],
-    meta_fields=["apply", *_COUNTS, "max_positions", "parts", "windows", "length_class"],
+    meta_fields=[
+        "apply",
+        *_COUNTS,
+        "max_positions",
+        "parts",
+        "windows",
+        "length_class",
+        "attention_scale",
+        "attention_soft_cap",
+    ],
 )
 
 
@@ -197,6 +230,12 @@ def _parts_of(model: Any, called: Any, params: Any) -> ModelParts | None:
     )  # fmt: skip
 
 
+def _option(model: Any, name: str) -> float | tuple[float | None, ...] | None:
+    """An optional attribute of a model, for all layers or for each."""
+    value = getattr(model, name, None)
+    return tuple(value) if isinstance(value, list) else value
+
+
 def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
     """Any supported model as a `FunctionalModel`. An NNX module is split into graph and arrays.
 
@@ -225,5 +264,7 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
     return FunctionalModel(
         _Apply(called), params, max_positions=max_positions, parts=parts,
         windows=tuple(windows) if isinstance(windows, list) else windows,
-        length_class=getattr(model, "length_class", None), **sizes,
+        length_class=getattr(model, "length_class", None),
+        **{name: _option(model, name) for name in ("attention_scale", "attention_soft_cap")},
+        **sizes,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.layers import layers_of
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.groups import Group, joined, rows_of, with_rows
-from kvjax.generation.model import FunctionalModel
+from kvjax.generation.model import AttentionOptions, FunctionalModel
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
 from kvjax.protocol import KVTransform
 
@@ -70,9 +70,12 @@ class CacheSize(NamedTuple):
 
     max_tokens = property(lambda self: self.max_prompt + self.max_new)  # of a row
 
-    def cache(self, transform: KVTransform, layer: int) -> Cache:
-        """An empty cache of one layer."""
-        return init_cache(transform, layer=layer, **self._asdict())
+    def cache(
+        self, transform: KVTransform, layer: int, attention: AttentionOptions | None = None
+    ) -> Cache:
+        """An empty cache of one layer; None: of any attention, where only its size is asked for."""
+        options = {} if attention is None else attention._asdict()
+        return init_cache(transform, layer=layer, **self._asdict(), **options)
 
 
 class Compiler:
@@ -158,14 +161,15 @@ def _read_by_layer(
         compiler.compile("the embedding", ("embed", group.tokens.shape), _embed, *start)
         passing.append((_embed(*start), group.positions))
     for layer, own in enumerate(parts.split(model.params)):
-        block, transform = parts.blocks[layer], layers[layer]
+        block, transform, attention = parts.blocks[layer], layers[layer], model.attention(layer)
         what = f"the prompt pass of layer {layer + 1} of {len(layers)}"
         caches, whole = [], given[0][layer]
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             x, positions = passing[number]
             cache = (whole, group.rows) if size is None else (given[number][layer], None)
-            one = block, transform, size, own, x, positions, *cache
-            compiler.compile(what, (block, transform, x.shape), _read_layer, *one)
+            one = block, transform, size, attention, own, x, positions, *cache
+            kind = block, transform, attention, x.shape
+            compiler.compile(what, kind, _read_layer, *one)
             # Waiting bounds the memory: a layer that is queued has its arrays already.
             *passing[number], whole = jax.block_until_ready(_read_layer(*one))
             caches.append(whole)
@@ -231,12 +235,14 @@ def cache_shapes(
     parts = model.parts
     embed = functools.partial(_embed, parts.embed, None)
     x = jax.eval_shape(embed, model.params, tokens, tokens)
-    kinds = tuple(zip(parts.blocks, layers, strict=True))
+    attention = map(model.attention, range(len(layers)))
+    kinds = tuple(zip(parts.blocks, layers, attention, strict=True))
     known: dict[Hashable, Cache] = {}
     for layer, (kind, own) in enumerate(zip(kinds, parts.split(model.params), strict=True)):
         if kind not in known:
             states = jax.eval_shape(functools.partial(_states_of, layers[layer], size, layer))
-            one = functools.partial(_read_layer, *kind, size)
+            block, transform, options = kind
+            one = functools.partial(_read_layer, block, transform, size, options)
             known[kind] = jax.eval_shape(one, own, x, tokens, states)[2]
     return tuple(known[kind] for kind in kinds)
 
@@ -253,10 +259,12 @@ def _states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
     return tuple(part.state for part in layer_caches(cache))
 
 
-def new_cache(transform: KVTransform, size: CacheSize, states: tuple) -> Cache:
+def new_cache(
+    transform: KVTransform, size: CacheSize, attention: AttentionOptions, states: tuple
+) -> Cache:
     """An empty cache with these states; layers that are alike get equal ones otherwise."""
     bound = layers_of(transform)
-    cache = size.cache(transform, 0 if bound is None else bound[0])
+    cache = size.cache(transform, 0 if bound is None else bound[0], attention)
     left = iter(states)
     filled = map_parts(lambda part: dataclasses.replace(part, state=next(left)), cache)
     return about_to_read(filled)
@@ -269,11 +277,12 @@ def _embed(
     return by_rows(embed(params, tokens, positions), mesh)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=7)
 def _read_layer(
     block: Callable,
     transform: KVTransform,
     size: CacheSize | None,
+    attention: AttentionOptions,
     own: Any,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
@@ -287,7 +296,7 @@ def _read_layer(
     """
     whole = cache
     if size is not None:
-        cache = new_cache(transform, size, cache)
+        cache = new_cache(transform, size, attention, cache)
     if rows is not None:
         cache = rows_of(whole, rows)
     x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=True)
@@ -321,8 +330,10 @@ def _read_whole(
     """All layers in one call, of a model that does not show its parts; `rows` as in a layer."""
     whole = caches
     if size is not None:
-        pairs = zip(layers, caches, strict=True)
-        caches = tuple(new_cache(transform, size, states) for transform, states in pairs)
+        caches = tuple(
+            new_cache(transform, size, model.attention(layer), states)
+            for layer, (transform, states) in enumerate(zip(layers, caches, strict=True))
+        )
     if rows is not None:
         caches = tuple(rows_of(cache, rows) for cache in whole)
     logits, caches = model.apply(

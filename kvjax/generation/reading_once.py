@@ -20,7 +20,12 @@ from kvjax.generation.checks import as_rows
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
-from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.model import (
+    AttentionOptions,
+    FunctionalModel,
+    LanguageModel,
+    as_functional,
+)
 from kvjax.generation.reading import CacheSize, Compiler, new_cache, states_of_layers
 from kvjax.generation.writing import begin
 from kvjax.protocol import Extent, KVTransform, Logits, Needs, State, Step
@@ -145,7 +150,7 @@ class ReadOnce:
         of_method = {"transform": transform, "layers": layers, "size": self._size}
         # The rest is copied, so that a call may take it over.
         rest = dataclasses.replace(observed, caches=(), **of_method).copy()
-        caches = _compressed(layers, self._size, observed.caches, self._compiler)
+        caches = _compressed(self._model, layers, self._size, observed.caches, self._compiler)
         return dataclasses.replace(rest, caches=caches)
 
     def _bind(self, transform: KVTransform) -> tuple[KVTransform, ...]:
@@ -171,6 +176,7 @@ class ReadOnce:
 
 
 def _compressed(
+    model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     size: CacheSize,
     observed: tuple[LayerCache, ...],
@@ -179,16 +185,22 @@ def _compressed(
     """The caches of all layers, one after the other; layers that are alike share compiled code."""
     compiler.compile("the caches", ("states", layers), states_of_layers, layers, size)
     states, caches = states_of_layers(layers, size), []
-    for transform, own, seen in zip(layers, states, observed, strict=True):
-        given = transform, size, own, seen
-        compiler.compile("the compression of a layer", transform, _compress, *given)
+    for layer, (own, seen) in enumerate(zip(states, observed, strict=True)):
+        transform, attention = layers[layer], model.attention(layer)
+        given = transform, size, attention, own, seen
+        key = transform, attention
+        compiler.compile("the compression of a layer", key, _compress, *given)
         caches.append(_compress(*given))
     return tuple(jax.block_until_ready(caches))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _compress(
-    transform: KVTransform, size: CacheSize, states: tuple, observed: LayerCache
+    transform: KVTransform,
+    size: CacheSize,
+    attention: AttentionOptions,
+    states: tuple,
+    observed: LayerCache,
 ) -> Cache:
     """One layer's cache."""
-    return compress_prompt(transform, new_cache(transform, size, states), observed)
+    return compress_prompt(transform, new_cache(transform, size, attention, states), observed)

@@ -46,7 +46,14 @@ def init_caches(
     sizes |= {"head_dim": model.head_dim, "max_prompt": max_prompt, "max_new": max_new}
     sizes |= {"mesh": mesh_of(model.params)}
     return tuple(
-        init_cache(transform, batch=batch, dtype=dtype, layer=layer, **sizes)
+        init_cache(
+            transform,
+            batch=batch,
+            dtype=dtype,
+            layer=layer,
+            **sizes,
+            **model.attention(layer)._asdict(),
+        )
         for layer, transform in enumerate(layers)
     )
 

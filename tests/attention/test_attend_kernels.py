@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.testing import control_flow
-from tests.support.attending import Tokens, attend, right
+from tests.support.attending import OPTIONS, Tokens, attend, right
 from tests.support.attention_cases import KERNELS, use_small_tiles
 from tests.support.lowering import KERNEL, lower_for_cuda
 from tests.support.tolerances import close
@@ -144,6 +144,7 @@ def read(transform, implementation, **logits):
     cache = kvjax.init_cache(
         transform, batch=2, kv_heads=2, query_heads=4, head_dim=DIM,
         max_prompt=max(PROMPTS), max_new=STEPS,
+        **{name: x for name, x in logits.items() if name in OPTIONS},
     )  # fmt: skip
     outs, start = [], np.zeros(2, int)
     for number, counts in enumerate(CHUNKS):

@@ -19,6 +19,7 @@ from tests.support.attending import (
     HEAD_DIM,
     INV_FREQ,
     KV_HEADS,
+    OPTIONS,
     QUERY_HEADS,
     Tokens,
     attended,
@@ -51,7 +52,9 @@ def tokens() -> Tokens:
 
 def read_and_write(transform, dtype: str, **options):
     """For each call the cache before it, its positions and output: two chunks and some steps."""
-    cache, calls, start = new_cache(transform, dtype=jnp.dtype(dtype)), [], np.zeros(3, int)
+    of_logits = {name: x for name, x in options.items() if name in OPTIONS}
+    cache, calls = new_cache(transform, dtype=jnp.dtype(dtype), **of_logits), []
+    start = np.zeros(3, int)
     for number, counts in enumerate(COUNTS):
         positions = right(start, counts, max(counts))
         out, after = prompt(

@@ -22,8 +22,9 @@ GARBAGE = 1e4  # what stands in padding: it must not reach anything
 
 STATIC = ("phase", "last", "scale", "window", "soft_cap", "implementation")
 attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=STATIC)
+OPTIONS = ("scale", "window", "soft_cap")  # of an attention: `init_cache` and `attend` take them
 SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "max_prompt", "max_new", "dtype", "layer")
-init_cache = jax.jit(kvjax.init_cache, static_argnums=0, static_argnames=SIZES)
+init_cache = jax.jit(kvjax.init_cache, static_argnums=0, static_argnames=(*SIZES, *OPTIONS))
 
 
 flush = jax.jit(kvjax.flush, static_argnums=1)

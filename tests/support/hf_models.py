@@ -16,6 +16,7 @@ from flax import nnx
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import kvjax
+from kvjax.generation.model import as_functional
 from kvjax.models import Decoder
 from tests.support.attending import init_cache
 
@@ -125,7 +126,10 @@ class Stepper:
             dtype=jnp.float32,
             query_heads=model.query_heads,
         )
-        self.caches = tuple(make(layer) for layer in self.layers)
+        attention = as_functional(model).attention
+        self.caches = tuple(
+            make(layer, **attention(number)._asdict()) for number, layer in enumerate(self.layers)
+        )
         self._jitted = jax.jit(self._run, static_argnames="phase")
 
     def _run(self, state, tokens, positions, caches, logits_at=None, *, phase):

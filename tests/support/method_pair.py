@@ -18,7 +18,7 @@ import numpy as np
 import kvjax
 from tests.references import h2o, kvcrush, kvmerger, pyramidinfer, snapkv
 from tests.references.rope import rope as rotate
-from tests.support.attending import flushed, init_cache, of_heads
+from tests.support.attending import OPTIONS, flushed, init_cache, of_heads
 from tests.support.tolerances import close
 
 STATIC = ("transform", "phase", "last", "scale", "window", "soft_cap")
@@ -75,9 +75,11 @@ class Pair:
         limits = {"max_prompt": max_prompt, "max_new": max_new}
         shape = {"batch": rows, "kv_heads": self.kv_heads, "head_dim": head_dim}
         query_heads = self.kv_heads * self.group
+        of_logits = {name: options[name] for name in OPTIONS if name in options}
         self.cache = init_cache(
-            transform, query_heads=query_heads, dtype=jnp.float32, layer=layer, **shape, **limits
-        )
+            transform, query_heads=query_heads, dtype=jnp.float32, layer=layer, **shape, **limits,
+            **of_logits,
+        )  # fmt: skip
         self.capacity = transform.extent(kvjax.Extent(max_prompt, max_new)).total
 
     def query_heads(self, head: int) -> slice:

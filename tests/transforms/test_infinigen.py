@@ -116,7 +116,7 @@ class Both:
         self.next, self.since = np.zeros(self.rows, int), 0
         self.cache = init_cache(
             self.transform, batch=self.rows, kv_heads=self.kv_heads, query_heads=query_heads,
-            head_dim=DIM, max_prompt=MAX_PROMPT, max_new=MAX_NEW, dtype=jnp.float32,
+            head_dim=DIM, max_prompt=MAX_PROMPT, max_new=MAX_NEW, dtype=jnp.float32, window=window,
         )  # fmt: skip
         self.lists: list[list[list[list[int]]]] = []  # of each step, row and head
 

@@ -43,8 +43,8 @@ CLUSTERS = kvjax.ClusterKV(
 
 def steps(transform):
     """Of decode steps with a window: the cache before and after, the positions and the output."""
-    tokens, cache = Tokens.random(), new_cache(transform)
     options = {"window": WINDOW}
+    tokens, cache = Tokens.random(), new_cache(transform, **options)
     _, cache = prompt(transform, cache, tokens, right([0] * 3, LENGTHS, WIDTH), **options)
     for step in range(STEPS):
         before, now = cache, np.array(LENGTHS)[:, None] + step
