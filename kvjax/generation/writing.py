@@ -22,7 +22,7 @@ from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes
 from kvjax.compose.chain import bind
-from kvjax.devices import by_rows, divided, mesh_of, put
+from kvjax.devices import by_rows, divided, mesh_of, put, put_rows
 from kvjax.generation.checks import (
     Rows,
     as_rows,

@@ -12,6 +12,7 @@ import kvjax
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import nbytes
 from kvjax.generation import reading
+from kvjax.generation.model import AttentionOptions
 from kvjax.generation.reading import CacheSize
 from kvjax.models import random_decoder
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds
@@ -214,6 +215,9 @@ def test_a_stream_may_be_stopped():
     same(shorter.context, result.context)
 
 
+OPTIONS = AttentionOptions(scale=0.5, window=9, soft_cap=None)
+
+
 @pytest.mark.parametrize("name", LAYERED)
 @pytest.mark.fast_cases("clusterkv", "full", "pyramidinfer", "spindlekv")
 def test_layers_that_are_alike_differ_in_their_states_alone(name):
@@ -225,8 +229,11 @@ def test_layers_that_are_alike_differ_in_their_states_alone(name):
     @jax.jit
     def both():
         states = reading.states_of_layers(layers, size)
-        made = [reading.new_cache(one, size, own) for one, own in zip(layers, states, strict=True)]
-        given = [size.cache(one, layer) for layer, one in enumerate(layers)]
+        made = [
+            reading.new_cache(one, size, OPTIONS, own)
+            for one, own in zip(layers, states, strict=True)
+        ]
+        given = [size.cache(one, layer, OPTIONS) for layer, one in enumerate(layers)]
         return made, [reading.about_to_read(cache) for cache in given]
 
     same(*both())
