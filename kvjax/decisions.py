@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.remainders import exact_values, write_values
 from kvjax.cache.selection import evict_worst, evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, evict, merge, permute
 from kvjax.devices import all_heads
@@ -159,7 +160,8 @@ class Retain(Decision):
       keep: which tokens.
       newest: how many of each row's newest positions are always among them; None: not known.
       pinned: slots that are pinned from now on, and no others; None: as they were, and they stay.
-      values: what all slots' values become, `[B, H, S, D]`; None: they stay as they are.
+      values: what all slots' values become, `[B, H, S, D]`; None: they stay as they are. A method
+        that adds to them while decoding says `Needs.writes_values`, and adds to `exact_values`.
     """
 
     keep: Bool[Array, "B H S"]
@@ -178,8 +180,8 @@ class Retain(Decision):
         """The cache with the others evicted, and with new values."""
         kept, concerned = self.kept(cache), self.concerned()
         if self.values is not None:
-            values = jnp.where(concerned[..., None], self.values, cache.v.read())
-            cache = cache.replace(v=cache.v.write(None, values))
+            old, new = (x.astype(jnp.float32) for x in (exact_values(cache), self.values))
+            cache = write_values(cache, jnp.where(concerned[..., None], new, old))
         if self.pinned is not None:
             pinned = jnp.where(concerned, self.pinned, cache.pinned)
             cache = cache.replace(pinned=pinned & kept)
@@ -218,9 +220,8 @@ class Merge(Decision):
         merged = merged.replace(log_mass=jnp.where(changed, 0.0, merged.log_mass))
         if self.value_scale == "none":
             return merged
-        values = merged.v.read()
-        scaled = (values * tokens[..., None]).astype(values.dtype)
-        return merged.replace(v=merged.v.write(None, scaled))
+        values = exact_values(merged)
+        return write_values(merged, (values * tokens[..., None]).astype(values.dtype))
 
 
 @jax.tree_util.register_dataclass

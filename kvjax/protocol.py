@@ -130,6 +130,9 @@ class Needs(NamedTuple):
       predicted_query: `View.predicted`, where a model can give it.
       unfold: every query head has slots of its own: H is then Q, and a token's key and value are
         stored once for each query head of their KV head.
+      writes_values: its decisions give slots other values, by merging or adding. Where that is in
+        decode steps, or at many flushes, and values are not stored as float32, the cache has a
+        column for what rounding leaves out of them (`kvjax.cache.remainders`).
     """
 
     attention_mass: bool = False
@@ -142,6 +145,7 @@ class Needs(NamedTuple):
     reposition: bool = False
     predicted_query: bool = False
     unfold: bool = False
+    writes_values: bool = False
 
     def union(self, other: Needs) -> Needs:
         """What serves both."""

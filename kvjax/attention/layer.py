@@ -16,13 +16,27 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.budgets.layers import layers_of
+from kvjax.cache.remainders import with_remainders
 from kvjax.cache.slots import KVCache, empty_cache, opened
 from kvjax.compose.chain import parts_of
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import Placement, check_mesh
-from kvjax.protocol import PASSED, Extent, KVTransform, Logits, State, check_transform, is_bound
+from kvjax.protocol import (
+    PASSED,
+    Extent,
+    KVTransform,
+    Logits,
+    State,
+    check_transform,
+    is_bound,
+    takes_part,
+)
 from kvjax.rope import Rope
 from kvjax.transforms.ring import Ring
+
+# Flushes at which a value may be rounded again and again. Each adds several tokens at once, which
+# are not lost as a whole, and errors add up like a random walk: after 64 to some 8 roundings.
+MOST_WRITES = 64
 
 
 class QueryWindow(NamedTuple):
@@ -304,6 +318,8 @@ def init_cache(
     if needs.accumulated_attention:
         kv = kv.with_column("attention", jnp.zeros((*kv.shape, kv.group), jnp.float32))
     kv, state = transform.init(kv, layer)
+    if _writes_often(transform, kv):
+        kv = with_remainders(kv)
     last_queries = None
     if needs.decode_queries:
         last_queries = QueryWindow.empty(
@@ -314,6 +330,15 @@ def init_cache(
     logits = Logits(scale, window, soft_cap, sinks)
     placement = Placement.of(mesh, kv_heads, divisible=True)
     return LayerCache(kv, state, last_queries, None, None, transform, max_length, logits, placement)
+
+
+def _writes_often(transform: KVTransform, kv: KVCache) -> bool:
+    """Whether a part of it may write a value in decode steps, or at many flushes."""
+    parts = [part for part in parts_of(transform) if part.needs.writes_values]
+    if kv.max_new and any(takes_part(part, "step") for part in parts):
+        return True
+    flushes = 0 if kv.interval is None else kv.max_new // kv.interval
+    return flushes > MOST_WRITES and any(takes_part(part, "flush") for part in parts)
 
 
 def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...]:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Dense, Payload, Slots, sum_into, take_slots, write_slots
+from kvjax.cache.remainders import exact_values, replace_values, write_values
 from kvjax.rope import Rope
 from pallas_kernels import segment_merge
 
@@ -319,8 +320,8 @@ def merge(
     several = sum_into(into, live.astype(jnp.int32)) > 1
     stays = live & (into == _slot_numbers(cache.shape))
 
-    def mean(payload: Payload) -> Payload:
-        return payload.write(None, segment_merge(payload.read(), into, weights, **chosen))
+    def means(rows: Array) -> Array:
+        return segment_merge(rows, into, weights, **chosen)
 
     def combine(column: Column) -> Array:
         values = column.values
@@ -332,8 +333,9 @@ def merge(
     log_mass = jnp.where(several, jnp.log(sum_into(into, mass, **chosen)), cache.log_mass)
     pinned = sum_into(into, cache.pinned.astype(jnp.int32)) > 0
     columns = cache.map_columns(combine)
-    k, v = mean(cache.k), mean(cache.v)
-    merged = cache.replace(k=k, v=v, log_mass=log_mass, columns=columns, pinned=pinned)
+    k = cache.k.write(None, means(cache.k.read()))
+    merged = cache.replace(k=k, log_mass=log_mass, columns=columns, pinned=pinned)
+    merged = write_values(merged, means(exact_values(cache)))
     return _free_others(merged, stays)
 
 
@@ -443,8 +445,9 @@ def closed(cache: KVCache, rows: Bool[Array, " B"], rope: Rope | None) -> KVCach
     columns = dict(cache.columns)
     source = jnp.where(cache.live, columns.pop(STORED_SLOT).values, -1)
     slots = Slots(cache.position, cache.live, rows, source, rope)
-    k, v = keys.encode(values, cache.k.read(), cache.v.read(), slots)
-    return cache.replace(k=k, v=v, columns=columns, stored=None)
+    rows = exact_values(cache).astype(cache.v.dtype)
+    k, v = keys.encode(values, cache.k.read(), rows, slots)
+    return replace_values(cache.replace(k=k, columns=columns, stored=None), v)
 
 
 def widen(cache: KVCache, slots: int) -> KVCache:

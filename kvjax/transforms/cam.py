@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_count, check_flag
 from kvjax.cache.payload import sum_into, take_slots, write_slots
+from kvjax.cache.remainders import exact_values
 from kvjax.cache.selection import oldest
 from kvjax.cache.slots import KVCache, sorted_slots
-from kvjax.compose.foreseen import foreseen
+from kvjax.compose.foreseen import foreseen, frees_while_decoding
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out
 from kvjax.protocol import Moment, Needs, State, Step, Wrapper
@@ -83,7 +84,12 @@ class CaM(Wrapper):
     seed: int = 0
 
     paper: ClassVar[str] = "CaM, ICML 2024"
-    needs = property(lambda self: self.base.needs.union(Needs(accumulated_attention=True)))
+
+    @property
+    def needs(self) -> Needs:
+        """What the base needs, received attention, and remainders where it merges in steps."""
+        own = Needs(accumulated_attention=True, writes_values=frees_while_decoding(self.base))
+        return self.base.needs.union(own)
 
     def __post_init__(self):
         check_evicts(self.base, "CaM")
@@ -177,10 +183,9 @@ class CaM(Wrapper):
         mean = jnp.mean(received, -1, keepdims=True, where=targets)
         share = self._weigh(key, attention, mean, jnp.maximum(position, 0), cache.heads)
         share = share / tokens.astype(jnp.float32)
-        value = cache.v.read(jnp.argmax(gone, axis=-1, keepdims=True)).astype(jnp.float32)
-        rows = cache.v.read()
-        added = (rows.astype(jnp.float32) + share[..., None] * value).astype(rows.dtype)
-        return jnp.where(targets[..., None], added, rows)
+        evicted = jnp.argmax(gone, axis=-1, keepdims=True)
+        value, rows = (exact_values(cache, x).astype(jnp.float32) for x in (evicted, None))
+        return jnp.where(targets[..., None], rows + share[..., None] * value, rows)
 
     def _merge_all(
         self,
@@ -208,13 +213,12 @@ class CaM(Wrapper):
         position = jnp.maximum(cache.position, 0)
         share = self._weigh(key, received, mean, position, cache.heads)
         share = share / tokens.astype(jnp.float32)
-        rows = cache.v.read()
-        moved = share[..., None] * rows.astype(jnp.float32)
+        rows = exact_values(cache).astype(jnp.float32)
+        moved = share[..., None] * rows
         into = jnp.where(gone, number, nowhere)
         moved = sum_into(into, moved, implementation=implementation)
         sums = jnp.flip(_sum_of_next(jnp.flip(moved, 2), tokens[..., None]), 2)
-        added = rows.astype(jnp.float32) + take_slots(sums, number)
-        return jnp.where(kept[..., None], added.astype(rows.dtype), rows)
+        return jnp.where(kept[..., None], rows + take_slots(sums, number), rows)
 
 
 def _sum_of_next(x: Float[Array, "B H N *D"], count: Int[Array, "B 1 1 *1"]) -> Array:

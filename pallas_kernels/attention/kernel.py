@@ -25,6 +25,7 @@ from pallas_kernels.attention.rotation import Turn, cos_sin_of_turns, fixed_poin
 from pallas_kernels.base import route
 from pallas_kernels.base.kernel_parts import dot, head_part, own_part, zero
 from pallas_kernels.base.logits import finite_or_zero, live_slots, or_one
+from pallas_kernels.base.mixing import as_weights, unscaled
 from pallas_kernels.base.tiles import Tile, power_of_two
 
 PARTS = 32  # parts that are joined at a time
@@ -312,7 +313,7 @@ def _kernel(*leaves, plan: _Plan):
     _, top, total, acc = jax.lax.fori_loop(start, stop, add, begin)
     for part, rows in zip(plan.values.parts, acc, strict=True):
         cell, there = cells(part)
-        rows = rows / or_one(total)[:, None]
+        rows = unscaled(rows, plan.values.reader.dtype) / or_one(total)[:, None]
         route.store(refs.out.at[cell], rows.astype(refs.out.dtype), mask=there)
     route.store(refs.lse.at[row], top + jnp.log(total), mask=is_row)
 
@@ -342,7 +343,7 @@ def _mix(refs: _Refs, plan: _Plan, weights, slot, row, live) -> list[Array]:
     """Sums of the values of a tile by their weights, part by part."""
     reader = plan.values.reader
     factor, unit = _in_reach(reader.factor(refs.v, slot, row, live), plan)
-    weights = _times(weights, factor).astype(reader.dtype)
+    weights = as_weights(_times(weights, factor), reader.dtype)
     return [unit * dot(weights, reader.load(refs.v, part, row, live)) for part in plan.values.parts]
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base.logits import finite_or_zero, live_slots, masked_logits, or_one
+from pallas_kernels.base.mixing import as_weights, unscaled
 from pallas_kernels.base.rows import block_of, entry_of
 from pallas_kernels.base.seen_blocks import hull, meets
 
@@ -60,8 +61,9 @@ def attention_by_blocks(
             weights = jnp.exp(logits - finite[..., None])
             shrink = jnp.exp(top - finite)
             acc = acc * shrink[..., None] + jnp.einsum(
-                "bhqk,bhkd->bhqd", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32
-            )
+                "bhqk,bhkd->bhqd", as_weights(weights, v.dtype), v_j,
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
             return new_top, total * shrink + weights.sum(-1), acc
 
         start = (
@@ -70,7 +72,7 @@ def attention_by_blocks(
             jnp.zeros((*rows, head_dim), jnp.float32),
         )
         top, total, acc = jax.lax.fori_loop(*blocks.keys_of_query(i), key_block, start)
-        out = acc / or_one(total)[..., None]
+        out = unscaled(acc, v.dtype) / or_one(total)[..., None]
         return out.astype(v.dtype), top + jnp.log(total)
 
     out, lse = jax.lax.map(query_block, jnp.arange(blocks.num_query))

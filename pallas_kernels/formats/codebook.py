@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt
 
 from pallas_kernels.base.logits import Product, products
-from pallas_kernels.base.mixing import unless_finite
+from pallas_kernels.base.mixing import as_weights, unless_finite, unscaled
 from pallas_kernels.base.rows import BLOCK, block_of, over_blocks, take_shared
 
 # On CPU, gathering the entry of a slot takes as long as this many products of a query row with an
@@ -122,7 +122,7 @@ def codebook_mix(
     if not _per_entry(weights.shape[2], entries, slots):
         return _mix_slots(weights, entries, index, live)
     total = _sum_own(jnp.moveaxis(weights, 2, 3), index, entries.shape[2])
-    out = _einsum("bher,bed->bhrd", total.astype(entries.dtype), entries[:, 0])
+    out = _mixed("bher,bed->bhrd", total, entries[:, 0], 2)
     if live is None:
         return out
     return unless_finite(out, lambda: _mix_slots(weights, entries, index, live))
@@ -141,7 +141,7 @@ def _mix_slots(
         rows = _take(entries, block_of(index, start, count, 2))
         if live is not None:
             rows = jnp.where(block_of(live, start, count, 2)[..., None], rows, 0)
-        return total + _einsum("bhrs,bhsd->bhrd", part.astype(rows.dtype), rows)
+        return total + _mixed("bhrs,bhsd->bhrd", part, rows, 3)
 
     total = jnp.zeros((*weights.shape[:3], entries.shape[3]), jnp.float32)
     return over_blocks(index.shape[2], BLOCK, add, total)
@@ -183,6 +183,17 @@ def _sum_own(x: Float[Array, "B H S R"], index: UInt[Array, "B H S"], entries: i
         return zeros.at[index].add(x, mode="promise_in_bounds", wrap_negative_indices=False)
 
     return jax.vmap(jax.vmap(one))(x, index.astype(jnp.int32))
+
+
+def _mixed(what: str, weights: Array, rows: Array, axis: int) -> Float[Array, "B H R D"]:
+    """Sums of rows by weights along an axis of the weights, which get the dtype of the rows."""
+    if rows.dtype != jnp.float16:
+        return _einsum(what, weights.astype(rows.dtype), rows)
+    # Norms, and sums over the slots of an entry, are no weights of at most 1.
+    most = jnp.abs(weights).max(axis)
+    most = jnp.where(most > 0, most, 1.0)
+    weights = as_weights(weights / jnp.expand_dims(most, axis), rows.dtype)
+    return unscaled(_einsum(what, weights, rows), rows.dtype) * most[..., None]
 
 
 def _einsum(what: str, a: Array, b: Array) -> Array:

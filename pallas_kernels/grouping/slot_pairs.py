@@ -16,7 +16,7 @@ from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import load_rows, own_part
 from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import power_of_two
-from pallas_kernels.grouping.cosine import above, inverse_length, round_cosine
+from pallas_kernels.grouping.cosine import EPSILON, above, inverse_length, round_cosine
 
 BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
 TILE = 4096  # numbers of the first keys of a program's pairs: 4 warps hold both keys in registers
@@ -65,8 +65,9 @@ def pair_distance(
 ) -> Float[Array, "B H N"]:
     """Distance of two keys, `|a - b|`, for N pairs of slots; float32.
 
-    It is exactly 0 where it is no more than the rounding of the keys' dtype, `4ε |a|`, so that
-    equal keys are equal whatever they were computed from.
+    It is exactly 0 where it is no more than one rounding of the keys' dtype, `ε |a| / 2`, or than
+    what float32 rounds in a few steps, `4 · 2^-23 |a|`: so equal keys are equal whatever they were
+    computed from.
 
     Args:
       first, second: the slots of each pair.
@@ -77,7 +78,7 @@ def pair_distance(
       ValueError: shapes that do not fit each other; an unknown implementation, or one that the
         GPU is too old for.
     """
-    rounding = 4 * float(jnp.finfo(keys.dtype).eps)
+    rounding = max(float(jnp.finfo(keys.dtype).eps) / 2, 4 * EPSILON)
 
     def distance(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
         apart = _length(a - b)

@@ -25,7 +25,7 @@ from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
 from kvjax.decisions import Merge
 from kvjax.messages import brief
-from kvjax.protocol import Extent, KVTransform, Step
+from kvjax.protocol import Extent, KVTransform, Needs, Step
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
 
@@ -121,6 +121,7 @@ class Chelsea(KVTransform):
     keep_layers: tuple[int, ...] = ()
 
     paper: ClassVar[str] = "Chelsea, arXiv 2506.11418"
+    needs = property(lambda self: Needs(writes_values=True))
     minimum = property(lambda self: self.sinks + self.recent + 1)  # the smallest workable budget
 
     def __post_init__(self):

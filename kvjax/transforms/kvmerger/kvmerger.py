@@ -59,7 +59,7 @@ class KVMerger(Unmerged):
         `"literal"`: equation 6 applied once, `Σ_S g / (√2 |S|)` with the g of σ = 5.
       value_scale: `"log_mass"`: values are weighted means, and the slot's mass is |S|. `"paper"`:
         they are multiplied by |S| instead, and the mass is 1. `"none"`: neither. Only the first
-        conserves mass.
+        conserves mass, and `"paper"` is refused in float16, which ends at 65,504.
       seed: of random pivots, below 2**32; they depend on seed, layer, KV head and position alone.
 
     Raises:
@@ -102,7 +102,7 @@ class KVMerger(Unmerged):
     seed: int = 0
 
     paper: ClassVar[str] = "KVMerger, arXiv 2407.08454"
-    needs = property(lambda self: Needs(accumulated_attention=True))
+    needs = property(lambda self: Needs(accumulated_attention=True, writes_values=True))
 
     def __post_init__(self):
         super().__post_init__()
@@ -127,7 +127,17 @@ class KVMerger(Unmerged):
         return extent if self.budget is None else super().extent(extent)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Array | None]:
-        """The key of random pivots."""
+        """The key of random pivots.
+
+        Raises:
+          ValueError: values of float16 are to be multiplied by numbers of tokens.
+        """
+        if self.value_scale == "paper" and cache.v.dtype == jnp.float16:
+            raise ValueError(
+                "value_scale='paper' multiplies values by the number of tokens that they stand for, "
+                "and float16 ends at 65,504: take value_scale='log_mass', or dtype='bfloat16' or "
+                "'float32', got float16"
+            )
         return cache, layer_key(self.seed, layer) if self.pivot == "random" else None
 
     def on_prompt(
