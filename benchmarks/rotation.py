@@ -1,21 +1,23 @@
-"""What a Hadamard rotation before rounding changes: 8, 4 and 3 bits, on two models.
+"""What mean, scale and Hadamard rotation change before rounding: 8, 4 and 3 bits, on any models.
 
-    python benchmarks/rotation.py --model FOLDER --text wiki.txt --out \\
+    python benchmarks/rotation.py --models FOLDER FILE.gguf --text wiki.txt --out \\
         benchmarks/results/rotation.json
 
-The bundled model and that of the folder read four texts of 1,024 tokens with the full cache. Every
-form of `Quantize` then stores them without a rotation and with keys and values rotated, and where
-keys are grouped along tokens also with values alone rotated. `error` is the relative error of
+The bundled model and the given ones read four texts of 1,024 tokens with the full cache. Every form
+of `Quantize` then stores them in several ways: as they are; rotated, which is values alone where
+keys stand in groups of slots (`keys rotated`: these too); and with keys relative to a mean and a
+scale of their channels (`Channels`), not rotated and rotated. `error` is the relative error of
 attention outputs at the next tokens, each layer judged alone (`measure_fidelities`): the mean over
-layers, texts and tokens; `worst_layer` is the greatest mean of a layer. `nats` is how much more the
-negative log-likelihood of the 128 tokens that follow is than the full cache's. `bytes` are those of
-a key or value of a bfloat16 cache.
+layers, texts and tokens; `first_layer` is that of the first layer alone, and `worst_layer` the
+greatest of a layer. `nats` is how much more the negative log-likelihood of the 128 tokens that
+follow is than the full cache's. `bytes` are those of a key or value of a bfloat16 cache.
 
 3 bits are no form of the library. They are measured as numbers of 4 bits that have 8 levels in
 place of 16, and their bytes are what packed ones would take.
 
-Then steps of one attention layer of Llama-3.1-8B's shape are timed, rotated and not, in turns. A
-row that the file holds already is not measured again, so that a run which was stopped goes on.
+Then steps of one attention layer of Llama-3.1-8B's shape are timed in turns, with rows as they are
+and in the default way. A row that the file holds already is not measured again, so that a run which
+was stopped goes on.
 """
 
 from __future__ import annotations
@@ -39,13 +41,16 @@ from kvjax.evaluation.fidelity.fidelity import judge
 from kvjax.evaluation.fidelity.full_run import FullRun
 from kvjax.generation.model import as_functional
 from kvjax.models import demo, from_pretrained, load_tokenizer
+from kvjax.storage.channels import Channels
 from kvjax.storage.quantized import Axis, Form
 from pallas_kernels import Encoded
 from pallas_kernels.formats.bits import pack_int4
 
 TEXTS, PROMPT, CONTINUATION, NEXT, GROUP = 4, 1024, 128, 8, 32
 STEP = "a layer of Llama-3.1-8B"  # the rows of times
-ROTATED = {"not": False, "values": "values", "keys and values": True}
+AS_THEY_ARE, ROTATED, KEYS_ROTATED = "as they are", "rotated", "keys rotated"
+RELATIVE, DEFAULT = "relative", "relative, rotated"
+EIGHT = {"8 bits": 8, "float8": "float8"}
 SCALE_BYTES = {8: 4, 4: 2 * 2, 3: 2 * 2}  # of a group: one float32 number, or two of bfloat16
 
 
@@ -67,40 +72,60 @@ class CoarseForm(Form):
 
     levels: int = 8
 
-    def encode(self, rows: Float[Array, "B H S D"]) -> Encoded:
+    def encode(self, rows: Float[Array, "B H S D"], channels: Channels | None = None) -> Encoded:
         """Dense rows in this form."""
-        own = self.basis(rows).astype(rows.dtype)
+        own = self.basis(rows if channels is None else channels.inside(rows)).astype(rows.dtype)
         return rounded(own, self.group, self.axis, self.levels)
 
 
 @dataclass(frozen=True)
-class ThreeBits(kvjax.Quantize):
-    """`Quantize(bits=4)` with 8 levels in place of 16."""
+class Stored(kvjax.Quantize):
+    """`Quantize` in another way.
+
+    Args:
+      way: one of the above.
+      levels: of 4 bits.
+    """
+
+    way: str = DEFAULT
+    levels: int = 16
 
     def init(self, cache, layer):
-        """Payloads of 8 levels."""
+        """Payloads in that way."""
         cache, state = super().init(cache, layer)
-        k, v = (
-            dataclasses.replace(own, form=CoarseForm(**vars(own.form)))  # pyright: ignore[reportAttributeAccessIssue]
-            for own in (cache.k, cache.v)
-        )
-        return cache.replace(k=k, v=v), state
+        relative = self.way in (RELATIVE, DEFAULT) and not self.groups_slots
+        rotated = self.way in (ROTATED, KEYS_ROTATED, DEFAULT)
+        keys = rotated and (self.way == KEYS_ROTATED or not self.groups_slots)
+
+        def payload(own, hadamard: bool, relative: bool):
+            form = dataclasses.replace(own.form, hadamard=hadamard, relative=relative)
+            if self.levels < 16:
+                form = CoarseForm(**vars(form), levels=self.levels)
+            channels = own.channels if relative else None
+            return dataclasses.replace(own, form=form, channels=channels)
+
+        return cache.replace(
+            k=payload(cache.k, keys, relative), v=payload(cache.v, rotated, False)
+        ), state
 
 
 def variants(head_dim: int) -> Iterator[tuple[dict[str, object], kvjax.KVTransform]]:
-    """Every form, rotated or not: what a row says of it, and the transform."""
-    forms = [("8 bits", 8, head_dim, kvjax.Quantize(8))]
-    for bits, kind in ((4, kvjax.Quantize), (3, ThreeBits)):
-        forms.append((f"{bits} bits, channel", bits, GROUP, kind(4)))
-        for group in dict.fromkeys((GROUP, head_dim)):
-            by_token = kind(4, group=group, key_axis="token")
-            forms.append((f"{bits} bits, token, groups of {group}", bits, group, by_token))
-    for form, bits, group, transform in forms:
+    """Every form in every way: what a row says of it, and the transform."""
+    by_slot = AS_THEY_ARE, ROTATED, RELATIVE, DEFAULT
+    in_groups = AS_THEY_ARE, ROTATED, KEYS_ROTATED
+    forms = [(name, 8, head_dim, Stored(bits), by_slot) for name, bits in EIGHT.items()]
+    for bits, levels in ((4, 16), (3, 8)):
+        for axis, ways in (("channel", in_groups), ("token", by_slot)):
+            ways = ways if bits == 4 else ((ROTATED,) if axis == "channel" else (DEFAULT,))
+            stored = Stored(4, key_axis=axis, levels=levels)
+            forms.append((f"{bits} bits, {axis}", bits, GROUP, stored, ways))
+    for form, bits, group, transform, ways in forms:
         about = {"form": form, "bits": bits}
         about["bytes"] = head_dim * bits / 8 + head_dim / group * SCALE_BYTES[bits]
-        for rotated, rotate in ROTATED.items():
-            if rotate != "values" or "channel" in form:
-                yield {**about, "rotated": rotated}, dataclasses.replace(transform, rotate=rotate)
+        for way in ways:
+            # In every layer the form itself, also where a window would make it a ring.
+            own = kvjax.Everywhere(dataclasses.replace(transform, way=way))
+            yield {**about, "way": way}, own
 
 
 def measure(model, ids: list[int], transforms: list[kvjax.KVTransform]) -> Iterator[dict]:
@@ -120,19 +145,23 @@ def measure(model, ids: list[int], transforms: list[kvjax.KVTransform]) -> Itera
         error = judge(run, run.context(transform)).error
         yield {
             "error": round(float(error.mean()), 4),
+            "first_layer": round(float(error[0].mean()), 3),
             "worst_layer": round(float(error.mean(1).max()), 3),
             "nats": round(nats(transform) - exact, 4),
         }
         jax.clear_caches()
 
 
+BY_TOKEN = Stored(4, key_axis="token")
+
+
 def step_milliseconds(prompt: int, rounds: int) -> dict[tuple[str, str], float]:
-    """A decode step over a layer's cache, by form and what is rotated."""
-    sides = {("full", "not"): decode_side(kvjax.Full(), prompt)[0]}
-    for form, bits in {"8 bits": 8, "4 bits, channel": 4}.items():
-        for rotated in ("not", "keys and values"):
-            transform = kvjax.Quantize(bits, rotate=ROTATED[rotated])
-            sides[form, rotated] = decode_side(transform, prompt)[0]
+    """A decode step over a layer's cache, by form and way."""
+    sides = {("full", AS_THEY_ARE): decode_side(kvjax.Full(), prompt)[0]}
+    forms = {"8 bits": Stored(8), "4 bits, channel": Stored(4), "4 bits, token": BY_TOKEN}
+    for form, transform in forms.items():
+        for way in (AS_THEY_ARE, DEFAULT):
+            sides[form, way] = decode_side(dataclasses.replace(transform, way=way), prompt)[0]
     found = interleaved_medians(sides, rounds)
     return {side: round(1e3 * seconds / STEPS, 3) for side, seconds in found.items()}
 
@@ -140,7 +169,7 @@ def step_milliseconds(prompt: int, rounds: int) -> dict[tuple[str, str], float]:
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--models", required=True, nargs="+", help="folders, or GGUF files")
     parser.add_argument("--text", required=True, help="UTF-8 file of 10,000 tokens or more")
     parser.add_argument("--step-tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=40)
@@ -152,7 +181,7 @@ def main() -> None:
     }  # fmt: skip
     rows = Rows(args.out, about)
     given = {
-        Path(args.model).name: (args.model, Path(args.text).read_text()),
+        **{Path(name).stem: (name, Path(args.text).read_text()) for name in args.models},
         "bundled": (demo.directory(), demo.held_out_text()),
     }
     for name, (folder, text) in given.items():
@@ -165,7 +194,7 @@ def main() -> None:
                 rows.add(**said, **figures)
     if not rows.has(model=STEP):
         for side, milliseconds in step_milliseconds(args.step_tokens, args.rounds).items():
-            rows.add(model=STEP, form=side[0], rotated=side[1], milliseconds=milliseconds)
+            rows.add(model=STEP, form=side[0], way=side[1], milliseconds=milliseconds)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def sum_into(
     return segment_sum(x, into, places, implementation=implementation)
 
 
-def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:
+def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:  # noqa: UP037
     """`new` in the rows that are chosen and `old` in the others: trees of arrays `[B, ...]`.
 
     With more axes, `rows` chooses heads, or groups of slots.

@@ -30,6 +30,7 @@ from kvjax.protocol import (
 )
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.quantize import Quantize
+from kvjax.transforms.clusterkv.clusterkv import ClusterKV
 from kvjax.transforms.ring import Ring
 
 
@@ -233,8 +234,9 @@ def chain(*transforms: KVTransform) -> KVTransform:
     """Applies transforms one after the other: evict or merge → represent → recall → place.
 
     Nested chains are flattened and `Full` parts drop out, so that equal chains are equal values.
-    Behind a method that frees slots at a prompt's end, keys of 4 bits are grouped within a token
-    where `Quantize` does not say how: the groups of slots would come apart in every further turn.
+    With a method that frees slots at a prompt's end, or clusters all of them anew, keys of 4 bits
+    are grouped within a token where `Quantize` does not say how: groups of slots would come apart
+    in every further turn.
 
     Raises:
       TypeError: something is not a transform.
@@ -254,11 +256,19 @@ def chain(*transforms: KVTransform) -> KVTransform:
     parts = [part for part in parts if not isinstance(part, Full)]
     if len(parts) == 1:
         return parts[0]
-    open_axis = any(isinstance(x, Quantize) and x.groups_slots and not x.key_axis for x in parts)
-    if open_axis and any(map(frees_at_prompts_end, parts)):
-        if not any(map(frees_while_decoding, parts)):
-            parts = [_slot_by_slot(part) for part in parts]
+    open_axis = any(
+        isinstance(x, Quantize) and x.groups_slots and x.key_axis is None for x in parts
+    )
+    if open_axis and any(map(_rearranges, parts)) and not any(map(frees_while_decoding, parts)):
+        parts = [_slot_by_slot(part) for part in parts]
     return Chain(tuple(parts)) if parts else Full()
+
+
+def _rearranges(part: KVTransform) -> bool:
+    """Whether it frees slots of earlier prompts at a prompt's end, or puts them into new order."""
+    if isinstance(part, ClusterKV):
+        return part.clusters is not None  # it clusters everything anew
+    return frees_at_prompts_end(part)
 
 
 def _check_parts(parts: tuple[KVTransform, ...]) -> None:
@@ -294,14 +304,7 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             "unrotated"
         )
     for before, after in itertools.product(evicting, storing + reading):
-        in_groups = isinstance(after, Quantize) and after.groups_slots
         if not frees_while_decoding(before):
-            if in_groups and frees_at_prompts_end(before):
-                raise ValueError(
-                    f"{after!r} encodes groups of slots together, and {before!r} frees some of "
-                    "them at the end of every prompt, so that the others would be rounded again in "
-                    "every turn: take key_axis='token', which is the default here, or 8 bits"
-                )
             continue
         if after.stage == Stage.RECALL:
             raise ValueError(
@@ -309,7 +312,7 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
                 "decoding: the index would go stale. Put a method that compresses only the prompt "
                 "first"
             )
-        if in_groups:
+        if isinstance(after, Quantize) and after.groups_slots:
             raise ValueError(
                 f"{after!r} encodes groups of slots together, and {before!r} frees slots "
                 "while decoding: take key_axis='token'"
@@ -319,6 +322,13 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
                 f"{after!r} stores references, and {before!r} merges slots while decoding, "
                 "which would make a new book at every step: merge at the prompt's end only"
             )
+    in_groups = [part for part in storing if isinstance(part, Quantize) and part.groups_slots]
+    for stored, part in itertools.product(in_groups, filter(_rearranges, parts)):
+        raise ValueError(
+            f"{stored!r} encodes groups of slots together, which {part!r} breaks up at the end of "
+            "every prompt, so that they would be rounded again in every turn: take "
+            "key_axis='token', which is the default here, or 8 bits"
+        )
 
 
 def bind(

@@ -36,7 +36,9 @@ from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.written_files import write_whole
 
-FORMAT = 3  # of the folder; another number is refused. 3: descriptions of model and tokenizer
+# Another number is refused. 3: descriptions of model and tokenizer, the tokens that rows have seen,
+# and `quantize` sets off channels of keys.
+FORMAT = 3
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
 _ITEMS = {_ABOUT, _ARRAYS, "_CHECKPOINT_METADATA", "commit_success"}  # in its folder
 _UNFINISHED = ".orbax-checkpoint-tmp"  # what Orbax adds to the name of what is not complete

@@ -77,7 +77,7 @@ class Channels:
         return cls(mean * unit[:, :, 0], scale)
 
     def inside(self, keys: Float[Array, "B K N D"]) -> Float[Array, "B K N D"]:
-        """The x of keys, in float32. K is H or a multiple of it: list k is of head `k // (K / H)`."""
+        """The x of keys in float32, also of K lists, a multiple of the heads."""
         return (keys.astype(jnp.float32) - _like(keys, self.mean)) / _like(keys, self.scale)
 
     def outside(self, x: Float[Array, "B K N D"]) -> Float[Array, "B K N D"]:

@@ -29,37 +29,50 @@ class Quantize(KVTransform):
     first slot of each row and KV head. The tokens behind its last complete group, keys and values,
     are kept as they came, and so are new tokens until `residual` of them have come.
 
-    Keys and values are rotated before they are rounded: encoded are `k H` and `v H`, H the
-    orthonormal Hadamard matrix (`pallas_kernels.hadamard_transform`; where D is no power of two, in
-    blocks of the largest one that divides it). A channel that is much larger than others, and would
-    make their steps coarse, is spread over all of them. Attention is the same: `(q H) · (k H) =
-    q · k`, and `Σ p (v H) H = Σ p v`. A step rotates queries and outputs, not what is stored.
+    Where a group or a slot mixes channels, two things are done before rounding. Keys are encoded
+    relative to a mean and a scale of each channel of their head: `k = mean + scale · x`. A head's
+    mean and scale are those of its first prompt's keys, the scale being the standard deviation to
+    the power of 0.75 (less with few keys), and they stay as long as anything of that prompt does.
+    Then keys and values are rotated: encoded are `x H` and `v H`, H the orthonormal Hadamard matrix
+    (`pallas_kernels.hadamard_transform`; where D is no power of two, in blocks of the largest one
+    that divides it). So a channel that is much larger than others, as where a model adds a bias to
+    its keys, is made smaller, and what is left of it is spread over all channels. Attention is the
+    same: `q · k = q · mean + ((q · scale) H) · (x H)`, and `Σ p (v H) H = Σ p v`. A step changes
+    queries and outputs, not what is stored. `q · mean` is the same for all keys of a query, so that
+    only a soft cap has to know it. Keys in groups of slots need neither.
 
     A prompt is read in the cache's dtype and encoded when it is complete. A decode step multiplies
     with the numbers as they are stored, block by block of slots, and decodes of a selection only
     the rows that were selected. At head_dim D, K or V of a token takes D + 4 bytes with 8 bits, and
-    `D / 2 + 2 · D / group · itemsize` with 4. In a chain, layers and heads that another part leaves
-    dense (`dense_layers`, `outlier_heads`) are stored in fewer bits all the same.
+    `D / 2 + 2 · D / group · itemsize` with 4; means and scales take 8 D bytes for each head. In a
+    chain, layers and heads that another part leaves dense (`dense_layers`, `outlier_heads`) are
+    stored in fewer bits all the same. What is encoded stays as it is in all turns that follow, bit
+    for bit, unless it is merged.
 
     Args:
       bits: 8, 4, or "float8" (float8_e4m3fn with a scale per slot, where the platform has it).
       group: values that share a scale, 4 bits only; 32 as in KIVI.
-      key_axis: "channel" as in KIVI, or "token"; 4 bits only. Slots of a group must not be
-        freed one by one, so that methods which free slots while decoding take "token".
+      key_axis: "channel" as in KIVI, or "token"; 4 bits only. Slots of a group must stay together:
+        where some are freed, or all are put into new order, the group would be rounded again in
+        every turn, and errors would grow. None: "token" in a chain with a method that does so at
+        the end of every prompt (SnapKV, KVMerger, ..., `ClusterKV(clusters=...)`), else "channel".
+        Behind methods that free slots while decoding, "token" must be given. With "channel",
+        ClusterKV has groups rounded once more whenever it clusters everything anew.
       residual: M, decode steps after which the complete groups of new tokens are encoded, a
         multiple of `group`, with `key_axis="channel"` only; 128 as in KIVI. ClusterKV has an
-        interval of its own, which then holds instead.
-      rotate: True: keys and values, "values": values alone, False: neither. Where a part of the
-        chain stores keys without RoPE (`StreamingLLM(reposition=True)`), True stands for "values",
-        since RoPE while attending needs the channels as they were. True by default: on
-        SmolLM2-135M it takes 45 % off the error of attention outputs with 8 bits, 7 % with 4 in
-        groups of slots (27 % in the worst layer) and 15 % in groups of channels.
+        interval of its own, which then holds instead. It says nothing where a `key_axis` of None
+        has become "token".
+      rotate: True: keys and values, "values": values alone, False: neither. Keys in groups of slots
+        are never rotated, nor are those that a part of the chain stores without RoPE
+        (`StreamingLLM(reposition=True)`), since RoPE while attending needs the channels as they
+        were; these have no mean, and one scale for the channels of a pair. MEASURED
 
     Raises:
       TypeError, ValueError: a number out of range, bits or an axis that is not offered, an option
         that says nothing at these bits; in a chain, behind a method that frees slots while decoding
-        (groups of slots), or before `Offload`; from `init_cache`, a head_dim that is odd or no
-        multiple of `group`.
+        (groups of slots), with `key_axis="channel"` where a prompt's end frees slots or puts them
+        into new order, or before `Offload`; from `init_cache`, a head_dim that is odd or no multiple
+        of `group`.
 
     Example:
       >>> import kvjax
@@ -75,15 +88,18 @@ class Quantize(KVTransform):
       Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, arXiv 2402.02750.
       Ashkboos et al., QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs, arXiv 2404.00456, for
       the rotation.
+      Lin et al., QServe: W4A8KV4 Quantization and System Co-design for Efficient LLM Serving, arXiv
+      2405.04532, for scales of key channels.
 
     Deviations from the paper:
       KIVI does not rotate. QuaRot has its matrices in the weights where they can be: values come
-      rotated, and the next weights turn them back. Here no weight changes.
+      rotated, and the next weights turn them back. QServe's scales are in the weights too, from
+      calibration, with the greatest key in place of the standard deviation, to the power of 0.5,
+      and the same for both channels of a pair. Here no weight changes.
       4 bits; KIVI has 2 too. Of a prompt, less than one group of tokens is kept as it came (KIVI
       keeps its last `length mod residual` keys and `residual` values). While decoding, the newest
       tokens are kept as they came, keys and values alike, as KIVI's keys are: between none and
-      `residual + group - 1`. 8 bits and float8 are not KIVI's. In a row that has tokens in a
-      further turn, what is there is decoded and encoded again.
+      `residual + group - 1`. 8 bits and float8 are not KIVI's.
     """
 
     bits: Bits = 8

@@ -83,8 +83,8 @@ class _Refs(NamedTuple):
 # The axes of the grid that choose a program's part of an array. Of arrays that are not named, a
 # program gets what belongs to the head that its list reads. Places may have no axis of row tiles.
 _AXES = {
-    "query_position": (0,), "q": (0, 1), "shift": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2), "index": (0, 1),
-    "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
+    "query_position": (0,), "q": (0, 1), "shift": (0, 1), "end": (0, 1, 2), "first": (0, 1, 2),
+    "index": (0, 1), "out": (0, 1, 3), "lse": (0, 1, 3), "logits": (0, 1),
 }  # fmt: skip
 
 
@@ -176,8 +176,8 @@ def split_attention(
         if turn.position is not slots.position:
             rotated["turn_position"] = turn.position
     arrays = _Refs(
-        query_position, queries, shift, slots.end, slots.first, slots.index, slots.bias, slots.position,
-        k.arrays, None if v is None else v.arrays, **rotated,
+        query_position, queries, shift, slots.end, slots.first, slots.index, slots.bias,
+        slots.position, k.arrays, None if v is None else v.arrays, **rotated,
         out=None if v is None else jax.ShapeDtypeStruct(
             (batch, lists, splits, rows, channels), dtype if splits == 1 else jnp.float32
         ),

@@ -109,6 +109,35 @@ class Codebook:
         self.entries, self.overflow = stored[cover.centers], cover.overflow
         return cover.index, norms
 
+    def grow(
+        self, kept: np.ndarray, vectors: np.ndarray, weights: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A further prompt: entries `kept` [K] are referred to still, vectors [N, D] are new.
+
+        Other entries are given up.  A vector takes the kept entry with the highest cosine if that
+        is > theta; the rest is covered by entries behind those, as far as there is room.  What then
+        has none points at the nearest and is overflow.
+
+        -> what `kept` has become [K], index [N], norms [N].
+        """
+        used = np.unique(kept)
+        self.entries = self.entries[used] if len(self) else np.zeros((0, vectors.shape[1]))
+        unit, norms = directions(vectors)
+        stored = unit if self.magnitude else np.asarray(vectors, np.float64)
+        cosine = cosines(unit, self.entries)
+        index = np.argmax(cosine, axis=1) if len(used) else np.zeros(len(unit), int)
+        rest = np.flatnonzero(~(cosine > self.theta).any(1))
+        cover = greedy_cover(vectors[rest], self.theta, weights[rest], self.capacity)
+        room = len(rest) if self.capacity is None else self.capacity - len(used)
+        centers = cover.centers[:room]
+        self.entries = np.concatenate([self.entries, stored[rest][centers]])
+        index[rest] = len(used) + cover.index
+        far = rest[~cover.covered | (cover.index >= len(centers))]
+        if len(far):
+            index[far] = np.argmax(cosines(unit[far], self.entries), axis=1)
+        self.overflow = len(far) + (self.overflow if len(used) else 0)
+        return np.searchsorted(used, kept), index, norms
+
     def append(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """One vector of [N, D] after another -> index [N], norms [N].
 

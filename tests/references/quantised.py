@@ -40,6 +40,35 @@ def dequantise_int8(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return q.astype(np.float64) * scale[..., None]
 
 
+# --- what keys are relative to --------------------------------------------------------------------
+
+
+def channels(
+    keys: np.ndarray, pairs: list[tuple[int, int]] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The keys [N, D] of a head's first prompt -> mean [D] and scale [D] of its channels.
+
+    x = (key - mean) / scale is what is encoded.
+
+        scale = s ** (0.75 N / (N + 8)) over the largest of the head
+        s = standard deviation, and no less than 1e-4 of the largest
+
+    pairs: channels that are rotated together when they are read.  There is no mean then, and s is
+    the root of the mean square, over both channels of a pair.
+    """
+    keys = np.asarray(keys, np.float64)
+    count, width = keys.shape
+    mean = np.zeros(width) if pairs is not None or not count else keys.mean(0)
+    square = ((keys - mean) ** 2).mean(0) if count else np.zeros(width)
+    for a, b in pairs or ():
+        square[[a, b]] = (square[a] + square[b]) / 2
+    deviation = np.sqrt(square)
+    if not deviation.any():
+        return mean, np.ones(width)
+    scale = np.maximum(deviation, 1e-4 * deviation.max()) ** (0.75 * count / (count + 8))
+    return mean, scale / scale.max()
+
+
 # --- 4 bits ---------------------------------------------------------------------------------------
 
 

@@ -197,9 +197,9 @@ class LayerBudgetEviction:
 class SpindleKV(LayerBudgetEviction):
     """Eviction, then one codebook for the keys (unrotated) and one for the values of all heads.
 
-    A vertex is a token of a KV head; its weight is how many deciding heads keep it.  Everything
-    live is encoded anew at the end of each prompt in which the row has tokens, what was encoded
-    before as it is read.
+    A vertex is a token of a KV head; its weight is how many deciding heads keep it.  At the end of
+    each prompt in which the row has tokens, what was encoded before keeps its entry, and everything
+    else that is live is encoded beside it.
 
     Decoding: interval 0 encodes a token's vectors before it attends, head after head.  Else tokens
     stay as they are until there are `interval` of them, which are then encoded after the attention.
@@ -245,21 +245,30 @@ class SpindleKV(LayerBudgetEviction):
         return sorted(set(self.keys) - set(self.key_codes))
 
     def _encode_plain(self) -> None:
-        self._encode(self._plain(), lambda book, vectors: book.append(vectors))
+        self._encode(self._plain(), lambda book, codes, vectors: book.append(vectors))
 
     def _store(self) -> None:
         weights = self.weights()
-        self.key_codes, self.value_codes = {}, {}
-        self._encode(
-            list(weights), lambda book, vectors: book.encode(vectors, list(weights.values()))
-        )
+        new = [at for at in weights if at not in self.key_codes]
+        chosen = np.array([weights[at] for at in new])
+
+        def grow(book, codes, vectors):
+            old = [at for at in weights if at in codes]
+            kept = np.array([codes[at][0] for at in old], int)
+            norms = [codes[at][1] for at in old]
+            kept, *found = book.grow(kept, vectors, chosen)
+            codes.clear()
+            codes.update(zip(old, zip(kept.tolist(), norms, strict=True), strict=True))
+            return found
+
+        self._encode(new, grow)
 
     def _encode(self, vertices: list[tuple[int, int]], encode) -> None:
         for book, vectors, codes in (
             (self.key_book, self.keys, self.key_codes),
             (self.value_book, self.values, self.value_codes),
         ):
-            index, norms = encode(book, np.array([vectors[at] for at in vertices]))
+            index, norms = encode(book, codes, np.array([vectors[at] for at in vertices]))
             codes.update(
                 zip(vertices, zip(index.tolist(), norms.tolist(), strict=True), strict=True)
             )

@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax import Quantize, chain
 from kvjax.cache.payload import Dense, Seen, Slots
+from kvjax.storage.channels import Channels
 from kvjax.storage.quantized import Form, Quantized
 from pallas_kernels import (
     dequantise_groups,
@@ -195,6 +196,7 @@ def payload(form, dtype="float32", rows=None, count=10):
         "channel": Form(4, GROUP, "channel", new),
         "residual": Form(4, GROUP, "token", new),
     }  # fmt: skip
+    kinds |= {f"{name} relative": replace(kinds[name], relative=True) for name in ("int8", "token")}
     kinds |= {f"{name} rotated": replace(own, hadamard=True) for name, own in kinds.items()}
     return encoded(kinds[form].empty(SHAPE, dtype), rows, count)
 
@@ -342,6 +344,75 @@ def test_bytes_are_those_that_are_stored(dtype, size):
     assert kvjax.nbytes(payload("residual", dtype)) == heads * (token + recent)
 
 
+# --- what keys are relative to --------------------------------------------------------------------
+
+channels_of = jax.jit(Channels.of)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 9, 18])
+def test_channels_against_the_reference(count):
+    keys = normal(*SHAPE) * 10.0 ** np.arange(-4, 4) + np.arange(8)
+    keys[..., 5] = 7
+    live = np.broadcast_to(np.arange(SHAPE[2]) < count, SHAPE[:3])
+    got = channels_of(np.where(live[..., None], keys, np.nan).astype(np.float32), live)
+    for row, head in np.ndindex(SHAPE[:2]):
+        mean, scale = reference.channels(keys[row, head, :count])
+        close(got.mean[row, head], mean, "float32")
+        close(got.scale[row, head], scale, "float32")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_channels_that_are_rotated_later(interleaved):
+    """Scales go through a rotation of six of the eight channels."""
+    keys, live = normal(*SHAPE) * np.arange(1, 9) + 30, np.ones(SHAPE[:3], bool)
+    rope = kvjax.Rope(jnp.array([1.0, 0.3, 0.1]), interleaved=interleaved)
+    pairs = [(0, 1), (2, 3), (4, 5)] if interleaved else [(0, 3), (1, 4), (2, 5)]
+    got = channels_of(keys.astype(np.float32), live, rope)
+    for row, head in np.ndindex(SHAPE[:2]):
+        mean, scale = reference.channels(keys[row, head], pairs)
+        close(got.mean[row, head], mean, "exact")
+        close(got.scale[row, head], scale, "float32")
+    scale, place = got.scale[:, :, None], np.arange(SHAPE[2])[None]
+    turned = rope.rotate(jnp.asarray(keys, jnp.float32), place)
+    close(scale * rope.rotate(jnp.asarray(keys / scale, jnp.float32), place), turned, "float32")
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_channels_of_any_size(size):
+    keys, live = normal(*SHAPE), np.ones(SHAPE[:3], bool)
+    got, plain = channels_of(size * keys, live), channels_of(keys, live)
+    close(got.mean / np.float32(size), plain.mean)
+    close(got.scale, plain.scale)
+
+
+def test_a_key_that_is_no_number_says_nothing_of_others():
+    keys, live = normal(*SHAPE), np.ones(SHAPE[:3], bool)
+    keys[0, 0, 3, 2], keys[0, 1, 4, 0] = np.nan, np.inf
+    got = channels_of(keys, live)
+    for head, slot in ((0, 3), (1, 4)):
+        mean, scale = reference.channels(np.delete(keys[0, head], slot, axis=0))
+        close(got.mean[0, head], mean)
+        close(got.scale[0, head], scale)
+
+
+def test_channels_stay_as_long_as_anything_of_their_prompt_does():
+    """And are those of another prompt as soon as nothing is left."""
+    form = Form(8, relative=True, hadamard=True)
+    first = encoded(form.empty(SHAPE, "float32"), 3 + normal(*SHAPE), 10)
+    slot = np.broadcast_to(np.arange(18), SHAPE[:3])
+    kept = np.asarray(read(first))
+    rows = np.concatenate((kept[:, :, 3:5], 50 * normal(2, 2, 16, 8, seed=2)), axis=2)
+    source = np.where(slot < 2, slot + 3, -1)
+    source[1] = -1  # of the second row nothing is left
+    slots = Slots(slot, slot >= 0, np.ones(2, bool), source)
+    again = encode(first, rows, slots)
+    for x, y in zip(jax.tree.leaves(first.channels), jax.tree.leaves(again.channels), strict=True):
+        np.testing.assert_array_equal(x[0], y[0])
+        assert (np.asarray(x[1]) != np.asarray(y[1])).any()
+    for x, y in zip(first.encoded[:2], again.encoded[:2], strict=True):
+        np.testing.assert_array_equal(x[0, :, 3:5], y[0, :, :2])
+
+
 # --- attention ------------------------------------------------------------------------------------
 
 
@@ -391,11 +462,13 @@ def test_decoding_stays_within_the_bound(form):
         length = LENGTHS[row]
         count = length + step + 1
         place = np.arange(count)
-        keys = basis(rotate(given.k[row, head, :count].astype(np.float64), place, INV_FREQ))
+        keys = rotate(given.k[row, head, :count].astype(np.float64), place, INV_FREQ)
         values = basis(given.v[row, head, :count])
         heads = slice(head * group, (head + 1) * group)
         q = rotate(given.q[row, heads, count - 1 : count].astype(np.float64), place[-1:], INV_FREQ)
-        q = basis(q)
+        if axis == "token":  # and all products with keys lack the same
+            mean, scale = reference.channels(keys[:length])
+            keys, q = basis((keys - mean) / scale), basis(q * scale)
         exact, probabilities = softmax_attention(q, keys, values, place[-1:], place, 0 * place)
         k_error = encoded_errors(form, keys, length, axis)
         v_error = encoded_errors(form, values, length, "token")
@@ -406,7 +479,7 @@ def test_decoding_stays_within_the_bound(form):
     assert largest > 1e-4  # something was rounded
 
 
-def attending_to(own, index, implementation):
+def attending_to(own, index, implementation, soft_cap=None):
     """Outputs and probabilities of queries for the lists of `index` (None: for all slots)."""
     count, lists = 12, SHAPE[1] if index is None else index.shape[1]
     slot = np.broadcast_to(np.arange(SHAPE[2]), SHAPE[:3])
@@ -414,13 +487,13 @@ def attending_to(own, index, implementation):
     position = np.where(slot < count, slot, -1).astype(np.int32)
     seen = Seen(bias, position, np.full(SHAPE[:2], count, np.int32), None)
     q, at = normal(SHAPE[0], lists, 3, 1, SHAPE[3], seed=7), np.full((SHAPE[0], 1), 20, np.int32)
-    kind = {"scale": 0.3, "window": None, "soft_cap": None}
+    kind = {"scale": 0.3, "window": None, "soft_cap": soft_cap}
     call = jax.jit(
-        lambda own, q, seen, index: own.attention(
-            own, q, seen, at, index=index, probabilities=True, implementation=implementation, **kind
+        lambda k, v, q, seen, index: k.attention(
+            v, q, seen, at, index=index, probabilities=True, implementation=implementation, **kind
         )
     )
-    return call(own, q, seen, index)
+    return call(*(own if isinstance(own, tuple) else (own, own)), q, seen, index)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
@@ -447,6 +520,36 @@ def test_attention_is_that_over_what_is_read(form, lists, implementation):
     expected, probabilities = attending_to(Dense(read(own)), index, "xla")
     close(out, expected)
     close(found, probabilities)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("lists", [None, 4])
+@pytest.mark.parametrize("form", ["int8 relative", "token relative", "int8 relative rotated"])
+@pytest.mark.fast_cases(
+    "int8 relative rotated-4-3.0-xla", "int8 relative rotated-None-3.0-interpret",
+    "int8 relative rotated-None-3.0-xla", "int8 relative rotated-None-None-xla",
+)  # fmt: skip
+def test_attention_to_keys_relative_to_their_channels(form, lists, soft_cap, implementation):
+    """As over what is read, also where a soft cap has to know the products with the mean."""
+    rows = normal(*SHAPE)
+    rows[..., 2] = 5 + 0.1 * rows[..., 2]
+    rows[..., 4] *= 20
+    own, index = payload(form, rows=rows), None
+    if lists is not None:
+        index = np.random.default_rng(4).integers(-1, 10, (2, lists, 9))
+        index[..., 0] = 11  # nothing else is there twice
+        index = np.sort(index)
+        index = np.where(index == np.roll(index, 1, axis=-1), -1, index)
+    values = payload("int8", rows=normal(*SHAPE, seed=1))
+    out, found = attending_to((own, values), index, implementation, soft_cap)
+    dense = Dense(read(own)), Dense(read(values))
+    expected, probabilities = attending_to(dense, index, "xla", soft_cap)
+    close(out, expected)
+    close(found, probabilities)
+    if soft_cap is not None:
+        free, _ = attending_to(dense, index, "xla")
+        assert np.abs(np.asarray(free) - expected).max() > 0.01, "the cap changes nothing"
 
 
 @pytest.mark.parametrize("form", ["int8 rotated", "channel rotated"])
@@ -541,6 +644,51 @@ def test_8_bits_change_little(name):
         assert np.abs(out - expected).max() < 0.05
 
 
+LARGE = {  # forms, and what they may lose of a step's output
+    "8 bits": (Quantize(8), 0.015), "float8": (Quantize("float8"), 0.045),
+    "4 bits": (Quantize(4), 0.13), "4 bits, token": (Quantize(4, key_axis="token"), 0.17),
+    "8 bits, late": (chain(kvjax.StreamingLLM(200, reposition=True), Quantize(8)), 0.025),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0}, {"window": 50}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("form", LARGE)
+@pytest.mark.fast_cases("8 bits-float32-{}", "float8-float32-{}", "4 bits-float32-{}")
+def test_one_large_channel_of_the_keys(form, dtype, options):
+    """As from a bias before RoPE: rotated or not, no other channel is rounded away."""
+    transform, most = LARGE[form]
+    count, width = 160, 64
+    given = Tokens.random(1, count + 1, 2, 2, width)
+    given.k[..., 1] += 300
+    given.q[..., [1, 33]] *= 0.01
+    frequencies = 1e4 ** -(np.arange(0, width, 2) / width)
+    rope, place = kvjax.Rope(jnp.asarray(frequencies, jnp.float32)), np.arange(count + 1)
+    q, k = (rotate(x.astype(np.float64), place, frequencies) for x in (given.q, given.k))
+    kind = {"scale": width**-0.5, **options}
+    expected = np.stack([
+        softmax_attention(
+            q[0, head, None, -1:], k[0, head], given.v[0, head].astype(np.float64), place[-1:],
+            place, 0 * place, **kind,
+        )[0][0]
+        for head in range(2)
+    ])  # fmt: skip
+    size = {"kv_heads": 2, "query_heads": 2, "head_dim": width}
+    for rotated in (True, False):
+        tx = transform
+        if isinstance(tx, Quantize):
+            tx = replace(tx, rotate=rotated)
+        elif not rotated:
+            continue
+        cache = new_cache(tx, 1, max_prompt=count, max_new=1, dtype=jnp.dtype(dtype), **size)
+        call = functools.partial(attending.attend, tx, rope=rope, **options)
+        own = jnp.dtype(dtype)
+        _, cache = call(cache, *given.at(place[None, :-1], own), phase="prompt")
+        out, _ = call(cache, *given.at(place[None, -1:], own), phase="decode")
+        error = np.linalg.norm(wide(out)[0] - expected) / np.linalg.norm(expected)
+        assert 0 < error < most, (rotated, error)
+
+
 @pytest.mark.parametrize(
     ("transform", "keys", "values"),
     [
@@ -550,10 +698,12 @@ def test_8_bits_change_little(name):
         (chain(FREEING["reposition"], Quantize(8)), False, True),
         (chain(FREEING["reposition"], Quantize(8, rotate=False)), False, False),
         (chain(FREEING["streaming_llm"], Quantize(8)), True, True),
+        (Quantize(4, group=GROUP), False, True),
+        (Quantize(4, group=GROUP, key_axis="token"), True, True),
     ],
     ids=repr,
 )
-def test_keys_without_rope_are_not_rotated(transform, keys, values):
+def test_what_is_rotated(transform, keys, values):
     kv = new_cache(transform).kv
     assert (kv.k.form.hadamard, kv.v.form.hadamard) == (keys, values)
 

@@ -190,20 +190,21 @@ def test_the_kernel_does_not_read_float8():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_step_of_a_compressed_cache_takes_it(bits, monkeypatch):
+@pytest.mark.parametrize(("bits", "soft_cap"), [(8, None), (8, 2.0), (4, None)])
+def test_a_step_of_a_compressed_cache_takes_it(bits, soft_cap, monkeypatch):
     """4 bits have rows that wait beside what is encoded; both are read by the kernel."""
     tx = kvjax.Quantize(bits)
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": 32, "max_prompt": 72, "max_new": 8}
     cache = kvjax.init_cache(tx, query_heads=4, **sizes)
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 73, 32)), jnp.float32) for n in (4, 2, 2))
+    q, k, v = (jnp.asarray(2 + rng.normal(size=(1, n, 73, 32)), jnp.float32) for n in (4, 2, 2))
     at = jnp.arange(73, dtype=jnp.int32)[None]
     _, cache = kvjax.attend(tx, cache, *(x[:, :, :72] for x in (q, k, v)), at[:, :72],
                             phase="prompt")  # fmt: skip
     step = functools.partial(
-        kvjax.attend, tx, cache, *(x[:, :, 72:] for x in (q, k, v)), at[:, 72:], phase="decode"
-    )
+        kvjax.attend, tx, cache, *(x[:, :, 72:] for x in (q, k, v)), at[:, 72:], phase="decode",
+        soft_cap=soft_cap,
+    )  # fmt: skip
     expected, _ = step(implementation="xla")
     with interpreted(monkeypatch):
         out, _ = step()

@@ -232,10 +232,32 @@ def test_reserve_ratio():
               for x in (kv.k, kv.v)]  # fmt: skip
     full = 2 * tokens * KV_HEADS * HEAD_DIM * 4
     assert got.stored * full == pytest.approx(kvjax.nbytes((kv.k, kv.v)) - kvjax.nbytes(beside))
-    overflow = int(kv.k.overflow.sum() + kv.v.overflow.sum())
-    assert got.overflow == pytest.approx(overflow / (2 * kept))
+    assert got.overflow == 0
     with pytest.raises(TypeError, match="codebooks"):
         kvjax.reserve_ratio([new_cache(kvjax.Full())], np.array(LENGTHS))
+
+
+@pytest.mark.parametrize("reserve", [1.0, pytest.param(0.6, marks=pytest.mark.slow)])
+def test_overflow_is_a_share_of_the_vectors(reserve):
+    """Query heads that keep one token have one vector of it, read as an entry too far away."""
+    transform = kvjax.SpindleKV(reserve, window=WINDOW, capacity=16, unfold=True, interval=1)
+    one = Layer(transform, 0, 2, reserve, unfold=True)
+    given = one.tokens
+    _, cache = prompt(one.transform, one.cache, given, right((0, 0, 0), LENGTHS, WIDTH))
+    kv, far, kept = cache.kv, 0, 0
+    for payload, exact, theta in ((kv.k, given.k, 0.98), (kv.v, given.v, 0.95)):
+        read, seen = np.asarray(payload.read(), np.float64), set()
+        for row, own, slot in np.argwhere(np.asarray(kv.live)):
+            token = int(row), own // kv.unfolded, int(kv.position[row, own, slot])
+            if token in seen:
+                continue
+            seen.add(token)
+            pair = read[row, own, slot], exact[token].astype(np.float64)
+            cosine = np.dot(*pair) / np.prod([np.linalg.norm(x) for x in pair])
+            far += cosine <= theta
+        kept += len(seen)
+    assert 0 < far < kept
+    assert kvjax.reserve_ratio([cache], np.array(LENGTHS)).overflow == pytest.approx(far / kept)
 
 
 def test_what_waits_to_be_encoded_is_little():

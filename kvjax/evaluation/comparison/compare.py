@@ -355,5 +355,5 @@ def _failed(error: Exception) -> Found:
 
 def _live_slots(context: Context) -> float:
     """Slots that hold something after the prompt, a mean over layers, rows and lists."""
-    live = [np.asarray(part.kv.live.sum(-1)).mean() for part in layer_caches(context.caches)]
-    return float(np.mean(live))
+    layers = ([part.kv.live.sum(-1) for part in layer_caches(cache)] for cache in context.caches)
+    return float(np.mean([np.concatenate(lists, axis=1).mean() for lists in layers]))

@@ -104,8 +104,10 @@ class Chelsea(KVTransform):
       The interval and the constants of the schedule are not in its text. The schedule falls
       linearly and stays where `steps` have taken it. A pass merges one edge at least. An odd last
       token of a chunk is in A; a chunk of one token merges nothing. Similarity is that of the keys
-      as they are stored. A further turn compresses the rows that have tokens in it, with a share
-      taken anew.
+      as they are stored. Cosines are compared after they have been rounded to multiples of a power
+      of two, the first from `2^-21 √D` (2^-17 with 128 channels), so that they do not depend on the
+      order of a sum: of pairs that are equally similar on this grid, those of lower tokens come
+      first. A further turn compresses the rows that have tokens in it, with a share taken anew.
     """
 
     budget: Budget

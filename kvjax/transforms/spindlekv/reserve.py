@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.attention.layer import LayerCache
-from kvjax.cache.slots import nbytes
+from kvjax.cache.slots import KVCache, nbytes
 from kvjax.storage.references import CodebookPayload
 
 
@@ -25,7 +25,8 @@ class Reserve:
         for each row and layer and averaged.
       beside: bytes of everything else that the caches hold (positions, masses, counters), likewise
         over the full cache's keys and values.
-      overflow: share of the kept vectors that found no entry near enough and no room.
+      overflow: share of the kept vectors that found no entry near enough and no room. What several
+        query heads keep of one token (`unfold=True`) is one vector.
     """
 
     stored: float
@@ -81,9 +82,16 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
             per_slot = nbytes(arrays[1:]) / payload.index.size
             used += float(np.asarray(payload.count).sum() * head_dim * size + kept.sum() * per_slot)
             overflow += float(np.asarray(payload.overflow).sum())
-        vectors += float(2 * kept.sum())
+        vectors += float(2 * _vectors(cache.kv))
         entries = np.asarray(kv.k.count) + np.asarray(kv.v.count)
         products.append(entries / (2 * tokens * lists) * (head_dim + 2) / head_dim)
     return Reserve(
         stored / full, used / full, float(np.mean(products)), beside / full, overflow / vectors
     )
+
+
+def _vectors(kv: KVCache) -> int:
+    """Keys that are kept, those that several lists of a KV head keep counted once."""
+    position = np.where(kv.live, kv.position, -1)
+    position = np.sort(position.reshape(len(position), kv.shape[1] // kv.unfolded, -1))
+    return int((np.diff(position, prepend=-1) > 0).sum())
