@@ -131,8 +131,9 @@ def attend(
     positions = positions.astype(jnp.int32)
     # A cache may keep the sinks and is donated: it must not get the model's own array.
     logits = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) + 0, logits)
-    given = cache, q, k, v, predicted_query, rope, logits
-    cache, q, k, v, predicted_query, rope, logits = _without_gradient(given)
+    # Not the cache: what it holds has come from a call before.
+    given = q, k, v, predicted_query, rope, logits
+    q, k, v, predicted_query, rope, logits = _without_gradient(given)
     call = call._replace(rope=rope, logits=logits)
     if placement_of(cache) is not None:
         return _attend_on_mesh(transform, cache, q, k, v, positions, predicted_query, call)

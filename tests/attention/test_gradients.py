@@ -84,17 +84,16 @@ def test_in_no_mode(mode):
         MODES[mode](loss("decode", "full"), jnp.float32(1))
 
 
-def test_nor_of_a_cache():
-    """Of what earlier tokens have left."""
-    transform = kvjax.Full()
-    cache = prompted(transform)
+def test_nor_of_frequencies():
+    transform, cache = kvjax.Full(), empty(kvjax.Full())
 
-    def of(cache):
-        step = *tokens(1), jnp.array([[PROMPT]])
-        return kvjax.attend(transform, cache, *step, phase="decode")[0].sum()
+    def of(frequencies: jax.Array) -> jax.Array:
+        given = *tokens(PROMPT), jnp.arange(PROMPT)[None]
+        rope = kvjax.Rope(frequencies)
+        return kvjax.attend(transform, cache, *given, phase="prompt", rope=rope)[0].sum()
 
     with refused:
-        jax.grad(of, allow_int=True)(cache)
+        jax.grad(of)(jnp.ones(4))
 
 
 def test_nor_of_a_model():
