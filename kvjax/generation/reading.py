@@ -134,7 +134,7 @@ def read_prompt(
     if groups[0].rows is None:
         return logits[0], written
     batch = layer_caches(written)[0].kv.shape[0]
-    rows = np.concatenate([group.rows for group in groups])
+    rows = _rows_of(groups)
     empty = jnp.zeros((batch, *logits[0].shape[1:]), logits[0].dtype)
     return empty.at[rows].set(jnp.concatenate(logits)), written
 
@@ -210,11 +210,16 @@ def _read_whole_model(
     return logits, whole
 
 
+def _rows_of(groups: Sequence[Group]) -> Int[np.ndarray, " B"]:
+    """The rows of all groups, group by group."""
+    return np.concatenate([np.asarray(group.rows) for group in groups])
+
+
 def _together(groups: Sequence[Group], caches: list[Cache], compiler: Compiler) -> Cache:
     """One layer's caches of all groups as one cache."""
     if groups[0].rows is None:
         return caches[0]
-    given = np.argsort(np.concatenate([group.rows for group in groups])), tuple(caches)
+    given = np.argsort(_rows_of(groups)), tuple(caches)
     kind = jax.tree.structure(given), tuple(x.shape for x in jax.tree.leaves(given))
     compiler.compile("one cache of all rows", kind, joined, *given)
     return jax.block_until_ready(joined(*given))

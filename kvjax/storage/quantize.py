@@ -71,8 +71,8 @@ class Quantize(KVTransform):
       TypeError, ValueError: a number out of range, bits or an axis that is not offered, an option
         that says nothing at these bits; in a chain, behind a method that frees slots while decoding
         (groups of slots), with `key_axis="channel"` where a prompt's end frees slots or puts them
-        into new order, or before `Offload`; from `init_cache`, a head_dim that is odd or no multiple
-        of `group`.
+        into new order, or before `Offload`; from `init_cache`, a head_dim that is odd or no
+        multiple of `group`.
 
     Example:
       >>> import kvjax

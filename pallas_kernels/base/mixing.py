@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jax.typing import DTypeLike
 from pallas_kernels.base.rows import block_of
 
 # What weights of at most 1 are multiplied by before they become float16, which has all its digits
@@ -27,7 +27,7 @@ BLOCK = 16  # slots that a second sum adds at a time, at most: few, so that one 
 SUM_AGAIN = "sum_again"  # the function that holds the condition: checks of steps skip it
 
 
-def as_weights(weights: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+def as_weights(weights: Float[Array, "*N"], dtype: DTypeLike) -> Float[Array, "*N"]:
     """Float32 weights of at most 1 in a dtype, in units of which `unscaled` frees their sums.
 
     Example:
@@ -41,7 +41,7 @@ def as_weights(weights: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "
     return weights.astype(dtype)
 
 
-def unscaled(sums: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+def unscaled(sums: Float[Array, "*N"], dtype: DTypeLike) -> Float[Array, "*N"]:
     """Sums of values by weights that `as_weights` has given a dtype, without their unit."""
     return sums / FLOAT16_UNIT if dtype == jnp.float16 else sums
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def check(text: str, width: int, names: list[str], headings: list[str]) -> None:
     tables = sum("──" in line for line in lines)
     assert tables >= 1 and tables == sum(
         line.split()[:1] == ["method"] and "──" in below
-        for line, below in zip(lines, lines[1:], strict=False)
+        for line, below in itertools.pairwise(lines)
     )
     for name in names:
         assert sum(line.lstrip().startswith(f"{name[:12]}") for line in lines) >= tables, name

@@ -134,9 +134,9 @@ class KVMerger(Unmerged):
         """
         if self.value_scale == "paper" and cache.v.dtype == jnp.float16:
             raise ValueError(
-                "value_scale='paper' multiplies values by the number of tokens that they stand for, "
-                "and float16 ends at 65,504: take value_scale='log_mass', or dtype='bfloat16' or "
-                "'float32', got float16"
+                "value_scale='paper' multiplies values by the number of tokens that they stand "
+                "for, and float16 ends at 65,504: take value_scale='log_mass', or "
+                "dtype='bfloat16' or 'float32', got float16"
             )
         return cache, layer_key(self.seed, layer) if self.pivot == "random" else None
 
