@@ -46,11 +46,11 @@ BY_HAND = {
         0,
     ),
     # Of each cluster a centroid, its size and its start; their number, and that of sinks; the
-    # budget of a row. The key of the draws is one for all rows.
+    # budget of a row. The key of the draws and the sinks that a flush knows are those of all rows.
     "clusterkv": (
         "clusterkv(budget=96, tokens_per_cluster=16, sinks=16, interval=320, dense_layers=())",
         of_rows(SLOTS, 96, CLUSTERS * (DIM * 4 + 4 + 4) + 4 + 4, 4 + 4),
-        LAYERS * 8,
+        LAYERS * (8 + 4 * QUERY_HEADS),
     ),
 }
 
