@@ -105,7 +105,7 @@ def _stated_method(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
     if given is None:
         return None, None
     stated = given if isinstance(given, dict) else {}
-    old = any(name.startswith("load_in_") for name in stated)
+    old = any("load_in_" in name for name in stated)
     return stated.get("quant_method") or ("bitsandbytes" if old else None), "quantization_config"
 
 

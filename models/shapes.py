@@ -18,6 +18,7 @@ from kvjax.budgets.budgets import check_count
 from kvjax.messages import brief, did_you_mean
 from kvjax.regular_files import read_json
 
+from .checkpoints import read_config
 from .config import DecoderConfig
 from .decoder import Decoder
 from .families import FAMILIES, check_model_type, parse_config
@@ -84,8 +85,9 @@ def shape_config(given: str | os.PathLike[str], layers: int | None = None) -> De
     """The configuration of a model of which no weights are needed.
 
     Args:
-      given: a folder with `config.json`, such a file by itself, or a name of `SHAPES`. How the
-        weights are stored (`quantization_config`) is not looked at.
+      given: a folder with `config.json`, such a file by itself, a GGUF file, of which the header
+        is read, or a name of `SHAPES`. How the weights of a folder are stored
+        (`quantization_config`) is not looked at.
       layers: how many of its layers, from the first on; None: all.
 
     Raises:
@@ -108,6 +110,8 @@ def _whole_config(given: str | os.PathLike[str]) -> DecoderConfig:
     path = Path(given)
     if path.is_dir():
         path /= "config.json"
+    if path.is_file() and _begins_as_gguf(path):
+        return read_config(path)
     if path.is_file():
         raw = read_json(path)
         check_model_type(raw, path)
@@ -115,10 +119,18 @@ def _whole_config(given: str | os.PathLike[str]) -> DecoderConfig:
     name = os.fspath(given)
     if name not in SHAPES:
         raise ValueError(
-            "a shape must be a folder with config.json, such a file, or one of "
+            "a shape must be a folder with config.json, such a file, a GGUF file, or one of "
             f"{', '.join(SHAPES)}, got {brief(name)}{did_you_mean(name, SHAPES)}"
         )
     return _parsed(SHAPES[name], path)
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False  # is said by who reads the file
 
 
 def _parsed(raw: Mapping[str, Any], path: Path) -> DecoderConfig:

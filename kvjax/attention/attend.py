@@ -70,7 +70,7 @@ def attend(
     is flushed every M decode steps: see `flush`. Attention is exact over what is live,
     `softmax(scale · q·k + log_mass) v`, each query seeing the positions up to its own. With
     `sinks`, a slot of logit x[s] has the weight `exp(x[s]) / (exp(sinks[h]) + Σ exp(x))` for query
-    head h.
+    head h. It is for inference alone and has no gradient.
 
     Args:
       transform: the layer's transform, the one that the cache was made for.
@@ -99,8 +99,6 @@ def attend(
 
     Returns:
       Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
-
-    It is for inference alone: what is kept, selected and rounded has no gradient.
 
     Raises:
       TypeError, ValueError: at trace time, with what was given and what was expected.

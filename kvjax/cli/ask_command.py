@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import kvjax
 from kvjax.cli import options
-from kvjax.cli.generate_command import print_rows
+from kvjax.cli.generate_command import on_step, print_rows
 from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.templates import Dialogue
@@ -52,12 +53,13 @@ def run(args: argparse.Namespace) -> None:
         if still != about:
             raise ValueError(f"{printable(args.folder)} has been replaced meanwhile: ask again")
         new = args.max_new or context.max_new
+        _check_room(context, questions, new)
         check_turn(as_functional(model), context, questions, new)
-        on_text = None if args.json or several else display.text
-        rows = [Row(opened.decode, question, (), on_text) for question in questions]
+        rows = [Row(opened.decode, question) for question in questions]
         result = write(
             model, questions, rows, streaming=not args.json, context=context, donate=True,
-            on_step=display.writing, on_compile=display.compiling,
+            on_step=display.writing if args.json else on_step(display, rows, texts, several),
+            on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, sum(map(len, questions))),
             max_new_tokens=new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
             seed=args.seed,
@@ -70,6 +72,22 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     if not args.json:
         print_dropped(about["method"], result.dropped)
+
+
+def _check_room(context: kvjax.Context, questions: Sequence[Sequence[int]], new: int) -> None:
+    """Raises ValueError for what `kvjax read` has made no room for."""
+    room = context.max_prompt - int(context.prompt_tokens[0])
+    for number, question in enumerate(questions, 1):
+        if len(question) > room:
+            raise ValueError(
+                f"question {number} has {len(question)} tokens, and there is room for {room}: "
+                "give kvjax read a larger --max-questions"
+            )
+    if new > context.max_new:
+        raise ValueError(
+            f"--max-new must be at most {context.max_new}, got {new}: give kvjax read a larger "
+            "--max-new"
+        )
 
 
 def _model(args: argparse.Namespace, about: dict) -> str | None:

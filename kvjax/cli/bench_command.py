@@ -74,8 +74,9 @@ def add_options(own: argparse.ArgumentParser) -> None:
     add = own.add_argument
     options.add_model(own)
     add("--shape", metavar="DIR_OR_NAME",
-        help="folder with config.json, such a file, or a name such as llama-3.1-8b, in place of "
-        "--model: a model of these sizes with random weights reads random tokens")  # fmt: skip
+        help="folder with config.json, such a file, a GGUF file, or a name such as llama-3.1-8b, "
+        "in place of --model: a model of these sizes with random weights reads random "
+        "tokens")  # fmt: skip
     add("--layers", metavar="N", type=int,
         help="layers of the shape, from the first on (default: all)")  # fmt: skip
     add("--tokens", metavar="N", type=int, default=speed.PROMPT_TOKENS,

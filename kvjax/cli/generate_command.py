@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kvjax
@@ -12,7 +12,7 @@ from kvjax.cli import bundled_question, options
 from kvjax.cli.inputs import check_text, read_prompts, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
-from kvjax.cli.writing import Row, is_cut, write
+from kvjax.cli.writing import InOrder, Row, is_cut, write
 from kvjax.generation.checks import check_prompts
 
 _NEW_TOKENS = 128  # where none are given
@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> None:
         layers = opened.bind(candidate.transform)
         check_prompts(opened.config, prompts, layers, new)
         choice, model = opened.sampling(args), opened.load(args)
-        on_text = None if args.json or several else display.text
-        rows = [Row(opened.decode, prompt, args.stop, on_text) for prompt in prompts]
+        rows = [Row(opened.decode, prompt, args.stop) for prompt in prompts]
         result = write(
             model, prompts, rows, streaming=not args.json or bool(args.stop),
-            on_step=display.writing, on_compile=display.compiling,
+            on_step=display.writing if args.json else on_step(display, rows, texts, several),
+            on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, sum(map(len, prompts))),
             transform=calibrated(candidate.transform, model, prompts[0]),
             max_new_tokens=new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
@@ -101,16 +101,16 @@ def print_rows(
     several: bool,
     name: str = "prompt",
 ) -> None:
-    """The text of every row and the figures, as one JSON object or for people.
+    """The text of every row and the figures as one JSON object, or the figures for people.
 
     Args:
       as_json: print one JSON object.
       record: what concerns all rows.
       texts: what each row was given; `name` says what that is.
-      rows: what was written; the text of a single one has been printed as it came.
+      rows: what was written; people have seen the texts as they came.
       result: of all rows.
       most: new tokens that a row may have.
-      several: print each row with what it was given.
+      several: JSON holds each row with what it was given.
     """
     cut = [is_cut(row, result, number, most) for number, row in enumerate(rows)]
     results = [
@@ -127,11 +127,6 @@ def print_rows(
             results[0].pop(name)
         print(json.dumps({**record, **({"results": results} if several else results[0])}))
         return
-    if several:
-        for number, row in enumerate(results, 1):
-            print(f"--- {number}/{len(results)}: {_header(row[name])}\n{row['text']}")
-    else:
-        print(flush=True)
     tokens = {name: sum(row[name] for row in results) for name in ("prompt_tokens", "new_tokens")}
     print_figures({**record, **tokens}, _cuts(cut))
 
@@ -140,6 +135,28 @@ def _cuts(cut: Sequence[bool]) -> str:
     """How many rows were cut, for people; nothing where none was."""
     share = f"{sum(cut)} of {len(cut)} " if len(cut) > 1 else ""
     return f"{share}cut by --max-new" if any(cut) else ""
+
+
+def on_step(
+    display: Display, rows: Sequence[Row], texts: Sequence[str], several: bool
+) -> Callable[[int], None]:
+    """An `on_step` for `write` that shows for people what is written.
+
+    Args:
+      display: says how much it is, until there is text.
+      rows: take the tokens.
+      texts: what each row was given.
+      several: show each text with what its row was given.
+    """
+    count = len(texts)
+    headers = [f"--- {n}/{count}: {_header(text)}\n" for n, text in enumerate(texts, 1)]
+    shown = InOrder(rows, headers if several else [""], display.text)
+
+    def step(tokens: int) -> None:
+        display.writing(tokens)
+        shown.update()
+
+    return step
 
 
 def _header(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from kvjax.cli import interrupts
-from kvjax.cli.arguments import parser
+from kvjax.cli.arguments import naming_options, parser
 from kvjax.cli.inputs import import_module
 from kvjax.messages import printable, quiet
 
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 for module in getattr(args, "imports", ()):
                     import_module(module)
-                return args.run(args) or 0
+                with naming_options(args):
+                    return args.run(args) or 0
             finally:
                 if argv is None:
                     # Its exception may have been lost, or another one have taken its place. End the

@@ -18,8 +18,9 @@ from kvjax.messages import brief, did_you_mean, printable
 GB = 10**9
 MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
 METHODS = ("full", "snapkv")
+ARGUMENTS = {"max_prompt": "--tokens", "max_new": "--new"}
+"""What the library calls these options."""
 _AXES = ("data", "tensor")
-
 
 DESCRIPTION = """\
 Places a model and its caches on devices that need not be there, and says what
@@ -37,7 +38,8 @@ def add_options(own: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = own.add_argument
     add("--model", metavar="DIR_OR_SHAPE", required=True,
-        help="folder with config.json, such a file, or a name such as llama-3.1-8b")  # fmt: skip
+        help="folder with config.json, such a file, a GGUF file, or a name such as "
+        "llama-3.1-8b")  # fmt: skip
     add("--mesh", metavar="SIZES", type=mesh_sizes, default={"tensor": 1},
         help="devices that divide rows (data) and heads (tensor), as data=2,tensor=4 (default: "
         "one device)")  # fmt: skip
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         )
         for text, method in methods.items()
     }  # fmt: skip
-    record = _record(args, made)
+    record = _record(args, made, config.max_positions)
     if args.json:
         print(json.dumps(record))
         return
@@ -116,7 +118,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def _record(args: argparse.Namespace, made: dict[str, Plan]) -> dict[str, Any]:
+def _record(args: argparse.Namespace, made: dict[str, Plan], positions: int) -> dict[str, Any]:
     """Everything that is shown, bytes per device."""
     memory, second = args.memory * GB, args.bandwidth * GB
     first = next(iter(made.values()))
@@ -148,6 +150,7 @@ def _record(args: argparse.Namespace, made: dict[str, Plan]) -> dict[str, Any]:
         "bandwidth_bytes_per_s": second,
         "tokens": args.tokens,
         "new": args.new,
+        "positions": positions,
         "weight_bytes": first.weights,
         "methods": methods,
     }
@@ -162,6 +165,12 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
         f"Requests of {args.tokens:,} tokens and {args.new:,} new ones; GB are 10^9 bytes.",
         markup=False,
     )
+    if args.tokens + args.new > record["positions"]:
+        console.print(
+            f"The model has {record['positions']:,} positions, and such a request takes "
+            f"{args.tokens + args.new:,}: kvjax generate would refuse it.",
+            style="bold", markup=False,
+        )  # fmt: skip
     hosted = any(own["request_host_bytes"] for own in record["methods"].values())
     headings = ["GB per request\nand device", *["and in host\nmemory"] * hosted]
     headings += ["requests\nthat fit"]

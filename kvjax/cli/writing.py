@@ -104,6 +104,33 @@ def _unsigned(text: str) -> str:
     return re.sub(r"[\ud800-\udfff]", "", text)
 
 
+class InOrder:
+    """The texts of rows in their order: each as it comes, once those before it are over.
+
+    Args:
+      rows: take the tokens.
+      headers: what is shown before each text.
+      show: is given text piece by piece.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], headers: Sequence[str], show: Callable[[str], None]
+    ) -> None:
+        self._left, self._show, self._shown = [*zip(headers, rows, strict=True)], show, 0
+
+    def update(self) -> None:
+        """Shows what has come since the last call."""
+        while self._left:
+            header, row = self._left[0]
+            text = header + row.text + "\n" * row.over
+            if len(text) > self._shown:
+                self._show(text[self._shown :])
+                self._shown = len(text)
+            if not row.over:
+                return
+            self._left, self._shown = self._left[1:], 0
+
+
 def write(
     model: Any,
     prompts: Sequence[Sequence[int]] | None,
@@ -120,7 +147,7 @@ def write(
       model, prompts, options: as for `kvjax.generate`.
       rows: take the tokens.
       streaming: rows take them as they come, and may end before the model would.
-      on_step: is given the most new tokens of a row so far.
+      on_step: is given the most new tokens of a row so far, and is called once more at the end.
       stopped: ends all rows once it is true.
     """
     if not streaming:
@@ -142,6 +169,7 @@ def write(
         result = result or steps.result
     for row, end in zip(rows, result.ended_by, strict=True):
         row.finish(end)
+    on_step(max(row.new_tokens for row in rows))
     return result
 
 

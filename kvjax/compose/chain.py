@@ -148,8 +148,10 @@ def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
     if not inner:
         return transform
     (base,) = inner
-    if isinstance(transform, Everywhere) and isinstance(base, HeadGroups):
-        return _regrouped(base, map(Everywhere, by_head_groups(base)))
+    if isinstance(transform, Everywhere):
+        if isinstance(base, HeadGroups):
+            return _regrouped(base, map(Everywhere, by_head_groups(base)))
+        return Everywhere(base)
     return base if isinstance(base, Full) else dataclasses.replace(transform, base=base)
 
 

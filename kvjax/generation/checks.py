@@ -120,8 +120,7 @@ def check_turn(
 def check_same_model(context: Context, model: FunctionalModel) -> None:
     """Raises ValueError unless the model computes all that the context's model does, as it does."""
     there, here = context.fingerprint, Fingerprint.of(model)
-    if there != here:
-        found = differences(there.content, here.content)
+    if there != here and (found := differences(there.content, here.content)):
         raise ValueError(f"the context must be of this model: its {found}")
 
 

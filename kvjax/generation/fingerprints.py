@@ -106,7 +106,10 @@ def _graph(model: FunctionalModel) -> nnx.GraphDef | None:
 def _content(model: FunctionalModel) -> dict[str, Any]:
     fields = {x.name: getattr(model, x.name) for x in dataclasses.fields(model)}
     params, called = fields.pop("params"), {name: fields.pop(name) for name in ("apply", "parts")}
-    graph, leaves = _graph(model), jax.tree_util.tree_leaves_with_path(params)
+    graph, weights = _graph(model), params
+    if graph is not None:  # what dropout draws is not computed again
+        weights = nnx.filter_state(params, nnx.Not(nnx.RngState))
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
     names = [
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         for path, _ in leaves
@@ -161,26 +164,34 @@ def describe(value: Any, within: tuple[int, ...] = ()) -> Any:
 
 
 def _is_dtype(value: Any) -> bool:
-    if isinstance(value, type):  # those of jax.numpy have a dtype
-        return issubclass(value, np.generic) or isinstance(getattr(value, "dtype", None), np.dtype)
-    return isinstance(value, np.dtype)
+    of_numpy = isinstance(value, type) and issubclass(value, np.generic)
+    return of_numpy or isinstance(value, np.dtype | type(jnp.float32))
 
 
 def _parts(value: Any) -> Mapping[str, Any] | str:
     """What a function or another object holds, by name; its own name where it holds nothing."""
     if isinstance(value, types.MethodType):
         return {"function": value.__func__, "self": value.__self__}
-    while not isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
-        value = value.__wrapped__  # of `jax.jit` and the like
+    while _is_wrapped(value):
+        value = value.__wrapped__
     if isinstance(value, functools.partial):
         given = {"arguments": value.args} if value.args else {}
         return {"function": value.func, **given, **value.keywords}
     if isinstance(value, types.FunctionType) and _root(value) not in _LIBRARIES:
         held = _held(value)
         return {"function": _name(value), **held} if held else _name(value)
-    if hasattr(value, "__name__"):  # functions of libraries, classes, modules
+    kinds = type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType
+    of_library = _root(type(value)) in _LIBRARIES and hasattr(value, "__name__")
+    if isinstance(value, kinds) or of_library:
         return _name(value)
     return {"class": _name(type(value)), **_attributes(value)}
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether `jax.jit`, a cache or the like has been put around a function."""
+    own = isinstance(value, types.FunctionType | functools.partial)
+    of_library = _root(type(value)) in (*_LIBRARIES, "functools")
+    return not own and of_library and hasattr(value, "__wrapped__")
 
 
 def _held(function: types.FunctionType) -> dict[str, Any]:

@@ -127,13 +127,12 @@ def generate(
     `context`, what suits that.
 
     Prompts are padded to one of a few lengths. Where a batch has prompts of very unequal length,
-    those of similar length are read together, and all rows then share one cache, which has room
-    for the longest. Of a model that shows its parts
-    (`kvjax.LayeredModel`), they are read layer by layer, so that no more than one layer holds its
-    part of the whole prompt; layers that are alike share compiled code. All decoding runs in one
-    compiled loop with donated caches. A second call with prompts of the same bucket compiles
-    nothing, whatever its `max_new_tokens` (in steps like those of prompts), its end tokens, its
-    sampling and its seed.
+    those of similar length are read together; all rows then share one cache, which has room for
+    the longest. Of a model that shows its parts (`kvjax.LayeredModel`), prompts are read layer by
+    layer, so that no more than one layer holds its part of the whole prompt; layers that are alike
+    share compiled code. All decoding runs in one compiled loop with donated caches. A second call
+    with prompts of the same buckets compiles nothing, whatever its `max_new_tokens` (in steps like
+    those of prompts), its end tokens, its sampling and its seed.
 
     With a `context` the prompts are a further turn after what that has read and written. A context
     of one row takes any number of prompts: many questions about one document. A row whose prompt is

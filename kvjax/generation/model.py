@@ -36,9 +36,9 @@ class LanguageModel(Protocol):
       attention_scale, attention_soft_cap: `scale` and `soft_cap` of `init_cache`, one number for
         all layers or a tuple with one for each; optional, None: the default.
       length_class: of a model that computes otherwise for long texts (LongRoPE), a hashable
-        function of a number of tokens; optional. It gives the least number that the model treats
-        alike. Caches get it as their `max_length`, by which the model then decides; caches of one
-        class share compiled code. Without it, `max_length` is `max_prompt + max_new`, padded.
+        function of a number of tokens; optional. It gives one number for all those that the model
+        treats alike. Caches get it as their `max_length`, by which the model decides, and share
+        compiled code. Without it, `max_length` is `max_prompt + max_new`, padded.
     """
 
     num_layers: int

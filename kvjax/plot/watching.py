@@ -199,4 +199,5 @@ def _watching(cache: object) -> _Watching | None:
     parts = layer_caches(cache)
     if len(parts) > 1 or parts[0].kv.lists is None:
         return None
-    return parts[0].state[-1] if isinstance(parts[0].transform, Chain) else parts[0].state
+    state = parts[0].state[-1] if isinstance(parts[0].transform, Chain) else parts[0].state
+    return state if isinstance(state, _Watching) else None

@@ -13,8 +13,9 @@ from tokenizers import AddedToken
 
 from kvjax.cli import inputs, opened
 from kvjax.cli.main import main
-from kvjax.cli.writing import Row
+from kvjax.cli.writing import InOrder, Row
 from kvjax.generation.continuation import decoder
+from kvjax.generation.generate import Stream
 from kvjax.models import demo, load_tokenizer
 from tests.cli.commands import error, output
 
@@ -367,3 +368,55 @@ def test_each_row_has_its_own_end(capsys, tinystories):
     whole = [one["text"] for one in json.loads(output(capsys, *args))["results"]]
     found = json.loads(output(capsys, *args, "--stop", " Lily"))["results"]
     assert [one["text"] for one in found] == [text.partition(" Lily")[0] for text in whole]
+
+
+# Several texts on one stream
+
+
+@given(st.lists(st.text("ab\n", max_size=12), min_size=1, max_size=4), st.integers(1, 5))
+def test_texts_come_in_their_order(texts, size):
+    """At any time the first text that is not over has been shown as far as it has come."""
+    rows = [Row(lambda ids: bytes(ids).decode(), []) for _ in texts]
+    headers, shown = [f"{n}:" for n in range(len(texts))], []
+    order = InOrder(rows, headers, shown.append)
+    for step in range(0, max(map(len, texts)) + 1, size):
+        for row, text in zip(rows, texts, strict=True):
+            row.add(text[step : step + size].encode())
+            if step + size >= len(text):
+                row.finish()
+        order.update()
+        over = [row.over for row in rows]
+        first = over.index(False) if False in over else len(rows) - 1
+        expected = "".join(f"{headers[n]}{texts[n]}\n" for n in range(first))
+        expected += headers[first] + rows[first].text + "\n" * over[first]
+        assert "".join(shown) == expected
+    assert all(shown)
+
+
+@pytest.mark.parametrize("command", ["generate", "ask"])
+def test_several_answers_come_as_they_are_written(
+    capsys, monkeypatch, tinystories, tmp_path, command
+):
+    texts = ["Once upon a time", "One day Tom"]
+    if command == "generate":
+        args = story(tinystories, "--prompt", texts[0], "--prompt", texts[1])
+    else:
+        (tmp_path / "text").write_text("Once upon a time there was a girl. " * 4)
+        read = ["read", tmp_path / "text", "--out", tmp_path / "out", "--model", tinystories]
+        output(capsys, *read, "--method", "full", "--json")
+        args = ["ask", tmp_path / "out", *texts, "--max-new", 40]
+    results = json.loads(output(capsys, *args, "--json"))["results"]
+
+    pieces, plain = [], Stream.__next__
+
+    def next_and_look(self):
+        pieces.append(capsys.readouterr().out)
+        return plain(self)
+
+    monkeypatch.setattr(Stream, "__next__", next_and_look)
+    assert main([str(arg) for arg in args]) == 0
+    pieces.append(capsys.readouterr().out)
+    first, second = (f"--- {n}/2: {texts[n - 1]}\n{results[n - 1]['text']}\n" for n in (1, 2))
+    assert "".join(pieces) == first + second
+    early = "".join(pieces[: len(pieces) // 2])
+    assert len(early) > 40 and first.startswith(early)

@@ -177,6 +177,8 @@ RINGS = {
     "chain": (chain(EVICTS, STORES, SELECTS), chain(RING, STORES)),
     "wrapper": (Around(chain(EVICTS, STORES)), chain(RING, STORES)),
     "wrapper of everywhere": (Around(chain(Everywhere(EVICTS), STORES)), EVICTS_AND_STORES),
+    "all of it everywhere": (Everywhere(FULL), FULL),
+    "per layer in everywhere": (Everywhere(not_first(FULL, EVICTS)), FULL),
     "every per layer": (kvjax.Every(not_first(Everywhere(EVICTS)), 4), kvjax.Every(EVICTS, 4)),
     "chain of head groups": (
         chain(split(Everywhere(EVICTS)), STORES),

@@ -1,9 +1,13 @@
 """`kvjax plan`: bytes are those of the caches and weights that there will be."""
 
 import json
+import math
+import os
 
+import gguf
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -127,3 +131,59 @@ def test_the_command(capsys):
 def test_errors(words, message, capsys):
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_request_beyond_the_models_positions_is_told(capsys):
+    words = ["plan", "--model", "smollm2-135m", "--batch", "1", "--new", "192"]
+
+    def shown(*more: str) -> str:
+        assert main([*words, *more]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    beyond = "The model has 8,192 positions, and such a request takes 8,193"
+    assert beyond in shown("--tokens", "8001") and "positions" not in shown("--tokens", "8000")
+    found = json.loads(shown("--tokens", "8001", "--json"))
+    assert found["positions"] == 8192 and found["tokens"] == 8001
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "blob"])
+def test_a_gguf_file_is_planned_by_its_header(capsys, tmp_path, name):
+    """The file has no weights: it is 13 GB of nothing on a disk that stores holes."""
+    sizes = {"hidden": 4096, "inner": 14336, "vocab": 32000, "kv": 1024}
+    shapes = {"token_embd": ("vocab", "hidden"), "output": ("vocab", "hidden")}
+    shapes |= {"output_norm": ("hidden",)}
+    for layer in range(12):
+        shapes |= {f"blk.{layer}.{name}": ("hidden",) for name in ("attn_norm", "ffn_norm")}
+        linears = {
+            "attn_q": ("hidden", "hidden"), "attn_k": ("kv", "hidden"), "attn_v": ("kv", "hidden"),
+            "attn_output": ("hidden", "hidden"), "ffn_gate": ("inner", "hidden"),
+            "ffn_up": ("inner", "hidden"), "ffn_down": ("hidden", "inner"),
+        }  # fmt: skip
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in linears.items()}
+    shapes = {f"{key}.weight": [sizes[one] for one in shape] for key, shape in shapes.items()}
+    counts = {key: math.prod(shape) for key, shape in shapes.items()}
+
+    writer = gguf.GGUFWriter(tmp_path / name, "llama")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(sizes["hidden"])
+    writer.add_block_count(12)
+    writer.add_feed_forward_length(sizes["inner"])
+    writer.add_head_count(32)
+    writer.add_head_count_kv(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(sizes["vocab"])
+    for key, shape in shapes.items():
+        writer.add_tensor_info(key, shape, np.dtype("float32"), 4 * counts[key])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    header = (tmp_path / name).stat().st_size
+    os.truncate(tmp_path / name, -(-header // 32) * 32 + 4 * sum(counts.values()))
+
+    words = ["plan", "--model", str(tmp_path / name), "--method", "full", "--tokens", "4096"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["weight_bytes"] == 2 * sum(counts.values())
+    assert found["positions"] == 4096
+    assert found["methods"]["full"]["requests_that_fit"] > 0

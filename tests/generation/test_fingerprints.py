@@ -182,6 +182,25 @@ def test_arrays_can_be_donated_afterwards():
     assert x.is_deleted() and fingerprints._checksums([moved]) == before
 
 
+class Noisy(nnx.Module):
+    num_layers, query_heads, kv_heads, head_dim, vocab_size = 1, 4, 2, 8, 64
+
+    def __init__(self, rate: float, seed: int) -> None:
+        self.dropout = nnx.Dropout(rate, rngs=nnx.Rngs(seed))
+        self.out = nnx.Param(jnp.ones(3))
+
+    def __call__(self, *args, **options):
+        raise NotImplementedError
+
+
+def test_random_numbers_are_no_weights():
+    one, same, other = (
+        Fingerprint.of(as_functional(Noisy(*given))) for given in ((0.1, 0), (0.1, 1), (0.2, 0))
+    )
+    assert one == same
+    assert differences(one.content, other.content) == "model.dropout.rate: 0.1 there, 0.2 here"
+
+
 # --- functions ------------------------------------------------------------------------------------
 
 
@@ -192,6 +211,17 @@ def scaled(params, *args, scale=1.0, **options):
 @dataclasses.dataclass(frozen=True)
 class Scaled:
     scale: float
+
+    def __call__(self, *args):
+        raise NotImplementedError
+
+
+class Scaling:
+    """Looks like the function that it calls."""
+
+    def __init__(self, function, scale):
+        functools.update_wrapper(self, function)
+        self.scale = scale
 
     def __call__(self, *args):
         raise NotImplementedError
@@ -240,6 +270,7 @@ KINDS = {
     "closure": closure,
     "default": with_default,
     "wrapped": wrapped,
+    "callable": lambda scale: Scaling(scaled, scale),
     "jitted": lambda scale: jax.jit(closure(scale)),
     "array": lambda scale: functools.partial(scaled, scale=np.full(3, scale)),
     "nested": lambda scale: closure([{"a": Scaled(scale)}]),

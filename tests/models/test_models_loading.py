@@ -248,7 +248,7 @@ def test_as_many_layers_as_the_file_says(checkpoint, given, layers):
         ({"quantization_config": {"quant_method": "awq"}}, "quantised with AWQ"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised with FP8"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised with bitsandbytes"),
-        ({"quantization_config": {"load_in_4bit": True}}, "quantised with bitsandbytes"),
+        ({"quantization_config": {"_load_in_4bit": True}}, "quantised with bitsandbytes"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "with compressed-tens"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised with MXFP4"),
         ({"quantization_config": {"quant_method": "new\x1b"}}, r"quantised with new\\x1b"),
