@@ -220,8 +220,8 @@ class Merge(Decision):
         merged = merged.replace(log_mass=jnp.where(changed, 0.0, merged.log_mass))
         if self.value_scale == "none":
             return merged
-        values = exact_values(merged)
-        return write_values(merged, (values * tokens[..., None]).astype(values.dtype))
+        values = exact_values(merged).astype(jnp.float32)
+        return write_values(merged, values * tokens[..., None])
 
 
 @jax.tree_util.register_dataclass

@@ -23,8 +23,10 @@ class Codebook(KVTransform):
     itself included, gives its direction as an entry, and they point at it. A vector is read as
     `entry · |x|`, and a key then rotated to its position. While decoding, a new vector takes the
     nearest entry if their cosine is above theta, and becomes an entry otherwise. Where a book is
-    full, vectors go to the nearest entry and are counted in the payload's `overflow`. An entry is
-    given up only when the row's next prompt ends, whatever a method evicts while decoding.
+    full, vectors go to the nearest entry and are counted in the payload's `overflow`. In a further
+    turn, what is encoded keeps its entry and norm; what is new is covered beside it, by entries
+    that are there and by new ones. An entry that nothing refers to any more is given up when the
+    row's next prompt ends, whatever a method evicts while decoding.
     Attention multiplies with the book as it is, a block of slots at a time.
 
     Args:
@@ -55,8 +57,7 @@ class Codebook(KVTransform):
       Books have a capacity. Degrees are those of the graph (equation 10); Algorithm 1 sums
       similarities. New tokens are encoded every `interval` steps, one after the other: a vector
       that no entry is near to becomes an entry, for those after it too. The paper covers what is
-      left over anew, as it does a prompt. A row that has tokens in a further turn is encoded anew,
-      with what was encoded as it is read.
+      left over anew, as it does a prompt, and has no further turns.
     """
 
     theta_key: float = 0.98

@@ -99,10 +99,10 @@ class CaM:
         return tokens
 
     def _merge(self, before: list[Token]) -> None:
-        kept = self.slots.tokens
+        kept, positions = self.slots.tokens, set(self.kept)
         m = self.merge(self.base) if callable(self.merge) else self.merge
         for token in before:
-            if token.position in self.kept:
+            if token.position in positions:
                 continue
             targets = [t for t in kept if t.position > token.position][:m]
             if not targets:

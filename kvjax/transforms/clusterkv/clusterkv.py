@@ -110,11 +110,11 @@ class ClusterKV(Recall):
       layer. The paper has no further turns. What a turn brings is clustered by itself, and clusters
       that are there stay. Everything is clustered anew if the turn has more than `chunk` tokens, if
       a method before has evicted or merged clustered ones, if there is no room for more clusters,
-      if the row had fewer than `sinks` tokens before, of which there are more now, or if `clusters`
-      is given, which is the number of all of them. A row that got no token in some steps has fewer
-      than `interval` tokens when the flush comes that must make room: they are clustered all the
-      same, and join the row's last cluster once there is no room for further ones. Over a cache
-      that was evicted or merged, the sinks are the first tokens that are left.
+      if the prompt before was shorter than `sinks`, so that tokens of this one are sinks too, or if
+      `clusters` is given, which is the number of all of them. A row that got no token in some steps
+      has fewer than `interval` tokens when the flush comes that must make room: they are clustered
+      all the same, and join the row's last cluster once there is no room for further ones. Over a
+      cache that was evicted or merged, the sinks are the first tokens that are left.
     """
 
     budget: Budget
