@@ -67,7 +67,7 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
     assert before == {path: path.read_bytes() for path in before}, "the folder is untouched"
 
     said = error(capsys, "ask", tmp_path / "out", "word " * 60)
-    assert "max_prompt" in said
+    assert "--max-questions" in said
     assert "max_new" in error(capsys, "ask", tmp_path / "out", "One", "--max-new", "21")
 
 
