@@ -68,7 +68,7 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
 
     said = error(capsys, "ask", tmp_path / "out", "word " * 60)
     assert "--max-questions" in said
-    assert "max_new" in error(capsys, "ask", tmp_path / "out", "One", "--max-new", "21")
+    assert "--max-new" in error(capsys, "ask", tmp_path / "out", "One", "--max-new", "21")
 
 
 def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):
