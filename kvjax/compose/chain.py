@@ -135,7 +135,7 @@ def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
       >>> import kvjax
       >>> from kvjax.compose.chain import chosen
       >>> first = kvjax.PerLayer(lambda i, n: kvjax.Full() if i < 1 else kvjax.SnapKV(64))
-      >>> type(chosen(kvjax.chain(first, kvjax.Quest(8)), 2, 4)).__name__
+      >>> type(chosen(kvjax.chain(first, kvjax.Quest(64)), 2, 4)).__name__
       'Chain'
     """
     if isinstance(transform, PerLayer):

@@ -32,7 +32,7 @@ class Channels:
       >>> from kvjax.storage.channels import Channels
       >>> keys = jnp.array([[[[300.0, 1.0], [302.0, -1.0]]]])
       >>> channels = Channels.of(keys, jnp.ones((1, 1, 2), bool))
-      >>> channels.mean.tolist(), channels.inside(keys).tolist()
+      >>> channels.mean.tolist(), channels.inside(keys).round(3).tolist()
       ([[[301.0, 0.0]]], [[[[-1.0, 1.0], [1.0, -1.0]]]])
     """
 

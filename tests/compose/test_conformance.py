@@ -335,7 +335,7 @@ def test_window_soft_cap_and_scale(name):
     options = {"window": 6, "soft_cap": 1.5, "scale": 0.7}
     positions = right([0, 0, 0], LENGTHS, WIDTH)
     ragged = run(CASES[name], tokens(), positions, 2, **options)
-    empty = new_cache(CASES[name])
+    empty = new_cache(CASES[name], **options)
     close(ragged.prompt_out, attended(CASES[name], empty, tokens(), positions, **options))
     now = np.array(LENGTHS)[:, None] + 1
     close(ragged.outs[1], attended(CASES[name], ragged.caches[0], tokens(), now, **options))

@@ -51,7 +51,7 @@ def shapes(monkeypatch):
         lower = read_layer.lower
 
         def __call__(self, *args):
-            found.append(args[4].shape[:2])
+            found.append(args[5].shape[:2])
             return read_layer(*args)
 
     monkeypatch.setattr(reading, "_read_layer", Watched())

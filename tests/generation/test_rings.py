@@ -49,7 +49,26 @@ def model(name: str):
 @functools.cache
 def without_rings(name: str) -> kvjax.FunctionalModel:
     """The same model, of which nothing but its attention knows the windows."""
-    return dataclasses.replace(as_functional(model(name)), windows=())
+    functional = dataclasses.replace(as_functional(model(name)), windows=())
+    options = {x.name: getattr(functional, x.name) for x in dataclasses.fields(functional)}
+    return WithoutRings(**options, hidden=model(name).windows)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutRings(kvjax.FunctionalModel):
+    """A model that says the windows of its attention, but asks for no rings."""
+
+    hidden: tuple[int | None, ...] = ()
+
+    def attention(self, layer):
+        return super().attention(layer)._replace(window=self.hidden[layer])
+
+
+jax.tree_util.register_dataclass(
+    WithoutRings,
+    data_fields=["params"],
+    meta_fields=[x.name for x in dataclasses.fields(WithoutRings) if x.name != "params"],
+)
 
 
 def read(name: str, prompts=RAGGED, transform=None, **options):

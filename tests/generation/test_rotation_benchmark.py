@@ -55,31 +55,34 @@ def test_equal_values_are_kept(rotation):
     np.testing.assert_array_equal(dequantise_groups(*rotation.rounded(x, 4, "token", 8)), x)
 
 
-def test_every_form_is_measured_with_and_without_a_rotation(rotation):
-    found = [said for said, _ in rotation.variants(64)]
-    by_form: dict[str, list] = {}
-    for said in found:
-        by_form.setdefault(said["form"], []).append(said["rotated"])
-    assert len(by_form) == 7
-    assert all({"not", "keys and values"} <= set(rotated) for rotated in by_form.values())
-    bytes_of = {said["form"]: said["bytes"] for said in found}
+def test_every_form_is_measured_in_its_ways(rotation):
+    ways: dict[str, set] = {}
+    bytes_of = {}
+    for said, _ in rotation.variants(64):
+        ways.setdefault(said["form"], set()).add(said["way"])
+        bytes_of[said["form"]] = said["bytes"]
+    by_slot = {rotation.AS_THEY_ARE, rotation.ROTATED, rotation.RELATIVE, rotation.DEFAULT}
+    assert ways["8 bits"] == ways["4 bits, token"] == by_slot
+    assert {rotation.AS_THEY_ARE, rotation.ROTATED} <= ways["4 bits, channel"]
     assert bytes_of["8 bits"] == 68 and bytes_of["4 bits, channel"] == 40
-    assert bytes_of["3 bits, token, groups of 64"] == 28
 
 
 def test_rows_of_a_model(rotation, monkeypatch):
     for name, size in {"TEXTS": 2, "PROMPT": 64, "CONTINUATION": 4, "NEXT": 2}.items():
         monkeypatch.setattr(rotation, name, size)
-    forms = [tx for said, tx in rotation.variants(32) if said["rotated"] != "values"]
+    forms = {
+        said["form"]: tx for said, tx in rotation.variants(32) if said["way"] == rotation.DEFAULT
+    }
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 400).tolist()
-    rows = list(rotation.measure(random_decoder(CONFIG), ids, [forms[0], forms[2], forms[-2]]))
+    chosen = [forms[name] for name in ("8 bits", "4 bits, token", "3 bits, token")]
+    rows = list(rotation.measure(random_decoder(CONFIG), ids, chosen))
     eight, four, three = (row["error"] for row in rows)
     assert 0 < eight < four < three
     assert all(row["worst_layer"] >= row["error"] > 0 for row in rows)
 
 
 def test_three_bits_are_stored_as_their_levels(rotation):
-    transform = rotation.ThreeBits(4, rotate=True)
+    transform = rotation.Stored(4, key_axis="token", levels=8)
     cache = kvjax.init_cache(
         transform, batch=1, kv_heads=1, head_dim=32, max_prompt=32, max_new=1, dtype="float32"
     )

@@ -144,7 +144,8 @@ def run(transform, tokens: Tokens, positions, steps: int, **options) -> Run:
     """
     dtype = options.get("dtype", jnp.float32)
     sizes = {k: options.pop(k) for k in list(options) if k not in (*STATIC, "sinks", "dtype")}
-    cache = new_cache(transform, len(positions), **sizes, dtype=dtype)
+    of_logits = {name: options[name] for name in OPTIONS if name in options}
+    cache = new_cache(transform, len(positions), **sizes, **of_logits, dtype=dtype)
     out, cache = prompt(transform, cache, tokens, positions, **options)
     lengths = np.max(positions, 1) + 1
     return Run(

@@ -70,7 +70,7 @@ class Pair:
         ]
         self.cache = new_cache(
             self.transform, ROWS, kv_heads=self.kv_heads, query_heads=query_heads,
-            max_prompt=MAX_PROMPT, max_new=MAX_NEW,
+            max_prompt=MAX_PROMPT, max_new=MAX_NEW, **options,
         )  # fmt: skip
 
     @property
