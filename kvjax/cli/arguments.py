@@ -100,9 +100,9 @@ def parser() -> Parser:
 def naming_options(args: argparse.Namespace) -> Iterator[None]:
     """Errors of the library that are raised within the block name options of the command.
 
-    The library names its arguments. A name with an underscore is nothing else, and is replaced
-    wherever it stands. Others are words as well, so they are replaced where the message says what
-    the argument must be and that it got what the option was given.
+    The library names its arguments. One with an underscore is no other word, and the option takes
+    its place. Others may be parameters of a method, too: the option is put before a message that
+    ends with what it was given.
     """
     try:
         yield
@@ -118,12 +118,13 @@ def _with_options(message: str, args: argparse.Namespace) -> str:
         if "_" in name:
             message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w./])", option, message)
             continue
-        value = getattr(args, name, None)
-        given = [f"got {brief(one)}" for one in (value if isinstance(value, list) else [value])]
-        if message.endswith(tuple(given)):
-            # An option that takes several has a plural, and the library checks one by one.
-            word = rf"(?<![\w-]){name.removesuffix('s')}s?(?= must )"
-            message = re.sub(word, option, message, count=1)
+        given = getattr(args, name, None)
+        values = given if isinstance(given, list) else [given]  # which are checked one by one
+        about = rf"((a|an|float) )*{name.removesuffix('s')}s? must .*, got "
+        if re.match(about, message) and message.endswith(
+            tuple(f", got {brief(x)}" for x in values)
+        ):
+            return f"argument {option}: {message}"
     return message
 
 

@@ -74,7 +74,7 @@ def test_pictures_are_drawn(capsys, tinystories, file, tmp_path):
         (["--error", "nan"], "--error must"),
         (["--new", "0"], "--new must be at least 1, got 0"),
         (["--methods", "nothing"], "nothing"),
-        (["--budgets", "2.5"], "a float --budget must lie in (0, 1], got 2.5"),
+        (["--budgets", "2.5"], "a float budget must lie in (0, 1], got 2.5"),
         (["--budgets", "few"], "must be numbers between commas"),
         (["--question", "before"], "invalid choice: 'before'"),
         (["--ask", "  "], "the question is empty"),

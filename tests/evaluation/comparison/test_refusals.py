@@ -39,7 +39,7 @@ def refused(capsys, tmp_path, code: int) -> str:
         ({"budgets": "20%"}, "numbers between commas, got '20%'"),
         ({"budgets": "8", "methods": "snapkv"}, "budget must be at least 17"),
         ({"question": "before"}, "asked inside or after, got 'before'"),
-        ({"max-new": "0"}, "max_new must be at least 1"),
+        ({"max-new": "0"}, "--max-new must be at least 1"),
         ({"tasks": "gsm8k"}, "gsm8k needs data"),
         ({"lengths": "0"}, "length must be at least 1"),
         ({"lengths": "192.0"}, "length must be an int"),
@@ -135,7 +135,7 @@ def test_a_folder_with_other_settings(command, folder, measured, capsys, tmp_pat
     capsys.readouterr()
     changes = [
         ({"seed": 1}, "seed"), ({"text": other_text}, "text"), ({"depths": "0,0.5"}, "depths"),
-        ({"max-new": 3}, "max_new"),
+        ({"max-new": 3}, "--max-new"),
     ]  # fmt: skip
     for change, name in changes:
         assert command(**change) == 2
