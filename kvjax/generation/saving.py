@@ -183,9 +183,8 @@ def check_free(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of a context")
-    own = set(_own(folder))
-    for place in folder.iterdir():
-        if place not in own and not is_hidden(place):
+    for place in folder.iterdir():  # one look at each: another process may be saving there
+        if not is_hidden(place) and not _is_own(place):
             raise ValueError(
                 f"{folder} is no folder of a context: it holds {printable(place.name)}"
             )
