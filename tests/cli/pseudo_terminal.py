@@ -53,6 +53,22 @@ class Terminal:
         before, found, self._shown = self._shown.partition(text)
         return before + found
 
+    def interrupt_until(self, text: str, seconds: float = 120, again: float = 10) -> None:
+        """Types Ctrl-C, and once more every `again` seconds, until the text is shown.
+
+        Python's readline notices a Ctrl-C only while it waits for a key. One that comes while it
+        still handles the key before is noticed with the next key, or the next Ctrl-C.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            self.type("\x03")
+            try:
+                self.wait_for(text, again)
+                return
+            except AssertionError:
+                if time.monotonic() > end:
+                    raise
+
     def end(self, seconds: float = 120) -> tuple[int, str]:
         """The exit code, and what is shown from the last call on."""
         shown = self._shown

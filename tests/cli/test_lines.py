@@ -57,6 +57,7 @@ def test_lines_that_are_pasted_together_are_one(terminal):
     shell.type("one\rtwo\r")
     shell.wait_for("said 'one'")
     shell.wait_for("said 'two'")
+    shell.wait_for("> ")  # before it the terminal itself takes a Ctrl-D
     shell.type("\x04")
     shell.wait_for("done")
     assert shell.end()[0] == 0
@@ -69,8 +70,7 @@ def test_an_interrupt_clears_the_line(terminal):
     for _ in range(2):
         shell.type("half a li")
         shell.wait_for("half a li")
-        shell.type("\x03")
-        shell.wait_for("> ")
+        shell.interrupt_until("> ")
     time.sleep(1.2)  # as long as a process lasts after an interrupt that ends it
     shell.type("whole\r")
     shell.wait_for("said 'whole'")
@@ -86,8 +86,7 @@ def test_an_interrupt_ends_what_is_pasted_too(terminal):
     shell.wait_for("> ")
     shell.type("\x1b[200~First.\rSecond.\x1b[201~")
     shell.wait_for("Second.")
-    shell.type("\x03")
-    shell.wait_for("> ")
+    shell.interrupt_until("> ")
     shell.type("\x04")
     shell.wait_for("done")
     assert shell.end()[0] == 0

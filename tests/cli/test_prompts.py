@@ -419,4 +419,4 @@ def test_several_answers_come_as_they_are_written(
     first, second = (f"--- {n}/2: {texts[n - 1]}\n{results[n - 1]['text']}\n" for n in (1, 2))
     assert "".join(pieces) == first + second
     early = "".join(pieces[: len(pieces) // 2])
-    assert len(early) > 40 and first.startswith(early)
+    assert len(early) > len(f"--- 1/2: {texts[0]}\n") and first.startswith(early)
