@@ -10,11 +10,12 @@ from typing import TypeVar
 
 import jax
 
+from kvjax import compiled_code
+
 T = TypeVar("T")
 
 _FORGET = Path("/proc/self/clear_refs")  # "5" forgets the greatest resident memory
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
-_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
 
 def free_memory() -> int | None:
@@ -71,26 +72,19 @@ def give_back_freed() -> None:
 
 
 def drop_compiled_code() -> None:
-    """Drops JAX's compiled code where this process has become large.
+    """Drops compiled code where this process has half of the machine's memory, or of its maps.
 
-    That is when it has half of the machine's memory, or half of the memory maps that Linux gives a
-    process. On a CPU, a loop of decode steps through 30 layers takes some 100 MB, so that a
-    comparison of many methods fills the memory with code. With a compilation cache, code that was
-    dropped is read again, which takes a second or two.
+    On a CPU, a loop of decode steps through 30 layers takes some 100 MB, so that a comparison of
+    many methods fills the memory with code. With a compilation cache, code that was dropped is read
+    again, which takes a second or two.
     """
     total = _kilobytes(_MEMORY, "MemTotal")
     own = _kilobytes(_STATUS, "VmRSS")
-    is_large = None not in (own, total) and own > total // 2
-    if is_large or _memory_maps_run_out():
-        jax.clear_caches()
+    if None not in (own, total) and own > total // 2:
+        compiled_code.drop_compiled_code()
         give_back_freed()
-
-
-def _memory_maps_run_out() -> bool:
-    if not _MOST_MAPS.exists():
-        return False
-    with open(_MAPS, "rb") as maps:
-        return sum(1 for _ in maps) > int(_MOST_MAPS.read_text()) // 2
+    else:
+        compiled_code.leave_memory_maps()
 
 
 def _kilobytes(file: Path, what: str) -> int | None:

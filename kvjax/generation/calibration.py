@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cache.slots import KVCache
+from kvjax.compiled_code import compiled
 from kvjax.compose.chain import chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.generation.checks import check_prompts
@@ -94,7 +93,7 @@ def calibrate_outlier_heads(
     return OutlierHeads(heads, functional.num_layers, functional.kv_heads)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(static_argnums=0)
 def _scores(
     matching: tuple[int, int, int],
     model: FunctionalModel,
@@ -226,7 +225,7 @@ class _AllQueries(KVTransform):
         return None, (step.query, step.query_position)
 
 
-@jax.jit
+@compiled()
 def _queries_and_keys(
     model: FunctionalModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> tuple[tuple[Array, ...], ...]:

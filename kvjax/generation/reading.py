@@ -26,6 +26,7 @@ from kvjax.attention.layer import (
 )
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.layers import layers_of
+from kvjax.compiled_code import compiled, leave_memory_maps
 from kvjax.devices import by_rows, mesh_of
 from kvjax.generation.groups import Group, joined, rows_of, with_rows
 from kvjax.generation.model import AttentionOptions, FunctionalModel
@@ -81,11 +82,14 @@ class CacheSize(NamedTuple):
 class Compiler:
     """Compiles jitted functions before they are called, and adds up the seconds that this takes.
 
+    Where this process has too many compiled functions, kvjax's are dropped first.
+
     Args:
       on_compile: is told what is about to be compiled; None: nobody is.
     """
 
     def __init__(self, on_compile: Callable[[str], None] | None = None) -> None:
+        leave_memory_maps()
         self.seconds = 0.0
         self._on_compile = on_compile
         self._done: set[Hashable] = set()
@@ -252,7 +256,7 @@ def cache_shapes(
     return tuple(known[kind] for kind in kinds)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@compiled(static_argnums=(0, 1))
 def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
     """What the transforms of empty caches carry beside the slots: all that differs by layer."""
     return tuple(_states_of(transform, size, layer) for layer, transform in enumerate(layers))
@@ -275,14 +279,14 @@ def new_cache(
     return about_to_read(filled)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@compiled(static_argnums=(0, 1))
 def _embed(
     embed: Callable, mesh: Mesh | None, params: Any, tokens: Array, positions: Array
 ) -> Array:
     return by_rows(embed(params, tokens, positions), mesh)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=7)
+@compiled(static_argnums=(0, 1, 2, 3), donate_argnums=7)
 def _read_layer(
     block: Callable,
     transform: KVTransform,
@@ -313,7 +317,7 @@ def _read_layer(
     return by_rows(x, mesh), by_rows(positions, mesh), placed(cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@compiled(static_argnums=(0, 1))
 def _last_logits(
     head: Callable, mesh: Mesh | None, params: Any, x: Array, reaching: Array, positions: Array
 ) -> Float[Array, "B V"]:
@@ -322,7 +326,7 @@ def _last_logits(
     return by_rows(logits, mesh)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+@compiled(static_argnums=(0, 1), donate_argnums=5)
 def _read_whole(
     layers: tuple[KVTransform, ...],
     size: CacheSize | None,

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.attend import compress_prompt
 from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
+from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import by_head_groups
 from kvjax.generation.checks import as_rows
@@ -194,7 +195,7 @@ def _compressed(
     return tuple(jax.block_until_ready(caches))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@compiled(static_argnums=(0, 1, 2), donate_argnums=3)
 def _compress(
     transform: KVTransform,
     size: CacheSize,

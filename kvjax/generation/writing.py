@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from kvjax.attention.layer import Cache
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes
+from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.devices import by_rows, divided, mesh_of, put, put_rows
 from kvjax.generation.checks import (
@@ -132,7 +132,7 @@ class _Loop:
     step: Int[Array, ""]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@compiled(static_argnums=(0, 1, 2))
 def _first_tokens(
     size: int, greedy: bool, mesh: Mesh | None, choice: _Choice, logits, position, seen, active
 ) -> tuple[Array, ...]:
@@ -161,7 +161,7 @@ def _with_tokens(
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@compiled(static_argnums=0, donate_argnums=2)
 def _decode(
     layers: tuple[KVTransform, ...],
     model: FunctionalModel,
@@ -205,7 +205,7 @@ def _decode(
 
 
 # Of one layer: layers whose caches are alike share the compiled code.
-_flush_layer = jax.jit(flush, static_argnums=1, donate_argnums=0)
+_flush_layer = compiled(static_argnums=1, donate_argnums=0)(flush)
 
 
 def _kind(cache: Cache) -> Hashable:

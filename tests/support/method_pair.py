@@ -1,7 +1,7 @@
 """A transform and its reference side by side, fed the same tokens and compared at every call.
 
-The library runs jitted, in float32, on a whole ragged batch; the reference runs in float64 on one
-row and one KV head at a time.
+The library runs jitted on a whole ragged batch, in float32 or in 16 bits; the reference runs in
+float64 on one row and one KV head at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import kvjax
 from tests.references import h2o, kvcrush, kvmerger, pyramidinfer, snapkv
 from tests.references.rope import rope as rotate
 from tests.support.attending import OPTIONS, flushed, init_cache, of_heads
-from tests.support.tolerances import close
+from tests.support.tolerances import close, within_roundings
 
 STATIC = ("transform", "phase", "last", "scale", "window", "soft_cap")
 attend = jax.jit(  # equal transforms share compiled code
@@ -41,6 +41,8 @@ class Pair:
     transform: of the library.  reference: makes the reference of one row and head.
     heads: KV heads and query heads per KV head.  options: scale, window, soft_cap, sinks of
     attention, given to both.  rope: both get rotated keys, or with `late` unrotated ones.
+    dtype: of the tokens and the cache; both get tokens that it holds exactly.  roundings: what
+    outputs and slots may be off in 16 bits, relative to the largest value or key.
     """
 
     def __init__(
@@ -57,13 +59,16 @@ class Pair:
         rope: kvjax.Rope | None = None,
         late: bool = False,
         layer: int | None = None,
+        dtype: jnp.dtype = jnp.float32,
+        roundings: float = 2.0,
         **options: float | None,
     ) -> None:
+        self.dtype, self.roundings = jnp.dtype(dtype), roundings
         self.transform, self.options, self.rope, self.late = transform, options, rope, late
         self.rng = np.random.default_rng(seed)
         self.rows, (self.kv_heads, self.group) = rows, heads
         size = (rows, self.kv_heads * (self.group + 2), max_prompt + max_new, head_dim)
-        data = self.rng.normal(size=size).astype(np.float32)
+        data = self.held(self.rng.normal(size=size))
         q, self.k, self.v = np.split(data, [-2 * self.kv_heads, -self.kv_heads], axis=1)
         self.q = 2 * q  # attention peaked enough for tokens of all ages to become heavy
         self.next = np.zeros(rows, int)
@@ -77,10 +82,21 @@ class Pair:
         query_heads = self.kv_heads * self.group
         of_logits = {name: options[name] for name in OPTIONS if name in options}
         self.cache = init_cache(
-            transform, query_heads=query_heads, dtype=jnp.float32, layer=layer, **shape, **limits,
+            transform, query_heads=query_heads, dtype=dtype, layer=layer, **shape, **limits,
             **of_logits,
         )  # fmt: skip
         self.capacity = transform.extent(kvjax.Extent(max_prompt, max_new)).total
+
+    def held(self, x: np.ndarray) -> np.ndarray:
+        """The numbers as the dtype of the tokens holds them, in float32."""
+        return np.asarray(jnp.asarray(x, self.dtype).astype(jnp.float32))
+
+    def close(self, actual: np.ndarray, expected: np.ndarray, where: str) -> None:
+        """Asserts that the library's numbers are the reference's."""
+        if self.dtype == jnp.float32:
+            close(actual, expected, "reference", where)
+        else:
+            within_roundings(actual, expected, self.dtype, self.roundings, where)
 
     def query_heads(self, head: int) -> slice:
         """Those of a KV head."""
@@ -157,14 +173,16 @@ class Pair:
         qkv = [self._tokens(x, positions) for x in (self.q, self.k, self.v)]
         where = jnp.asarray(positions, jnp.int32)
         call |= self.options
-        out, self.cache = attend(self.transform, self.cache, *qkv, where, rope=self.rope, **call)
+        given = [jnp.asarray(x, self.dtype) for x in qkv]
+        out, self.cache = attend(self.transform, self.cache, *given, where, rope=self.rope, **call)
         self.host = jax.device_get(self.cache.kv)
         if self.rope is not None and not self.late:
             inv_freq = np.asarray(self.rope.inv_freq)
             for i, row in itertools.product((0, 1), range(self.rows)):
                 qkv[i] = qkv[i].astype(np.float64)
                 qkv[i][row] = rotate(qkv[i][row], positions[row], inv_freq, self.rope.factor)
-        return qkv, np.asarray(out).reshape(self.rows, self.kv_heads, self.group, -1, out.shape[-1])
+        out = np.asarray(out.astype(jnp.float32))
+        return qkv, out.reshape(self.rows, self.kv_heads, self.group, -1, out.shape[-1])
 
     def _prompt_chunk(self, positions: np.ndarray, last: bool) -> None:
         (q, k, v), out = self._run(positions, phase="prompt", last=last)
@@ -190,7 +208,7 @@ class Pair:
 
     def _check(self, row: int, head: int, out: np.ndarray, expected: np.ndarray) -> None:
         where = f"row {row}, head {head}, {self.next[row]} tokens so far"
-        close(out, expected, "reference", where)
+        self.close(out, expected, where)
         self._check_slots(row, head, where)
 
     def _check_slots(self, row: int, head: int, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 TOLERANCES = {
@@ -26,3 +27,19 @@ def close(actual, expected, kind: str = "float32", what: str = "") -> None:
     np.testing.assert_allclose(
         actual.astype(np.float64), expected.astype(np.float64), err_msg=what, **TOLERANCES[kind]
     )
+
+
+def roundings(actual, expected, dtype) -> float:
+    """The largest difference, in roundings of the largest number expected to a dtype of 16 bits.
+
+    One rounding changes a number by at most 2^-8 of it in bfloat16, and 2^-11 in float16.
+    """
+    actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
+    assert actual.shape == expected.shape, f"shape {actual.shape}, not {expected.shape}"
+    return np.abs(actual - expected).max() / (jnp.finfo(dtype).eps / 2 * np.abs(expected).max())
+
+
+def within_roundings(actual, expected, dtype, most: float, what: str = "") -> None:
+    """Asserts that two arrays differ by at most so many `roundings`."""
+    worst = roundings(actual, expected, dtype) if np.size(expected) else 0.0
+    assert worst <= most, f"{what}: {worst:.2f} roundings apart"

@@ -45,8 +45,8 @@ class ChelseaPair(Pair):
         assert reference.margin > 1e-6, f"near tie ({reference.margin}): change the seed"
         tokens = reference.slots
         if len(tokens):
-            close(mine["k"], tokens.keys, "reference", where)
-            close(mine["v"], tokens.values, "reference", where)
+            self.close(mine["k"], tokens.keys, where)
+            self.close(mine["v"], tokens.values, where)
             close(np.exp(mine["log_mass"]), np.exp(tokens.log_mass), "reference", where)
         close(np.exp(mine["log_mass"]).sum(), np.float32(self.host.length[row]), "reference", where)
         assert int(self.cache.state.passes[row, head]) == reference.passes, where

@@ -69,8 +69,8 @@ def compare(
     A method that needs a calibration (InfiniGen) gets it from the first 2,048 tokens of the text,
     or as many as the model has positions.
 
-    A cell that raises is recorded as failed and the others go on. Compiled code is dropped
-    (`jax.clear_caches`) when it has half of the machine's memory, or half of the memory maps that
+    A cell that raises is recorded as failed and the others go on. kvjax's compiled code is dropped
+    when the process has half of the machine's memory, or half of the memory maps that
     Linux gives a process; with a compilation cache, it is then read again.
 
     Args:

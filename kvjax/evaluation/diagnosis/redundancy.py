@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import LayerCache
 from kvjax.cache.selection import keep_best
+from kvjax.compiled_code import compiled
 from kvjax.compose.wrappers import Everywhere
 from kvjax.evaluation.fidelity.full_run import FullRun
 from kvjax.generation.reading_once import Observe
@@ -126,7 +127,7 @@ def find_redundancy(run: FullRun) -> Redundancy:
     )
 
 
-@jax.jit
+@compiled()
 def _similarity(
     keys: Float[Array, "1 H S D"], tokens: int, distances: Int[Array, " N"]
 ) -> Float[Array, "H N"]:

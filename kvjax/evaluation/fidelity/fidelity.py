@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention.attend import attend, flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
+from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.context import Context
@@ -286,7 +286,7 @@ def judge(run: FullRun, context: Context, budget: int | None = None) -> Fidelity
     return Fidelity(*(np.stack(part) for part in zip(*found, strict=True)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@compiled(static_argnums=(0, 1, 2))
 def _judge_layer(
     layer: KVTransform,
     budget: int | None,

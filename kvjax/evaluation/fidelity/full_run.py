@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache, LayerCache
+from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import Everywhere, by_head_groups
 from kvjax.generation.context import Context
@@ -119,7 +119,7 @@ def _rotates_late(layer: KVTransform) -> bool:
     return any(part.needs.unrotated_keys for part in by_head_groups(layer))
 
 
-@jax.jit
+@compiled()
 def _turn(cache: LayerCache) -> Turn:
     """What a layer was given of the prompt that it has observed last."""
     kv, seen = cache.kv, cache.state
@@ -136,7 +136,7 @@ def _turn(cache: LayerCache) -> Turn:
     return Turn(query, kv.k.read(slots), kv.v.read(slots), position, rope, seen.logits)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@compiled(static_argnums=(0, 1))
 def _new_tokens(
     layers: tuple[KVTransform, ...],
     new_tokens: int,

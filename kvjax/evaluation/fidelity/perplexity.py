@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.attend import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
+from kvjax.compiled_code import compiled
 from kvjax.generation.checks import check_turn
 from kvjax.generation.context import Context
 from kvjax.generation.generate import read
@@ -133,7 +132,7 @@ def _checked(model: FunctionalModel, tokens: object, shape: str) -> np.ndarray:
     return tokens
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(static_argnums=0)
 def _nll(
     layers: tuple[KVTransform, ...],
     model: FunctionalModel,

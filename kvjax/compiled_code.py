@@ -1,0 +1,89 @@
+"""kvjax's compiled functions, which are dropped before Linux ends a process that has too many.
+
+Linux gives a process some 65,000 memory maps. LLVM maps every piece of code that it compiles by
+itself: a method at one length of prompts takes 700 to 4,500 maps of a small model. Where none is
+left, LLVM ends the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's name of what it reports
+
+_functions: list[Any] = []
+_compilations = itertools.count(1)  # of the process, as far as JAX has reported them
+_seen = {"compilations": 0, "counted_at": 0}
+
+
+def compiled(**options: Any) -> Callable[[Callable], Any]:
+    """`jax.jit` of a function of this package, with its options, whose code can be dropped.
+
+    Example:
+      >>> from kvjax.compiled_code import compiled
+      >>> @compiled(static_argnums=0)
+      ... def power(n, x):
+      ...     return x**n
+      >>> power(2, 3)
+      Array(9, dtype=int32, weak_type=True)
+    """
+
+    def register(function: Callable) -> Any:
+        jitted = jax.jit(function, **options)
+        _functions.append(jitted)
+        return jitted
+
+    return register
+
+
+def drop_compiled_code() -> None:
+    """Drops all code of the functions that are `compiled`. They compile again when called."""
+    for function in _functions:
+        function.clear_cache()
+
+
+def leave_memory_maps() -> None:
+    """Drops kvjax's compiled code where this process has half of the maps that Linux gives it.
+
+    Maps are counted where something has been compiled since they were counted last. Where other
+    code than kvjax's takes them, a warning says how it is dropped.
+    """
+    if _seen["compilations"] == _seen["counted_at"] or not _maps_run_out():
+        return
+    drop_compiled_code()
+    if _maps_run_out():
+        warnings.warn(
+            f"this process has more than half of the memory maps that {_MOST_MAPS} gives it, most"
+            " of them for compiled code of other functions than kvjax's; where none is left, Linux"
+            " ends the process: jax.clear_caches() drops all compiled code",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def memory_maps() -> int:
+    """How many memory maps this process has (Linux)."""
+    with open(_MAPS, "rb") as maps:
+        return sum(1 for _ in maps)
+
+
+def _maps_run_out() -> bool:
+    if not _MOST_MAPS.exists():
+        return False
+    _seen["counted_at"] = _seen["compilations"]
+    return memory_maps() > int(_MOST_MAPS.read_text()) // 2
+
+
+def _count(event: str, *_: Any, **__: Any) -> None:
+    if event == _COMPILED:
+        _seen["compilations"] = next(_compilations)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)

@@ -1,0 +1,126 @@
+"""In 16 bits every method gives what it gives in float32, but for a few roundings.
+
+The tests of each method hold its float32 run against float64, within 1e-5, a fiftieth of a rounding
+to float16. Here both runs get numbers that 16 bits hold exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.compose.test_conformance import CASES, names
+from tests.references.attention import softmax_attention
+from tests.support.attending import Tokens, attend, flushed, new_cache, parts, right, slots_of
+from tests.support.tolerances import roundings, within_roundings
+
+LENGTHS, FURTHER, WIDTH, STEPS = (24, 17, 5), (5, 8, 3), 24, 8
+# Roundings by which an output may differ: half of one is its own, and each of a token's key and
+# value may have been rounded once or twice when it was merged.
+MOST = 2.0
+every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+@functools.cache
+def tokens(dtype: str) -> Tokens:
+    """Numbers of a dtype; keys are twelve vectors, so that no rounding decides what is alike."""
+    random = Tokens.random(seed=4)
+    twelve = np.random.default_rng(5).integers(0, 12, random.k.shape[2])
+    rounded = (jnp.asarray(x, dtype) for x in (random.q, random.k[:, :, twelve], random.v))
+    return Tokens(*(np.asarray(x, np.float32) for x in rounded))
+
+
+def outputs(name: str, numbers: str, dtype: str, implementation: str | None = None) -> dict:
+    """What two turns give, by path, and what is stored then.
+
+    Args:
+      numbers: the dtype that holds all numbers of the tokens.
+      dtype: of the tokens and the cache.
+    """
+    transform, lengths, found = CASES[name], np.zeros(3, int), {}
+    rope = kvjax.Rope(jnp.zeros(4)) if name == "reposition" else None
+    call = functools.partial(attend, transform, implementation=implementation, rope=rope)
+    cache = new_cache(transform, dtype=jnp.dtype(dtype), max_prompt=40, max_new=2 * STEPS)
+    for turn, counts in (("first", LENGTHS), ("further", FURTHER)):
+        positions = right(lengths, counts, WIDTH)
+        out, cache = call(cache, *tokens(numbers).at(positions, dtype), phase="prompt")
+        found[f"{turn} prompt"] = np.where(positions[:, None, :, None] < 0, 0, out)
+        lengths, steps = lengths + counts, []
+        for step in range(STEPS):
+            out, cache = call(cache, *tokens(numbers).at(lengths[:, None], dtype), phase="decode")
+            steps.append(np.asarray(out, np.float32))
+            cache = flushed(cache, step + 1)
+            lengths = lengths + 1
+        found[f"{turn} steps"] = np.stack(steps)
+    for number, part in enumerate(parts(transform, cache)):
+        for row, head in itertools.product(range(3), range(len(part.heads))):
+            for what, x in slots_of(part.cache, row, head, columns=False).items():
+                found[f"{what} of part {number}, row {row}, head {head}"] = x
+    return {path: np.asarray(x, np.float32) for path, x in found.items()}
+
+
+in_float32 = functools.cache(functools.partial(outputs, dtype="float32"))
+
+
+def compare(name: str, dtype: str, implementation: str | None = None) -> dict[str, float]:
+    """How many roundings apart the two runs are, by path; they hold the same tokens."""
+    expected, own = in_float32(name, dtype), outputs(name, dtype, dtype, implementation)
+    for path in [path for path in expected if path.startswith("position")]:
+        np.testing.assert_array_equal(own.pop(path), expected[path], path)
+    return {path: roundings(own[path], expected[path], jnp.dtype(dtype)) for path in own}
+
+
+@every_dtype
+@pytest.mark.parametrize("name", names(CASES))
+@pytest.mark.fast_cases("full-bfloat16", "chelsea-bfloat16", "quantize-float16")
+def test_every_method(name, dtype):
+    apart = compare(name, dtype)
+    assert max(apart.values()) <= MOST, apart
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["full", "h2o", "chelsea", "clusterkv", "quest", "quantize"])
+@pytest.mark.slow
+def test_interpreted_kernels(name, dtype):
+    apart = compare(name, dtype, "interpret")
+    assert max(apart.values()) <= MOST, apart
+
+
+@every_dtype
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("phase", ["prompt", "decode"])
+@pytest.mark.parametrize("share", [0.996, 0.9998])
+@pytest.mark.fast_cases("0.9998-decode-xla-float16", "0.9998-prompt-interpret-float16")
+def test_beside_a_token_that_takes_nearly_all_attention(share, phase, implementation, dtype):
+    """Its value is 0, as that of attention sinks nearly is: the output is all of the others'."""
+    count = 600
+    numbers = Tokens.random(rows=1, length=count, seed=6)
+    q, k, v = (0.3 * x for x in numbers)
+    q[..., 0], k[..., 0], v[:, :, 0] = 1.0, 0.0, 0.0
+    k[:, :, 0] = np.eye(8)[0] * np.log(share / (1 - share) * count)
+    q, k, v = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v))
+    cache = new_cache(
+        kvjax.Full(), 1, dtype=jnp.dtype(dtype), max_prompt=count, max_new=1, scale=1.0
+    )
+    call = functools.partial(attend, kvjax.Full(), implementation=implementation, scale=1.0)
+    at = lambda *columns: [jnp.asarray(x[:, :, slice(*columns)], dtype) for x in (q, k, v)]
+    where = np.arange(count)
+    if phase == "prompt":
+        out, _ = call(cache, *at(0, count), where[None], phase="prompt")
+    else:
+        _, cache = call(cache, *at(0, count - 1), where[None, :-1], phase="prompt")
+        out, _ = call(cache, *at(count - 1, count), where[None, -1:], phase="decode")
+    newest = [
+        softmax_attention(
+            q[0, 2 * h : 2 * h + 2, -1:], k[0, h], v[0, h], where[-1:], where, scale=1.0
+        )
+        for h in range(2)
+    ]
+    assert 0.9 * share < min(p[..., 0].min() for _, p in newest)
+    expected = np.concatenate([out for out, _ in newest])
+    within_roundings(out[0, :, -1:], expected, jnp.dtype(dtype), MOST)

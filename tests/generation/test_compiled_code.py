@@ -1,0 +1,74 @@
+"""Compiled code is dropped before Linux ends a process that has too much of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax import compiled_code
+from kvjax.generation import reading, writing
+from tests.generation.test_generate import model
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="memory maps are counted on Linux"
+)
+PROGRAMS = [reading._read_layer, writing._decode]
+
+
+def programs() -> list[int]:
+    return [function._cache_size() for function in PROGRAMS]
+
+
+@pytest.fixture
+def limit(tmp_path, monkeypatch):
+    """Sets how many maps a process may have."""
+
+    def set_to(most: int) -> None:
+        (tmp_path / "limit").write_text(f"{most}\n")
+        monkeypatch.setattr(compiled_code, "_MOST_MAPS", tmp_path / "limit")
+
+    return set_to
+
+
+def generate(length: int) -> list[list[int]]:
+    prompts, method = [list(range(1, length))], kvjax.SnapKV(8, 4)
+    return kvjax.generate(model(), prompts, transform=method, max_new_tokens=3).tokens
+
+
+def test_generate_drops_its_own_programs_before_maps_run_out(limit):
+    limit(10**9)
+    first = generate(10)
+    before = programs()
+    assert min(before) > 0
+
+    @jax.jit
+    def of_a_user(x):
+        return x + 1
+
+    of_a_user(jnp.zeros(3))
+    limit(2)
+    with pytest.warns(RuntimeWarning, match=r"jax\.clear_caches\(\) drops all compiled code"):
+        assert generate(10) == first
+    assert programs() == [1, 1] and of_a_user._cache_size() == 1
+    compiled = compiled_code._seen["compilations"]
+    limit(10**9)
+    assert generate(10) == first and programs() == [1, 1]
+    assert compiled_code._seen["compilations"] == compiled
+
+
+def test_maps_are_counted_where_something_was_compiled(limit, monkeypatch):
+    counted = []
+    monkeypatch.setattr(compiled_code, "memory_maps", lambda: counted.append(1) or 0)
+    limit(100)
+    generate(10)
+    generate(10)
+    counted.clear()
+    generate(10)
+    assert not counted
+    jax.jit(lambda x: x * 3.5)(jnp.zeros(7))
+    generate(10)
+    assert counted == [1]
