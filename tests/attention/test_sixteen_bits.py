@@ -100,7 +100,7 @@ def test_beside_a_token_that_takes_nearly_all_attention(share, phase, implementa
     """Its value is 0, as that of attention sinks nearly is: the output is all of the others'."""
     count = 600
     numbers = Tokens.random(rows=1, length=count, seed=6)
-    q, k, v = (0.3 * x for x in numbers)
+    q, k, v = 0.3 * numbers.q, 0.3 * numbers.k, 1 + 0.3 * numbers.v
     q[..., 0], k[..., 0], v[:, :, 0] = 1.0, 0.0, 0.0
     k[:, :, 0] = np.eye(8)[0] * np.log(share / (1 - share) * count)
     q, k, v = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v))
@@ -108,8 +108,11 @@ def test_beside_a_token_that_takes_nearly_all_attention(share, phase, implementa
         kvjax.Full(), 1, dtype=jnp.dtype(dtype), max_prompt=count, max_new=1, scale=1.0
     )
     call = functools.partial(attend, kvjax.Full(), implementation=implementation, scale=1.0)
-    at = lambda *columns: [jnp.asarray(x[:, :, slice(*columns)], dtype) for x in (q, k, v)]
     where = np.arange(count)
+
+    def at(*columns: int) -> list:
+        return [jnp.asarray(x[:, :, slice(*columns)], dtype) for x in (q, k, v)]
+
     if phase == "prompt":
         out, _ = call(cache, *at(0, count), where[None], phase="prompt")
     else:

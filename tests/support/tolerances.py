@@ -36,7 +36,8 @@ def roundings(actual, expected, dtype) -> float:
     """
     actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
     assert actual.shape == expected.shape, f"shape {actual.shape}, not {expected.shape}"
-    return np.abs(actual - expected).max() / (jnp.finfo(dtype).eps / 2 * np.abs(expected).max())
+    apart, largest = np.abs(actual - expected).max(), np.abs(expected).max()
+    return float(apart / (float(jnp.finfo(dtype).eps) / 2 * largest)) if apart else 0.0
 
 
 def within_roundings(actual, expected, dtype, most: float, what: str = "") -> None:
