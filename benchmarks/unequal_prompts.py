@@ -7,9 +7,10 @@ The batch has one prompt of `--long` tokens and `--short` prompts of `--tokens` 
 `kvjax.generate` as it is, `together` pads all rows to the longest, and `one by one` calls it once
 for each row. Each of them runs in a process of its own, once to compile and then `--rounds` times.
 `first` has the seconds of the first call, `compile` those of them that were tracing and compiling;
-`ttft`, `decode` and `grown` are the medians of the others: seconds up to the first tokens, seconds
-of all other tokens, and by how many bytes the process grew at most (Linux). `tokens` counts what
-was read, padding included. `over_groups` divides by the row `groups`.
+`ttft`, `decode`, `cpu` and `grown` are the medians of the others: seconds up to the first tokens,
+seconds of all other tokens, seconds of processor time, and by how many bytes the process grew at
+most (Linux). `tokens` counts what was read, padding included. `over_groups` divides by the row
+`groups`; where other programs use the processor too, compare `cpu`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def worker(args: argparse.Namespace, side: str) -> None:
         lower = read_layer.lower
 
         def __call__(self, *args):
-            read.append(args[4].shape[0] * args[4].shape[1])
+            read.append(args[6].size)
             return read_layer(*args)
 
     reading._read_layer = Watched()
@@ -67,17 +68,19 @@ def worker(args: argparse.Namespace, side: str) -> None:
     results = run()
     first = time.perf_counter() - start
     compiled = sum(result.compile_s for result in results)
-    ttft, decode, grown = [], [], []
+    ttft, decode, cpu, grown = [], [], [], []
     for _ in range(args.rounds):
         read.clear()
+        start = time.process_time()
         results, peak = with_peak(run)
+        cpu.append(time.process_time() - start)
         ttft.append(sum(result.ttft_s for result in results))
         decode.append(sum(result.tpot_s * (args.new - 1) for result in results))
         grown.append(peak)
     row = {
         "side": side, "tokens": sum(read) // model.num_layers, "first": first,
         "compile": compiled, "ttft": statistics.median(ttft), "decode": statistics.median(decode),
-        "grown": None if None in grown else statistics.median(grown),
+        "cpu": statistics.median(cpu), "grown": None if None in grown else statistics.median(grown),
         "cache_bytes": sum(result.cache_bytes for result in results),
     }  # fmt: skip
     print(json.dumps(row))
@@ -108,7 +111,7 @@ def main() -> None:
         done = subprocess.run(line, capture_output=True, text=True, check=True)
         row = json.loads(done.stdout)
         least = (rows or [row])[0]
-        compared = ("tokens", "first", "ttft", "decode", "grown", "cache_bytes")
+        compared = ("tokens", "first", "ttft", "decode", "cpu", "grown", "cache_bytes")
         over = {name: round(row[name] / least[name], 2) for name in compared if least[name]}
         rows.append({**row, "over_groups": over})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
