@@ -32,23 +32,19 @@ def worker(args: argparse.Namespace, side: str) -> None:
 
     import kvjax
     from kvjax.evaluation.memory import with_peak
-    from kvjax.generation import groups, reading
+    from kvjax.generation import groups, writing
     from kvjax.models import from_pretrained
 
     if side == "together":
         groups.row_groups = lambda widths: [None]
-    model, read_layer, read = from_pretrained(args.model), reading._read_layer, []
+    model, grouped, read = from_pretrained(args.model), writing.grouped, []
 
-    class Watched:
-        """The compiled function of a layer, and how many tokens it was given."""
+    def watched(*args):
+        made = grouped(*args)
+        read.extend(group.tokens.size for group in made)
+        return made
 
-        lower = read_layer.lower
-
-        def __call__(self, *args):
-            read.append(args[6].size)
-            return read_layer(*args)
-
-    reading._read_layer = Watched()
+    writing.grouped = watched
     rng = np.random.default_rng(0)
     lengths = [args.tokens] * args.short
     lengths.insert(args.short // 2, args.long)
@@ -78,7 +74,7 @@ def worker(args: argparse.Namespace, side: str) -> None:
         decode.append(sum(result.tpot_s * (args.new - 1) for result in results))
         grown.append(peak)
     row = {
-        "side": side, "tokens": sum(read) // model.num_layers, "first": first,
+        "side": side, "tokens": sum(read), "first": first,
         "compile": compiled, "ttft": statistics.median(ttft), "decode": statistics.median(decode),
         "cpu": statistics.median(cpu), "grown": None if None in grown else statistics.median(grown),
         "cache_bytes": sum(result.cache_bytes for result in results),

@@ -148,6 +148,20 @@ def test_a_scale_is_a_python_number(scale, error, message):
                      scale=scale)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("rope", "error", "message"),
+    [
+        ([1.0], TypeError, "rope must be a kvjax.Rope, got list"),
+        (kvjax.Rope(np.ones(3, np.float32)), ValueError, "rotates 6 channels, got head_dim 4"),
+    ],
+)
+def test_what_is_no_rope_of_the_cache(rope, error, message):
+    with pytest.raises(error, match=message):
+        kvjax.init_cache(
+            METHODS["full"], batch=1, kv_heads=1, head_dim=4, max_prompt=4, max_new=4, rope=rope
+        )
+
+
 def test_a_traced_scale_is_refused_and_leaves_nothing_behind():
     """In `jit`, `1 / jnp.sqrt(16)` is a traced value; NumPy's own numbers are numbers."""
     transform = METHODS["every(snapkv)"]
