@@ -130,7 +130,7 @@ class Decoder(nnx.Module):
           (PyramidInfer, where the prompt is read in one piece): their logits are 0.
 
         Raises:
-          TypeError: a cache is none.
+          TypeError: caches or layers are no tuples, or a cache is not one of `kvjax.init_cache`.
           ValueError: shapes do not fit, or there are not as many caches and transforms as layers.
         """
         self._check(tokens, positions, caches, layers, logits_at)
@@ -198,6 +198,9 @@ class Decoder(nnx.Module):
                 f"{tokens.shape} and {positions.shape}"
             )
         for name, given in (("caches", caches), ("layers", layers)):
+            if not isinstance(given, tuple | list):
+                kind = type(given).__name__
+                raise TypeError(f"{name} must be a tuple, one entry per layer, got {kind}")
             if len(given) != self.num_layers:
                 raise ValueError(f"{name} must have {self.num_layers} entries, got {len(given)}")
         for number, cache in enumerate(caches):
