@@ -1,7 +1,7 @@
 """A batch of prompts of unequal length: read in groups, padded to the longest, and one by one.
 
-    python benchmarks/unequal_prompts.py --model FOLDER --out \\
-        benchmarks/results/unequal_prompts_smollm2.json
+    python benchmarks/unequal_prompts.py --model models/demo --out \\
+        benchmarks/results/unequal_prompts_bundled.json
 
 The batch has one prompt of `--long` tokens and `--short` prompts of `--tokens` tokens. `groups` is
 `kvjax.generate` as it is, `together` pads all rows to the longest, and `one by one` calls it once
