@@ -75,9 +75,7 @@ def test_a_call_need_not_repeat_them(name):
 
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("name", METHODS | LATE)
-@pytest.mark.fast_cases(
-    "every(snapkv)-plain", "every(snapkv)-sinks", "groups-plain", "groups-sinks", "late-sinks"
-)
+@pytest.mark.fast_cases("every(snapkv)-sinks", "groups-plain", "late-sinks")
 def test_a_prompt_leaves_the_structure_of_a_cache(name, sinks):
     """So that a condition may stand around it, and a template restores what was saved."""
     transform = (METHODS | LATE)[name]
@@ -101,7 +99,7 @@ def test_a_prompt_leaves_the_structure_of_a_cache(name, sinks):
 
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("name", ["every(snapkv)", "clusterkv", "late"])
-@pytest.mark.fast_cases("every(snapkv)-plain", "every(snapkv)-sinks")
+@pytest.mark.fast_cases("every(snapkv)-sinks")
 def test_a_restored_cache_goes_on_as_the_saved_one(name, sinks, tmp_path):
     """With the sinks and the rope of its prompt, which a flush has to know."""
     transform = (METHODS | LATE)[name]
