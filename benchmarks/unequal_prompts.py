@@ -1,15 +1,16 @@
 """A batch of prompts of unequal length: read in groups, padded to the longest, and one by one.
 
-    python benchmarks/unequal_prompts.py --model FOLDER --out \\
-        benchmarks/results/unequal_prompts_smollm2.json
+    python benchmarks/unequal_prompts.py --model models/demo --out \\
+        benchmarks/results/unequal_prompts_bundled.json
 
 The batch has one prompt of `--long` tokens and `--short` prompts of `--tokens` tokens. `groups` is
 `kvjax.generate` as it is, `together` pads all rows to the longest, and `one by one` calls it once
 for each row. Each of them runs in a process of its own, once to compile and then `--rounds` times.
 `first` has the seconds of the first call, `compile` those of them that were tracing and compiling;
-`ttft`, `decode` and `grown` are the medians of the others: seconds up to the first tokens, seconds
-of all other tokens, and by how many bytes the process grew at most (Linux). `tokens` counts what
-was read, padding included. `over_groups` divides by the row `groups`.
+`ttft`, `decode`, `cpu` and `grown` are the medians of the others: seconds up to the first tokens,
+seconds of all other tokens, seconds of processor time, and by how many bytes the process grew at
+most (Linux). `tokens` counts what was read, padding included. `over_groups` divides by the row
+`groups`; where other programs use the processor too, compare `cpu`.
 """
 
 from __future__ import annotations
@@ -31,23 +32,19 @@ def worker(args: argparse.Namespace, side: str) -> None:
 
     import kvjax
     from kvjax.evaluation.memory import with_peak
-    from kvjax.generation import groups, reading
+    from kvjax.generation import groups, writing
     from kvjax.models import from_pretrained
 
     if side == "together":
         groups.row_groups = lambda widths: [None]
-    model, read_layer, read = from_pretrained(args.model), reading._read_layer, []
+    model, grouped, read = from_pretrained(args.model), writing.grouped, []
 
-    class Watched:
-        """The compiled function of a layer, and how many tokens it was given."""
+    def watched(*args):
+        made = grouped(*args)
+        read.extend(group.tokens.size for group in made)
+        return made
 
-        lower = read_layer.lower
-
-        def __call__(self, *args):
-            read.append(args[4].shape[0] * args[4].shape[1])
-            return read_layer(*args)
-
-    reading._read_layer = Watched()
+    writing.grouped = watched
     rng = np.random.default_rng(0)
     lengths = [args.tokens] * args.short
     lengths.insert(args.short // 2, args.long)
@@ -67,17 +64,19 @@ def worker(args: argparse.Namespace, side: str) -> None:
     results = run()
     first = time.perf_counter() - start
     compiled = sum(result.compile_s for result in results)
-    ttft, decode, grown = [], [], []
+    ttft, decode, cpu, grown = [], [], [], []
     for _ in range(args.rounds):
         read.clear()
+        start = time.process_time()
         results, peak = with_peak(run)
+        cpu.append(time.process_time() - start)
         ttft.append(sum(result.ttft_s for result in results))
         decode.append(sum(result.tpot_s * (args.new - 1) for result in results))
         grown.append(peak)
     row = {
-        "side": side, "tokens": sum(read) // model.num_layers, "first": first,
+        "side": side, "tokens": sum(read), "first": first,
         "compile": compiled, "ttft": statistics.median(ttft), "decode": statistics.median(decode),
-        "grown": None if None in grown else statistics.median(grown),
+        "cpu": statistics.median(cpu), "grown": None if None in grown else statistics.median(grown),
         "cache_bytes": sum(result.cache_bytes for result in results),
     }  # fmt: skip
     print(json.dumps(row))
@@ -108,7 +107,7 @@ def main() -> None:
         done = subprocess.run(line, capture_output=True, text=True, check=True)
         row = json.loads(done.stdout)
         least = (rows or [row])[0]
-        compared = ("tokens", "first", "ttft", "decode", "grown", "cache_bytes")
+        compared = ("tokens", "first", "ttft", "decode", "cpu", "grown", "cache_bytes")
         over = {name: round(row[name] / least[name], 2) for name in compared if least[name]}
         rows.append({**row, "over_groups": over})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

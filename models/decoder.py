@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.attention.layer import Cache
+from kvjax.attention.layer import Cache, check_layer_cache
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at, whole_prompt
 
 from .blocks import DecoderLayer, RMSNorm, soft_capped, wants_prediction
@@ -130,6 +130,7 @@ class Decoder(nnx.Module):
           (PyramidInfer, where the prompt is read in one piece): their logits are 0.
 
         Raises:
+          TypeError: caches or layers are no tuples, or a cache is not one of `kvjax.init_cache`.
           ValueError: shapes do not fit, or there are not as many caches and transforms as layers.
         """
         self._check(tokens, positions, caches, layers, logits_at)
@@ -197,8 +198,13 @@ class Decoder(nnx.Module):
                 f"{tokens.shape} and {positions.shape}"
             )
         for name, given in (("caches", caches), ("layers", layers)):
+            if not isinstance(given, tuple | list):
+                kind = type(given).__name__
+                raise TypeError(f"{name} must be a tuple, one entry per layer, got {kind}")
             if len(given) != self.num_layers:
                 raise ValueError(f"{name} must have {self.num_layers} entries, got {len(given)}")
+        for number, cache in enumerate(caches):
+            check_layer_cache(cache, f"layer {number}")
         if logits_at is not None and (logits_at.ndim != 2 or len(logits_at) != len(tokens)):
             raise ValueError(
                 f"logits_at must have the shape [{len(tokens)}, N], got {logits_at.shape}"

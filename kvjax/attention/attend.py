@@ -16,8 +16,12 @@ from kvjax.attention.layer import (
     LayerCache,
     QueryWindow,
     as_scale,
+    check_layer_cache,
     check_logits,
+    check_rope,
+    kept_rope,
     layer_caches,
+    looks_at_keys,
     map_parts,
 )
 from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
@@ -38,7 +42,6 @@ from kvjax.protocol import (
     Step,
     View,
     check_transform,
-    takes_part,
 )
 from kvjax.rope import Rope
 from pallas_kernels import column_sums, prompt_attention
@@ -265,10 +268,8 @@ def _after_attention(
         sinks = call.logits.sinks
         if sinks is None:
             sinks = jnp.full_like(cache.logits.sinks, -jnp.inf)
-        after = dataclasses.replace(after, logits=dataclasses.replace(call.logits, sinks=sinks))
-        if needs.unrotated_keys and _looks_at_keys(transform):
-            own = jax.tree.map(lambda x: x + 0, rope)  # the cache is donated, not the rope
-            after = dataclasses.replace(after, rope=own)
+        logits = dataclasses.replace(call.logits, sinks=sinks)
+        after = dataclasses.replace(after, logits=logits, rope=kept_rope(transform, rope))
     step = Step(
         rows=seen.rows,
         slots=seen.slots,
@@ -354,11 +355,6 @@ def _decide(transform: KVTransform, kv: KVCache, state: State, step: Step) -> tu
     return kv, states if len(parts) > 1 else states[0]
 
 
-def _looks_at_keys(transform: KVTransform) -> bool:
-    """Whether a part may evict or merge at a flush; only such methods look at all keys."""
-    return any(p.stage == Stage.EVICT and takes_part(p, "flush") for p in parts_of(transform))
-
-
 def flush(
     caches: Cache | tuple[Cache, ...],
     steps: int | None = None,
@@ -438,7 +434,7 @@ def _flush(cache: LayerCache, steps: int, implementation: str | None) -> LayerCa
     kv, (query, query_position) = cache.kv, cache.window or (None, None)
     if cache.reading is not None or kv.stored is not None:
         raise ValueError("the prompt is not complete: give its last chunk before flush")
-    keys = kv.k.read() if _looks_at_keys(cache.transform) else None
+    keys = kv.k.read() if looks_at_keys(cache.transform) else None
     if keys is not None and cache.rope is not None:
         keys = cache.rope.rotate(keys, _key_positions(cache.transform.needs, kv))
     step = Step(
@@ -567,19 +563,13 @@ def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
         )
     if call.logits.sinks is not None:
         _check_sinks(call.logits.sinks, q.shape[1])
-    if call.rope is not None and not isinstance(call.rope, Rope):
-        raise TypeError(f"rope must be a kvjax.Rope, got {type(call.rope).__name__}")
-    if call.rope is not None and 2 * call.rope.inv_freq.shape[-1] > q.shape[3]:
-        raise ValueError(
-            f"rope rotates {2 * call.rope.inv_freq.shape[-1]} channels, got head_dim {q.shape[3]}"
-        )
+    check_rope(call.rope, q.shape[3])
 
 
 def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
     """How the cache makes logits; raises ValueError where a call of `attend` says otherwise."""
-    part = next(iter(layer_caches(cache)), None)
-    if not isinstance(part, LayerCache):
-        raise TypeError(f"attend takes a cache from init_cache, got {type(cache).__name__}")
+    check_layer_cache(cache, "attend")
+    part = layer_caches(cache)[0]
     check_logits(window, soft_cap)
     given = {
         "scale": None if scale is None else as_scale(scale), "window": window, "soft_cap": soft_cap,

@@ -26,6 +26,7 @@ from kvjax.protocol import (
     Extent,
     KVTransform,
     Logits,
+    Stage,
     State,
     check_transform,
     is_bound,
@@ -80,7 +81,8 @@ class LayerCache:
       window: each row's last W queries, kept only between the chunks of a prompt (and while
         decoding where a transform needs that); None otherwise.
       reading: the rows that had tokens in the prompt so far, between its chunks; None otherwise.
-      rope: the last prompt's, where a method looks at unrotated keys at a flush; None otherwise.
+      rope: the last prompt's, and that of `init_cache` before, where a method looks at unrotated
+        keys at a flush; None otherwise.
       transform: what it was made for (static).
       max_length: tokens of a row that it was made for, prompt and new ones together (static). What
         a model decides by the length of a text, it decides by this number, so that the same text
@@ -200,6 +202,29 @@ def check_logits(window: object, soft_cap: object) -> None:
         check_number("soft_cap", soft_cap, above=0)
 
 
+def check_rope(rope: object, head_dim: int) -> None:
+    """Raises unless it is None or a `Rope` of no more than `head_dim` channels."""
+    if rope is None:
+        return
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope must be a kvjax.Rope, got {type(rope).__name__}")
+    if 2 * rope.inv_freq.shape[-1] > head_dim:
+        raise ValueError(
+            f"rope rotates {2 * rope.inv_freq.shape[-1]} channels, got head_dim {head_dim}"
+        )
+
+
+def check_layer_cache(cache: object, who: str) -> None:
+    """Raises TypeError unless it is a cache of one layer, as `init_cache` makes it."""
+    parts = cache if isinstance(cache, tuple) else (cache,)
+    if not parts or not all(isinstance(part, LayerCache) for part in parts):
+        given = type(cache).__name__
+        if isinstance(cache, tuple):
+            kinds = sorted({type(part).__name__ for part in parts})
+            given = f"a tuple of {', '.join(kinds) or 'nothing'}"
+        raise TypeError(f"{who} takes a cache from init_cache, got {given}")
+
+
 def init_cache(
     transform: KVTransform,
     *,
@@ -216,6 +241,7 @@ def init_cache(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    rope: Rope | None = None,
 ) -> Cache:
     """An empty cache for one attention layer, of the capacity that the transform promises.
 
@@ -240,6 +266,10 @@ def init_cache(
       window: sliding window: a query sees the newest `window` positions, and what lies outside is
         hidden. None: all, or the window of a `kvjax.Ring`, which does not hold other tokens.
       soft_cap: bounds logits, `c · tanh(logit / c)`. None: no.
+      rope: the one that prompts will be given, or one of its form. Methods that look at unrotated
+        keys at a flush keep it in the cache; with it an empty cache has the structure of a used one
+        for them too, as `jax.lax.cond` and restored checkpoints need. None: it joins such a cache
+        with the first prompt.
 
     Returns:
       A `LayerCache`, or a tuple of them, one per group, for `HeadGroups`.
@@ -265,6 +295,7 @@ def init_cache(
     check_count("max_new", max_new, 0)
     scale = head_dim**-0.5 if scale is None else as_scale(scale)
     check_logits(window, soft_cap)
+    check_rope(rope, head_dim)
     if window is None:
         window = next((part.window for part in parts_of(transform) if isinstance(part, Ring)), None)
     max_length = max_prompt + max_new if max_length is None else max_length
@@ -295,7 +326,7 @@ def init_cache(
         transform.check_heads(kv_heads)
         same = {"batch": batch, "head_dim": head_dim, "max_prompt": max_prompt}
         same |= {"max_new": max_new, "dtype": dtype, "layer": layer, "max_length": max_length}
-        same |= {"scale": scale, "window": window, "soft_cap": soft_cap}
+        same |= {"scale": scale, "window": window, "soft_cap": soft_cap, "rope": rope}
         group, whole = query_heads // kv_heads, Placement.of(mesh, kv_heads, divisible=False)
         made = (
             init_cache(tx, kv_heads=len(heads), query_heads=len(heads) * group, **same)
@@ -329,7 +360,20 @@ def init_cache(
     sinks = None if extent.interval is None else jnp.full((query_heads,), -jnp.inf, jnp.float32)
     logits = Logits(scale, window, soft_cap, sinks)
     placement = Placement.of(mesh, kv_heads, divisible=True)
-    return LayerCache(kv, state, last_queries, None, None, transform, max_length, logits, placement)
+    rope = kept_rope(transform, rope)
+    return LayerCache(kv, state, last_queries, None, rope, transform, max_length, logits, placement)
+
+
+def looks_at_keys(transform: KVTransform) -> bool:
+    """Whether a part may evict or merge at a flush; only such methods look at all keys."""
+    return any(p.stage == Stage.EVICT and takes_part(p, "flush") for p in parts_of(transform))
+
+
+def kept_rope(transform: KVTransform, rope: Rope | None) -> Rope | None:
+    """A copy of a rope, as the cache is donated, or None where no flush looks at unrotated keys."""
+    if not (transform.needs.unrotated_keys and looks_at_keys(transform)):
+        return None
+    return jax.tree.map(lambda x: jnp.asarray(x) + 0, rope)
 
 
 def _writes_often(transform: KVTransform, kv: KVCache) -> bool:

@@ -29,6 +29,16 @@ METHODS = {
 }
 
 
+LATE = {  # whose flushes look at unrotated keys, and need the rope for them
+    "late": kvjax.chain(
+        kvjax.Every(kvjax.SnapKV(8, window=4), steps=4),
+        kvjax.Codebook(0.9, 0.9, capacity=0.5, interval=4),
+    ),
+}
+LATE["late groups"] = kvjax.HeadGroups((((0,), LATE["late"]), ((1,), kvjax.Full())))
+SINKS = np.array([0.7, 3.0, -2.5, 1.0], np.float32)
+
+
 def prompt(transform, cache, **options):
     given = Tokens.random().at(right(np.zeros(3, int), LENGTHS, max(LENGTHS)))
     return attend(transform, cache, *given, phase="prompt", rope=the_rope(), **options)
@@ -63,31 +73,37 @@ def test_a_call_need_not_repeat_them(name):
     assert not np.allclose(out, plain), "the options change nothing: this shows nothing"
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.fast_cases("every(snapkv)", "groups")
-def test_a_prompt_leaves_the_structure_of_a_cache(name):
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+@pytest.mark.parametrize("name", METHODS | LATE)
+@pytest.mark.fast_cases("every(snapkv)-sinks", "groups-plain", "late-sinks")
+def test_a_prompt_leaves_the_structure_of_a_cache(name, sinks):
     """So that a condition may stand around it, and a template restores what was saved."""
-    transform = METHODS[name]
-    empty = new_cache(transform, **OPTIONS)
+    transform = (METHODS | LATE)[name]
+    empty = new_cache(transform, **OPTIONS, rope=the_rope())
 
     @jax.jit
     def maybe(new, cache, *given):
         def read(cache):
-            return kvjax.attend(transform, cache, *given, phase="prompt", rope=the_rope())[1]
+            return kvjax.attend(
+                transform, cache, *given, phase="prompt", rope=the_rope(), sinks=sinks
+            )[1]
 
         return jax.lax.cond(new, read, lambda cache: cache, cache)
 
     given = Tokens.random().at(right(np.zeros(3, int), LENGTHS, max(LENGTHS)))
     cache = maybe(True, empty, *given)
-    assert jax.tree.structure(cache) == jax.tree.structure(empty)
-    assert jax.tree.structure(steps(transform, cache, 4)[1]) == jax.tree.structure(empty)
+    assert structure(cache) == structure(empty)
+    _, cache = steps(transform, cache, 4, sinks=sinks)
+    assert structure(cache) == structure(empty)
 
 
-@pytest.mark.parametrize("name", ["every(snapkv)", "clusterkv"])
-@pytest.mark.fast_cases("every(snapkv)")
-def test_a_restored_cache_goes_on_as_the_saved_one(name, tmp_path):
-    transform = METHODS[name]
-    _, cache = prompt(transform, new_cache(transform, **OPTIONS))
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+@pytest.mark.parametrize("name", ["every(snapkv)", "clusterkv", "late"])
+@pytest.mark.fast_cases("every(snapkv)-sinks")
+def test_a_restored_cache_goes_on_as_the_saved_one(name, sinks, tmp_path):
+    """With the sinks and the rope of its prompt, which a flush has to know."""
+    transform = (METHODS | LATE)[name]
+    _, cache = prompt(transform, new_cache(transform, **OPTIONS), sinks=sinks)
 
     def plain(cache):  # Orbax takes no random keys
         return [
@@ -98,11 +114,12 @@ def test_a_restored_cache_goes_on_as_the_saved_one(name, tmp_path):
         checkpointer.save(tmp_path / "cache", plain(cache))
         checkpointer.wait_until_finished()
         found = checkpointer.restore(tmp_path / "cache", plain(cache))
-    template, arrays = new_cache(transform, **OPTIONS), iter(found)
+    template, arrays = new_cache(transform, **OPTIONS, rope=the_rope()), iter(found)
     restored = jax.tree.map(
         lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else next(arrays), template
     )
-    for a, b in zip(*(steps(transform, x, 8) for x in (cache, restored)), strict=True):
+    pairs = zip(*(steps(transform, x, 8, sinks=sinks) for x in (cache, restored)), strict=True)
+    for a, b in pairs:
         for x, y in zip(plain(a), plain(b), strict=True):
             close(x, y, "exact")
 
@@ -127,6 +144,20 @@ def test_a_scale_is_a_python_number(scale, error, message):
     with pytest.raises(error, match=message):
         kvjax.attend(kvjax.Full(), cache, rows, rows, rows, jnp.arange(4)[None], phase="prompt",
                      scale=scale)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rope", "error", "message"),
+    [
+        ([1.0], TypeError, "rope must be a kvjax.Rope, got list"),
+        (kvjax.Rope(np.ones(3, np.float32)), ValueError, "rotates 6 channels, got head_dim 4"),
+    ],
+)
+def test_what_is_no_rope_of_the_cache(rope, error, message):
+    with pytest.raises(error, match=message):
+        kvjax.init_cache(
+            METHODS["full"], batch=1, kv_heads=1, head_dim=4, max_prompt=4, max_new=4, rope=rope
+        )
 
 
 def test_a_traced_scale_is_refused_and_leaves_nothing_behind():

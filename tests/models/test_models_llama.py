@@ -237,6 +237,43 @@ def test_wrong_calls_are_refused(changes, message):
         )
 
 
+@pytest.mark.parametrize("phase", ["prompt", "decode"])
+@pytest.mark.parametrize(
+    ("wrong", "given"),
+    [
+        (None, "NoneType"),
+        ((), "a tuple of nothing"),
+        (jnp.zeros(3), "ArrayImpl"),
+        ((jnp.zeros(3), None), "a tuple of ArrayImpl, NoneType"),
+        ({}, "dict"),
+        ("nested", "a tuple of tuple"),
+        ("list", "list"),
+        ("slots", "KVCache"),
+    ],
+)
+def test_what_is_no_cache_is_refused(wrong, given, phase):
+    """Of any layer, before anything is computed."""
+    step = small_step()
+    model, (first, second) = nnx.merge(step.graphdef, step.state), step.caches
+    if isinstance(wrong, str):
+        wrong = {"nested": ((second,),), "list": [second], "slots": second.kv}[wrong]
+    ids = jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(TypeError, match=f"layer 1 takes a cache from init_cache, got {given}$"):
+        model(ids, ids, (first, wrong), layers=step.layers, phase=phase)
+
+
+@pytest.mark.parametrize("name", ["caches", "layers"])
+def test_what_is_no_tuple_is_refused(name):
+    """Such as the cache or the method of one layer."""
+    step = small_step()
+    model, ids = nnx.merge(step.graphdef, step.state), jnp.zeros((1, 1), jnp.int32)
+    given = {"caches": step.caches, "layers": step.layers}
+    for wrong in (given[name][0], None):
+        kind = type(wrong).__name__
+        with pytest.raises(TypeError, match=f"{name} must be a tuple, .* got {kind}"):
+            model(ids, ids, **{**given, name: wrong}, phase="prompt")
+
+
 def test_real_checkpoint_has_the_known_likelihood(data_dir):
     """The figure of `transformers` and of an independent NumPy forward pass."""
     folder = data_dir / "tinystories-656k"
