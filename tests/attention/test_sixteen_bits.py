@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.compose.test_conformance import CASES, names
+from tests.compose.test_conformance import CASES, COVERING, names
 from tests.references.attention import softmax_attention
 from tests.support.attending import Tokens, attend, flushed, new_cache, parts, right, slots_of
 from tests.support.tolerances import roundings, within_roundings
@@ -23,15 +23,18 @@ LENGTHS, FURTHER, WIDTH, STEPS = (24, 17, 5), (5, 8, 3), 24, 8
 # Roundings by which an output may differ: half of one is its own, and each of a token's key and
 # value may have been rounded once or twice when it was merged.
 MOST = 2.0
+# Merged keys and values are rounded, and a rounding may decide between two codes of 8 bits, which
+# are 2^-7 of the largest number apart.
+MERGED_AND_ENCODED = {"chelsea_quantize": 18.0, "kvmerger_quantize": 18.0}
+# InfiniGen selects by an index in 16 bits. Here it selects all, so that only numbers are compared.
+METHODS = {name: COVERING[name] if "infinigen" in name else tx for name, tx in CASES.items()}
 every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
 @functools.cache
 def tokens(dtype: str) -> Tokens:
-    """Numbers of a dtype; keys are twelve vectors, so that no rounding decides what is alike."""
-    random = Tokens.random(seed=4)
-    twelve = np.random.default_rng(5).integers(0, 12, random.k.shape[2])
-    rounded = (jnp.asarray(x, dtype) for x in (random.q, random.k[:, :, twelve], random.v))
+    """Numbers of a dtype."""
+    rounded = (jnp.asarray(x, dtype) for x in Tokens.random(seed=4))
     return Tokens(*(np.asarray(x, np.float32) for x in rounded))
 
 
@@ -42,8 +45,8 @@ def outputs(name: str, numbers: str, dtype: str, implementation: str | None = No
       numbers: the dtype that holds all numbers of the tokens.
       dtype: of the tokens and the cache.
     """
-    transform, lengths, found = CASES[name], np.zeros(3, int), {}
-    rope = kvjax.Rope(jnp.zeros(4)) if name == "reposition" else None
+    transform, lengths, found = METHODS[name], np.zeros(3, int), {}
+    rope = kvjax.Rope(jnp.zeros(4))  # which turns nothing, so that keys stay what they are
     call = functools.partial(attend, transform, implementation=implementation, rope=rope)
     cache = new_cache(transform, dtype=jnp.dtype(dtype), max_prompt=40, max_new=2 * STEPS)
     for turn, counts in (("first", LENGTHS), ("further", FURTHER)):
@@ -76,11 +79,11 @@ def compare(name: str, dtype: str, implementation: str | None = None) -> dict[st
 
 
 @every_dtype
-@pytest.mark.parametrize("name", names(CASES))
+@pytest.mark.parametrize("name", names(METHODS))
 @pytest.mark.fast_cases("full-bfloat16", "chelsea-bfloat16", "quantize-float16")
 def test_every_method(name, dtype):
     apart = compare(name, dtype)
-    assert max(apart.values()) <= MOST, apart
+    assert max(apart.values()) <= MERGED_AND_ENCODED.get(name, MOST), apart
 
 
 @every_dtype
