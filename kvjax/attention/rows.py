@@ -99,11 +99,12 @@ def put_rows(caches: Caches, index: Rows, other: Caches) -> Caches:
     """
     batch, new_rows = (_batch(x, "put_rows") for x in (caches, other))
     rows = _checked(index, batch)
-    if len(rows) != new_rows:
+    if rows.shape[0] != new_rows:
         raise ValueError(
-            f"index must name a row for each one of the other caches, {new_rows}, got {len(rows)}"
+            f"index must name a row for each one of the other caches, {new_rows}, got "
+            f"{rows.shape[0]}"
         )
-    if isinstance(rows, np.ndarray) and len(np.unique(rows)) < len(rows):
+    if isinstance(rows, np.ndarray) and np.unique(rows).size < rows.size:
         raise ValueError(f"index must name different rows, got {rows.tolist()}")
     if _tree(caches) != _tree(other):
         raise ValueError(
@@ -213,11 +214,10 @@ def _batch(caches: Any, where: str) -> int:
 def _checked(index: Any, batch: int) -> Int[Array, " N"] | Int[np.ndarray, " N"]:
     """Row numbers as an array; those that are no array of JAX are in the batch."""
     rows = index if isinstance(index, jax.Array) else np.asarray(index)
-    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
-        if rows.size:
-            raise TypeError(f"index must be whole numbers of rows, [N], got {brief(index)}")
-    if not rows.size:
+    if rows.shape == (0,):
         raise ValueError("index must name at least one row, got none")
+    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise TypeError(f"index must be whole numbers of rows, [N], got {brief(index)}")
     if isinstance(rows, jax.Array):
         return rows
     if rows.min() < 0 or rows.max() >= batch:

@@ -218,8 +218,8 @@ def test_what_is_no_index(index, error, words):
 def test_what_cannot_be_put():
     batch, one = (kvjax.init_cache(kvjax.Full(), batch=rows, **SMALL) for rows in (3, 1))
 
-    def other(transform=kvjax.Full(), rows=1, **changes):
-        return kvjax.init_cache(transform, batch=rows, **{**SMALL, **changes})
+    def other(transform=None, rows=1, **changes):
+        return kvjax.init_cache(transform or kvjax.Full(), batch=rows, **{**SMALL, **changes})
 
     for new, index, words in (
         (one, [0, 1], "a row for each one"),
