@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.parts import placed

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -37,6 +40,7 @@ from tests.support.attending import (
     right,
 )
 
+ROOT = Path(__file__).parents[2]
 FAST = ("full", "h2o", "clusterkv", "quantize")
 take = jax.jit(kvjax.take_rows, donate_argnums=0)
 put = jax.jit(kvjax.put_rows, donate_argnums=0)
@@ -239,12 +243,58 @@ def test_what_cannot_be_put():
         kvjax.take_rows([batch, one], [0])
 
 
+ON_A_MESH = """
+import jax, jax.numpy as jnp, numpy as np, kvjax
+from kvjax.attention.parts import placed
+
+mesh = jax.make_mesh((2, 2), ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2)
+sizes = {"batch": 4, "kv_heads": 2, "head_dim": 8, "max_prompt": 16, "max_new": 4}
+clusterkv = kvjax.ClusterKV(8, dense_layers=(), sinks=2, interval=3, new_clusters=2)
+
+
+def filled(transform, mesh):
+    def number(x):
+        if not jnp.issubdtype(x.dtype, jnp.number):
+            return x
+        return jax.device_put(np.arange(x.size).reshape(x.shape).astype(x.dtype), x.sharding)
+
+    return jax.tree.map(number, placed(kvjax.init_cache(transform, mesh=mesh, **sizes)))
+
+
+def put(cache, index):
+    return kvjax.put_rows(cache, index[:2], kvjax.take_rows(cache, [0, 3]))
+
+
+for transform in (kvjax.Full(), kvjax.Quantize(8), kvjax.chain(clusterkv, kvjax.Offload())):
+    for index in ([3, 0, 2, 1], [2, 1, 1]):
+        for function in (kvjax.take_rows, jax.jit(kvjax.take_rows), put, jax.jit(put)):
+            index = jnp.array(index)
+            one, many = (function(filled(transform, x), index) for x in (None, mesh))
+            for x, y in zip(*map(jax.tree.leaves, (one, many)), strict=True):
+                assert x.sharding.memory_kind == y.sharding.memory_kind
+                if jnp.issubdtype(x.dtype, jnp.number):
+                    np.testing.assert_array_equal(x, y)
+            rows = "data" if many.kv.shape[0] % 2 == 0 else None
+            assert tuple(many.kv.position.sharding.spec) == (rows, "tensor")
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_a_mesh():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_MESH], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 # Beams
 
 
 @pytest.fixture(scope="module")
 def beams():
-    path = Path(__file__).parents[2] / "examples" / "beam_search.py"
+    path = ROOT / "examples" / "beam_search.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
