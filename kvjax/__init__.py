@@ -3,13 +3,21 @@
 Small pure transforms over an immutable cache, each one a paper, composable, inside one `jit`.
 """
 
+import importlib
 import os
 
 import lazy_loader
 
 # Names are imported when they are first used, from where `__init__.pyi` says. The command line can
 # then show its help, and take a Ctrl-C, before JAX is imported, which takes most of a second.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str):
+    value = _imported(name)
+    importlib.import_module("kvjax.serialization")  # tells jax.export what caches are called
+    return value
+
 
 __version__ = "0.1.0"
 

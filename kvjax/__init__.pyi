@@ -3,6 +3,7 @@
 from . import kit, testing
 from .attention.attend import attend, flush, flush_interval
 from .attention.layer import LayerCache, init_cache, kept_tokens
+from .attention.rows import put_rows, take_rows
 from .cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes
 from .compose.chain import bind, chain
 from .compose.in_slots import in_slots
@@ -117,11 +118,13 @@ __all__ = [
     "merge",
     "nbytes",
     "parse",
+    "put_rows",
     "read",
     "register",
     "reserve_ratio",
     "save_context",
     "stream",
+    "take_rows",
     "testing",
     "unparse",
 ]

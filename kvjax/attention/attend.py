@@ -168,7 +168,7 @@ class _Call(NamedTuple):
 def _attend_on_mesh(transform, cache: Cache, q, k, v, positions, predicted, call: _Call):
     """Every device's rows and heads by themselves: no part of a cache goes to another device."""
     placement = placement_of(cache)
-    rows = placement.rows_axis(len(q))
+    rows = placement.rows_axis(q.shape[0])
     by_head, by_row = PartitionSpec(rows, placement.heads_axis), PartitionSpec(rows)
 
     def own(cache, q, k, v, positions, predicted, rope, sinks):
@@ -455,7 +455,7 @@ def _flush(cache: LayerCache, steps: int, implementation: str | None) -> LayerCa
 
 def _prompt_attention(needs: Needs, kv: KVCache, q, keys, positions, call: _Call):
     """Output and, where needed, the probability that each slot received per query head."""
-    grouped = q.reshape(len(q), kv.shape[1], -1, *q.shape[2:])
+    grouped = q.reshape(q.shape[0], kv.shape[1], -1, *q.shape[2:])
     rows = positions, kv.position
     kind = {**call.logits.options, "implementation": call.implementation}
     out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *rows, **kind)
@@ -463,7 +463,7 @@ def _prompt_attention(needs: Needs, kv: KVCache, q, keys, positions, call: _Call
     mass = None
     if needs.attention_mass or needs.accumulated_attention:
         mass = column_sums(grouped, keys, kv.log_mass, lse, *rows, **kind)
-        mass = mass.reshape(len(q), -1, kv.slots)
+        mass = mass.reshape(q.shape[0], -1, kv.slots)
     return out.reshape(q.shape), mass
 
 
@@ -471,7 +471,7 @@ def _decode_attention(needs: Needs, view: View, q, rotate, positions, call: _Cal
     """Output and, where needed, the probability that each slot received per query head."""
     kv, index = view.cache, view.index
     lists = kv.shape[1] if index is None else index.shape[1]
-    grouped = q.reshape(len(q), lists, -1, *q.shape[2:])
+    grouped = q.reshape(q.shape[0], lists, -1, *q.shape[2:])
     wanted = needs.attention_mass or needs.accumulated_attention or needs.decode_mass
     kind = {"implementation": call.implementation, "probabilities": wanted}
     kind |= {"sinks": call.logits.sinks, **call.logits.options}
@@ -483,7 +483,7 @@ def _decode_attention(needs: Needs, view: View, q, rotate, positions, call: _Cal
         out, found = keys.attention(values, grouped, seen.of(index), positions, **kind)
     mass = None
     if wanted:
-        mass = view.to_slots(found.sum(3)).reshape(len(q), -1, kv.slots)
+        mass = view.to_slots(found.sum(3)).reshape(q.shape[0], -1, kv.slots)
     return out.reshape(q.shape), mass
 
 

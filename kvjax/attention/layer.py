@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -247,7 +248,8 @@ def init_cache(
 
     Args:
       transform: the layer's transform (one element of `bind`'s result).
-      batch: rows. kv_heads, head_dim: as in the model.
+      batch: rows; in `jax.eval_shape`, a symbolic dimension of `jax.export` too.
+      kv_heads, head_dim: as in the model.
       max_prompt, max_new: most prompt tokens and most new tokens of a row, all turns together.
       query_heads: as in the model; `kv_heads` by default.
       dtype: of keys and values; by default float32 on CPU, where bfloat16 is several times slower,
@@ -289,7 +291,9 @@ def init_cache(
     """
     check_transform(transform, "init_cache")
     query_heads = kv_heads if query_heads is None else query_heads
-    counts = {"batch": batch, "kv_heads": kv_heads, "query_heads": query_heads}
+    counts = {"kv_heads": kv_heads, "query_heads": query_heads}
+    if not jax.export.is_symbolic_dim(batch):
+        counts |= {"batch": batch}
     for name, value in (counts | {"head_dim": head_dim, "max_prompt": max_prompt}).items():
         check_count(name, value, 1)
     check_count("max_new", max_new, 0)

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
-from kvjax.attention.parts import has_rows, placed
+from kvjax.attention.layer import Cache, layer_caches
+from kvjax.attention.parts import placed
+from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.slots import nbytes
 from kvjax.compose.chain import bind
 from kvjax.devices import put, put_rows
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.reading import CacheSize
 from kvjax.protocol import Full, KVTransform
-from kvjax.storage.offload import HOST_MEMORY
 
 
 @jax.tree_util.register_dataclass
@@ -103,9 +103,9 @@ class Context:
         """
         if self.rows != 1:
             raise ValueError(f"only a context of one row can be repeated, got {self.rows} rows")
-        caches = tuple(map_parts(lambda part: _repeated(part, rows), own) for own in self.caches)
+        caches = take_rows(self.caches, [0] * rows)
         own = {
-            name: _rows_of(getattr(self, name), rows)
+            name: jnp.repeat(getattr(self, name), rows, axis=0)
             for name in ("logits", "seen", "length", "prompt_tokens", "new_tokens")
         }
         size = self.size._replace(batch=rows)
@@ -114,7 +114,7 @@ class Context:
 
     def copy(self) -> Context:
         """The same in memory of its own."""
-        return jax.tree.map(_copied, self)
+        return jax.tree.map(copied, self)
 
     def placed(self) -> Context:
         """The same on the mesh that its caches were made for; without one, as it is."""
@@ -125,27 +125,3 @@ class Context:
         own = {name: put(getattr(self, name), mesh) for name in counts}
         own |= {name: put_rows(getattr(self, name), mesh) for name in ("logits", "seen")}
         return dataclasses.replace(self, caches=tuple(map(placed, self.caches)), **own)
-
-
-def _repeated(cache: LayerCache, rows: int) -> LayerCache:
-    """One layer's cache, or that of a group of its heads, with its one row repeated."""
-
-    def repeat(x: Array, has_rows: bool) -> Array:
-        return _rows_of(x, rows) if has_rows else _copied(x)
-
-    return jax.tree.map(repeat, cache, has_rows(cache))
-
-
-def _rows_of(x: Array, rows: int) -> Array:
-    """The one row of `x`, `rows` times, in the same kind of memory."""
-    if x.sharding.memory_kind != HOST_MEMORY:
-        return jnp.repeat(x, rows, axis=0)
-    there = jax.device_put(x, jax.memory.Space.Device)
-    return jax.device_put(jnp.repeat(there, rows, axis=0), x.sharding)
-
-
-def _copied(x: Array) -> Array:
-    """`x` in memory of its own. Where no sharding is named, the copy is not bound to a device."""
-    named = x.sharding.memory_kind == HOST_MEMORY or len(x.sharding.device_set) > 1
-    where = x.sharding if named else None
-    return jax.device_put(x, where, may_alias=False)

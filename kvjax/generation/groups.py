@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from kvjax.attention.layer import Cache, LayerCache, layer_caches
-from kvjax.attention.parts import has_rows
+from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
+from kvjax.attention.rows import map_rows
 from kvjax.compose.chain import walk
 from kvjax.devices import put_rows
 from kvjax.generation.steps import pad
@@ -103,26 +103,12 @@ def row_groups(widths: Sequence[int]) -> list[list[int]] | list[None]:
     return groups if worth else [None]
 
 
-def rows_of(cache: Cache, rows: Int[Array, " G"]) -> Cache:
-    """Some rows of a layer's cache, as a cache."""
-    return _map_rows(lambda x: x[rows], cache)
-
-
-def with_rows(cache: Cache, rows: Int[Array, " G"], new: Cache) -> Cache:
-    """A layer's cache with new rows in the place of some; what has no rows is that of `new`."""
-    return _map_rows(lambda old, x: old.at[rows].set(x), cache, new)
-
-
 @jax.jit
 def joined(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
     """The caches of groups of rows as one; `order` says where each row stands among all of them."""
-    return _map_rows(lambda *xs: jnp.concatenate(xs)[order], *caches)
+    of_parts = zip(*map(layer_caches, caches), strict=True)
 
+    def join(_: LayerCache) -> LayerCache:
+        return map_rows(lambda *xs: jnp.concatenate(xs)[order], *next(of_parts))
 
-def _map_rows(function: Any, *caches: Cache) -> Cache:
-    """`function` of the arrays that have rows, and the others of the last cache."""
-    parts = []
-    for own in zip(*map(layer_caches, caches), strict=True):
-        flags = has_rows(own[0])
-        parts.append(jax.tree.map(lambda has, *xs: function(*xs) if has else xs[-1], flags, *own))
-    return parts[0] if isinstance(caches[0], LayerCache) else tuple(parts)
+    return map_parts(join, caches[0])

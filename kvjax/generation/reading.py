@@ -25,10 +25,11 @@ from kvjax.attention.layer import (
     map_parts,
 )
 from kvjax.attention.parts import mesh_of_cache, placed
+from kvjax.attention.rows import put_rows, take_rows
 from kvjax.budgets.layers import layers_of
 from kvjax.compiled_code import compiled, leave_memory_maps
 from kvjax.devices import by_rows, mesh_of
-from kvjax.generation.groups import Group, joined, rows_of, with_rows
+from kvjax.generation.groups import Group, joined
 from kvjax.generation.model import AttentionOptions, FunctionalModel
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
 from kvjax.protocol import KVTransform
@@ -307,12 +308,12 @@ def _read_layer(
     if size is not None:
         cache = new_cache(transform, size, attention, cache)
     if rows is not None:
-        cache = rows_of(whole, rows)
+        cache = take_rows(whole, rows)
     x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=True)
     if drops_tokens(transform, cache):
         x, positions = pass_on(x, positions, kept_tokens(cache))
     if rows is not None:
-        cache = with_rows(whole, rows, cache)
+        cache = put_rows(whole, rows, cache)
     mesh = mesh_of_cache(cache)
     return by_rows(x, mesh), by_rows(positions, mesh), placed(cache)
 
@@ -344,11 +345,11 @@ def _read_whole(
             for layer, (transform, states) in enumerate(zip(layers, caches, strict=True))
         )
     if rows is not None:
-        caches = tuple(rows_of(cache, rows) for cache in whole)
+        caches = take_rows(whole, rows)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
         layers=layers, phase="prompt", last=True, logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
     if rows is not None:
-        caches = tuple(with_rows(old, rows, new) for old, new in zip(whole, caches, strict=True))
+        caches = put_rows(whole, rows, caches)
     return by_rows(logits[:, -1], mesh_of_cache(caches[0])), tuple(map(placed, caches))

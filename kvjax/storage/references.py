@@ -103,7 +103,7 @@ class CodebookPayload(EncodedPayload):
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
         """Decoded rows: all slots, or those of `index`."""
         part = self if index is None else self._with(lambda x: take_slots(x, index))
-        flat = part.index.astype(jnp.int32).reshape(len(part.index), 1, -1)
+        flat = part.index.astype(jnp.int32).reshape(part.index.shape[0], 1, -1)
         rows = take_slots(self.entries, flat).reshape(*part.index.shape, -1)
         if part.magnitude is not None:
             rows = rows * part.magnitude[..., None]
@@ -195,9 +195,9 @@ class CodebookPayload(EncodedPayload):
         waits = (new >= 0) & due[:, None, None]
         number = vectors.shape[1]
         # What no slot refers to any more is not encoded.
-        place = jnp.where(waits, new, number).reshape(len(new), 1, -1)
+        place = jnp.where(waits, new, number).reshape(new.shape[0], 1, -1)
         there = write_slots(
-            jnp.zeros((len(new), 1, number), bool), place, jnp.ones(place.shape, bool)
+            jnp.zeros((new.shape[0], 1, number), bool), place, jnp.ones(place.shape, bool)
         )
         devices = (self.book.heads or index_lists) // index_lists
         payload, index = self._add(vectors, all_heads(there, devices).any(1))
@@ -317,7 +317,7 @@ def make_books(
     vertex = (first & new).cumsum(1, dtype=jnp.int32) - 1
 
     def of_vertices(x: Array, chosen: Array) -> Array:
-        zeros = jnp.zeros((len(x), room), x.dtype)
+        zeros = jnp.zeros((x.shape[0], room), x.dtype)
         add = jax.vmap(lambda zeros, at, x: zeros.at[at].add(x, mode="drop"))
         return add(zeros, jnp.where(chosen, vertex, room), x)
 

@@ -303,7 +303,7 @@ class PyramidInferLayer(PyramidInferPrompt):
         age = cache.position - state.start[:, None, None]
         blocks = Units(age, max(cache.max_new // self.interval, 1), self.interval)
         score, there, age = (
-            blocks.grid(x).reshape(len(age), -1, self.interval)
+            blocks.grid(x).reshape(age.shape[0], -1, self.interval)
             for x in (over_heads(cache.column(OBSERVED), cache), evictable(cache), age)
         )
         count = jnp.broadcast_to(state.kept, there.shape[:2])

@@ -119,7 +119,7 @@ class Quest(Recall):
         )  # fmt: skip
         if not self.per_query_head:
             score = score.max(2)
-        score = score.reshape(len(score), -1, score.shape[-1])
+        score = score.reshape(score.shape[0], -1, score.shape[-1])
         tokens, seen = of_lists(cache.used, cache), None
         if view.window is not None:
             seen = of_lists(self._seen(cache, view.window), cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.export
 from jax.sharding import AxisType
 from jaxtyping import Array
 
@@ -74,8 +75,12 @@ def choose_implementation(
 
 
 def _is_unaddressable(x: Array) -> bool:
-    """Pallas counts elements in 32 bits, with a sign, wherever 32 bits can count the bytes."""
-    return x.dtype.itemsize == 1 and 2**31 <= x.size <= 2**32
+    """Pallas counts elements in 32 bits, with a sign, wherever 32 bits can count the bytes.
+
+    Arrays of any number of rows (`jax.export.symbolic_shape`) may have as many.
+    """
+    symbolic = jax.export.is_symbolic_dim(x.size)
+    return x.dtype.itemsize == 1 and (symbolic or 2**31 <= x.size <= 2**32)
 
 
 def _is_divided(x: Array) -> bool:

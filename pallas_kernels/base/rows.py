@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
+import jax.export
 from jaxtyping import Array, Float, Int
 
 BLOCK = 1024  # slots that are decoded at a time: on CPU, what stays in its caches
@@ -21,6 +22,20 @@ entry_of = functools.partial(
 # Mapped, and not indexed by iota, which brings collectives when a cache is sharded over rows or
 # heads.
 _take = jax.vmap(jax.vmap(lambda x, index: x.at[index].get(wrap_negative_indices=False)))
+
+
+def counted_rows(x: Array) -> int:
+    """The rows of `x [B, ...]` by which sizes of blocks are chosen.
+
+    A program that `jax.export` makes for any number of rows has blocks that suit one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels.base.rows import counted_rows
+      >>> counted_rows(jnp.zeros((3, 4)))
+      3
+    """
+    return 1 if jax.export.is_symbolic_dim(x.shape[0]) else x.shape[0]
 
 
 def take_slots(x: Array, index: Int[Array, "B K N"]) -> Array:
@@ -44,7 +59,7 @@ def take_shared(x: Float[Array, "#B N D"], index: Int[Array, "B *I"]) -> Float[A
     def take(x: Array, index: Array) -> Array:
         return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
-    if len(x) == 1:  # on CPU a gather with a batch axis takes longer
+    if x.shape[0] == 1:  # on CPU a gather with a batch axis takes longer
         return take(x[0], index)
     return jax.vmap(take)(x, index)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from pallas_kernels.base.logits import Product, products
 from pallas_kernels.base.mixing import as_weights, unless_finite, unscaled
-from pallas_kernels.base.rows import BLOCK, block_of, over_blocks, take_shared
+from pallas_kernels.base.rows import BLOCK, block_of, counted_rows, over_blocks, take_shared
 
 # On CPU, gathering the entry of a slot takes as long as this many products of a query row with an
 # entry. The kernels always gather, which is cheap on a GPU.
@@ -154,7 +154,7 @@ def _per_entry(query_rows: int, entries: Array, slots: int) -> bool:
 
 def _rotated_block(q: Array) -> int:
     """Slots of a block whose keys are rotated: those of all heads stay in a core's own cache."""
-    return max(ROTATED // (q.shape[0] * q.shape[1]), 16)
+    return max(ROTATED // (counted_rows(q) * q.shape[1]), 16)
 
 
 def _product(q: Array, keys: Array, start: Array | int) -> Array:

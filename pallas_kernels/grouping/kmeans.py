@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -140,9 +141,14 @@ def _by_xla(
 
     heads = (keys, members, centroids, there)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), heads)
-    count = len(flat[0])
     # More at once than there are: no loop. Else as many as leave no rest, for which everything
-    # would be compiled once more; None instead of one, for which all keys would be copied.
+    # would be compiled once more; None instead of one, for which all keys would be copied. Where
+    # a program is exported for any number of rows, heads of a row leave no rest.
+    rows, count = keys.shape[:2]
+    if jax.export.is_symbolic_dim(rows):
+        heads_at_once = min(heads_at_once, count)
+    else:
+        count *= rows
     dividing = (n for n in range(heads_at_once, 1, -1) if n > count or count % n == 0)
     label, moved = jax.lax.map(one_head, flat, batch_size=next(dividing, None))
     return label.reshape(members.shape), moved.reshape(centroids.shape)

@@ -109,7 +109,7 @@ def rank_clusters(
     # several times slower than its top k.
     score = jnp.pad(score, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
     _, order = jax.lax.top_k(score, most)
-    return order.reshape(len(q), -1, most)
+    return order.reshape(q.shape[0], -1, most)
 
 
 def build_indices(

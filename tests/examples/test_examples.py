@@ -149,7 +149,7 @@ def test_methods_write_texts_of_their_own(example, name):
         assert all(len(row) == module.NEW for row in text)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "beam_search"))
 def test_examples_are_short(name):
     text = (FOLDER / f"{name}.py").read_text()
     assert len(text.splitlines()) < 160 and f"python examples/{name}.py" in text

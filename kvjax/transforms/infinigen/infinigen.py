@@ -174,7 +174,7 @@ class InfiniGen(Recall):
             query = query.mean(2, keepdims=True)  # the mean of q·k is the mean q times k
         keys = cache.column(PARTIAL_KEYS).astype(jnp.float32)
         score = jnp.einsum("bhgr,bhsr->bhgs", _project(query, projections), keys, **EXACT)
-        return score.reshape(len(score), -1, cache.slots) / cache.k.shape[3] ** 0.5
+        return score.reshape(score.shape[0], -1, cache.slots) / cache.k.shape[3] ** 0.5
 
     def _count(
         self, cache: KVCache, score: Float[Array, "B K S"], earlier: Bool[Array, "B H S"]

@@ -1,0 +1,163 @@
+"""Programs that `jax.export` has written: what they name, and that they run in other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.attention.layer import QueryWindow
+from kvjax.devices import Placement, check_mesh
+from kvjax.registry import METHODS
+from kvjax.serialization import NODES, VALUES, from_json, to_json
+from tests.attention.exported import programs, results
+from tests.compose.test_conformance import CASES, every_case, standard
+from tests.support.attending import HEAD_DIM, KV_HEADS, QUERY_HEADS, SIZE, new_cache, parts
+from tests.support.tolerances import close
+
+ROOT = Path(__file__).parents[2]
+FOUR = ("snapkv", "h2o", "clusterkv", "quantize")
+
+
+def written(x) -> jax.export.Exported:
+    """A program that gives back what it takes, after it has been bytes."""
+    exported = jax.export.export(jax.jit(lambda x: x))(x)
+    return jax.export.deserialize(exported.serialize())
+
+
+@every_case
+def test_caches_of_every_method_are_read_as_they_were(name):
+    cache = jax.eval_shape(functools.partial(kvjax.init_cache, CASES[name], **SIZE))
+    assert written([cache]).in_tree == jax.tree.structure((([cache],), {}))
+
+
+def test_what_caches_hold_at_other_times():
+    """In the middle of a prompt, and for flushes; and frequencies that are given to a step."""
+    rope = kvjax.Rope(jnp.ones(4), interleaved=True, factor=0.5)
+    cache = jax.eval_shape(functools.partial(kvjax.init_cache, CASES["quantize"], **SIZE))
+    cache = dataclasses.replace(
+        cache, kv=cache.kv.replace(stored=(cache.kv.k, cache.kv.v)), rope=rope,
+        reading=jnp.ones(3, bool), window=QueryWindow.empty(3, 4, 2, 8, jnp.float32),
+    )  # fmt: skip
+    assert written((cache, rope)).in_tree == jax.tree.structure((((cache, rope),), {}))
+
+
+def test_names_are_those_of_the_page():
+    """What has been written with them is to be read by later versions."""
+    page = (ROOT / "docs" / "guides" / "exporting.md").read_text()
+    assert all(f"`{name}`" in page for name in NODES)
+    assert all(name == f"kvjax.{node.__name__}" for name, node in NODES.items())
+    assert all(name == value.__name__ for name, value in VALUES.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(kvjax.StreamingLLM):
+    """A method of one's own."""
+
+    strength: float = 1.0
+
+
+def test_static_values_are_json():
+    mesh = check_mesh(jax.make_mesh((1, 1), ("data", "tensor")))
+    calibration = kvjax.InfiniGenCalibration(np.random.default_rng(0).normal(size=(1, 2, 8, 3)))
+    for value in (
+        *CASES.values(),
+        kvjax.bind(kvjax.PyramidKV(budget=64), 30)[7],
+        kvjax.InfiniGen(64, calibration=calibration),
+        Placement(mesh, True),
+        Placement(check_mesh(jax.sharding.AbstractMesh((2,), ("data",))), False),
+        (None, (), 1, 1.0, 1e-300, float("inf"), "ä", range(2, 9), jnp.dtype("bfloat16")),
+    ):
+        read = from_json(json.loads(json.dumps(to_json(value))))
+        assert read == value and hash(read) == hash(value)
+
+
+def test_what_no_program_can_name(monkeypatch):
+    with pytest.raises(ValueError, match=r"needs a name \(kvjax.register\)"):
+        to_json(Mine(8))
+    with pytest.raises(TypeError, match="cannot hold <function"):
+        to_json(kvjax.SnapKV(lambda lengths: lengths))
+    with pytest.raises(ValueError, match="names the method 'mine', which is unknown"):
+        from_json({"method": "mine", "fields": {}})
+    with pytest.raises(ValueError, match=r"names the value 'os\.system', which is unknown"):
+        from_json({"value": "os.system", "fields": {}})
+    with pytest.raises(ValueError, match=r"a mesh of the devices \[997\]"):
+        from_json({"mesh": [{"data": 1}, [997]]})
+    monkeypatch.setitem(METHODS, "mine", Mine)
+    assert from_json(to_json(Mine(8))) == Mine(8)
+
+
+@pytest.mark.slow
+def test_names_are_known_as_soon_as_one_of_kvjax_is_used():
+    code = (
+        "import jax, kvjax; kvjax.Rope\n"
+        "assert jax.export.deserialize(bytearray(open(0, 'rb').read())).nr_devices == 1"
+    )
+    cache = jax.eval_shape(functools.partial(kvjax.init_cache, CASES["quantize"], **SIZE))
+    exported = jax.export.export(jax.jit(lambda x: x))(cache).serialize()
+    done = subprocess.run([sys.executable, "-c", code], input=bytes(exported), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def expected(name: str) -> list[np.ndarray]:
+    """What `results` gives where nothing is exported."""
+    whole = standard(name)
+    held = [part.cache.kv.position for part in parts(CASES[name], whole.caches[-1])]
+    return [np.asarray(x) for x in (whole.prompt_out, *whole.outs, *held)]
+
+
+def same(name: str, found) -> None:
+    for number, (x, y) in enumerate(zip(found, expected(name), strict=True)):
+        close(x, y, what=f"{name}, array {number}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [FOUR, tuple(sorted({*CASES} - {*FOUR}))], ids=["four", "others"])
+def test_programs_run_in_another_process(names, tmp_path):
+    """Which traces no attention and no decision again."""
+    for name in names:
+        (tmp_path / name).mkdir()
+        for what, exported in programs(CASES[name], new_cache(CASES[name])).items():
+            (tmp_path / name / what).write_bytes(exported.serialize())
+    command = [sys.executable, "-m", "tests.attention.exported", str(tmp_path), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        with np.load(tmp_path / f"{name}.npz") as found:
+            same(name, found.values())
+
+
+def test_a_step_of_any_number_of_rows_is_written():
+    (batch,) = jax.export.symbolic_shape("b")
+    transform, heads = CASES["h2o"], {"q": QUERY_HEADS, "k": KV_HEADS, "v": KV_HEADS}
+    sizes = {**SIZE, "batch": batch}
+    cache = jax.eval_shape(functools.partial(kvjax.init_cache, transform, **sizes))
+    new = {x: jax.ShapeDtypeStruct((batch, n, 1, HEAD_DIM), jnp.float32) for x, n in heads.items()}
+    at = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    step = jax.jit(functools.partial(kvjax.attend, transform, phase="decode"))
+    read = jax.export.deserialize(jax.export.export(step)(cache, **new, positions=at).serialize())
+    assert str(read.out_avals[0].shape) == f"(b, {QUERY_HEADS}, 1, {HEAD_DIM})"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if "Offload" not in repr(CASES[name])])
+def test_a_program_for_any_number_of_rows(name):
+    """Of three rows, and of one of them."""
+    (batch,) = jax.export.symbolic_shape("b")
+    transform, sizes = CASES[name], {**SIZE, "batch": batch}
+    cache = jax.eval_shape(functools.partial(kvjax.init_cache, transform, **sizes))
+    made = programs(transform, cache, batch)
+    same(name, results(made, new_cache(transform)))
+    alone = results(made, new_cache(transform, 1), rows=(1,))
+    for x, y in zip(alone, expected(name), strict=True):
+        close(x[0], y[1], what=name)
