@@ -102,7 +102,7 @@ def evict_worst(
     Ties go to the lower position: of equals, the newest is freed. It streams scalars only, for a
     step of a decode loop.
     """
-    over = evictable(cache).sum(-1) > budget[:, None]
+    over = evictable(cache).sum(-1, dtype=jnp.int32) > budget[:, None]
     lowest = jnp.where(candidates, score, jnp.inf).min(-1, keepdims=True)
     worst = candidates & (score == lowest)
     place = jnp.where(worst, cache.position, -1).max(-1, keepdims=True)

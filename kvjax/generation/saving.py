@@ -34,6 +34,7 @@ from kvjax.regular_files import check_regular, is_hidden, read_regular, visible_
 from kvjax.storage.offload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
+from kvjax.transforms.random import GENERATOR
 from kvjax.written_files import write_whole
 
 # Another number is refused. 3: descriptions of model and tokenizer, the tokens that rows have seen,
@@ -407,7 +408,7 @@ def _plain_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
     """An array as it was, on the default device, in the same kind of memory."""
     if _is_key(like):
-        return jax.random.wrap_key_data(jnp.asarray(x))
+        return jax.random.wrap_key_data(jnp.asarray(x), impl=GENERATOR)
     if memory != HOST_MEMORY:
         return jnp.asarray(x)
     return jax.device_put(

@@ -179,7 +179,7 @@ class CodebookPayload(EncodedPayload):
         entry = own_heads(entry, lists // copies)
         magnitude = self.magnitude
         if magnitude is not None:
-            magnitude = write_slots(magnitude, slots, jnp.ones(slots.shape))
+            magnitude = write_slots(magnitude, slots, jnp.ones(slots.shape, magnitude.dtype))
         return dataclasses.replace(
             self,
             entries=entries,
@@ -392,7 +392,8 @@ def _grown(
         return nearest_entries(vectors, entries, count)
 
     def none(entries: Array, count: Array) -> tuple[Array, Array]:
-        return jnp.zeros(weights.shape, jnp.int32), jnp.full(weights.shape, -jnp.inf)
+        cosine = jnp.full(weights.shape, -jnp.inf, jnp.float32)
+        return jnp.zeros(weights.shape, jnp.int32), cosine
 
     # Where all books are new there is nothing to look among.
     index, cosine = jax.lax.cond(grows, nearest, none, entries, count)

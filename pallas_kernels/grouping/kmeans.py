@@ -177,5 +177,5 @@ def _means(
 ) -> Float[Array, "C D"]:
     """Means of the keys of each label; the old centroid where there are none. Label C = none."""
     total = jnp.zeros_like(centroids).at[label].add(keys, mode="drop")
-    count = jnp.zeros((len(centroids), 1)).at[label].add(1.0, mode="drop")
+    count = jnp.zeros((len(centroids), 1), jnp.float32).at[label].add(1.0, mode="drop")
     return jnp.where(count > 0, total / jnp.maximum(count, 1.0), centroids)

@@ -98,7 +98,7 @@ def nearest_directions(
         higher = highest > best[1]
         return jnp.where(higher, first, best[0]), jnp.maximum(highest, best[1])
 
-    none = jnp.zeros(number, jnp.int32), jnp.full(number, -jnp.inf)
+    none = jnp.zeros(number, jnp.int32), jnp.full(number, -jnp.inf, jnp.float32)
     return jax.lax.fori_loop(0, -(-count // size), block, none)
 
 
