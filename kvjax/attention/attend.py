@@ -16,6 +16,7 @@ from kvjax.attention.layer import (
     LayerCache,
     QueryWindow,
     as_scale,
+    check_caches,
     check_logits,
     layer_caches,
     map_parts,
@@ -23,7 +24,16 @@ from kvjax.attention.layer import (
 from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
 from kvjax.budgets.budgets import check_choice, check_count
 from kvjax.cache.payload import Dense, Seen, take_slots
-from kvjax.cache.slots import KVCache, append, closed, compacted, opened, ranks, widen
+from kvjax.cache.slots import (
+    KVCache,
+    append,
+    as_positions,
+    closed,
+    compacted,
+    opened,
+    ranks,
+    widen,
+)
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
@@ -77,7 +87,8 @@ def attend(
       cache: from `init_cache` or the call before. Donate it.
       q, k, v: of the new tokens, query head h belonging to KV head `h // (Q / H)`. Rotated, unless
         `rope` is given.
-      positions: token positions, counted from 0; -1 marks padding, which is not stored and gives 0.
+      positions: token positions, counted from 0, as an array or a list of lists; -1 marks padding,
+        which is not stored and gives 0.
       phase: `"prompt"` or `"decode"` (static). The number of tokens never decides.
       last: whether this chunk completes the prompt (static; ignored while decoding). Until then
         nothing is compressed, and the cache that comes back has room for the whole prompt:
@@ -121,12 +132,12 @@ def attend(
       why a softmax needs them.
     """
     check_transform(transform, "attend")
+    positions = as_positions(positions)
     _check_tokens(q, k, v, positions)
     logits = _logits(cache, scale, window, soft_cap)
     logits = dataclasses.replace(logits, sinks=sinks)
     call = _Call(phase == "prompt", last, rope, logits, implementation)
     _check_options(phase, call, q, predicted_query)
-    positions = positions.astype(jnp.int32)
     # A cache may keep the sinks and is donated: it must not get the model's own array.
     logits = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) + 0, logits)
     # Not the cache: what it holds has come from a call before.
@@ -383,7 +394,7 @@ def flush(
 
     Raises:
       TypeError: no caches.
-      ValueError: a prompt is being read.
+      ValueError: caches stacked by layer, or a prompt is being read.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -401,7 +412,8 @@ def flush(
       >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
       (40, 0)
     """
-    interval = flush_interval(caches)  # of anything but caches an error
+    check_caches(caches, "flush")
+    interval = flush_interval(caches)
     steps = interval if steps is None else steps
     if steps is None:
         return caches
@@ -413,7 +425,8 @@ def flush(
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
     """M: after so many decode steps the caches must be flushed; None: never.
 
-    The least of all layers' intervals. It is static, as `flush` and the loop around it need it.
+    The least of all layers' intervals, also of caches that are stacked by layer. It is static, as
+    `flush` and the loop around it need it.
     """
     for cache in layer_caches(caches):
         if not isinstance(cache, LayerCache):
@@ -536,6 +549,7 @@ def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, predicted, 
 
 def _check_tokens(q, k, v, positions) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_array(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, heads, T, D], got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -555,24 +569,37 @@ def _check_tokens(q, k, v, positions) -> None:
         raise ValueError("attend needs at least one token, got T = 0")
     if positions.shape != (batch, tokens):
         raise ValueError(f"positions must be [B, T] = {(batch, tokens)}, got {positions.shape}")
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"positions must be integers, got {positions.dtype}")
+
+
+def _check_array(name: str, x: object) -> None:
+    """Raises TypeError unless it is an array of JAX or NumPy."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(x).__name__}")
 
 
 def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
     check_choice("phase", phase, ("prompt", "decode"))
-    if predicted is not None and predicted.shape != q.shape:
-        raise ValueError(
-            f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
-        )
+    if predicted is not None:
+        _check_array("predicted_query", predicted)
+        if predicted.shape != q.shape:
+            raise ValueError(
+                f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
+            )
     if call.logits.sinks is not None:
         _check_sinks(call.logits.sinks, q.shape[1])
-    if call.rope is not None and not isinstance(call.rope, Rope):
-        raise TypeError(f"rope must be a kvjax.Rope, got {type(call.rope).__name__}")
-    if call.rope is not None and 2 * call.rope.inv_freq.shape[-1] > q.shape[3]:
-        raise ValueError(
-            f"rope rotates {2 * call.rope.inv_freq.shape[-1]} channels, got head_dim {q.shape[3]}"
-        )
+    if call.rope is not None:
+        _check_rope(call.rope, q.shape[3])
+
+
+def _check_rope(rope: Rope, head_dim: int) -> None:
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope must be a kvjax.Rope, got {type(rope).__name__}")
+    _check_array("inv_freq of rope", rope.inv_freq)
+    shape = rope.inv_freq.shape
+    if len(shape) not in (1, 2):
+        raise ValueError(f"inv_freq of rope must be [R] or [B, R], got shape {shape}")
+    if 2 * shape[-1] > head_dim:
+        raise ValueError(f"rope rotates {2 * shape[-1]} channels, got head_dim {head_dim}")
 
 
 def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
@@ -580,6 +607,7 @@ def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
     part = next(iter(layer_caches(cache)), None)
     if not isinstance(part, LayerCache):
         raise TypeError(f"attend takes a cache from init_cache, got {type(cache).__name__}")
+    check_caches(cache, "attend")
     check_logits(window, soft_cap)
     given = {
         "scale": None if scale is None else as_scale(scale), "window": window, "soft_cap": soft_cap,
@@ -596,8 +624,7 @@ def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
 
 
 def _check_sinks(sinks, query_heads: int) -> None:
-    if not hasattr(sinks, "shape") or not hasattr(sinks, "dtype"):
-        raise TypeError(f"sinks must be an array [Q], got {type(sinks).__name__}")
+    _check_array("sinks", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"sinks must be floating, got {sinks.dtype}")
     if sinks.shape != (query_heads,):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.remainders import with_remainders
-from kvjax.cache.slots import KVCache, empty_cache, opened
+from kvjax.cache.slots import KVCache, check_not_stacked, empty_cache, opened
 from kvjax.compose.chain import parts_of
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import Placement, check_mesh
@@ -114,6 +114,17 @@ def map_parts(function: Callable[[LayerCache], Any], caches: Cache | tuple[Cache
     return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
+def check_caches(caches: object, where: str) -> None:
+    """Raises unless these are caches of `init_cache`, each of one layer."""
+    for cache in layer_caches(caches):  # pyright: ignore[reportArgumentType]
+        if not isinstance(cache, LayerCache):
+            raise TypeError(
+                f"{where}: caches must be those of init_cache, in tuples, got "
+                f"{type(cache).__name__}"
+            )
+        check_not_stacked(cache.kv, where)
+
+
 def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
     """Positions of the tokens that survive in every KV head of a layer, in order, -1 padded.
 
@@ -127,6 +138,9 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
     Returns:
       `[B, T]`; T is what the transform `passes` at most, or else the cache's slots.
 
+    Raises:
+      TypeError, ValueError: no caches, or caches stacked by layer.
+
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
       >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
@@ -137,6 +151,7 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
       >>> kvjax.kept_tokens(cache).tolist()
       [[0, 3, 4, -1]]
     """
+    check_caches(cache, "kept_tokens")
     parts, none = layer_caches(cache), jnp.iinfo(jnp.int32).max
     held, sizes = [], []
     for part in parts:
