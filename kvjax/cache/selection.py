@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.slots import KVCache, evict
+from pallas_kernels.base.varying import varying
 
 
 def evictable(cache: KVCache) -> Bool[Array, "B H S"]:
@@ -83,7 +84,7 @@ def _highest(
         enough = (x >= tried).sum(-1, keepdims=True, dtype=jnp.int32) >= count
         return jnp.where(enough, tried, found)
 
-    found = jnp.zeros((*x.shape[:2], 1), jnp.uint32)
+    found = varying(jnp.zeros((*x.shape[:2], 1), jnp.uint32), x, count)
     if not unroll:
         return jax.lax.fori_loop(0, 32, set_bit, found)
     for i in range(32):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.base.rows import block_of
+from pallas_kernels.base.varying import varying
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 from pallas_kernels.grouping.cover_kernels import neighbour_bits
 
@@ -161,6 +162,7 @@ def make_graph(
 
     bits = jnp.zeros((number, number, side, side // WORD), jnp.uint32)
     graph = Graph(bits, jnp.zeros((number, tiles.size), bool), weights)
+    graph = varying(graph, units, weights, theta)
     return jax.lax.fori_loop(0, number, line, graph)
 
 
@@ -197,7 +199,7 @@ def _tile(
         return left.at[first].set(False), rows, columns, _add(gain, other, weigh)
 
     words = jnp.zeros((tiles.side, tiles.side // WORD), jnp.uint32)
-    start = (left, words, words.T, gain)
+    start = varying((left, words, words.T, gain), units, left, gain)
     _, rows, columns, gain = jax.lax.while_loop(lambda carry: any_of(carry[0]), strip, start)
     return rows, columns.T, gain
 

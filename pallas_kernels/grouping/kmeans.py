@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.varying import varying
 from pallas_kernels.grouping.kmeans_kernel import kmeans_by_kernels
 
 Metric = Literal["cosine", "l2", "inner_product"]
@@ -135,6 +136,7 @@ def _by_xla(
         # At first no key has a label, so that all centroids stay: `assign` is compiled once.
         label = jnp.full(keys.shape[:1], clusters, jnp.int32)
         start = jnp.int32(0), label, centroids.astype(jnp.float32), jnp.array(True)
+        start = varying(start, *head)
         _, label, centroids, _ = jax.lax.while_loop(goes_on, move, start)
         return label, centroids
 
