@@ -7,6 +7,8 @@ heads of that device alone. What it says of all heads of a layer goes through `a
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -128,6 +130,57 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+@contextlib.contextmanager
+def automatic() -> Iterator[None]:
+    """While it is open, XLA looks after the axes of the mesh of `jax.set_mesh`, as of a model's.
+
+    Outside of `jit`; also a decorator. `jax.make_mesh` makes axes that are part of an array's type
+    (`AxisType.Explicit`), which programs must name in products and gathers. Those of models do not.
+    """
+    mesh = jax.sharding.get_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        yield
+        return
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    with jax.set_mesh(Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)):
+        yield
+
+
+def explicit_mesh(*arrays: Any) -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh` or of arrays, if it has axes that are part of an array's type."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+        mesh = next((own for own in meshes if not own.empty), mesh)
+    return mesh if AxisType.Explicit in mesh.axis_types else None
+
+
+def in_automatic_mode(
+    function: Callable, mesh: AbstractMesh, args: tuple, out: Callable[[Any], Any]
+) -> Any:
+    """`function(*args)`, computed as if XLA looked after the axes of a mesh that are explicit.
+
+    Args:
+      function: of arrays.
+      mesh: from `explicit_mesh`.
+      args: pytrees of arrays.
+      out: the `PartitionSpec` of each array of the result, whose shapes it is given.
+    """
+    explicit = [AxisType.Explicit == kind for kind in mesh.axis_types]
+    axes = tuple(
+        name for name, is_explicit in zip(mesh.axis_names, explicit, strict=True) if is_explicit
+    )
+
+    def called(shardings: Any) -> Callable:
+        return jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
+
+    def on(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    shapes = jax.eval_shape(called(on(PartitionSpec())), *args)
+    return jax.jit(called(jax.tree.map(on, out(shapes))))(*args)
 
 
 def mesh_of(params: Any) -> Mesh | None:

@@ -21,7 +21,13 @@ from kvjax.attention.layer import (
     layer_caches,
     map_parts,
 )
-from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
+from kvjax.attention.parts import (
+    cache_specs,
+    divided_by,
+    on_each_device,
+    placement_of,
+    rope_specs,
+)
 from kvjax.budgets.budgets import check_choice, check_count
 from kvjax.cache.payload import Dense, Seen, take_slots
 from kvjax.cache.slots import (
@@ -38,6 +44,7 @@ from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
+from kvjax.devices import explicit_mesh, in_automatic_mode
 from kvjax.protocol import (
     KVTransform,
     Logits,
@@ -144,9 +151,10 @@ def attend(
     given = q, k, v, predicted_query, rope, logits
     q, k, v, predicted_query, rope, logits = _without_gradient(given)
     call = call._replace(rope=rope, logits=logits)
-    if placement_of(cache) is not None:
-        return _attend_on_mesh(transform, cache, q, k, v, positions, predicted_query, call)
-    return _attend_layer(transform, cache, q, k, v, positions, predicted_query, call)
+    new = q, k, v, positions, predicted_query
+    if (mesh := explicit_mesh(q, k, v, cache)) is not None:
+        return _attend_in_automatic_mode(mesh, transform, cache, *new, call)
+    return _attend_placed(transform, cache, *new, call)
 
 
 @jax.custom_jvp
@@ -171,6 +179,35 @@ class _Call(NamedTuple):
     rope: Rope | None
     logits: Logits
     implementation: str | None
+
+
+def _attend_in_automatic_mode(mesh, transform, cache: Cache, q, k, *others):
+    """What comes out is divided as the cache is, or as `q` and `k` where that has no mesh."""
+    placement = placement_of(cache)
+    *others, call = others
+    queries, keys = (jax.typeof(x).sharding.spec for x in (q, k))
+    rows, heads = queries[0], keys[1]
+    if placement is not None:
+        rows, heads = placement.rows_axis(len(q)), placement.heads_axis
+        queries = PartitionSpec(rows, heads)
+
+    def attend(cache, q, k, v, positions, predicted, rope, sinks):
+        logits = dataclasses.replace(call.logits, sinks=sinks)
+        own = call._replace(rope=rope, logits=logits)
+        return _attend_placed(transform, cache, q, k, v, positions, predicted, own)
+
+    def out(shapes):
+        own = heads if isinstance(shapes[1], LayerCache) else None
+        specs = map_parts(functools.partial(divided_by, rows=rows, heads=own), shapes[1])
+        return queries, specs
+
+    args = cache, q, k, *others, call.rope, call.logits.sinks
+    return in_automatic_mode(attend, mesh, args, out)
+
+
+def _attend_placed(transform, cache: Cache, *new):
+    attend_layer = _attend_layer if placement_of(cache) is None else _attend_on_mesh
+    return attend_layer(transform, cache, *new)
 
 
 def _attend_on_mesh(transform, cache: Cache, q, k, v, positions, predicted, call: _Call):
@@ -419,7 +456,10 @@ def flush(
         return caches
     check_count("steps", steps, 1)
     own = functools.partial(_flush_layer, steps=steps, implementation=implementation)
-    return map_parts(own, caches)
+    if (mesh := explicit_mesh(caches)) is None:
+        return map_parts(own, caches)
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, caches)
+    return in_automatic_mode(functools.partial(map_parts, own), mesh, (caches,), lambda _: specs)
 
 
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:

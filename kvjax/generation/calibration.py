@@ -17,6 +17,7 @@ from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cache.slots import KVCache
 from kvjax.compose.chain import chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
+from kvjax.devices import automatic
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.steps import pad, read_prompt
@@ -27,6 +28,7 @@ from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial
 from pallas_kernels import soft_matching
 
 
+@automatic()
 def calibrate_outlier_heads(
     model: LanguageModel | FunctionalModel,
     sample: Sequence[Sequence[int]],
@@ -118,6 +120,7 @@ def _scores(
     return jnp.stack(shares)
 
 
+@automatic()
 def calibrate_infinigen(
     model: LanguageModel | FunctionalModel, sample: Sequence[Sequence[int]], share: float = 0.2
 ) -> InfiniGenCalibration:

@@ -16,6 +16,7 @@ from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import by_head_groups
+from kvjax.devices import automatic
 from kvjax.generation.checks import as_rows
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
@@ -95,6 +96,7 @@ class ReadOnce:
       [[[40, 40]], [[8, 8]]]
     """
 
+    @automatic()
     def __init__(
         self,
         model: LanguageModel | FunctionalModel,
@@ -131,6 +133,7 @@ class ReadOnce:
             fingerprint = Fingerprint.of(self._model)
             self._observed = dataclasses.replace(observed, fingerprint=fingerprint)
 
+    @automatic()
     def context(self, transform: KVTransform) -> Context:
         """What `kvjax.read` returns for the same prompts and this method.
 

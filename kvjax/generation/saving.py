@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.compose.chain import bind, map_methods
-from kvjax.devices import mesh_of
+from kvjax.devices import automatic, mesh_of
 from kvjax.generation.checks import check_same_model
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
@@ -49,6 +49,7 @@ _LIST_BYTES = 2**24  # a list of checksums is not longer
 _T = TypeVar("_T")
 
 
+@automatic()
 def save_context(
     path: str | os.PathLike[str],
     context: Context,
@@ -157,6 +158,7 @@ def load_context(
     return load_with_about(path, model, tokenizer=tokenizer)[0]
 
 
+@automatic()
 def load_with_about(
     path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
 ) -> tuple[Context, dict[str, Any]]:
