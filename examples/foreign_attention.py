@@ -134,8 +134,7 @@ def generate(weights: dict, tokens: jax.Array, keep: Keep, mesh: Mesh | None = N
 
 def main(mesh: Mesh | None = None) -> dict[str, list[list[int]]]:
     """Text by every method, printed and returned."""
-    # With the axes of `jax.make_mesh` a program divides its products; with these XLA does.
-    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)  # XLA divides products
     with jax.set_mesh(mesh):
         weights = random_weights(mesh)
         tokens = jax.random.randint(jax.random.key(1), (ROWS, PROMPT), 0, VOCABULARY)

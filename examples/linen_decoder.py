@@ -137,8 +137,7 @@ def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=No
 
 def main(mesh: Mesh | None = None) -> dict[str, list[list[int]]]:
     """Text by every method, printed and returned."""
-    # With the axes of `jax.make_mesh` a program divides its products; with these XLA does.
-    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)  # XLA divides products
     with jax.set_mesh(mesh):
         params = random_parameters(mesh)
         tokens = jax.random.randint(jax.random.key(1), (len(LENGTHS), PROMPT), 0, VOCABULARY)

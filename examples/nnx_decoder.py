@@ -143,8 +143,7 @@ def generate(model: Decoder, tokens: jax.Array, method: kvjax.KVTransform, mesh=
 
 def main(mesh: Mesh | None = None) -> dict[str, list[list[int]]]:
     """Text by every method, printed and returned."""
-    # With the axes of `jax.make_mesh` a program divides its products; with these XLA does.
-    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)  # XLA divides products
     with jax.set_mesh(mesh):
         model = Decoder(nnx.Rngs(0))
         if mesh is not None:

@@ -119,7 +119,8 @@ def attend(
       Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
 
     Raises:
-      TypeError, ValueError: at trace time, with what was given and what was expected.
+      TypeError, ValueError: at trace time, with what was given and what was expected; among them
+        another mesh than that of the cache.
       TypeError: what depends on it is differentiated, in whatever mode.
 
     Example:
@@ -188,6 +189,11 @@ def _attend_in_automatic_mode(mesh, transform, cache: Cache, q, k, *others):
     queries, keys = (jax.typeof(x).sharding.spec for x in (q, k))
     rows, heads = queries[0], keys[1]
     if placement is not None:
+        if placement.mesh.shape != mesh.shape:
+            raise ValueError(
+                f"the cache was made for a mesh of {dict(placement.mesh.shape)}, but that of "
+                f"jax.set_mesh or of q, k and v is {dict(mesh.shape)}"
+            )
         rows, heads = placement.rows_axis(len(q)), placement.heads_axis
         queries = PartitionSpec(rows, heads)
 
