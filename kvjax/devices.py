@@ -134,17 +134,16 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
 
 @contextlib.contextmanager
 def automatic() -> Iterator[None]:
-    """While it is open, XLA looks after the axes of the mesh of `jax.set_mesh`, as of a model's.
+    """While it is open, no mesh with explicit axes is set, so that XLA divides a model's products.
 
     Outside of `jit`; also a decorator. `jax.make_mesh` makes axes that are part of an array's type
-    (`AxisType.Explicit`), which programs must name in products and gathers. Those of models do not.
+    (`AxisType.Explicit`), which programs must name in products and gathers. Models do not: where
+    they are is known from their parameters, and may be another mesh than that of `jax.set_mesh`.
     """
-    mesh = jax.sharding.get_mesh()
-    if AxisType.Explicit not in mesh.axis_types:
+    if AxisType.Explicit not in jax.sharding.get_mesh().axis_types:
         yield
         return
-    kinds = (AxisType.Auto,) * len(mesh.axis_names)
-    with jax.set_mesh(Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)):
+    with jax.set_mesh(None):
         yield
 
 
