@@ -167,10 +167,8 @@ def in_automatic_mode(
       args: pytrees of arrays.
       out: the `PartitionSpec` of each array of the result, whose shapes it is given.
     """
-    explicit = [AxisType.Explicit == kind for kind in mesh.axis_types]
-    axes = tuple(
-        name for name, is_explicit in zip(mesh.axis_names, explicit, strict=True) if is_explicit
-    )
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
     def called(shardings: Any) -> Callable:
         return jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
