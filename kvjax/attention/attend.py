@@ -60,6 +60,7 @@ from kvjax.protocol import (
 from kvjax.rope import Rope
 from pallas_kernels import column_sums, prompt_attention
 from pallas_kernels.attention.call import beside_sinks
+from pallas_kernels.base.varying import varying
 
 
 def attend(
@@ -155,7 +156,9 @@ def attend(
     new = q, k, v, positions, predicted_query
     if (mesh := explicit_mesh(q, k, v, cache)) is not None:
         return _attend_in_automatic_mode(mesh, transform, cache, *new, call)
-    return _attend_placed(transform, cache, *new, call)
+    out, cache = _attend_placed(transform, cache, *new, call)
+    # In a shard_map of one's own, of one type from the first call on, as a loop's carry must be.
+    return out, varying(cache, q, k, v)
 
 
 @jax.custom_jvp
