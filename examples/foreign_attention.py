@@ -134,9 +134,12 @@ def generate(weights: dict, tokens: jax.Array, keep: Keep, mesh: Mesh | None = N
 
 def main(mesh: Mesh | None = None) -> dict[str, list[list[int]]]:
     """Text by every method, printed and returned."""
-    weights = random_weights(mesh)
-    tokens = jax.random.randint(jax.random.key(1), (ROWS, PROMPT), 0, VOCABULARY)
-    texts = {name: generate(weights, tokens, keep, mesh).tolist() for name, keep in METHODS.items()}
+    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)  # XLA divides products
+    with jax.set_mesh(mesh):
+        weights = random_weights(mesh)
+        tokens = jax.random.randint(jax.random.key(1), (ROWS, PROMPT), 0, VOCABULARY)
+        made = {name: generate(weights, tokens, keep, mesh) for name, keep in METHODS.items()}
+    texts = {name: text.tolist() for name, text in made.items()}
     for name, text in texts.items():
         print(f"{name:9}", *text[0])
     return texts

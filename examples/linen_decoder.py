@@ -137,9 +137,11 @@ def generate(params: dict, tokens: jax.Array, method: kvjax.KVTransform, mesh=No
 
 def main(mesh: Mesh | None = None) -> dict[str, list[list[int]]]:
     """Text by every method, printed and returned."""
-    params = random_parameters(mesh)
-    tokens = jax.random.randint(jax.random.key(1), (len(LENGTHS), PROMPT), 0, VOCABULARY)
-    texts = {name: generate(params, tokens, tx, mesh).tolist() for name, tx in METHODS.items()}
+    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)  # XLA divides products
+    with jax.set_mesh(mesh):
+        params = random_parameters(mesh)
+        tokens = jax.random.randint(jax.random.key(1), (len(LENGTHS), PROMPT), 0, VOCABULARY)
+        texts = {name: generate(params, tokens, tx, mesh).tolist() for name, tx in METHODS.items()}
     for name, text in texts.items():
         print(f"{name:14}", *text[0])
     return texts

@@ -4,9 +4,8 @@
 
 The model is written by hand and knows kvjax in three places: its attention layer calls
 `kvjax.attend`, the loop calls `kvjax.flush` between the steps, and caches come from
-`kvjax.init_cache`. Weights are random. On several devices (a mesh with the axes `data` and
-`tensor`) the same code runs divided, rows over `data` and heads over `tensor`: `init_cache` is
-given the mesh, and weights and prompts are put on it.
+`kvjax.init_cache`. Weights are random. On a mesh with the axes `data` and `tensor`, which
+`init_cache` is given, the same code runs divided, rows over `data` and heads over `tensor`.
 """
 
 from __future__ import annotations
@@ -144,11 +143,13 @@ def generate(model: Decoder, tokens: jax.Array, method: kvjax.KVTransform, mesh=
 
 def main(mesh: Mesh | None = None) -> dict[str, list[list[int]]]:
     """Text by every method, printed and returned."""
-    model = Decoder(nnx.Rngs(0))
-    if mesh is not None:
-        divide(model, mesh)
-    tokens = jax.random.randint(jax.random.key(1), (ROWS, PROMPT), 0, VOCABULARY)
-    texts = {name: generate(model, tokens, tx, mesh).tolist() for name, tx in METHODS.items()}
+    mesh = None if mesh is None else Mesh(mesh.devices, mesh.axis_names)  # XLA divides products
+    with jax.set_mesh(mesh):
+        model = Decoder(nnx.Rngs(0))
+        if mesh is not None:
+            divide(model, mesh)
+        tokens = jax.random.randint(jax.random.key(1), (ROWS, PROMPT), 0, VOCABULARY)
+        texts = {name: generate(model, tokens, tx, mesh).tolist() for name, tx in METHODS.items()}
     for name, text in texts.items():
         print(f"{name:13}", *text[0])
     return texts

@@ -7,6 +7,8 @@ heads of that device alone. What it says of all heads of a layer goes through `a
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -128,6 +130,54 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+@contextlib.contextmanager
+def automatic() -> Iterator[None]:
+    """While it is open, no mesh with explicit axes is set, so that XLA divides a model's products.
+
+    Outside of `jit`; also a decorator. `jax.make_mesh` makes axes that are part of an array's type
+    (`AxisType.Explicit`), which programs must name in products and gathers. Models do not: where
+    they are is known from their parameters, and may be another mesh than that of `jax.set_mesh`.
+    """
+    if AxisType.Explicit not in jax.sharding.get_mesh().axis_types:
+        yield
+        return
+    with jax.set_mesh(None):
+        yield
+
+
+def explicit_mesh(*arrays: Any) -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh` or of arrays, if it has axes that are part of an array's type."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+        mesh = next((own for own in meshes if not own.empty), mesh)
+    return mesh if AxisType.Explicit in mesh.axis_types else None
+
+
+def in_automatic_mode(
+    function: Callable, mesh: AbstractMesh, args: tuple, out: Callable[[Any], Any]
+) -> Any:
+    """`function(*args)`, computed as if XLA looked after the axes of a mesh that are explicit.
+
+    Args:
+      function: of arrays.
+      mesh: from `explicit_mesh`.
+      args: pytrees of arrays.
+      out: the `PartitionSpec` of each array of the result, whose shapes it is given.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+    def called(shardings: Any) -> Callable:
+        return jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
+
+    def on(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    shapes = jax.eval_shape(called(on(PartitionSpec())), *args)
+    return jax.jit(called(jax.tree.map(on, out(shapes))))(*args)
 
 
 def mesh_of(params: Any) -> Mesh | None:

@@ -20,7 +20,8 @@ class Rope:
     `2 * R` channels are rotated, the others pass through unchanged.
 
     Args:
-      inv_freq: inverse frequencies, `[R]`, or `[B, R]` where they depend on the row.
+      inv_freq: inverse frequencies, `[R]`, or `[B, R]` where they depend on the row; an array or a
+        list of numbers.
       interleaved: pairs are neighbours (0,1), (2,3), ... (GLM) instead of halves (0,R), (1,R+1),
         ... (Llama, the default).
       factor: rotated channels are multiplied by it (the attention factor of YaRN and LongRoPE);
@@ -38,6 +39,11 @@ class Rope:
     interleaved: bool = field(default=False, metadata={"static": True})
     factor: float = field(default=1.0, metadata={"static": True})
 
+    def __post_init__(self):
+        # Numbers alone: as a pytree its leaf may be anything, a `PartitionSpec` for one.
+        if type(self.inv_freq) in (list, tuple):
+            object.__setattr__(self, "inv_freq", jnp.asarray(self.inv_freq, jnp.float32))
+
     def rotate(
         self,
         x: Float[Array, "B H T D"],
@@ -48,6 +54,7 @@ class Rope:
         Angles, sines and cosines are float32; the result has the dtype of `x`. A position below
         zero (padding) is rotated like any other number: nothing reads such a vector.
         """
+        positions = jnp.asarray(positions)
         if positions.ndim == 2:
             positions = positions[:, None, :]
         frequencies = self.inv_freq.reshape(-1, 1, 1, self.inv_freq.shape[-1]).astype(jnp.float32)

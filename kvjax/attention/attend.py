@@ -16,6 +16,7 @@ from kvjax.attention.layer import (
     LayerCache,
     QueryWindow,
     as_scale,
+    check_caches,
     check_layer_cache,
     check_logits,
     check_rope,
@@ -24,14 +25,30 @@ from kvjax.attention.layer import (
     looks_at_keys,
     map_parts,
 )
-from kvjax.attention.parts import cache_specs, on_each_device, placement_of, rope_specs
+from kvjax.attention.parts import (
+    cache_specs,
+    divided_by,
+    on_each_device,
+    placement_of,
+    rope_specs,
+)
 from kvjax.budgets.budgets import check_choice, check_count
 from kvjax.cache.payload import Dense, Seen, take_slots
-from kvjax.cache.slots import KVCache, append, closed, compacted, opened, ranks, widen
+from kvjax.cache.slots import (
+    KVCache,
+    append,
+    as_positions,
+    closed,
+    compacted,
+    opened,
+    ranks,
+    widen,
+)
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide
+from kvjax.devices import explicit_mesh, in_automatic_mode
 from kvjax.protocol import (
     KVTransform,
     Logits,
@@ -46,6 +63,7 @@ from kvjax.protocol import (
 from kvjax.rope import Rope
 from pallas_kernels import column_sums, prompt_attention
 from pallas_kernels.attention.call import beside_sinks
+from pallas_kernels.base.varying import varying
 
 
 def attend(
@@ -80,7 +98,8 @@ def attend(
       cache: from `init_cache` or the call before. Donate it.
       q, k, v: of the new tokens, query head h belonging to KV head `h // (Q / H)`. Rotated, unless
         `rope` is given.
-      positions: token positions, counted from 0; -1 marks padding, which is not stored and gives 0.
+      positions: token positions, counted from 0, as an array or a list of lists; -1 marks padding,
+        which is not stored and gives 0.
       phase: `"prompt"` or `"decode"` (static). The number of tokens never decides.
       last: whether this chunk completes the prompt (static; ignored while decoding). Until then
         nothing is compressed, and the cache that comes back has room for the whole prompt:
@@ -104,7 +123,8 @@ def attend(
       Attention output `[B, Q, T, D]` in the dtype of `q`, and the new cache.
 
     Raises:
-      TypeError, ValueError: at trace time, with what was given and what was expected.
+      TypeError, ValueError: at trace time, with what was given and what was expected; among them
+        another mesh than that of the cache.
       TypeError: what depends on it is differentiated, in whatever mode.
 
     Example:
@@ -124,21 +144,24 @@ def attend(
       why a softmax needs them.
     """
     check_transform(transform, "attend")
+    positions = as_positions(positions)
     _check_tokens(q, k, v, positions)
     logits = _logits(cache, scale, window, soft_cap)
     logits = dataclasses.replace(logits, sinks=sinks)
     call = _Call(phase == "prompt", last, rope, logits, implementation)
     _check_options(phase, call, q, predicted_query)
-    positions = positions.astype(jnp.int32)
     # A cache may keep the sinks and is donated: it must not get the model's own array.
     logits = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) + 0, logits)
     # Not the cache: what it holds has come from a call before.
     given = q, k, v, predicted_query, rope, logits
     q, k, v, predicted_query, rope, logits = _without_gradient(given)
     call = call._replace(rope=rope, logits=logits)
-    if placement_of(cache) is not None:
-        return _attend_on_mesh(transform, cache, q, k, v, positions, predicted_query, call)
-    return _attend_layer(transform, cache, q, k, v, positions, predicted_query, call)
+    new = q, k, v, positions, predicted_query
+    if (mesh := explicit_mesh(q, k, v, cache)) is not None:
+        return _attend_in_automatic_mode(mesh, transform, cache, *new, call)
+    out, cache = _attend_placed(transform, cache, *new, call)
+    # In a shard_map of one's own, of one type from the first call on, as a loop's carry must be.
+    return out, varying(cache, q, k, v)
 
 
 @jax.custom_jvp
@@ -163,6 +186,40 @@ class _Call(NamedTuple):
     rope: Rope | None
     logits: Logits
     implementation: str | None
+
+
+def _attend_in_automatic_mode(mesh, transform, cache: Cache, q, k, *others):
+    """What comes out is divided as the cache is, or as `q` and `k` where that has no mesh."""
+    placement = placement_of(cache)
+    *others, call = others
+    queries, keys = (jax.typeof(x).sharding.spec for x in (q, k))
+    rows, heads = queries[0], keys[1]
+    if placement is not None:
+        if placement.mesh.shape != mesh.shape:
+            raise ValueError(
+                f"the cache was made for a mesh of {dict(placement.mesh.shape)}, but that of "
+                f"jax.set_mesh or of q, k and v is {dict(mesh.shape)}"
+            )
+        rows, heads = placement.rows_axis(len(q)), placement.heads_axis
+        queries = PartitionSpec(rows, heads)
+
+    def attend(cache, q, k, v, positions, predicted, rope, sinks):
+        logits = dataclasses.replace(call.logits, sinks=sinks)
+        own = call._replace(rope=rope, logits=logits)
+        return _attend_placed(transform, cache, q, k, v, positions, predicted, own)
+
+    def out(shapes):
+        own = heads if isinstance(shapes[1], LayerCache) else None
+        specs = map_parts(functools.partial(divided_by, rows=rows, heads=own), shapes[1])
+        return queries, specs
+
+    args = cache, q, k, *others, call.rope, call.logits.sinks
+    return in_automatic_mode(attend, mesh, args, out)
+
+
+def _attend_placed(transform, cache: Cache, *new):
+    attend_layer = _attend_layer if placement_of(cache) is None else _attend_on_mesh
+    return attend_layer(transform, cache, *new)
 
 
 def _attend_on_mesh(transform, cache: Cache, q, k, v, positions, predicted, call: _Call):
@@ -379,7 +436,7 @@ def flush(
 
     Raises:
       TypeError: no caches.
-      ValueError: a prompt is being read.
+      ValueError: caches stacked by layer, or a prompt is being read.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -397,19 +454,24 @@ def flush(
       >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
       (40, 0)
     """
-    interval = flush_interval(caches)  # of anything but caches an error
+    check_caches(caches, "flush")
+    interval = flush_interval(caches)
     steps = interval if steps is None else steps
     if steps is None:
         return caches
     check_count("steps", steps, 1)
     own = functools.partial(_flush_layer, steps=steps, implementation=implementation)
-    return map_parts(own, caches)
+    if (mesh := explicit_mesh(caches)) is None:
+        return map_parts(own, caches)
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, caches)
+    return in_automatic_mode(functools.partial(map_parts, own), mesh, (caches,), lambda _: specs)
 
 
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
     """M: after so many decode steps the caches must be flushed; None: never.
 
-    The least of all layers' intervals. It is static, as `flush` and the loop around it need it.
+    The least of all layers' intervals, also of caches that are stacked by layer. It is static, as
+    `flush` and the loop around it need it.
     """
     for cache in layer_caches(caches):
         if not isinstance(cache, LayerCache):
@@ -532,6 +594,7 @@ def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, predicted, 
 
 def _check_tokens(q, k, v, positions) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_array(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, heads, T, D], got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -551,16 +614,22 @@ def _check_tokens(q, k, v, positions) -> None:
         raise ValueError("attend needs at least one token, got T = 0")
     if positions.shape != (batch, tokens):
         raise ValueError(f"positions must be [B, T] = {(batch, tokens)}, got {positions.shape}")
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"positions must be integers, got {positions.dtype}")
+
+
+def _check_array(name: str, x: object) -> None:
+    """Raises TypeError unless it is an array of JAX or NumPy."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(x).__name__}")
 
 
 def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
     check_choice("phase", phase, ("prompt", "decode"))
-    if predicted is not None and predicted.shape != q.shape:
-        raise ValueError(
-            f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
-        )
+    if predicted is not None:
+        _check_array("predicted_query", predicted)
+        if predicted.shape != q.shape:
+            raise ValueError(
+                f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
+            )
     if call.logits.sinks is not None:
         _check_sinks(call.logits.sinks, q.shape[1])
     check_rope(call.rope, q.shape[3])
@@ -586,8 +655,7 @@ def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
 
 
 def _check_sinks(sinks, query_heads: int) -> None:
-    if not hasattr(sinks, "shape") or not hasattr(sinks, "dtype"):
-        raise TypeError(f"sinks must be an array [Q], got {type(sinks).__name__}")
+    _check_array("sinks", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"sinks must be floating, got {sinks.dtype}")
     if sinks.shape != (query_heads,):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.remainders import with_remainders
-from kvjax.cache.slots import KVCache, empty_cache, opened
+from kvjax.cache.slots import KVCache, check_not_stacked, empty_cache, opened
 from kvjax.compose.chain import parts_of
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import Placement, check_mesh
@@ -117,6 +117,17 @@ def map_parts(function: Callable[[LayerCache], Any], caches: Cache | tuple[Cache
     return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
+def check_caches(caches: object, where: str) -> None:
+    """Raises unless these are caches of `init_cache`, each of one layer."""
+    for cache in layer_caches(caches):  # pyright: ignore[reportArgumentType]
+        if not isinstance(cache, LayerCache):
+            raise TypeError(
+                f"{where}: caches must be those of init_cache, in tuples, got "
+                f"{type(cache).__name__}"
+            )
+        check_not_stacked(cache.kv, where)
+
+
 def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
     """Positions of the tokens that survive in every KV head of a layer, in order, -1 padded.
 
@@ -130,6 +141,9 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
     Returns:
       `[B, T]`; T is what the transform `passes` at most, or else the cache's slots.
 
+    Raises:
+      TypeError, ValueError: no caches, or caches stacked by layer.
+
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
       >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
@@ -140,6 +154,7 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
       >>> kvjax.kept_tokens(cache).tolist()
       [[0, 3, 4, -1]]
     """
+    check_caches(cache, "kept_tokens")
     parts, none = layer_caches(cache), jnp.iinfo(jnp.int32).max
     held, sizes = [], []
     for part in parts:
@@ -209,14 +224,15 @@ def check_rope(rope: object, head_dim: int) -> None:
         return
     if not isinstance(rope, Rope):
         raise TypeError(f"rope must be a kvjax.Rope, got {type(rope).__name__}")
-    if 2 * rope.inv_freq.shape[-1] > head_dim:
-        raise ValueError(
-            f"rope rotates {2 * rope.inv_freq.shape[-1]} channels, got head_dim {head_dim}"
-        )
+    shape = jnp.shape(rope.inv_freq)
+    if len(shape) not in (1, 2):
+        raise ValueError(f"inv_freq of rope must be [R] or [B, R], got shape {shape}")
+    if 2 * shape[-1] > head_dim:
+        raise ValueError(f"rope rotates {2 * shape[-1]} channels, got head_dim {head_dim}")
 
 
 def check_layer_cache(cache: object, who: str) -> None:
-    """Raises TypeError unless it is a cache of one layer, as `init_cache` makes it."""
+    """Raises unless it is a cache of one layer, as `init_cache` makes it."""
     parts = cache if isinstance(cache, tuple) else (cache,)
     if not parts or not all(isinstance(part, LayerCache) for part in parts):
         given = type(cache).__name__
@@ -224,6 +240,8 @@ def check_layer_cache(cache: object, who: str) -> None:
             kinds = sorted({type(part).__name__ for part in parts})
             given = f"a tuple of {', '.join(kinds) or 'nothing'}"
         raise TypeError(f"{who} takes a cache from init_cache, got {given}")
+    for part in parts:
+        check_not_stacked(part.kv, who)
 
 
 def init_cache(

@@ -108,8 +108,13 @@ def cache_specs(cache: Cache) -> Cache:
 
 
 def _specs(cache: LayerCache) -> LayerCache:
-    placement, kv = cache.placement, cache.kv
-    rows, heads = placement.rows_axis(kv.shape[0]), placement.heads_axis
+    placement = cache.placement
+    return divided_by(cache, placement.rows_axis(cache.kv.shape[0]), placement.heads_axis)
+
+
+def divided_by(cache: LayerCache, rows: Any, heads: Any) -> LayerCache:
+    """`cache_specs` of a cache whose rows and heads are divided by these axes."""
+    kv = cache.kv
     lists = kv.shape[1], kv.shape[1] * kv.group  # per KV head, or per query head
 
     def spec(x: Any, has: bool) -> P:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.slots import KVCache, evict
+from pallas_kernels.base.varying import varying
 
 
 def evictable(cache: KVCache) -> Bool[Array, "B H S"]:
@@ -83,7 +84,7 @@ def _highest(
         enough = (x >= tried).sum(-1, keepdims=True, dtype=jnp.int32) >= count
         return jnp.where(enough, tried, found)
 
-    found = jnp.zeros((*x.shape[:2], 1), jnp.uint32)
+    found = varying(jnp.zeros((*x.shape[:2], 1), jnp.uint32), x, count)
     if not unroll:
         return jax.lax.fori_loop(0, 32, set_bit, found)
     for i in range(32):
@@ -102,7 +103,7 @@ def evict_worst(
     Ties go to the lower position: of equals, the newest is freed. It streams scalars only, for a
     step of a decode loop.
     """
-    over = evictable(cache).sum(-1) > budget[:, None]
+    over = evictable(cache).sum(-1, dtype=jnp.int32) > budget[:, None]
     lowest = jnp.where(candidates, score, jnp.inf).min(-1, keepdims=True)
     worst = candidates & (score == lowest)
     place = jnp.where(worst, cache.position, -1).max(-1, keepdims=True)

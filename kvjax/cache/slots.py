@@ -8,12 +8,13 @@ and padding are therefore the same act: writing `log_mass`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -174,6 +175,37 @@ def empty_cache(
     )
 
 
+def check_cache(cache: object, where: str) -> None:
+    """Raises unless it is the slots of one layer."""
+    if not isinstance(cache, KVCache):
+        hint = ": give its kv" if hasattr(cache, "kv") else ""
+        raise TypeError(f"{where} takes a kvjax.KVCache, got {type(cache).__name__}{hint}")
+    check_not_stacked(cache, where)
+
+
+def check_not_stacked(cache: KVCache, where: str) -> None:
+    """Raises ValueError where arrays have more axes than those of one layer."""
+    if jnp.ndim(cache.position) != 3:
+        raise ValueError(
+            f"{where} takes the cache of one layer, whose positions are [B, H, S], got an array of "
+            f"shape {cache.position.shape}. Of caches that are stacked by layer, take one "
+            "(jax.tree.map(lambda x: x[layer], caches)), go through them with jax.lax.scan, or map "
+            "the function with jax.vmap"
+        )
+
+
+def as_positions(positions: Array | np.ndarray | Sequence) -> Int[Array, "B T"]:
+    """Token positions as int32.
+
+    Raises:
+      TypeError: no integers.
+    """
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions must be integers, got {positions.dtype}")
+    return positions.astype(jnp.int32)
+
+
 def append(
     cache: KVCache,
     k: Float[Array, "B H T D"],
@@ -189,6 +221,10 @@ def append(
       k, v: keys and values of the new tokens.
       positions: their token positions; -1 marks padding, which is not stored.
 
+    Raises:
+      TypeError: no `KVCache`, or positions that are no integers.
+      ValueError: a cache stacked by layer.
+
     Returns:
       The cache, and the slot of every new token, `cache.slots` where it was not stored. A token
       that finds no free slot is counted in `dropped`.
@@ -202,7 +238,8 @@ def append(
       >>> slots.tolist(), cache.position.tolist()
       ([[[0, 4, 1]]], [[[0, 1, -1, -1]]])
     """
-    positions = positions.astype(jnp.int32)
+    check_cache(cache, "append")
+    positions = as_positions(positions)
     slots = _free_slots(cache, positions)
     room = cache.k.room
     if room is not None:
@@ -259,6 +296,7 @@ def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
       >>> jax.jit(kvjax.evict)(cache, keep=cache.position != 1).position.tolist()
       [[[0, -1, 2]]]
     """
+    check_cache(cache, "evict")
     return _free_others(cache, cache.live & (keep | cache.pinned))
 
 
@@ -313,6 +351,7 @@ def merge(
       >>> merged.position.tolist(), merged.k.read()[0, 0, 1:, 0].tolist()
       ([[[-1, 1, 2]]], [2.0, 8.0])
     """
+    check_cache(cache, "merge")
     size, live = cache.slots, cache.live
     into = jnp.where(live, into, size).astype(jnp.int32)  # size = ignored
     mass, chosen = jnp.exp(cache.log_mass), {"implementation": implementation}
@@ -359,6 +398,7 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
       >>> jax.jit(kvjax.compact, static_argnums=1)(evicted, 2).position.tolist()
       [[[0, 2]]]
     """
+    check_cache(cache, "compact")
     return compacted(cache, slots, rows)[0]
 
 

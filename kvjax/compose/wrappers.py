@@ -36,6 +36,9 @@ class PerLayer(KVTransform):
     Args:
       choose: a function that is hashable and pure (a module-level function or one lambda kept).
 
+    Raises:
+      TypeError: not a function.
+
     Example:
       >>> import kvjax
       >>> tx = kvjax.PerLayer(lambda i, n: kvjax.Full() if i < 2 else kvjax.SnapKV(budget=512))
@@ -44,6 +47,13 @@ class PerLayer(KVTransform):
     """
 
     choose: Callable[[int, int], KVTransform]
+
+    def __post_init__(self):
+        if isinstance(self.choose, type) or not callable(self.choose):
+            raise TypeError(
+                "PerLayer takes a function of (layer, num_layers) that gives a transform, such as "
+                f"lambda layer, num_layers: transforms[layer], got {brief(self.choose)}"
+            )
 
     def chosen(self, layer: int, num_layers: int) -> KVTransform:
         """What the function gives; raises TypeError if that is no transform."""

@@ -16,6 +16,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
+from kvjax.devices import automatic
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.steps import pad, read_prompt
@@ -26,6 +27,7 @@ from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial
 from pallas_kernels import soft_matching
 
 
+@automatic()
 def calibrate_outlier_heads(
     model: LanguageModel | FunctionalModel,
     sample: Sequence[Sequence[int]],
@@ -117,6 +119,7 @@ def _scores(
     return jnp.stack(shares)
 
 
+@automatic()
 def calibrate_infinigen(
     model: LanguageModel | FunctionalModel, sample: Sequence[Sequence[int]], share: float = 0.2
 ) -> InfiniGenCalibration:

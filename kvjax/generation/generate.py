@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
+from kvjax.devices import automatic
 from kvjax.generation.checks import Rows, as_rows, bucket, check_prompts
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
@@ -20,6 +21,7 @@ from kvjax.generation.writing import Generation, Writing, begin
 from kvjax.protocol import Full, KVTransform
 
 
+@automatic()
 def read(
     model: LanguageModel | FunctionalModel,
     prompts: Sequence[Sequence[int]],
@@ -100,6 +102,7 @@ def size_to_read(
     return widths, CacheSize.of(model, len(prompts), most, max_new, dtype, max_length)
 
 
+@automatic()
 def generate(
     model: LanguageModel | FunctionalModel,
     prompts: Rows | None,
@@ -188,6 +191,7 @@ def generate(
     return steps.result
 
 
+@automatic()
 def stream(model: LanguageModel | FunctionalModel, prompts: Rows | None, **options: Any) -> Stream:
     """New tokens as they come: `generate` as an iterator.
 
@@ -225,9 +229,11 @@ class Stream:
     def __iter__(self) -> Stream:
         return self
 
+    @automatic()
     def __next__(self) -> list[list[int]]:
         return next(self._steps)
 
+    @automatic()
     def stop(self) -> Generation:
         """Ends here: no more tokens come, and the result is that of the tokens so far."""
         self._steps.close()

@@ -17,6 +17,7 @@ from kvjax.cache.slots import KVCache
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import by_head_groups
+from kvjax.devices import automatic
 from kvjax.generation.checks import as_rows
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
@@ -96,6 +97,7 @@ class ReadOnce:
       [[[40, 40]], [[8, 8]]]
     """
 
+    @automatic()
     def __init__(
         self,
         model: LanguageModel | FunctionalModel,
@@ -132,6 +134,7 @@ class ReadOnce:
             fingerprint = Fingerprint.of(self._model)
             self._observed = dataclasses.replace(observed, fingerprint=fingerprint)
 
+    @automatic()
     def context(self, transform: KVTransform) -> Context:
         """What `kvjax.read` returns for the same prompts and this method.
 

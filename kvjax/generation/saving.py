@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.compose.chain import bind, map_methods
-from kvjax.devices import mesh_of
+from kvjax.devices import automatic, mesh_of
 from kvjax.generation.checks import check_same_model
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
@@ -34,6 +34,7 @@ from kvjax.regular_files import check_regular, is_hidden, read_regular, visible_
 from kvjax.storage.offload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
+from kvjax.transforms.random import GENERATOR
 from kvjax.written_files import write_whole
 
 # Another number is refused. 3: descriptions of model and tokenizer, the tokens that rows have seen,
@@ -48,6 +49,7 @@ _LIST_BYTES = 2**24  # a list of checksums is not longer
 _T = TypeVar("_T")
 
 
+@automatic()
 def save_context(
     path: str | os.PathLike[str],
     context: Context,
@@ -156,6 +158,7 @@ def load_context(
     return load_with_about(path, model, tokenizer=tokenizer)[0]
 
 
+@automatic()
 def load_with_about(
     path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
 ) -> tuple[Context, dict[str, Any]]:
@@ -407,7 +410,7 @@ def _plain_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
     """An array as it was, on the default device, in the same kind of memory."""
     if _is_key(like):
-        return jax.random.wrap_key_data(jnp.asarray(x))
+        return jax.random.wrap_key_data(jnp.asarray(x), impl=GENERATOR)
     if memory != HOST_MEMORY:
         return jnp.asarray(x)
     return jax.device_put(

@@ -39,7 +39,7 @@ from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
 from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload import RecallStatistics, recall_statistics
-from kvjax.transforms.random import check_seed
+from kvjax.transforms.random import GENERATOR, check_seed
 
 _STREAM_SECONDS = 0.1  # how often a streaming loop comes back to the host, about
 _STREAM_STEPS = 16  # the same where several processes must agree on it
@@ -227,9 +227,10 @@ def _flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
 def _key(seed: int, mesh: Mesh | None) -> Key[Array, ""]:
     """The key of the draws, on every device."""
     if mesh is None:
-        return jax.random.key(seed)
+        return jax.random.key(seed, impl=GENERATOR)
     where = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(jax.random.key, out_shardings=where)(np.uint32(seed))
+    make = jax.jit(jax.random.key, static_argnames="impl", out_shardings=where)
+    return make(np.uint32(seed), impl=GENERATOR)
 
 
 class Writing:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,6 +28,21 @@ INTERVAL = 320  # ClusterKV's; behind methods that have none of their own
 def memory_kinds() -> tuple[str, ...]:
     """Memories that the default device can address."""
     return tuple(memory.kind for memory in jax.devices()[0].addressable_memories())
+
+
+@custom_vmap
+def _not_mapped(store: Array) -> Array:
+    """The same array, which `jax.vmap` cannot map: its slices would be gathers in host memory."""
+    return store
+
+
+@_not_mapped.def_vmap
+def _refuse_vmap(axis_size: int, in_batched: list[bool], store: Array) -> NoReturn:
+    raise ValueError(
+        "a decode step or a flush of a cache with Offload cannot be mapped by jax.vmap, which "
+        f"wants {axis_size} at once: give init_cache batch={axis_size}, and attend the rows as one "
+        "batch"
+    )
 
 
 def to_host(x: Array) -> Array:
@@ -67,7 +83,8 @@ class Offloaded:
                 jax.device_put(self.store, jax.memory.Space.Device)[:, :, : self.shape[2]]
             )
         place = self.recent.places(index)
-        return host_rows((self.store,), (self.recent.at(place, 0),), index, place < 0)[0]
+        store = _not_mapped(self.store)
+        return host_rows((store,), (self.recent.at(place, 0),), index, place < 0)[0]
 
     def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Offloaded:
         """Adds new rows, which stay on the device; replaces all slots where `slots` is None."""
@@ -89,13 +106,14 @@ class Offloaded:
         starts = jnp.where(due[:, None], ordered.slots[:, :, 0], recent.nowhere).reshape(-1)
 
         def put(i: Int[Array, ""], store: Array) -> Array:
+            i = i.astype(jnp.int32)  # as slots are; with x64 loops count in int64
             zero = jnp.zeros_like(i)
             at = i // heads, i % heads
             block = jax.lax.dynamic_slice(ordered.rows, (*at, zero, zero), (1, 1, size, head_dim))
             start = jax.lax.dynamic_index_in_dim(starts, i, keepdims=False)
             return jax.lax.dynamic_update_slice(store, to_host(block), (*at, start, zero))
 
-        store = jax.lax.fori_loop(0, batch * heads, put, self.store)
+        store = jax.lax.fori_loop(0, batch * heads, put, _not_mapped(self.store))
         return Offloaded(store, recent.cleared(due))
 
     def encode(
@@ -181,7 +199,7 @@ class Offload(KVTransform):
     Raises:
       TypeError, ValueError: a number out of range; in a chain, no method before that selects slots;
         from `init_cache`, no chain, a platform without such memory, or an interval that is not the
-        method's.
+        method's; from `attend` and `flush`, steps that `jax.vmap` maps.
 
     Example:
       >>> import kvjax
@@ -264,9 +282,8 @@ class Offload(KVTransform):
             payload.recent.at(recent, take_slots(rows, place))
             for payload, rows in ((k, state.k), (v, state.v))
         )
-        rows = host_rows(
-            (k.store, v.store), near, index, missing, implementation=view.implementation
-        )
+        stores = _not_mapped(k.store), _not_mapped(v.store)
+        rows = host_rows(stores, near, index, missing, implementation=view.implementation)
         # What a list has beyond its length is recent.
         kept = (x[:, :, :length] for x in (jnp.where(stored, index, k.shape[2]), *rows))
         state = state.put(*kept)

@@ -18,6 +18,7 @@ from kvjax.storage.encoded_attention import EncodedPayload
 from pallas_kernels import codebook_logits, codebook_mix, greedy_cover, nearest_entries
 from pallas_kernels.attention.forms import Rows, codebook_rows
 from pallas_kernels.attention.rotation import Turn
+from pallas_kernels.base.varying import varying
 from pallas_kernels.formats.codebook import References
 from pallas_kernels.grouping.nearest_entries import directions
 
@@ -179,7 +180,7 @@ class CodebookPayload(EncodedPayload):
         entry = own_heads(entry, lists // copies)
         magnitude = self.magnitude
         if magnitude is not None:
-            magnitude = write_slots(magnitude, slots, jnp.ones(slots.shape))
+            magnitude = write_slots(magnitude, slots, jnp.ones(slots.shape, magnitude.dtype))
         return dataclasses.replace(
             self,
             entries=entries,
@@ -254,6 +255,7 @@ class CodebookPayload(EncodedPayload):
                 return (count + becomes.astype(jnp.int32), made), (index, alone & ~becomes)
 
             start = count, jnp.full(number, -1, jnp.int32)
+            start = varying(start, cosine, mutual, there, count)
             (count, made), (index, over) = jax.lax.scan(
                 step, start, jnp.arange(number, dtype=jnp.int32)
             )
@@ -392,7 +394,8 @@ def _grown(
         return nearest_entries(vectors, entries, count)
 
     def none(entries: Array, count: Array) -> tuple[Array, Array]:
-        return jnp.zeros(weights.shape, jnp.int32), jnp.full(weights.shape, -jnp.inf)
+        cosine = jnp.full(weights.shape, -jnp.inf, jnp.float32)
+        return varying((jnp.zeros(weights.shape, jnp.int32), cosine), vectors, entries, count)
 
     # Where all books are new there is nothing to look among.
     index, cosine = jax.lax.cond(grows, nearest, none, entries, count)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import check_count
 from kvjax.devices import head_numbers
 from kvjax.messages import brief
+
+# Whatever `jax_default_prng_impl` says: with "rbg", draws of mapped keys depend on how many are
+# mapped, and so those of a row on the batch.
+GENERATOR = "threefry2x32"
 
 
 def check_seed(seed: int) -> None:
@@ -21,7 +26,7 @@ def check_seed(seed: int) -> None:
 
 def layer_key(seed: int, layer: int) -> Array:
     """The key of a layer's draws."""
-    return jax.random.fold_in(jax.random.key(seed), layer)
+    return jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), layer)
 
 
 def uniform(
@@ -35,6 +40,6 @@ def uniform(
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
 
     def draw(key: Array, position: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(key, position))
+        return jax.random.uniform(jax.random.fold_in(key, position), dtype=jnp.float32)
 
     return jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))), (None, 0))(keys, position)

@@ -19,6 +19,7 @@ from pallas_kernels.base.logits import finite_or_zero, live_slots, masked_logits
 from pallas_kernels.base.mixing import as_weights, unscaled
 from pallas_kernels.base.rows import block_of, entry_of
 from pallas_kernels.base.seen_blocks import hull, meets
+from pallas_kernels.base.varying import varying
 
 # On CPU: the fastest of those tried (2 cores, float32, head_dim 128): a logit tile stays in cache.
 # Fewer queries meet more slots at a time, as many as make such a tile, and MOST_SLOTS at most.
@@ -71,6 +72,7 @@ def attention_by_blocks(
             jnp.zeros(rows, jnp.float32),
             jnp.zeros((*rows, head_dim), jnp.float32),
         )
+        start = varying(start, k, v, *blocks[:5])
         top, total, acc = jax.lax.fori_loop(*blocks.keys_of_query(i), key_block, start)
         out = unscaled(acc, v.dtype) / or_one(total)[..., None]
         return out.astype(v.dtype), top + jnp.log(total)
@@ -109,10 +111,9 @@ def sums_by_blocks(
             per_head = probabilities.reshape(*logits.shape[:2], group, -1, blocks.key_size)
             return sums + per_head.sum(3)
 
-        shape = (*q.shape[:3], blocks.key_size)
-        return jax.lax.fori_loop(
-            *blocks.queries_of_key(j), query_block, jnp.zeros(shape, jnp.float32)
-        )
+        start = jnp.zeros((*q.shape[:3], blocks.key_size), jnp.float32)
+        start = varying(start, k, lse, *blocks[:5])
+        return jax.lax.fori_loop(*blocks.queries_of_key(j), query_block, start)
 
     sums = jax.lax.map(key_block, jnp.arange(blocks.num_key))  # [J, B, H, G, key_size]
     sums = jnp.moveaxis(sums, 0, 3).reshape(*q.shape[:3], -1)

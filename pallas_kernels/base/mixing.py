@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.base.rows import block_of
+from pallas_kernels.base.varying import varying
 
 # What weights of at most 1 are multiplied by before they become float16, which has all its digits
 # from 2^-14 on alone and nothing below 2^-25. Beside a token that takes nearly all attention, and
@@ -73,7 +74,8 @@ def mix_rows(
             rows = block_of(values, i * block, block, 2)[:, :, None].astype(jnp.float32)
             return total + jnp.where(part != 0, part * rows, 0).sum(3)
 
-        return jax.lax.fori_loop(0, slots // block, add, jnp.zeros_like(out))
+        start = varying(jnp.zeros_like(out), own, values)
+        return jax.lax.fori_loop(0, slots // block, add, start)
 
     return unscaled(unless_finite(out, of_some), values.dtype)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int8, UInt8
 
 from pallas_kernels.base.logits import Product
 from pallas_kernels.base.rows import BLOCK, block_of, over_blocks
+from pallas_kernels.base.varying import varying
 
 LEVELS = 15  # steps of a 4-bit number
 
@@ -203,7 +204,7 @@ def quantized_logits(
         return jax.lax.dynamic_update_slice_in_dim(out, logits, start, 3)
 
     out = jnp.zeros((*q.shape[:3], values.shape[2]), jnp.float32)
-    return _over_blocks(values, scale, axis, add, out)
+    return _over_blocks(values, scale, axis, add, varying(out, q, values))
 
 
 def quantized_mix(
@@ -238,7 +239,7 @@ def quantized_mix(
 
     channels = values.shape[3] * (1 if low is None else 2)
     total = jnp.zeros((*weights.shape[:3], channels), jnp.float32)
-    return _over_blocks(values, scale, axis, add, total)
+    return _over_blocks(values, scale, axis, add, varying(total, weights, values))
 
 
 def _einsum(what: str, a: Array, b: Array) -> Array:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, UInt
 from pallas_kernels.base.logits import Product, products
 from pallas_kernels.base.mixing import as_weights, unless_finite, unscaled
 from pallas_kernels.base.rows import BLOCK, block_of, counted_rows, over_blocks, take_shared
+from pallas_kernels.base.varying import varying
 
 # On CPU, gathering the entry of a slot takes as long as this many products of a query row with an
 # entry. The kernels always gather, which is cheap on a GPU.
@@ -83,7 +84,7 @@ def codebook_logits(
 
     if width:
         multiply, block = (_product, BLOCK) if product is None else (product, _rotated_block(q))
-        out = over_blocks(slots, block, add, out)
+        out = over_blocks(slots, block, add, varying(out, q, entries, index))
     return out if magnitude is None else out * magnitude.astype(jnp.float32)[:, :, None]
 
 
@@ -144,7 +145,7 @@ def _mix_slots(
         return total + _mixed("bhrs,bhsd->bhrd", part, rows, 3)
 
     total = jnp.zeros((*weights.shape[:3], entries.shape[3]), jnp.float32)
-    return over_blocks(index.shape[2], BLOCK, add, total)
+    return over_blocks(index.shape[2], BLOCK, add, varying(total, weights, entries, index))
 
 
 def _per_entry(query_rows: int, entries: Array, slots: int) -> bool:

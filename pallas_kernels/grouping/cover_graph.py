@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.base.rows import block_of
+from pallas_kernels.base.varying import varying
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 from pallas_kernels.grouping.cover_kernels import neighbour_bits
 
@@ -135,16 +136,18 @@ def make_graph(
         return Graph(bits[None, None], None, gain)
 
     def tile(i: Array, j: Array, graph: Graph) -> Graph:
+        i, j = i.astype(jnp.int32), j.astype(jnp.int32)  # with x64 loops count in int64
+        zero = jnp.zeros_like(i)
         bound = jnp.dot(tiles.block(sketch, i), tiles.block(sketch, j).T, precision="highest")
         bound = bound.reshape(side // STRIP, STRIP, side).max(1).max(1)
 
         def write(carry: tuple[Array, Graph]) -> tuple[Array, Graph]:
             left, (bits, filled, gain) = carry
             rows, columns, gain = _tile(units, weights, theta, tiles, (i, j), left, gain)
-            bits = jax.lax.dynamic_update_slice(bits, columns[None, None], (j, i, 0, 0))
+            bits = jax.lax.dynamic_update_slice(bits, columns[None, None], (j, i, zero, zero))
             # A tile on the diagonal is its own transpose: it takes the bits of rows and of columns.
             rows |= jnp.where(i == j, columns, 0)
-            bits = jax.lax.dynamic_update_slice(bits, rows[None, None], (i, j, 0, 0))
+            bits = jax.lax.dynamic_update_slice(bits, rows[None, None], (i, j, zero, zero))
             for own, other, words in ((j, i, columns), (i, j, rows)):
                 some = (words != 0).any(1)[None]
                 filled = jax.lax.dynamic_update_slice(filled, some, (other, own * side))
@@ -159,6 +162,7 @@ def make_graph(
 
     bits = jnp.zeros((number, number, side, side // WORD), jnp.uint32)
     graph = Graph(bits, jnp.zeros((number, tiles.size), bool), weights)
+    graph = varying(graph, units, weights, theta)
     return jax.lax.fori_loop(0, number, line, graph)
 
 
@@ -186,16 +190,16 @@ def _tile(
         # Rounding must not bring a cosine above 1.
         near = (jnp.minimum(cosine, 1.0) > theta) & (row < column)
         near &= (weights_here > 0)[:, None] & (weights_there > 0)[None]
-        rows = jax.lax.dynamic_update_slice(rows, pack_bits(near), (first * STRIP, 0))
-        down = (first * (STRIP // WORD), 0)
-        columns = jax.lax.dynamic_update_slice(columns, _pack_columns(near), down)
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, pack_bits(near), first * STRIP, 0)
+        down = first * (STRIP // WORD)
+        columns = jax.lax.dynamic_update_slice_in_dim(columns, _pack_columns(near), down, 0)
         weigh = jnp.where(near, weights_there[None], 0).sum(1, dtype=jnp.int32)
         gain = _add(gain, start, weigh)
         weigh = jnp.where(near, weights_here[:, None], 0).sum(0, dtype=jnp.int32)
         return left.at[first].set(False), rows, columns, _add(gain, other, weigh)
 
     words = jnp.zeros((tiles.side, tiles.side // WORD), jnp.uint32)
-    start = (left, words, words.T, gain)
+    start = varying((left, words, words.T, gain), units, left, gain)
     _, rows, columns, gain = jax.lax.while_loop(lambda carry: any_of(carry[0]), strip, start)
     return rows, columns.T, gain
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from pallas_kernels.base.rows import block_of
+from pallas_kernels.base.varying import varying
 from pallas_kernels.formats.packed_bits import WORD, pack_bits
 from pallas_kernels.grouping.cover_graph import Graph, Tiles, any_of
 from pallas_kernels.grouping.cover_heavy import heavy_entries
@@ -78,7 +79,8 @@ def _take_heavy(
         )
         return greed, count + holds.astype(jnp.int32), *heaviest(greed)
 
-    return jax.lax.while_loop(goes_on, step, (greed, jnp.int32(0), *heaviest(greed)))[:2]
+    start = varying((greed, jnp.int32(0), *heaviest(greed)), graph, greed)
+    return jax.lax.while_loop(goes_on, step, start)[:2]
 
 
 def _highest_first(
@@ -138,7 +140,7 @@ def _lists(
         left = block_of(graph.filled, i * tiles.side, tiles.side, 1)
         left &= tiles.block(wanted, i)[None]
         empty = jnp.full((tiles.side, FEW), tiles.size, jnp.int32)
-        start = (left, jnp.zeros(tiles.side, jnp.int32), empty)
+        start = varying((left, jnp.zeros(tiles.side, jnp.int32), empty), graph, left)
         return jax.lax.while_loop(lambda c: any_of(c[0].reshape(-1)), next_tile, start)[2]
 
     lists = jax.lax.map(of_block, jnp.arange(tiles.number, dtype=jnp.int32))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.base.dispatch import choose_implementation
+from pallas_kernels.base.varying import varying
 from pallas_kernels.grouping.kmeans_kernel import kmeans_by_kernels
 
 Metric = Literal["cosine", "l2", "inner_product"]
@@ -136,6 +137,7 @@ def _by_xla(
         # At first no key has a label, so that all centroids stay: `assign` is compiled once.
         label = jnp.full(keys.shape[:1], clusters, jnp.int32)
         start = jnp.int32(0), label, centroids.astype(jnp.float32), jnp.array(True)
+        start = varying(start, *head)
         _, label, centroids, _ = jax.lax.while_loop(goes_on, move, start)
         return label, centroids
 
@@ -183,5 +185,5 @@ def _means(
 ) -> Float[Array, "C D"]:
     """Means of the keys of each label; the old centroid where there are none. Label C = none."""
     total = jnp.zeros_like(centroids).at[label].add(keys, mode="drop")
-    count = jnp.zeros((len(centroids), 1)).at[label].add(1.0, mode="drop")
+    count = jnp.zeros((len(centroids), 1), jnp.float32).at[label].add(1.0, mode="drop")
     return jnp.where(count > 0, total / jnp.maximum(count, 1.0), centroids)

@@ -14,6 +14,7 @@ from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import dot, load_rows, own_part
 from pallas_kernels.base.tiles import SMALLEST, power_of_two
+from pallas_kernels.base.varying import varying
 
 VECTORS = 256  # at a time
 ENTRIES = 4096  # whose cosines are held at a time: on CPU, so few that they stay in its caches
@@ -98,7 +99,8 @@ def nearest_directions(
         higher = highest > best[1]
         return jnp.where(higher, first, best[0]), jnp.maximum(highest, best[1])
 
-    none = jnp.zeros(number, jnp.int32), jnp.full(number, -jnp.inf)
+    none = jnp.zeros(number, jnp.int32), jnp.full(number, -jnp.inf, jnp.float32)
+    none = varying(none, units, entries, count)
     return jax.lax.fori_loop(0, -(-count // size), block, none)
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import load_rows, own_part
 from pallas_kernels.base.rows import take_slots
 from pallas_kernels.base.tiles import power_of_two
+from pallas_kernels.base.varying import varying
 from pallas_kernels.grouping.cosine import EPSILON, above, inverse_length, round_cosine
 
 BLOCK = 512  # pairs that are compared at a time: on CPU, what stays in its caches
@@ -128,6 +129,7 @@ def join_anchors(
 
     entries = tuple(jnp.moveaxis(x, -1, 0) for x in (order, pairs))
     nothing = jnp.zeros((*keys.shape[:2], 1, keys.shape[3]), jnp.float32)
+    nothing = varying(nothing, keys, order, pairs)
     _, joins = jax.lax.scan(step, nothing, entries, reverse=True)
     return jnp.moveaxis(joins, 0, -1)
 

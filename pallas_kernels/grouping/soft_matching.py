@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.rows import block_of
 from pallas_kernels.base.tiles import tile_of
+from pallas_kernels.base.varying import varying
 from pallas_kernels.grouping.best_match import NO_NUMBER, Every, best_match
 from pallas_kernels.grouping.cosine import inverse_length, round_cosine
 
@@ -121,7 +122,7 @@ def _by_xla(
         )
 
     token = jax.lax.broadcasted_iota(jnp.int32, keys.shape[:3], 2)
-    none = jnp.full(token.shape, -jnp.inf, jnp.float32), token
+    none = varying((jnp.full(token.shape, -jnp.inf, jnp.float32), token), keys, count)
     # Chunks in which no head has a token are passed over.
     last = jnp.minimum(-(-count.max(initial=0) // size), chunks)
     found = jax.lax.fori_loop(0, last, match, none)

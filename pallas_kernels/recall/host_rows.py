@@ -177,14 +177,15 @@ def _fetch(stores, rows, index, jobs: Bool[Array, "B K N"], size: int):
         done, rows = carry
         job = jax.lax.dynamic_index_in_dim(listed, done, keepdims=False)
         row, entry, place = job // (entries * places), job // places % entries, job % places
+        zero = jnp.zeros_like(job)  # all indices of a slice have one type, also with x64
         start = jax.lax.dynamic_index_in_dim(slot, job, keepdims=False)
 
         def move(store: Array, into: Array) -> Array:
             shape = (1, 1, size, store.shape[3])
-            found = jax.lax.dynamic_slice(store, (row, entry // group, start, 0), shape)
+            found = jax.lax.dynamic_slice(store, (row, entry // group, start, zero), shape)
             found = jax.device_put(found, jax.memory.Space.Device)
             return jax.lax.dynamic_update_slice(
-                into, found.astype(into.dtype), (row, entry, place, 0)
+                into, found.astype(into.dtype), (row, entry, place, zero)
             )
 
         return done + 1, tuple(map(move, stores, rows))

@@ -63,6 +63,7 @@ class Merges(kvjax.KVTransform):
 
 
 SNAP = SnapKV(budget=16, window=4)
+EVERY = Every(SNAP, steps=4)
 
 # What is built, the exception, and what the message must contain: given and expected.
 CONSTRUCTION = {
@@ -174,6 +175,12 @@ CONSTRUCTION = {
     "bind, layers float": (lambda: bind(SNAP, 2.0), TypeError, "2.0", "int"),
     "per layer, not a transform": (
         lambda: bind(PerLayer(lambda i, n: None), 2), TypeError, "None", "PerLayer",
+    ),
+    "a list per layer": (
+        lambda: PerLayer([SNAP, Full()]), TypeError, "[SnapKV(", "function of (layer, num_layers)",
+    ),
+    "a class per layer": (
+        lambda: PerLayer(SnapKV), TypeError, "SnapKV", "function of (layer, num_layers)",
     ),
     "per layer, decoder in every": (
         lambda: bind(Every(PerLayer(lambda i, n: H2O(budget=8)), 4), 2), ValueError, "H2O",
@@ -438,8 +445,16 @@ ATTEND = {
     "window of nothing": ({"window": 0}, ValueError, "window", "0", "at least 1"),
     "window as float": ({"window": 4.0}, TypeError, "window", "4.0", "int"),
     "soft cap of nothing": ({"soft_cap": 0.0}, ValueError, "soft_cap", "0.0"),
+    "queries as a list": ({"q": lambda q: q.tolist()}, TypeError, "q must be an array", "list"),
+    "a predicted query as a list": (
+        {"predicted_query": [[0.0]]}, TypeError, "predicted_query must be an array", "list",
+    ),
+    "a frequency alone": ({"rope": kvjax.Rope(1.0)}, TypeError, "inv_freq", "array", "float"),
+    "frequencies of three axes": (
+        {"rope": kvjax.Rope(np.ones((1, 1, 4), np.float32))}, ValueError, "[B, R]", "(1, 1, 4)",
+    ),
     "sinks as a list": (
-        {"sinks": [0.0] * 4}, TypeError, "sinks must be an array [Q]", "got list",
+        {"sinks": [0.0] * 4}, TypeError, "sinks must be an array", "got list",
     ),
     "sinks as integers": (
         {"sinks": np.zeros(4, np.int32)}, TypeError, "sinks must be floating", "int32",
@@ -525,3 +540,51 @@ def test_a_refused_call_leaves_the_cache_alone():
 def test_what_is_no_cache(call):
     with pytest.raises(TypeError, match="those of init_cache, in tuples, got int"):
         call((3,))
+
+
+def test_caches_that_are_stacked_by_layer():
+    """What is static is known of them; functions of one layer say how to get one."""
+    one, (q, k, v, positions) = new_cache(EVERY, 2), arguments()
+    stacked = jax.eval_shape(lambda *x: jax.tree.map(lambda *y: jnp.stack(y), *x), one, one)
+    assert kvjax.flush_interval(stacked) == kvjax.flush_interval(one) == 4
+    kv, slots = stacked.kv, jnp.ones(one.kv.shape, bool)
+    for name, call in {
+        "attend": lambda: kvjax.attend(EVERY, stacked, q, k, v, positions, phase="prompt"),
+        "flush": lambda: kvjax.flush(stacked),
+        "kept_tokens": lambda: kvjax.kept_tokens(stacked),
+        "append": lambda: kvjax.append(kv, k, v, positions),
+        "evict": lambda: kvjax.evict(kv, slots),
+        "merge": lambda: kvjax.merge(kv, slots.astype(jnp.int32)),
+        "compact": lambda: kvjax.compact(kv, 8),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name} takes the cache of one layer.*\(2, 2, "):
+            call()
+
+
+def test_a_layers_cache_in_place_of_its_slots():
+    cache, (_, k, v, positions) = new_cache(SNAP, 2), arguments()
+    for call in (
+        lambda: kvjax.append(cache, k, v, positions), lambda: kvjax.evict(cache, True),
+        lambda: kvjax.merge(cache, positions), lambda: kvjax.compact(cache, 8),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"takes a kvjax\.KVCache, got LayerCache: give its kv"):
+            call()
+
+
+def test_positions_and_frequencies_may_be_lists():
+    """Of NumPy or of Python, with the numbers of arrays."""
+    cache, (q, k, v, positions) = new_cache(SNAP, 2), arguments()
+    frequencies = [1.0, 0.5, 0.25, 0.125]
+
+    def attended(positions, frequencies):
+        rope = kvjax.Rope(frequencies)
+        return kvjax.attend(SNAP, cache, q, k, v, positions, phase="prompt", rope=rope)[0]
+
+    expected = attended(positions, jnp.array(frequencies))
+    at = np.asarray(positions)
+    for given in (attended(at.tolist(), frequencies), attended(at, np.array(frequencies))):
+        np.testing.assert_array_equal(given, expected)
+    rotated = kvjax.Rope(tuple(frequencies)).rotate(q, at.tolist())
+    np.testing.assert_array_equal(rotated, kvjax.Rope(jnp.array(frequencies)).rotate(q, positions))
+    kv, _ = kvjax.append(cache.kv, k, v, at.tolist())
+    np.testing.assert_array_equal(kv.length, at.max(1) + 1)

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvjax.attention.layer import layer_caches
 from kvjax.compose.chain import bind
+from kvjax.devices import automatic
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.grid import Candidate, Cell, Grid, Unit
 from kvjax.evaluation.cells.results import Results
@@ -112,6 +113,7 @@ def compare(
     )  # fmt: skip
 
 
+@automatic()
 def run(
     material: Material,
     model: LanguageModel | FunctionalModel,

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.budgets.budgets import check_choice, check_number
 from kvjax.cache.slots import memory_bytes
+from kvjax.devices import automatic
 from kvjax.evaluation.cells.grid import METHODS, Candidate, Grid
 from kvjax.evaluation.fidelity.fidelity import Fidelity, check_run, judge
 from kvjax.evaluation.fidelity.full_run import FullRun
@@ -124,6 +125,7 @@ class Diagnosis:
         }
 
 
+@automatic()
 def diagnose(
     model: LanguageModel | FunctionalModel,
     prompts: Rows,

@@ -15,6 +15,7 @@ from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
+from kvjax.devices import automatic
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
@@ -25,6 +26,7 @@ from .full_run import FullRun, Truth, Turn
 from .recording import holds, looked_at, record, recorded, unrecord
 
 
+@automatic()
 def recall_rate(
     attention: Float[Array, "B Q L"],
     kept: Int[Array, "B H S"],
@@ -102,6 +104,7 @@ def _check_recall(attention, kept, budget) -> None:
         raise TypeError(f"budget must hold integers, got {budget.dtype}")
 
 
+@automatic()
 def attention_error(
     output: Float[Array, "B ..."], full: Float[Array, "B ..."]
 ) -> Float[Array, " B"]:
@@ -150,6 +153,7 @@ class Fidelity(NamedTuple):
     head_error: Float[np.ndarray, "L B H"]
 
 
+@automatic()
 def measure_fidelity(
     model: LanguageModel | FunctionalModel,
     transform: KVTransform,
@@ -175,6 +179,7 @@ def measure_fidelity(
     return measure_fidelities(model, [transform], prompts, **given)[0]
 
 
+@automatic()
 def measure_fidelities(
     model: LanguageModel | FunctionalModel,
     transforms: Sequence[KVTransform],

@@ -11,6 +11,7 @@ from kvjax.attention.attend import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compiled_code import compiled
+from kvjax.devices import automatic
 from kvjax.generation.checks import check_turn
 from kvjax.generation.context import Context
 from kvjax.generation.generate import read
@@ -19,6 +20,7 @@ from kvjax.generation.steps import decode_step, scan_steps
 from kvjax.protocol import KVTransform
 
 
+@automatic()
 def continuation_nll(
     model: LanguageModel | FunctionalModel,
     transform: KVTransform,
@@ -69,6 +71,7 @@ def continuation_nll(
     return context_nll(functional, context, tokens[:, prompt:])
 
 
+@automatic()
 def context_nll(
     model: LanguageModel | FunctionalModel,
     context: Context,

@@ -28,6 +28,7 @@ from kvjax.messages import brief
 from kvjax.protocol import Extent, KVTransform, Needs, Step
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
+from pallas_kernels.base.varying import varying
 
 _MOST_STEPS = 1000  # a table has a row for each
 
@@ -187,7 +188,7 @@ class Chelsea(KVTransform):
         done = jax.lax.while_loop(
             lambda clusters: clusters.need.any(),
             lambda clusters: self._pass(clusters, mergeable, cache.position, step.implementation),
-            Clusters(slot, cache.k.read(), mass, need, state.passes),
+            varying(Clusters(slot, cache.k.read(), mass, need, state.passes), cache.k, mass, need),
         )
         return Merge(done.into), state._replace(passes=done.passes)
 

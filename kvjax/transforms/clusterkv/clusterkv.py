@@ -29,6 +29,7 @@ from kvjax.transforms.clusterkv.clusters import Clusters, of_heads
 from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
+from pallas_kernels.base.varying import varying
 
 # Where the size of clusters follows the budget, this holds at least so many of them, unless they
 # would have fewer tokens than the smallest.
@@ -181,9 +182,10 @@ class ClusterKV(Recall):
         """Clusters everything but the sinks; of a further turn what is new, where that will do."""
         clusters, key = state
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
-        last = jnp.full_like(slot, LAST)
-        empty = self._no_clusters(cache, jnp.minimum(cache.used, self.sinks))
+        last = varying(jnp.full_like(slot, LAST), cache.k)
+        empty = varying(self._no_clusters(cache, jnp.minimum(cache.used, self.sinks)), cache.k)
         old = dataclasses.replace(clusters, budget=empty.budget, per_cluster=empty.per_cluster)
+        old = varying(old, cache.k)
         stay = self._stay(cache, old, step)
         anew, grow = step.rows[:, None] & ~stay, step.rows[:, None] & stay
         place, made = jax.lax.cond(

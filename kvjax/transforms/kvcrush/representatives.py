@@ -30,7 +30,7 @@ def anchor_bits(
     """
     size = bits.shape[-1]
     if kind == "random":
-        return jax.random.bernoulli(key, shape=(1, size))
+        return jax.random.bernoulli(key, jnp.float32(0.5), (1, size))
     if kind == "alternate":
         return (jnp.arange(size) % 2 == 1)[None]
     count = bits.sum(1, dtype=jnp.int32)

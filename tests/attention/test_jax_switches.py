@@ -1,0 +1,147 @@
+"""Methods under JAX's own switches: the same types and the same numbers as without them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.support.tolerances import close
+
+ROWS, KV_HEADS, QUERY_HEADS, HEAD_DIM, PROMPT, NEW = 2, 2, 4, 32, 40, 8
+KINDS = {
+    "evicts": "every(snapkv, steps=2)",
+    "evicts in steps": "cam(h2o)",
+    "merges": "kvmerger(pivot='random')",
+    "draws": "kvcrush(h2o, pick='random', anchor='random')",
+    "recalls": "clusterkv(dense_layers=())",
+    "encodes": "quantize(bits=4, key_axis='channel')",
+    "shares": "codebook",
+    "places": "chain(clusterkv(dense_layers=()), offload)",
+}
+OTHERS = (
+    "full", "streaming_llm(reposition=True)", "pyramidkv", "pyramidinfer",
+    "quest(dense_layers=())", "kvcrush(snapkv, kmeans=True)", "when_full(snapkv, room=8)",
+    "chain(quest(dense_layers=()), offload)", "quantize(bits=8, rotate=True)",
+)  # fmt: skip
+SHARES = ("layer_budget", "spindlekv", "spindlekv(unfold=True)")  # budgets below 1
+
+# Each is set around calls, and JAX compiles anew under it: none needs a process of its own. Strict
+# promotion and `rank_promotion="raise"` are not here, since every test runs under them.
+SWITCHES = {
+    "x64": lambda: jax.enable_x64(True),
+    "NaNs": lambda: jax.debug_nans(True),
+    "rbg": lambda: jax.default_prng_impl("rbg"),
+    "leaks": lambda: jax.check_tracer_leaks(True),
+    "no jit": lambda: jax.disable_jit(True),
+    "checks": lambda: jax.enable_checks(True),
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "transfers": lambda: jax.transfer_guard("disallow"),
+}
+
+
+def transform(method: str, budget: float = 32) -> kvjax.KVTransform:
+    return kvjax.bind(kvjax.parse(method, budget), 2)[1]
+
+
+@functools.cache
+def tokens() -> list[jax.Array]:
+    """Queries, keys, values and positions of all tokens of two rows, and inverse frequencies."""
+    rng = np.random.default_rng(0)
+    sizes = [(ROWS, heads, PROMPT + NEW, HEAD_DIM) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)]
+    position = np.broadcast_to(np.arange(PROMPT + NEW, dtype=np.int32), (ROWS, PROMPT + NEW))
+    frequencies = 1e4 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    arrays = *(rng.normal(size=size) for size in sizes), frequencies
+    q, k, v, frequencies = (jnp.asarray(x, jnp.float32) for x in arrays)
+    return [q, k, v, jnp.asarray(position), frequencies]
+
+
+def conversation(tx, q, k, v, position, frequencies):
+    """A prompt in two chunks, a step, a flush, another step, and a further turn: all outputs."""
+    cache = kvjax.init_cache(
+        tx, batch=ROWS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS, head_dim=HEAD_DIM,
+        max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32,
+    )  # fmt: skip
+    rope = kvjax.Rope(frequencies) if tx.needs.unrotated_keys else None
+    outs, seen = [], 0
+    for count, phase, last in (
+        (20, "prompt", False), (18, "prompt", True), (1, "decode", True), (1, "decode", True),
+        (3, "prompt", True),
+    ):  # fmt: skip
+        own = slice(seen, seen + count)
+        new = (x[:, :, own] for x in (q, k, v))
+        out, cache = kvjax.attend(
+            tx, cache, *new, position[:, own], phase=phase, last=last, rope=rope
+        )
+        outs.append(out)
+        cache, seen = kvjax.flush(cache) if phase == "decode" else cache, seen + count
+    return outs, cache
+
+
+@pytest.mark.fast_cases("clusterkv(dense_layers=())", "spindlekv")
+@pytest.mark.parametrize("method", [*KINDS.values(), *OTHERS, *SHARES])
+def test_nothing_becomes_64_bits_wide(method):
+    """Nothing relies on an implicit promotion either: tests forbid those."""
+    budget = 0.4 if method in SHARES else 48 if "quest" in method else 32
+    with jax.enable_x64(True):
+        made = jax.eval_shape(functools.partial(conversation, transform(method, budget)), *tokens())
+    assert not [x for x in jax.tree.leaves(made) if "64" in str(x.dtype)]
+
+
+@functools.cache
+def without_switches(kind: str) -> list[np.ndarray]:
+    return outputs(kind)
+
+
+def outputs(kind: str) -> list[np.ndarray]:
+    run = jax.jit(conversation, static_argnums=0)
+    return jax.device_get(run(transform(KINDS[kind]), *tokens())[0])
+
+
+@pytest.mark.fast_cases("draws-rbg", "recalls-transfers")
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_the_same_under_every_switch(kind, switch):
+    """A method draws the same numbers with JAX's other generator and in 64 bits."""
+    expected = without_switches(kind)
+    with SWITCHES[switch]():
+        found = outputs(kind)
+    for own, out in zip(found, expected, strict=True):
+        close(own, out, "accumulated", f"{kind}, {switch}")
+
+
+def test_a_cache_has_infinities():
+    """`docs/guides/own-model.md` says so of `jax_debug_infs`."""
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+        kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=8, max_prompt=8, max_new=1)
+
+
+def test_steps_with_offload_cannot_be_mapped():
+    """Prompts can; a mapped step would gather in host memory."""
+    tx = transform(KINDS["places"])
+    make = functools.partial(
+        kvjax.init_cache, tx, batch=1, kv_heads=KV_HEADS, query_heads=QUERY_HEADS,
+        head_dim=HEAD_DIM, max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32,
+    )  # fmt: skip
+
+    def prompt(q, k, v, position):
+        return kvjax.attend(tx, make(), q, k, v, position, phase="prompt")[1]
+
+    def step(q, k, v, position):
+        cache = prompt(q, k, v, position)
+        new = (x[:, :, :1] for x in (q, k, v))
+        return kvjax.attend(tx, cache, *new, position[:, :1], phase="decode")
+
+    def flush(*row):
+        return kvjax.flush(prompt(*row))
+
+    *new, position, _ = tokens()
+    rows = *(x[:, None, :, :PROMPT] for x in new), position[:, None, :PROMPT]
+    jax.eval_shape(jax.vmap(prompt), *rows)
+    for call in (step, jax.jit(step), flush):
+        with pytest.raises(ValueError, match=r"jax\.vmap.*batch=2"):
+            jax.eval_shape(jax.vmap(call), *rows)

@@ -1,0 +1,148 @@
+"""Meshes with the axes that JAX makes, on four virtual devices: a program of its own, prints JSON.
+
+`python -m tests.devices.axes traced METHOD ...`, `computed METHOD ...`, or `generated`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvjax
+from kvjax.models import DecoderConfig, RopeConfig, on_mesh, random_decoder
+from tests.docs.test_pages import GUIDES, run
+from tests.support.tolerances import TOLERANCES
+
+ROWS, KV_HEADS, QUERY_HEADS, HEAD_DIM, PROMPT, NEW = 4, 2, 4, 32, 48, 8
+MESHES = {"rows": ((4,), ("data",)), "rows and heads": ((2, 2), ("data", "tensor"))}
+
+
+def conversation(tx, mesh, q, k, v, position):
+    """A prompt, a step, a flush and a step; whether a step changes the types of a cache."""
+    cache = kvjax.init_cache(
+        tx, batch=len(q), kv_heads=k.shape[1], query_heads=q.shape[1], head_dim=HEAD_DIM,
+        max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32, mesh=mesh,
+    )  # fmt: skip
+    frequencies = 1e4 ** -(jnp.arange(0, HEAD_DIM, 2, dtype=jnp.float32) / HEAD_DIM)
+    rope = kvjax.Rope(frequencies) if tx.needs.unrotated_keys else None
+    outs, types = [], []
+    starts = ((0, PROMPT, "prompt"), (PROMPT, 1, "decode"), (PROMPT + 1, 1, "decode"))
+    for start, count, phase in starts:
+        own = slice(start, start + count)
+        new = (x[:, :, own] for x in (q, k, v))
+        out, cache = kvjax.attend(tx, cache, *new, position[:, own], phase=phase, rope=rope)
+        cache = kvjax.flush(cache)
+        outs.append(out)
+        types.append([str(jax.typeof(x)) for x in jax.tree.leaves(cache)])
+    assert types[0] == types[1] == types[2]
+    return outs
+
+
+def arrays(put=jnp.asarray) -> list:
+    rng = np.random.default_rng(0)
+    sizes = [(ROWS, heads, PROMPT + NEW, HEAD_DIM) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)]
+    position = np.broadcast_to(np.arange(PROMPT + NEW, dtype=np.int32), (ROWS, PROMPT + NEW))
+    return [*(put(rng.normal(size=size).astype(np.float32)) for size in sizes), put(position)]
+
+
+def each_way(method: str, computed: bool) -> dict[str, bool]:
+    """A method on meshes of both kinds, set and not, given to the cache and not, arrays placed."""
+    tx = kvjax.bind(kvjax.parse(method, 24), 2)[1]
+    call = jax.jit(conversation, static_argnums=(0, 1)) if computed else traced
+    expected, found = call(tx, None, *arrays()), {}
+
+    def compare(name: str, outs: list) -> None:
+        found[f"{method}: {name}"] = all(
+            np.allclose(a, b, **TOLERANCES["float32"]) if computed else a.shape == b.shape
+            for a, b in zip(outs, expected, strict=True)
+        )
+
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    for (name, (sizes, axes)), kind in itertools.product(MESHES.items(), kinds):
+        mesh = jax.make_mesh(sizes, axes, (kind,) * len(axes))
+        for is_set, given, placed in itertools.product((True, False), repeat=3):
+            with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+                outs = call(
+                    tx, mesh if given else None, *arrays(place(mesh) if placed else jnp.asarray)
+                )
+            compare(f"{name}, {kind}, set {is_set}, given {given}, placed {placed}", outs)
+            if placed and kind == AxisType.Explicit:
+                assert jax.typeof(outs[-1]).sharding.spec[0] == "data"
+    mesh = jax.make_mesh((4,), ("data",))
+    for is_set in (True, False):
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            mapped = jax.shard_map(
+                lambda *x: conversation(tx, None, *x), mesh=mesh, in_specs=P("data"),
+                out_specs=P("data"),
+            )  # fmt: skip
+            new = arrays(place(mesh))
+            outs = jax.jit(mapped)(*new) if computed else jax.eval_shape(mapped, *new)
+            compare(f"a shard_map of one's own, set {is_set}", outs)
+    return found
+
+
+def traced(tx, mesh, *new) -> list:
+    return jax.eval_shape(lambda *x: conversation(tx, mesh, *x), *new)
+
+
+def place(mesh):
+    """Puts arrays on a mesh: rows, and heads where an axis divides them."""
+
+    def put(x: np.ndarray) -> jax.Array:
+        spec = P(*mesh.axis_names) if x.ndim == 4 else P("data")
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return put
+
+
+def generated() -> dict[str, bool]:
+    """Text of a model, all at once and as it comes; and the page about devices."""
+    rope = RopeConfig(rotary_dim=8)
+    config = DecoderConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+        kv_heads=2, head_dim=8, rope=rope, max_positions=128,
+    )  # fmt: skip
+    model, found = random_decoder(config, seed=0), {}
+    prompts = np.random.default_rng(0).integers(0, 64, (2, 40)).tolist()
+    how = {"transform": kvjax.SnapKV(24, window=8), "max_new_tokens": 6, "end_tokens": ()}
+    expected = kvjax.generate(model, prompts, **how).tokens
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    for is_set in (True, False):
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            own = on_mesh(model, mesh)
+            found[f"generate, {is_set}"] = kvjax.generate(own, prompts, **how).tokens == expected
+            steps = kvjax.stream(own, prompts, **how)
+            rows = [[token for new in row for token in new] for row in zip(*steps, strict=True)]
+            found[f"stream, {is_set}"] = rows == expected
+            assert not is_set or jax.sharding.get_mesh() == mesh
+            run(next(page for page in GUIDES if page.stem == "devices"))
+    return found
+
+
+def refused() -> bool:
+    """A cache of another mesh than the one that is set is an error that names both."""
+    tx = kvjax.Full()
+    with jax.set_mesh(jax.make_mesh((4,), ("data",))):
+        try:
+            traced(tx, jax.make_mesh((2, 2), ("data", "tensor")), *arrays())
+        except ValueError as error:
+            return "{'data': 2, 'tensor': 2}" in str(error) and "{'data': 4}" in str(error)
+    return False
+
+
+if __name__ == "__main__":
+    what, *methods = sys.argv[1:]
+    if what == "generated":
+        print(json.dumps(generated()), flush=True)
+    else:
+        print(json.dumps({"refused": refused()}), flush=True)
+    for name in methods:
+        print(json.dumps(each_way(name, what == "computed")), flush=True)

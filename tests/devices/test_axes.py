@@ -1,0 +1,35 @@
+"""Meshes as `jax.make_mesh` makes them, in every way in which JAX's users have them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.devices.test_mesh import METHODS, finished, start
+
+# Those that need a calibration, and shares of a prompt, are left to the tests of `test_mesh.py`.
+APART = ("infinigen", "spindlekv", "layer_budget", "pyramidinfer", "chelsea", "quest")
+TRACED = tuple(name for name in METHODS if not any(apart in name for apart in APART))
+
+
+def check(*args: str) -> None:
+    found = finished(start("axes", 4, *args))
+    assert found and all(found.values()), [name for name, same in found.items() if not same]
+
+
+def test_a_method_takes_any_mesh():
+    check("traced", "snapkv(window=8)")
+
+
+@pytest.mark.slow
+def test_every_method_takes_any_mesh():
+    check("traced", *TRACED)
+
+
+@pytest.mark.slow
+def test_any_mesh_gives_what_one_device_gives():
+    check("computed", "every(snapkv(window=8), steps=2)")
+
+
+@pytest.mark.slow
+def test_models_and_pages_take_a_mesh_that_is_set():
+    check("generated")
