@@ -231,7 +231,7 @@ def check_rope(rope: object, head_dim: int) -> None:
         raise ValueError(f"rope rotates {2 * shape[-1]} channels, got head_dim {head_dim}")
 
 
-def check_layer_cache(cache: object, who: str) -> None:
+def check_layer_cache(cache: Any, who: str) -> None:
     """Raises unless it is a cache of one layer, as `init_cache` makes it."""
     parts = cache if isinstance(cache, tuple) else (cache,)
     if not parts or not all(isinstance(part, LayerCache) for part in parts):
