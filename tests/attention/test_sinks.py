@@ -152,10 +152,10 @@ def test_as_gpt_oss_in_transformers():
         Layer, *(torch.tensor(np.asarray(x)) for x in (q, k, v)), torch.tensor(mask)[None, None],
         scaling=HEAD_DIM**-0.5,
     )  # fmt: skip
+    cache = new_cache(kvjax.Full(), batch=1, window=7)
     ours, _ = attending.attend(
-        kvjax.Full(), new_cache(kvjax.Full(), batch=1), q, k, v, positions, phase="prompt",
-        window=7, sinks=sinks(),
-    )  # fmt: skip
+        kvjax.Full(), cache, q, k, v, positions, phase="prompt", sinks=sinks()
+    )
     close(ours, theirs.numpy().transpose(0, 2, 1, 3))
 
 

@@ -58,7 +58,7 @@ def test_tables_of_a_model(capsys, tinystories):
     lines = shown.splitlines()
     assert len(max(lines, key=len)) <= 80
     assert "2 layers, weights of 2.6 MB in" in lines[0] and "budget 64" in shown
-    assert shown.count("\n snapkv") == 4, "a line per batch in both tables"
+    assert shown.count("\n snapkv") == 6, "a line per batch in all three tables"
     assert "per second and makes" in shown and "in host" not in shown
 
 

@@ -85,8 +85,9 @@ def test_fewer_bits_in_a_chain(capsys):
     method = "chain(snapkv, quantize)"
     record = json.loads(output(capsys, *args, "--method", method, "--json"))
     assert record["method"] == method and record["budget"] == 64 and record["new_tokens"] == 4
-    # Four layers of four KV heads of 32 channels, each key and value with a scale.
-    slots, of_slot, of_head, of_layer = 64 + 64, 2 * (32 + 4) + 4 + 4 + 1, 4 + 4, 4
+    # Four layers of four KV heads of 32 channels, each key and value with a scale. Keys are
+    # relative to a mean and a scale of each channel.
+    slots, of_slot, of_head, of_layer = 64 + 64, 2 * (32 + 4) + 4 + 4 + 1, 4 + 4 + 2 * 32 * 4, 4
     assert record["cache_bytes"] == 4 * (4 * (slots * of_slot + of_head) + of_layer)
 
 

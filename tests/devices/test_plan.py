@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 import kvjax
 from kvjax.cli.main import main
 from kvjax.generation.model import as_functional
-from kvjax.generation.planning import plan
+from kvjax.generation.planning import _with_stand_ins, plan
 from kvjax.generation.steps import read_prompt
 from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_decoder
 from kvjax.models.shapes import shape_config
@@ -45,7 +45,7 @@ def test_a_plan_counts_what_a_context_holds(method):
     size = {"max_prompt": 160, "max_new": 24}
     planned = plan(abstract_decoder(CONFIG), transform(method), dtype="float32", **size)
     model = random_decoder(CONFIG)
-    tx = planned.transform  # with a calibration, where it needs one
+    tx = _with_stand_ins(planned.transform, as_functional(model))  # for a missing calibration
     context = kvjax.read(model, ROWS, transform=tx, dtype="float32", **size)
     held = kvjax.memory_bytes(context.caches)
     caches = planned.caches(len(ROWS))

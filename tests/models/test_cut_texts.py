@@ -55,9 +55,14 @@ def read_in_pieces(functional, tokens: list[int], max_prompt: int, pieces) -> np
     sizes = {name: getattr(functional, name) for name in ("kv_heads", "query_heads", "head_dim")}
     caches = tuple(
         kvjax.init_cache(
-            layer, batch=1, max_prompt=max_prompt, max_new=len(tokens) - max_prompt, **sizes
+            layer,
+            batch=1,
+            max_prompt=max_prompt,
+            max_new=len(tokens) - max_prompt,
+            **sizes,
+            **functional.attention(number)._asdict(),
         )
-        for layer in layers
+        for number, layer in enumerate(layers)
     )
     call = jax.jit(functional.apply, static_argnames=("layers", "phase", "last"))
     logits, start = [], 0

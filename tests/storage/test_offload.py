@@ -410,6 +410,7 @@ def test_bytes_by_memory(case):
         # Of each row its length and its budget, and for all of them the key of the draws.
         "clusters": batch * KV_HEADS * (clusters * (4 * DIM + 8) + 8) + 8 * batch + 8,
         "slots": batch * KV_HEADS * (slots * (4 + 4 + 1) + 8) + 4 * batch,
+        "sinks": 4 * KV_HEADS * GROUP,
     }
     held = kvjax.memory_bytes(cache)
     assert held == priced

@@ -247,6 +247,7 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
     out = np.zeros(q.shape)
     for part in parts(transform, before):
         late, kv = part.transform.needs.reposition, part.cache.kv
+        options.setdefault("window", part.cache.logits.window)
         for row in range(len(q)):
             for own, head in enumerate(part.heads):
 

@@ -195,7 +195,7 @@ def test_a_step_of_a_compressed_cache_takes_it(bits, soft_cap, monkeypatch):
     """4 bits have rows that wait beside what is encoded; both are read by the kernel."""
     tx = kvjax.Quantize(bits)
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": 32, "max_prompt": 72, "max_new": 8}
-    cache = kvjax.init_cache(tx, query_heads=4, **sizes)
+    cache = kvjax.init_cache(tx, query_heads=4, soft_cap=soft_cap, **sizes)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(2 + rng.normal(size=(1, n, 73, 32)), jnp.float32) for n in (4, 2, 2))
     at = jnp.arange(73, dtype=jnp.int32)[None]
