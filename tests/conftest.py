@@ -108,12 +108,14 @@ def _is_quick(path: Path) -> bool:
 class ByFileOrCase(LoadScopeScheduling):
     """A worker of xdist gets a file as a whole, but of the conformance tests those of one case.
 
-    They share what they compile. Marks (`xdist_group`) would say it, but pytest 9.2 ignores what
-    xdist 3.8 makes of them.
+    They share what they compile; notebooks, which are long, do not, and are divided too. Marks
+    (`xdist_group`) would say it, but pytest 9.2 ignores what xdist 3.8 makes of them.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
+        if file.endswith("test_notebooks.py"):
+            return nodeid
         if file.endswith("test_conformance.py") and test.endswith("]"):
             return file + re.split(r"[\[-]", test[:-1])[-1]  # the case is the last parameter
         return file
