@@ -136,11 +136,12 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
 def automatic() -> Iterator[None]:
     """While it is open, no mesh with explicit axes is set, so that XLA divides a model's products.
 
-    Outside of `jit`; also a decorator. `jax.make_mesh` makes axes that are part of an array's type
+    Also a decorator. `jax.make_mesh` makes axes that are part of an array's type
     (`AxisType.Explicit`), which programs must name in products and gathers. Models do not: where
     they are is known from their parameters, and may be another mesh than that of `jax.set_mesh`.
+    Inside of `jit`, JAX lets no mesh be set, so that no such mesh may be there.
     """
-    if AxisType.Explicit not in jax.sharding.get_mesh().axis_types:
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         yield
         return
     with jax.set_mesh(None):

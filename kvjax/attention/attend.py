@@ -16,6 +16,7 @@ from kvjax.attention.layer import (
     LayerCache,
     QueryWindow,
     as_scale,
+    check_array,
     check_caches,
     check_layer_cache,
     check_logits,
@@ -594,7 +595,7 @@ def _attend_groups(transform: HeadGroups, cache, q, k, v, positions, predicted, 
 
 def _check_tokens(q, k, v, positions) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_array(name, x)
+        check_array(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, heads, T, D], got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -616,16 +617,10 @@ def _check_tokens(q, k, v, positions) -> None:
         raise ValueError(f"positions must be [B, T] = {(batch, tokens)}, got {positions.shape}")
 
 
-def _check_array(name: str, x: object) -> None:
-    """Raises TypeError unless it is an array of JAX or NumPy."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(x).__name__}")
-
-
 def _check_options(phase: Phase, call: _Call, q, predicted) -> None:
     check_choice("phase", phase, ("prompt", "decode"))
     if predicted is not None:
-        _check_array("predicted_query", predicted)
+        check_array("predicted_query", predicted)
         if predicted.shape != q.shape:
             raise ValueError(
                 f"predicted_query must have the shape of q, {q.shape}, got {predicted.shape}"
@@ -655,7 +650,7 @@ def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
 
 
 def _check_sinks(sinks, query_heads: int) -> None:
-    _check_array("sinks", sinks)
+    check_array("sinks", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"sinks must be floating, got {sinks.dtype}")
     if sinks.shape != (query_heads,):

@@ -218,13 +218,20 @@ def check_logits(window: object, soft_cap: object) -> None:
         check_number("soft_cap", soft_cap, above=0)
 
 
+def check_array(name: str, x: object) -> None:
+    """Raises TypeError unless it is an array of JAX or NumPy."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(x).__name__}")
+
+
 def check_rope(rope: object, head_dim: int) -> None:
     """Raises unless it is None or a `Rope` of no more than `head_dim` channels."""
     if rope is None:
         return
     if not isinstance(rope, Rope):
         raise TypeError(f"rope must be a kvjax.Rope, got {type(rope).__name__}")
-    shape = jnp.shape(rope.inv_freq)
+    check_array("inv_freq of rope", rope.inv_freq)
+    shape = rope.inv_freq.shape
     if len(shape) not in (1, 2):
         raise ValueError(f"inv_freq of rope must be [R] or [B, R], got shape {shape}")
     if 2 * shape[-1] > head_dim:

@@ -285,7 +285,7 @@ def test_generate_token_for_token(recent):
 # --- what moves, and what is held -----------------------------------------------------------------
 
 ALLOWED = {"dynamic_slice", "dynamic_update_slice"}
-CONTROL = {"while", "cond", "scan", "pjit", "jit", "closed_call", "core_call"}
+CONTROL = {"while", "cond", "scan", "pjit", "jit", "closed_call", "core_call", "custom_vmap_call"}
 
 
 def inner_jaxprs(equation):

@@ -89,7 +89,7 @@ class Pair:
 
     def held(self, x: np.ndarray) -> np.ndarray:
         """The numbers as the dtype of the tokens holds them, in float32."""
-        return np.asarray(jnp.asarray(x, self.dtype).astype(jnp.float32))
+        return np.array(jnp.asarray(x, self.dtype).astype(jnp.float32))
 
     def close(self, actual: np.ndarray, expected: np.ndarray, where: str) -> None:
         """Asserts that the library's numbers are the reference's."""
