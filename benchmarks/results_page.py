@@ -342,21 +342,21 @@ def cluster_recall(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def rotation(rows: Sequence[dict[str, Any]]) -> str:
-    """Of `rotation.py`: error (and that of the worst layer) and nats, by what is rotated."""
+    """Of `rotation.py`: error (of the first layer, of the worst), by how rows are stored."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for row in (row for row in rows if "error" in row):
-        found.setdefault((row["model"], row["form"]), {})[row["rotated"]] = row
-    ways = ("not", "values", "keys and values")
+    for row in rows:
+        found.setdefault((row["model"], row["form"]), {})[row["way"]] = row
+    ways = ("as they are", "rotated", "keys rotated", "relative", "relative, rotated")
 
-    def line(model: str, form: str, own: dict[str, dict[str, Any]]) -> list[str]:
-        several = [own.get(way) for way in ways]
-        errors = ["" if x is None else f"{x['error']:.4f} ({x['worst_layer']})" for x in several]
-        losses = ["" if x is None else f"{x['nats']:+.4f}" for x in several]
-        return [model, form, f"{own['not']['bytes']:g}", *errors, *losses]
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        return f"{row['error']:.4f} ({row['first_layer']}, {row['worst_layer']})"
 
-    headings = ["model", "form", "bytes", "error", "values rotated", "keys and values", "nats",
-                "values rotated", "keys and values"]  # fmt: skip
-    return markdown(headings, [line(*key, own) for key, own in found.items()])
+    return markdown(["model", "form", "bytes", *ways], [
+        [*key, f"{next(iter(own.values()))['bytes']:g}", *(cell(own.get(way)) for way in ways)]
+        for key, own in found.items()
+    ])  # fmt: skip
 
 
 FILES: dict[str, tuple[str, Callable[[Any], str]]] = {

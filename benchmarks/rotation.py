@@ -3,54 +3,52 @@
     python benchmarks/rotation.py --models FOLDER FILE.gguf --text wiki.txt --out \\
         benchmarks/results/rotation.json
 
-The bundled model and the given ones read four texts of 1,024 tokens with the full cache. Every form
-of `Quantize` then stores them in several ways: as they are; rotated, which is values alone where
-keys stand in groups of slots (`keys rotated`: these too); and with keys relative to a mean and a
-scale of their channels (`Channels`), not rotated and rotated. `error` is the relative error of
-attention outputs at the next tokens, each layer judged alone (`measure_fidelities`): the mean over
-layers, texts and tokens; `first_layer` is that of the first layer alone, and `worst_layer` the
-greatest of a layer. `nats` is how much more the negative log-likelihood of the 128 tokens that
-follow is than the full cache's. `bytes` are those of a key or value of a bfloat16 cache.
+The bundled model and the given ones read four texts of 1,024 tokens. Keys and values of every layer
+are then encoded in every form of `Quantize`, in several ways: as they are; rotated, which is values
+alone where keys stand in groups of slots (`keys rotated`: these too); and with keys relative to a
+mean and a scale of their channels (`Channels`), not rotated and rotated. `error` is the relative
+error of the attention outputs of the last 64 tokens, each layer judged alone: the mean over layers,
+texts and tokens; `first_layer` is that of the first layer, and `worst_layer` the greatest of a
+layer. All tokens are encoded, the newest too. `bytes` are those of a key or value of a bfloat16
+cache.
 
 3 bits are no form of the library. They are measured as numbers of 4 bits that have 8 levels in
 place of 16, and their bytes are what packed ones would take.
 
-Then steps of one attention layer of Llama-3.1-8B's shape are timed in turns, with rows as they are
-and in the default way. A row that the file holds already is not measured again, so that a run which
-was stopped goes on.
+Then steps of one attention layer of Llama-3.1-8B's shape are timed in turns: with the full cache,
+and in forms of the library, not rotated and rotated.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import Rows, interleaved_medians
+from common import interleaved_medians, write
 from decode_step import STEPS, decode_side
 from jaxtyping import Array, Float
 
 import kvjax
-from kvjax.evaluation import context_nll
-from kvjax.evaluation.fidelity.fidelity import judge
-from kvjax.evaluation.fidelity.full_run import FullRun
-from kvjax.generation.model import as_functional
+from kvjax.attention.layer import LayerCache
+from kvjax.generation.reading_once import Observe
 from kvjax.models import demo, from_pretrained, load_tokenizer
+from kvjax.protocol import Needs
 from kvjax.storage.channels import Channels
 from kvjax.storage.quantized import Axis, Form
-from pallas_kernels import Encoded
+from pallas_kernels import Encoded, decode_attention
 from pallas_kernels.formats.bits import pack_int4
 
-TEXTS, PROMPT, CONTINUATION, NEXT, GROUP = 4, 1024, 128, 8, 32
-STEP = "a layer of Llama-3.1-8B"  # the rows of times
+TEXTS, PROMPT, QUERIES, GROUP = 4, 1024, 64, 32
 AS_THEY_ARE, ROTATED, KEYS_ROTATED = "as they are", "rotated", "keys rotated"
-RELATIVE, DEFAULT = "relative", "relative, rotated"
-EIGHT = {"8 bits": 8, "float8": "float8"}
+RELATIVE, BOTH = "relative", "relative, rotated"
 SCALE_BYTES = {8: 4, 4: 2 * 2, 3: 2 * 2}  # of a group: one float32 number, or two of bfloat16
 
 
@@ -78,90 +76,94 @@ class CoarseForm(Form):
         return rounded(own, self.group, self.axis, self.levels)
 
 
-@dataclass(frozen=True)
-class Stored(kvjax.Quantize):
-    """`Quantize` in another way.
+class Way(NamedTuple):
+    """A form of keys and values, and what is done before they are encoded."""
 
-    Args:
-      way: one of the above.
-      levels: of 4 bits.
-    """
-
-    way: str = DEFAULT
-    levels: int = 16
-
-    def init(self, cache, layer):
-        """Payloads in that way."""
-        cache, state = super().init(cache, layer)
-        relative = self.way in (RELATIVE, DEFAULT) and not self.groups_slots
-        rotated = self.way in (ROTATED, KEYS_ROTATED, DEFAULT)
-        keys = rotated and (self.way == KEYS_ROTATED or not self.groups_slots)
-
-        def payload(own, hadamard: bool, relative: bool):
-            form = dataclasses.replace(own.form, hadamard=hadamard, relative=relative)
-            if self.levels < 16:
-                form = CoarseForm(**vars(form), levels=self.levels)
-            channels = own.channels if relative else None
-            return dataclasses.replace(own, form=form, channels=channels)
-
-        return cache.replace(
-            k=payload(cache.k, keys, relative), v=payload(cache.v, rotated, False)
-        ), state
+    form: str
+    bits: int
+    way: str
+    keys: Form
+    values: Form
 
 
-def variants(head_dim: int) -> Iterator[tuple[dict[str, object], kvjax.KVTransform]]:
-    """Every form in every way: what a row says of it, and the transform."""
-    by_slot = AS_THEY_ARE, ROTATED, RELATIVE, DEFAULT
-    in_groups = AS_THEY_ARE, ROTATED, KEYS_ROTATED
-    forms = [(name, 8, head_dim, Stored(bits), by_slot) for name, bits in EIGHT.items()]
-    for bits, levels in ((4, 16), (3, 8)):
-        for axis, ways in (("channel", in_groups), ("token", by_slot)):
-            ways = ways if bits == 4 else ((ROTATED,) if axis == "channel" else (DEFAULT,))
-            stored = Stored(4, key_axis=axis, levels=levels)
-            forms.append((f"{bits} bits, {axis}", bits, GROUP, stored, ways))
-    for form, bits, group, transform, ways in forms:
-        about = {"form": form, "bits": bits}
-        about["bytes"] = head_dim * bits / 8 + head_dim / group * SCALE_BYTES[bits]
-        for way in ways:
-            # In every layer the form itself, also where a window would make it a ring.
-            own = kvjax.Everywhere(dataclasses.replace(transform, way=way))
-            yield {**about, "way": way}, own
+def all_ways() -> Iterator[Way]:
+    """Every form in every way; 3 bits in the best one alone."""
+    by_slot = {"8 bits": Form(8), "float8": Form("float8"), "4 bits, token": Form(4, GROUP)}
+    coarse = CoarseForm(4, GROUP)
+    for name, form in {**by_slot, "3 bits, token": coarse}.items():
+        for way in (AS_THEY_ARE, ROTATED, RELATIVE, BOTH):
+            if form is not coarse or way == BOTH:
+                values = dataclasses.replace(form, hadamard=way in (ROTATED, BOTH))
+                keys = dataclasses.replace(values, relative=way in (RELATIVE, BOTH))
+                yield Way(
+                    name, 3 if form is coarse else 4 if form.bits == 4 else 8, way, keys, values
+                )
+    for bits, form in {4: Form(4, GROUP), 3: coarse}.items():
+        for way in (AS_THEY_ARE, ROTATED, KEYS_ROTATED):
+            if form is not coarse or way == ROTATED:
+                values = dataclasses.replace(form, hadamard=way != AS_THEY_ARE)
+                keys = dataclasses.replace(form, axis="channel", hadamard=way == KEYS_ROTATED)
+                yield Way(f"{bits} bits, channel", bits, way, keys, values)
 
 
-def measure(model, ids: list[int], transforms: list[kvjax.KVTransform]) -> Iterator[dict]:
-    """A row's figures for each transform, given the tokens of a text."""
-    starts = np.linspace(0, len(ids) - PROMPT - CONTINUATION, TEXTS).astype(int)
+@functools.partial(jax.jit, static_argnums=0)
+def errors(ways: tuple[Way, ...], cache: LayerCache) -> Float[Array, " W"]:
+    """The error of a layer's attention outputs in each way; the layer was observed."""
+    kv, seen = cache.kv, cache.state
+    rope, logits = seen.rope, seen.logits
+    keys, values = (payload.read()[:, :, :PROMPT] for payload in (kv.k, kv.v))
+    position, live = kv.position[:, :, :PROMPT], kv.live[:, :, :PROMPT]
+    keys = keys if rope is None else rope.rotate(keys, position)
+    q = seen.query.reshape(len(seen.query), kv.shape[1], kv.group, *seen.query.shape[2:])
+
+    def attend(keys: Array, values: Array) -> Array:
+        out, _, _ = decode_attention(
+            q, keys, values, jnp.zeros(live.shape), seen.query_position, position,
+            scale=logits.scale, window=logits.window, soft_cap=logits.soft_cap,
+            probabilities=False,
+        )  # fmt: skip
+        return jnp.moveaxis(out, 3, 1).reshape(len(q), q.shape[3], -1)
+
+    def through(form: Form, rows: Array) -> Array:
+        channels = Channels.of(rows, live) if form.relative else None
+        return form.decode(form.encode(rows, channels), channels)
+
+    exact = attend(keys, values)
+    found = [attend(through(way.keys, keys), through(way.values, values)) for way in ways]
+    size = jnp.linalg.norm(exact, axis=-1)
+    return jnp.stack([(jnp.linalg.norm(out - exact, axis=-1) / size).mean() for out in found])
+
+
+def measure(model: kvjax.LanguageModel, head_dim: int, ids: list[int]) -> Iterator[dict]:
+    """The rows of a model, given the tokens of a text."""
+    starts = np.linspace(0, len(ids) - PROMPT, TEXTS).astype(int)
     texts = [ids[start : start + PROMPT] for start in starts]
-    follow = np.array([ids[at + PROMPT : at + PROMPT + CONTINUATION] for at in starts], np.int32)
-    run = FullRun(as_functional(model), texts, transforms, new_tokens=NEXT)
-    caches = [kvjax.Full(), *transforms]
-    read = kvjax.ReadOnce(model, texts, caches, buckets=(PROMPT,), max_new=CONTINUATION)
-
-    def nats(transform: kvjax.KVTransform) -> float:
-        return float(context_nll(model, read.context(transform), follow).mean())
-
-    exact = nats(kvjax.Full())
-    for transform in transforms:
-        error = judge(run, run.context(transform)).error
+    # In every layer all tokens, also where a window would make it a ring.
+    observe = kvjax.Everywhere(Observe(Needs(query_window=QUERIES, unrotated_keys=True)))
+    context = kvjax.read(model, texts, transform=observe, max_prompt=PROMPT, max_new=1)
+    ways = tuple(all_ways())
+    layers = np.stack([np.asarray(errors(ways, cache)) for cache in context.caches])
+    for way, found in zip(ways, layers.T, strict=True):
+        group = GROUP if way.keys.bits == 4 else head_dim
         yield {
-            "error": round(float(error.mean()), 4),
-            "first_layer": round(float(error[0].mean()), 3),
-            "worst_layer": round(float(error.mean(1).max()), 3),
-            "nats": round(nats(transform) - exact, 4),
+            "form": way.form, "way": way.way,
+            "bytes": head_dim * way.bits / 8 + head_dim / group * SCALE_BYTES[way.bits],
+            "error": round(float(found.mean()), 4), "first_layer": round(float(found[0]), 3),
+            "worst_layer": round(float(found.max()), 3),
+        }  # fmt: skip
+
+
+def step_milliseconds(prompt: int, rounds: int) -> dict[str, float]:
+    """A decode step over a layer's cache, by form."""
+    transforms: dict[str, kvjax.KVTransform] = {"full": kvjax.Full()}
+    for rotate in (False, True):
+        way = "rotated" if rotate else "not rotated"
+        transforms |= {
+            f"8 bits, {way}": kvjax.Quantize(8, rotate=rotate),
+            f"4 bits, token, {way}": kvjax.Quantize(4, key_axis="token", rotate=rotate),
+            f"4 bits, channel, {way}": kvjax.Quantize(4, rotate=rotate),
         }
-        jax.clear_caches()
-
-
-BY_TOKEN = Stored(4, key_axis="token")
-
-
-def step_milliseconds(prompt: int, rounds: int) -> dict[tuple[str, str], float]:
-    """A decode step over a layer's cache, by form and way."""
-    sides = {("full", AS_THEY_ARE): decode_side(kvjax.Full(), prompt)[0]}
-    forms = {"8 bits": Stored(8), "4 bits, channel": Stored(4), "4 bits, token": BY_TOKEN}
-    for form, transform in forms.items():
-        for way in (AS_THEY_ARE, DEFAULT):
-            sides[form, way] = decode_side(dataclasses.replace(transform, way=way), prompt)[0]
+    sides = {name: decode_side(transform, prompt)[0] for name, transform in transforms.items()}
     found = interleaved_medians(sides, rounds)
     return {side: round(1e3 * seconds / STEPS, 3) for side, seconds in found.items()}
 
@@ -175,26 +177,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    about = {
-        "benchmark": "rotation", "texts": TEXTS, "prompt_tokens": PROMPT, "next_tokens": NEXT,
-        "continuation_tokens": CONTINUATION, "step_tokens": args.step_tokens,
-    }  # fmt: skip
-    rows = Rows(args.out, about)
-    given = {
-        **{Path(name).stem: (name, Path(args.text).read_text()) for name in args.models},
-        "bundled": (demo.directory(), demo.held_out_text()),
-    }
+    text = Path(args.text).read_text()
+    given = {Path(name).stem: (name, text) for name in args.models}
+    given["bundled"] = demo.directory(), demo.held_out_text()
+    rows = []
     for name, (folder, text) in given.items():
         model, tokenizer = from_pretrained(folder), load_tokenizer(folder)
-        all_variants = [({"model": name, **x}, tx) for x, tx in variants(model.config.head_dim)]
-        missing = [(x, tx) for x, tx in all_variants if not rows.has(**x)]
-        if missing:
-            found = measure(model, tokenizer(text).input_ids, [tx for _, tx in missing])
-            for (said, _), figures in zip(missing, found, strict=True):
-                rows.add(**said, **figures)
-    if not rows.has(model=STEP):
-        for side, milliseconds in step_milliseconds(args.step_tokens, args.rounds).items():
-            rows.add(model=STEP, form=side[0], way=side[1], milliseconds=milliseconds)
+        found = measure(model, model.config.head_dim, tokenizer(text).input_ids)
+        rows += [{"model": name, **row} for row in found]
+    result = {
+        "benchmark": "rotation", "texts": TEXTS, "prompt_tokens": PROMPT, "queries": QUERIES,
+        "rows": rows, "step_tokens": args.step_tokens,
+        "step_milliseconds": step_milliseconds(args.step_tokens, args.rounds),
+    }  # fmt: skip
+    write(args.out, result)
 
 
 if __name__ == "__main__":

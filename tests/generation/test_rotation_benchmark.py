@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -56,37 +56,40 @@ def test_equal_values_are_kept(rotation):
 
 
 def test_every_form_is_measured_in_its_ways(rotation):
-    ways: dict[str, set] = {}
-    bytes_of = {}
-    for said, _ in rotation.variants(64):
-        ways.setdefault(said["form"], set()).add(said["way"])
-        bytes_of[said["form"]] = said["bytes"]
-    by_slot = {rotation.AS_THEY_ARE, rotation.ROTATED, rotation.RELATIVE, rotation.DEFAULT}
-    assert ways["8 bits"] == ways["4 bits, token"] == by_slot
-    assert {rotation.AS_THEY_ARE, rotation.ROTATED} <= ways["4 bits, channel"]
-    assert bytes_of["8 bits"] == 68 and bytes_of["4 bits, channel"] == 40
+    ways: dict[str, dict] = {}
+    for way in rotation.all_ways():
+        ways.setdefault(way.form, {})[way.way] = way
+    by_slot = {rotation.AS_THEY_ARE, rotation.ROTATED, rotation.RELATIVE, rotation.BOTH}
+    assert set(ways["8 bits"]) == set(ways["float8"]) == set(ways["4 bits, token"]) == by_slot
+    assert set(ways["3 bits, token"]) == {rotation.BOTH}
+    size = {"batch": 1, "kv_heads": 1, "head_dim": 32, "max_prompt": 32, "max_new": 1}
+    for form, own, transform in (
+        ("8 bits", rotation.BOTH, kvjax.Quantize(8)),
+        ("float8", rotation.RELATIVE, kvjax.Quantize("float8", rotate=False)),
+        ("4 bits, token", rotation.BOTH, kvjax.Quantize(4, key_axis="token")),
+    ):
+        kv = kvjax.init_cache(transform, **size).kv
+        assert (ways[form][own].keys, ways[form][own].values) == (kv.k.form, kv.v.form)
+    channel, kv = ways["4 bits, channel"], kvjax.init_cache(kvjax.Quantize(4), **size).kv
+    assert channel[rotation.ROTATED].keys == dataclasses.replace(kv.k.form, recent=0)
+    assert channel[rotation.KEYS_ROTATED].keys.hadamard
 
 
 def test_rows_of_a_model(rotation, monkeypatch):
-    for name, size in {"TEXTS": 2, "PROMPT": 64, "CONTINUATION": 4, "NEXT": 2}.items():
+    for name, size in {"TEXTS": 2, "PROMPT": 64, "QUERIES": 8}.items():
         monkeypatch.setattr(rotation, name, size)
-    forms = {
-        said["form"]: tx for said, tx in rotation.variants(32) if said["way"] == rotation.DEFAULT
-    }
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 400).tolist()
-    chosen = [forms[name] for name in ("8 bits", "4 bits, token", "3 bits, token")]
-    rows = list(rotation.measure(random_decoder(CONFIG), ids, chosen))
-    eight, four, three = (row["error"] for row in rows)
+    rows = list(rotation.measure(random_decoder(CONFIG), CONFIG.head_dim, ids))
+    error = {(row["form"], row["way"]): row["error"] for row in rows}
+    eight, four, three = (
+        error[form, rotation.BOTH] for form in ("8 bits", "4 bits, token", "3 bits, token")
+    )
     assert 0 < eight < four < three
-    assert all(row["worst_layer"] >= row["error"] > 0 for row in rows)
+    assert all(row["worst_layer"] >= row["first_layer"] > 0 for row in rows)
+    bytes_of = {row["form"]: row["bytes"] for row in rows}
+    assert bytes_of["8 bits"] == 36 and bytes_of["4 bits, channel"] == 20
 
 
 def test_three_bits_are_stored_as_their_levels(rotation):
-    transform = rotation.Stored(4, key_axis="token", levels=8)
-    cache = kvjax.init_cache(
-        transform, batch=1, kv_heads=1, head_dim=32, max_prompt=32, max_new=1, dtype="float32"
-    )
-    rows = normal(1, 1, 32, 32)
-    attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
-    _, cache = attend(transform, cache, rows, rows, rows, np.arange(32)[None], phase="prompt")
-    assert 0 < np.asarray(cache.kv.k.encoded.values).max() <= 0x77
+    encoded = rotation.CoarseForm(4, 32).encode(normal(1, 1, 32, 32))
+    assert 0 < np.asarray(encoded.values).max() <= 0x77

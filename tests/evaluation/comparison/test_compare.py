@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -24,6 +25,22 @@ from kvjax.evaluation.comparison.material import Material
 from kvjax.generation.model import as_functional
 from kvjax.models import load_tokenizer, random_decoder, read_config
 from tests.support.small_comparisons import TEXT, material_of, results
+
+
+def test_live_slots_are_a_mean_over_lists():
+    """Three heads of a layer hold 8 slots, and the one beside them all 24."""
+    few = kvjax.StreamingLLM(budget=8)
+    groups = kvjax.HeadGroups((((0,), kvjax.Full()), ((1, 2, 3), few)))
+    sizes = {"batch": 1, "kv_heads": 4, "head_dim": 8, "max_prompt": 24, "max_new": 1}
+    rows = np.ones((1, 4, 24, 8), np.float32)
+    caches = [
+        kvjax.attend(
+            tx, kvjax.init_cache(tx, **sizes), rows, rows, rows, np.arange(24)[None], phase="prompt"
+        )[1]
+        for tx in (groups, few)
+    ]
+    live = compare_module._live_slots(SimpleNamespace(caches=tuple(caches)))
+    assert live == np.mean([(24 + 3 * 8) / 4, 8])
 
 
 def test_a_whole_run(command, tmp_path, capsys):
