@@ -56,17 +56,20 @@ class EncodedPayload(ABC):
         """Weighted sums of the body's values in float32; weights are 0 where a slot is not live."""
 
     def _unchanged(self, rows: Float[Array, "B H S D"], slots: Slots) -> Int[Array, "B H S"]:
-        """The slot of this payload whose row each slot still has at a prompt's end; -1: none's.
-
-        What two programs read differs in its last digit.
-        """
+        """The slot of this payload whose row each slot still has at a prompt's end; -1: none's."""
         if slots.source is None:
             return jnp.full(rows.shape[:3], -1, jnp.int32)
-        stored = self.read(jnp.maximum(slots.source, 0)).astype(jnp.float32)
+        same = self._equal(rows, self.read(jnp.maximum(slots.source, 0)))
+        return jnp.where(same & slots.live, slots.source, -1)
+
+    def _equal(
+        self, rows: Float[Array, "B K N D"], stored: Float[Array, "B K N D"]
+    ) -> Bool[Array, "B K N"]:
+        """Whether rows are those that were read, of which two readings differ in the last digit."""
+        stored = stored.astype(jnp.float32)
         size = jnp.abs(stored)
         digit = float(jnp.finfo(self.dtype).eps) * size + 1e-5 * size.max(-1, keepdims=True)
-        same = (jnp.abs(rows.astype(jnp.float32) - stored) <= digit).all(-1)
-        return jnp.where(same & slots.live, slots.source, -1)
+        return (jnp.abs(rows.astype(jnp.float32) - stored) <= digit).all(-1)
 
     def _selected(self, index: Int[Array, "B K N"]) -> Float[Array, "B K N D"]:
         """Decoded rows of the slots of `index`, in the basis of the body."""

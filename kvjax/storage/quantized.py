@@ -229,7 +229,7 @@ class Quantized(EncodedPayload):
 
     def _fill(self, rows: Float[Array, "B H S D"]) -> Quantized:
         """All rows; groups in which none has changed stay exactly as they are."""
-        same = self._whole((rows == self.read()).all(-1))
+        same = self._whole(self._equal(rows, self.read()))
         same = same.reshape(*same.shape[:2], -1, self.form.together).all(-1)
 
         def choose(old: Array, new: Array) -> Array:

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import Codebook, Quantize, chain
-from tests.references.rope import rope as rotate
+from kvjax.storage.references import CodebookPayload
 from tests.support import attending
 from tests.support.attending import Tokens, new_cache, one_layer, right
 
@@ -85,18 +85,27 @@ def alike(tokens: Tokens) -> Tokens:
     return tokens._replace(k=around(tokens.k), v=around(tokens.v))
 
 
-def rows_of(transform, cache) -> dict[str, dict[tuple[int, int, int], np.ndarray]]:
-    """What is read of every token that is alone in its slot, by row, head and position."""
-    found: dict[str, dict] = {"k": {}, "v": {}}
+def encoded(payload) -> np.ndarray:
+    """Which slots `[B, H, S]` are encoded, and not kept as they came until more have come."""
+    if isinstance(payload, CodebookPayload):
+        return np.asarray(payload.index) < payload.book.entries
+    slots = np.arange(payload.shape[2])
+    waiting = np.zeros((*payload.shape[:2], 0)) if payload.recent is None else payload.recent.slots
+    return ~(np.asarray(waiting)[..., None] == slots).any(2)
+
+
+def stored(transform, cache) -> dict[tuple[str, int, int, int], np.ndarray]:
+    """What is read of each encoded token that is alone in its slot, by row, head and position."""
+    rows = {}
     for part in attending.parts(transform, cache):
         kv = part.cache.kv
         alone = np.asarray(kv.live) & (np.asarray(kv.log_mass) == 0)
         for name, payload in (("k", kv.k), ("v", kv.v)):
-            rows = np.asarray(read(payload), np.float64)
-            for row, own, slot in np.argwhere(alone):
-                position = int(kv.position[row, own, slot])
-                found[name][int(row), part.heads[own], position] = rows[row, own, slot]
-    return found
+            read_rows = np.asarray(read(payload))
+            for row, head, slot in np.argwhere(alone & encoded(payload)):
+                at = name, int(row), part.heads[head], int(kv.position[row, head, slot])
+                rows[at] = read_rows[row, head, slot]
+    return rows
 
 
 def conversation(transform, tokens: Tokens, script: Script):
@@ -126,30 +135,16 @@ def conversation(transform, tokens: Tokens, script: Script):
         yield cache
 
 
-def errors(rows: dict, exact: np.ndarray, which) -> float:
-    """The relative error of these rows."""
-    off = sum(((rows[at] - exact[at]) ** 2).sum() for at in which)
-    return float(np.sqrt(off / sum((exact[at] ** 2).sum() for at in which)))
-
-
 def check(transform, script: Script, tokens: Tokens) -> None:
-    """The first prompt's tokens are read after the last turn as they were after the first one."""
-    late = transform.needs.unrotated_keys
-    place = np.arange(tokens.k.shape[2])
-    keys = tokens.k.astype(np.float64)
-    exact = {
-        "k": keys if late else rotate(keys, place, attending.INV_FREQ),
-        "v": tokens.v.astype(np.float64),
-    }
-    first = last = None
+    """What is encoded after a turn is read after the next one as it was, if it is still there."""
+    before, stayed = {}, {"k": 0, "v": 0}
     for cache in conversation(transform, tokens, script):
-        last = rows_of(transform, cache)
-        first = first or last
-    for name in ("k", "v"):
-        still = [at for at in first[name] if at in last[name] and at[2] < FIRST[at[0]]]
-        assert still, "nothing of the first prompt is left"
-        before, after = (errors(rows[name], exact[name], still) for rows in (first, last))
-        assert before > 0 and after <= 1.01 * before, (name, before, after, len(still))
+        after = stored(transform, cache)
+        for at in before.keys() & after.keys():
+            np.testing.assert_array_equal(after[at], before[at], err_msg=str(at))
+            stayed[at[0]] += 1
+        before = after
+    assert min(stayed.values()) > script.turns, "hardly anything stays from turn to turn"
 
 
 def of_form(form: str, script: Script) -> Tokens:
@@ -157,7 +152,7 @@ def of_form(form: str, script: Script) -> Tokens:
     return alike(tokens) if form == "codebook" else tokens
 
 
-MANY = [(name, form) for name in EVICTING for form in FORMS]
+MANY = [(name, form) for name in EVICTING for form in FORMS if "not rotated" not in form]
 
 
 @pytest.mark.parametrize(("name", "form"), MANY)
@@ -172,7 +167,7 @@ def test_behind_what_frees_slots(name, form):
         with pytest.raises(ValueError, match="merge at the prompt's end only"):
             chain(EVICTING[name], FORMS[form])
         return
-    script = Script(turns=12, new=2, steps=1)
+    script = Script(turns=6, new=2, steps=1)
     check(one_layer(chain(EVICTING[name], FORMS[form])), script, of_form(form, script))
 
 
@@ -180,29 +175,21 @@ def test_behind_what_frees_slots(name, form):
 @pytest.mark.parametrize("name", KEEPING)
 @pytest.mark.fast_cases("full-8 bits")
 def test_where_slots_stay(name, form):
-    """Turns of one token."""
+    """Turns of one token; for ClusterKV of a whole cluster, for which it always has room."""
     if form == "codebook" and name != "full":
         with pytest.raises(ValueError, match="unrotated"):
             chain(FORMS[form], KEEPING[name])
         return
-    script = Script(turns=40, new=1, steps=0)
+    script = Script(turns=12, new=4 if name == "clusterkv" else 1, steps=0)
     check(one_layer(chain(FORMS[form], KEEPING[name])), script, of_form(form, script))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "base"), [("bfloat16", snapkv()), ("float16", kvjax.Full())])
 @pytest.mark.slow
-def test_in_16_bits(form, dtype):
-    script = Script(turns=40, new=1, steps=1, dtype=dtype)
-    for base in (kvjax.Full(), EVICTING["snapkv"]):
-        check(one_layer(chain(base, FORMS[form])), script, of_form(form, script))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.slow
-def test_a_hundred_turns(form):
-    script = Script(turns=100, new=2, steps=0)
-    check(one_layer(chain(snapkv(32), FORMS[form])), script, of_form(form, script))
+def test_in_16_bits(form, dtype, base):
+    script = Script(turns=8, new=1, steps=1, dtype=dtype)
+    check(one_layer(chain(base, FORMS[form])), script, of_form(form, script))
 
 
 def test_keys_in_groups_of_slots_are_the_default_where_slots_stay():
