@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.compose.test_conformance import CASES, COVERING, names
+from tests.compose.test_conformance import BUDGET, CASES, COVERING, names, quantised
 from tests.references.attention import softmax_attention
 from tests.support.attending import Tokens, attend, flushed, new_cache, parts, right, slots_of
 from tests.support.tolerances import roundings, within_roundings
@@ -27,7 +27,13 @@ MOST = 2.0
 # are 2^-7 of the largest number apart.
 MERGED_AND_ENCODED = {"chelsea_quantize": 18.0, "kvmerger_quantize": 18.0}
 # InfiniGen selects by an index in 16 bits. Here it selects all, so that only numbers are compared.
-METHODS = {name: COVERING[name] if "infinigen" in name else tx for name, tx in CASES.items()}
+METHODS = {
+    name: COVERING[name] if "infinigen" in name else CASES[name]
+    for name in (
+        *kvjax.METHODS, "cam", "cam_prompt", "kvcrush_h2o", "every", "reposition", "h2o_codebook",
+        "clusterkv_offload", *quantised(BUDGET),
+    )
+}  # fmt: skip
 every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
