@@ -36,7 +36,7 @@ LAYERED = {
     for name, tx in {**registered(), **compositions(BUDGET)}.items()
     if layers_of(tx) is None  # those that are bound to one layer already
 }
-FAST = ("full", "snapkv", "h2o", "offload")
+FAST = ("snapkv", "offload")
 QUESTIONS = [[7, 3], [11], [5, 9, 2]]
 
 

@@ -120,7 +120,7 @@ def conversation(transform: kvjax.KVTransform, **options) -> list[kvjax.Generati
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.fast_cases("h2o", "every")
+@pytest.mark.fast_cases("every")
 def test_results_are_those_of_one_padded_batch(name, together):
     transform = method(STORED.get(name, name))
     pairs = zip(conversation(transform), together(conversation, transform), strict=True)

@@ -113,6 +113,7 @@ def test_at_once_as_in_a_context():
     assert together.cache_bytes == together.full_cache_bytes < expected.full_cache_bytes
 
 
+@pytest.mark.slow
 def test_prompts_in_chunks():
     """Of a model's own call: chunks shorter and longer than the window, padding in between."""
     functional = as_functional(model("gemma"))
@@ -297,6 +298,7 @@ def test_repositioned_texts_end_where_rings_positions_do():
 # --- what is measured -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evaluation_sees_no_difference():
     tokens = np.array([RAGGED[0]])
     ringed, full = (

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.fast_cases("full", "infinigen", "offload", "spindlekv")
+@pytest.mark.fast_cases("full", "infinigen", "offload")
 def test_loading_is_never_having_saved(name, tmp_path):
     """Token for token and array for array, in the middle of a conversation."""
     context = generate(QUESTIONS, read(name), max_new_tokens=3).context

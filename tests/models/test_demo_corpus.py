@@ -51,6 +51,7 @@ def test_documents_of_this_python(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="the bundled text is of 3.11.7")
+@pytest.mark.slow
 def test_the_bundled_held_out_text_was_held_out(monkeypatch):
     text = demo.held_out_text()
     documents = list(corpus.python_documents())

@@ -39,7 +39,9 @@ def test_a_shape_is_that_of_the_published_configuration(name, data_dir):
     assert without_tokens(shape_config(name)) == without_tokens(shape_config(file))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("405b" in name)) for name in SHAPES]
+)
 def test_a_shape_has_as_many_parameters_as_the_model(name):
     model = abstract_decoder(shape_config(name))
     assert sum(x.size for x in jax.tree.leaves(model)) == PARAMETERS[name]
