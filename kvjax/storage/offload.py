@@ -106,7 +106,7 @@ class Offloaded:
         starts = jnp.where(due[:, None], ordered.slots[:, :, 0], recent.nowhere).reshape(-1)
 
         def put(i: Int[Array, ""], store: Array) -> Array:
-            i = i.astype(jnp.int32)  # as slots are; with x64 loops count in int64
+            i = jnp.int32(i)  # as slots are; with x64 loops count in int64
             zero = jnp.zeros_like(i)
             at = i // heads, i % heads
             block = jax.lax.dynamic_slice(ordered.rows, (*at, zero, zero), (1, 1, size, head_dim))

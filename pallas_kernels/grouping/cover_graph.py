@@ -136,7 +136,7 @@ def make_graph(
         return Graph(bits[None, None], None, gain)
 
     def tile(i: Array, j: Array, graph: Graph) -> Graph:
-        i, j = i.astype(jnp.int32), j.astype(jnp.int32)  # with x64 loops count in int64
+        i, j = jnp.int32(i), jnp.int32(j)  # with x64 loops count in int64
         zero = jnp.zeros_like(i)
         bound = jnp.dot(tiles.block(sketch, i), tiles.block(sketch, j).T, precision="highest")
         bound = bound.reshape(side // STRIP, STRIP, side).max(1).max(1)

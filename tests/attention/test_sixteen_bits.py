@@ -22,10 +22,13 @@ from tests.support.tolerances import roundings, within_roundings
 LENGTHS, FURTHER, WIDTH, STEPS = (24, 17, 5), (5, 8, 3), 24, 8
 # Roundings by which an output may differ: half of one is its own, and each of a token's key and
 # value may have been rounded once or twice when it was merged.
-MOST = 2.0
-# Merged keys and values are rounded, and a rounding may decide between two codes of 8 bits, which
-# are 2^-7 of the largest number apart.
-MERGED_AND_ENCODED = {"chelsea_quantize": 18.0, "kvmerger_quantize": 18.0}
+MOST = 2.5
+# What is merged, or rotated and waits to be encoded, is rounded, and a rounding may decide between
+# two codes. Those of 8 bits are 2^-7 of the largest number apart, those of 4 bits up to 2 / 15.
+ENCODED = {
+    "chelsea_quantize": 18.0, "kvmerger_quantize": 18.0, "h2o_quantize_token": 35.0,
+    "snapkv_quantize_channel": 35.0, "quantize_channel_infinigen": 35.0,
+}  # fmt: skip
 # InfiniGen selects by an index in 16 bits. Here it selects all, so that only numbers are compared.
 METHODS = {
     name: COVERING[name] if "infinigen" in name else CASES[name]
@@ -89,7 +92,7 @@ def compare(name: str, dtype: str, implementation: str | None = None) -> dict[st
 @pytest.mark.fast_cases("full-bfloat16", "chelsea-bfloat16", "quantize-float16")
 def test_every_method(name, dtype):
     apart = compare(name, dtype)
-    assert max(apart.values()) <= MERGED_AND_ENCODED.get(name, MOST), apart
+    assert max(apart.values()) <= ENCODED.get(name, MOST), apart
 
 
 @every_dtype
