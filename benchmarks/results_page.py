@@ -342,7 +342,7 @@ def cluster_recall(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def rotation(rows: Sequence[dict[str, Any]]) -> str:
-    """Of `rotation.py`: error (of the first layer, of the worst), by how rows are stored."""
+    """Shows errors of `rotation.py` (of the first layer, of the worst), by how rows are stored."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"], row["form"]), {})[row["way"]] = row

@@ -66,7 +66,7 @@ flush = jax.jit(kvjax.flush, donate_argnums=0)
 
 
 def read(weights: dict, prompt, layers: Layers):
-    """What follows a prompt of one row, and its caches, once for each beam."""
+    """Reads a prompt of one row: probabilities of the next token, and caches for each beam."""
     sizes = {
         "batch": 1, "kv_heads": KV_HEADS, "query_heads": QUERY_HEADS, "head_dim": HEAD_DIM,
         "max_prompt": PROMPT, "max_new": NEW, "dtype": jnp.float32,

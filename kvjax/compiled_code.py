@@ -7,7 +7,7 @@ left, LLVM ends the process.
 
 from __future__ import annotations
 
-import itertools
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +19,7 @@ _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's name of what it reports
 
 _functions: list[Any] = []
-_compilations = itertools.count(1)  # of the process, as far as JAX has reported them
-_seen = {"compilations": 0, "counted_at": 0}
+_compiled_since = threading.Event()  # something, since maps were counted last
 
 
 def compiled(**options: Any) -> Callable[[Callable], Any]:
@@ -55,7 +54,7 @@ def leave_memory_maps() -> None:
     Maps are counted where something has been compiled since they were counted last. Where other
     code than kvjax's takes them, a warning says how it is dropped.
     """
-    if _seen["compilations"] == _seen["counted_at"] or not _maps_run_out():
+    if not _compiled_since.is_set() or not _maps_run_out():
         return
     drop_compiled_code()
     if _maps_run_out():
@@ -77,13 +76,13 @@ def memory_maps() -> int:
 def _maps_run_out() -> bool:
     if not _MOST_MAPS.exists():
         return False
-    _seen["counted_at"] = _seen["compilations"]
+    _compiled_since.clear()
     return memory_maps() > int(_MOST_MAPS.read_text()) // 2
 
 
-def _count(event: str, *_: Any, **__: Any) -> None:
+def _notice(event: str, *_: Any, **__: Any) -> None:
     if event == _COMPILED:
-        _seen["compilations"] = next(_compilations)
+        _compiled_since.set()
 
 
-jax.monitoring.register_event_duration_secs_listener(_count)
+jax.monitoring.register_event_duration_secs_listener(_notice)

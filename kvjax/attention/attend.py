@@ -190,7 +190,7 @@ class _Call(NamedTuple):
 
 
 def _attend_in_automatic_mode(mesh, transform, cache: Cache, q, k, *others):
-    """What comes out is divided as the cache is, or as `q` and `k` where that has no mesh."""
+    """Divides what comes out as the cache is, or as `q` and `k` where that has no mesh."""
     placement = placement_of(cache)
     *others, call = others
     queries, keys = (jax.typeof(x).sharding.spec for x in (q, k))
@@ -474,11 +474,7 @@ def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
     The least of all layers' intervals, also of caches that are stacked by layer. It is static, as
     `flush` and the loop around it need it.
     """
-    for cache in layer_caches(caches):
-        if not isinstance(cache, LayerCache):
-            raise TypeError(
-                f"caches must be those of init_cache, in tuples, got {type(cache).__name__}"
-            )
+    check_caches(caches, "flush_interval", stacked=True)
     intervals = (cache.kv.interval for cache in layer_caches(caches))
     return min((steps for steps in intervals if steps is not None), default=None)
 

@@ -117,15 +117,16 @@ def map_parts(function: Callable[[LayerCache], Any], caches: Cache | tuple[Cache
     return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
-def check_caches(caches: object, where: str) -> None:
-    """Raises unless these are caches of `init_cache`, each of one layer."""
+def check_caches(caches: object, where: str, stacked: bool = False) -> None:
+    """Raises unless these are caches of `init_cache`, each of one layer or `stacked` ones."""
     for cache in layer_caches(caches):  # pyright: ignore[reportArgumentType]
         if not isinstance(cache, LayerCache):
             raise TypeError(
                 f"{where}: caches must be those of init_cache, in tuples, got "
                 f"{type(cache).__name__}"
             )
-        check_not_stacked(cache.kv, where)
+        if not stacked:
+            check_not_stacked(cache.kv, where)
 
 
 def kept_tokens(cache: Cache) -> Int[Array, "B T"]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from kvjax.attention.layer import LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import has_rows, placed
+from kvjax.compiled_code import compiled
 from kvjax.messages import brief
 from kvjax.rope import Rope
 from kvjax.storage.offload import to_host
@@ -137,12 +138,12 @@ def copied(x: Array) -> Array:
     return jax.device_put(x, where, may_alias=False)
 
 
-@jax.jit
+@compiled()
 def _taken(cache: LayerCache, rows: Int[Array, " N"]) -> LayerCache:
     return map_rows(lambda x: _rows_of(x, rows), cache)
 
 
-@jax.jit
+@compiled()
 def _put(cache: LayerCache, rows: Int[Array, " N"], new: LayerCache) -> LayerCache:
     without = (dataclasses.replace(x, rope=None) for x in (cache, new))
     done = map_rows(lambda x, new: _with_rows(x, rows, new), *without)
@@ -250,7 +251,7 @@ def _check_alike(cache: LayerCache, new: LayerCache) -> None:
 
 
 def _settings(cache: LayerCache, new: LayerCache) -> list[tuple[str, Any, Any]]:
-    """What both were made for, by name."""
+    """Pairs of what both were made for, by name."""
     pairs = (cache, new), (cache.kv, new.kv), (cache.logits, new.logits)
     return [
         (field.name, getattr(one, field.name), getattr(other, field.name))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -13,6 +12,7 @@ from jaxtyping import Array, Int
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.rows import map_rows
+from kvjax.compiled_code import compiled
 from kvjax.compose.chain import walk
 from kvjax.devices import put_rows
 from kvjax.generation.steps import pad
@@ -103,7 +103,7 @@ def row_groups(widths: Sequence[int]) -> list[list[int]] | list[None]:
     return groups if worth else [None]
 
 
-@jax.jit
+@compiled()
 def joined(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
     """The caches of groups of rows as one; `order` says where each row stands among all of them."""
     of_parts = zip(*map(layer_caches, caches), strict=True)

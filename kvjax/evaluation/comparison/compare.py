@@ -71,8 +71,8 @@ def compare(
     or as many as the model has positions.
 
     A cell that raises is recorded as failed and the others go on. kvjax's compiled code is dropped
-    when the process has half of the machine's memory, or half of the memory maps that
-    Linux gives a process; with a compilation cache, it is then read again.
+    when the process has half of the machine's memory, or half of the memory maps that Linux gives
+    a process; with a compilation cache, it is then read again.
 
     Args:
       model: as for `kvjax.generate`.

@@ -267,7 +267,7 @@ def test_compiled_code_is_dropped_before_memory_runs_out(
         little.write_text("100\n")
         monkeypatch.setattr(compiled_code, "_MOST_MAPS", little)
         monkeypatch.setattr(compiled_code, "memory_maps", lambda: next(counts))
-        monkeypatch.setitem(compiled_code._seen, "counted_at", -1)  # cells compile nothing here
+        compiled_code._compiled_since.set()  # cells compile nothing here
     measured.clear()
     assert command(lengths=256) == 0
     # Maps are counted where something has been compiled.
