@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.attention.layer import LayerCache, layer_caches, map_parts
+from kvjax.attention.layer import LayerCache, check_caches, layer_caches, map_parts
 from kvjax.attention.parts import has_rows, placed
 from kvjax.compiled_code import compiled
 from kvjax.messages import brief
@@ -47,7 +47,8 @@ def take_rows(caches: Caches, index: Rows) -> Caches:
 
     Raises:
       TypeError: there is something else than caches, or the index is no list of whole numbers.
-      ValueError: a number is no row, there is none, or the caches have different batches.
+      ValueError: a number is no row, there is none, the caches have different batches or are
+        stacked by layer.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -199,14 +200,8 @@ def _in_host_memory(x: Array) -> bool:
 
 def _batch(caches: Any, where: str) -> int:
     """The rows of all of these caches."""
-    parts = layer_caches(caches)
-    for part in parts:
-        if not isinstance(part, LayerCache):
-            raise TypeError(
-                f"{where} takes caches from init_cache, or a pytree of them, got "
-                f"{type(part).__name__}"
-            )
-    batches = {part.kv.shape[0] for part in parts}
+    check_caches(caches, where)
+    batches = {part.kv.shape[0] for part in layer_caches(caches)}
     if len(batches) != 1:
         raise ValueError(f"{where} takes caches of one batch, got {sorted(batches) or 'none'}")
     return batches.pop()

@@ -239,8 +239,11 @@ def test_what_cannot_be_put():
     ):
         with pytest.raises(ValueError, match=words):
             kvjax.put_rows(batch, index, new)
-    with pytest.raises(TypeError, match="takes caches from init_cache"):
+    with pytest.raises(TypeError, match="caches must be those of init_cache"):
         kvjax.take_rows(batch.kv, [0])
+    stacked = jax.tree.map(lambda *layers: jnp.stack(layers), batch, batch)
+    with pytest.raises(ValueError, match="takes the cache of one layer"):
+        kvjax.take_rows(stacked, [0])
     with pytest.raises(ValueError, match="caches of one batch, got \\[1, 3\\]"):
         kvjax.take_rows([batch, one], [0])
 
