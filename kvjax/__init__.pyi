@@ -1,7 +1,8 @@
 """The public names of kvjax and where they are defined; `kvjax/__init__.py` reads this file."""
 
 from . import kit, testing
-from .attention.attend import attend, flush, flush_interval
+from .attention.attend import attend
+from .attention.flush import flush, flush_interval
 from .attention.layer import LayerCache, init_cache, kept_tokens
 from .attention.rows import put_rows, take_rows
 from .cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes

@@ -119,12 +119,11 @@ class Needs(NamedTuple):
     """What a transform wants to know of an attention call; `attend` computes nothing else.
 
     Args:
-      attention_mass: `Step.mass`, the probability that each slot received.
       accumulated_attention: the column "attention", `[B, H, S, G]`, that sum over all calls.
       query_window: `Step.query` holds this many of each row's last prompt queries.
       query_share: and at least this share of `max_prompt`, and one more.
       decode_queries: the window goes on with the queries of decoding.
-      decode_mass: `attention_mass`, of decode steps alone.
+      decode_mass: `Step.mass` in decode steps, the probability that each slot received.
       unrotated_keys: the cache stores keys without RoPE, rotated when they are read.
       reposition: keys are rotated at their rank among the live slots and not at their position.
       predicted_query: `View.predicted`, where a model can give it.
@@ -135,7 +134,6 @@ class Needs(NamedTuple):
         column for what rounding leaves out of them (`kvjax.cache.remainders`).
     """
 
-    attention_mass: bool = False
     accumulated_attention: bool = False
     query_window: int = 0
     query_share: float = 0.0
@@ -191,13 +189,10 @@ class Step:
     Args:
       rows: the rows that it concerns: those that had tokens in the prompt or in the step; at a
         flush, all of them. Decisions about other rows are not carried out.
-      slots: slot of each new token, `[B, H, T]`; `cache.slots` where none was stored. None at a
-        flush.
-      source: at a prompt's end, for parts that index a cache or place it elsewhere: the slot that
-        each slot's token had in the prompt, before the slots were sorted, `[B, H, S]`. None for
-        other parts and at other moments.
-      mass: attention probability that each slot received from this call's queries, summed over
-        them, per query head, `[B, Q, S]` float32; None unless needed, and at a flush.
+      slots: slot of each new token of a decode step, `[B, H, T]`; `cache.slots` where none was
+        stored. None at other moments.
+      mass: attention probability that each slot received in a decode step, per query head,
+        `[B, Q, S]` float32; None unless needed, and at other moments.
       keys: rotated keys of all slots as attention sees them, `[B, H, S, D]`; None in a decode step,
         and at a flush of methods that neither evict nor merge then.
       query: each row's last W queries of this prompt, rotated, oldest first, `[B, Q, W, D]`; None
@@ -216,7 +211,6 @@ class Step:
 
     rows: Bool[Array, " B"]
     slots: Int[Array, "B H T"] | None = None
-    source: Int[Array, "B H S"] | None = None
     mass: Float[Array, "B Q S"] | None = None
     keys: Float[Array, "B H S D"] | None = None
     query: Float[Array, "B Q W D"] | None = None

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kvjax.attention.layer import LayerCache, QueryWindow
+from kvjax.attention.layer import LayerCache, QueryWindow, Reading
 from kvjax.budgets.budgets import Share
 from kvjax.budgets.layers import CosineBudget, LayerBudget, SpindleBudget, TokensEntering
 from kvjax.cache.payload import Dense
@@ -57,8 +57,8 @@ NODES = {
     f"kvjax.{node.__name__}": node
     for node in (
         CaMState, Channels, Clusters, CodebookPayload, Column, Dense, Encoded, Generated, KVCache,
-        KVCrushState, LayerCache, Logits, Offloaded, Pages, Passes, Quantized, QueryWindow, Recent,
-        Repeated, Resident, Rope, Wrapped,
+        KVCrushState, LayerCache, Logits, Offloaded, Pages, Passes, Quantized, QueryWindow, Reading,
+        Recent, Repeated, Resident, Rope, Wrapped,
     )
 }  # fmt: skip
 # Classes of static values, by their own names. Methods have those of the registry.

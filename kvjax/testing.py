@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention.attend import attend, flush, flush_interval
+from kvjax.attention.attend import attend
+from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache, LayerCache, init_cache, layer_caches
 from kvjax.compose.chain import bind, parts_of
 from kvjax.compose.foreseen import frees_while_decoding

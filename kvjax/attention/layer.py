@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.remainders import with_remainders
-from kvjax.cache.slots import KVCache, check_not_stacked, empty_cache, opened
+from kvjax.cache.payload import Payload
+from kvjax.cache.slots import KVCache, check_not_stacked, empty_cache
 from kvjax.compose.chain import parts_of
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import Placement, check_mesh
@@ -79,9 +80,8 @@ class LayerCache:
     Args:
       kv: the slots.
       state: the transform's own arrays.
-      window: each row's last W queries, kept only between the chunks of a prompt (and while
-        decoding where a transform needs that); None otherwise.
-      reading: the rows that had tokens in the prompt so far, between its chunks; None otherwise.
+      window: each row's last W queries, where a transform goes on with them while decoding; None
+        otherwise.
       rope: the last prompt's, and that of `init_cache` before, where a method looks at unrotated
         keys at a flush; None otherwise.
       transform: what it was made for (static).
@@ -96,7 +96,6 @@ class LayerCache:
     kv: KVCache
     state: State
     window: QueryWindow | None
-    reading: Bool[Array, " B"] | None
     rope: Rope | None
     transform: KVTransform = field(metadata={"static": True})
     max_length: int = field(metadata={"static": True})
@@ -104,22 +103,70 @@ class LayerCache:
     placement: Placement | None = field(default=None, metadata={"static": True})
 
 
-Cache = LayerCache | tuple[LayerCache, ...]  # a tuple: one per head group
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Reading:
+    """A prompt that is being read into a layer's cache: what `attend(..., last=False)` returns.
+
+    All tokens are there, in dense slots, and nothing has been compressed. `attend` takes it in the
+    place of the cache for the next chunk, and compresses it when it has read the last one. Donate
+    it, as a cache.
+
+    Args:
+      cache: the layer's cache. Its slots are dense and hold every token so far; what its transform
+        carries is as it was before the prompt.
+      stored: keys and values as they were stored before the prompt; None where they were dense.
+      rows: the rows that had tokens in the prompt so far.
+      queries: each row's last W queries, where the transform looks at them; None otherwise.
+      rope: the last chunk's.
+      logits: how its attention makes logits.
+      begun: whether a chunk has been read (static).
+    """
+
+    cache: LayerCache
+    stored: tuple[Payload, Payload] | None
+    rows: Bool[Array, " B"]
+    queries: QueryWindow | None
+    rope: Rope | None
+    logits: Logits
+    begun: bool = field(default=True, metadata={"static": True})
+
+    kv = property(lambda self: self.cache.kv)
+    transform = property(lambda self: self.cache.transform)
+    placement = property(lambda self: self.cache.placement)
+    max_length = property(lambda self: self.cache.max_length)
+
+
+Part = LayerCache | Reading  # one rectangle of slots
+Cache = Part | tuple[Part, ...]  # a tuple: one per head group
 
 
 def layer_caches(caches: Cache | tuple[Cache, ...]) -> list[LayerCache]:
     """The caches of one layer or of several, one for each head group, in order."""
-    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Part))
 
 
-def map_parts(function: Callable[[LayerCache], Any], caches: Cache | tuple[Cache, ...]) -> Any:
-    """`function` of each `LayerCache` in the caches of one layer or of several."""
-    return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, LayerCache))
+def map_parts(function: Callable[[Any], Any], caches: Cache | tuple[Cache, ...]) -> Any:
+    """`function` of each rectangle of slots in the caches of one layer or of several."""
+    return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, Part))
 
 
-def check_caches(caches: object, where: str, stacked: bool = False) -> None:
-    """Raises unless these are caches of `init_cache`, each of one layer or `stacked` ones."""
+def check_caches(
+    caches: object, where: str, *, stacked: bool = False, reading: bool = False
+) -> None:
+    """Raises unless these are caches of `init_cache`.
+
+    Args:
+      caches: of one layer or several.
+      where: the function that takes them.
+      stacked: whether arrays may be those of several layers.
+      reading: whether prompts may be incomplete.
+    """
     for cache in layer_caches(caches):  # pyright: ignore[reportArgumentType]
+        if isinstance(cache, Reading):
+            if not reading:
+                raise ValueError(f"{where}: the prompt is not complete: give its last chunk first")
+            cache = cache.cache
         if not isinstance(cache, LayerCache):
             raise TypeError(
                 f"{where}: caches must be those of init_cache, in tuples, got "
@@ -242,7 +289,7 @@ def check_rope(rope: object, head_dim: int) -> None:
 def check_layer_cache(cache: Any, who: str) -> None:
     """Raises unless it is a cache of one layer, as `init_cache` makes it."""
     parts = cache if isinstance(cache, tuple) else (cache,)
-    if not parts or not all(isinstance(part, LayerCache) for part in parts):
+    if not parts or not all(isinstance(part, Part) for part in parts):
         given = type(cache).__name__
         if isinstance(cache, tuple):
             kinds = sorted({type(part).__name__ for part in parts})
@@ -391,7 +438,7 @@ def init_cache(
     logits = Logits(scale, window, soft_cap, sinks)
     placement = Placement.of(mesh, kv_heads, divisible=True)
     rope = kept_rope(transform, rope)
-    return LayerCache(kv, state, last_queries, None, rope, transform, max_length, logits, placement)
+    return LayerCache(kv, state, last_queries, rope, transform, max_length, logits, placement)
 
 
 def looks_at_keys(transform: KVTransform) -> bool:
@@ -413,16 +460,3 @@ def _writes_often(transform: KVTransform, kv: KVCache) -> bool:
         return True
     flushes = 0 if kv.interval is None else kv.max_new // kv.interval
     return flushes > MOST_WRITES and any(takes_part(part, "flush") for part in parts)
-
-
-def about_to_read(caches: Cache | tuple[Cache, ...]) -> Cache | tuple[Cache, ...]:
-    """Empty caches as they are while a prompt is read: dense, so that nothing has to be decoded.
-
-    `attend` does the same to any cache when a prompt begins, by reading what is stored. Of a cache
-    that is known to be empty, nothing needs to be read, or brought from host memory.
-    """
-
-    def dense(cache: LayerCache) -> LayerCache:
-        return dataclasses.replace(cache, kv=opened(cache.kv, empty=True))
-
-    return map_parts(dense, caches)

@@ -15,15 +15,16 @@ from jax.typing import DTypeLike
 
 from kvjax.attention.layer import (
     Cache,
-    LayerCache,
+    Part,
     QueryWindow,
+    Reading,
     init_cache,
     layer_caches,
     map_parts,
 )
 from kvjax.budgets.layers import layers_of
 from kvjax.devices import Placement
-from kvjax.protocol import KVTransform
+from kvjax.protocol import KVTransform, Logits
 from kvjax.rope import Rope
 from kvjax.storage.offload import HOST_MEMORY
 
@@ -31,7 +32,7 @@ from kvjax.storage.offload import HOST_MEMORY
 def placement_of(cache: Cache) -> Placement | None:
     """Where a layer's cache is; None: on one device, or wherever XLA puts it."""
     parts = layer_caches(cache)
-    return parts[0].placement if parts and isinstance(parts[0], LayerCache) else None
+    return parts[0].placement if parts and isinstance(parts[0], Part) else None
 
 
 def mesh_of_cache(cache: Cache) -> Mesh | None:
@@ -40,7 +41,7 @@ def mesh_of_cache(cache: Cache) -> Mesh | None:
     return None if placement is None else placement.mesh
 
 
-def has_rows(cache: LayerCache) -> LayerCache:
+def has_rows(cache: Part) -> Part:
     """Which arrays of a cache have an axis of rows, their first: `True` and `False` as leaves.
 
     All of the slots' have. Of a transform's state, it is those that grow with the number of rows.
@@ -49,26 +50,23 @@ def has_rows(cache: LayerCache) -> LayerCache:
     def every(tree: Any, has: bool = True) -> Any:
         return jax.tree.map(lambda x: has, tree)
 
+    # Only frequencies that depend on a row's length have an axis of rows.
+    rope = jax.tree.map(lambda x: x.ndim == 2, cache.rope)
+    logits = every(cache.logits, False)
+    if isinstance(cache, Reading):
+        whole, stored, queries = has_rows(cache.cache), every(cache.stored), every(cache.queries)
+        return dataclasses.replace(
+            cache, cache=whole, stored=stored, rows=True, queries=queries, rope=rope, logits=logits
+        )  # pyright: ignore[reportArgumentType]
     kv = cache.kv
     flags = _rows_of_state(
         cache.transform, kv.shape[1] // kv.unfolded, kv.shape[1] * kv.group, kv.k.shape[3],
         kv.max_prompt, kv.max_new, kv.k.dtype,
     )  # fmt: skip
-    # Only frequencies that depend on a row's length have an axis of rows.
-    rope = jax.tree.map(lambda x: x.ndim == 2, cache.rope)
-    treedef = jax.tree.structure(cache.state)
-    if treedef.num_leaves == len(flags):
-        state = jax.tree.unflatten(treedef, flags)
-    else:  # what has been seen of a prompt, row by row
-        state = jax.tree.map(
-            lambda x: jax.tree.map(lambda x: x.ndim == 2, x) if isinstance(x, Rope) else True,
-            cache.state, is_leaf=lambda x: isinstance(x, Rope),
-        )  # fmt: skip
-    window, reading = every(cache.window), every(cache.reading)
+    state = jax.tree.unflatten(jax.tree.structure(cache.state), flags)
     return dataclasses.replace(
-        cache, kv=every(kv), state=state, window=window, reading=reading, rope=rope,
-        logits=every(cache.logits, False),
-    )  # fmt: skip
+        cache, kv=every(kv), state=state, window=every(cache.window), rope=rope, logits=logits
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,12 +105,12 @@ def cache_specs(cache: Cache) -> Cache:
     return map_parts(_specs, cache)
 
 
-def _specs(cache: LayerCache) -> LayerCache:
+def _specs(cache: Part) -> Part:
     placement = cache.placement
     return divided_by(cache, placement.rows_axis(cache.kv.shape[0]), placement.heads_axis)
 
 
-def divided_by(cache: LayerCache, rows: Any, heads: Any) -> LayerCache:
+def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
     """`cache_specs` of a cache whose rows and heads are divided by these axes."""
     kv = cache.kv
     lists = kv.shape[1], kv.shape[1] * kv.group  # per KV head, or per query head
@@ -123,12 +121,15 @@ def divided_by(cache: LayerCache, rows: Any, heads: Any) -> LayerCache:
             return P(heads) if alike else P()
         return P(rows, heads) if x.ndim > 1 and x.shape[1] in lists else P(rows)
 
-    own = jax.tree.map(spec, cache, has_rows(cache))
-    # The number of its queries may be that of heads.
-    window = None if cache.window is None else QueryWindow(P(rows, heads), P(rows))
-    rope = rope_specs(cache.rope, rows)
-    logits = jax.tree.map(lambda _: P(heads), cache.logits)  # its sinks
-    return dataclasses.replace(own, window=window, rope=rope, logits=logits)
+    specs = jax.tree.map(spec, cache, has_rows(cache))
+    changed = {"rope": rope_specs(cache.rope, rows), "logits": sinks_specs(cache.logits, heads)}
+    window = QueryWindow(P(rows, heads), P(rows))  # the number of its queries may be that of heads
+    if isinstance(cache, Reading):
+        queries = None if cache.queries is None else window
+        whole = divided_by(cache.cache, rows, heads)
+        return dataclasses.replace(specs, cache=whole, queries=queries, **changed)
+    window = None if cache.window is None else window
+    return dataclasses.replace(specs, window=window, **changed)
 
 
 def on_each_device(
@@ -153,6 +154,11 @@ def on_each_device(
 def rope_specs(rope: Rope | None, rows: str | None) -> Rope | None:
     """What divides frequencies: rows, where they depend on them."""
     return jax.tree.map(lambda x: P(rows) if x.ndim == 2 else P(), rope)
+
+
+def sinks_specs(logits: Logits, heads: Any) -> Logits:
+    """What divides the sinks of an attention: its heads."""
+    return jax.tree.map(lambda _: P(heads), logits)
 
 
 def placed(cache: Cache) -> Cache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.attention.layer import LayerCache, check_caches, layer_caches, map_parts
+from kvjax.attention.layer import LayerCache, Part, Reading, check_caches, layer_caches, map_parts
 from kvjax.attention.parts import has_rows, placed
 from kvjax.compiled_code import compiled
 from kvjax.messages import brief
@@ -115,7 +116,7 @@ def put_rows(caches: Caches, index: Rows, other: Caches) -> Caches:
         )
     left = iter(layer_caches(other))
 
-    def put(cache: LayerCache) -> LayerCache:
+    def put(cache: Part) -> Part:
         new = next(left)
         _check_alike(cache, new)
         return placed(_put(cache, rows, new))
@@ -123,7 +124,7 @@ def put_rows(caches: Caches, index: Rows, other: Caches) -> Caches:
     return map_parts(put, caches)
 
 
-def map_rows(function: Callable[..., Array], cache: LayerCache, *others: LayerCache) -> LayerCache:
+def map_rows(function: Callable[..., Array], cache: Part, *others: Part) -> Part:
     """`function` of the arrays that have rows, and the others of the first cache, copied."""
     return jax.tree.map(
         lambda has, *arrays: function(*arrays) if has else copied(arrays[0]),
@@ -140,22 +141,33 @@ def copied(x: Array) -> Array:
 
 
 @compiled()
-def _taken(cache: LayerCache, rows: Int[Array, " N"]) -> LayerCache:
+def _taken(cache: Part, rows: Int[Array, " N"]) -> Part:
     return map_rows(lambda x: _rows_of(x, rows), cache)
 
 
 @compiled()
-def _put(cache: LayerCache, rows: Int[Array, " N"], new: LayerCache) -> LayerCache:
-    without = (dataclasses.replace(x, rope=None) for x in (cache, new))
-    done = map_rows(lambda x, new: _with_rows(x, rows, new), *without)
-    logits = cache.logits
-    if logits.sinks is not None:
-        sinks = jnp.where(jnp.isneginf(new.logits.sinks), logits.sinks, new.logits.sinks)
-        logits = dataclasses.replace(logits, sinks=sinks)
-    return dataclasses.replace(done, rope=_rope_of(cache, rows, new), logits=logits)
+def _put(cache: Part, rows: Int[Array, " N"], new: Part) -> Part:
+    put = functools.partial(_with_rows, rows=rows)
+    done = map_rows(put, _without_rope(cache), _without_rope(new))
+    done = dataclasses.replace(done, rope=_rope_of(cache, rows, new))
+    if isinstance(cache, Reading):
+        rope = _rope_of(cache.cache, rows, new.cache)
+        return dataclasses.replace(done, cache=dataclasses.replace(done.cache, rope=rope))
+    sinks = cache.logits.sinks
+    if sinks is None:
+        return done
+    sinks = jnp.where(jnp.isneginf(new.logits.sinks), sinks, new.logits.sinks)
+    return dataclasses.replace(done, logits=dataclasses.replace(cache.logits, sinks=sinks))
 
 
-def _rope_of(cache: LayerCache, rows: Int[Array, " N"], new: LayerCache) -> Rope | None:
+def _without_rope(cache: Part) -> Part:
+    """The cache without frequencies, which a used one may have and an empty one not."""
+    if isinstance(cache, Reading):
+        cache = dataclasses.replace(cache, cache=_without_rope(cache.cache))
+    return dataclasses.replace(cache, rope=None)
+
+
+def _rope_of(cache: Part, rows: Int[Array, " N"], new: Part) -> Rope | None:
     """The frequencies of the last prompt, of which the empty rows of a cache have none."""
     if new.rope is None:
         return jax.tree.map(copied, cache.rope)
@@ -165,7 +177,7 @@ def _rope_of(cache: LayerCache, rows: Int[Array, " N"], new: LayerCache) -> Rope
     if old is None:
         shape = cache.kv.shape[0], *new.rope.inv_freq.shape[1:]
         old = dataclasses.replace(new.rope, inv_freq=jnp.zeros(shape, new.rope.inv_freq.dtype))
-    return jax.tree.map(lambda x, new: _with_rows(x, rows, new), old, new.rope)
+    return jax.tree.map(lambda x, new: _with_rows(x, new, rows), old, new.rope)
 
 
 def _rows_of(x: Array, rows: Int[Array, " N"]) -> Array:
@@ -176,7 +188,7 @@ def _rows_of(x: Array, rows: Int[Array, " N"]) -> Array:
     return _moved(empty, jnp.arange(rows.shape[0]), x, rows)
 
 
-def _with_rows(x: Array, rows: Int[Array, " N"], new: Array) -> Array:
+def _with_rows(x: Array, new: Array, rows: Int[Array, " N"]) -> Array:
     """An array with other rows in the place of some, in the same kind of memory."""
     if not _in_host_memory(x):
         return x.at[rows].set(new)
@@ -200,7 +212,7 @@ def _in_host_memory(x: Array) -> bool:
 
 def _batch(caches: Any, where: str) -> int:
     """The rows of all of these caches."""
-    check_caches(caches, where)
+    check_caches(caches, where, reading=True)
     batches = {part.kv.shape[0] for part in layer_caches(caches)}
     if len(batches) != 1:
         raise ValueError(f"{where} takes caches of one batch, got {sorted(batches) or 'none'}")
@@ -222,10 +234,10 @@ def _checked(index: Any, batch: int) -> Int[Array, " N"] | Int[np.ndarray, " N"]
 
 
 def _tree(caches: Any) -> Any:
-    return jax.tree.structure(caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    return jax.tree.structure(caches, is_leaf=lambda x: isinstance(x, Part))
 
 
-def _check_alike(cache: LayerCache, new: LayerCache) -> None:
+def _check_alike(cache: Part, new: Part) -> None:
     """Raises ValueError unless rows of one cache can be those of the other."""
     for name, one, other in _settings(cache, new):
         if one != other:
@@ -234,7 +246,7 @@ def _check_alike(cache: LayerCache, new: LayerCache) -> None:
                 f"{one!r:.200}, got {other!r:.200}"
             )
     (first, tree), (second, new_tree) = (
-        jax.tree.flatten(dataclasses.replace(x, rope=None)) for x in (cache, new)
+        jax.tree.flatten(_without_rope(x)) for x in (cache, new)
     )
     kinds = [[(x.shape[1:], x.dtype) for x in arrays] for arrays in (first, second)]
     if tree != new_tree or kinds[0] != kinds[1]:
@@ -245,9 +257,10 @@ def _check_alike(cache: LayerCache, new: LayerCache) -> None:
         )
 
 
-def _settings(cache: LayerCache, new: LayerCache) -> list[tuple[str, Any, Any]]:
+def _settings(cache: Part, new: Part) -> list[tuple[str, Any, Any]]:
     """Pairs of what both were made for, by name."""
-    pairs = (cache, new), (cache.kv, new.kv), (cache.logits, new.logits)
+    layers = tuple(x.cache if isinstance(x, Reading) else x for x in (cache, new))
+    pairs = layers, (cache.kv, new.kv), (cache.logits, new.logits)
     return [
         (field.name, getattr(one, field.name), getattr(other, field.name))
         for one, other in pairs

@@ -25,7 +25,7 @@ from pallas_kernels import segment_merge
 
 FREE = -1  # the position of a free slot, and of a padding token
 NEG_INF = float("-inf")
-# While a prompt is read, the column with the slot of `stored` that each slot's row was read from.
+# While a prompt is read, the column with the slot that each token of before had then; -1: new ones.
 STORED_SLOT = "stored_slot"
 
 
@@ -77,8 +77,6 @@ class KVCache:
       unrotated_keys: keys are stored without RoPE, as `Needs.unrotated_keys` asks (static).
       lists: how many lists of slots a method that selects makes for a row, and how long they are
         (static; None: no method selects).
-      stored: the payloads as they were before the prompt that is being read, where they are not
-        dense; None between calls.
     """
 
     k: Payload
@@ -99,7 +97,6 @@ class KVCache:
     interval: int | None = _static(None)
     unrotated_keys: bool = _static(False)
     lists: tuple[int, int] | None = _static(None)
-    stored: tuple[Payload, Payload] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -120,6 +117,12 @@ class KVCache:
     def max_tokens(self) -> int:
         """Most tokens that a row may ever get."""
         return self.max_prompt + self.max_new
+
+    def unfold(self, *rows: Float[Array, "B H T D"]) -> tuple[Array, ...]:
+        """Rows of KV heads as those of their lists of slots."""
+        if self.unfolded == 1:
+            return rows
+        return tuple(jnp.repeat(x, self.unfolded, axis=1) for x in rows)
 
     def column(self, name: str) -> Array:
         """Values of one column, `[B, H, S, ...]`."""
@@ -399,23 +402,16 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
       [[[0, 2]]]
     """
     check_cache(cache, "compact")
-    return compacted(cache, slots, rows)[0]
-
-
-def compacted(
-    cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None
-) -> tuple[KVCache, Int[Array, "B H N"]]:
-    """`compact`, and the slot that each slot's token had before."""
     index = sorted_slots(cache.live, cache.position)
     place = _slot_numbers((*cache.shape[:2], slots))
     there = place < cache.live.sum(-1, keepdims=True, dtype=jnp.int32)
-    own = jnp.minimum(place, cache.slots - 1)
-    source = take_slots(index, own)
+    same = jnp.minimum(place, cache.slots - 1)
+    source = take_slots(index, same)
     if rows is not None:
         moves = rows[:, None, None]
-        source = jnp.where(moves, source, own)
+        source = jnp.where(moves, source, same)
         there = jnp.where(moves, there, place < cache.slots)
-    return _move(cache, source, there), source
+    return _move(cache, source, there)
 
 
 def permute(
@@ -461,33 +457,46 @@ def ranks(live: Bool[Array, "B H N"], position: Int[Array, "B H N"]) -> Int[Arra
     return found
 
 
-def opened(cache: KVCache, *, empty: bool = False) -> KVCache:
-    """The cache while a prompt is read: keys and values dense, and zeros where it is `empty`."""
+def opened(
+    cache: KVCache, *, empty: bool = False
+) -> tuple[KVCache, tuple[Payload, Payload] | None]:
+    """The cache while a prompt is read: keys and values dense, and zeros where it is `empty`.
+
+    Returns:
+      The slots, with the column `STORED_SLOT`; and keys and values as they were stored, None where
+      they were dense.
+    """
+    slot = jnp.where(cache.live, _slot_numbers(cache.shape), -1)
+    slots = cache.with_column(STORED_SLOT, slot, fill=-1, merge="keep")
     if isinstance(cache.k, Dense):
-        return cache
+        return slots, None
     stored = cache.k, cache.v
     k, v = (Dense(jnp.zeros(x.shape, x.dtype) if empty else x.read()) for x in stored)
-    slot = jnp.where(cache.live, _slot_numbers(cache.shape), -1)
-    cache = cache.with_column(STORED_SLOT, slot, fill=-1, merge="keep")
-    return cache.replace(k=k, v=v, stored=stored)
+    return slots.replace(k=k, v=v), stored
 
 
-def closed(cache: KVCache, rows: Bool[Array, " B"], rope: Rope | None) -> KVCache:
+def closed(
+    cache: KVCache,
+    stored: tuple[Payload, Payload] | None,
+    rows: Bool[Array, " B"],
+    rope: Rope | None,
+) -> KVCache:
     """The cache at a prompt's end: keys and values in the forms in which they were stored.
 
     Args:
+      stored: as `opened` returned them.
       rows: those that had tokens in the prompt.
       rope: what rotates keys when they are read; None: nothing does.
     """
-    if cache.stored is None:
-        return cache
-    keys, values = cache.stored
     columns = dict(cache.columns)
     source = jnp.where(cache.live, columns.pop(STORED_SLOT).values, -1)
+    cache = cache.replace(columns=columns)
+    if stored is None:
+        return cache
     slots = Slots(cache.position, cache.live, rows, source, rope)
     rows = exact_values(cache).astype(cache.v.dtype)
-    k, v = keys.encode(values, cache.k.read(), rows, slots)
-    return replace_values(cache.replace(k=k, columns=columns, stored=None), v)
+    k, v = stored[0].encode(stored[1], cache.k.read(), rows, slots)
+    return replace_values(cache.replace(k=k), v)
 
 
 def widen(cache: KVCache, slots: int) -> KVCache:

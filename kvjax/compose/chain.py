@@ -103,6 +103,24 @@ def parts_of(transform: KVTransform) -> tuple[KVTransform, ...]:
     return transform.parts if isinstance(transform, Chain) else (transform,)
 
 
+def states_of_parts(transform: KVTransform, state: State) -> tuple[State, ...]:
+    """The states of a chain's parts, or of the transform alone."""
+    return state if isinstance(transform, Chain) else (state,)
+
+
+def state_of_parts(transform: KVTransform, states: tuple[State, ...]) -> State:
+    """The state of a chain whose parts have these, or of the transform alone."""
+    return states if isinstance(transform, Chain) else states[0]
+
+
+def decide_parts(
+    transform: KVTransform, kv: KVCache, state: State, step: Step
+) -> tuple[KVCache, State]:
+    """Carries out what a transform decides while decoding, part by part of a chain."""
+    kv, states, _ = decide(parts_of(transform), kv, states_of_parts(transform, state), step)
+    return kv, state_of_parts(transform, states)
+
+
 def walk(transform: KVTransform) -> Iterator[KVTransform]:
     """A composition and everything that it is made of, but for what `PerLayer` chooses.
 

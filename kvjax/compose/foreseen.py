@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.budgets.layers import layers_of
-from kvjax.cache.slots import empty_cache
+from kvjax.cache.slots import empty_cache, opened
 from kvjax.decisions import Decision, Mark, made_by
 from kvjax.protocol import Extent, KVTransform, Logits, Moment, Stage, Step, takes_part
 
@@ -33,8 +33,8 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
     if not takes_part(transform, moment):
         return None
     extent, needs = transform.extent(Extent(MAX_PROMPT, MAX_NEW)), transform.needs
-    prompt, flush, step = (moment == name for name in ("prompt", "flush", "step"))
-    mass = needs.attention_mass or needs.accumulated_attention or (needs.decode_mass and step)
+    prompt, step = moment == "prompt", moment == "step"
+    mass = step and (needs.accumulated_attention or needs.decode_mass)
     window = needs.queries(MAX_PROMPT) if prompt or needs.decode_queries else 0
 
     def decide() -> Decision | None:
@@ -45,17 +45,18 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
         if needs.accumulated_attention:
             cache = cache.with_column("attention", jnp.zeros((*cache.shape, 1)))
         cache, state = transform.init(cache, (layers_of(transform) or (0,))[0])
+        if prompt:
+            cache, _ = opened(cache)
         now = Step(
             rows=jnp.ones(1, bool),
-            slots=None if flush else jnp.zeros((1, 1, 1), jnp.int32),
-            source=jnp.zeros(cache.shape, jnp.int32) if prompt else None,
-            mass=jnp.zeros(cache.shape) if mass and not flush else None,
+            slots=jnp.zeros((1, 1, 1), jnp.int32) if step else None,
+            mass=jnp.zeros(cache.shape) if mass else None,
             keys=None if step else jnp.zeros((*cache.shape, HEAD_DIM)),
             query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,
             query_position=jnp.zeros((1, window), jnp.int32) if window else None,
             moment=moment,
             logits=Logits(1.0),
-            room=1 if flush else 0,
+            room=1 if moment == "flush" else 0,
         )
         return made_by(transform, cache, state, now)[0]
 

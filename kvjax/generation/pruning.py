@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.attention.layer import Cache
+from kvjax.attention.layer import Cache, Reading
 
 
 def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
@@ -15,7 +15,7 @@ def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
     groups = (
         group for cache in caches for group in (cache if isinstance(cache, tuple) else [cache])
     )
-    return phase == "prompt" and last and all(group.reading is None for group in groups)
+    return phase == "prompt" and last and not any(isinstance(group, Reading) and group.begun for group in groups)
 
 
 def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import (
     Cache,
-    about_to_read,
     floating,
     init_cache,
     kept_tokens,
@@ -25,6 +24,7 @@ from kvjax.attention.layer import (
     map_parts,
 )
 from kvjax.attention.parts import mesh_of_cache, placed
+from kvjax.attention.prompt import begin
 from kvjax.attention.rows import put_rows, take_rows
 from kvjax.budgets.layers import layers_of
 from kvjax.compiled_code import compiled, leave_memory_maps
@@ -277,7 +277,7 @@ def new_cache(
     cache = size.cache(transform, 0 if bound is None else bound[0], attention)
     left = iter(states)
     filled = map_parts(lambda part: dataclasses.replace(part, state=next(left)), cache)
-    return about_to_read(filled)
+    return map_parts(functools.partial(begin, empty=True), filled)
 
 
 @compiled(static_argnums=(0, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -11,8 +12,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.attend import flush, flush_interval
-from kvjax.attention.layer import Cache, about_to_read, init_cache
+from kvjax.attention.flush import flush, flush_interval
+from kvjax.attention.layer import Cache, init_cache, map_parts
+from kvjax.attention.prompt import begin
 from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
 from kvjax.protocol import KVTransform
@@ -68,7 +70,8 @@ def read_prompt(
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Logits of each row's last token, and new caches that hold the prompt."""
     rows, width = tokens.shape
-    caches = about_to_read(init_caches(model, layers, rows, width, max_new, dtype))
+    caches: Any = init_caches(model, layers, rows, width, max_new, dtype)
+    caches = map_parts(functools.partial(begin, empty=True), caches)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
         layers=layers, phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),

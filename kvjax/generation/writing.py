@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.attention.attend import flush, flush_interval
+from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.budgets.budgets import check_count

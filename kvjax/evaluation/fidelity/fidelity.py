@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention.attend import attend, flush_interval
+from kvjax.attention.attend import attend
+from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compiled_code import compiled

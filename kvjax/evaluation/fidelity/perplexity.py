@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.attend import flush_interval
+from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.budgets.budgets import check_count
 from kvjax.compiled_code import compiled

@@ -20,7 +20,7 @@ from kvjax.budgets.budgets import (
     slots_for,
 )
 from kvjax.cache.payload import take_slots, write_slots
-from kvjax.cache.slots import KVCache
+from kvjax.cache.slots import STORED_SLOT, KVCache
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
@@ -186,7 +186,7 @@ class ClusterKV(Recall):
         empty = varying(self._no_clusters(cache, jnp.minimum(cache.used, self.sinks)), cache.k)
         old = dataclasses.replace(clusters, budget=empty.budget, per_cluster=empty.per_cluster)
         old = varying(old, cache.k)
-        stay = self._stay(cache, old, step)
+        stay = self._stay(cache, old)
         anew, grow = step.rows[:, None] & ~stay, step.rows[:, None] & stay
         place, made = jax.lax.cond(
             anew.any(), lambda: self._cluster_all(cache, empty, key, anew, step),
@@ -196,24 +196,25 @@ class ClusterKV(Recall):
             grow.any(), lambda: self._cluster_new(cache, old, key, grow, step), lambda: (last, old)
         )
         # Clusters that stay are put back as they were stored.
-        stood = slot if step.source is None else step.source
+        stood = cache.column(STORED_SLOT)
         kept = jnp.where(slot < old.clustered[..., None], stood, added)
         place = jnp.where(anew[..., None], place, kept)
         # Slots stand in the order of positions, which a stable sort keeps within a cluster.
         source = jax.lax.sort((place, slot), dimension=2, num_keys=1)[-1]
         return Order(source), (step.of_rows(of_heads(anew, made, grown), clusters), key)
 
-    def _stay(self, cache: KVCache, clusters: Clusters, step: Step) -> Bool[Array, "B H"]:
+    def _stay(self, cache: KVCache, clusters: Clusters) -> Bool[Array, "B H"]:
         """Whether clusters that are there can stay, with clusters of what is new beside them.
 
         They can if all their tokens are there, what is new fits into a chunk, and there is room for
         its clusters. A number of clusters that was given outright is that of everything.
         """
-        if self.clusters is not None or step.source is None:
+        if self.clusters is not None:
             return jnp.zeros(cache.shape[:2], bool)
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         clustered = clusters.clustered[..., None]
-        there = cache.live & (slot < clustered) & (step.source < clustered)
+        stood = cache.column(STORED_SLOT)
+        there = cache.live & (slot < clustered) & (stood >= 0) & (stood < clustered)
         complete = there.sum(-1, dtype=jnp.int32) == clusters.clustered
         complete &= clusters.sinks == jnp.minimum(cache.used, self.sinks)
         count = cache.used - clusters.clustered

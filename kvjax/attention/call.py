@@ -1,0 +1,104 @@
+"""What a call of `attend` is given, as two values: the new tokens, and how they are attended to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.payload import take_slots
+from kvjax.cache.slots import KVCache, ranks
+from kvjax.protocol import Logits, Needs
+from kvjax.rope import Rope
+
+
+class Tokens(NamedTuple):
+    """The new tokens of a call.
+
+    Args:
+      q, k, v: query head h belongs to KV head `h // (Q / H)`.
+      positions: token positions; -1 marks padding.
+      predicted: the query as it was predicted a layer earlier; None: it was not.
+    """
+
+    q: Float[Array, "B Q T D"]
+    k: Float[Array, "B H T D"]
+    v: Float[Array, "B H T D"]
+    positions: Int[Array, "B T"]
+    predicted: Float[Array, "B Q T D"] | None = None
+
+    def of_heads(self, kv_heads: Sequence[int], group: int) -> Tokens:
+        """The tokens of some KV heads, each with its `group` query heads."""
+        kv, query = jnp.array(kv_heads), query_heads(kv_heads, group)
+        predicted = None if self.predicted is None else self.predicted[:, query]
+        k, v = self.k[:, kv], self.v[:, kv]
+        return self._replace(q=self.q[:, query], k=k, v=v, predicted=predicted)
+
+    def rotated(self, rope: Rope) -> Tokens:
+        """The tokens with queries and keys rotated at their positions."""
+        q, k = rope.rotate(self.q, self.positions), rope.rotate(self.k, self.positions)
+        predicted = self.predicted
+        if predicted is not None:
+            predicted = rope.rotate(predicted, self.positions)
+        return self._replace(q=q, k=k, predicted=predicted)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Call:
+    """How a call of `attend` attends.
+
+    Args:
+      rope: rotates queries and keys; None: they come rotated.
+      logits: scale, window, soft cap and sinks.
+      prompt: whether the tokens are those of a prompt (static).
+      last: whether they complete it (static).
+      implementation: of the operations in `pallas_kernels` (static).
+    """
+
+    rope: Rope | None
+    logits: Logits
+    prompt: bool = field(metadata={"static": True})
+    last: bool = field(metadata={"static": True})
+    implementation: str | None = field(default=None, metadata={"static": True})
+
+    @property
+    def options(self) -> dict:
+        """Static options by name, as the operations of `pallas_kernels` take them."""
+        return {**self.logits.options, "implementation": self.implementation}
+
+    def of_heads(self, kv_heads: Sequence[int], group: int) -> Call:
+        """The call for some KV heads: with the sinks of their query heads."""
+        logits = self.logits.of_heads(query_heads(kv_heads, group))
+        return dataclasses.replace(self, logits=logits)
+
+
+def query_heads(kv_heads: Sequence[int], group: int) -> Int[Array, " N"]:
+    """The query heads of some KV heads, in their order."""
+    return jnp.array([head * group + g for head in kv_heads for g in range(group)])
+
+
+def key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:
+    """What stored keys are rotated at: their position, or their rank among the live slots."""
+    return ranks(kv.live, kv.position) if needs.reposition else kv.position
+
+
+def query_positions(
+    needs: Needs, kv: KVCache, slots: Int[Array, "B H T"], positions: Int[Array, "B T"]
+) -> Int[Array, "B T"] | Int[Array, "B Q T"]:
+    """What the queries of new tokens are rotated at, which stand in these slots."""
+    if not needs.reposition:
+        return positions
+    rank = take_slots(key_positions(needs, kv), jnp.minimum(slots, kv.slots - 1))
+    return jnp.repeat(rank, kv.group, axis=1)
+
+
+def add_attention(kv: KVCache, mass: Float[Array, "B Q S"]) -> KVCache:
+    """The slots with the attention that each received added to the column "attention"."""
+    received = jnp.moveaxis(mass.reshape(*kv.shape[:2], kv.group, -1), 2, -1)
+    return kv.with_column("attention", kv.column("attention") + received)

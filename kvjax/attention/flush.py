@@ -1,0 +1,121 @@
+"""`flush`: what is done with new tokens every M decode steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.call import key_positions
+from kvjax.attention.layer import (
+    Cache,
+    LayerCache,
+    check_caches,
+    layer_caches,
+    looks_at_keys,
+    map_parts,
+)
+from kvjax.attention.parts import cache_specs, on_each_device
+from kvjax.budgets.budgets import check_count
+from kvjax.compose.chain import decide_parts
+from kvjax.devices import explicit_mesh, in_automatic_mode
+from kvjax.protocol import Step
+
+
+def flush(
+    caches: Cache | tuple[Cache, ...],
+    steps: int | None = None,
+    implementation: str | None = None,
+):
+    """Does what is to be done with new tokens every M decode steps.
+
+    Methods that work now and then (`Every`, `Chelsea`, `ClusterKV`, `Codebook`, ...) leave new
+    tokens as they come, so that a decode step appends, selects, attends and evicts one slot at
+    most. A loop calls `flush` every `flush_interval(caches)` steps. It makes room for the tokens of
+    as many steps more: rows that have it are left as they are, and so is a row that got no token.
+    A prompt's end does the same for the rows of the prompt. Call `flush` once after a further
+    prompt for the others, which may have taken steps since the last time.
+
+    Args:
+      caches: of one layer, or of all layers of a model, in tuples. Donate them.
+      steps: decode steps until the next flush (static); those of `flush_interval` by default.
+      implementation: of the operations in `pallas_kernels`, as in `attend` (static).
+
+    Returns:
+      The caches. Those of methods that do nothing now and then come back as they are.
+
+    Raises:
+      TypeError: no caches.
+      ValueError: caches stacked by layer, or a prompt is not complete.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvjax
+      >>> attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames="phase")
+      >>> flush = jax.jit(kvjax.flush)
+      >>> tx = kvjax.Every(kvjax.SnapKV(budget=40), steps=8)
+      >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=64, max_new=16)
+      >>> rows = jnp.ones((1, 2, 64, 16))
+      >>> _, cache = attend(tx, cache, rows, rows, rows, jnp.arange(64)[None], phase="prompt")
+      >>> for position in range(64, 80):
+      ...     new, at = rows[:, :, :1], jnp.array([[position]])
+      ...     _, cache = attend(tx, cache, new, new, new, at, phase="decode")
+      ...     if (position - 63) % kvjax.flush_interval(cache) == 0:
+      ...         cache = flush(cache)
+      >>> int(cache.kv.live[0, 0].sum()), int(cache.kv.dropped.sum())
+      (40, 0)
+    """
+    check_caches(caches, "flush")
+    interval = flush_interval(caches)
+    steps = interval if steps is None else steps
+    if steps is None:
+        return caches
+    check_count("steps", steps, 1)
+    own = functools.partial(_flush_layer, steps=steps, implementation=implementation)
+    if (mesh := explicit_mesh(caches)) is None:
+        return map_parts(own, caches)
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, caches)
+    return in_automatic_mode(functools.partial(map_parts, own), mesh, (caches,), lambda _: specs)
+
+
+def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
+    """M: after so many decode steps the caches must be flushed; None: never.
+
+    The least of all layers' intervals, also of caches that are stacked by layer. It is static, as
+    `flush` and the loop around it need it.
+    """
+    check_caches(caches, "flush_interval", stacked=True)
+    intervals = (cache.kv.interval for cache in layer_caches(caches))
+    return min((steps for steps in intervals if steps is not None), default=None)
+
+
+def _flush_layer(cache: LayerCache, steps: int, implementation: str | None) -> LayerCache:
+    placement = cache.placement
+    own = functools.partial(_flush, steps=steps, implementation=implementation)
+    if cache.kv.interval is None:
+        return cache
+    if placement is None:
+        return own(cache)
+    return on_each_device(own, placement, (cache,), (cache_specs(cache),), cache_specs)
+
+
+def _flush(cache: LayerCache, steps: int, implementation: str | None) -> LayerCache:
+    kv, (query, query_position) = cache.kv, cache.window or (None, None)
+    keys = kv.k.read() if looks_at_keys(cache.transform) else None
+    if keys is not None and cache.rope is not None:
+        keys = cache.rope.rotate(keys, key_positions(cache.transform.needs, kv))
+    step = Step(
+        rows=jnp.ones(kv.shape[0], bool),
+        keys=keys,
+        query=query,
+        query_position=query_position,
+        rope=cache.rope,
+        moment="flush",
+        logits=cache.logits,
+        room=steps,
+        implementation=implementation,
+    )
+    kv, state = decide_parts(cache.transform, kv, cache.state, step)
+    kv = kv.replace(k=kv.k.flush(steps), v=kv.v.flush(steps))
+    return dataclasses.replace(cache, kv=kv, state=state)

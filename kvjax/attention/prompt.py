@@ -1,0 +1,158 @@
+"""A prompt: read into dense slots, chunk by chunk, and compressed once it is complete."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.attention.call import (
+    Call,
+    Tokens,
+    add_attention,
+    key_positions,
+    query_heads,
+    query_positions,
+)
+from kvjax.attention.layer import Cache, LayerCache, QueryWindow, Reading, kept_rope
+from kvjax.cache.slots import append, closed, compact, opened, widen
+from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
+from kvjax.compose.wrappers import HeadGroups
+from kvjax.decisions import decide
+from kvjax.protocol import KVTransform, Stage, Step, accumulated_attention
+from pallas_kernels import column_sums, prompt_attention
+from pallas_kernels.attention.call import beside_sinks
+
+
+def begin(cache: LayerCache, *, empty: bool = False) -> Reading:
+    """A reading without tokens of its own: what the cache stores is dense in it.
+
+    Args:
+      cache: the layer's cache. Donate it.
+      empty: whether it is known to hold nothing. Then nothing is decoded, or brought from host
+        memory.
+    """
+    kv, stored = opened(cache.kv, empty=empty)
+    batch, heads, _ = kv.shape
+    queries, size = cache.window, cache.transform.needs.queries(kv.max_prompt)
+    if size and queries is None:
+        queries = QueryWindow.empty(batch, heads * kv.group, size, kv.k.shape[3], kv.k.dtype)
+    cache = dataclasses.replace(cache, kv=kv, window=None)
+    rows = jnp.zeros(batch, bool)
+    return Reading(cache, stored, rows, queries, None, cache.logits, begun=False)
+
+
+def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
+    """The attention of a chunk of a prompt over everything up to it, and the reading with it."""
+    kv, needs, positions = reading.kv, reading.transform.needs, tokens.positions
+    if call.rope is not None and not needs.unrotated_keys:
+        tokens = tokens.rotated(call.rope)
+    q = tokens.q
+    if kv.slots <= kv.capacity:  # no earlier chunk has made room for the whole prompt
+        kv = widen(kv, min(kv.slots + (q.shape[2] if call.last else kv.max_prompt), kv.max_tokens))
+    kv, slots = append(kv, *kv.unfold(tokens.k, tokens.v), positions)
+    keys = kv.k.read()
+    if needs.unrotated_keys:
+        keys = call.rope.rotate(keys, key_positions(needs, kv))
+        q = call.rope.rotate(q, query_positions(needs, kv, slots, positions))
+    grouped = q.reshape(q.shape[0], kv.shape[1], -1, *q.shape[2:])
+    where = positions, kv.position
+    out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *where, **call.options)
+    lse, out = beside_sinks(call.logits.sinks, lse, out)
+    if needs.accumulated_attention:
+        mass = column_sums(grouped, keys, kv.log_mass, lse, *where, **call.options)
+        kv = add_attention(kv, mass.reshape(q.shape[0], -1, kv.slots))
+    queries = reading.queries
+    if queries is not None:
+        queries = queries.add(q, positions)
+    # The reading is donated to the next call: it must not get the model's own array.
+    rope = jax.tree.map(lambda x: jnp.asarray(x) + 0, call.rope)
+    reading = Reading(
+        dataclasses.replace(reading.cache, kv=kv), reading.stored,
+        reading.rows | (positions >= 0).any(1), queries, rope, call.logits,
+    )  # fmt: skip
+    return out.reshape(q.shape).astype(q.dtype), reading
+
+
+def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
+    """The layer's cache at a prompt's end, with what its transform decides carried out.
+
+    Parts that evict or merge come first. The slots are then brought to the cache's capacity, other
+    parts see them so, and keys and values are stored in their form again.
+
+    Args:
+      reading: of the whole prompt. Donate it.
+      implementation: of the operations in `pallas_kernels`, as in `attend` (static).
+    """
+    cache, kv, transform, rope = reading.cache, reading.kv, reading.transform, reading.rope
+    needs, keys = transform.needs, kv.k.read()
+    if needs.unrotated_keys:
+        keys = rope.rotate(keys, key_positions(needs, kv))
+    query, query_position = reading.queries or (None, None)
+    step = Step(
+        rows=reading.rows, keys=keys, query=query, query_position=query_position, rope=rope,
+        moment="prompt", logits=reading.logits, implementation=implementation,
+    )  # fmt: skip
+    parts, states = parts_of(transform), states_of_parts(transform, cache.state)
+    first = sum(part.stage == Stage.EVICT for part in parts)
+    kv, evicting, _ = decide(parts[:first], kv, states[:first], step)
+    if kv.slots != kv.capacity or first < len(parts):
+        kv = compact(kv, kv.capacity, step.rows)
+    kv, others, _ = decide(parts[first:], kv, states[first:], step)
+    kv = closed(kv, reading.stored, step.rows, rope if kv.unrotated_keys else None)
+    if kv.interval is not None:  # what a flush has to know of this attention
+        sinks = reading.logits.sinks
+        if sinks is None:
+            sinks = jnp.full_like(cache.logits.sinks, -jnp.inf)
+        logits = dataclasses.replace(reading.logits, sinks=sinks)
+        cache = dataclasses.replace(cache, logits=logits, rope=kept_rope(transform, rope))
+    return dataclasses.replace(
+        cache, kv=kv, state=state_of_parts(transform, (*evicting, *others)),
+        window=reading.queries if needs.decode_queries else None,
+    )  # fmt: skip
+
+
+def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading | tuple:
+    """What reading the same prompt into another method's cache comes to.
+
+    Nothing is attended to: what the method needs of the prompt's attention has been observed.
+
+    Args:
+      transform: of the cache.
+      cache: an empty one of the layer, for as many rows and heads. Donate it.
+      reading: of a whole first prompt, by a transform whose needs include those of the method.
+
+    Returns:
+      A reading, or for `HeadGroups` one of each group.
+    """
+    if not isinstance(transform, HeadGroups):
+        return _read_for(cache, reading, range(reading.kv.shape[1]))
+    groups = zip(transform.groups, cache, strict=True)
+    return tuple(_read_for(part, reading, heads) for (heads, _), part in groups)
+
+
+def _read_for(cache: LayerCache, reading: Reading, heads: Sequence[int]) -> Reading:
+    """`read_for` with some of the KV heads."""
+    begun, seen, needs = begin(cache, empty=True), reading.kv, cache.transform.needs
+    query, kv = query_heads(heads, seen.group), begun.kv
+    k, v = (payload.read()[:, jnp.array(heads)] for payload in (seen.k, seen.v))
+    positions = jnp.where(seen.live[:, 0], seen.position[:, 0], -1)
+    if seen.unrotated_keys and not needs.unrotated_keys:
+        k = reading.rope.rotate(k, positions)
+    kv = widen(kv, min(kv.slots + seen.slots, kv.max_tokens))
+    kv, _ = append(kv, *kv.unfold(k, v), positions)
+    if needs.accumulated_attention:
+        mass = accumulated_attention(seen)[:, query]
+        kv = add_attention(kv, jnp.pad(mass, ((0, 0), (0, 0), (0, kv.slots - seen.slots))))
+    queries = begun.queries
+    if queries is not None:
+        size = queries.position.shape[1]
+        last, position = reading.queries
+        last = last[:, query, -size:].astype(queries.query.dtype)
+        queries = QueryWindow(last, position[:, -size:])
+    cache = dataclasses.replace(begun.cache, kv=kv)
+    logits = reading.logits.of_heads(query)
+    return Reading(cache, begun.stored, reading.rows, queries, reading.rope, logits)

@@ -1,0 +1,71 @@
+"""A decode step: append the new token, select, attend, and let the transform decide."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from kvjax.attention.call import Call, Tokens, add_attention, key_positions, query_positions
+from kvjax.attention.layer import LayerCache
+from kvjax.cache.payload import Dense, Seen
+from kvjax.cache.slots import append
+from kvjax.compose.chain import decide_parts
+from kvjax.protocol import Needs, Step, View
+from pallas_kernels import Turn
+
+
+def decode(
+    cache: LayerCache, tokens: Tokens, call: Call
+) -> tuple[Float[Array, "B Q T D"], LayerCache]:
+    """The attention of the new tokens over what the transform selects, and the cache after it."""
+    transform, needs, positions = cache.transform, cache.transform.needs, tokens.positions
+    if not needs.predicted_query:
+        tokens = tokens._replace(predicted=None)
+    if call.rope is not None and not needs.unrotated_keys:
+        tokens = tokens.rotated(call.rope)
+    q = tokens.q
+    kv, slots = append(cache.kv, *cache.kv.unfold(tokens.k, tokens.v), positions)
+    view = View(
+        kv, slots, predicted=tokens.predicted,
+        window=call.logits.window, implementation=call.implementation,
+    )  # fmt: skip
+    view, state = transform.select(view, cache.state, q)
+    kv, rotation = view.cache, None
+    if needs.unrotated_keys:
+        rotation = call.rope.at(key_positions(needs, kv))
+        q = call.rope.rotate(q, query_positions(needs, kv, slots, positions))
+    out, mass = _attention(needs, view, q, rotation, positions, call)
+    if needs.accumulated_attention:
+        kv = add_attention(kv, mass)
+    # A method that observes queries goes on with those of decoding.
+    window = None if cache.window is None else cache.window.add(q, positions)
+    query, query_position = window or (None, None)
+    step = Step(
+        rows=(positions >= 0).any(1), slots=slots, mass=mass, query=query,
+        query_position=query_position, rope=call.rope, moment="step", logits=call.logits,
+        implementation=call.implementation, output=out,
+    )  # fmt: skip
+    kv, state = decide_parts(transform, kv, state, step)
+    return out.astype(q.dtype), dataclasses.replace(cache, kv=kv, state=state, window=window)
+
+
+def _attention(
+    needs: Needs, view: View, q: Array, rotation: Turn | None, positions: Array, call: Call
+) -> tuple[Float[Array, "B Q T D"], Float[Array, "B Q S"] | None]:
+    """Output and, where needed, the probability that each slot received per query head."""
+    kv, index = view.cache, view.index
+    lists = kv.shape[1] if index is None else index.shape[1]
+    grouped = q.reshape(q.shape[0], lists, -1, *q.shape[2:])
+    wanted = needs.accumulated_attention or needs.decode_mass
+    options = {"probabilities": wanted, "sinks": call.logits.sinks, **call.options}
+    seen = Seen(kv.log_mass, kv.position, kv.used, rotation)
+    if view.rows is None:
+        out, found = kv.k.attention(kv.v, grouped, seen, positions, index=index, **options)
+    else:
+        keys, values = map(Dense, view.rows)
+        out, found = keys.attention(values, grouped, seen.of(index), positions, **options)
+    mass = None
+    if wanted:
+        mass = view.to_slots(found.sum(3)).reshape(q.shape[0], -1, kv.slots)
+    return out.reshape(q.shape), mass
