@@ -339,9 +339,7 @@ def _check_rectangle(
             "the prompt is not complete: give its last chunk with last=True before decoding, "
             "got phase='decode' after last=False"
         )
-    if q[2] != 1 and (
-        kv.lists is not None or any(map(frees_while_decoding, parts_of(transform)))
-    ):
+    if q[2] != 1 and (kv.lists is not None or any(map(frees_while_decoding, parts_of(transform)))):
         raise ValueError(
             f"{transform!r} compresses or selects while decoding: give it one token a step, got "
             f"{q[2]}"

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.budgets.layers import layers_of
-from kvjax.cache.remainders import with_remainders
 from kvjax.cache.payload import Payload
+from kvjax.cache.remainders import with_remainders
 from kvjax.cache.slots import KVCache, check_not_stacked, empty_cache
 from kvjax.compose.chain import parts_of
 from kvjax.compose.wrappers import HeadGroups

@@ -53,7 +53,7 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     q = tokens.q
     if kv.slots <= kv.capacity:  # no earlier chunk has made room for the whole prompt
         kv = widen(kv, min(kv.slots + (q.shape[2] if call.last else kv.max_prompt), kv.max_tokens))
-    kv, slots = append(kv, *kv.unfold(tokens.k, tokens.v), positions)
+    kv, slots = append(kv, kv.unfold(tokens.k), kv.unfold(tokens.v), positions)
     keys = kv.k.read()
     if needs.unrotated_keys:
         keys = call.rope.rotate(keys, key_positions(needs, kv))
@@ -143,12 +143,12 @@ def _read_for(cache: LayerCache, reading: Reading, heads: Sequence[int]) -> Read
     if seen.unrotated_keys and not needs.unrotated_keys:
         k = reading.rope.rotate(k, positions)
     kv = widen(kv, min(kv.slots + seen.slots, kv.max_tokens))
-    kv, _ = append(kv, *kv.unfold(k, v), positions)
+    kv, _ = append(kv, kv.unfold(k), kv.unfold(v), positions)
     if needs.accumulated_attention:
         mass = accumulated_attention(seen)[:, query]
         kv = add_attention(kv, jnp.pad(mass, ((0, 0), (0, 0), (0, kv.slots - seen.slots))))
     queries = begun.queries
-    if queries is not None:
+    if queries is not None and reading.queries is not None:
         size = queries.position.shape[1]
         last, position = reading.queries
         last = last[:, query, -size:].astype(queries.query.dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.attention.layer import LayerCache, Part, Reading, check_caches, layer_caches, map_parts
+from kvjax.attention.layer import Part, Reading, check_caches, layer_caches, map_parts
 from kvjax.attention.parts import has_rows, placed
 from kvjax.compiled_code import compiled
 from kvjax.messages import brief
@@ -150,9 +150,9 @@ def _put(cache: Part, rows: Int[Array, " N"], new: Part) -> Part:
     put = functools.partial(_with_rows, rows=rows)
     done = map_rows(put, _without_rope(cache), _without_rope(new))
     done = dataclasses.replace(done, rope=_rope_of(cache, rows, new))
-    if isinstance(cache, Reading):
+    if isinstance(cache, Reading) and isinstance(new, Reading):
         rope = _rope_of(cache.cache, rows, new.cache)
-        return dataclasses.replace(done, cache=dataclasses.replace(done.cache, rope=rope))
+        return dataclasses.replace(done, cache=dataclasses.replace(done.cache, rope=rope))  # pyright: ignore[reportAttributeAccessIssue]
     sinks = cache.logits.sinks
     if sinks is None:
         return done
@@ -245,9 +245,7 @@ def _check_alike(cache: Part, new: Part) -> None:
                 f"the other caches must be made as those that get their rows, for {name}="
                 f"{one!r:.200}, got {other!r:.200}"
             )
-    (first, tree), (second, new_tree) = (
-        jax.tree.flatten(_without_rope(x)) for x in (cache, new)
-    )
+    (first, tree), (second, new_tree) = (jax.tree.flatten(_without_rope(x)) for x in (cache, new))
     kinds = [[(x.shape[1:], x.dtype) for x in arrays] for arrays in (first, second)]
     if tree != new_tree or kinds[0] != kinds[1]:
         raise ValueError(

@@ -25,7 +25,7 @@ def decode(
     if call.rope is not None and not needs.unrotated_keys:
         tokens = tokens.rotated(call.rope)
     q = tokens.q
-    kv, slots = append(cache.kv, *cache.kv.unfold(tokens.k, tokens.v), positions)
+    kv, slots = append(cache.kv, cache.kv.unfold(tokens.k), cache.kv.unfold(tokens.v), positions)
     view = View(
         kv, slots, predicted=tokens.predicted,
         window=call.logits.window, implementation=call.implementation,

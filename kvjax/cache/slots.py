@@ -118,11 +118,9 @@ class KVCache:
         """Most tokens that a row may ever get."""
         return self.max_prompt + self.max_new
 
-    def unfold(self, *rows: Float[Array, "B H T D"]) -> tuple[Array, ...]:
+    def unfold(self, rows: Float[Array, "B H T D"]) -> Float[Array, "B H T D"]:
         """Rows of KV heads as those of their lists of slots."""
-        if self.unfolded == 1:
-            return rows
-        return tuple(jnp.repeat(x, self.unfolded, axis=1) for x in rows)
+        return rows if self.unfolded == 1 else jnp.repeat(rows, self.unfolded, axis=1)
 
     def column(self, name: str) -> Array:
         """Values of one column, `[B, H, S, ...]`."""

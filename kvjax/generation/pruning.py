@@ -7,15 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.attention.layer import Cache, Reading
+from kvjax.attention.layer import Cache, Reading, layer_caches
 
 
 def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
     """Whether a call reads a whole prompt, so that it knows what each layer passes on."""
-    groups = (
-        group for cache in caches for group in (cache if isinstance(cache, tuple) else [cache])
-    )
-    return phase == "prompt" and last and not any(isinstance(group, Reading) and group.begun for group in groups)
+    parts = layer_caches(caches)
+    inside = any(isinstance(part, Reading) and part.begun for part in parts)
+    return phase == "prompt" and last and not inside
 
 
 def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:

@@ -114,6 +114,7 @@ def read_prompt(
     caches: tuple[Cache, ...] | CacheSize,
     compiler: Compiler,
     on_layer: Callable[[int], None] | None = None,
+    last: bool = True,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Logits of each row's last token, and the caches that hold the prompt.
 
@@ -126,6 +127,7 @@ def read_prompt(
       caches: of earlier turns, donated; or what new ones are made for.
       on_layer: is called with the number of each layer that has read the prompt, in order; for a
         model that does not show its parts, after the whole prompt.
+      last: whether the caches are compressed then; else they are readings, as of `attend`.
     """
     sizes: list[CacheSize | None] = [None] * len(groups)
     given: Any = [caches] * len(groups)
@@ -135,7 +137,7 @@ def read_prompt(
             compiler.compile("the caches", ("states", size), states_of_layers, layers, size)
         given = [states_of_layers(layers, size) for size in sizes]
     read = _read_whole_model if model.parts is None else _read_by_layer
-    logits, written = read(model, layers, groups, sizes, given, compiler, on_layer)
+    logits, written = read(model, layers, groups, sizes, given, compiler, on_layer, last)
     if groups[0].rows is None:
         return logits[0], written
     batch = layer_caches(written)[0].kv.shape[0]
@@ -152,6 +154,7 @@ def _read_by_layer(
     given: Sequence[tuple],
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
+    last: bool,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """The logits of each group, and the caches of all rows.
 
@@ -172,7 +175,7 @@ def _read_by_layer(
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             x, positions = passing[number]
             cache = (whole, group.rows) if size is None else (given[number][layer], None)
-            one = block, transform, size, attention, own, x, positions, *cache
+            one = block, transform, size, attention, last, own, x, positions, *cache
             kind = block, transform, attention, x.shape
             compiler.compile(what, kind, _read_layer, *one)
             # Waiting bounds the memory: a layer that is queued has its arrays already.
@@ -197,12 +200,13 @@ def _read_whole_model(
     given: Sequence[tuple],
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
+    last: bool,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
     """The same of a model that does not show its parts."""
     logits, caches, whole = [], [], given[0]
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         cache = (whole, group.rows) if size is None else (given[number], None)
-        one = layers, size, model, group.tokens, group.positions, *cache
+        one = layers, size, last, model, group.tokens, group.positions, *cache
         compiler.compile("the prompt pass", ("prompt", group.tokens.shape), _read_whole, *one)
         read, whole = jax.block_until_ready(_read_whole(*one))
         logits.append(read)
@@ -240,7 +244,7 @@ def cache_shapes(
     tokens = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
     if model.parts is None:
         given = jax.eval_shape(functools.partial(states_of_layers, layers, size))
-        whole = functools.partial(_read_whole, layers, size)
+        whole = functools.partial(_read_whole, layers, size, True)
         return jax.eval_shape(whole, model, tokens, tokens, given)[1]
     parts = model.parts
     embed = functools.partial(_embed, parts.embed, None)
@@ -252,7 +256,7 @@ def cache_shapes(
         if kind not in known:
             states = jax.eval_shape(functools.partial(_states_of, layers[layer], size, layer))
             block, transform, options = kind
-            one = functools.partial(_read_layer, block, transform, size, options)
+            one = functools.partial(_read_layer, block, transform, size, options, True)
             known[kind] = jax.eval_shape(one, own, x, tokens, states)[2]
     return tuple(known[kind] for kind in kinds)
 
@@ -276,8 +280,12 @@ def new_cache(
     bound = layers_of(transform)
     cache = size.cache(transform, 0 if bound is None else bound[0], attention)
     left = iter(states)
-    filled = map_parts(lambda part: dataclasses.replace(part, state=next(left)), cache)
-    return map_parts(functools.partial(begin, empty=True), filled)
+    return map_parts(lambda part: dataclasses.replace(part, state=next(left)), cache)
+
+
+def begun(caches: Any) -> Any:
+    """Empty caches of one layer or of several, ready to read a prompt: nothing is decoded."""
+    return map_parts(functools.partial(begin, empty=True), caches)
 
 
 @compiled(static_argnums=(0, 1))
@@ -287,12 +295,13 @@ def _embed(
     return by_rows(embed(params, tokens, positions), mesh)
 
 
-@compiled(static_argnums=(0, 1, 2, 3), donate_argnums=7)
+@compiled(static_argnums=(0, 1, 2, 3, 4), donate_argnums=8)
 def _read_layer(
     block: Callable,
     transform: KVTransform,
     size: CacheSize | None,
     attention: AttentionOptions,
+    last: bool,
     own: Any,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
@@ -306,10 +315,10 @@ def _read_layer(
     """
     whole = cache
     if size is not None:
-        cache = new_cache(transform, size, attention, cache)
+        cache = begun(new_cache(transform, size, attention, cache))
     if rows is not None:
         cache = take_rows(whole, rows)
-    x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=True)
+    x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=last)
     if drops_tokens(transform, cache):
         x, positions = pass_on(x, positions, kept_tokens(cache))
     if rows is not None:
@@ -327,10 +336,11 @@ def _last_logits(
     return by_rows(logits, mesh)
 
 
-@compiled(static_argnums=(0, 1), donate_argnums=5)
+@compiled(static_argnums=(0, 1, 2), donate_argnums=6)
 def _read_whole(
     layers: tuple[KVTransform, ...],
     size: CacheSize | None,
+    last: bool,
     model: FunctionalModel,
     tokens: Array,
     positions: Array,
@@ -341,14 +351,14 @@ def _read_whole(
     whole = caches
     if size is not None:
         caches = tuple(
-            new_cache(transform, size, model.attention(layer), states)
+            begun(new_cache(transform, size, model.attention(layer), states))
             for layer, (transform, states) in enumerate(zip(layers, caches, strict=True))
         )
     if rows is not None:
         caches = take_rows(whole, rows)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
-        layers=layers, phase="prompt", last=True, logits_at=positions.argmax(-1)[:, None],
+        layers=layers, phase="prompt", last=last, logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
     if rows is not None:
         caches = put_rows(whole, rows, caches)

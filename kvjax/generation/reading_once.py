@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 import jax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
 
-from kvjax.attention.attend import compress_prompt
-from kvjax.attention.layer import Cache, LayerCache
-from kvjax.cache.slots import KVCache
+from kvjax.attention.layer import Cache, Reading, map_parts
+from kvjax.attention.prompt import compress, read_for
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import by_head_groups
@@ -30,29 +28,12 @@ from kvjax.generation.model import (
 )
 from kvjax.generation.reading import CacheSize, Compiler, new_cache, states_of_layers
 from kvjax.generation.writing import begin
-from kvjax.protocol import Extent, KVTransform, Logits, Needs, State, Step
-from kvjax.rope import Rope
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Observation:
-    """What methods may need of a prompt's attention in one layer; None where none does.
-
-    Args:
-      mass, query, query_position, rope, logits: as in `Step`.
-    """
-
-    mass: Float[Array, "B Q S"] | None
-    query: Float[Array, "B Q W D"] | None
-    query_position: Int[Array, "B W"] | None
-    rope: Rope | None
-    logits: Logits
+from kvjax.protocol import Extent, KVTransform, Needs
 
 
 @dataclass(frozen=True)
 class Observe(KVTransform):
-    """The full cache, and what other methods need of a prompt as its state: for a prompt alone.
+    """The full cache, whose readings hold what other methods need of a prompt.
 
     Args:
       wanted: what they need.
@@ -61,11 +42,6 @@ class Observe(KVTransform):
     wanted: Needs
 
     needs = property(lambda self: self.wanted)
-
-    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[None, State]:
-        """Leaves what was asked for as the state."""
-        rope = step.rope if self.wanted.unrotated_keys else None
-        return None, Observation(step.mass, step.query, step.query_position, rope, step.logits)
 
 
 class ReadOnce:
@@ -129,8 +105,9 @@ class ReadOnce:
             size = self._size._replace(max_new=0)
             layers = (observe,) * self._model.num_layers
             observed = begin(
-                self._model, prompts, widths, observe, layers, size, self._compiler, on_layer
-            )
+                self._model, prompts, widths, observe, layers, size, self._compiler, on_layer,
+                last=False,
+            )  # fmt: skip
             fingerprint = Fingerprint.of(self._model)
             self._observed = dataclasses.replace(observed, fingerprint=fingerprint)
 
@@ -165,7 +142,7 @@ class ReadOnce:
         parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
         needs = functools.reduce(Needs.union, (part.needs for part in parts))
         return Needs(
-            attention_mass=needs.attention_mass or needs.accumulated_attention,
+            accumulated_attention=needs.accumulated_attention,
             query_window=needs.query_window,
             query_share=needs.query_share,
             unrotated_keys=needs.unrotated_keys,
@@ -183,15 +160,15 @@ def _compressed(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     size: CacheSize,
-    observed: tuple[LayerCache, ...],
+    readings: tuple[Reading, ...],
     compiler: Compiler,
 ) -> tuple[Cache, ...]:
     """The caches of all layers, one after the other; layers that are alike share compiled code."""
     compiler.compile("the caches", ("states", layers), states_of_layers, layers, size)
     states, caches = states_of_layers(layers, size), []
-    for layer, (own, seen) in enumerate(zip(states, observed, strict=True)):
+    for layer, (state, reading) in enumerate(zip(states, readings, strict=True)):
         transform, attention = layers[layer], model.attention(layer)
-        given = transform, size, attention, own, seen
+        given = transform, size, attention, state, reading
         key = transform, attention
         compiler.compile("the compression of a layer", key, _compress, *given)
         caches.append(_compress(*given))
@@ -204,7 +181,8 @@ def _compress(
     size: CacheSize,
     attention: AttentionOptions,
     states: tuple,
-    observed: LayerCache,
+    reading: Reading,
 ) -> Cache:
     """One layer's cache."""
-    return compress_prompt(transform, new_cache(transform, size, attention, states), observed)
+    cache = new_cache(transform, size, attention, states)
+    return map_parts(compress, read_for(transform, cache, reading))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -13,10 +12,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.flush import flush, flush_interval
-from kvjax.attention.layer import Cache, init_cache, map_parts
-from kvjax.attention.prompt import begin
+from kvjax.attention.layer import Cache, init_cache
 from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
+from kvjax.generation.reading import begun
 from kvjax.protocol import KVTransform
 
 Carry: TypeAlias = Any
@@ -67,14 +66,15 @@ def read_prompt(
     positions: Int[Array, "B T"],
     max_new: int,
     dtype: DTypeLike | None = None,
+    last: bool = True,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Logits of each row's last token, and new caches that hold the prompt."""
+    """Logits of each row's last token, and new caches that hold the prompt, or its readings."""
     rows, width = tokens.shape
     caches: Any = init_caches(model, layers, rows, width, max_new, dtype)
-    caches = map_parts(functools.partial(begin, empty=True), caches)
+    caches = begun(caches)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
-        layers=layers, phase="prompt", last=True, logits_at=positions.max(-1, keepdims=True),
+        layers=layers, phase="prompt", last=last, logits_at=positions.max(-1, keepdims=True),
     )  # fmt: skip
     return logits[:, -1], caches
 

@@ -428,10 +428,16 @@ def begin(
     size: CacheSize,
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
+    last: bool = True,
 ) -> Context:
-    """A context of new caches that hold these prompts; `widths`: what each is padded to alone."""
+    """A context of new caches that hold these prompts.
+
+    Args:
+      widths: what each prompt is padded to alone.
+      last: whether the caches are compressed; else they are readings, as of `attend`.
+    """
     groups = grouped(prompts, widths, layers, size.mesh)
-    logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer)
+    logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer, last)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     none, never = np.zeros_like(length), np.int32(0)
     # Two arrays of the same numbers: who donates a context donates every array once.
@@ -457,19 +463,25 @@ def further(
     buckets: Sequence[int] | None,
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
+    last: bool = True,
 ) -> Context:
-    """A context that has read one more prompt of each row that has one; donates the given one."""
+    """A context that has read one more prompt of each row that has one; donates the given one.
+
+    Args:
+      last: whether the caches are compressed; else they are readings, as of `attend`, of all rows.
+    """
     rows = [np.asarray(row or (), np.int32) for row in prompts]
     count = np.array([row.size for row in rows], np.int32)
     widths = [bucket(row.size, None, buckets) if row.size else 0 for row in rows]
     length, mesh = np.asarray(context.length), context.size.mesh
     groups = grouped(rows, widths, context.layers, mesh, length)
-    logits, caches = read_prompt(model, context.layers, groups, context.caches, compiler, on_layer)
+    logits, caches = read_prompt(
+        model, context.layers, groups, context.caches, compiler, on_layer, last
+    )
     active, waiting = count > 0, context.waiting
-    interval = flush_interval(caches)
     if active.all():
         waiting = put(np.int32(0), mesh)  # a prompt's end is a flush of its rows
-    elif interval is not None:
+    elif (interval := flush_interval(caches)) is not None:
         _compile_flush(compiler, caches, interval)
         caches = _flush_all(caches, interval)
         waiting = put(np.int32(0), mesh)

@@ -234,9 +234,9 @@ class Pages(kvjax.KVTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Observe(kvjax.KVTransform):
-    """Writes down what attention each slot received in the last call."""
+    """Writes down what attention each slot received in the last decode step."""
 
-    needs = property(lambda self: Needs(attention_mass=True))
+    needs = property(lambda self: Needs(decode_mass=True))
 
     def init(self, cache, layer):
         return cache.with_column("seen", jnp.zeros((*cache.shape, cache.group))), ()
@@ -244,8 +244,6 @@ class Observe(kvjax.KVTransform):
     def on_step(self, cache, state, step) -> tuple[Mark, tuple]:
         mass = step.mass.reshape(*cache.shape[:2], cache.group, -1)
         return Mark({"seen": jnp.moveaxis(mass, 2, -1)}), state
-
-    on_prompt = on_step
 
 
 READERS = {

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache
+from kvjax.attention.layer import Cache, Reading
+from kvjax.attention.prompt import compress
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import Everywhere, by_head_groups
@@ -103,8 +104,9 @@ class FullRun:
         context = self._once.context(full)
         self.turns: tuple[Turn, ...] | None = None
         if questions is not None:
-            context = further(model, context, questions, [asked], Compiler(), None)
+            context = further(model, context, questions, [asked], Compiler(), None, last=False)
             self.turns = tuple(map(_turn, context.caches))
+            context = dataclasses.replace(context, caches=_compressed(context.caches))
         self.start = context.length
         given = context.logits, context.length, context.caches
         self.truth = _new_tokens(context.layers, new_tokens, model, *given)
@@ -119,21 +121,27 @@ def _rotates_late(layer: KVTransform) -> bool:
     return any(part.needs.unrotated_keys for part in by_head_groups(layer))
 
 
+@compiled(donate_argnums=0)
+def _compressed(readings: tuple[Reading, ...]) -> tuple[Cache, ...]:
+    """The caches of all layers."""
+    return tuple(map(compress, readings))
+
+
 @compiled()
-def _turn(cache: LayerCache) -> Turn:
-    """What a layer was given of the prompt that it has observed last."""
-    kv, seen = cache.kv, cache.state
+def _turn(reading: Reading) -> Turn:
+    """What a layer was given of the prompt that it has read last."""
+    kv, queries = reading.kv, reading.queries
     # The window of queries has its free places first.
-    order = jnp.argsort(seen.query_position < 0, axis=1, stable=True)
-    position = jnp.take_along_axis(seen.query_position, order, axis=1)
-    query = jnp.take_along_axis(seen.query, order[:, None, :, None], axis=2)
-    rope = seen.rope
+    order = jnp.argsort(queries.position < 0, axis=1, stable=True)
+    position = jnp.take_along_axis(queries.position, order, axis=1)
+    query = jnp.take_along_axis(queries.query, order[:, None, :, None], axis=2)
+    rope = reading.rope if kv.unrotated_keys else None
     if rope is not None:
         back = dataclasses.replace(rope, inv_freq=-rope.inv_freq, factor=1 / rope.factor)
         query = back.rotate(query, position)
     places = jnp.maximum(position, 0)[:, None]
     slots = jnp.broadcast_to(places, (len(position), kv.shape[1], position.shape[1]))
-    return Turn(query, kv.k.read(slots), kv.v.read(slots), position, rope, seen.logits)
+    return Turn(query, kv.k.read(slots), kv.v.read(slots), position, rope, reading.logits)
 
 
 @compiled(static_argnums=(0, 1))
