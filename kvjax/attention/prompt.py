@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,14 @@ from kvjax.attention.call import (
     query_heads,
     query_positions,
 )
-from kvjax.attention.layer import Cache, LayerCache, QueryWindow, Reading, kept_rope
+from kvjax.attention.layer import (
+    Cache,
+    LayerCache,
+    QueryWindow,
+    Reading,
+    kept_rope,
+    map_parts,
+)
 from kvjax.cache.slots import append, closed, compact, opened, widen
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
@@ -27,21 +36,24 @@ from pallas_kernels import column_sums, prompt_attention
 from pallas_kernels.attention.call import beside_sinks
 
 
-def begin(cache: LayerCache, *, empty: bool = False) -> Reading:
-    """A reading without tokens of its own: what the cache stores is dense in it.
+def begin(caches: Any, *, empty: bool = False) -> Any:
+    """Readings without tokens of their own: what the caches store is dense in them.
 
     Args:
-      cache: the layer's cache. Donate it.
-      empty: whether it is known to hold nothing. Then nothing is decoded, or brought from host
+      caches: of one layer or of several. Donate them.
+      empty: whether they are known to hold nothing. Then nothing is decoded, or brought from host
         memory.
     """
+    return map_parts(functools.partial(_begin, empty=empty), caches)
+
+
+def _begin(cache: LayerCache, empty: bool) -> Reading:
     kv, stored = opened(cache.kv, empty=empty)
     batch, heads, _ = kv.shape
     queries, size = cache.window, cache.transform.needs.queries(kv.max_prompt)
     if size and queries is None:
         queries = QueryWindow.empty(batch, heads * kv.group, size, kv.k.shape[3], kv.k.dtype)
-    cache = dataclasses.replace(cache, kv=kv, window=None)
-    rows = jnp.zeros(batch, bool)
+    cache, rows = dataclasses.replace(cache, kv=kv, window=None), jnp.zeros(batch, bool)
     return Reading(cache, stored, rows, queries, None, cache.logits, begun=False)
 
 
@@ -136,7 +148,7 @@ def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading 
 
 def _read_for(cache: LayerCache, reading: Reading, heads: Sequence[int]) -> Reading:
     """`read_for` with some of the KV heads."""
-    begun, seen, needs = begin(cache, empty=True), reading.kv, cache.transform.needs
+    begun, seen, needs = _begin(cache, empty=True), reading.kv, cache.transform.needs
     query, kv = query_heads(heads, seen.group), begun.kv
     k, v = (payload.read()[:, jnp.array(heads)] for payload in (seen.k, seen.v))
     positions = jnp.where(seen.live[:, 0], seen.position[:, 0], -1)

@@ -283,11 +283,6 @@ def new_cache(
     return map_parts(lambda part: dataclasses.replace(part, state=next(left)), cache)
 
 
-def begun(caches: Any) -> Any:
-    """Empty caches of one layer or of several, ready to read a prompt: nothing is decoded."""
-    return map_parts(functools.partial(begin, empty=True), caches)
-
-
 @compiled(static_argnums=(0, 1))
 def _embed(
     embed: Callable, mesh: Mesh | None, params: Any, tokens: Array, positions: Array
@@ -315,7 +310,7 @@ def _read_layer(
     """
     whole = cache
     if size is not None:
-        cache = begun(new_cache(transform, size, attention, cache))
+        cache = begin(new_cache(transform, size, attention, cache), empty=True)
     if rows is not None:
         cache = take_rows(whole, rows)
     x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=last)
@@ -351,7 +346,7 @@ def _read_whole(
     whole = caches
     if size is not None:
         caches = tuple(
-            begun(new_cache(transform, size, model.attention(layer), states))
+            begin(new_cache(transform, size, model.attention(layer), states), empty=True)
             for layer, (transform, states) in enumerate(zip(layers, caches, strict=True))
         )
     if rows is not None:

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.flush import flush, flush_interval
 from kvjax.attention.layer import Cache, init_cache
+from kvjax.attention.prompt import begin
 from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.reading import begun
 from kvjax.protocol import KVTransform
 
 Carry: TypeAlias = Any
@@ -71,7 +71,7 @@ def read_prompt(
     """Logits of each row's last token, and new caches that hold the prompt, or its readings."""
     rows, width = tokens.shape
     caches: Any = init_caches(model, layers, rows, width, max_new, dtype)
-    caches = begun(caches)
+    caches = begin(caches, empty=True)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
         layers=layers, phase="prompt", last=last, logits_at=positions.max(-1, keepdims=True),
