@@ -378,7 +378,7 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of which there are finished results."""
-    finished = [*FOLDER.glob("*/results.json"), *FOLDER.parent.glob("compare_*/results.json")]
+    finished = [*FOLDER.glob("*/cells.jsonl"), *FOLDER.parent.glob("compare_*/cells.jsonl")]
     folders = {path.parent.name: read_results(path.parent) for path in finished}
     for name, results in folders.items():
         yield name, scores([results])
