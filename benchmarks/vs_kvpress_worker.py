@@ -111,7 +111,9 @@ class Kvjax:
         from kvjax.models import from_pretrained
 
         self._kvjax = kvjax
-        self._transform = eval(method, {**vars(kvjax)})
+        # Names of kvjax are imported when they are asked for.
+        names = {name: getattr(kvjax, name) for name in dir(kvjax)}
+        self._transform = eval(method, names)
         self._model = from_pretrained(folder, jnp.float32)
 
     def generate(self, prompt: list[int], new: int) -> dict[str, object]:
