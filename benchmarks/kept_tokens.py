@@ -99,13 +99,10 @@ METHODS: dict[str, str | kvjax.KVTransform] = {
 }  # fmt: skip
 
 
-# The prompt pass and the decode loop of `kvjax.generate`, with caches to look at between steps.
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Progress:
-    """What the decode loop carries.
+    """What the decode loop carries, which is that of `kvjax.generate`, with caches to look at.
 
     Args:
       caches: one per layer.

@@ -308,20 +308,17 @@ def main() -> None:
     measured, made = tables()
 
     def replaced(match: re.Match[str]) -> str:
-        name, where = match[2], match[3] or ""
+        marker, name, where = match.groups(default="")
         lines = (made[name] if name in made else table(name)).splitlines()
-        chosen = lines[:2] + [line for line in lines[2:] if re.search(where, line)]
-        return "\n".join([match[1], *chosen, "<!-- end -->"])
+        chosen = [line for line in lines[2:] if re.search(where, line)]
+        return "\n".join([marker, *lines[:2], *chosen, "<!-- end -->"])
 
     def figured(match: re.Match[str]) -> str:
         return f"<!-- {match[1]}: {match[2]} -->{figures(match[1], match[2], measured)}<!-- / -->"
 
     for path in PAGES:
         before = path.read_text(encoding="utf-8")
-        after = re.sub(
-            r"(?s)(<!-- table: (\w+)(?: where ([^\n]+))? -->)\n.*?<!-- end -->", replaced, before
-        )
-        after = re.sub(r"<!-- (inside|after|nats): (.*?) -->.*?<!-- / -->", figured, after)
+        after = FIGURES.sub(figured, TABLE.sub(replaced, before))
         if args.check and before != after:
             sys.exit(f"{path.relative_to(HOME)} is not what the results say: run this script")
         path.write_text(after, encoding="utf-8")

@@ -13,7 +13,7 @@ should run meanwhile: PyTorch's threads wait for each other in a loop, and suffe
 - `first_s`, `per_token_s`: the least of `--rounds` calls, one framework after the other.
   `times_as_fast` divides kvpress's seconds by kvjax's.
 - `peak_bytes`: the greatest resident memory of a new process during its first call; kvjax has the
-  programs from a compilation cache. `loaded_bytes`: what was resident once the model was loaded.
+  programs from a compilation cache.
 - `positions`: the sets of kept positions per layer and KV head at the prompt's end. `equal` of
   `lists` sets are equal, in `contained` one holds the other, `common` is the share of positions
   that both keep, of the smaller set. `gap`: by how much, relatively, kvpress's score of a token
@@ -37,8 +37,7 @@ Where positions are not equal:
 While decoding, kvpress's presses evict nothing; `StreamingLLM` and `H2O` of kvjax hold their
 budget. With `reposition`, kvpress rotates what it keeps once, at the prompt's end, and kvjax all
 of it at every step, because a token that is evicted moves all later ones. `CaM` has no row:
-kvpress's begins to count attention when the prompt has been read. Quest, ClusterKV and the other
-methods of kvjax are not in kvpress.
+kvpress's begins to count attention when the prompt has been read.
 """
 
 from __future__ import annotations
@@ -204,14 +203,12 @@ def measure(start: Start, methods: dict[str, str], prompt: list[int], rounds: in
         row[name] = least | {"times_as_fast": round(least["kvpress"] / least["kvjax"], 3)}
     for worker in workers.values():
         worker.close()
-    memory = {}
+    row["peak_bytes"] = {}
     for side in SIDES:  # one after the other
         worker = start(side, methods[side])
         worker.ask(**request)
-        memory[side] = worker.ask("memory")
+        row["peak_bytes"] |= {side: worker.ask("memory")["peak_bytes"]}
         worker.close()
-    for name in ("loaded_bytes", "peak_bytes"):
-        row[name] = {side: memory[side][name] for side in SIDES}
     return row
 
 

@@ -47,10 +47,9 @@ class Journal:
       asked: what cells are wanted: `methods`, `tasks`, `lengths`, `questions`, `cases`. What the
         folder has already is added to it.
       prompts: a hash of the prompts of each unit that is wanted, which is kept with its cells: data
-        sets, chat templates and lists of words may change. Cells without one are taken as they are.
+        sets, chat templates and lists of words may change, and then the folder is refused.
       transforms: method and budget → the transform with all its parameters, as text, which is kept
-        with its cells: a method's defaults may change, and then it is measured again. Cells without
-        one are taken as they are.
+        with its cells: a method's defaults may change, and then it is measured again.
 
     Attributes:
       finished: the cells that need not be measured again, those that did not fail.
@@ -81,9 +80,15 @@ class Journal:
         self.finished = {
             cell: found
             for cell, found in _cells(self._path, lines).items()
-            if "failed" not in found and not self._is_outdated(cell, found)
+            if "failed" not in found
+            and found.get("transform") == transforms.get(cell.key, found.get("transform"))
         }
-        self._check_prompts(folder)
+        for cell, found in self.finished.items():
+            if found.get("prompts") != prompts.get(cell.unit, found.get("prompts")):
+                raise ValueError(
+                    f"{printable(folder)} holds a comparison with other prompts ({cell.unit}): "
+                    "choose another folder or remove this one"
+                )
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         content = {"settings": self._settings, "asked": self._asked, "machine": _machine()}
@@ -105,21 +110,6 @@ class Journal:
             file.write(json.dumps({"cell": cell, "found": _plain(found)}) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def _is_outdated(self, cell: Cell, found: Mapping[str, Any]) -> bool:
-        """Whether the cell's method has other parameters now."""
-        wanted, kept = self._transforms.get(cell.key), found.get("transform")
-        return None not in (wanted, kept) and wanted != kept
-
-    def _check_prompts(self, folder: Path) -> None:
-        """Raises ValueError where a finished cell had other prompts."""
-        for cell, found in self.finished.items():
-            wanted, kept = self._prompts.get(cell.unit), found.get("prompts")
-            if None not in (wanted, kept) and wanted != kept:
-                raise ValueError(
-                    f"{printable(folder)} holds a comparison with other prompts ({cell.unit}): "
-                    "choose another folder or remove this one"
-                )
 
     def results(self) -> Results:
         """Everything that is known, in the order of the cells."""

@@ -64,10 +64,6 @@ def test_a_method_with_other_parameters_is_measured_again(tmp_path):
     journal("Quest(page=8)").add(CELL, {**FOUND, "seconds": 0.2})
     assert not journal("Quest(page=16)").finished
     assert journal("Quest(page=8)").finished[CELL]["seconds"] == 0.2
-    # Older folders do not say what a method was.
-    assert files.Journal(tmp_path, {"seed": 0}, ASKED).finished.keys() == {CELL}
-    files.Journal(tmp_path, {"seed": 0}, ASKED).add(CELL, FOUND)
-    assert journal("Quest(page=16)").finished == {CELL: FOUND}
 
 
 def test_fewer_cases_leave_a_floor_as_it_is(tmp_path):

@@ -191,12 +191,3 @@ def test_other_weights_are_another_model(folder, measured, tmp_path):
     other = random_decoder(dataclasses.replace(config, attention_scale=2.0))
     with pytest.raises(ValueError, match="with other computation:"):
         again(other)
-
-
-def test_a_damaged_journal_is_one_line(command, measured, capsys, tmp_path):
-    assert command() == 0
-    capsys.readouterr()
-    path = tmp_path / "out" / "cells.jsonl"
-    path.write_bytes(b"{}\n" + path.read_bytes())
-    assert command() == 2
-    assert "cells.jsonl is damaged in line 1: " in one_line(capsys)
