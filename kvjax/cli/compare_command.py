@@ -17,7 +17,7 @@ from kvjax.cli.opened import model_name
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import Grid
 from kvjax.evaluation.cells import grid
-from kvjax.evaluation.cells.files import as_json, timings
+from kvjax.evaluation.cells.files import as_json
 from kvjax.evaluation.comparison.compare import run as measure
 from kvjax.evaluation.comparison.material import Material
 from kvjax.extras import extra_module
@@ -31,8 +31,7 @@ _GRID = (
 DESCRIPTION = """\
 Runs methods over budgets and prompt lengths: which questions about a long text
 are still answered, what held-out text costs, what attention loses, and bytes.
-Prints a table and writes results.json, results.csv, timings.json, pictures and
-report.html.
+Prints a table and writes results.csv, pictures and report.html.
 An interrupted run goes on when the same command is given again, and a command
 with more methods, budgets, tasks, lengths or cases measures what is missing."""
 EXAMPLES = """\
@@ -105,8 +104,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"interrupted; the same command goes on with what {out} holds", file=sys.stderr)
             raise
     if args.json:
-        record = {**as_json(results), "timings": timings(results), "out": str(out)}
-        print(json.dumps(record))
+        print(json.dumps({**as_json(results), "out": str(out)}))
     else:
         print_report(Console(highlight=False), results, out)
     for method, dropped in results.dropped().items():

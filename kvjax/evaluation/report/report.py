@@ -24,7 +24,7 @@ _MOST_FAILURES = 100  # that are told with their reasons
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """Writes `results.json`, `results.csv`, a PNG file per picture, and `report.html`.
+    """Writes `results.csv`, a PNG file per picture, and `report.html`.
 
     The page holds its pictures and loads nothing. The folder is made if it is absent; pictures of
     an earlier call are replaced.
@@ -70,7 +70,7 @@ def page(results: Results, drawn: list[Picture]) -> str:
     failures = [(printable(cell), printable(reason)) for cell, reason in results.failures()]
     more = len(failures) - _MOST_FAILURES
     if more > 0:
-        failures[_MOST_FAILURES:] = [(f"{more:,} more", "see results.json")]
+        failures[_MOST_FAILURES:] = [(f"{more:,} more", "see results.csv")]
     lost = [
         f"{printable(method)} lost {count:,} tokens that found no free slot."
         for method, count in results.dropped().items()

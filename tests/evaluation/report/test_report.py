@@ -271,7 +271,7 @@ def test_files(tmp_path):
         write_report(results, folder)
     names = {path.name for path in first.iterdir()}
     pictures = {f"{picture.name}.png" for picture in all_pictures(results)}
-    assert names == {"results.json", "results.csv", "report.html"} | pictures
+    assert names == {"results.csv", "report.html"} | pictures
     for name in names:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
