@@ -45,25 +45,16 @@ def anonymous(process: int | str) -> int:
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int]) -> None:
-    """A model of random numbers, which are made tensor by tensor."""
-    import jax
-    import ml_dtypes
-    import numpy as np
+    """A model of random numbers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from kvjax.models import DecoderConfig, RopeConfig, save_pretrained
-    from kvjax.models.shapes import abstract_parameters
-
-    config = DecoderConfig(**shape, rope=RopeConfig(rotary_dim=shape["head_dim"]))
-    graphdef, parameters = abstract_parameters(config, "bfloat16")
-    rng = np.random.default_rng(0)
-    filled = {}
-    for path, leaf in parameters.items():
-        numbers = rng.standard_normal(leaf.get_value().shape, np.float32) * 0.02
-        filled[path] = leaf.replace(jax.numpy.asarray(numbers.astype(ml_dtypes.bfloat16)))
-    from flax import nnx
-
-    model = nnx.merge(graphdef, nnx.from_flat_state(filled))
-    save_pretrained(model, folder, max_shard_bytes=SHARD_BYTES)
+    config = LlamaConfig(
+        **shape, num_hidden_layers=shape["num_layers"], num_attention_heads=shape["query_heads"],
+        num_key_value_heads=shape["kv_heads"], max_position_embeddings=shape["max_positions"],
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
 
 
 def load(folder: str, small: str, dtype: str, devices: int) -> None:

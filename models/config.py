@@ -247,8 +247,6 @@ class DecoderConfig:
       embedding_scale: embeddings are multiplied by it as they enter the first layer.
       bos_token_id: the token that starts a text, if there is one.
       eos_token_ids: the tokens that end a generation.
-      model_type: the Hugging Face name of the family that it was read from, which `save_pretrained`
-        writes again. Nothing is computed by it, and configurations that differ in it are equal.
 
     Raises:
       ValueError: a size is below 1 or too large (`MOST_SIZE`, `MOST_LAYERS`), the heads do not
@@ -292,7 +290,6 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     bos_token_id: int | None = field(default=None, metadata=_NOT_COMPUTED)
     eos_token_ids: tuple[int, ...] = field(default=(), metadata=_NOT_COMPUTED)
-    model_type: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "query_heads")

@@ -17,7 +17,6 @@ from typing import Any
 from .config import DecoderConfig
 from .reading import read_decoder, read_flag, read_number, read_rope, read_size, refuse
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, SEPARATE, TensorNames
-from .writing import decoder_options, rotated_share
 
 _FUSED_MLP = {name: linears for name, linears in SEPARATE.items() if "self_attn" in name} | {
     "mlp.gate_up_proj": FUSED_GATE_UP,
@@ -76,14 +75,6 @@ def glm4_config(raw: Mapping[str, Any]) -> DecoderConfig:
       ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     return glm_config(raw, norms="both")
-
-
-def glm_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of the `config.json` of a `GlmForCausalLM` or a `Glm4ForCausalLM`."""
-    options = decoder_options(config)
-    share = rotated_share(config.rope.rotary_dim, config.head_dim)  # all channels are not usual
-    options["rope_parameters"]["partial_rotary_factor"] = share
-    return options
 
 
 _CHATGLM_ONLY = {

@@ -8,7 +8,6 @@ from typing import Any
 from .config import DecoderConfig
 from .reading import layers_with_windows, read_decoder, read_flag, read_window
 from .tensor_names import TensorNames
-from .writing import decoder_options, divided_heads, window_options
 
 LLAMA_NAMES = TensorNames()
 
@@ -46,23 +45,3 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
         kv_heads=8,
         layers=layers_with_windows(raw, window, lambda _: window is not None),
     )
-
-
-def llama_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `LlamaForCausalLM`'s `config.json`.
-
-    Raises:
-      ValueError: `transformers` refuses such sizes.
-    """
-    divided_heads(config)
-    return decoder_options(config)
-
-
-def mistral_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `MistralForCausalLM`'s `config.json`."""
-    return {**decoder_options(config), "sliding_window": config.sliding_window}
-
-
-def ministral_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `MinistralForCausalLM`'s `config.json`."""
-    return {**decoder_options(config), **window_options(config)}

@@ -21,7 +21,6 @@ from .reading import (
     read_window,
 )
 from .tensor_names import QK_NORMS, TensorNames
-from .writing import decoder_options, ropes_of_types, window_options
 
 OLMO_NAMES = TensorNames(
     norms={
@@ -70,9 +69,3 @@ def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
         rope=partial(read_rope_of_types, raw, theta=500_000.0, local_theta=local_theta),
         layers=layers_with_windows(raw, window, lambda index: (index + 1) % 4 != 0),
     )
-
-
-def olmo3_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of an `Olmo3ForCausalLM`'s `config.json`."""
-    ropes = {"rope_parameters": ropes_of_types(config)}
-    return {**decoder_options(config), **window_options(config), **ropes}

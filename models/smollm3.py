@@ -22,7 +22,6 @@ from .reading import (
     sliding_layers,
 )
 from .tensor_names import TensorNames
-from .writing import decoder_options, window_options
 
 SMOLLM3_NAMES = TensorNames()
 
@@ -66,15 +65,3 @@ def _rotated(raw: Mapping[str, Any], count: int) -> list[bool]:
             f"no_rope_layers must be a list of 0 and 1 for {count} layers, got {brief(given)}"
         )
     return [x == 1 for x in given[:count]]
-
-
-def smollm3_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `SmolLM3ForCausalLM`'s `config.json`."""
-    windows = window_options(config)
-    layers = [config.layer(index) for index in range(config.num_layers)]
-    return {
-        **decoder_options(config),
-        **windows,
-        "use_sliding_window": windows["sliding_window"] is not None,
-        "no_rope_layers": [int(layer.rope is not None) for layer in layers],
-    }
