@@ -29,7 +29,7 @@ from .plain_weights import check_folder, check_no_adapter
 from .qwen import QWEN2_NAMES, QWEN3_NAMES, qwen2_config, qwen3_config
 from .reading import read_token_ids, refuse
 from .smollm3 import SMOLLM3_NAMES, smollm3_config
-from .tensor_names import TensorNames, Weight
+from .tensor_names import TensorNames
 
 
 class Family(NamedTuple):
@@ -45,14 +45,14 @@ class Family(NamedTuple):
     names: TensorNames
     keys: Mapping[str, str] = {}
 
-    def weights(self, config: DecoderConfig) -> dict[str, Weight]:
-        """Every tensor name that a checkpoint may have, and its place."""
-        return self.names.weights(config)
-
     def as_in_file(self, message: str) -> str:
         """A message with the names of options as they stand in the file."""
-        options = re.sub(r"\w+", lambda word: _FIELDS.get(word[0], word[0]), message)
-        return re.sub(r"\w+", lambda word: self.keys.get(word[0], word[0]), options)
+
+        def key(word: re.Match[str]) -> str:
+            option = _FIELDS.get(word[0], word[0])
+            return self.keys.get(option, option)
+
+        return re.sub(r"\w+", key, message)
 
 
 _FIELDS = {

@@ -40,11 +40,7 @@ GEMMA3_NAMES = TensorNames(norms={**GEMMA2_NAMES.norms, **QK_NORMS})
 
 
 def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Gemma2ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Gemma2ForCausalLM` configuration, from the content of its `config.json`."""
     return _config(
         raw,
         max_positions=8192,
@@ -55,11 +51,7 @@ def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def gemma3_text_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Gemma3ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Gemma3ForCausalLM` configuration, from the content of its `config.json`."""
     refuse(raw, {"attn_logit_softcapping": None})
     period = read_size(raw, "sliding_window_pattern", 6)
     local_theta = ("rope_local_base_freq", 10_000.0)

@@ -48,12 +48,7 @@ CHATGLM_NAMES = TensorNames(
 def glm_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
     """A `GlmForCausalLM` configuration, from the content of its `config.json`.
 
-    Args:
-      raw: the content.
-      family: further fields of `DecoderConfig`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    `family` are further arguments of `read_decoder`.
     """
     return read_decoder(
         raw,
@@ -69,11 +64,7 @@ def glm_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
 
 
 def glm4_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Glm4ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Glm4ForCausalLM` configuration, from the content of its `config.json`."""
     return glm_config(raw, norms="both")
 
 
@@ -107,9 +98,6 @@ def chatglm_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
     Theta is 10,000 · `rope_ratio`, as in ChatGLM3 and GLM-4. (ChatGLM2 divides positions by the
     ratio; its published files that have one are not to be told from these.)
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     refuse(raw, _CHATGLM_ONLY)
     for name in ("multi_query_attention", "rmsnorm"):

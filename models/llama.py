@@ -16,9 +16,6 @@ def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """A `LlamaForCausalLM` configuration, from the content of its `config.json`.
 
     Values that the file leaves out are those of `transformers.LlamaConfig`; sizes have no default.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     return read_decoder(
         raw,
@@ -34,9 +31,6 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
     Values that the file leaves out are those of `transformers.MistralConfig`: 8 KV heads and a
     sliding window of 4,096 tokens in all layers. A window of `null` is none. With `layer_types` a
     Mistral is a Ministral, as `transformers` has it: the window is that of the layers it names.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     window = read_window(raw, 4096)
     return read_decoder(

@@ -113,7 +113,7 @@ def from_pretrained(
             where = _chosen_sharding(checkpoint.hub_names.get(name, name), shape, where)
             filled[path] = parameters[path].replace(_place(part, where))
             start += shape[-1] if transpose else shape[0]
-        del tensor, part  # frees the tensor before the next one is read
+        tensor = part = None  # frees the tensor before the next one is read
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 

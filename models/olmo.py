@@ -34,12 +34,7 @@ OLMO_NAMES = TensorNames(
 def olmo2_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
     """An `Olmo2ForCausalLM` configuration, from the content of its `config.json`.
 
-    Args:
-      raw: the content.
-      family: further arguments of `read_decoder`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    `family` are further arguments of `read_decoder`.
     """
     return read_decoder(
         raw,
@@ -58,9 +53,6 @@ def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
     A `rope_theta` beside `rope_scaling` is that of all layers, as in the model's first code.
     `transformers` 5.24 takes its default, that of the published models, for layers with a window.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     local_theta = ("rope_theta", 500_000.0)
     window = read_window(raw, 4096)

@@ -30,11 +30,7 @@ _LONGROPE = {"su": "longrope", "yarn": "longrope"}
 
 
 def phi3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Phi3ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Phi3ForCausalLM` configuration, from the content of its `config.json`."""
     original = read_size(raw, "original_max_position_embeddings", 4096)
     scaled = {**raw, "original_max_position_embeddings": original}
     window = read_window(raw, None)

@@ -21,11 +21,7 @@ QWEN3_NAMES = TensorNames(norms={**QWEN2_NAMES.norms, **QK_NORMS})
 
 
 def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Qwen2ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Qwen2ForCausalLM` configuration, from the content of its `config.json`."""
     return read_decoder(
         raw,
         max_positions=32768,
@@ -37,11 +33,7 @@ def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Qwen3ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Qwen3ForCausalLM` configuration, from the content of its `config.json`."""
     return read_decoder(
         raw,
         max_positions=32768,

@@ -27,11 +27,7 @@ SMOLLM3_NAMES = TensorNames()
 
 
 def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `SmolLM3ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `SmolLM3ForCausalLM` configuration, from the content of its `config.json`."""
     window = read_window(raw, None) if read_flag(raw, "use_sliding_window") else None
 
     def layers(count: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
