@@ -11,12 +11,6 @@ from kvjax.regular_files import read_json
 
 _PLAIN = "only float32, float16 and bfloat16 weights are read"
 
-_METHODS = {
-    "gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "finegrained_fp8": "FP8",
-    "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM", "eetq": "EETQ", "spqr": "SpQR", "vptq": "VPTQ",
-}  # fmt: skip
-"""Names of `quant_method` that are written otherwise; the others are shown as they are."""
-
 _FILES = {
     "quantize_config.json": "GPTQ",  # AutoGPTQ before `quantization_config`
     "quant_config.json": "AWQ",  # AutoAWQ before it
@@ -46,18 +40,29 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
     Raises:
       ValueError: they do; names the file, and the method or the adapter's model.
     """
-    method, key = _stated_method(raw)
-    if key is not None:
-        raise ValueError(
-            f"{printable(folder / 'config.json')}: {key} ({printable(method or 'unnamed')}) is not "
-            f"supported: the weights are quantised with {_shown(method)}, {_PLAIN}"
-        )
-    for name, shown in _FILES.items():
+    for key, method in (
+        ("quantization", "MLX"),
+        ("compression_config", "compressed-tensors"),
+        ("quantization_config", _method(raw.get("quantization_config"))),
+    ):
+        if raw.get(key):
+            raise ValueError(
+                f"{printable(folder / 'config.json')}: {key} ({printable(method)}) is not "
+                f"supported: the weights are quantised, {_PLAIN}"
+            )
+    for name, method in _FILES.items():
         if (folder / name).exists():
             raise ValueError(
-                f"{printable(folder / name)}: the weights are quantised with {shown}, {_PLAIN}"
+                f"{printable(folder / name)}: the weights are quantised with {method}, {_PLAIN}"
             )
     check_no_adapter(folder)
+
+
+def _method(quantization: Any) -> str:
+    """What a `quantization_config` calls its method."""
+    stated = quantization if isinstance(quantization, dict) else {}
+    old = "bitsandbytes" if any("load_in_" in name for name in stated) else "unnamed"
+    return stated.get("quant_method") or old
 
 
 def check_no_adapter(folder: Path) -> None:
@@ -86,30 +91,10 @@ def check_names(names: Iterable[str], folder: Path) -> None:
       ValueError: they do; names the first and the method.
     """
     names = list(names)
-    for endings, shown in _TENSORS.items():
-        found = next((name for name in names if name.endswith(endings)), None)
-        if found is not None:
+    for endings, method in _TENSORS.items():
+        quantised = next((name for name in names if name.endswith(endings)), None)
+        if quantised is not None:
             raise ValueError(
-                f"{printable(folder)}: the weights are quantised with {shown} (tensor "
-                f"{printable(found)}), {_PLAIN}"
+                f"{printable(folder)}: the weights are quantised with {method} (tensor "
+                f"{printable(quantised)}), {_PLAIN}"
             )
-
-
-def _stated_method(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The method that `config.json` names, and the key; the key is None where it has none."""
-    if raw.get("quantization"):
-        return "MLX", "quantization"
-    if raw.get("compression_config"):
-        return "compressed-tensors", "compression_config"
-    given = raw.get("quantization_config")
-    if given is None:
-        return None, None
-    stated = given if isinstance(given, dict) else {}
-    old = any("load_in_" in name for name in stated)
-    return stated.get("quant_method") or ("bitsandbytes" if old else None), "quantization_config"
-
-
-def _shown(method: object) -> str:
-    if method is None:
-        return "a method that is not named"
-    return _METHODS.get(str(method).lower(), printable(method))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -16,8 +14,6 @@ from kvjax.regular_files import check_regular, read_json
 
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights that are read: name in the file → NumPy name."""
-
-_STORED_NAMES = {name: stored for stored, name in STORED_DTYPES.items()}
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 """The file with all weights, or the index of several."""
@@ -107,54 +103,6 @@ def open_tensors(
         with _open(path) as handle:
             for name in members:
                 yield name, handle.get_slice(name)
-
-
-class NewTensor(NamedTuple):
-    """A tensor that is to be written.
-
-    Attributes:
-      name: its name.
-      shape: as it will be stored.
-      dtype: the element type.
-      blocks: its elements in order, as contiguous arrays of this type.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    blocks: Iterable[np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it takes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def write_tensors(path: Path, tensors: Sequence[NewTensor]) -> None:
-    """Writes a safetensors file, block by block.
-
-    The format is the length of a header, the header, which is JSON and says where each tensor
-    lies, and the tensors' bytes, little endian. The library writes tensors that are in memory.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what `transformers` asks for
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        dtype = _STORED_NAMES[tensor.dtype.name]
-        header[tensor.name] = {
-            "dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end],
-        }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for tensor in tensors:
-            for block in tensor.blocks:
-                file.write(block.reshape(-1).view(np.uint8).data)
 
 
 def _shards(folder: Path) -> dict[str, Path]:
