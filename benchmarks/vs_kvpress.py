@@ -63,8 +63,8 @@ from vs_kvpress_processes import SIDES, Setting, Worker, make_environment
 import kvjax
 from kvjax.budgets.budgets import check_count, check_number
 from kvjax.evaluation import Haystack, is_right
+from kvjax.files import read_json
 from kvjax.models import load_tokenizer
-from kvjax.regular_files import read_json
 
 NEEDLE_TOKENS = 16  # new tokens of an answer
 PYRAMID_WINDOW, PYRAMID_BETA = 8, 20

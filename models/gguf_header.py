@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from kvjax.extras import extra_module
-from kvjax.messages import brief, printable
-from kvjax.regular_files import check_regular
+from kvjax.files import check_regular
+from kvjax.messages import brief
 
 from .config import MOST_SIZE
 from .safetensors_files import StoredTensor
@@ -99,8 +99,8 @@ def read_header(path: Path) -> GgufHeader:
             cursor = _Cursor(file, path)
             return _read(cursor)
     except OSError as error:
-        reason = error.strerror or printable(error)
-        raise ValueError(f"cannot read {printable(path)}: {reason}") from error
+        reason = error.strerror or str(error)
+        raise ValueError(f"cannot read {path}: {reason}") from error
 
 
 class _Cursor:
@@ -117,7 +117,7 @@ class _Cursor:
         return min(self.size, MOST_HEADER_BYTES) - self.position
 
     def error(self, message: str) -> ValueError:
-        return ValueError(f"{printable(self.path)}: {message}")
+        return ValueError(f"{self.path}: {message}")
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.left:
@@ -233,7 +233,7 @@ class _Listed(NamedTuple):
 
 def _tensor(cursor: _Cursor, index: int) -> _Listed:
     name = cursor.text(f"the name of tensor {index}")
-    what = f"tensor {printable(name)}"
+    what = f"tensor {name}"
     dimensions = cursor.integer("<I", what)
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise cursor.error(f"{what} has {dimensions} dimensions, expected 1 to {_MOST_DIMENSIONS}")
@@ -274,7 +274,7 @@ def _placed(cursor: _Cursor, metadata: Mapping[str, Any], listed: list[_Listed])
     tensors, places = {}, {}
     end = 0
     for tensor in sorted(listed, key=lambda tensor: tensor.offset):
-        what = f"tensor {printable(tensor.name)}"
+        what = f"tensor {tensor.name}"
         if tensor.name in tensors:
             raise cursor.error(f"{what} is there twice")
         if tensor.offset != _rounded_up(end, alignment):

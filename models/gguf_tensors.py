@@ -8,8 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvjax.messages import printable
-from kvjax.regular_files import check_regular
+from kvjax.files import check_regular
 
 from .gguf_header import GgufHeader, element_types, gguf_library
 
@@ -66,8 +65,8 @@ def read_gguf_tensors(header: GgufHeader, names: Iterable[str]) -> Iterator[tupl
             for name in names:
                 yield name, _read(file, header, name)
     except OSError as error:
-        reason = error.strerror or printable(error)
-        raise ValueError(f"cannot read {printable(header.path)}: {reason}") from error
+        reason = error.strerror or str(error)
+        raise ValueError(f"cannot read {header.path}: {reason}") from error
 
 
 def _read(file: BinaryIO, header: GgufHeader, name: str) -> np.ndarray:
@@ -83,7 +82,7 @@ def _read(file: BinaryIO, header: GgufHeader, name: str) -> np.ndarray:
         stored = np.fromfile(file, np.uint8, len(part) * row_bytes)
         if stored.size != len(part) * row_bytes:
             raise ValueError(
-                f"tensor {printable(name)} of {printable(header.path)} ends before its "
+                f"tensor {name} of {header.path} ends before its "
                 f"{header.places[name].size:,} bytes do"
             )
         part[:] = _dequantise(stored.reshape(len(part), row_bytes), kind)

@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from kvjax.messages import brief, did_you_mean, one_line, printable, quiet
-from kvjax.regular_files import check_regular, read_json
+from kvjax.files import check_regular, read_json
+from kvjax.messages import brief, did_you_mean, one_line, quiet
 
 from .checkpoints import Checkpoint, open_checkpoint
 from .config import DecoderConfig
@@ -141,10 +141,7 @@ def _match(checkpoint: Checkpoint, parameters: Mapping[tuple, nnx.Variable]) -> 
         if _NOT_WEIGHTS.search(name):
             continue
         if name not in checkpoint.weights:
-            raise ValueError(
-                f"tensor {printable(name)} of {printable(tensor.file)} is unknown to this "
-                "model type"
-            )
+            raise ValueError(f"tensor {name} of {tensor.file} is unknown to this model type")
         weight = checkpoint.weights[name]
         shapes = [parameters[path].get_value().shape for path in weight.parts]
         _check_tensor(name, tensor, weight, shapes, checkpoint.types)
@@ -182,7 +179,7 @@ class _Source(NamedTuple):
             found = self.tensor[index].astype(self.dtype, copy=False)
         if not self.allow_nonfinite and not _is_finite(found):
             raise ValueError(
-                f"tensor {printable(self.name)} of {printable(self.stored.file)} has NaN or "
+                f"tensor {self.name} of {self.stored.file} has NaN or "
                 f"infinite values in {self.dtype}: allow_nonfinite=True loads it as it is"
             )
         return found
@@ -247,12 +244,12 @@ def _check_tensor(
     expected = (sum(shape[0] for shape in stored), *stored[0][1:])
     if tensor.shape != expected:
         raise ValueError(
-            f"tensor {printable(name)} of {printable(tensor.file)} has shape {list(tensor.shape)}, "
+            f"tensor {name} of {tensor.file} has shape {list(tensor.shape)}, "
             f"expected {list(expected)}"
         )
     if tensor.dtype not in types:
         raise ValueError(
-            f"tensor {printable(name)} of {printable(tensor.file)} has type {tensor.dtype}, "
+            f"tensor {name} of {tensor.file} has type {tensor.dtype}, "
             f"expected one of {', '.join(types)}"
         )
 
@@ -310,8 +307,7 @@ def chosen_sharding(
         return None
     if not isinstance(sharding, Sharding):
         raise TypeError(
-            f"sharding must return a Sharding or None, got {brief(sharding)} for tensor "
-            f"{printable(name)}"
+            f"sharding must return a Sharding or None, got {brief(sharding)} for tensor {name}"
         )
     try:
         if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
@@ -319,7 +315,7 @@ def chosen_sharding(
         sharding.shard_shape(shape)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"tensor {printable(name)} of shape {list(shape)} cannot be placed as "
+            f"tensor {name} of shape {list(shape)} cannot be placed as "
             f"{sharding}: {one_line(error)}"
         ) from error
     return sharding
@@ -406,12 +402,10 @@ def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
             kind = PreTrainedTokenizerFast if fast else AutoTokenizer
             tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken file raises whatever its parser raises
-        raise ValueError(
-            f"cannot load the tokenizer of {printable(folder)}: {one_line(error)}"
-        ) from error
+        raise ValueError(f"cannot load the tokenizer of {folder}: {one_line(error)}") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         # transformers makes an empty one where a folder describes a tokenizer and lacks it.
-        shown = printable(folder)
+        shown = str(folder)
         raise ValueError(f"{shown} has no vocabulary: the tokenizer's files are missing")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if type(getattr(backend, "model", None)).__name__ == "BPE":
@@ -432,6 +426,5 @@ def _check_tokenizer_files(folder: Path) -> None:
         length = raw.get("model_max_length", 0)
         if length is not None and not isinstance(length, int | float):
             raise ValueError(
-                f"{printable(folder / name)}: model_max_length must be a number, "
-                f"got {brief(length)}"
+                f"{folder / name}: model_max_length must be a number, got {brief(length)}"
             )

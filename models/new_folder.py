@@ -9,8 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvjax.messages import printable
-from kvjax.regular_files import is_hidden
+from kvjax.files import is_hidden
 
 
 @contextlib.contextmanager
@@ -63,6 +62,6 @@ def _check_free(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise ValueError(f"{printable(target)} is not a folder")
+        raise ValueError(f"{target} is not a folder")
     if not all(map(is_hidden, target.iterdir())):
-        raise ValueError(f"{printable(target)} must be new or empty, but there is something in it")
+        raise ValueError(f"{target} must be new or empty, but there is something in it")

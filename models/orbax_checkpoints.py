@@ -17,8 +17,8 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh, Sharding
 
 import kvjax
-from kvjax.messages import brief, one_line, printable, quiet
-from kvjax.regular_files import check_regular, read_json, visible_files
+from kvjax.files import check_regular, read_json, visible_files
+from kvjax.messages import brief, one_line, quiet
 
 from .config import DecoderConfig, LayerConfig, RopeConfig
 from .decoder import Decoder
@@ -164,23 +164,23 @@ def _damaged(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:  # of Orbax, of TensorStore, of what checks the values
         raise ValueError(
-            f"the checkpoint in {printable(folder)} is damaged: {one_line(error, 300)}"
+            f"the checkpoint in {folder} is damaged: {one_line(error, 300)}"
         ) from error
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
     """The content of a folder's JSON, of this format."""
     if not (folder / _ABOUT).exists():
-        raise ValueError(f"{printable(folder)} is no checkpoint of a decoder: it has no {_ABOUT}")
+        raise ValueError(f"{folder} is no checkpoint of a decoder: it has no {_ABOUT}")
     about = read_json(folder / _ABOUT)
     names = {"format": int, "kvjax": str, "config": dict, "parameters": dict, "files": dict}
     wrong = [name for name, kind in names.items() if not isinstance(about.get(name), kind)]
     if wrong:
-        raise ValueError(f"{printable(folder / _ABOUT)} lacks {wrong[0]}")
+        raise ValueError(f"{folder / _ABOUT} lacks {wrong[0]}")
     if about["format"] != FORMAT:
         raise ValueError(
-            f"{printable(folder)} has format {brief(about['format'])}, written by kvjax "
-            f"{printable(about['kvjax'], 30)}; kvjax {kvjax.__version__} reads format {FORMAT}"
+            f"{folder} has format {brief(about['format'])}, written by kvjax "
+            f"{about['kvjax']}; kvjax {kvjax.__version__} reads format {FORMAT}"
         )
     return about
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.messages import printable
-from kvjax.regular_files import read_json
+from kvjax.files import read_json
 
 _PLAIN = "only float32, float16 and bfloat16 weights are read"
 
@@ -49,14 +48,12 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
     method, key = _stated_method(raw)
     if key is not None:
         raise ValueError(
-            f"{printable(folder / 'config.json')}: {key} ({printable(method or 'unnamed')}) is not "
+            f"{folder / 'config.json'}: {key} ({method or 'unnamed'}) is not "
             f"supported: the weights are quantised with {_shown(method)}, {_PLAIN}"
         )
     for name, shown in _FILES.items():
         if (folder / name).exists():
-            raise ValueError(
-                f"{printable(folder / name)}: the weights are quantised with {shown}, {_PLAIN}"
-            )
+            raise ValueError(f"{folder / name}: the weights are quantised with {shown}, {_PLAIN}")
     check_no_adapter(folder)
 
 
@@ -74,7 +71,7 @@ def check_no_adapter(folder: Path) -> None:
     what = "beside the model there is" if whole else "this is"
     out = ", or remove this file to load the model without it" if whole else ""
     raise ValueError(
-        f"{printable(path)}: {what} an adapter of {printable(base)}, and adapters are not applied: "
+        f"{path}: {what} an adapter of {base}, and adapters are not applied: "
         f"merge it into its model first (merge_and_unload of PEFT) and load the result{out}"
     )
 
@@ -90,8 +87,7 @@ def check_names(names: Iterable[str], folder: Path) -> None:
         found = next((name for name in names if name.endswith(endings)), None)
         if found is not None:
             raise ValueError(
-                f"{printable(folder)}: the weights are quantised with {shown} (tensor "
-                f"{printable(found)}), {_PLAIN}"
+                f"{folder}: the weights are quantised with {shown} (tensor {found}), {_PLAIN}"
             )
 
 
@@ -112,4 +108,4 @@ def _stated_method(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
 def _shown(method: object) -> str:
     if method is None:
         return "a method that is not named"
-    return _METHODS.get(str(method).lower(), printable(method))
+    return _METHODS.get(str(method).lower(), str(method))

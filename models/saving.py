@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.messages import brief, printable
-from kvjax.regular_files import check_regular
+from kvjax.files import check_regular
+from kvjax.messages import brief
 
 from .decoder import Decoder
 from .families import FAMILIES, describe
@@ -207,14 +207,14 @@ def _tokenizer_files(directory_or_hub_id: str | os.PathLike[str]) -> list[Path]:
     folder = find_model(directory_or_hub_id)
     if is_gguf(folder):
         raise ValueError(
-            f"tokenizer_from must be a folder or a Hugging Face id, got {printable(folder)}: "
+            f"tokenizer_from must be a folder or a Hugging Face id, got {folder}: "
             "load_tokenizer makes a tokenizer of a GGUF file, which has a save_pretrained"
         )
     found = sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
     for path in found:
         check_regular(path, MOST_TOKENIZER_BYTES)
     if not found:
-        raise ValueError(f"there are no files of a tokenizer in {printable(folder)}")
+        raise ValueError(f"there are no files of a tokenizer in {folder}")
     return found
 
 

@@ -16,9 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.messages import printable
-from kvjax.regular_files import read_json, read_regular
-from kvjax.written_files import check_folder, write_whole, writing
+from kvjax.files import check_folder, read_json, read_regular, write_whole, writing
 
 from .checks import checked_settings, finished_cell
 from .estimates import Estimate
@@ -117,7 +115,7 @@ class Journal:
             wanted, kept = self._prompts.get(cell.unit), found.get("prompts")
             if None not in (wanted, kept) and wanted != kept:
                 raise ValueError(
-                    f"{printable(folder)} holds a comparison with other prompts ({cell.unit}): "
+                    f"{folder} holds a comparison with other prompts ({cell.unit}): "
                     "choose another folder or remove this one"
                 )
 
@@ -134,10 +132,10 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{printable(folder)} is not a directory")
+        raise ValueError(f"{folder} is not a directory")
     kept = _kept_settings(folder)
     if kept is None:
-        raise ValueError(f"{printable(folder)} holds no comparison: there is no {SETTINGS}")
+        raise ValueError(f"{folder} holds no comparison: there is no {SETTINGS}")
     path = folder / CELLS
     return _results(*kept, _cells(path, _journal_lines(path)))
 
@@ -169,8 +167,7 @@ def _cells(path: Path, lines: Sequence[bytes]) -> dict[Cell, dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else error
             raise ValueError(
-                f"{printable(path)} is damaged in line {number} ({reason}): "
-                "remove the line or the file"
+                f"{path} is damaged in line {number} ({reason}): remove the line or the file"
             ) from error
         cells[cell] = found
     return cells
@@ -182,23 +179,19 @@ def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None
     if not path.exists():
         foreign = [name for name in (CELLS, RESULTS, TABLE, TIMINGS) if (folder / name).exists()]
         if foreign:
-            raise ValueError(
-                f"{printable(folder)} holds a {foreign[0]} of something else: choose another"
-            )
+            raise ValueError(f"{folder} holds a {foreign[0]} of something else: choose another")
         return None
     try:
         return checked_settings(read_json(path))
     except ValueError as error:
-        raise ValueError(
-            f"{printable(path)} is not the settings of a comparison: {error}"
-        ) from error
+        raise ValueError(f"{path} is not the settings of a comparison: {error}") from error
 
 
 def _check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     given = json.loads(_dumps(settings))
     if names := [name for name in {**given, **kept} if kept.get(name, ...) != given.get(name, ...)]:
         raise ValueError(
-            f"{printable(folder)} holds a comparison with other {printable(', '.join(names))}: "
+            f"{folder} holds a comparison with other {', '.join(names)}: "
             "choose another folder or remove this one"
         )
 
