@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvjax.messages import brief, printable
-from kvjax.regular_files import read_json
+from kvjax.files import read_json
+from kvjax.messages import brief
 
 from .config import DecoderConfig
 from .gemma import GEMMA2_NAMES, GEMMA3_NAMES, gemma2_config, gemma3_text_config
@@ -163,7 +163,7 @@ def _check_token_ids(raw: Mapping[str, Any], name: str, source: Path) -> None:
     try:
         read_token_ids(raw, name)
     except ValueError as error:
-        raise ValueError(f"{printable(source)}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
 
 
 def check_model_type(raw: Mapping[str, Any], source: Path) -> None:
@@ -171,7 +171,7 @@ def check_model_type(raw: Mapping[str, Any], source: Path) -> None:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
-            f"{printable(source)}: model_type {brief(kind)} is not supported"
+            f"{source}: model_type {brief(kind)} is not supported"
             f"{_missing_for(raw)}; supported: {', '.join(FAMILIES)}"
         )
 
@@ -182,7 +182,7 @@ def parse_config(raw: Mapping[str, Any], family: Family, source: Path) -> Decode
         refuse(raw, _ONLY)
         return family.config(raw)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{printable(source)}: {family.as_in_file(str(error))}") from error
+        raise ValueError(f"{source}: {family.as_in_file(str(error))}") from error
 
 
 def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], source: Path) -> None:
@@ -196,9 +196,9 @@ def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], so
     found = {name: int(match[1]) for name in names if (match := beginning.match(name))}
     if not found:
         raise ValueError(
-            f"{printable(source)}: layers of this model type have tensors named "
+            f"{source}: layers of this model type have tensors named "
             f"{family.names.layers}.0..., or with the same words before all names, but the "
-            f"checkpoint has {printable(', '.join(names[:3]))}"
+            f"checkpoint has {', '.join(names[:3])}"
         )
     layers = len(set(found.values()))
     beyond = next((name for name, index in found.items() if index >= config.num_layers), None)
@@ -207,5 +207,5 @@ def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], so
             f"num_hidden_layers is {config.num_layers}, but the checkpoint has tensors of "
             f"{layers} layers"
         )
-        more = f": {printable(beyond)} would be unknown" if beyond is not None else ""
-        raise ValueError(f"{printable(source)}: {family.as_in_file(message)}{more}")
+        more = f": {beyond} would be unknown" if beyond is not None else ""
+        raise ValueError(f"{source}: {family.as_in_file(message)}{more}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.messages import brief, printable
+from kvjax.messages import brief
 
 from .config import MOST_LAYERS, DecoderConfig, RopeConfig, is_finite
 from .families import FAMILIES, Family, what_is_missing
@@ -63,7 +63,7 @@ class Metadata:
 
     def error(self, message: str) -> ValueError:
         """The error, with the file's name before the message."""
-        return ValueError(f"{printable(self.header.path)}: {message}")
+        return ValueError(f"{self.header.path}: {message}")
 
     def get(self, name: str) -> Any:
         """The value of this name, else llama.cpp's default; None where it has none."""
@@ -138,9 +138,7 @@ class Metadata:
             if name in ONLY and ONLY[name] == value:
                 continue
             reason = ": mixtures of experts are not supported" if "expert" in name else ""
-            raise self.error(
-                f"metadata entry {printable(key)} is not supported, got {brief(value)}{reason}"
-            )
+            raise self.error(f"metadata entry {key} is not supported, got {brief(value)}{reason}")
 
 
 DEFAULTS: dict[str, Any] = {
@@ -237,7 +235,7 @@ def architecture_name(header: GgufHeader) -> str:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         kind = name.replace("-", "_") if isinstance(name, str) else ""
         raise ValueError(
-            f"{printable(header.path)}: general.architecture {brief(name)} is not supported"
+            f"{header.path}: general.architecture {brief(name)} is not supported"
             f"{what_is_missing(_AS_MODEL_TYPES.get(kind, kind))}; supported: "
             f"{', '.join(ARCHITECTURES)}"
         )

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.extras import extra_module
-from kvjax.messages import brief, one_line, printable
-from kvjax.regular_files import check_regular
+from kvjax.files import check_regular
+from kvjax.messages import brief, one_line
 
 from .safetensors_files import StoredTensor
 
@@ -70,10 +70,10 @@ def read_header(path: Path) -> GgufHeader:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read(path, data)
     except OSError as error:
-        reason = error.strerror or printable(error)
-        raise ValueError(f"cannot read {printable(path)}: {reason}") from error
+        reason = error.strerror or str(error)
+        raise ValueError(f"cannot read {path}: {reason}") from error
     except (ValueError, struct.error) as error:
-        raise ValueError(f"{printable(path)}: {one_line(error)}") from error
+        raise ValueError(f"{path}: {one_line(error)}") from error
 
 
 class _Reader:
@@ -142,7 +142,7 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     for _ in range(count):
         name, tensor, offset, size = _tensor(reader, path)
         if name in tensors:
-            raise ValueError(f"tensor {printable(name)} is there twice")
+            raise ValueError(f"tensor {name} is there twice")
         tensors[name] = tensor
         places.append((offset, size, name))
     return GgufHeader(path, metadata, tensors, _offsets(reader, metadata, places))
@@ -153,13 +153,13 @@ def _tensor(reader: _Reader, path: Path) -> tuple[str, StoredTensor, int, int]:
     gguf = gguf_library()
     name, [dimensions] = reader.text(), reader.unpack("<I")
     if not 1 <= dimensions <= 4:
-        raise ValueError(f"tensor {printable(name)} has {dimensions} dimensions, expected 1 to 4")
+        raise ValueError(f"tensor {name} has {dimensions} dimensions, expected 1 to 4")
     *sizes, number, offset = reader.unpack(f"<{dimensions}QIQ")
     shape, kind = tuple(sizes[::-1]), gguf.GGMLQuantizationType(number)
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if 0 in shape or shape[-1] % block:
         raise ValueError(
-            f"tensor {printable(name)} has shape {list(shape)}, expected sizes above 0 and rows of "
+            f"tensor {name} has shape {list(shape)}, expected sizes above 0 and rows of "
             f"a multiple of {block} numbers for {kind.name}"
         )
     size = math.prod(shape) // block * block_bytes
@@ -178,14 +178,13 @@ def _offsets(
         expected = end + -end % alignment
         if offset != expected:
             raise ValueError(
-                f"tensor {printable(name)} has offset {offset}, expected {expected}, where the "
+                f"tensor {name} has offset {offset}, expected {expected}, where the "
                 "tensor before it ends"
             )
         end = offset + size
         if begin + end > len(reader.data):
             raise ValueError(
-                f"tensor {printable(name)} ends at byte {begin + end:,}, but the file has "
-                f"{len(reader.data):,}"
+                f"tensor {name} ends at byte {begin + end:,}, but the file has {len(reader.data):,}"
             )
         offsets[name] = begin + offset
     return offsets

@@ -9,8 +9,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvjax.messages import printable
-
 from .gguf_header import GgufHeader, gguf_library
 
 _AT_ONCE = 2**20  # numbers that are dequantised at a time, in blocks of whole rows
@@ -50,8 +48,8 @@ def read_gguf_tensors(header: GgufHeader, names: Iterable[str]) -> Iterator[tupl
             for name in names:
                 yield name, _read(file, header, name)
     except OSError as error:
-        reason = error.strerror or printable(error)
-        raise ValueError(f"cannot read {printable(header.path)}: {reason}") from error
+        reason = error.strerror or str(error)
+        raise ValueError(f"cannot read {header.path}: {reason}") from error
 
 
 def _read(file: BinaryIO, header: GgufHeader, name: str) -> np.ndarray:
@@ -68,8 +66,7 @@ def _read(file: BinaryIO, header: GgufHeader, name: str) -> np.ndarray:
         data = np.fromfile(file, np.uint8, len(part) * row_bytes)
         if data.size != len(part) * row_bytes:
             raise ValueError(
-                f"tensor {printable(name)} of {printable(header.path)} ends before its "
-                f"{len(rows) * row_bytes:,} bytes do"
+                f"tensor {name} of {header.path} ends before its {len(rows) * row_bytes:,} bytes do"
             )
         part[:] = _dequantise(data.reshape(len(part), row_bytes), kind)
     return out

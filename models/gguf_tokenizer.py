@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.generation.chat import CHAT_STARTS
-from kvjax.messages import brief, one_line, printable, quiet
+from kvjax.messages import brief, one_line, quiet
 
 from .gguf_header import GgufHeader, read_header
 from .gguf_special_tokens import CONTROL, NORMAL, USER_DEFINED, token_types
@@ -131,7 +131,7 @@ class _Entries:
         self._header = header
 
     def error(self, message: str) -> ValueError:
-        return ValueError(f"{printable(self._header.path)}: {message}")
+        return ValueError(f"{self._header.path}: {message}")
 
     def get(self, name: str, kind: type, *, needed: bool = False) -> Any:
         """The entry of this name; None where it is missing, and is not needed."""

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from kvjax.messages import brief, did_you_mean, one_line, printable, quiet
+from kvjax.messages import brief, did_you_mean, one_line, quiet
 
 from .checkpoints import Checkpoint, open_checkpoint
 from .config import DecoderConfig
@@ -146,7 +146,7 @@ def _match(
     for name, tensor in checkpoint.tensors.items():
         if _NOT_WEIGHTS.search(name):
             continue
-        shown = f"tensor {printable(name)} of {printable(tensor.file)}"
+        shown = f"tensor {name} of {tensor.file}"
         if name not in checkpoint.weights:
             raise ValueError(f"{shown} is unknown to this model type")
         weight = checkpoint.weights[name]
@@ -216,7 +216,7 @@ class _Part(NamedTuple):
                 cast = self.tensor[(place, *rest)].astype(self.dtype, copy=False)
             if not self.allow_nonfinite and not _is_finite(cast):
                 raise ValueError(
-                    f"tensor {printable(self.name)} of {printable(self.file)} has NaN or infinite "
+                    f"tensor {self.name} of {self.file} has NaN or infinite "
                     f"values in {self.dtype}: allow_nonfinite=True loads it as it is"
                 )
             whole[done : done + step] = cast
@@ -259,8 +259,7 @@ def _chosen_sharding(
         return None
     if not isinstance(sharding, Sharding):
         raise TypeError(
-            f"sharding must return a Sharding or None, got {brief(sharding)} for tensor "
-            f"{printable(name)}"
+            f"sharding must return a Sharding or None, got {brief(sharding)} for tensor {name}"
         )
     try:
         if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
@@ -268,7 +267,7 @@ def _chosen_sharding(
         sharding.shard_shape(shape)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"tensor {printable(name)} of shape {list(shape)} cannot be placed as "
+            f"tensor {name} of shape {list(shape)} cannot be placed as "
             f"{sharding}: {one_line(error)}"
         ) from error
     return sharding
@@ -345,12 +344,10 @@ def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
             kind = PreTrainedTokenizerFast if fast else AutoTokenizer
             tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken file raises whatever its parser raises
-        raise ValueError(
-            f"cannot load the tokenizer of {printable(folder)}: {one_line(error)}"
-        ) from error
+        raise ValueError(f"cannot load the tokenizer of {folder}: {one_line(error)}") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         # transformers makes an empty one where a folder describes a tokenizer and lacks it.
-        shown = printable(folder)
+        shown = folder
         raise ValueError(f"{shown} has no vocabulary: the tokenizer's files are missing")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if type(getattr(backend, "model", None)).__name__ == "BPE":

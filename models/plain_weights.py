@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.messages import printable
-from kvjax.regular_files import read_json
+from kvjax.files import read_json
 
 _PLAIN = "only float32, float16 and bfloat16 weights are read"
 
@@ -47,14 +46,12 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
     ):
         if raw.get(key):
             raise ValueError(
-                f"{printable(folder / 'config.json')}: {key} ({printable(method)}) is not "
+                f"{folder / 'config.json'}: {key} ({method}) is not "
                 f"supported: the weights are quantised, {_PLAIN}"
             )
     for name, method in _FILES.items():
         if (folder / name).exists():
-            raise ValueError(
-                f"{printable(folder / name)}: the weights are quantised with {method}, {_PLAIN}"
-            )
+            raise ValueError(f"{folder / name}: the weights are quantised with {method}, {_PLAIN}")
     check_no_adapter(folder)
 
 
@@ -79,7 +76,7 @@ def check_no_adapter(folder: Path) -> None:
     what = "beside the model there is" if whole else "this is"
     out = ", or remove this file to load the model without it" if whole else ""
     raise ValueError(
-        f"{printable(path)}: {what} an adapter of {printable(base)}, and adapters are not applied: "
+        f"{path}: {what} an adapter of {base}, and adapters are not applied: "
         f"merge it into its model first (merge_and_unload of PEFT) and load the result{out}"
     )
 
@@ -95,6 +92,5 @@ def check_names(names: Iterable[str], folder: Path) -> None:
         quantised = next((name for name in names if name.endswith(endings)), None)
         if quantised is not None:
             raise ValueError(
-                f"{printable(folder)}: the weights are quantised with {method} (tensor "
-                f"{printable(quantised)}), {_PLAIN}"
+                f"{folder}: the weights are quantised with {method} (tensor {quantised}), {_PLAIN}"
             )

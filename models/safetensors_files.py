@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.messages import printable
-from kvjax.regular_files import check_regular, read_json
+from kvjax.files import check_regular, read_json
 
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights that are read: name in the file → NumPy name."""
@@ -50,17 +49,12 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         with _open(path) as handle:
             for name in sorted(handle.keys()):
                 if name in found:
-                    raise ValueError(
-                        f"tensor {printable(name)} is stored twice: "
-                        f"{printable(found[name].file)}, {printable(path)}"
-                    )
+                    raise ValueError(f"tensor {name} is stored twice: {found[name].file}, {path}")
                 header = handle.get_slice(name)
                 found[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
     for name, path in index.items():
         if name not in found:
-            raise ValueError(
-                f"tensor {printable(name)} is missing: {printable(path)} does not hold it"
-            )
+            raise ValueError(f"tensor {name} is missing: {path} does not hold it")
     return found
 
 
@@ -115,9 +109,7 @@ def _shards(folder: Path) -> dict[str, Path]:
     files = read_json(path).get("weight_map")
     # A shard is a plain file name: an index cannot point outside its folder.
     if not isinstance(files, dict) or not files or not all(map(_is_shard, files.values())):
-        raise ValueError(
-            f"{printable(path)} must hold a weight_map from tensor names to .safetensors files"
-        )
+        raise ValueError(f"{path} must hold a weight_map from tensor names to .safetensors files")
     return {name: folder / file for name, file in files.items()}
 
 
@@ -130,10 +122,10 @@ def _no_checkpoint(folder: Path) -> str:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         return (
-            f"{printable(folder)} holds {printable(', '.join(pickles))}, but only safetensors are "
+            f"{folder} holds {', '.join(pickles)}, but only safetensors are "
             f"read (pickle files can run code): {wanted} is needed"
         )
-    return f"{printable(folder)} has no {wanted}"
+    return f"{folder} has no {wanted}"
 
 
 def _open(path: Path) -> safe_open:
@@ -141,4 +133,4 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {printable(path)}: {printable(error)}") from error
+        raise ValueError(f"cannot read {path}: {error}") from error

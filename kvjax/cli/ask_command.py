@@ -17,7 +17,7 @@ from kvjax.cli.writing import Row, write
 from kvjax.generation.checks import check_turn
 from kvjax.generation.model import as_functional
 from kvjax.generation.saving import load_with_about
-from kvjax.messages import brief, printable
+from kvjax.messages import brief
 
 DESCRIPTION = """\
 Answers questions about a document that kvjax read has read, all of them in one
@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> None:
         dialogue = Dialogue(opened.tokenizer, raw=about["raw"])
         questions = [dialogue.question(text) for text in texts]
         choice, model = opened.sampling(args), opened.load(args)
-        display.show(0, None, f"loading {printable(args.folder)}")
+        display.show(0, None, f"loading {args.folder}")
         context, still = load_with_about(args.folder, model, tokenizer=opened.tokenizer)
         if still != about:
-            raise ValueError(f"{printable(args.folder)} has been replaced meanwhile: ask again")
+            raise ValueError(f"{args.folder} has been replaced meanwhile: ask again")
         new = args.max_new or context.max_new
         _check_room(context, questions, new)
         check_turn(as_functional(model), context, questions, new)
@@ -97,8 +97,7 @@ def _model(args: argparse.Namespace, about: dict) -> str | None:
     model = about["model"]
     if model is not None and Path(model).is_absolute() and not Path(model).exists():
         raise ValueError(
-            f"the model that read {printable(args.folder)} is no longer at {printable(model)}: "
-            "give its place by --model"
+            f"the model that read {args.folder} is no longer at {model}: give its place by --model"
         )
     return model
 
@@ -113,7 +112,6 @@ def _about(folder: str) -> dict:
     for name, kind in kinds.items():
         if name not in about or not isinstance(about[name], kind):
             raise ValueError(
-                f"{printable(folder)} was not written by kvjax read: {name} is "
-                f"{brief(about.get(name))}"
+                f"{folder} was not written by kvjax read: {name} is {brief(about.get(name))}"
             )
     return about

@@ -21,7 +21,7 @@ from kvjax.evaluation.cells.files import as_json
 from kvjax.evaluation.comparison.compare import run as measure
 from kvjax.evaluation.comparison.material import Material
 from kvjax.extras import extra_module
-from kvjax.written_files import check_folder
+from kvjax.files import check_folder
 
 _GRID = (
     "methods", "budgets", "lengths", "questions", "depths", "tasks", "cases", "seed", "chat",

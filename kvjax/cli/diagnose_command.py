@@ -22,10 +22,9 @@ from kvjax.evaluation.cells import grid
 from kvjax.evaluation.diagnosis import diagnosis
 from kvjax.evaluation.diagnosis.diagnosis import Diagnosis, Finding, diagnose, grid_of
 from kvjax.extras import extra_module
+from kvjax.files import check_folder, writing
 from kvjax.generation.checks import check_prompts
-from kvjax.messages import printable
 from kvjax.protocol import Full
-from kvjax.written_files import check_folder, writing
 
 QUESTION_TOKENS = 32
 """The last tokens of a text that stand for a question, where none is given."""
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         return
     _show(Console(highlight=False), found, args.error)
     if out is not None:
-        print(f"Files: {printable(out)}/{', '.join(pictures)}")
+        print(f"Files: {out}/{', '.join(pictures)}")
     for one in found.findings:
         print_dropped(one.name, one.dropped)
 
@@ -151,7 +150,7 @@ def _cells(one: Finding) -> list[str]:
     budget = one.candidate.budget
     most = "-" if one.candidate.method == "full" else f"{by_layer[worst]:.2f} ({worst})"
     return [
-        printable(one.candidate.method), "-" if budget is None else str(budget),
+        one.candidate.method, "-" if budget is None else str(budget),
         f"{one.error:.3f}", most, f"{one.recall:.0%}",
         decimal(one.cache_bytes), f"{one.share:.1%}",
     ]  # fmt: skip

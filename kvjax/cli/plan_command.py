@@ -13,7 +13,7 @@ from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cli import options
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.generation.planning import Plan, abstract_mesh, bytes_on_device, plan
-from kvjax.messages import brief, did_you_mean, printable
+from kvjax.messages import brief, did_you_mean
 
 GB = 10**9
 MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
@@ -160,7 +160,7 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
     axes = ", ".join(f"{name} {size}" for name, size in args.mesh.items())
     fits = "fit" if record["weight_bytes"] <= record["memory_bytes"] else "do not fit"
     console.print(
-        f"{printable(args.model)} in {args.dtype}, {record['devices']} x {args.memory:g} GB "
+        f"{args.model} in {args.dtype}, {record['devices']} x {args.memory:g} GB "
         f"({axes}): weights take {record['weight_bytes'] / GB:.2f} GB of each device and {fits}.\n"
         f"Requests of {args.tokens:,} tokens and {args.new:,} new ones; GB are 10^9 bytes.",
         markup=False,
@@ -177,7 +177,7 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
     headings += [f"step of {requests}\nms (GB held)" for requests in args.batch]
     rows = []
     for text, own in record["methods"].items():
-        row = [printable(text), f"{own['request_bytes'] / GB:.3f}"]
+        row = [text, f"{own['request_bytes'] / GB:.3f}"]
         if hosted:
             row.append(f"{own['request_host_bytes'] / GB:.3f}")
         row.append(f"{own['requests_that_fit']:,}")

@@ -22,20 +22,19 @@ from jaxtyping import Array
 import kvjax
 from kvjax.compose.chain import bind, map_methods
 from kvjax.devices import automatic, mesh_of
+from kvjax.files import check_regular, is_hidden, read_regular, visible_files, write_whole
 from kvjax.generation.checks import check_same_model
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, cache_shapes
-from kvjax.messages import printable, quiet
+from kvjax.messages import quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
-from kvjax.regular_files import check_regular, is_hidden, read_regular, visible_files
 from kvjax.storage.offload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.random import GENERATOR
-from kvjax.written_files import write_whole
 
 # Another number is refused. 3: descriptions of model and tokenizer, the tokens that rows have seen,
 # and `quantize` sets off channels of keys.
@@ -188,9 +187,7 @@ def check_free(folder: Path) -> None:
         raise ValueError(f"{folder} is no folder of a context")
     for place in folder.iterdir():  # one look at each: another process may be saving there
         if not is_hidden(place) and not _is_own(place):
-            raise ValueError(
-                f"{folder} is no folder of a context: it holds {printable(place.name)}"
-            )
+            raise ValueError(f"{folder} is no folder of a context: it holds {place.name}")
 
 
 def _of_newest(folder: Path, read: Callable[[int], _T]) -> _T:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import kvjax
+from kvjax.files import is_hidden
 from kvjax.generation import saving
-from kvjax.regular_files import is_hidden
 from tests.generation.test_context import QUESTIONS, generate, read, same
 from tests.generation.test_generate import model
 

@@ -144,7 +144,6 @@ BIAS, BEYOND = "model.layers.0.mlp.up_proj.bias", "model.layers.2.mlp.up_proj.we
         ),
         (put(UP, np.ones((32, 48), np.float32)), rf"{UP} .*shape \[32, 48\], expected \[48, 32\]"),
         (put(UP, np.ones((48, 32), np.int8)), UP + " .*has type I8, expected one of F64"),
-        (put("\x1b]0;evil\x07", np.ones(3, np.float32)), r"\\x1b\]0;evil\\x07 .*unknown"),
         (one_more("vision_tower.weight"), r"tensor vision_tower\.weight of .* is unknown"),
         (one_more("model.norm.weight"), r"tensor model\.norm\.weight of .* is unknown"),
         # Two tables: which one is meant is not known.
@@ -154,9 +153,8 @@ BIAS, BEYOND = "model.layers.0.mlp.up_proj.bias", "model.layers.2.mlp.up_proj.we
     ],
 )
 def test_every_tensor_is_accounted_for(checkpoint, change, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         from_pretrained(checkpoint(change))
-    assert str(caught.value).isprintable()
 
 
 def test_a_tied_table_must_be_there(checkpoint):
@@ -227,7 +225,6 @@ def test_as_many_layers_as_the_file_says(checkpoint, layers):
             r"\(gptq\) is not supported",
         ),
         ({"quantization_config": {"_load_in_4bit": True}}, r"\(bitsandbytes\) is not supported"),
-        ({"quantization_config": {"quant_method": "new\x1b"}}, r"\(new\\x1b\) is not supported"),
         ({"quantization_config": {"bits": 4}}, r"\(unnamed\) is not supported"),
         ({"quantization_config": True}, r"\(unnamed\) is not supported"),
         ({"compression_config": {"format": "int-quantized"}}, r"\(compressed-tensors\) is not"),
@@ -240,7 +237,6 @@ def test_a_configuration_of_quantised_weights(checkpoint, more, message):
     with pytest.raises(ValueError, match=message) as caught:
         from_pretrained(path.parent)
     assert str(caught.value).startswith(f"{path}: {next(iter(more))} (")
-    assert str(caught.value).isprintable()
 
 
 def test_a_file_beside_quantised_weights(checkpoint):

@@ -16,9 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.messages import printable
-from kvjax.regular_files import read_json, read_regular
-from kvjax.written_files import check_folder, write_whole, writing
+from kvjax.files import check_folder, read_json, read_regular, write_whole, writing
 
 from .estimates import Estimate
 from .grid import CandidateKey, Cell, Unit
@@ -86,7 +84,7 @@ class Journal:
         for cell, found in self.finished.items():
             if found.get("prompts") != prompts.get(cell.unit, found.get("prompts")):
                 raise ValueError(
-                    f"{printable(folder)} holds a comparison with other prompts ({cell.unit}): "
+                    f"{folder} holds a comparison with other prompts ({cell.unit}): "
                     "choose another folder or remove this one"
                 )
         with writing(folder):
@@ -124,10 +122,10 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{printable(folder)} is not a directory")
+        raise ValueError(f"{folder} is not a directory")
     kept = _kept_settings(folder)
     if kept is None:
-        raise ValueError(f"{printable(folder)} holds no comparison: there is no {SETTINGS}")
+        raise ValueError(f"{folder} holds no comparison: there is no {SETTINGS}")
     path = folder / CELLS
     return _results(*kept, _cells(path, _journal_lines(path)))
 
@@ -159,7 +157,7 @@ def _cells(path: Path, lines: Sequence[bytes]) -> dict[Cell, dict[str, Any]]:
             cells[Cell(*record["cell"])] = {**record["found"]}
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{printable(path)} is damaged in line {number}: remove the line or the file"
+                f"{path} is damaged in line {number}: remove the line or the file"
             ) from error
     return cells
 
@@ -170,13 +168,11 @@ def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None
     if not path.exists():
         foreign = [name for name in (CELLS, TABLE) if (folder / name).exists()]
         if foreign:
-            raise ValueError(
-                f"{printable(folder)} holds a {foreign[0]} of something else: choose another"
-            )
+            raise ValueError(f"{folder} holds a {foreign[0]} of something else: choose another")
         return None
     kept = read_json(path)
     if not kept.keys() >= {"settings", "asked"}:
-        raise ValueError(f"{printable(path)} is not the settings of a comparison")
+        raise ValueError(f"{path} is not the settings of a comparison")
     return kept["settings"], kept["asked"]
 
 
@@ -184,7 +180,7 @@ def _check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str
     given = json.loads(_dumps(settings))
     if names := [name for name in {**given, **kept} if kept.get(name, ...) != given.get(name, ...)]:
         raise ValueError(
-            f"{printable(folder)} holds a comparison with other {printable(', '.join(names))}: "
+            f"{folder} holds a comparison with other {', '.join(names)}: "
             "choose another folder or remove this one"
         )
 

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from kvjax.files import writing
 from kvjax.messages import printable
-from kvjax.written_files import writing
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Each has a marker and a dash
 # of its own, so that prints in grey can be read too.

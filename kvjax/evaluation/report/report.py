@@ -11,8 +11,8 @@ import jinja2
 
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.results import Results
+from kvjax.files import write_whole, writing
 from kvjax.messages import printable
-from kvjax.written_files import write_whole, writing
 
 from . import pictures, plots, tables
 from .pictures import Picture

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.messages import brief, printable
-from kvjax.regular_files import read_regular
+from kvjax.files import read_regular
+from kvjax.messages import brief
 
 MOST_BYTES = 2**30
 """Size of the largest file of records that is read."""
@@ -32,7 +32,7 @@ def find_file(data: str | Path, names: tuple[str, ...]) -> Path:
         return path
     found = next((path / name for name in names if (path / name).exists()), None)
     if found is None:
-        raise ValueError(f"{printable(path)} has no {' or '.join(names)}")
+        raise ValueError(f"{path} has no {' or '.join(names)}")
     return found
 
 
@@ -48,7 +48,7 @@ def read_records(path: Path, fields: Mapping[str, str], check: Check | None = No
       ValueError: the file cannot be read, or has no record, or a line is no object with these
         fields; names the file, the line and the field.
     """
-    return parse_records(read_regular(path, MOST_BYTES), printable(path), fields, check)
+    return parse_records(read_regular(path, MOST_BYTES), str(path), fields, check)
 
 
 def parse_records(

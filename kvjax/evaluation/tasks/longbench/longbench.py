@@ -29,7 +29,7 @@ from kvjax.evaluation.tasks.records import (
     read_records,
 )
 from kvjax.evaluation.tasks.task import Case, Task
-from kvjax.messages import brief, one_line, printable
+from kvjax.messages import brief, one_line
 
 from . import chinese
 from .tables import MAX_NEW, PROMPTS
@@ -177,7 +177,7 @@ def _records(name: str, data: str | Path | None, fields: Mapping[str, str]) -> l
     if data is not None:
         return read_records(find_file(data, (f"{name}.jsonl", member)), fields, check)
     archive = _download()
-    where = f"{member} of {printable(archive)}"
+    where = f"{member} of {archive}"
     try:
         with zipfile.ZipFile(archive) as files, files.open(member) as file:
             content = file.read(MOST_BYTES + 1)

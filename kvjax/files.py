@@ -1,22 +1,17 @@
-"""Files that others wrote: which are hidden, and how they are read within bounds."""
+"""Files that others wrote, read within bounds, and files that kvjax writes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvjax.messages import printable
-
 MOST_JSON_BYTES = 2**26
 """Size of the largest JSON file that is read."""
-
-_KINDS = {
-    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-}  # fmt: skip
 
 _HIDDEN = {"thumbs.db", "desktop.ini", "icon\r", "@eadir"}  # of Windows, macOS, and a NAS
 
@@ -28,7 +23,7 @@ def is_hidden(path: Path) -> bool:
 
     Example:
       >>> from pathlib import Path
-      >>> from kvjax.regular_files import is_hidden
+      >>> from kvjax.files import is_hidden
       >>> is_hidden(Path("book/.DS_Store")), is_hidden(Path(".cache/book"))
       (True, False)
     """
@@ -37,15 +32,15 @@ def is_hidden(path: Path) -> bool:
 
 def visible_files(folder: Path) -> list[Path]:
     """All that a folder and those within it hold, but directories and what is hidden, sorted."""
-    found = []
+    files = []
     for place in sorted(folder.iterdir()):
         if is_hidden(place):
             continue
         if place.is_dir() and not place.is_symlink():
-            found += visible_files(place)
+            files += visible_files(place)
         else:
-            found.append(place)
-    return found
+            files.append(place)
+    return files
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
@@ -57,14 +52,13 @@ def check_regular(path: Path, most_bytes: int | None = None) -> None:
       ValueError: it is something else, is too large, or cannot be looked at; names the path.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {printable(path)}: {_reason(error)}") from error
-    if not stat.S_ISREG(found.st_mode):
-        what = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise ValueError(f"cannot read {printable(path)}: it must be a regular file, it is {what}")
-    if most_bytes is not None and found.st_size > most_bytes:
-        raise _too_large(path, most_bytes)
+        raise ValueError(f"cannot read {path}: {_reason(error)}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"cannot read {path}: it must be a regular file")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise ValueError(f"cannot read {path}: it has more than {most_bytes:,} bytes")
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
@@ -75,13 +69,9 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     """
     check_regular(path, most_bytes)
     try:
-        with open(path, "rb") as file:
-            content = file.read(most_bytes + 1)  # it may grow, or not have told its size
+        return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read {printable(path)}: {_reason(error)}") from error
-    if len(content) > most_bytes:
-        raise _too_large(path, most_bytes)
-    return content
+        raise ValueError(f"cannot read {path}: {_reason(error)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -95,17 +85,42 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(content.decode("utf-8"))
     except RecursionError:
-        raise ValueError(f"{printable(path)} is nested too deeply") from None
+        raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:  # also of an integer with thousands of digits
-        raise ValueError(f"{printable(path)} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{printable(path)} must hold a JSON object, got {type(value).__name__}")
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
 def _reason(error: OSError | ValueError) -> str:
-    return getattr(error, "strerror", None) or printable(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
-def _too_large(path: Path, most_bytes: int) -> ValueError:
-    return ValueError(f"cannot read {printable(path)}: it has more than {most_bytes:,} bytes")
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Gives an OSError the path that it lacks, such as one of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError unless files can be written to a folder, which is not made."""
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir():
+        what = "it" if above == folder else above
+        raise ValueError(f"cannot write to {folder}: {what} is not a directory")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to {folder}: no permission for {above}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a temporary file and renames it, so that a reader never sees half a file."""
+    beside = path.with_name(path.name + ".part")
+    with writing(path):
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
