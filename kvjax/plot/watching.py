@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, layer_caches
 from kvjax.budgets.budgets import check_count
+from kvjax.cache.slots import KVCache
 from kvjax.compiled_code import compiled
 from kvjax.evaluation.fidelity.fidelity import recall_rate
 from kvjax.evaluation.fidelity.recording import (
@@ -127,13 +128,12 @@ def _replay(
     recording = tuple(map(recorded, layers))
 
     def step(position, caches, token):
-        selecting = tuple(map(_selects, caches))
         caches = tuple(map(record, caches))
         _, caches = decode_step(model, recording, caches, token[None], position)
         caches, records = zip(*map(unrecord, caches), strict=True)
         looks = tuple(
-            _look(own[0], position) if selects else None
-            for own, selects in zip(records, selecting, strict=True)
+            _look(cache.kv, own[0], position) if _selects(cache) else None
+            for cache, own in zip(caches, records, strict=True)
         )
         return position + 1, caches, looks
 
@@ -141,11 +141,10 @@ def _replay(
 
 
 def _look(
-    record: Record, position: Int[Array, " 1"]
+    kv: KVCache, record: Record, position: Int[Array, " 1"]
 ) -> tuple[Bool[Array, "K T"], Float[Array, " H"]]:
-    """What a step of one row attended to, and the recall of that."""
-    kv = record.kv
-    _, attention = attend_to_all(record, position)
+    """Marks and recall of a step of one row."""
+    _, attention = attend_to_all(kv, record, position)
     joined = holds(record.seen.reshape(*kv.shape[:2], -1), kv.max_tokens)
     in_slots = kv.live & jnp.take_along_axis(joined, jnp.maximum(kv.position, 0), axis=2)
     slots = jnp.where(in_slots, jax.lax.broadcasted_iota(jnp.int32, kv.shape, 2), -1)

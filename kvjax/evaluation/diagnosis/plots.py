@@ -100,7 +100,7 @@ def by_head(diagnosis: Diagnosis, what: Literal["error", "recall"]) -> Figure:
 
 
 def _text_of(diagnosis: Diagnosis) -> str:
-    """Which text a picture is of."""
+    """A line that describes the text."""
     return (
         f"{diagnosis.prompt_tokens:,} tokens, a question of {diagnosis.question_tokens:,} "
         f"{diagnosis.where} what was compressed, mean over {diagnosis.new_tokens} new tokens"

@@ -51,7 +51,7 @@ class Truth(NamedTuple):
     """One layer of the full cache's run at a decode step.
 
     Args:
-      record: what it was given, without its slots.
+      record: what it was given.
       output: of attention.
       attention: probability of each token position, per query head.
     """
@@ -154,8 +154,8 @@ def _new_tokens(
         caches, records = zip(*map(unrecord, caches), strict=True)
         # Rows are padded on the right and nothing is evicted: a token's slot is its position.
         truth = tuple(
-            Truth(dataclasses.replace(own, kv=None), *attend_to_all(own, position))
-            for (own,) in records
+            Truth(own, *attend_to_all(cache.kv, own, position))
+            for cache, (own,) in zip(caches, records, strict=True)
         )
         return (logits, position + 1, caches), truth
 

@@ -34,7 +34,6 @@ class Record:
         none. K lists, one per KV head or one per query head.
       rope: what rotates query and key.
       logits: of the attention.
-      kv: the slots with the new tokens, before anything was evicted for them.
       implementation: of its operations (static).
     """
 
@@ -45,7 +44,6 @@ class Record:
     seen: Int[Array, "B K N"]
     rope: Rope | None
     logits: Logits
-    kv: KVCache | None
     implementation: str | None = field(metadata={"static": True})
 
     @property
@@ -80,7 +78,7 @@ class Recorded(Wrapper):
         rope = step.rope if self.needs.unrotated_keys else None
         own = Record(
             query, cache.k.read(slots), cache.v.read(slots), predicted, seen, rope,
-            step.logits, cache, step.implementation,
+            step.logits, step.implementation,
         )  # fmt: skip
         decision, state = super().on_step(cache, state, step)
         return decision, state._replace(record=own)
@@ -124,16 +122,16 @@ def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Ar
 
 
 def attend_to_all(
-    record: Record, position: Int[Array, " B"]
+    kv: KVCache, record: Record, position: Int[Array, " B"]
 ) -> tuple[Float[Array, "B Q 1 D"], Float[Array, "B Q S"]]:
-    """Output and probabilities of a new token's attention to all slots of its record.
+    """Output and probabilities of a new token's attention to all slots.
 
     Args:
-      record: of a decode step, with its slots.
+      kv: that hold the new token already.
+      record: of its decode step.
       position: of each row's new token.
     """
-    kv, query = record.kv, record.query
-    keys = kv.k.read()
+    query, keys = record.query, kv.k.read()
     if record.rope is not None:
         query = record.rope.rotate(query, position[:, None])
         keys = record.rope.rotate(keys, kv.position)

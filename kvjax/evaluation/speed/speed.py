@@ -273,5 +273,5 @@ def _speed(
 
 
 def _seconds(rounds: Sequence[_Run]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of every round: up to the first token, and per further one."""
+    """Seconds of every round: up to the first token, and per further one."""
     return tuple(run.ttft_s for run, _ in rounds), tuple(run.tpot_s for run, _ in rounds)

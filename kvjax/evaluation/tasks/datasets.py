@@ -46,7 +46,7 @@ class _Example(NamedTuple):
 
 
 class _DataSet(NamedTuple):
-    """What tells the tasks apart.
+    """A row of the table of tasks.
 
     Args:
       files: where the records are in a folder; the first file that there is.
@@ -200,7 +200,7 @@ _SCROLLS: Mapping[str, tuple[Metric, str, int]] = {
 
 
 def _scrolls(records: list[Record]) -> list[_Example]:
-    """What stands before the query is the context; records of one `id` are one case."""
+    """Contexts that end where the query begins; records of one `id` are one case."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record["id"], []).append(record)
@@ -251,8 +251,8 @@ def dataset(
     GSM8K's in `test.jsonl`; XSum's, with `document` and `summary`, in `xsum.jsonl`; ZeroSCROLLS' in
     `<name>.jsonl` or `<name>/validation.jsonl`, where the name has no `zeroscrolls_`.
 
-    Of a prompt that is too long, the middle is left out, as LongBench does it; of ZeroSCROLLS' the
-    end of the context, and the question begins with the record's separator, which says so. GSM8K's
+    A prompt that is too long loses its middle, as LongBench does it. One of ZeroSCROLLS loses the
+    end of its context, and the question begins with the record's separator, which says so. GSM8K's
     worked examples, the first eight records, are not cut. A question is never cut.
 
     Args:
@@ -425,7 +425,7 @@ def _records(own: _DataSet, data: str | Path | None) -> list[Record]:
 
 
 def _checked(record: Any, fields: Mapping[str, type]) -> Record:
-    """The same; raises ValueError unless it is an object with these fields."""
+    """Returns an object with these fields; raises ValueError for anything else."""
     if not isinstance(record, dict):
         raise ValueError(f"it must be a JSON object, got {brief(record)}")
     for field, kind in fields.items():

@@ -404,14 +404,6 @@ def test_selected_slots_count_as_kept(best):
             close(found.error[layer, row], reference.attention_error(outs, full), "accumulated")
 
 
-@pytest.mark.slow
-def test_a_selection_wider_than_what_is_live():
-    """Entries that are none are no tokens: 12 of the second row's 10."""
-    found = measure_fidelity(tiny_model(), Look(12, best=False), PROMPTS)
-    assert (found.recall[:, 1] == 1).all() and found.recall[:, 0].max() < 1
-    close(found.error[:, 1], np.zeros(LAYERS), "rounding")
-
-
 @functools.cache
 def decoder():
     config = DecoderConfig(

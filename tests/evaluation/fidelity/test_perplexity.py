@@ -17,7 +17,8 @@ from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.support.hf_models import Stepper
 from tests.support.tolerances import close
 
-VOCAB, POSITIONS, LENGTH, PROMPT = 64, 48, 40, 30
+VOCAB, LENGTH, PROMPT = 64, 40, 30
+POSITIONS = LENGTH
 CONFIG = DecoderConfig(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=POSITIONS,
@@ -91,8 +92,7 @@ def test_full_equals_one_uncompressed_pass(prompt):
     close(nll, one_pass()[:, prompt - 1 :])
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", pytest.param("pyramidkv", marks=pytest.mark.slow)])
 def test_methods_equal_a_plain_loop(name):
     nll = continuation_nll(model(), METHODS[name], TOKENS, PROMPT)
     close(nll, by_hand(METHODS[name], TOKENS, PROMPT))
@@ -100,36 +100,6 @@ def test_methods_equal_a_plain_loop(name):
     # The prompt is read in full: only what comes after its first new token can differ.
     close(nll[:, 0], full[:, 0])
     assert np.abs(nll[:, 1:] - full[:, 1:]).max() > 0.01, "the method takes something away"
-
-
-def test_each_token_is_paid_for_alone():
-    """Entry j knows the tokens before it, its own token, and none after it, nor other rows."""
-    first = continuation_nll(model(), METHODS["h2o"], TOKENS, PROMPT)
-    changed = TOKENS.copy()
-    changed[1, PROMPT + 4] = (changed[1, PROMPT + 4] + 1) % VOCAB
-    second = continuation_nll(model(), METHODS["h2o"], changed, PROMPT)
-    same = first == second
-    assert same[[0, 2]].all() and same[1, :4].all()
-    assert not same[1, 4:].any()
-
-
-def test_second_call_compiles_nothing():
-    other = np.random.default_rng(1).integers(VOCAB, size=TOKENS.shape)
-    continuation_nll(model(), METHODS["pyramidkv"], TOKENS, PROMPT)
-    before = perplexity._nll._cache_size()
-    again = continuation_nll(model(), kvjax.PyramidKV(12, window=4), other, PROMPT)
-    # Another module of equal structure, and tokens as a plain list of lists.
-    louder = nnx.merge(*nnx.split(model()))
-    listed = continuation_nll(louder, METHODS["pyramidkv"], other.tolist(), np.int64(PROMPT))
-    assert perplexity._nll._cache_size() == before > 0
-    np.testing.assert_array_equal(again, listed)
-
-
-def test_all_positions_of_the_model_may_be_used():
-    """One more is refused below."""
-    tokens = np.zeros((1, POSITIONS), int)
-    found = continuation_nll(model(), kvjax.Full(), tokens, PROMPT)
-    assert found.shape == (1, POSITIONS - PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +114,7 @@ def test_all_positions_of_the_model_may_be_used():
         (
             {"tokens": np.zeros((1, POSITIONS + 1), int)},
             ValueError,
-            "the model has 48 positions, got 49 tokens",
+            "the model has 40 positions, got 41 tokens",
         ),
     ],
 )

@@ -175,7 +175,7 @@ def test_what_the_page_says(shown):
 
 
 def test_files(tmp_path):
-    """The same results are the same files."""
+    """Equal results become equal files."""
     results = comparison(["perplexity"], [128])
     first, second = tmp_path / "first", tmp_path / "a" / "second"
     for folder in (first, second):

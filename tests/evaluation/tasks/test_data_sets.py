@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.evaluation.tasks import DATASETS, Frame, dataset
 from kvjax.evaluation.tasks.datasets import split_tokens
+from kvjax.evaluation.tasks.longbench import chinese
 from kvjax.evaluation.tasks.longbench.tables import MAX_NEW, PROMPTS
 from kvjax.models import demo, load_tokenizer
 
@@ -313,5 +314,6 @@ def test_what_is_refused_before_data_is_read(monkeypatch):
     with pytest.raises(ValueError, match=r"chat template fails: no system$"):
         dataset("qasper", broken, data="nowhere")
     monkeypatch.setitem(sys.modules, "jieba", None)
+    chinese._jieba.cache_clear()
     with pytest.raises(ValueError, match=r"jieba, .* pip install 'kvjax\[eval\]'"):
         dataset("vcsum", tokenizer(), data="nowhere")
