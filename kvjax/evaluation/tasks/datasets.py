@@ -94,8 +94,8 @@ def _first_line(text: str) -> str:
 
 def _longbench(name: str) -> _DataSet:
     """Everything up to the end of the text is the context, what follows the question."""
-    found = ((metric, *row) for metric, row in _LONGBENCH.items())
-    metric, label, _ = next(row for row in found if name in row[2])
+    rows = ((metric, *row) for metric, row in _LONGBENCH.items())
+    metric, label, _ = next(row for row in rows if name in row[2])
     before, after = PROMPTS[name].split("{context}")
     more = {_CLASSES: list} if metric is metrics.classification else {}
 
@@ -130,13 +130,14 @@ _NUMBERS = {  # the last number counts, or the one behind ####
 
 def _is_solved(name: str, text: str, solution: str, **details: Any) -> float:
     """Whether the number that an answer ends with is that of the solution."""
-    found = _NUMBERS[name].findall(text)
-    if not found:
+    numbers = _NUMBERS[name].findall(text)
+    if not numbers:
         return 0.0
+    number = numbers[-1] if name == "gsm8k" else numbers[0]
     # As the harness does it: commas and dollars first, then a point at the end of what is left.
-    numbers = found[-1] if name == "gsm8k" else found[0], solution.rsplit("#### ", 1)[-1]
-    given, right = (re.sub(r"[,$]", "", x.strip()).removesuffix(".") for x in numbers)
-    return float(given == right)
+    both = number, solution.rsplit("#### ", 1)[-1]
+    answer, right = (re.sub(r"[,$]", "", x.strip()).removesuffix(".") for x in both)
+    return float(answer == right)
 
 
 def _problems(records: list[Record]) -> list[_Example]:
@@ -204,13 +205,13 @@ def _scrolls(records: list[Record]) -> list[_Example]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record["id"], []).append(record)
-    found = []
+    examples = []
     for group in groups.values():
         text, start = group[0]["input"], group[0]["query_start_index"]
         answers = tuple(record["output"] for record in group)
         omitted = group[0]["truncation_seperator"]
-        found.append(_Example(text[:start], text[start:], answers, omitted))
-    return found
+        examples.append(_Example(text[:start], text[start:], answers, omitted))
+    return examples
 
 
 def _zeroscrolls(name: str) -> _DataSet:
@@ -313,17 +314,17 @@ def dataset(
     for count, value in (("length", length), ("cases", cases)):
         if value is not None:
             check_count(count, value, 1)
-    own = _TABLE[name]
-    own.metric("1", "1", **{_CLASSES: ["1"]})  # raises where a package is absent
+    row = _TABLE[name]
+    row.metric("1", "1", **{_CLASSES: ["1"]})  # raises where a package is absent
     if chat is None:
-        chat = not own.plain and getattr(tokenizer, "chat_template", None) is not None
+        chat = not row.plain and getattr(tokenizer, "chat_template", None) is not None
     frame = Frame.of(tokenizer, chat)
-    examples = own.examples(_records(own, data))
+    examples = row.examples(_records(row, data))
     if cases is not None and cases > len(examples):
         raise ValueError(f"cases must be at most the {len(examples)} of the data, got {cases}")
-    made = tuple(_case(own, tokenizer, frame, example, length) for example in examples[:cases])
+    made = tuple(_case(row, tokenizer, frame, example, length) for example in examples[:cases])
     score = partial(score_answer, name)
-    return Task(name, made, score, own.label, _floor(made, score))
+    return Task(name, made, score, row.label, _floor(made, score))
 
 
 def score_answer(name: str, text: str, case: Case) -> float:
@@ -335,9 +336,9 @@ def score_answer(name: str, text: str, case: Case) -> float:
       >>> score_answer("triviaqa", "Paris\\nPassage: more", Case([], [], ("Paris", "Lyon"), 32))
       1.0
     """
-    own = _TABLE[name]
-    text = own.answer(text)
-    return max(own.metric(text, answer, **case.details) for answer in case.answers)
+    row = _TABLE[name]
+    text = row.answer(text)
+    return max(row.metric(text, answer, **case.details) for answer in case.answers)
 
 
 def _floor(cases: Sequence[Case], score: Callable[[str, Case], float]) -> float:
@@ -349,7 +350,7 @@ def _floor(cases: Sequence[Case], score: Callable[[str, Case], float]) -> float:
 
 
 def _case(
-    own: _DataSet, tokenizer: Any, frame: Frame, example: _Example, length: int | None
+    row: _DataSet, tokenizer: Any, frame: Frame, example: _Example, length: int | None
 ) -> Case:
     """The case as tokens, with a context that leaves something out where it must."""
     context, question = split_tokens(tokenizer, example.context, example.question)
@@ -359,13 +360,13 @@ def _case(
             asked = example.omitted + example.question
             context, question = split_tokens(tokenizer, example.context, asked)
         room = length - around - len(question)
-        if room <= 0 or own.cut == "nothing":
-            least = length - room + (len(context) if own.cut == "nothing" else 1)
+        if room <= 0 or row.cut == "nothing":
+            least = length - room + (len(context) if row.cut == "nothing" else 1)
             raise ValueError(f"a prompt of {length} tokens is too short: {least} are needed")
-        front = min((room + len(question)) // 2, room) if own.cut == "middle" else room
+        front = min((room + len(question)) // 2, room) if row.cut == "middle" else room
         context = context[:front] + context[len(context) - (room - front) :]
     return Case(
-        [*frame.before, *context], [*question, *frame.after], example.answers, own.max_new,
+        [*frame.before, *context], [*question, *frame.after], example.answers, row.max_new,
         details=dict(example.details),
     )  # fmt: skip
 
@@ -400,23 +401,23 @@ def split_tokens(tokenizer: Any, context: str, question: str) -> tuple[list[int]
 # Records
 
 
-def _records(own: _DataSet, data: str | Path | None) -> list[Record]:
+def _records(row: _DataSet, data: str | Path | None) -> list[Record]:
     """The records of the file: a JSON object a line, with the fields of the task."""
     if data is None:
-        path, content = _downloaded(own.files[1])
+        path, content = _downloaded(row.files[1])
     else:
         path = Path(data)
         if path.is_dir():
-            found = [path / file for file in own.files if (path / file).exists()]
-            if not found:
-                raise ValueError(f"{printable(path)} has no {' or '.join(own.files)}")
-            path = found[0]
+            files = [path / name for name in row.files if (path / name).exists()]
+            if not files:
+                raise ValueError(f"{printable(path)} has no {' or '.join(row.files)}")
+            path = files[0]
         content = path.read_bytes()
     records = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             try:
-                records.append(_checked(json.loads(line.decode()), own.fields))
+                records.append(_checked(json.loads(line.decode()), row.fields))
             except ValueError as error:
                 raise ValueError(f"line {number} of {printable(path)}: {error}") from error
     if not records:
