@@ -23,8 +23,7 @@ def file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("question", [None, "Who is Lily?"])
-@pytest.mark.fast_cases("None")
+@pytest.mark.parametrize("question", [None, pytest.param("Who is Lily?", marks=pytest.mark.slow)])
 def test_json_is_what_diagnose_finds(capsys, tinystories, file, question):
     """The text's own end stands for a question where none is asked."""
     args = ["diagnose", "--prompt-file", file, "--model", tinystories, *FEW, "--error", "0.3"]

@@ -120,6 +120,7 @@ def test_watched_steps_are_those_of_the_method(model, watched):
         assert (step.marks[1].sum(1) <= 16 + number).all()
 
 
+@pytest.mark.slow
 def test_layers_of_head_groups_do_what_they_do_and_are_not_watched(model, watched):
     _, prompt, selecting = watched
     split = kvjax.HeadGroups((((1,), kvjax.StreamingLLM(12)), ((0,), kvjax.StreamingLLM(20))))

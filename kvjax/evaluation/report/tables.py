@@ -189,8 +189,8 @@ def _cache(rows: Sequence[Row]) -> Field:
     known = [row for row in rows if row.cache_bytes is not None]
     if not known:
         return Field("-", state=ABSENT)
-    compressed = sum(row.cache_bytes for row in known)
-    full = sum(row.full_cache_bytes for row in known)
+    compressed = sum(row.cache_bytes or 0 for row in known)
+    full = sum(row.full_cache_bytes or 0 for row in known)
     return Field(f"{compressed / full:.1%}", decimal(round(compressed / len(known))))
 
 

@@ -22,6 +22,7 @@ from kvjax.models import load_tokenizer, random_decoder, read_config
 from tests.support.small_comparisons import TEXT, material_of, results
 
 
+@pytest.mark.slow
 def test_live_slots_are_a_mean_over_lists():
     """Three heads of a layer hold 8 slots, and the one beside them all 24."""
     few = kvjax.StreamingLLM(budget=8)
