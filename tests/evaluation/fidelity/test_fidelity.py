@@ -14,7 +14,6 @@ import pytest
 
 import kvjax
 from kvjax.evaluation import attention_error, measure_fidelities, measure_fidelity, recall_rate
-from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.references import recall as reference
 from tests.references.attention import softmax_attention
 from tests.references.h2o import H2O
@@ -402,32 +401,6 @@ def test_selected_slots_count_as_kept(best):
                     rows = k[head][index], v[head][index], np.array([at]), index
                     into.append(softmax_attention(q[head : head + 1, [at]], *rows)[0])
             close(found.error[layer, row], reference.attention_error(outs, full), "accumulated")
-
-
-@functools.cache
-def decoder():
-    config = DecoderConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
-        kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=64, sliding_window=16,
-    )  # fmt: skip
-    return random_decoder(config, seed=1)
-
-
-@pytest.mark.slow
-def test_a_module_with_a_sliding_window():
-    """Beyond the window no token is attended to, so that the newest 16 are all that counts."""
-    full = measure_fidelity(decoder(), kvjax.Full(), PROMPTS, budget=32)
-    assert (full.recall == 1).all()
-    close(full.error, np.zeros_like(full.error), "rounding")  # rings have other slots
-    fewer = kvjax.StreamingLLM(budget=8, sinks=1)
-    ring = measure_fidelity(decoder(), fewer, PROMPTS, 32)
-    assert (ring.recall[:, [0, 2]] == 1).all()
-    recent = kvjax.Everywhere(kvjax.StreamingLLM(budget=16, sinks=1))
-    recent = measure_fidelity(decoder(), recent, PROMPTS, 32)
-    assert (recent.recall == 1).all()
-    fewer = measure_fidelity(decoder(), kvjax.Everywhere(fewer), PROMPTS, 32)
-    close(fewer.recall[:, 0], np.full((2, 2), 8 / 16), "rounding")
-    assert (fewer.error[:, [0, 2]] > 0.01).all()
 
 
 def test_code_is_compiled_once_for_a_shape():
