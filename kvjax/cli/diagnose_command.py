@@ -33,9 +33,8 @@ QUESTION_TOKENS = 32
 DESCRIPTION = """\
 Reads a text once, and says for each method and budget how far the outputs of
 attention are from those of the full cache, by layer and head, and how many
-bytes the cache takes. Recommends the smallest cache under an error, and draws
-what is alike in the text's cache. The question stands inside what is
-compressed, or comes after it."""
+bytes the cache takes. Recommends the smallest cache under an error. The
+question stands inside what is compressed, or comes after it."""
 EXAMPLES = """\
 examples:
   kvjax diagnose --prompt-file book.txt --model DIR
@@ -84,8 +83,7 @@ def run(args: argparse.Namespace) -> None:
         check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
         found = diagnose(
             opened.load(args), [prompt], [question], where=args.question, methods=args.methods,
-            budgets=args.budgets, new_tokens=args.new, redundancy=out is not None,
-            on_progress=display.show,
+            budgets=args.budgets, new_tokens=args.new, on_progress=display.show,
         )  # fmt: skip
         pictures = [] if out is None else _draw(found, out, args.error)
     opened.print_double_start(dialogue, [prompt])

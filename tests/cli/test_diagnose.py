@@ -23,8 +23,7 @@ def file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("question", [None, "Who is Lily?"])
-@pytest.mark.fast_cases("None")
+@pytest.mark.parametrize("question", [None, pytest.param("Who is Lily?", marks=pytest.mark.slow)])
 def test_json_is_what_diagnose_finds(capsys, tinystories, file, question):
     """The text's own end stands for a question where none is asked."""
     args = ["diagnose", "--prompt-file", file, "--model", tinystories, *FEW, "--error", "0.3"]
@@ -64,7 +63,7 @@ def test_pictures_are_drawn(capsys, tinystories, file, tmp_path):
     args = ["diagnose", "--prompt-file", file, "--model", tinystories, *FEW, "--out", out]
     record = json.loads(output(capsys, *args, "--json"))
     assert {path.name for path in out.iterdir()} == set(record["pictures"])
-    assert len(record["pictures"]) == 8 and record["redundancy"]["kept"]
+    assert len(record["pictures"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_pictures_are_drawn(tmp_path, capsys):
     folder = write_journal(comparison(["perplexity"], [128], candidates), tmp_path / "found")
     output(capsys, "show", folder)
     names = {path.name for path in folder.glob("*.png")}
-    assert names == {"perplexity_128.png", "perplexity_quarters_128.png"}
+    assert names == {"perplexity_128.png"}
 
 
 def test_an_unfinished_comparison(folder, capsys):

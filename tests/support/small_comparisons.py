@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kvjax.evaluation import Grid, read_results
-from kvjax.evaluation.cells import files
+from kvjax.evaluation.cells.files import as_json
 from kvjax.evaluation.cells.grid import Cell
 from kvjax.evaluation.comparison.material import Material
 from kvjax.models import load_tokenizer
@@ -50,5 +50,5 @@ def one_line(capsys) -> str:
 
 
 def results(path: Path) -> dict:
-    """What `kvjax show --json` prints of a folder."""
-    return json.loads(json.dumps(files.as_json(read_results(path))))
+    """Settings and rows of a folder's comparison."""
+    return json.loads(json.dumps(as_json(read_results(path))))
