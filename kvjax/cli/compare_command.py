@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -95,15 +94,10 @@ def run(args: argparse.Namespace) -> int:
         display.show(0, None, "loading the model")
         compilation_cache.enable()
         model = from_pretrained(path, allow_nonfinite=args.allow_nonfinite)
-        try:
-            results = measure(
-                material, model, end_tokens=config.eos_token_ids, name=model_name(args.model),
-                out=out, on_progress=display.show,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            display.stop()
-            print(f"interrupted; the same command goes on with what {out} holds", file=sys.stderr)
-            raise
+        results = measure(
+            material, model, end_tokens=config.eos_token_ids, name=model_name(args.model),
+            out=out, on_progress=display.show,
+        )  # fmt: skip
     if args.json:
         record = {**as_json(results), "timings": timings(results), "out": str(out)}
         print(json.dumps(record))

@@ -13,7 +13,7 @@ from kvjax.attention.layer import default_dtype
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.devices import mesh_of
-from kvjax.generation.calibration import calibrated
+from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.planning import Plan, plan
@@ -25,8 +25,6 @@ from .runs import Run, Runs, Times
 
 FULL = "full"
 PROMPT_TOKENS, NEW_TOKENS, BATCHES, ROUNDS = 2048, 64, (1,), 3
-
-_CALIBRATION_TOKENS = 1024  # of the first prompt, for methods that are calibrated
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def measure_speed(
     of_model = functional.num_layers, functional.windows
     for transform in methods.values():
         check_prompts(functional, prompts, bind(transform, *of_model), new_tokens)
-    sample = [prompts[0][:_CALIBRATION_TOKENS]]
+    sample = [prompts[0][:CALIBRATION_TOKENS]]
     methods = {name: calibrated(tx, functional, sample) for name, tx in methods.items()}
     room = cache_room(functional, prompt_tokens, new_tokens)
     plans = {
