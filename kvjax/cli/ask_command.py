@@ -16,8 +16,6 @@ from kvjax.cli.terminal import Display, figures, print_dropped
 from kvjax.cli.writing import Row, write
 from kvjax.generation.checks import check_turn
 from kvjax.generation.model import as_functional
-from kvjax.generation.saving import load_with_about
-from kvjax.messages import brief
 
 DESCRIPTION = """\
 Answers questions about a document that kvjax read has read, all of them in one
@@ -49,9 +47,7 @@ def run(args: argparse.Namespace) -> None:
         questions = [dialogue.question(text) for text in texts]
         choice, model = opened.sampling(args), opened.load(args)
         display.show(0, None, f"loading {args.folder}")
-        context, still = load_with_about(args.folder, model, tokenizer=opened.tokenizer)
-        if still != about:
-            raise ValueError(f"{args.folder} has been replaced meanwhile: ask again")
+        context = kvjax.load_context(args.folder, model, tokenizer=opened.tokenizer)
         new = args.max_new or context.max_new
         _check_room(context, questions, new)
         check_turn(as_functional(model), context, questions, new)
@@ -105,13 +101,9 @@ def _model(args: argparse.Namespace, about: dict) -> str | None:
 def _about(folder: str) -> dict:
     """What `kvjax read` has written beside the context."""
     about = kvjax.context_about(folder)
-    kinds = {
-        "model": str | None, "document": str, "method": str, "budget": int | float | None,
-        "raw": bool,
-    }  # fmt: skip
-    for name, kind in kinds.items():
-        if name not in about or not isinstance(about[name], kind):
-            raise ValueError(
-                f"{folder} was not written by kvjax read: {name} is {brief(about.get(name))}"
-            )
+    if missing := {"model", "document", "method", "budget", "raw"} - about.keys():
+        raise ValueError(
+            f"{folder} was not written by kvjax read: it does not say its "
+            f"{', '.join(sorted(missing))}"
+        )
     return about

@@ -18,8 +18,6 @@ from kvjax.messages import brief, did_you_mean
 GB = 10**9
 MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
 METHODS = ("full", "snapkv")
-ARGUMENTS = {"max_prompt": "--tokens", "max_new": "--new"}
-"""What the library calls these options."""
 _AXES = ("data", "tensor")
 
 DESCRIPTION = """\
@@ -65,9 +63,11 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.models.shapes import shape_config
 
     for name in ("memory", "bandwidth"):
-        check_number(name, getattr(args, name), above=0)
+        check_number(f"--{name}", getattr(args, name), above=0)
+    check_count("--tokens", args.tokens, 1)
+    check_count("--new", args.new, 1)
     for requests in args.batch:
-        check_count("batch", requests, 1)
+        check_count("--batch", requests, 1)
     methods = {text: kvjax.parse(text, args.budget) for text in args.methods}
     config = shape_config(args.model)
     mesh = abstract_mesh(args.mesh.items())

@@ -12,19 +12,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets.budgets import check_count, check_number
-from kvjax.cache.slots import KVCache
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.devices import automatic
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.steps import pad, read_prompt
-from kvjax.protocol import Full, KVTransform, Needs, State, Step, check_transform
+from kvjax.generation.reading_once import Observe
+from kvjax.generation.steps import pad, read_at_once
+from kvjax.protocol import Full, KVTransform, Needs, check_transform
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial_projection
 from pallas_kernels import soft_matching
+
+CALIBRATION_TOKENS = 1024
+"""So many tokens of a prompt are taken where its own beginning is the sample."""
 
 
 @automatic()
@@ -106,7 +109,7 @@ def _scores(
     """Share of set A without an edge above the threshold, per layer and KV head."""
     chunk, sinks, recent = matching
     layers = (Full(),) * model.num_layers
-    caches: Any = read_prompt(model, layers, tokens, positions, max_new=0)[1]
+    caches: Any = read_at_once(model, layers, tokens, positions, max_new=0)[1]
     length = positions.max(-1, keepdims=True) + 1
     shares = []
     for cache in caches:
@@ -215,29 +218,18 @@ class WithCalibration:
         return dataclasses.replace(method, calibration=own)
 
 
-@dataclass(frozen=True)
-class _AllQueries(KVTransform):
-    """The full cache, and all queries of a prompt of up to `tokens` as its state."""
-
-    tokens: int
-
-    needs = property(lambda self: Needs(query_window=self.tokens))
-
-    def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[None, State]:
-        """Leaves the rotated queries and their positions as the state."""
-        return None, (step.query, step.query_position)
-
-
 @compiled()
 def _queries_and_keys(
     model: FunctionalModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> tuple[tuple[Array, ...], ...]:
     """Of each layer: rotated queries, their positions, rotated keys and their positions."""
-    layers = (_AllQueries(tokens.shape[1]),) * model.num_layers
+    layers = (Observe(Needs(query_window=tokens.shape[1])),) * model.num_layers
     # float32: a calibration should not depend on the dtype in which a platform stores keys.
-    read = read_prompt(model, layers, tokens, positions, max_new=0, dtype=jnp.float32)
+    read = read_at_once(model, layers, tokens, positions, max_new=0, dtype=jnp.float32)
     caches: Any = read[1]
-    return tuple((*cache.state, cache.kv.k.read(), cache.kv.position) for cache in caches)
+    return tuple(
+        (x.state.query, x.state.query_position, x.kv.k.read(), x.kv.position) for x in caches
+    )
 
 
 def _per_head(layer: tuple[Array, ...]) -> list[tuple[np.ndarray, np.ndarray]]:

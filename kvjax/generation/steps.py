@@ -58,7 +58,7 @@ def init_caches(
     )
 
 
-def read_prompt(
+def read_at_once(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     tokens: Int[Array, "B T"],
@@ -66,7 +66,7 @@ def read_prompt(
     max_new: int,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Logits of each row's last token, and new caches that hold the prompt."""
+    """Logits of each row's last token, and new caches that hold the prompt, by one call."""
     rows, width = tokens.shape
     caches = about_to_read(init_caches(model, layers, rows, width, max_new, dtype))
     logits, caches = model.apply(

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.cli.main import main
 from kvjax.generation.model import as_functional
 from kvjax.generation.planning import _with_stand_ins, plan
-from kvjax.generation.steps import read_prompt
+from kvjax.generation.steps import read_at_once
 from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_decoder
 from kvjax.models.shapes import shape_config
 from kvjax.registry import METHODS
@@ -62,7 +62,7 @@ def test_llama_on_one_device(method, data_dir):
     functional, layers = as_functional(model), kvjax.bind(tx, config.num_layers)
     tokens = jax.ShapeDtypeStruct((3, 4096), jnp.int32)
     made = jax.eval_shape(
-        lambda model, tokens: read_prompt(model, layers, tokens, tokens, 512, jnp.bfloat16)[1],
+        lambda model, tokens: read_at_once(model, layers, tokens, tokens, 512, jnp.bfloat16)[1],
         functional,
         tokens,
     )

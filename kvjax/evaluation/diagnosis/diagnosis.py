@@ -15,7 +15,7 @@ from kvjax.devices import automatic
 from kvjax.evaluation.cells.grid import METHODS, Candidate, Grid
 from kvjax.evaluation.fidelity.fidelity import Fidelity, check_run, judge
 from kvjax.evaluation.fidelity.full_run import FullRun
-from kvjax.generation.calibration import calibrated
+from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
@@ -25,7 +25,6 @@ Where = Literal["inside", "after"]
 BUDGETS = (0.1, 0.2, 0.5)
 NEW_TOKENS = 8
 ERROR = 0.1
-_CALIBRATION_TOKENS = 1024  # of each prompt, for methods that are calibrated
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def diagnose(
     total = len(candidates) + 1
     lengths = [sum(map(len, rows)) for rows in (prompts, questions)]
     report(0, total, f"reading {sum(lengths):,} tokens")
-    sample = [row[:_CALIBRATION_TOKENS] for row in read]
+    sample = [row[:CALIBRATION_TOKENS] for row in read]
     transforms = [calibrated(one, model, sample) for one in transforms]
     run = FullRun(functional, read, transforms, new_tokens=new_tokens, questions=asked)
     findings = []

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from kvjax.evaluation.report.plots import LOOK, png, style
-from kvjax.written_files import writing
+from kvjax.files import writing
 
 from .diagnosis import ERROR, Diagnosis
 

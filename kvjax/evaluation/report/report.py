@@ -10,7 +10,7 @@ import jinja2
 
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.results import Results
-from kvjax.written_files import write_whole, writing
+from kvjax.files import write_whole, writing
 
 from . import plots, tables
 

@@ -16,7 +16,7 @@ from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.devices import mesh_of
 from kvjax.evaluation.memory import with_peak
-from kvjax.generation.calibration import calibrated
+from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
@@ -31,8 +31,6 @@ _Run = tuple[Generation, int | None]  # what was written, and by how much the pr
 
 FULL = "full"
 PROMPT_TOKENS, NEW_TOKENS, BATCHES, ROUNDS = 2048, 64, (1,), 3
-
-_CALIBRATION_TOKENS = 1024  # of the first prompt, for methods that are calibrated
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def measure_speed(
     of_model = functional.num_layers, functional.windows
     for transform in methods.values():
         check_prompts(functional, prompts, bind(transform, *of_model), new_tokens)
-    sample = [prompts[0][:_CALIBRATION_TOKENS]]
+    sample = [prompts[0][:CALIBRATION_TOKENS]]
     methods = {name: calibrated(tx, functional, sample) for name, tx in methods.items()}
     room = cache_room(functional, prompt_tokens, new_tokens)
     plans = {

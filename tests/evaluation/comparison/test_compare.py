@@ -194,7 +194,8 @@ def test_compiled_code_is_dropped_before_memory_runs_out(
     command, measured, monkeypatch, tmp_path, runs_out
 ):
     dropped, little = [], tmp_path / "little"
-    monkeypatch.setattr(compiled_code, "drop_compiled_code", lambda: dropped.append(len(measured)))
+    clear = lambda: dropped.append(len(measured))  # noqa: E731
+    monkeypatch.setattr(compiled_code, "clear_compiled_functions", clear)
     assert command(lengths=192) == 0 and not dropped
     if runs_out == "memory":
         little.write_text("MemTotal:       100 kB\n")
