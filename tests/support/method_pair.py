@@ -81,7 +81,8 @@ class Pair:
     attention, given to both.  rope: both get rotated keys, or with `late` unrotated ones.
     dtype: of the tokens and the cache; both get tokens that it holds exactly.  roundings: what
     outputs and slots may be off in 16 bits, relative to the largest value or key.
-    width: of every prompt call.
+    width: of every prompt call.  contents: compares keys, values and masses after every `prompt`
+    and `decode`.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class Pair:
         layer: int | None = None,
         dtype: jnp.dtype = jnp.float32,
         roundings: float = 2.0,
+        contents: bool = False,
         **options: float | None,
     ) -> None:
+        self.contents = contents
         self.dtype, self.roundings, self.width = jnp.dtype(dtype), roundings, width
         self.transform, self.options, self.rope, self.late = transform, options, rope, late
         self.rng = np.random.default_rng(seed)
@@ -167,7 +170,7 @@ class Pair:
             if interval is not None and self.steps % interval:
                 self._flush(interval)  # rows without a token of this prompt may lack room
         self.steps = 0
-        return self
+        return self.check_contents() if self.contents else self
 
     def decode(self, steps: int, stopped: tuple[int, ...] = ()) -> Pair:
         """`steps` tokens more, one at a time; `stopped` rows get padding.
@@ -184,7 +187,7 @@ class Pair:
                 self.steps += 1
                 if interval is not None and self.steps % interval == 0:
                     self._flush(interval)
-        return self
+        return self.check_contents() if self.contents else self
 
     def _flush(self, interval: int) -> None:
         self.cache = flushed(self.cache, interval)
@@ -209,20 +212,17 @@ class Pair:
         order = live[np.argsort(position[live])]
         return self.host.column("attention")[row, head].T[:, order]
 
-    def check_contents(self, row: int, head: int, what: str = "") -> dict[str, np.ndarray]:
-        """Compares keys, values and masses with those of a reference of one head."""
-        held, slots = slots_of(self.cache, row, head), self.references[row, head].slots
-        what = f"{what}, row {row}, head {head}"
-        np.testing.assert_array_equal(held["position"], slots.positions, what)
-        if len(slots):
-            self.close(held["k"], slots.keys, f"{what}, keys")
-            self.close(held["v"], slots.values, f"{what}, values")
-            close(np.exp(held["log_mass"]), np.exp(slots.log_mass), "reference", f"{what}, masses")
-        return held
-
-    def check_all_contents(self) -> Pair:
-        for row, head in self.references:
-            self.check_contents(row, head)
+    def check_contents(self) -> Pair:
+        """Compares keys, values and masses with those of the references of single heads."""
+        for (row, head), reference in self.references.items():
+            held, slots = slots_of(self.cache, row, head), reference.slots
+            where = f"row {row}, head {head}, {self.next[row]} tokens so far"
+            np.testing.assert_array_equal(held["position"], slots.positions, where)
+            if len(slots):
+                self.close(held["k"], slots.keys, f"{where}, keys")
+                self.close(held["v"], slots.values, f"{where}, values")
+                masses = np.exp(held["log_mass"]), np.exp(slots.log_mass)
+                close(*masses, "reference", f"{where}, masses")
         return self
 
     def _columns(self, count: int, side: str) -> np.ndarray:
@@ -288,7 +288,7 @@ class Pair:
         kept = [self.kept(row, head) for head in range(kv.shape[1])]
         assert kept == self.expected_kept(row), where
         assert not kv.dropped[row].any(), where
-        if "attention" in kv.columns and any(kept):
+        if "attention" in kv.columns and isinstance(self.of_rows[row], Heads) and any(kept):
             for head in range(self.kv_heads):
                 expected = self.references[row, head].slots.scores
                 close(self.scores(row, head), expected, "accumulated", f"{where}, head {head}")

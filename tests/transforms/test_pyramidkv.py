@@ -96,14 +96,13 @@ def test_layer_budgets(shape):
 @pytest.mark.parametrize("budget", [0.05, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("num_layers", [1, 2, 5, 32])
 def test_layer_budgets_of_a_share(budget, num_layers):
+    """Up to the window there is nothing to share out, and every layer keeps the row."""
     lengths = range(1, 200)
     got = schedule(budget, 8, 20, num_layers, lengths)
     mean = [rows_budget(budget, length, 9) for length in lengths]
-    expected = [
-        layer_budgets(b, 8, 20, length, num_layers) for b, length in zip(mean, lengths, strict=True)
-    ]
+    shared = zip(mean, lengths, strict=True)
+    expected = [layer_budgets(each, 8, 20, length, num_layers) for each, length in shared]
     np.testing.assert_array_equal(got, expected)
-    # Up to the window there is nothing to share out, and every layer keeps the row.
     assert got[:8].min() == 8
     np.testing.assert_array_equal(got[8:].sum(1), num_layers * np.array(mean[8:]))
 

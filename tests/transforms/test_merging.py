@@ -1,4 +1,4 @@
-"""Methods that merge pass on which implementation computes their sums, means and comparisons."""
+"""Methods that merge: by XLA as by kernels, and equal keys without a change of attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from kvjax.decisions import carry_out
 from kvjax.protocol import Logits
+from tests.support.attending import Tokens, attend, flushed, live_count, new_cache, right
 from tests.support.tolerances import close
 
 TOKENS = 96
@@ -56,8 +57,9 @@ def compressed(name: str, implementation: str) -> tuple[kvjax.KVCache, str]:
     return jax.jit(compress)(*args), str(jax.make_jaxpr(compress)(*args))
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.fast_cases("KVMerger")
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "KVMerger")) for x in METHODS]
+)
 def test_kernels_decide_and_merge_as_xla_does(name):
     expected, by_xla = compressed(name, "xla")
     found, by_kernels = compressed(name, "interpret")
@@ -71,3 +73,37 @@ def test_kernels_decide_and_merge_as_xla_does(name):
     close(np.asarray(found.log_mass)[live], np.asarray(expected.log_mass)[live], "float32")
     for column, own in expected.columns.items():
         close(np.asarray(found.column(column))[live], np.asarray(own.values)[live], "float32")
+
+
+@pytest.mark.parametrize(
+    ("transform", "kinds"),
+    [
+        (kvjax.KVMerger(epsilon=0.999, recent=3, heavy=2), 4),
+        (kvjax.KVMerger(epsilon=0.999, recent=3, heavy=2, sigma=5.0), 4),
+        (kvjax.Chelsea(9, chunk=8, sinks=2, recent=6, interval=1), 1),
+    ],
+    ids=["KVMerger", "KVMerger, sigma", "Chelsea"],
+)
+@pytest.mark.slow
+def test_merging_equal_keys_changes_nothing(transform, kinds):
+    """Runs of equal keys with different values, merged twice: attention is what it was."""
+    rng, tokens = np.random.default_rng(9), Tokens.random(length=40, seed=9)
+    of_token = np.sort(rng.integers(0, kinds, (3, 2, 40)), axis=2)
+    keys = rng.normal(size=(3, 2, kinds, 8)).astype(np.float32)
+    tokens = tokens._replace(k=np.take_along_axis(keys, of_token[..., None], axis=2))
+    full, merged = new_cache(kvjax.Full()), new_cache(transform)
+
+    def step(full, merged, positions, phase):
+        given = tokens.at(positions)
+        expected, full = attend(kvjax.Full(), full, *given, phase=phase)
+        out, merged = attend(transform, merged, *given, phase=phase)
+        close(out, expected, "rounding", phase)
+        return full, flushed(merged, 1) if phase == "decode" else merged
+
+    starts, counts = np.zeros(3, int), np.array([24, 17, 5])
+    for more in ((8, 6, 1), (0, 0, 0)):
+        full, merged = step(full, merged, right(starts, counts, 24), "prompt")
+        starts, counts = starts + counts, np.array(more)
+        assert live_count(merged)[0].max() < live_count(full)[0].min() - 8
+        full, merged = step(full, merged, starts[:, None], "decode")
+        starts = starts + 1
