@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
 from kvjax.kit import Keep, Mark, Retain, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
+from tests.support.cases import BUDGET, compositions, registered
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,13 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.fast_cases("keeps more", "loop", "other rows", "prompts of other rows")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("padding", "steps of other rows")))
+        for name in BROKEN
+    ],
+)
 def test_what_is_broken_is_found(name):
     kind, said = BROKEN[name]
     with pytest.raises(ConformanceError) as raised:
@@ -106,8 +113,21 @@ def test_what_is_broken_is_found(name):
     assert said in message and "\n" not in message
 
 
-def test_a_right_method_passes():
-    check(Newest())
+BOUND = {"pyramidinfer_paper", "spindlekv_unfold"}  # to a layer of their own
+CALIBRATION = kvjax.InfiniGenCalibration(np.random.default_rng(0).normal(size=(3, 2, 32, 5)))
+METHODS = {
+    **{name: tx for name, tx in {**registered(), **compositions(BUDGET)}.items()
+       if name not in BOUND and "infinigen" not in name},
+    "infinigen": kvjax.InfiniGen(BUDGET, None, CALIBRATION, dense_layers=()),
+}  # fmt: skip
+FAST = {"chelsea", "clusterkv", "h2o", "when_full"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in METHODS]
+)
+def test_a_right_method_passes(name):
+    check(METHODS[name], num_layers=3)
 
 
 def test_what_keeps_too_much_of_a_long_text_is_found():
