@@ -164,4 +164,9 @@ def names(chosen) -> list:
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in chosen]
 
 
+def slow_but(table, *fast: str) -> list:
+    """The names of a table as cases, of which all but the named ones are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in fast)) for name in table]
+
+
 every_case = pytest.mark.parametrize("name", names(CASES))

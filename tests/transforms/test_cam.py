@@ -12,55 +12,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import H2O, CaM, Every, PyramidInfer, PyramidKV, SnapKV, StreamingLLM, WhenFull, chain
+from kvjax import H2O, CaM, Every, PyramidKV, SnapKV, StreamingLLM, WhenFull, chain
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.decisions import Retain
 from kvjax.protocol import Stage
 from kvjax.registry import METHODS
 from kvjax.transforms.cam import _sum_of_next
-from tests.references import cam, h2o, pyramidinfer, pyramidkv, snapkv, streaming_llm
-from tests.references.slots import Slots, Token
+from tests.references import cam, h2o, pyramidkv, snapkv, streaming_llm
 from tests.support.method_pair import LENGTHS, Pair
 from tests.transforms import test_repeated_snapkv as repeated
 
 SEED, LAYER, LAYERS = 5, 1, 3
-
-
-class OneHead:
-    """PyramidInfer's reference, whose heads decide together, with one KV head and its slots."""
-
-    def __init__(self, *args, interval, **options):
-        self.row = pyramidinfer.PyramidInfer(*args, kv_heads=1, interval=interval, **options)
-        self.slots = Slots(**options)
-
-    kept = property(lambda self: self.row.kept)
-
-    def prompt(self, q, k, v, positions, last=True):
-        self._give()
-        out = self.row.prompt(q, k[None], v[None], positions, last=last)
-        self._take()
-        return out
-
-    def decode(self, q, k, v, position):
-        self._give()
-        out = self.row.decode(q, k[None], v[None], position)
-        self._take()
-        return out
-
-    def flush(self, room):
-        self._give()
-        self.row.flush(room)
-        self._take()
-
-    def _give(self):
-        for token in self.slots.tokens:
-            self.row.tokens[token.position] = token.key[None], token.value[None]
-
-    def _take(self):
-        self.slots.tokens = [
-            Token(position, key[0], value[0], np.zeros(1))
-            for position, (key, value) in sorted(self.row.tokens.items())
-        ]
 
 
 # The base, its reference, and its window of newest tokens.
@@ -81,11 +43,6 @@ BASES = {
         PyramidKV(20, 8),
         functools.partial(pyramidkv.PyramidKV, 20, LAYER, LAYERS, observation=8),
         8,
-    ),
-    "pyramidinfer": (
-        PyramidInfer(20, interval=5),
-        functools.partial(OneHead, 20, LAYER, LAYERS, interval=5),
-        lambda base: base.row.window,
     ),
     "every": (
         Every(SnapKV(20, 8), steps=6),
@@ -112,15 +69,14 @@ def the_draw(head: int, position: int) -> float:
 def pair(name="h2o", *, merge_tokens=None, expected=False, prompt=False, **options) -> Pair:
     base, base_reference, recent = BASES[name]
     transform = CaM(base, merge_tokens, expected=expected, prompt=prompt, seed=SEED)
-    shape = (1, 4) if name == "pyramidinfer" else (2, 2)
-    heads = itertools.cycle(range(shape[0]))  # a reference is made per row and head, heads fastest
+    heads = itertools.cycle(range(2))  # a reference is made per row and head, heads fastest
 
     def reference(**attention):
         draw = None if expected else functools.partial(the_draw, next(heads))
         return cam.CaM(base_reference(**attention), merge_tokens or recent, draw, prompt)
 
     return Pair(
-        kvjax.bind(transform, LAYERS)[LAYER], reference, heads=shape, layer=LAYER, contents=True,
+        kvjax.bind(transform, LAYERS)[LAYER], reference, layer=LAYER, contents=True,
         max_prompt=repeated.MAX_PROMPT, max_new=repeated.MAX_NEW, **options,
     )  # fmt: skip
 
@@ -132,7 +88,8 @@ def merges(both: Pair) -> list[tuple[int, float]]:
 def test_every_evicting_method_of_the_registry_is_here():
     evicting = {name for name, method in METHODS.items() if method.stage == Stage.EVICT}
     others = {"full", "kvmerger", "chelsea"}  # which evict nothing, or merge
-    assert evicting - others - {"layer_budget"} <= set(BASES)
+    alike = {"layer_budget", "pyramidinfer"}  # which evict at prompts and flushes, as others do
+    assert evicting - others - alike <= set(BASES)
 
 
 @pytest.mark.parametrize(

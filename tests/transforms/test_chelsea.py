@@ -11,8 +11,9 @@ import pytest
 
 import kvjax
 from tests.references.chelsea import Chelsea
-from tests.support.attending import slots_of
-from tests.support.method_pair import LENGTHS, Pair, attend
+from tests.support.attending import attend, slots_of
+from tests.support.cases import slow_but
+from tests.support.method_pair import LENGTHS, Pair
 from tests.support.tolerances import close
 
 slow = pytest.mark.slow
@@ -68,9 +69,7 @@ def pair(budget=16, *, max_new=64, **options) -> ChelseaPair:
     )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[slow] * (name != "whole")) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but(CASES, "whole"))
 def test_prompt_and_64_decode_steps(name):
     both = pair(**CASES[name]).prompt(LENGTHS)
     before = both.compressions

@@ -35,6 +35,7 @@ from tests.references.attention import softmax_attention
 from tests.references.recall import attention_error, recall_rate
 from tests.references.rope import rope as rotate
 from tests.support.attending import Tokens, init_cache, right, run, slots_of, the_rope
+from tests.support.cases import slow_but
 from tests.support.method_pair import RecallingPair, clear_choices
 from tests.support.tolerances import close
 
@@ -120,9 +121,7 @@ CASES = {
 FAST = {"number without alpha", "offloaded"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[slow] * (name not in FAST)) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but(CASES, *FAST))
 def test_every_list_of_44_steps(name):
     case = CASES[name]
     both = pair(**case).prompt().decode(44)
@@ -361,53 +360,33 @@ def calibrated(make=decoder):
 
 
 class ByHand:
-    """The decoder in NumPy, in float64, token by token over the whole sequence."""
+    """The decoder with attention in NumPy, over the whole sequence at once."""
 
     def __init__(self, model) -> None:
         self.model = model
 
-    def norm(self, module, x: np.ndarray) -> np.ndarray:
-        scale = np.asarray(module.scale[...], np.float64)
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
-
-    def linear(self, module, x: np.ndarray) -> np.ndarray:
-        bias = 0 if module.bias is None else np.asarray(module.bias[...], np.float64)
-        return x @ np.asarray(module.kernel[...], np.float64) + bias
-
     def read(self, tokens: list[int]):
         """Logits after the last token; of each layer rotated q, k, v and predicted q."""
-        table = np.asarray(self.model.embed.embedding[...], np.float64)
-        x, positions, given, seen = table[tokens], np.arange(len(tokens)), None, []
-        inv_freq = 100.0 ** (-np.arange(0, DIM, 2) / DIM)
+        x, positions = self.model.embed(jnp.array([tokens])), np.arange(len(tokens))
+        inv_freq, below, layers = 100.0 ** (-np.arange(0, DIM, 2) / DIM), None, []
 
-        def heads(module, x):
-            split = self.linear(module, x).reshape(len(x), -1, DIM)
-            return split.transpose(1, 0, 2)
+        def turned(heads):
+            return rotate(np.asarray(heads[0], np.float64), positions, inv_freq)
 
         for block in self.model.layers:
-            own, below = self.norm(block.attention_norm, x), given
-            attention = block.attention
-            q, k = (rotate(heads(m, own), positions, inv_freq)
-                    for m in (attention.q_proj, attention.k_proj))  # fmt: skip
-            v = heads(attention.v_proj, own)
-            predicted = None
-            if below is not None:
-                predicted = rotate(heads(attention.q_proj, below), positions, inv_freq)
-            seen.append((q, k, v, predicted))
+            normed = block.attention_norm(x)
+            q, k, v = block.attention.project(normed)
+            q, k, v = turned(q), turned(k), np.asarray(v[0], np.float64)
+            predicted = None if below is None else turned(block.attention.queries(below))
+            layers.append((q, k, v, predicted))
             outs = [
                 softmax_attention(group, k[head], v[head], positions, positions)[0]
                 for head, group in enumerate(q.reshape(KV_HEADS, -1, *q.shape[1:]))
             ]
-            merged = np.concatenate(outs).transpose(1, 0, 2).reshape(len(x), -1)
-            x, given = x + self.linear(attention.o_proj, merged), own
-            inner = self.norm(block.mlp_norm, x)
-            gate = self.linear(block.mlp.gate_proj, inner)
-            gate = gate / (1 + np.exp(-gate))
-            x = x + self.linear(block.mlp.down_proj, gate * self.linear(block.mlp.up_proj, inner))
-        last = self.norm(self.model.norm, x)[-1]
-        if CONFIG.tie_embeddings:
-            return last @ table.T, seen
-        return self.linear(self.model.lm_head, last), seen
+            outs = jnp.asarray(np.concatenate(outs)[None], jnp.float32)
+            x, below = x + block.attention.merge(outs), normed
+            x = x + block.mlp(block.mlp_norm(x))
+        return self.model.lm_head(self.model.norm(x))[0, -1], layers
 
     def go_on(self, prompt: list[int], new_tokens: int) -> list[int]:
         tokens = list(prompt)

@@ -22,7 +22,6 @@ from kvjax import (
     chain,
 )
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
-from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, live_count, right, run, slots_of
 
 LENGTHS = (30, 17, 16, 9)
@@ -118,20 +117,6 @@ def test_layers_add_up(base):
         assert layer.extent(extent).total == whole.extent(extent).total
         total = total + kept + taken
     assert (total == 4 * base.budget).all()
-
-
-@pytest.mark.parametrize("base", [H2O(0.5), SnapKV(0.5, window=4)])
-@pytest.mark.slow
-def test_a_share_of_a_share(base):
-    tokens, lengths = Tokens.random(rows=4, seed=15), (31, 20, 11, 3)
-    cache = run(KVCrush(base, share=0.3), tokens, right([0] * 4, lengths, 31), 0).prompt_cache
-    pinned = np.asarray(cache.kv.pinned).sum(-1)
-    for row, length in enumerate(lengths):
-        whole = rows_budget(base.budget, length, base.minimum)
-        assert (live_count(cache)[row] == whole).all()
-        count = min(round(0.3 * whole), max(whole - base.minimum, 0))
-        assert (pinned[row] == min(count, length - whole + count)).all()
-    assert (np.asarray(cache.kv.dropped) == 0).all()
 
 
 def test_representatives_come_on_top():

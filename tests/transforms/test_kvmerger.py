@@ -13,6 +13,7 @@ import kvjax
 from kvjax import KVMerger
 from kvjax.cache.slots import widen
 from tests.references import kvmerger as reference
+from tests.support.cases import slow_but
 from tests.support.method_pair import LENGTHS, Pair
 from tests.support.tolerances import close
 
@@ -73,16 +74,12 @@ def largest_set(both: Pair) -> int:
 # --- against the reference ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[slow] * (x != "more stays than fits")) for x in CASES]
-)
+@pytest.mark.parametrize("name", slow_but(CASES, "more stays than fits"))
 def test_prompt(name):
     assert largest_set(pair(**CASES[name]).prompt(LENGTHS)) > 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[slow] * (x not in ("mean", "paper"))) for x in MODES]
-)
+@pytest.mark.parametrize("name", slow_but(MODES, "mean", "paper"))
 def test_modes(name):
     """Over two turns: slots that have been merged before are merged on."""
     both = pair(**MODES[name], seed=1).prompt(LENGTHS)

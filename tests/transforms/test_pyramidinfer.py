@@ -14,6 +14,7 @@ from kvjax.budgets.layers import CosineBudget, TokensEntering
 from tests.references import pyramidinfer as reference
 from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, one_layer, right, run
+from tests.support.cases import slow_but
 from tests.support.method_pair import LENGTHS, Pair
 
 LAYERS = 4
@@ -53,7 +54,6 @@ def pair(layer=3, num_layers=LAYERS, *, attention=None, heads=(2, 2), seed=0, **
     )  # fmt: skip
 
 
-slow = pytest.mark.slow
 CASES = {
     **{f"paper, layer {layer}": {"layer": layer, **PAPER} for layer in range(LAYERS)},
     **{f"share, layer {layer}": {"layer": layer, **SHARE} for layer in range(LAYERS)},
@@ -72,15 +72,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[slow] * (name != "paper, layer 3"))
-        for name, case in CASES.items()
-    ],
-)
-def test_prompt_and_64_decode_steps(case):
-    pair(**case).prompt(LENGTHS, "scattered").decode(64)
+@pytest.mark.parametrize("name", slow_but(CASES, "paper, layer 3"))
+def test_prompt_and_64_decode_steps(name):
+    pair(**CASES[name]).prompt(LENGTHS, "scattered").decode(64)
 
 
 # --- schedules ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from kvjax.storage.offload import Offload, recall_statistics
 from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference
 from tests.support.attending import Tokens, new_cache, right, run
+from tests.support.cases import slow_but
 from tests.support.decode_loops import found
 from tests.support.method_pair import RecallingPair
 
@@ -47,35 +48,30 @@ def pair(budget=12, page=4, per_query_head=False, *, first_page=True, **options)
     return QuestPair(tx, row, **options)
 
 
-slow = pytest.mark.slow
 BEFORE = kvjax.SnapKV(0.5, window=8, kernel=3)
 CASES = {
-    "default": ({"budget": 48, "page": 16}, slow),
-    "per query head": ({"budget": 48, "page": 16, "per_query_head": True}, ()),
-    "small pages": ({"heads": (2, 1)}, slow),
-    "small pages, per query head": (
-        {"budget": 20, "per_query_head": True, "heads": (1, 4)}, slow
-    ),
-    "odd pages": ({"budget": 35, "page": 7, "heads": (3, 2)}, slow),
-    "share": ({"budget": 0.4, "page": 8}, slow),
-    "share, per query head": ({"budget": 0.6, "per_query_head": True}, slow),
-    "tiny share": ({"budget": 0.01, "page": 5}, slow),
-    "single tokens": ({"budget": 9, "page": 1}, slow),
+    "default": {"budget": 48, "page": 16},
+    "per query head": {"budget": 48, "page": 16, "per_query_head": True},
+    "small pages": {"heads": (2, 1)},
+    "small pages, per query head": {"budget": 20, "per_query_head": True, "heads": (1, 4)},
+    "odd pages": {"budget": 35, "page": 7, "heads": (3, 2)},
+    "share": {"budget": 0.4, "page": 8},
+    "share, per query head": {"budget": 0.6, "per_query_head": True},
+    "tiny share": {"budget": 0.01, "page": 5},
+    "single tokens": {"budget": 9, "page": 1},
     # Pages outside the window are not taken; of one that is, the window hides some tokens.
-    "window": ({"budget": 32, "page": 8, "scale": 0.5, "window": 40, "soft_cap": 3.0}, ()),
-    "short window": ({"budget": 32, "page": 8, "window": 13, "per_query_head": True}, slow),
+    "window": {"budget": 32, "page": 8, "scale": 0.5, "window": 40, "soft_cap": 3.0},
+    "short window": {"budget": 32, "page": 8, "window": 13, "per_query_head": True},
     # Heads keep other tokens each, and pages are of what is left.
-    "behind SnapKV": ({"before": BEFORE}, slow),
-    "behind SnapKV, per query head": ({"before": BEFORE, "per_query_head": True}, slow),
+    "behind SnapKV": {"before": BEFORE},
+    "behind SnapKV, per query head": {"before": BEFORE, "per_query_head": True},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=mark) for name, (case, mark) in CASES.items()]
-)
-def test_every_list_of_64_steps(case):
-    both = pair(**case).prompt(LENGTHS)
-    if "before" in case:
+@pytest.mark.parametrize("name", slow_but(CASES, "per query head", "window"))
+def test_every_list_of_64_steps(name):
+    both = pair(**CASES[name]).prompt(LENGTHS)
+    if "before" in CASES[name]:
         first, second = both.of_rows[0].heads
         assert len(first) < 75 and first.positions.tolist() != second.positions.tolist()
     both.decode(64)

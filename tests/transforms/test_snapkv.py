@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from tests.references.snapkv import SnapKV
+from tests.support.cases import slow_but
 from tests.support.method_pair import LENGTHS, Pair
 
 
@@ -22,36 +23,28 @@ def pair(
 
 slow = pytest.mark.slow
 CASES = {
-    "default": ({}, slow),
-    "authors' code": ({"kernel": 5, "pooling": "avg"}, ()),
-    "no pooling, max": (
-        {"budget": 16, "window": 4, "kernel": 1, "reduce": "max", "heads": (2, 4)}, slow
-    ),
-    "wide average, sum": (
-        {"budget": 24, "window": 6, "kernel": 13, "pooling": "avg", "reduce": "sum",
-         "heads": (3, 2)},
-        slow,
-    ),
-    "smallest": (
-        {"budget": 2, "window": 1, "kernel": 3, "pooling": "avg", "heads": (4, 1)}, slow
-    ),
-    "long window": ({"budget": 40, "window": 32, "heads": (2, 1)}, slow),
-    "share": ({"budget": 0.5, "reduce": "max"}, slow),
-    "tiny share": ({"budget": 0.01, "kernel": 3}, slow),  # window + 1 everywhere
+    "default": {},
+    "authors' code": {"kernel": 5, "pooling": "avg"},
+    "no pooling, max": {"budget": 16, "window": 4, "kernel": 1, "reduce": "max", "heads": (2, 4)},
+    "wide average, sum": {
+        "budget": 24, "window": 6, "kernel": 13, "pooling": "avg", "reduce": "sum", "heads": (3, 2)
+    },
+    "smallest": {"budget": 2, "window": 1, "kernel": 3, "pooling": "avg", "heads": (4, 1)},
+    "long window": {"budget": 40, "window": 32, "heads": (2, 1)},
+    "share": {"budget": 0.5, "reduce": "max"},
+    "tiny share": {"budget": 0.01, "kernel": 3},  # window + 1 everywhere
     # Most tokens that a sliding window hides score 0, and tie.
-    "sliding window": ({"attention": {"window": 17}}, slow),
-    "soft cap": ({"attention": {"scale": 0.9, "window": 30, "soft_cap": 2.5}}, slow),
-    "sinks": ({"attention": {"sinks": np.array([0.5, 6.0, -2.0, 3.0])}}, ()),
-    "rotated": ({"rope": kvjax.Rope(np.float32([1.0, 0.3, 0.02, 0.001]))}, slow),
+    "sliding window": {"attention": {"window": 17}},
+    "soft cap": {"attention": {"scale": 0.9, "window": 30, "soft_cap": 2.5}},
+    "sinks": {"attention": {"sinks": np.array([0.5, 6.0, -2.0, 3.0])}},
+    "rotated": {"rope": kvjax.Rope(np.float32([1.0, 0.3, 0.02, 0.001]))},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=mark) for name, (case, mark) in CASES.items()]
-)
-def test_prompt_decode_and_a_further_turn(case):
+@pytest.mark.parametrize("name", slow_but(CASES, "authors' code", "sinks"))
+def test_prompt_decode_and_a_further_turn(name):
     """Nothing is evicted while decoding; then everything live is compressed as one prompt."""
-    both = pair(**case, seed=5).prompt(LENGTHS)
+    both = pair(**CASES[name], seed=5).prompt(LENGTHS)
     kept = both.kept(2, 0)
     both.decode(20)
     assert both.kept(2, 0) == [*kept, *range(52, 72)]
