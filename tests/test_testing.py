@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.kit import Keep, Mark, Retain, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
-from tests.support.cases import BUDGET, compositions, registered, slow_but
+from tests.support.cases import BUDGET, compositions, names, registered
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ METHODS = {
 FAST = {"chelsea", "clusterkv", "h2o", "when_full"}
 
 
-@pytest.mark.parametrize("name", slow_but(METHODS, *FAST))
+@pytest.mark.parametrize("name", names(METHODS, *FAST))
 def test_a_right_method_passes(name):
     check(METHODS[name], num_layers=3)
 

@@ -160,13 +160,11 @@ SLOW = {
 }  # fmt: skip
 
 
-def names(chosen) -> list:
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in chosen]
-
-
-def slow_but(table, *fast: str) -> list:
-    """The names of a table as cases, of which all but the named ones are slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in fast)) for name in table]
+def names(chosen, *fast: str) -> list:
+    """Cases of which those named in `fast` are not slow, or else those that are not in SLOW."""
+    slow = SLOW if not fast else set(chosen) - set(fast)
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in chosen]
 
 
 every_case = pytest.mark.parametrize("name", names(CASES))
+every_case_slow = pytest.mark.parametrize("name", names(CASES, "full"))

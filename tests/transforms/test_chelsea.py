@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from tests.references.chelsea import Chelsea
 from tests.support.attending import attend, slots_of
-from tests.support.cases import slow_but
+from tests.support.cases import names
 from tests.support.method_pair import LENGTHS, Pair
 from tests.support.tolerances import close
 
@@ -69,7 +69,7 @@ def pair(budget=16, *, max_new=64, **options) -> ChelseaPair:
     )
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "whole"))
+@pytest.mark.parametrize("name", names(CASES, "whole"))
 def test_prompt_and_64_decode_steps(name):
     both = pair(**CASES[name]).prompt(LENGTHS)
     before = both.compressions

@@ -15,7 +15,7 @@ from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.random import layer_key, uniform
 from tests.references import clusterkv as reference
 from tests.support.attending import Tokens, attend, new_cache, right, run
-from tests.support.cases import slow_but
+from tests.support.cases import names
 from tests.support.decode_loops import found
 from tests.support.method_pair import RecallingPair
 from tests.support.tolerances import close
@@ -224,7 +224,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(CASES, "chunks"),
+    names(CASES, "chunks"),
 )
 def test_options(name):
     both = ClusterPair((50, 5, 6, 0), seed=3, **CASES[name])
@@ -270,7 +270,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(TURNS, "int"))
+@pytest.mark.parametrize("name", names(TURNS, "int"))
 def test_further_turns(name):
     """Clusters stay, and what is in none yet is clustered beside them; else everything is anew."""
     both = with_gaps(ClusterPair((40, 20, 0, 5), seed=6, **TURNS[name]), 19, stops={1: 3})

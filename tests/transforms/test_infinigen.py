@@ -35,7 +35,7 @@ from tests.references.attention import softmax_attention
 from tests.references.recall import attention_error, recall_rate
 from tests.references.rope import rope as rotate
 from tests.support.attending import Tokens, init_cache, right, run, slots_of, the_rope
-from tests.support.cases import slow_but
+from tests.support.cases import names
 from tests.support.method_pair import RecallingPair, clear_choices
 from tests.support.tolerances import close
 
@@ -121,7 +121,7 @@ CASES = {
 FAST = {"number without alpha", "offloaded"}
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, *FAST))
+@pytest.mark.parametrize("name", names(CASES, *FAST))
 def test_every_list_of_44_steps(name):
     case = CASES[name]
     both = pair(**case).prompt().decode(44)
@@ -355,8 +355,8 @@ def decoder():
 
 
 @functools.cache
-def calibrated(make=decoder):
-    return calibrate_infinigen(make(), SAMPLE)
+def calibrated():
+    return calibrate_infinigen(decoder(), SAMPLE)
 
 
 class ByHand:
@@ -395,16 +395,7 @@ class ByHand:
         return tokens
 
 
-def caches_of(layers, size: int):
-    sizes = {"kv_heads": KV_HEADS, "query_heads": 4, "head_dim": DIM, "max_prompt": size}
-    return tuple(
-        init_cache(layer, batch=1, max_new=2, dtype=jnp.float32, **sizes) for layer in layers
-    )
-
-
-def decode_last(
-    model, layers, tokens: list[int], wrap=lambda layer: layer, wrap_cache=lambda c: c
-):  # fmt: skip
+def decode_last(model, layers, tokens, wrap=lambda layer: layer, wrap_cache=lambda cache: cache):
     """The caches after a decode step with the last token, the others being the prompt."""
     graph, params = nnx.split(model)
 
@@ -414,7 +405,9 @@ def decode_last(
         return run(tokens, positions, caches, layers=layers, phase=phase)[1]
 
     tokens, at = jnp.array([tokens]), jnp.arange(len(tokens))[None]
-    empty = caches_of(layers, at.size)
+    size = {"kv_heads": KV_HEADS, "query_heads": 4, "head_dim": DIM, "max_prompt": at.size}
+    init = functools.partial(init_cache, batch=1, max_new=2, dtype=jnp.float32, **size)
+    empty = tuple(map(init, layers))
     caches = call(params, tokens[:, :-1], at[:, :-1], empty, layers=layers, phase="prompt")
     caches, layers = tuple(map(wrap_cache, caches)), tuple(map(wrap, layers))
     return call(params, tokens[:, -1:], at[:, -1:], caches, layers=layers, phase="decode")
@@ -436,13 +429,10 @@ def test_a_decoder_predicts_by_the_input_of_the_attention_below():
         assert np.abs(predicted[:, -1] - q[:, -1]).max() > 0.1
 
 
-@pytest.mark.parametrize("grouped", [pytest.param(False, marks=slow), True])
-def test_a_decoder_predicts_only_where_it_is_wanted(grouped):
+def test_a_decoder_predicts_only_where_it_is_wanted():
     model, below, phases = decoder(), [], []
     p = calibrated().projections[2]
-    wanting = one_layer(p)
-    if grouped:
-        wanting = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), one_layer(p[:1]))))
+    wanting = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), one_layer(p[:1]))))
     # Layer 0 has none below. The two layers of the full cache are alike and traced once.
     layers = (wanting, kvjax.Full(), wanting, kvjax.Full())
 
@@ -466,22 +456,19 @@ def test_a_decoder_predicts_only_where_it_is_wanted(grouped):
     assert phases == expected
 
 
-TOKENS = {"budget": 5, "alpha": None}
-SHARES = {"budget": 0.3, "alpha": 0.4, "per_query_head": True}
-
-
-def expected_fidelity(by_hand, calibration, prompt, top, new_tokens, fields):
+def expected_fidelity(prompt, top, new_tokens, fields):
     """Recall [layers, H] and error [layers] of a row, every layer given what the full run gave."""
+    by_hand = ByHand(decoder())
     tokens = by_hand.go_on(prompt, new_tokens)
     _, layers = by_hand.read(tokens)
     length, recall, error = len(prompt), [], []
-    for layer, (q, k, v, *predicted) in enumerate(layers):
-        own = reference.InfiniGen(calibration.projections[layer], **fields)
-        own.prompt(q[:, :length], k[:, :length], v[:, :length], np.arange(length))
+    for layer, (q, k, v, predicted) in enumerate(layers):
+        method = reference.InfiniGen(calibrated().projections[layer], **fields)
+        method.prompt(q[:, :length], k[:, :length], v[:, :length], np.arange(length))
         for at in range(length, len(tokens)):
-            by = predicted[0][:, at] if predicted and predicted[0] is not None else None
+            by = None if predicted is None else predicted[:, at]
             with clear_choices():
-                out, selected = own.decode(q[:, at], k[:, at], v[:, at], at, by)
+                out, selected = method.decode(q[:, at], k[:, at], v[:, at], at, by)
             full, shares = [], []
             for head, group in enumerate(q.reshape(KV_HEADS, -1, *q.shape[1:])):
                 here = slice(at + 1)
@@ -494,25 +481,23 @@ def expected_fidelity(by_hand, calibration, prompt, top, new_tokens, fields):
                 shares.append(recall_rate(p[:, 0], seen, top or len(seen)))
             recall.append(shares)
             error.append(attention_error(out, np.concatenate(full)))
-    recall, error = np.array(recall), np.array(error)
     steps = (len(layers), new_tokens)
-    return recall.reshape(*steps, -1).mean(1), error.reshape(steps).mean(1)
+    return np.reshape(recall, (*steps, -1)).mean(1), np.reshape(error, steps).mean(1)
 
 
 @pytest.mark.parametrize(
-    ("predicts", "top", "fields"),
-    [(True, None, TOKENS), (True, 6, SHARES), (False, None, SHARES)],
+    ("top", "fields"),
+    [
+        (None, {"budget": 5, "alpha": None}),
+        (6, {"budget": 0.3, "alpha": 0.4, "per_query_head": True}),
+    ],
 )
 @pytest.mark.slow
-def test_fidelity_is_measured_with_the_prediction(predicts, top, fields):
-    """Of the decoder, which predicts, and of a model that does not."""
-    make = decoder if predicts else tiny_model
-    model, calibration = make(), calibrated(make)
-    by_hand = ByHand(model) if predicts else tiny_reference()
-    tx = InfiniGen(calibration=calibration, dense_layers=(), **fields)
-    found = measure_fidelity(model, tx, PROMPTS, top, 2)
+def test_fidelity_is_measured_with_the_prediction(top, fields):
+    tx = InfiniGen(calibration=calibrated(), dense_layers=(), **fields)
+    found = measure_fidelity(decoder(), tx, PROMPTS, top, 2)
     for row, prompt in enumerate(PROMPTS):
-        recall, error = expected_fidelity(by_hand, calibration, prompt, top, 2, fields)
+        recall, error = expected_fidelity(prompt, top, 2, fields)
         close(found.recall[:, row], recall, "rounding", f"recall of row {row}")
         close(found.error[:, row], error, "accumulated", f"error of row {row}")
     assert 0 < found.recall.mean() < 1 and found.error.max() > 0.01

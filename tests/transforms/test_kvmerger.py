@@ -13,7 +13,7 @@ import kvjax
 from kvjax import KVMerger
 from kvjax.cache.slots import widen
 from tests.references import kvmerger as reference
-from tests.support.cases import slow_but
+from tests.support.cases import names
 from tests.support.method_pair import LENGTHS, Pair
 from tests.support.tolerances import close
 
@@ -74,12 +74,12 @@ def largest_set(both: Pair) -> int:
 # --- against the reference ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "more stays than fits"))
+@pytest.mark.parametrize("name", names(CASES, "more stays than fits"))
 def test_prompt(name):
     assert largest_set(pair(**CASES[name]).prompt(LENGTHS)) > 1
 
 
-@pytest.mark.parametrize("name", slow_but(MODES, "mean", "paper"))
+@pytest.mark.parametrize("name", names(MODES, "mean", "paper"))
 def test_modes(name):
     """Over two turns: slots that have been merged before are merged on."""
     both = pair(**MODES[name], seed=1).prompt(LENGTHS)
@@ -249,27 +249,23 @@ def test_pinned_slots_are_passed_over():
 
 
 @pytest.mark.parametrize(
-    ("budget", "recent", "heavy"),
-    [(0.5, 170, 120), (0.35, 80, 20), (0.425, 125, 70), (0.75, 255, 180)],
-)
-def test_what_stays_of_1000_tokens(budget, recent, heavy):
-    """As in the paper at 50 % and 35 %, linear between, scaled with the budget outside."""
-    for own in (KVMerger(budget=budget), KVMerger(budget=int(1000 * budget))):
-        assert [int(x[0]) for x in own.counts(np.array([1000]))] == [recent, heavy]
-
-
-@pytest.mark.parametrize(
     ("budget", "length", "recent", "heavy"),
-    [(0.25, 1000, 64, 14), (0.1, 1000, 64, 5), (0.1, 512, 44, 2), (0.5, 60, 26, 1), (8, 500, 7, 0)],
+    [
+        # As in the paper at 50 % and 35 %, linear between, scaled with the budget outside.
+        *((0.5, 1000, 170, 120), (0.35, 1000, 80, 20), (0.425, 1000, 125, 70)),
+        *((500, 1000, 170, 120), (425, 1000, 125, 70), (0.75, 1000, 255, 180)),
+        # 64 of the newest where the paper's share is less, or seven eighths of a smaller budget.
+        *((0.25, 1000, 64, 14), (0.1, 1000, 64, 5), (0.1, 512, 44, 2)),
+        *((0.5, 60, 26, 1), (8, 500, 7, 0)),
+    ],
 )
-def test_the_newest_tokens_stay_under_a_small_budget(budget, length, recent, heavy):
-    """64 of them where the paper's share is less, or seven eighths of a smaller budget."""
-    assert [int(x[0]) for x in KVMerger(budget=budget).counts(np.array([length]))] == [
-        recent,
-        heavy,
-    ]
-    given = KVMerger(budget=budget, recent=2).counts(np.array([length]))
-    assert int(given[0][0]) == 2
+def test_what_stays(budget, length, recent, heavy):
+    def counts(**fields) -> list[int]:
+        transform = KVMerger(budget=budget, **fields)
+        return [int(x[0]) for x in transform.counts(np.array([length]))]
+
+    assert counts() == [recent, heavy]
+    assert counts(recent=2)[0] == 2
 
 
 def test_a_given_number_of_heavy_tokens_stays():

@@ -40,7 +40,7 @@ from tests.support.attending import (
     structure,
     the_rope,
 )
-from tests.support.cases import slow_but
+from tests.support.cases import names
 from tests.support.method_pair import LENGTHS, Pair
 
 LAYERS, KINDS, WINDOW = 30, 4, 4
@@ -78,7 +78,7 @@ def ragged(seed: int):
     return Tokens.random(rows=len(ROWS), seed=seed).at(right([0] * len(ROWS), ROWS, 30))
 
 
-@pytest.mark.parametrize("name", slow_but(METHODS, "layer_budget"))
+@pytest.mark.parametrize("name", names(METHODS, "layer_budget"))
 def test_caches_of_a_kind_are_alike(name):
     """Equal layers with caches of one structure share compiled code."""
     of_kinds = {}
@@ -131,7 +131,7 @@ def prompted(transform, numbers: range, *tokens):
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(SCHEDULES, "pyramidkv, share"),
+    names(SCHEDULES, "pyramidkv, share"),
 )
 def test_every_layer_keeps_its_own_budget(name):
     """Of ragged rows, in all 30 layers, by the references' schedules."""

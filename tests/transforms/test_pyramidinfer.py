@@ -14,7 +14,7 @@ from kvjax.budgets.layers import CosineBudget, TokensEntering
 from tests.references import pyramidinfer as reference
 from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, one_layer, right, run
-from tests.support.cases import slow_but
+from tests.support.cases import names
 from tests.support.method_pair import LENGTHS, Pair
 
 LAYERS = 4
@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "paper, layer 3"))
+@pytest.mark.parametrize("name", names(CASES, "paper, layer 3"))
 def test_prompt_and_64_decode_steps(name):
     pair(**CASES[name]).prompt(LENGTHS, "scattered").decode(64)
 

@@ -14,7 +14,7 @@ from kvjax.storage.offload import Offload, recall_statistics
 from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference
 from tests.support.attending import Tokens, new_cache, right, run
-from tests.support.cases import slow_but
+from tests.support.cases import names
 from tests.support.decode_loops import found
 from tests.support.method_pair import RecallingPair
 
@@ -68,7 +68,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "per query head", "window"))
+@pytest.mark.parametrize("name", names(CASES, "per query head", "window"))
 def test_every_list_of_64_steps(name):
     both = pair(**CASES[name]).prompt(LENGTHS)
     if "before" in CASES[name]:
