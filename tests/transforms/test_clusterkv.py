@@ -59,11 +59,11 @@ class Row(reference.ClusterKV):
     """A row of a batch, clustered every `interval` steps of the batch and not by its own tokens."""
 
     def __init__(self, tx: ClusterKV, most: int):
-        names = (
+        fields = (
             "tokens_per_cluster", "sinks", "interval", "new_clusters", "iterations", "chunk",
             "clusters", "metric", "per_query_head", "group_reduce",
         )  # fmt: skip
-        options = {name: getattr(tx, name) for name in names}
+        options = {name: getattr(tx, name) for name in fields}
         super().__init__(tx.budget, drawn(tx.seed), most_clusters=most, **options)
 
     def update(self):

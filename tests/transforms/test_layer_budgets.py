@@ -28,7 +28,6 @@ from kvjax import (
 from kvjax.compose.foreseen import foreseen
 from tests.references import pyramidinfer
 from tests.references.budgets import rows_budget
-from tests.references.pyramidkv import PyramidKV as Reference
 from tests.references.pyramidkv import layer_budgets
 from tests.references.spindlekv import layer_tokens
 from tests.support.attending import (
@@ -41,7 +40,6 @@ from tests.support.attending import (
     the_rope,
 )
 from tests.support.cases import names
-from tests.support.method_pair import LENGTHS, Pair
 
 LAYERS, KINDS, WINDOW = 30, 4, 4
 METHODS = {
@@ -157,14 +155,6 @@ def test_every_goes_back_to_the_layers_own_budget(budget, number):
     lengths = [min(length + 9, 32) for length in ROWS]
     expected = [min(pyramid(budget, number, n), n) for n in lengths]
     assert live_count(after).tolist() == [[n, n] for n in expected]
-
-
-@pytest.mark.slow
-def test_a_layer_of_a_kind_is_that_of_the_reference():
-    """Nine layers, of which three, two, two and two are of a kind."""
-    bound = bind(PyramidKV(0.5), 9)[2]
-    both = Pair(bound, functools.partial(Reference, 0.5, 2, 9), seed=2, layer=2)
-    both.prompt(LENGTHS, "scattered").decode(10).prompt((9, 30, 0), "left").decode(2)
 
 
 SMOLLM2 = {"kv_heads": 3, "query_heads": 9, "head_dim": 64, "dtype": jnp.bfloat16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -16,19 +17,17 @@ from tests.support.method_pair import Pair
 LENGTHS = (37, 18, 52)
 
 
-def pairs(budget, num_layers, seed=0, **chosen) -> list[Pair]:
-    """One pair per layer. `chosen`: window, kernel, pooling, group_reduce, beta of the library."""
-    layers = kvjax.bind(kvjax.PyramidKV(budget, **chosen), num_layers)
+def pair(budget, layer: int, num_layers: int, seed=0, **chosen) -> Pair:
+    """A layer. `chosen`: window, kernel, pooling, group_reduce, beta of the library."""
+    bound = kvjax.bind(kvjax.PyramidKV(budget, **chosen), num_layers)[layer]
     if "window" in chosen:
         chosen["observation"] = chosen.pop("window")
+    reference = functools.partial(PyramidKV, budget, layer, num_layers, **chosen)
+    return Pair(bound, reference, seed=seed + layer, layer=layer)
 
-    def layer_pair(layer: int) -> Pair:
-        def reference(**options):
-            return PyramidKV(budget, layer, num_layers, **chosen, **options)
 
-        return Pair(layers[layer], reference, seed=seed + layer, layer=layer)
-
-    return [layer_pair(layer) for layer in range(num_layers)]
+def pairs(budget, num_layers, seed=0, **chosen) -> list[Pair]:
+    return [pair(budget, layer, num_layers, seed, **chosen) for layer in range(num_layers)]
 
 
 def totals(layers: list[Pair]) -> list[list[int]]:

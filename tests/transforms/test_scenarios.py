@@ -16,6 +16,7 @@ from tests.transforms import (
     test_infinigen,
     test_kvmerger,
     test_pyramidinfer,
+    test_pyramidkv,
     test_quest,
     test_repeated_snapkv,
     test_ring,
@@ -31,6 +32,8 @@ PAIRS = {
     "h2o, a share": functools.partial(test_h2o.pair, 0.81),
     "snapkv": test_snapkv.pair,
     "snapkv, a share": functools.partial(test_snapkv.pair, 0.5, reduce="max"),
+    # Nine layers, of which three, two, two and two are of a kind.
+    "pyramidkv": lambda seed: test_pyramidkv.pair(0.5, 2, 9, seed),
     "every": functools.partial(
         test_repeated_snapkv.pair, kvjax.Every, test_repeated_snapkv.EverySnapKV, steps=6
     ),
