@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.kit import Keep, Mark, Retain, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
-from tests.support.cases import BUDGET, compositions, names, registered
+from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, names, registered
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ METHODS = {
     **{name: tx for name, tx in {**registered(), **compositions(BUDGET)}.items()
        if name not in BOUND and "infinigen" not in name},
     "infinigen": kvjax.InfiniGen(BUDGET, None, CALIBRATION, dense_layers=()),
+    "outlier_heads": chelsea(4 * BUDGET, recent=2, outlier_heads=OUTLIERS),
 }  # fmt: skip
-FAST = {"chelsea", "clusterkv", "h2o", "when_full"}
 
 
-@pytest.mark.parametrize("name", names(METHODS, *FAST))
+@pytest.mark.parametrize("name", names(METHODS, "every", "h2o"))
 def test_a_right_method_passes(name):
     check(METHODS[name], num_layers=3)
 

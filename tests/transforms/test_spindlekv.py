@@ -70,7 +70,7 @@ class SpindlePair(Pair):
                 close(norms[i, s], norm, "reference")
 
 
-def pair(transform, kind, reserve=0.6, layer=0, **chosen) -> SpindlePair:
+def pair(transform, kind, reserve=0.6, layer=0, seed=0, **chosen) -> SpindlePair:
     """A layer of two."""
     rope = functools.partial(rotate, inv_freq=INV_FREQ)
     reference = functools.partial(
@@ -78,7 +78,7 @@ def pair(transform, kind, reserve=0.6, layer=0, **chosen) -> SpindlePair:
     )
     bound = kvjax.bind(transform, 2)[layer]
     return SpindlePair(
-        bound, reference, whole_rows=True, rope=the_rope(), late=True, layer=layer, seed=layer
+        bound, reference, whole_rows=True, rope=the_rope(), late=True, layer=layer, seed=seed
     )
 
 
