@@ -116,8 +116,10 @@ def most_clusters(tx: ClusterKV, capacity: int, steps: int) -> int:
 class ClusterPair(RecallingPair):
     """Compares the index too, after a first prompt."""
 
-    def __init__(self, lengths, *, before=None, steps=SHORT, dtype=jnp.float32, seed=0, **changes):
-        tx = clusterkv(**changes)
+    def __init__(
+        self, lengths, *, before=None, steps=SHORT, dtype=jnp.float32, seed=0, draws=0, **changes
+    ):
+        tx = clusterkv(**changes, seed=draws)
         capacity = chain(before or kvjax.Full(), tx).extent(kvjax.Extent(MAX_PROMPT, steps)).total
         most = most_clusters(tx, capacity, steps)
         super().__init__(
@@ -146,6 +148,8 @@ class ClusterPair(RecallingPair):
     def _check_slots(self, row, where):
         """The order of slots, sinks, sizes, starts and centroids are the reference's."""
         super()._check_slots(row, where)
+        if self.of_rows[row].stale:  # the prompt goes on
+            return
         clusters = self.clusters
         for head, index in enumerate(self.of_rows[row].indices):
             what = f"{where}, head {head}"
@@ -209,7 +213,7 @@ CASES = {
     "an interval of one": {"interval": 1},
     "fewer tokens than new clusters": {"interval": 2, "new_clusters": 4},
     "one round": {"iterations": 1, "tokens_per_cluster": 3},
-    "another seed": {"seed": 7},
+    "another seed": {"draws": 7},
     "the mean of a group": {"group_reduce": "mean"},
     "clusters that follow the budget": {**BY_BUDGET, "budget": 120},
     "the largest budget": {**BY_BUDGET, "budget": 2**31 - 1},
@@ -231,6 +235,7 @@ def test_options(name):
     both.decode(SHORT)
 
 
+@slow
 def test_clusters_follow_the_budget_and_the_length_of_each_row():
     """120 slots: 1,280 / 120 tokens a cluster would be 11, more than a twelfth of the budget."""
     tx = ClusterKV(120, interval=32, dense_layers=())
@@ -323,6 +328,7 @@ def test_after_another_method(name, interval):
         both.prompt((20, 10, 0, 1)).decode(5)
 
 
+@slow
 def test_the_budget_of_a_row_is_a_share_of_its_prompt_and_not_of_what_is_left():
     before = kvjax.SnapKV(30, window=4, kernel=3)
     both = ClusterPair((80, 60), before=before, seed=9, budget=0.25)

@@ -127,7 +127,10 @@ def test_max_new_bounds_the_tokens_of_a_row_and_not_the_steps_of_the_batch(name)
 
 
 BESIDE = {
-    "Quest": (kvjax.Quest(12, 4, dense_layers=()), lambda cache: cache.state[:2]),
+    "Quest": (
+        kvjax.Quest(12, 4, dense_layers=()),
+        lambda cache: [cache.state.low, cache.state.high],
+    ),
     "InfiniGen": (infinigen(32, 64), lambda cache: [cache.kv.column(PARTIAL_KEYS)]),
 }
 

@@ -53,7 +53,7 @@ PAIRS = {
 
 
 def a_long_life(both: Pair) -> None:
-    """Padding between tokens, chunks, rows that stop, and a turn that the last row has no part in."""
+    """Padding between tokens, chunks, rows that stop, and a turn without the last row."""
     both.prompt(LENGTHS, "scattered", chunks=2).decode(9)
     both.decode(6, stopped=(0, 1)).decode(5).prompt((9, 30, 0), "left").decode(8)
 
