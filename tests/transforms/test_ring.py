@@ -62,12 +62,6 @@ def test_prompt_and_64_steps(window, options):
     assert both.cache.kv.slots == min(window, 128 + 64)
 
 
-def test_chunks_and_turns():
-    """Queries of a chunk see tokens before it, in this prompt and in earlier turns."""
-    both = pair(12, seed=2).prompt(LENGTHS, chunks=5).decode(9)
-    both.prompt((3, 40, 0), "left", chunks=5).decode(20)
-
-
 def test_positions_decide_and_not_their_number():
     """Hidden states that were pruned below leave gaps: a window holds fewer tokens then."""
     tokens, window = Tokens.random(rows=1), 8
@@ -140,13 +134,10 @@ def by_layer(layer: int, num_layers: int) -> kvjax.KVTransform:
 OUTLIERS = kvjax.OutlierHeads(((0, 1), (1, 0)), num_layers=3, kv_heads=2)
 REPLACED = {
     "full": Full(),
-    "evicts": H2O(64),
     "budgets by layer": PyramidKV(64),
     "dense layers": Quest(48),
     "brings its own storage": SpindleKV(0.5),
-    "wrapper": kvjax.Every(SnapKV(64), steps=8),
     "wrapper in a wrapper": kvjax.Every(kvjax.KVCrush(SnapKV(64)), steps=8),
-    "chain": chain(SnapKV(64), H2O(48)),
     "outlier heads": Chelsea(256, outlier_heads=OUTLIERS),
     "head groups": HeadGroups((((0,), Full()), ((1,), H2O(64)))),
     "offloaded": chain(Quest(48, dense_layers=()), kvjax.Offload()),
