@@ -40,6 +40,15 @@ class LooksAtPadding(Newest):
         return Keep(jnp.full_like(cache.length, self.budget), score), state
 
 
+class DoublesValuesBesidePadding(Newest):
+    """It keeps the right tokens, and changes what they hold."""
+
+    def on_prompt(self, cache, state, step) -> tuple[Retain, tuple]:
+        padded = step.slots[:, :, :1] == cache.slots
+        values = jnp.where(padded, 2.0, 1.0)[..., None] * cache.v.read()
+        return Retain(newest(cache, self.budget), values=values), state
+
+
 class LooksAtOtherRows(Newest):
     def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
         sign = jnp.where(cache.length[0] > 0, 1.0, -1.0)
@@ -93,6 +102,7 @@ BROKEN = {
     "steps of other rows": (CountsStepsOfAllRows, "after steps and a prompt of other rows"),
     "keeps more": (KeepsMore, "promises 12 slots after a prompt, and keeps 15"),
     "padding": (LooksAtPadding, "padded at the left"),
+    "values": (DoublesValuesBesidePadding, "answers row 0 otherwise when its prompt is padded"),
     "other rows": (LooksAtOtherRows, "in a batch than of the same row alone"),
     "loop": (Loops, "has while in a decode step"),
 }
