@@ -133,7 +133,7 @@ def test_every_list_of_44_steps(name):
     if case.get("before") == EVICTS:
         assert both.kept(2, 0) != both.kept(2, 1) and live[2].tolist() == [60, 60]
     if case.get("before") == MERGES:
-        assert (np.ptp(live, axis=1) >= 4).any()
+        assert (np.ptp(live, axis=1) > 1).any()
     if "behind" in case:
         assert recall_statistics(both.cache).hit_rate > 0
 
