@@ -12,7 +12,8 @@ import pytest
 import kvjax
 from kvjax.kit import Keep, Mark, Retain, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
-from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, names, registered
+from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, registered
+from tests.support.marks import some_slow
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", names(METHODS, "every", "h2o"))
+@pytest.mark.parametrize("name", some_slow(METHODS, "every", "h2o"))
 def test_a_right_method_passes(name):
     check(METHODS[name], num_layers=3)
 

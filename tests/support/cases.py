@@ -12,6 +12,7 @@ import kvjax
 from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
 from kvjax.registry import METHODS
 from tests.support.attending import HEAD_DIM, KV_HEADS, MAX_NEW, MAX_PROMPT, one_layer
+from tests.support.marks import some_slow
 
 BUDGET, WINDOW = 12, 4
 GROUP = 4  # of numbers of 4 bits
@@ -162,8 +163,7 @@ SLOW = {
 
 def names(chosen, *fast: str) -> list:
     """Cases of which those named in `fast` are not slow, or else those that are not in SLOW."""
-    slow = SLOW if not fast else set(chosen) - set(fast)
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in chosen]
+    return some_slow(chosen, *(fast or set(chosen) - SLOW))
 
 
 every_case = pytest.mark.parametrize("name", names(CASES))

@@ -15,8 +15,8 @@ from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.random import layer_key, uniform
 from tests.references import clusterkv as reference
 from tests.support.attending import Tokens, attend, new_cache, right, run
-from tests.support.cases import names
 from tests.support.decode_loops import found
+from tests.support.marks import some_slow
 from tests.support.method_pair import RecallingPair
 from tests.support.tolerances import close
 
@@ -228,7 +228,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    names(CASES, "chunks"),
+    some_slow(CASES, "chunks"),
 )
 def test_options(name):
     both = ClusterPair((50, 5, 6, 0), seed=3, **CASES[name])
@@ -275,7 +275,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", names(TURNS, "int"))
+@pytest.mark.parametrize("name", some_slow(TURNS, "int"))
 def test_further_turns(name):
     """Clusters stay, and what is in none yet is clustered beside them; else everything is anew."""
     both = with_gaps(ClusterPair((40, 20, 0, 5), seed=6, **TURNS[name]), 19, stops={1: 3})
@@ -352,28 +352,23 @@ def test_layers_draw_for_themselves():
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "message"),
     [
-        ({"budget": SINKS}, ValueError, r"at least 6 \(sinks \+ 1.*got 5"),
-        ({"budget": 1.5}, ValueError, "got 1.5"),
-        ({"budget": "24"}, TypeError, "got '24'"),
-        ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
-        ({"group_reduce": "sum"}, ValueError, "'max', 'mean'.*got 'sum'"),
-        ({"tokens_per_cluster": 80.0}, TypeError, "got 80.0"),
-        ({"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
-        ({"interval": 0}, ValueError, "interval must be at least 1, got 0"),
-        ({"new_clusters": 0}, ValueError, "new_clusters must be at least 1, got 0"),
-        ({"iterations": 0}, ValueError, "iterations must be at least 1, got 0"),
-        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0"),
-        ({"metric": "dot"}, ValueError, "'l2'.*got 'dot'"),
-        ({"per_query_head": 1}, TypeError, "per_query_head must be True or False, got 1"),
-        ({"dense_layers": (-1,)}, ValueError, "got -1"),
-        ({"seed": 2**32}, ValueError, "below"),
+        ({"budget": SINKS}, r"at least 6 \(sinks \+ 1.*got 5"),
+        ({"budget": 1.5}, "got 1.5"),
+        ({"group_reduce": "sum"}, "'max', 'mean'.*got 'sum'"),
+        ({"metric": "dot"}, "'l2'.*got 'dot'"),
+        ({"sinks": -1}, "sinks must be at least 0, got -1"),
+        *(
+            ({name: 0}, f"{name} must be at least 1, got 0")
+            for name in ("chunk", "interval", "new_clusters", "iterations", "clusters")
+        ),
+        ({"seed": 2**32}, "below"),
     ],
     ids=str,
 )
-def test_arguments(changes, error, message):
-    with pytest.raises(error, match=message):
+def test_arguments(changes, message):
+    with pytest.raises(ValueError, match=message):
         clusterkv(**changes)
 
 

@@ -16,7 +16,7 @@ from tests.support.attending import (
     right,
     slots_of,
 )
-from tests.support.cases import names
+from tests.support.marks import some_slow
 from tests.support.method_pair import LENGTHS, Pair
 
 
@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", names(CASES, "max", "soft cap"))
+@pytest.mark.parametrize("name", some_slow(CASES, "max", "soft cap"))
 def test_prompt_and_64_decode_steps(name):
     pair(**CASES[name], seed=6).prompt(LENGTHS).decode(64)
 

@@ -33,7 +33,7 @@ from pallas_kernels import hamming_distance, pack_bits
 from tests.references import kvcrush as reference
 from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, init_cache, live_count, right, slots_of
-from tests.support.cases import names
+from tests.support.marks import some_slow
 
 slow = pytest.mark.slow
 SEED, LAYER, LAYERS = 5, 1, 3
@@ -223,7 +223,7 @@ def the_draw(head: int, unit: int) -> float:
 # --- against the reference ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names(BASES, "h2o"))
+@pytest.mark.parametrize("name", some_slow(BASES, "h2o"))
 def test_over_every_base(name):
     """Ragged rows, and a second prompt in which representatives compete again: by then heads hold
     different tokens in different slots."""

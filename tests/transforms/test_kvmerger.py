@@ -13,7 +13,7 @@ import kvjax
 from kvjax import KVMerger
 from kvjax.cache.slots import widen
 from tests.references import kvmerger as reference
-from tests.support.cases import names
+from tests.support.marks import some_slow
 from tests.support.method_pair import LENGTHS, Pair
 from tests.support.tolerances import close
 
@@ -74,12 +74,12 @@ def largest_set(both: Pair) -> int:
 # --- against the reference ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names(CASES, "more stays than fits"))
+@pytest.mark.parametrize("name", some_slow(CASES, "more stays than fits"))
 def test_prompt(name):
     assert largest_set(pair(**CASES[name]).prompt(LENGTHS)) > 1
 
 
-@pytest.mark.parametrize("name", names(MODES, "mean", "paper"))
+@pytest.mark.parametrize("name", some_slow(MODES, "mean", "paper"))
 def test_modes(name):
     """Over two turns: slots that have been merged before are merged on."""
     both = pair(**MODES[name], seed=1).prompt(LENGTHS)
@@ -283,17 +283,10 @@ WRONG = {
     "shares": ({"budget": 0.5, "recent": 0.3, "heavy": 0.1}, ValueError, "0.5", "0.3", "0.1"),
     "a share alone": ({"budget": 0.2, "recent": 0.2}, ValueError, "0.2", "recent + 2", "below"),
     "epsilon": ({"epsilon": 1.1}, ValueError, "1.1", "(-1, 1]"),
-    "epsilon text": ({"epsilon": "high"}, TypeError, "'high'", "number"),
-    "recent": ({"budget": 8, "recent": -1}, ValueError, "-1", "recent"),
     "recent share": ({"budget": 8, "recent": 1.2}, ValueError, "1.2", "recent", "(0, 1]"),
-    "heavy bool": ({"budget": 8, "heavy": True}, TypeError, "True", "heavy"),
-    "against": ({"epsilon": 0.5, "against": "all"}, ValueError, "'all'", "'neighbour'"),
     "anchor alone": ({"budget": 8, "against": "anchor"}, ValueError, "epsilon", "None"),
-    "pivot": ({"budget": 8, "pivot": "first"}, ValueError, "'first'", "'attention'"),
-    "weights": ({"budget": 8, "weights": "equal"}, ValueError, "'equal'", "'gaussian'"),
     "sigma": ({"budget": 8, "sigma": 0.0}, ValueError, "0.0", "sigma"),
     "sigma text": ({"budget": 8, "sigma": "mean"}, ValueError, "'mean'", "'literal'"),
-    "value_scale": ({"budget": 8, "value_scale": "mass"}, ValueError, "'mass'", "'log_mass'"),
     "seed": ({"budget": 8, "seed": 2**32}, ValueError, "4294967296", "2**32"),
 }
 

@@ -39,7 +39,7 @@ from tests.support.attending import (
     structure,
     the_rope,
 )
-from tests.support.cases import names
+from tests.support.marks import some_slow
 
 LAYERS, KINDS, WINDOW = 30, 4, 4
 METHODS = {
@@ -76,7 +76,7 @@ def ragged(seed: int):
     return Tokens.random(rows=len(ROWS), seed=seed).at(right([0] * len(ROWS), ROWS, 30))
 
 
-@pytest.mark.parametrize("name", names(METHODS, "layer_budget"))
+@pytest.mark.parametrize("name", some_slow(METHODS, "layer_budget"))
 def test_caches_of_a_kind_are_alike(name):
     """Equal layers with caches of one structure share compiled code."""
     of_kinds = {}
@@ -103,14 +103,11 @@ def spindle(layer: int, length: int) -> int:
 
 
 SCHEDULES = {
-    "pyramidkv": functools.partial(pyramid, 16),
     "pyramidkv, share": functools.partial(pyramid, 0.4),
     "pyramidinfer": entering,
     "pyramidinfer, slots": functools.partial(cosine, 16),
     "layer_budget": spindle,
-    "spindlekv": spindle,
     "kvcrush": functools.partial(pyramid, 0.6),
-    "chain": functools.partial(pyramid, 0.4),
 }
 
 
@@ -129,7 +126,7 @@ def prompted(transform, numbers: range, *tokens):
 
 @pytest.mark.parametrize(
     "name",
-    names(SCHEDULES, "pyramidkv, share"),
+    some_slow(SCHEDULES, "pyramidkv, share"),
 )
 def test_every_layer_keeps_its_own_budget(name):
     """Of ragged rows, in all 30 layers, by the references' schedules."""

@@ -14,8 +14,8 @@ from kvjax.storage.offload import Offload, recall_statistics
 from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference
 from tests.support.attending import Tokens, new_cache, right, run
-from tests.support.cases import names
 from tests.support.decode_loops import found
+from tests.support.marks import some_slow
 from tests.support.method_pair import RecallingPair
 
 LENGTHS = (75, 5, 98)
@@ -68,7 +68,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", names(CASES, "per query head", "window"))
+@pytest.mark.parametrize("name", some_slow(CASES, "per query head", "window"))
 def test_every_list_of_64_steps(name):
     both = pair(**CASES[name]).prompt(LENGTHS)
     if "before" in CASES[name]:
@@ -141,10 +141,7 @@ def test_lists_are_no_longer_than_the_cache():
         ({"budget": 100}, ValueError, "multiple of page=16, got 100"),
         ({"budget": 12, "page": 8}, ValueError, "at least 24 (3 pages of 8), got 12"),
         ({"budget": 1.5}, ValueError, "float budget must lie in (0, 1], got 1.5"),
-        ({"budget": "64"}, TypeError, "budget must be an int (slots) or a float"),
         ({"page": 0}, ValueError, "page must be at least 1, got 0"),
-        ({"first_page": 1}, TypeError, "first_page must be True or False, got 1"),
-        ({"per_query_head": 1}, TypeError, "per_query_head must be True or False, got 1"),
         ({"dense_layers": (-1,)}, ValueError, "a layer of dense_layers must be at least 0, got -1"),
     ],
     ids=str,

@@ -25,8 +25,8 @@ from tests.support.attending import (
     prompt,
     right,
 )
-from tests.support.cases import names
 from tests.support.decode_loops import Seen, Watched, found
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 LENGTHS, WIDTH, STEPS, WINDOW = (32, 9, 20), 32, 12, 9
@@ -65,7 +65,7 @@ def steps(transform):
 
 @pytest.mark.parametrize(
     "name",
-    names(ENOUGH_FOR_THE_WINDOW, "infinigen"),
+    some_slow(ENOUGH_FOR_THE_WINDOW, "infinigen"),
 )
 def test_a_budget_for_the_window_is_exact(name):
     """Other tokens do not take places in the list, whatever their scores."""
@@ -111,7 +111,7 @@ BY_TURNS = {"ClusterKV": CLUSTERS, "Quest": kvjax.Quest(6, page=2, dense_layers=
             "InfiniGen": infinigen(4)}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", names(BY_TURNS, "Quest"))
+@pytest.mark.parametrize("name", some_slow(BY_TURNS, "Quest"))
 def test_max_new_bounds_the_tokens_of_a_row_and_not_the_steps_of_the_batch(name):
     """Two rows take turns: twice as many steps as `max_new`, and no token is lost."""
     transform, tokens = BY_TURNS[name], Tokens.random(rows=2)

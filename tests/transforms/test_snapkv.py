@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from tests.references.snapkv import SnapKV
-from tests.support.cases import names
+from tests.support.marks import some_slow
 from tests.support.method_pair import LENGTHS, Pair
 
 
@@ -41,7 +41,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", names(CASES, "authors' code", "sinks"))
+@pytest.mark.parametrize("name", some_slow(CASES, "authors' code", "sinks"))
 def test_prompt_decode_and_a_further_turn(name):
     """Nothing is evicted while decoding; then everything live is compressed as one prompt."""
     both = pair(**CASES[name], seed=5).prompt(LENGTHS)

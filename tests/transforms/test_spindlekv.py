@@ -236,17 +236,7 @@ def test_a_chain_of_both_is_the_same():
     assert layers == kvjax.bind(parts, 3)
 
 
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        ({"reserve": 1.5}, ValueError),
-        ({"reserve": "half"}, TypeError),
-        ({"reserve": 0.5, "window": 0}, ValueError),
-        ({"reserve": 0.5, "beta": 2.0}, ValueError),
-        ({"reserve": 0.5, "unfold": 1}, TypeError),
-    ],
-    ids=str,
-)
-def test_bad_eviction(bad, error):
-    with pytest.raises(error, match=next(reversed(bad))):
-        kvjax.LayerBudgetEviction(**bad)
+@pytest.mark.parametrize("bad", [{"reserve": 1.5}, {"window": 0}, {"beta": 2.0}], ids=str)
+def test_bad_eviction(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        kvjax.LayerBudgetEviction(**{"reserve": 0.5, **bad})

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from tests.references.streaming_llm import StreamingLLM
-from tests.support.cases import names
+from tests.support.marks import some_slow
 from tests.support.method_pair import LENGTHS, Pair
 
 ROPE = kvjax.Rope(np.float32([1.0, 0.25, 0.01]), factor=1.2)  # 6 of 8 channels
@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", names(CASES, "no sinks", "in a window"))
+@pytest.mark.parametrize("name", some_slow(CASES, "no sinks", "in a window"))
 def test_prompt_and_64_decode_steps(name):
     pair(**CASES[name]).prompt(LENGTHS).decode(64)
 
