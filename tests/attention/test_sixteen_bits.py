@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.compose.test_conformance import BUDGET, CASES, COVERING, names, quantised
 from tests.references.attention import softmax_attention
 from tests.support.attending import Tokens, attend, flushed, new_cache, parts, right, slots_of
+from tests.support.cases import BUDGET, CASES, COVERING, names, quantised
 from tests.support.tolerances import roundings, within_roundings
 
 LENGTHS, FURTHER, WIDTH, STEPS = (24, 17, 5), (5, 8, 3), 24, 8

@@ -17,8 +17,8 @@ from kvjax.generation.model import AttentionOptions
 from kvjax.generation.reading import CacheSize
 from kvjax.models import random_decoder
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds
-from tests.compose.test_conformance import BUDGET, compositions, registered
 from tests.generation.test_generate import CONFIG, RAGGED, method, model
+from tests.support.cases import BUDGET, compositions, registered
 
 STORED = {
     "8 bits": "quantize",
