@@ -39,11 +39,20 @@ from tests.support.attending import (
 from tests.support.tolerances import close
 
 BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
-bad_numbers = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+# Every form of storage, and every kind of method: for them infinities are tried, too.
+KINDS = ("full", "h2o", "clusterkv", "h2o_quantize", "snapkv_quantize_channel", "h2o_codebook")
+FAST = ("full", "h2o", "kvmerger", "quantize")
 
-# Every form of storage, and every kind of method; the others take part with the slow tests.
-KERNELS = ("full", "h2o", "clusterkv", "h2o_quantize", "snapkv_quantize_channel", "h2o_codebook")
-FAST = ("chelsea", "clusterkv", "full", "h2o", "kvmerger", "quantize", "snapkv")
+
+def bad_numbers(chosen, infinite, *fast: str):
+    """NaN for all of the cases, which those in `fast` are not slow for, and infinities for some."""
+    cases = [
+        pytest.param(name, BAD[bad], id=f"{bad}-{name}", marks=[pytest.mark.slow] * (not quick))
+        for bad in BAD
+        for name in (chosen if bad == "nan" else infinite)
+        for quick in [bad == "nan" and name in fast]
+    ]
+    return pytest.mark.parametrize(("name", "bad"), cases)
 
 
 # --- writing into free slots ----------------------------------------------------------------------
@@ -163,9 +172,7 @@ def followed(name: str, change):
     yield "step after the turn", out, cache
 
 
-@pytest.mark.parametrize("name", names(CASES))
-@bad_numbers
-@pytest.mark.fast_cases(*(f"nan-{name}" for name in FAST))
+@bad_numbers(CASES, KINDS, *FAST)
 def test_what_stands_in_free_slots_reaches_nothing(name, bad):
     """Before a step, a flush, each chunk of a further turn, and the step after it."""
     spoil = functools.partial(spoiled, bad=bad)
@@ -174,9 +181,7 @@ def test_what_stands_in_free_slots_reaches_nothing(name, bad):
         same(name, np.asarray(out), cache, expected[1], expected[2], what)
 
 
-@pytest.mark.parametrize("name", names(CASES))
-@bad_numbers
-@pytest.mark.fast_cases(*(f"nan-{name}" for name in FAST))
+@bad_numbers(CASES, KINDS, *FAST)
 def test_an_empty_cache_may_hold_anything(name, bad):
     """A prompt in chunks, whose free slots are spoiled between them too."""
     transform, expected = CASES[name], standard(name)
@@ -193,8 +198,7 @@ def test_an_empty_cache_may_hold_anything(name, bad):
 # --- with kernels ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names(KERNELS))
-@pytest.mark.fast_cases("h2o")
+@pytest.mark.parametrize("name", names(KINDS, "h2o"))
 def test_what_stands_in_free_slots_reaches_nothing_with_kernels(name):
     """One step of every kernel that reads a cache, interpreted."""
     transform, cache = CASES[name], standard(name).prompt_cache
@@ -240,25 +244,19 @@ AT_THE_END = (
 IN_A_STEP = ("streaming_llm", "reposition", "h2o", "chain", "h2o_quantize", "h2o_quantize_token")
 
 
-@pytest.mark.parametrize("name", names(AT_THE_END))
-@bad_numbers
-@pytest.mark.fast_cases("nan-h2o", "nan-streaming_llm")
+@bad_numbers(AT_THE_END, ["h2o"], "h2o", "streaming_llm")
 def test_a_value_that_a_prompts_end_evicts_is_gone(name, bad):
     cache = one_row(name).prompt_cache
     position = next(x for x in range(WIDTH) if not held_at(name, cache, x))
     equals_but_for_a_token(name, position, bad, "v", 0)
 
 
-@pytest.mark.parametrize("name", names(IN_A_STEP))
-@bad_numbers
-@pytest.mark.fast_cases("nan-h2o", "nan-streaming_llm")
+@bad_numbers(IN_A_STEP, ["h2o"], "h2o", "streaming_llm")
 def test_a_value_that_a_step_evicts_is_gone(name, bad):
     equals_but_for_a_token(name, **evicted_in_a_step(name), bad=bad, side="v")
 
 
-@pytest.mark.parametrize("name", names(["streaming_llm", "reposition"]))
-@bad_numbers
-@pytest.mark.fast_cases("nan-streaming_llm")
+@bad_numbers(["streaming_llm", "reposition"], ["streaming_llm"], "streaming_llm")
 def test_a_key_that_is_evicted_is_gone(name, bad):
     """Of methods that decide by position alone: others have no score of a row that saw NaN."""
     cache = one_row(name).prompt_cache
