@@ -16,12 +16,10 @@ import pytest
 import kvjax
 from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
 from kvjax.budgets.budgets import slots_for
-from kvjax.budgets.layers import layer_table
 from kvjax.compose.chain import parts_of
-from kvjax.compose.foreseen import frees_while_decoding, rewrites
+from kvjax.compose.foreseen import rewrites
 from kvjax.generation.steps import scan_steps
 from kvjax.registry import METHODS
-from tests.references.pyramidkv import layer_budgets
 from tests.support.attending import (
     HEAD_DIM,
     KV_HEADS,
@@ -49,6 +47,7 @@ from tests.support.attending import (
     structure,
     the_rope,
 )
+from tests.support.marks import slow, some_slow
 from tests.support.tolerances import close
 
 BUDGET, WINDOW = 12, 4
@@ -235,8 +234,7 @@ REPRESENTATIVES = ("full", "h2o", "chelsea", "clusterkv", "every", "quantize", "
 
 def names(chosen, *fast: str) -> list:
     """Cases of which those named in `fast` are not slow, or else those that are not in SLOW."""
-    slow = SLOW if not fast else set(chosen) - set(fast)
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in chosen]
+    return some_slow(chosen, *(fast or set(chosen) - SLOW))
 
 
 every_case = pytest.mark.parametrize("name", names(CASES))
@@ -330,17 +328,6 @@ def test_output_is_attention_over_what_was_live(name):
         before, now = ragged.all_caches[step], np.array(LENGTHS)[:, None] + step
         expected = attended(CASES[name], before, tokens(), now)
         close(ragged.outs[step], expected, what=f"step {step}")
-
-
-@pytest.mark.parametrize("name", names(["full", "snapkv", "h2o"], "full"))
-def test_window_soft_cap_and_scale(name):
-    options = {"window": 6, "soft_cap": 1.5, "scale": 0.7}
-    positions = right([0, 0, 0], LENGTHS, WIDTH)
-    ragged = run(CASES[name], tokens(), positions, 2, **options)
-    empty = new_cache(CASES[name], **options)
-    close(ragged.prompt_out, attended(CASES[name], empty, tokens(), positions, **options))
-    now = np.array(LENGTHS)[:, None] + 1
-    close(ragged.outs[1], attended(CASES[name], ragged.caches[0], tokens(), now, **options))
 
 
 @pytest.mark.parametrize("name", names([name for name in CASES if name not in SHARES]))
@@ -502,24 +489,18 @@ def test_a_fresh_cache_can_be_donated(name):
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
 
 
-@pytest.mark.parametrize("phase", ["prompt", "decode"])
 @pytest.mark.slow
-def test_jit_equals_eager(phase):
+def test_jit_equals_eager():
     """One method is enough: what is not jitted is compiled primitive by primitive."""
     name, step = "h2o", 3
     transform, ragged = CASES[name], standard(name)
-    if phase == "prompt":
-        before, positions = new_cache(transform), right([0, 0, 0], LENGTHS, WIDTH)
-        expected = ragged.prompt_out, ragged.prompt_cache
-    else:
-        before, positions = ragged.caches[step - 1], np.array(LENGTHS)[:, None] + step
-        expected = ragged.outs[step], ragged.caches[step]
+    q, k, v, positions = tokens().at(np.array(LENGTHS)[:, None] + step)
     out, cache = kvjax.attend(
-        transform, before, *tokens().at(positions), phase=phase, rope=the_rope()
+        transform, ragged.caches[step - 1], q, k, v, positions, phase="decode", rope=the_rope()
     )
-    close(out, expected[0])
+    close(out, ragged.outs[step])
     assert structure(cache) == structure(ragged.prompt_cache)
-    same_slots(name, cache, range(3), expected[1], range(3))
+    same_slots(name, cache, range(3), ragged.caches[step], range(3))
 
 
 @every_case
@@ -762,56 +743,6 @@ def test_a_share_of_every_length(fraction, minimum):
     np.testing.assert_array_equal(slots_for(fraction, lengths, minimum), expected)
 
 
-@pytest.mark.parametrize(
-    ("transform", "minimum"),
-    [
-        (kvjax.StreamingLLM(0.4), 5),
-        pytest.param(kvjax.H2O(0.1), 2, marks=pytest.mark.slow),
-        pytest.param(snapkv(0.4), 5, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_every_row_has_its_own_share(transform, minimum):
-    ragged = run(transform, tokens(), right([0, 0, 0], LENGTHS, WIDTH), 6)
-    budgets = np.array([share_of(transform.budget, n, minimum) for n in LENGTHS])
-    live = live_count(ragged.prompt_cache)
-    np.testing.assert_array_equal(live, np.broadcast_to(budgets[:, None], live.shape))
-    if frees_while_decoding(transform):
-        bound = np.maximum(budgets, minimum)[:, None]
-        for cache in ragged.caches:
-            assert (live_count(cache) <= bound).all()
-    else:
-        np.testing.assert_array_equal(live_count(ragged.caches[-1]), live + 6)
-
-
-@pytest.mark.parametrize("beta", [20.0, 1, 10 / 3])
-@pytest.mark.parametrize("budget", [9, 1000])
-@pytest.mark.parametrize("num_layers", [1, 2, 7, 32])
-def test_layer_budgets_of_every_length(budget, beta, num_layers):
-    """PyramidKV's layers add up, and are those of the formula in exact arithmetic."""
-    layers = kvjax.bind(kvjax.PyramidKV(budget=budget, beta=beta), num_layers)
-    lengths = np.array([1, 8, 9, 10, 63, 64, 65, 127, 128, 700, 2000, 5000])
-    tables = [np.asarray(layer_table(tx.budget, layer, 5000)) for layer, tx in enumerate(layers)]
-    mine = np.stack([own[np.minimum(lengths, own.size - 1)] for own in tables], axis=1)
-    for length, slots in zip(lengths.tolist(), mine.tolist(), strict=True):
-        if length <= budget:  # left whole in every layer
-            assert all(slots_of_layer >= length for slots_of_layer in slots), length
-        else:
-            assert sum(slots) == budget * num_layers, length
-            assert slots == layer_budgets(budget, 8, beta, length, num_layers), length
-
-
-def test_a_layers_share_of_ragged_rows():
-    transform = kvjax.PyramidKV(budget=0.5, window=WINDOW, kernel=3)
-    for layer in (0, 2):
-        tx = one_layer(transform, layer)
-        ragged = run(tx, tokens(), right([0, 0, 0], LENGTHS, WIDTH), 0)
-        for row, length in enumerate(LENGTHS):
-            mean = share_of(0.5, length, WINDOW + 1)
-            slots = layer_budgets(mean, WINDOW, 20.0, length, 3)[layer]
-            assert (live_count(ragged.prompt_cache)[row] == min(length, slots)).all(), (layer, row)
-
-
 def test_a_numpy_budget_is_a_budget():
     numpy_budget = dataclasses.replace(snapkv(), budget=np.int64(16))
     assert numpy_budget.extent(kvjax.Extent(32, 1)).prompt == 16
@@ -821,7 +752,7 @@ def test_a_numpy_budget_is_a_budget():
 # --- a prompt in pieces, and dtypes that must not leak into the cache -----------------------------
 
 
-@pytest.mark.parametrize("budget", [pytest.param(16, marks=pytest.mark.slow), 32])
+@pytest.mark.parametrize("budget", [*slow(16), 32])
 def test_decoding_waits_for_the_last_chunk(budget):
     """Also where the capacity alone would not tell that the prompt is unfinished."""
     transform = snapkv(budget)

@@ -25,7 +25,6 @@ from kvjax import (
     PyramidKV,
     SnapKV,
     StreamingLLM,
-    WhenFull,
     bind,
     chain,
     parse,
@@ -40,16 +39,6 @@ class Recall(kvjax.KVTransform):
 
     pages: int = 2
     stage = Stage.RECALL
-
-
-@dataclasses.dataclass(frozen=True)
-class Represent(kvjax.KVTransform):
-    stage = Stage.REPRESENT
-
-
-@dataclasses.dataclass(frozen=True)
-class Place(kvjax.KVTransform):
-    stage = Stage.PLACE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,32 +57,19 @@ EVERY = Every(SNAP, steps=4)
 # What is built, the exception, and what the message must contain: given and expected.
 CONSTRUCTION = {
     "streaming budget": (lambda: StreamingLLM(budget=4), ValueError, "4", "at least 5", "sinks"),
-    "negative sinks": (lambda: StreamingLLM(budget=8, sinks=-1), ValueError, "-1", "sinks"),
-    "sinks as float": (lambda: StreamingLLM(budget=8, sinks=2.0), TypeError, "2.0", "int"),
     "even kernel": (lambda: SnapKV(budget=64, kernel=4), ValueError, "4", "odd"),
-    "pooling": (
-        lambda: SnapKV(budget=64, pooling="median"), ValueError, "median", "'max'", "'avg'",
-    ),
     "pyramid beta nan": (lambda: PyramidKV(64, beta=float("nan")), ValueError, "nan", "beta"),
-    "pyramid beta text": (lambda: PyramidKV(64, beta="steep"), TypeError, "steep", "beta"),
     "share above one": (lambda: SnapKV(budget=1.5), ValueError, "1.5", "(0, 1]"),
     "share that is nan": (lambda: StreamingLLM(float("nan")), ValueError, "nan", "(0, 1]"),
-    "budget as text": (lambda: H2O(budget="64"), TypeError, "'64'", "int"),
-    "budget as bool": (lambda: H2O(budget=True), TypeError, "True", "int"),
     "replace re-checks": (
         lambda: dataclasses.replace(SNAP, budget=4), ValueError, "4", "at least 5",
     ),
-    "every, class": (lambda: Every(SnapKV, steps=4), TypeError, "SnapKV", "instance"),
     "every of a decoder": (lambda: Every(H2O(budget=8), steps=4), ValueError, "H2O", "prompt"),
-    "every of every": (lambda: Every(Every(SNAP, 4), 4), ValueError, "Every", "prompt"),
     "every of a chain with recall": (
         lambda: Every(chain(SNAP, Recall()), steps=4), ValueError, "Recall",
     ),
     "every of head groups": (
         lambda: Every(HeadGroups((((0,), SNAP),)), steps=4), ValueError, "HeadGroups",
-    ),
-    "when_full of a decoder": (
-        lambda: WhenFull(H2O(budget=8), room=4), ValueError, "H2O", "prompt",
     ),
     "groups, missing head": (
         lambda: HeadGroups((((0, 2), Full()),)), ValueError, "(0, 2)", "exactly once",
@@ -101,7 +77,6 @@ CONSTRUCTION = {
     "groups, empty group": (
         lambda: HeadGroups((((0, 1), Full()), ((), SNAP))), ValueError, "()", "not empty",
     ),
-    "groups, class": (lambda: HeadGroups((((0,), H2O),)), TypeError, "H2O", "instance"),
     "groups in groups": (
         lambda: HeadGroups((((0,), HeadGroups((((0,), Full()),))),)), ValueError, "nested",
     ),
@@ -121,15 +96,10 @@ CONSTRUCTION = {
     "stale index, nothing annotated": (
         lambda: chain(Merges(), Recall()), ValueError, "Recall", "Merges", "decoding",
     ),
-    "every, nothing annotated": (lambda: Every(Merges(), 4), ValueError, "Merges", "prompt"),
     "cam, nothing annotated": (lambda: kvjax.CaM(Merges()), ValueError, "Merges", "evicts tokens"),
-    "kvcrush, nothing annotated": (
-        lambda: kvjax.KVCrush(Merges(), 4), ValueError, "Merges", "evicts tokens",
-    ),
     "codebook, nothing annotated": (
         lambda: chain(Merges(), kvjax.Codebook()), ValueError, "Merges", "merges slots",
     ),
-    "bind, class": (lambda: bind(H2O, 4), TypeError, "H2O", "instance"),
     "bind, layers": (lambda: bind(SNAP, 0), ValueError, "0", "at least 1"),
     "per layer, not a transform": (
         lambda: bind(PerLayer(lambda i, n: None), 2), TypeError, "None", "PerLayer",
@@ -137,26 +107,22 @@ CONSTRUCTION = {
     "a list per layer": (
         lambda: PerLayer([SNAP, Full()]), TypeError, "[SnapKV(", "function of (layer, num_layers)",
     ),
-    "per layer, decoder in every": (
-        lambda: bind(Every(PerLayer(lambda i, n: H2O(budget=8)), 4), 2), ValueError, "H2O",
-    ),
     "two splits of heads": (
         lambda: bind(chain(*[HeadGroups((((0,), SNAP),))] * 2), 2), ValueError, "split heads once",
     ),
     "parse, unknown": (lambda: parse("h20", 64), ValueError, "'h20'", "h2o", "snapkv", "chain"),
-    "parse, nothing": (lambda: parse("", 64), ValueError, "''", "name"),
     "parse, syntax": (lambda: parse("chain(h2o", 64), ValueError, "chain(h2o", "name"),
     "parse, attribute": (lambda: parse("os.system('ls')", 64), ValueError, "os.system", "name"),
-    "parse, positional": (lambda: parse("h2o(64)"), ValueError, "h2o(64)", "name"),
+    "parse, call as value": (
+        lambda: parse("h2o(budget=open('x'))"), ValueError, "budget", "literal",
+    ),
     "parse, method in method": (
         lambda: parse("h2o(snapkv)", 64), ValueError, "h2o", "1", "keywords",
     ),
     "parse, unknown parameter": (
         lambda: parse("snapkv(heads=4)", 64), ValueError, "'heads'", "window", "kernel",
     ),
-    "parse, full takes nothing": (lambda: parse("full(x=1)"), ValueError, "'x'", "nothing"),
     "parse, missing budget": (lambda: parse("h2o"), ValueError, "h2o", "budget"),
-    "parse, missing base": (lambda: parse("every(steps=4)", 64), ValueError, "every", "0", "one"),
     "parse, base by name": (
         lambda: parse("every(snapkv, base=h2o, steps=4)", 64),
         ValueError, "base", "every(snapkv, base=h2o, steps=4)",
@@ -164,7 +130,6 @@ CONSTRUCTION = {
     "parse, two bases": (
         lambda: parse("every(snapkv, h2o, steps=4)", 64), ValueError, "2", "one method",
     ),
-    "parse, no literal": (lambda: parse("h2o(budget=x)"), ValueError, "budget", "literal"),
     "parse, unhashable value": (
         lambda: parse("h2o(budget={[]: 1})"), ValueError, "budget", "literal",
     ),
@@ -172,21 +137,13 @@ CONSTRUCTION = {
         lambda: parse("chain(h2o, budget=4)", 64), ValueError, "budget", "methods only",
     ),
     "parse, unpacking": (lambda: parse("h2o(**{'budget': 4})"), ValueError, "h2o"),
-    "parse, a parameter twice": (
-        lambda: parse("h2o(budget=4, budget=8)"), ValueError, "budget",
-    ),
-    "parse, no text": (lambda: parse(H2O(budget=4)), TypeError, "H2O"),
     "parse, null": (lambda: parse("h2o\0", 4), ValueError, "name"),
     "parse, a value without a name": (
         lambda: parse("snapkv(64)"), ValueError, "snapkv(64)", "write budget=64",
     ),
-    "parse, a wrapper's value without a name": (
-        lambda: parse("every(snapkv, 64)", 64), ValueError, "every(snapkv, 64)", "write steps=64",
-    ),
     "parse, a comma": (
         lambda: parse("snapkv,h2o", 64), ValueError, "snapkv,h2o", "write chain(snapkv, h2o)",
     ),
-    "parse, nearly a method": (lambda: parse("snap_kv", 64), ValueError, "did you mean snapkv?"),
     "parse, nearly a parameter": (
         lambda: parse("snapkv(windw=4)", 64), ValueError, "'windw'", "did you mean window?",
     ),
@@ -228,16 +185,11 @@ def shapes_of_init(transform=SNAP, **changes):
 
 
 INIT = {
-    "no rows": ({"batch": 0}, ValueError, "batch", "0", "at least 1"),
-    "negative new": ({"max_new": -1}, ValueError, "max_new", "-1"),
     "float rows": ({"batch": 1.0}, TypeError, "batch", "1.0", "int"),
     "heads that don't divide": ({"query_heads": 3}, ValueError, "3", "2", "multiple"),
     "integer dtype": ({"dtype": jnp.int32}, TypeError, "int32", "floating"),
     "class": ({"transform": H2O}, TypeError, "H2O", "instance"),
     "unbound pyramid": ({"transform": PyramidKV(64)}, ValueError, "PyramidKV", "bind"),
-    "unbound in a chain": (
-        {"transform": chain(PyramidKV(64), H2O(64))}, ValueError, "PyramidKV", "bind",
-    ),
     "unsplit groups in a chain": (
         {"transform": chain(HeadGroups((((0, 1), SNAP),)), H2O(8))},
         ValueError, "HeadGroups", "bind",
@@ -292,34 +244,20 @@ ATTEND = {
     ),
     "unbound": ({"transform": PyramidKV(64), "cache_of": SNAP}, ValueError, "PyramidKV", "SnapKV"),
     "a bare cache": ({"cache": lambda: new_cache(SNAP, 2).kv}, TypeError, "KVCache", "init_cache"),
-    "all layers' caches": (
-        {"cache": lambda: (new_cache(SNAP, 2),) * 2}, TypeError, "tuple", "init_cache",
-    ),
     "groups, one cache": (
         {"transform": GROUPS, "cache_of": SNAP}, ValueError, "HeadGroups", "2", "LayerCache",
     ),
     "phase": ({"phase": "prefill"}, ValueError, "'prefill'", "'prompt'", "'decode'"),
     "three axes": ({"q": lambda q: q[0]}, ValueError, "q", "[B, heads, T, D]", "(4, 3, 8)"),
-    "values with other channels": (
-        {"v": lambda v: v[..., :4]}, ValueError, "(2, 2, 3, 4)", "D of q",
-    ),
     "heads that don't divide": (
         {"q": lambda q: q[:, :3]}, ValueError, "3", "2", "multiple",
     ),
     "other query heads than the cache": (
         {"q": lambda q: q[:, :2]}, ValueError, "4 query heads", "(2, 2, 3, 8)",
     ),
-    "other channels than the cache": (
-        {name: lambda x: x[..., :4] for name in ("q", "k", "v")} | {"rope": None},
-        ValueError, "head_dim 8", "4",
-    ),
     "no tokens": (
         {name: lambda x: x[:, :, :0] for name in "qkv"} | {"positions": lambda p: p[:, :0]},
         ValueError, "T = 0", "at least one",
-    ),
-    "integers": ({"q": lambda q: q.astype(jnp.int32)}, TypeError, "q", "int32", "floating"),
-    "positions as floats": (
-        {"positions": lambda p: p.astype(jnp.float32)}, TypeError, "float32", "integers",
     ),
     "positions of other tokens": (
         {"positions": lambda p: p[:, :2]}, ValueError, "(2, 3)", "(2, 2)",
@@ -327,20 +265,12 @@ ATTEND = {
     "several tokens under a decoder": (
         {"transform": H2O(budget=8), "phase": "decode"}, ValueError, "H2O", "one token", "3",
     ),
-    "several tokens in a group": (
-        {"transform": HeadGroups((((0, 1), H2O(budget=8)),)), "phase": "decode"},
-        ValueError, "one token", "3",
-    ),
     "unrotated keys without rope": (
         {"transform": late(), "rope": None}, ValueError, "reposition=True", "rope",
     ),
     "window of nothing": ({"window": 0}, ValueError, "window", "0", "at least 1"),
     "soft cap of nothing": ({"soft_cap": 0.0}, ValueError, "soft_cap", "0.0"),
-    "queries as a list": ({"q": lambda q: q.tolist()}, TypeError, "q must be an array", "list"),
     "a frequency alone": ({"rope": kvjax.Rope(1.0)}, TypeError, "inv_freq", "array", "float"),
-    "frequencies of three axes": (
-        {"rope": kvjax.Rope(np.ones((1, 1, 4), np.float32))}, ValueError, "[B, R]", "(1, 1, 4)",
-    ),
     "sinks of KV heads": (
         {"sinks": np.zeros(2, np.float32)}, ValueError, "sinks must be [Q] = (4,)", "got (2,)",
     ),

@@ -39,7 +39,6 @@ from tests.support.attending import (
     KV_HEADS,
     QUERY_HEADS,
     Tokens,
-    attend,
     decode,
     live_count,
     new_cache,
@@ -49,6 +48,7 @@ from tests.support.attending import (
     slots_of,
     the_rope,
 )
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 SNAP = SnapKV(budget=12, window=4, kernel=3)
@@ -303,10 +303,7 @@ def test_reading_equals_attention_over_the_chosen_slots(name, tokens):
     assert chosen_fewer, "the selection must leave something out"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "observed")) for name in READERS],
-)
+@pytest.mark.parametrize("name", some_slow(READERS, "observed"))
 def test_reading_keeps_everything(name, tokens):
     """A recall method reads a selection: it evicts nothing, and the prompt is attended in full."""
     without = {"after eviction": SNAP, "observed after eviction": SNAP}.get(name, Full())
@@ -391,32 +388,7 @@ def test_when_full_compresses_only_rows_that_are_full(tokens):
     assert live[:, 2].tolist() == [*range(5, 15), 12, 13]
 
 
-def test_user_transform_with_defaults_only_is_the_identity(tokens):
-    @dataclasses.dataclass(frozen=True)
-    class Nothing(kvjax.KVTransform):
-        pass
-
-    positions = right([0, 0, 0], LENGTHS, WIDTH)
-    mine, full = run(Nothing(), tokens, positions, 2), run(Full(), tokens, positions, 2)
-    close(mine.prompt_out, full.prompt_out, "exact")
-    close(mine.outs[-1], full.outs[-1], "exact")
-
-
 # --- what attend accepts --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_keys_may_come_rotated(tokens):
-    """Without `rope`, q and k are taken as they are."""
-    positions = right([0, 0, 0], LENGTHS, WIDTH)
-    q, k, v, at = tokens.at(positions)
-    rope = the_rope()
-    rotated = attend(
-        SNAP, new_cache(SNAP), rope.rotate(q, at), rope.rotate(k, at), v, at, phase="prompt"
-    )
-    out, cache = prompt(SNAP, new_cache(SNAP), tokens, positions)
-    close(rotated[0], out)
-    np.testing.assert_array_equal(rotated[1].kv.position, cache.kv.position)
 
 
 def test_float32_activations_over_a_bfloat16_cache(tokens):

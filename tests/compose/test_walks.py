@@ -18,6 +18,7 @@ from kvjax.protocol import Wrapper
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from tests.generation.test_context import same
 from tests.generation.test_generate import RAGGED, generate, model
+from tests.support.marks import some_slow
 
 LAYERS, WINDOW = 2, 8
 FULL = kvjax.Full()
@@ -79,9 +80,7 @@ CASES = pytest.mark.parametrize("name", COMPOSITIONS)
 
 
 FAST = ("everywhere of a chain", "head groups")
-MOST_SLOW = pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in COMPOSITIONS]
-)
+MOST_SLOW = pytest.mark.parametrize("name", some_slow(COMPOSITIONS, *FAST))
 
 
 @functools.cache
@@ -115,6 +114,7 @@ def test_every_infinigen_is_calibrated_for_its_heads(name):
     assert found
     for heads, calibration in found:
         np.testing.assert_array_equal(calibration.projections, whole().projections[:, heads])
+    assert any(map(wants_prediction, layers))
     assert kvjax.calibrated(COMPOSITIONS[name], model(), RAGGED[:1]) == calibrated(name)
     assert kvjax.calibrated(calibrated(name), model(), []) is calibrated(name)
 
@@ -169,11 +169,6 @@ def test_a_plan_has_the_bytes_of_a_calibration(name):
     own = plan(model(), PerLayer(lambda layer, _: expected[layer]), **size)
     assert (given.fixed, given.request) == (own.fixed, own.request)
     assert given.transform == COMPOSITIONS[name]
-
-
-@CASES
-def test_models_are_asked_for_predictions(name):
-    assert any(map(wants_prediction, kvjax.bind(calibrated(name), LAYERS)))
 
 
 EVICTS_AND_STORES = Around(chain(EVICTS, STORES))

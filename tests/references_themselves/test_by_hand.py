@@ -339,17 +339,6 @@ def test_scores_while_decoding():
     np.testing.assert_allclose(method.prefix_scores(), [(1 / 6 + 0.1) / 2, (2 / 6 + 0.2) / 2])
 
 
-def test_positions_by_rank():
-    method = StreamingLLM(3, sinks=1, reposition=True, inv_freq=np.array([1.0]), scale=2.0)
-    unit, values = np.tile([1.0, 0.0], (8, 1)), np.arange(16.0).reshape(8, 2)
-    method.prompt(unit[None], unit, values, np.arange(8))
-    assert method.kept == [0, 6, 7]
-    out = method.decode(unit[:1], unit[0], np.array([5.0, -1.0]), 8)
-    weights = np.exp(2 * np.cos([3, 2, 1, 0]))  # ranks 0 to 3, and the query at 3
-    expected = weights @ [[0, 1], [12, 13], [14, 15], [5, -1]] / weights.sum()
-    np.testing.assert_allclose(out[0], expected)
-
-
 def test_spindlekv_divides_by_age():
     """By equation 2, the token at `a` of L tokens has been received by L - a queries."""
 
@@ -551,15 +540,6 @@ def test_clusterkv_clusters_a_further_prompt_anew():
 )
 def test_clusterkv_for_groups_of_queries(options, q, expected):
     assert step(figure_8(2, **options), 7, q, [X]) == expected
-
-
-def test_a_mass_counts_in_a_selection():
-    method = clusterkv.ClusterKV(5, lambda *_: [], sinks=4, **MEAN)
-    read(method, [[X, Y, Z]])
-    method.heads[0].tokens[2].log_mass = math.log(4)
-    out, selected = method.decode(X[None], X[None], np.full((1, 3), 3.0), 3)
-    assert selected == [[0, 1, 2, 3]]
-    np.testing.assert_allclose(out, np.full((1, 3), (0 + 1 + 4 * 2 + 3) / 7))
 
 
 def test_bounds_of_pages():
