@@ -2,9 +2,8 @@
 # make aot-tpu one with jax[tpu], make docs the extra docs.
 PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 RESULTS = benchmarks/results
-BENCHES = decode_step compress_overhead recall_step payload_step
 
-.PHONY: quick test slow versions lint types docs notebooks wheel aot aot-tpu benches bench-kernels
+.PHONY: quick test slow versions lint types docs notebooks wheel aot aot-tpu bench-decode bench-kernels
 
 quick: ; $(PYTHON) -m pytest -m quick
 test: ; $(PYTHON) -m pytest
@@ -26,10 +25,8 @@ wheel: ; $(PYTHON) -m build
 aot: ; $(PYTHON) -m tests.gpu.compile_for_gpus
 # Compiles decode steps and prompts for TPUs that are not there, in a quarter of an hour.
 aot-tpu: ; $(PYTHON) -m tests.tpu.compile_for_tpus --out $(RESULTS)/aot_tpu.json
-# Decode steps and compression on a CPU, a quarter of an hour.
-benches:
-	for name in $(BENCHES); do \
-		$(PYTHON) benchmarks/$$name.py --out $(RESULTS)/$${name}_cpu.json || exit 1; done
+# Decode steps of one layer on a CPU, in some minutes.
+bench-decode: ; $(PYTHON) benchmarks/decode_step.py --out $(RESULTS)/decode_step_cpu.json
 # The kernels on a GPU, in under ten minutes.
 bench-kernels: ; $(PYTHON) benchmarks/kernels.py --out $(RESULTS)/kernels.json
 # Writes the notebooks from their .py files, without outputs.

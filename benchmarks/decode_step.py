@@ -38,18 +38,14 @@ def decode_side(
     prompt: int,
     *,
     steps_per_call: int = STEPS,
-    tokens: Callable[[int, int], tuple[jax.Array, ...]] = tokens,
     rope: kvjax.Rope | None = None,
-    describe: Callable[[kvjax.LayerCache], object] = kvjax.nbytes,
-) -> tuple[Callable[[], object], object]:
+) -> tuple[Callable[[], object], int]:
     """A function that makes some more steps after a prompt it has read, and its cache's bytes.
 
     Args:
       transform, prompt: the method, and how many tokens its prompt has.
       steps_per_call: how many more.
-      tokens: makes q, k and v of a number of tokens, from a seed.
-      rope: rotates them, where given.
-      describe: what is said about the cache after the prompt.
+      rope: rotates queries and keys, where given.
     """
     cache = kvjax.init_cache(
         transform, batch=1, kv_heads=KV_HEADS, query_heads=KV_HEADS * GROUP, head_dim=HEAD_DIM,
@@ -58,7 +54,7 @@ def decode_side(
     attend = functools.partial(kvjax.attend, transform, rope=rope)
     read = jax.jit(functools.partial(attend, phase="prompt"), donate_argnums=0)
     _, cache = jax.block_until_ready(read(cache, *tokens(prompt, 0), jnp.arange(prompt)[None]))
-    said = describe(cache)
+    cache_bytes = kvjax.nbytes(cache)
     q, k, v = jax.block_until_ready(tokens(1, 1))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -82,7 +78,7 @@ def decode_side(
             held["cache"] = flush(held["cache"])
         return out
 
-    return side, said
+    return side, cache_bytes
 
 
 def einsum_side(slots: int) -> Callable[[], object]:
@@ -117,10 +113,15 @@ def main() -> None:
         "streaming_llm": kvjax.StreamingLLM(args.budget),
         "h2o": kvjax.H2O(args.budget),
         "snapkv": kvjax.SnapKV(args.budget),
+        "clusterkv": kvjax.ClusterKV(args.budget, dense_layers=()),
+        "quest": kvjax.Quest(args.budget, dense_layers=()),
+        "quantize, 8 bits": kvjax.Quantize(8),
+        "quantize, 4 bits": kvjax.Quantize(4),
     }
     sides, cache_bytes = {"einsum": einsum_side(args.prompt_tokens + MAX_NEW)}, {}
     for name, transform in methods.items():
-        sides[name], cache_bytes[name] = decode_side(transform, args.prompt_tokens)
+        layer = kvjax.bind(transform, 1)[0]
+        sides[name], cache_bytes[name] = decode_side(layer, args.prompt_tokens)
     seconds = {name: s / STEPS for name, s in interleaved_medians(sides, args.rounds).items()}
     write(
         args.out,

@@ -4,24 +4,21 @@
         benchmarks/results/vs_kvpress_smollm2.json
 
 It makes an environment for kvpress (`--environment`, otherwise a temporary folder) and installs
-pinned versions there (`vs_kvpress_processes.py`). pip downloads PyTorch for GPUs, unless
-`PIP_EXTRA_INDEX_URL` is https://download.pytorch.org/whl/cpu. Each row is a method, a share of the
-prompt and a prompt length. Both frameworks get the same weights in float32, the same tokens, as
-many slots and as many threads on the same cores, each in a process of its own
-(`vs_kvpress_worker.py`) that has run the request once.
+pinned versions there. pip downloads PyTorch for GPUs, unless `PIP_EXTRA_INDEX_URL` is
+https://download.pytorch.org/whl/cpu. Each row is a method and a prompt length. Both frameworks get
+the same weights in float32, the same tokens, as many slots and as many threads on the same cores,
+each in a process of its own (`vs_kvpress_worker.py`) that has run the request once. Nothing else
+should run meanwhile: PyTorch's threads wait for each other in a loop, and suffer more than XLA's.
 
 - `first_s`, `per_token_s`: the least of `--rounds` calls, one framework after the other.
-  `times_as_fast` divides kvpress's seconds by kvjax's. A call is measured again if other processes
-  took more than `--others` of the cores meanwhile; `calls` has what they took. Frameworks do not
-  suffer alike: PyTorch's threads wait for each other in a loop.
+  `times_as_fast` divides kvpress's seconds by kvjax's.
 - `peak_bytes`: the greatest resident memory of a new process during its first call; kvjax has the
-  programs from a compilation cache. `loaded_bytes`: what was resident once the model was loaded.
+  programs from a compilation cache.
 - `positions`: the sets of kept positions per layer and KV head at the prompt's end. `equal` of
   `lists` sets are equal, in `contained` one holds the other, `common` is the share of positions
   that both keep, of the smaller set. `gap`: by how much, relatively, kvpress's score of a token
   that it alone keeps exceeds that of a token that kvjax alone keeps, at most. It says how near a
   tie was that fell differently.
-- `same_tokens`: new tokens of the text that are equal before the first different one.
 - `answers`, at the shortest length: of `--cases` needles with the question inside, how many each
   framework answers, and in how many cases both write the same.
 
@@ -40,33 +37,31 @@ Where positions are not equal:
 While decoding, kvpress's presses evict nothing; `StreamingLLM` and `H2O` of kvjax hold their
 budget. With `reposition`, kvpress rotates what it keeps once, at the prompt's end, and kvjax all
 of it at every step, because a token that is evicted moves all later ones. `CaM` has no row:
-kvpress's begins to count attention when the prompt has been read. Quest, ClusterKV and the other
-methods of kvjax are not in kvpress.
+kvpress's begins to count attention when the prompt has been read.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from common import save, write
-from quiet import when_quiet
-from vs_kvpress_processes import SIDES, Setting, Worker, make_environment
+from common import Rows
 
-import kvjax
-from kvjax.budgets.budgets import check_count, check_number
 from kvjax.evaluation import Haystack, is_right
 from kvjax.models import load_tokenizer
-from kvjax.regular_files import read_json
 
-NEEDLE_TOKENS = 16  # new tokens of an answer
+PACKAGES = ("kvpress==0.5.5", "torch==2.13.0", "transformers==5.2.0")
+SIDES = ("kvpress", "kvjax")
+SHARE = 0.2  # of the prompt that stays
+NEW_TOKENS, NEEDLE_TOKENS = 32, 16  # of a timed call, and of an answer
 PYRAMID_WINDOW, PYRAMID_BETA = 8, 20
 
 # Of kvpress and of kvjax; {ratio} is the share that goes, {slots} what stays.
@@ -89,14 +84,11 @@ METHODS = {
     "h2o": ("ObservedAttentionPress({ratio})", "H2O({slots})"),
 }
 
+Positions = Sequence[Sequence[Sequence[int]]]  # of each layer and KV head
+
 
 def compression_ratio(slots: int, tokens: int) -> float:
-    """The ratio at which kvpress keeps `slots`: it takes `int(tokens · (1 - ratio))`.
-
-    Example:
-      >>> int(1000 * (1 - (1 - 59 / 1000))), int(1000 * (1 - compression_ratio(59, 1000)))
-      (58, 59)
-    """
+    """The ratio at which kvpress keeps `slots`: it takes `int(tokens · (1 - ratio))`."""
     return 1 - (slots + 1e-6) / tokens
 
 
@@ -105,164 +97,129 @@ def pyramid_beta(slots: int) -> float:
 
     The last layer has `slots / PYRAMID_BETA` in kvpress and `W + (slots - W) / beta` in kvjax; the
     mean is the same, and so is every layer between.
-
-    Raises:
-      ValueError: kvpress has no pyramid for so few slots.
     """
-    if slots <= PYRAMID_BETA * PYRAMID_WINDOW:
-        least = PYRAMID_BETA * PYRAMID_WINDOW
-        raise ValueError(f"a pyramid must have more than {least} slots on average, got {slots}")
     return (slots - PYRAMID_WINDOW) / (slots / PYRAMID_BETA - PYRAMID_WINDOW)
 
 
-def expressions(method: str, share: float | None, tokens: int) -> dict[str, str]:
+def expressions(method: str, tokens: int) -> dict[str, str]:
     """The method of each side, keeping the same number of slots."""
-    if method == "full":
-        return dict(zip(SIDES, METHODS[method], strict=True))
-    slots = int(share * tokens)
-    names = {"slots": slots, "ratio": compression_ratio(slots, tokens)}
-    names["beta"] = pyramid_beta(slots) if method == "pyramidkv" else None
-    texts = (text.format(**names) for text in METHODS[method])
-    return dict(zip(SIDES, texts, strict=True))
-
-
-Positions = Sequence[Sequence[Sequence[int]]]  # of each layer and KV head
-
-
-class Lists(NamedTuple):
-    """What is found about one layer's KV head: see `compare_positions`."""
-
-    equal: bool
-    contained: bool
-    common: int
-    smaller: int
-    gap: float
-
-
-def compare_lists(kvpress: Sequence[int], kvjax: Sequence[int], score: Sequence[float]) -> Lists:
-    """Kept positions of one KV head, and kvpress's scores of all positions."""
-    theirs, ours = set(kvpress), set(kvjax)
-    common, smaller = len(theirs & ours), min(len(theirs), len(ours))
-    gap = 0.0
-    if theirs - ours and ours - theirs:
-        best = max(score[at] for at in theirs - ours)
-        worst = min(score[at] for at in ours - theirs)
-        gap = (best - worst) / abs(best)
-    return Lists(theirs == ours, common == smaller, common, smaller, gap)
+    slots = int(SHARE * tokens)
+    names = {"slots": slots, "ratio": compression_ratio(slots, tokens), "beta": pyramid_beta(slots)}
+    return {side: METHODS[method][n].format(**names) for n, side in enumerate(SIDES)}
 
 
 def compare_positions(
     kvpress: Positions, kvjax: Positions, scores: Sequence[Sequence[Sequence[float]]]
 ) -> dict[str, float]:
-    """The figures of `positions`: see the top of this file.
-
-    Raises:
-      ValueError: the sides have different numbers of layers or KV heads.
-    """
-    heads = [[len(layer) for layer in side] for side in (kvpress, kvjax)]
-    if heads[0] != heads[1]:
-        raise ValueError(f"both sides must have the same layers and KV heads, got {heads}")
-    found = [
-        compare_lists(theirs, ours, score)
-        for layers in zip(kvpress, kvjax, scores, strict=True)
-        for theirs, ours, score in zip(*layers, strict=True)
-    ]
+    """The figures of `positions`, from what each side keeps and kvpress's scores of all tokens."""
+    layers = zip(kvpress, kvjax, scores, strict=True)
+    heads = [head for layer in layers for head in zip(*layer, strict=True)]
+    equal, contained, common, smaller, gaps = 0, 0, 0, 0, [0.0]
+    for kept_by_kvpress, kept_by_kvjax, score in heads:
+        theirs, ours = set(kept_by_kvpress), set(kept_by_kvjax)
+        both, least = len(theirs & ours), min(len(theirs), len(ours))
+        equal, contained = equal + (theirs == ours), contained + (both == least)
+        common, smaller = common + both, smaller + least
+        if theirs - ours and ours - theirs:
+            best = max(score[at] for at in theirs - ours)
+            gaps.append((best - min(score[at] for at in ours - theirs)) / abs(best))
     return {
-        "lists": len(found),
-        "equal": sum(one.equal for one in found),
-        "contained": sum(one.contained for one in found),
-        "common": sum(one.common for one in found) / sum(one.smaller for one in found),
-        "gap": max(one.gap for one in found),
-    }
+        "lists": len(heads), "equal": equal, "contained": contained, "common": common / smaller,
+        "gap": max(gaps),
+    }  # fmt: skip
 
 
 def heavy_hitters(score: Sequence[float], slots: int) -> list[int]:
-    """What H2O keeps, from attention per query that could see a token.
-
-    Example:
-      >>> heavy_hitters([0.1, 0.5, 0.6, 0.7, 0.2, 0.1], slots=4)
-      [1, 2, 4, 5]
-    """
+    """What H2O keeps, from attention per query that could see a token."""
     count, oldest_recent = len(score), len(score) - (slots - slots // 2)
     total = [each * (count - at) for at, each in enumerate(score)]
     best = sorted(range(oldest_recent), key=lambda at: total[at], reverse=True)[: slots // 2]
     return sorted(best) + list(range(oldest_recent, count))
 
 
-def same_start(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens are equal before the first different one."""
-    pairs = zip(a, b, strict=True)
-    return next((number for number, (x, y) in enumerate(pairs) if x != y), len(a))
+class Worker:
+    """A process of one side."""
+
+    def __init__(self, command: Sequence[str | Path], compiled: Path) -> None:
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+        }
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | cache,
+        )  # fmt: skip
+
+    def ask(self, what: str, **request: object) -> dict[str, Any]:
+        """The answer to a request."""
+        self._process.stdin.write(json.dumps({"do": what, **request}) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit("a process ended, see its message above")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.stdin.close()
+        self._process.wait()
 
 
-def measure(setting: Setting, methods: dict[str, str], prompt: list[int]) -> dict[str, Any]:
+Start = Callable[[str, str], Worker]  # side and method → a new process
+
+
+def make_environment(folder: Path) -> Path:
+    """An environment with kvpress; returns its Python. What is there already stays."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+    return python
+
+
+def measure(start: Start, methods: dict[str, str], prompt: list[int], rounds: int) -> dict:
     """Positions, seconds and memory of a row."""
-    workers = setting.workers(methods)
-    request = {"what": "generate", "prompt": prompt, "new": setting.new}
-    texts = {side: worker.ask(**request)["tokens"] for side, worker in workers.items()}
-    row: dict[str, Any] = {"same_tokens": same_start(*texts.values())}
+    workers = {side: start(side, methods[side]) for side in SIDES}
+    request = {"what": "generate", "prompt": prompt, "new": NEW_TOKENS}
+    for worker in workers.values():  # compiles
+        worker.ask(**request)
+    row: dict[str, Any] = {}
     if methods["kvpress"] != "None":
         kept = {side: worker.ask("kept", prompt=prompt) for side, worker in workers.items()}
-        row |= positions(methods, *kept.values())
-    row |= seconds(workers, request, setting)
+        theirs, ours = (kept[side]["positions"] for side in SIDES)
+        scores = kept["kvpress"]["scores"]
+        row["positions"] = compare_positions(theirs, ours, scores)
+        if "ObservedAttentionPress" in methods["kvpress"]:
+            slots = len(ours[0][0])
+            by_sum = [[heavy_hitters(score, slots) for score in layer] for layer in scores]
+            row["positions_by_sum"] = compare_positions(by_sum, ours, scores)
+    calls: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for number in range(rounds):
+        for side in SIDES if number % 2 else reversed(SIDES):
+            calls[side].append(workers[side].ask(**request))
+    for name in ("first_s", "per_token_s"):
+        least = {side: round(min(call[name] for call in calls[side]), 5) for side in SIDES}
+        row[name] = least | {"times_as_fast": round(least["kvpress"] / least["kvjax"], 3)}
     for worker in workers.values():
         worker.close()
-    return row | memory(setting, methods, request)
-
-
-def positions(
-    methods: dict[str, str], kvpress: dict[str, Any], kvjax: dict[str, Any]
-) -> dict[str, Any]:
-    """The comparison of positions, for H2O also with what kvpress's attention leads to."""
-    theirs, ours, scores = kvpress["positions"], kvjax["positions"], kvpress["scores"]
-    row = {"positions": compare_positions(theirs, ours, scores)}
-    if "ObservedAttentionPress" in methods["kvpress"]:
-        slots = len(ours[0][0])
-        by_sum = [[heavy_hitters(score, slots) for score in layer] for layer in scores]
-        row["positions_by_sum"] = compare_positions(by_sum, ours, scores)
-    return row
-
-
-def seconds(
-    workers: dict[str, Worker], request: dict[str, Any], setting: Setting
-) -> dict[str, Any]:
-    """The least seconds of both sides, which take turns in beginning."""
-    pids = [os.getpid(), *(worker.pid for worker in workers.values())]
-    calls: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for number in range(setting.rounds):
-        for side in SIDES if number % 2 else reversed(SIDES):
-            ask = functools.partial(workers[side].ask, **request)
-            answer, others = when_quiet(ask, pids, setting.others)
-            call = {name: round(answer[name], 5) for name in ("first_s", "per_token_s")}
-            calls[side].append(call | {"others": round(others, 4)})
-            print(side, calls[side][-1], file=sys.stderr, flush=True)
-    row: dict[str, Any] = {"calls": calls}
-    for name in ("first_s", "per_token_s"):
-        least = {side: min(call[name] for call in calls[side]) for side in SIDES}
-        row[name] = least | {"times_as_fast": round(least["kvpress"] / least["kvjax"], 3)}
-    return row
-
-
-def memory(setting: Setting, methods: dict[str, str], request: dict[str, Any]) -> dict[str, Any]:
-    """Resident memory of new processes, one after the other."""
-    row: dict[str, Any] = {"loaded_bytes": {}, "peak_bytes": {}}
-    for side in SIDES:
-        worker = Worker(setting.python[side], side, methods[side], setting)
+    row["peak_bytes"] = {}
+    for side in SIDES:  # one after the other
+        worker = start(side, methods[side])
         worker.ask(**request)
-        for name, value in worker.ask("memory").items():
-            row[name][side] = value
+        row["peak_bytes"] |= {side: worker.ask("memory")["peak_bytes"]}
         worker.close()
     return row
 
 
-def answers(setting: Setting, methods: dict[str, str], cases: list, tokenizer: Any) -> dict:
+def answers(start: Start, methods: dict[str, str], cases: list, tokenizer: Any) -> dict:
     """Right answers of both sides, and in how many cases their tokens are the same."""
-    workers = setting.workers(methods)
+    workers = {side: start(side, methods[side]) for side in SIDES}
     right, same = dict.fromkeys(SIDES, 0), 0
     for case in cases:
         request = {"what": "generate", "prompt": case.prompt, "new": NEEDLE_TOKENS}
         tokens = {side: worker.ask(**request)["tokens"] for side, worker in workers.items()}
-        same += len({tuple(each) for each in tokens.values()}) == 1
+        same += tokens["kvpress"] == tokens["kvjax"]
         for side, each in tokens.items():
             right[side] += is_right(tokenizer.decode(each), case.answers[0])
     for worker in workers.values():
@@ -270,106 +227,57 @@ def answers(setting: Setting, methods: dict[str, str], cases: list, tokenizer: A
     return {"cases": len(cases), "right": right, "same": same}
 
 
-def keys_of(methods: Sequence[str], shares: Sequence[float], tokens: Sequence[int]) -> list[dict]:
-    """What the rows are about; the full cache has no share."""
-    return [
-        {"method": method, "share": share, "tokens": count}
-        for count in tokens
-        for method in methods
-        for share in ([None] if method == "full" else shares)
-    ]
-
-
-def earlier_rows(out: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that an earlier run has written to the same file.
-
-    Raises:
-      ValueError: it had other settings, or the file cannot be read.
-    """
-    if out is None or not out.exists():
-        return []
-    before = read_json(out)
-    if before.get("settings") != settings:
-        raise ValueError(f"{out} must have the settings {settings}, got {before.get('settings')}")
-    return before["rows"]
-
-
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, checked."""
+def main() -> None:
+    """Measures the rows that the file does not have yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--text", required=True, help="UTF-8 file, longer than the longest prompt")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="at least 1024")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.2])
     parser.add_argument("--cases", type=int, default=15, help="needles at the shortest length")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new", type=int, default=32, help="tokens of a timed call")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--others", type=float, default=0.03, help="share of the cores, at most")
     parser.add_argument("--environment", type=Path, help="folder of kvpress's environment")
-    parser.add_argument("--out", type=Path, help="rows that it has already are not measured again")
-    args = parser.parse_args(given)
-    try:
-        for name, least in (("cases", 0), ("rounds", 1), ("new", 2), ("threads", 1)):
-            check_count(f"--{name}", getattr(args, name), least)
-        check_number("--others", args.others, above=0, most=1)
-        for share in args.shares:
-            check_number("a share of --shares", share, above=0, most=1)
-        for count in args.tokens:
-            check_count("a length of --tokens", count, 1)
-        for key in keys_of(args.methods, args.shares, args.tokens):
-            eval(expressions(**key)["kvjax"], {**vars(kvjax)})
-    except ValueError as error:
-        parser.error(str(error))
-    return args
-
-
-def main() -> None:
-    """Runs it."""
-    args = arguments()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.environment or Path(temporary)
-        run(args, make_environment(folder), folder / "compiled")
-
-
-def run(args: argparse.Namespace, python: Path, compiled: Path) -> None:
-    """Measures the rows that the file does not have yet."""
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
     tokenizer, text = load_tokenizer(args.model), Path(args.text).read_text()
-    ids = tokenizer(text).input_ids
+    ids, haystack, shortest = tokenizer(text).input_ids, Haystack(tokenizer, text), min(args.tokens)
     if len(ids) < max(args.tokens):
-        raise SystemExit(f"--text must have {max(args.tokens)} tokens, got {len(ids)}")
-    haystack, shortest = Haystack(tokenizer, text), min(args.tokens)
+        parser.error(f"--text must have {max(args.tokens)} tokens, got {len(ids)}")
     cases = [
         haystack.case("needle", length=shortest, depth=(seed + 0.5) / args.cases, seed=seed)
         for seed in range(args.cases)
     ]
-    setting = Setting(
-        {"kvpress": python, "kvjax": sys.executable}, args.model, args.threads, args.rounds,
-        args.new, args.others, compiled,
-    )  # fmt: skip
-    full = setting.workers(dict(zip(SIDES, METHODS["full"], strict=True)))
-    settings = {
-        "model": Path(args.model).name, "text": Path(args.text).name, "dtype": "float32",
-        "threads": args.threads, "rounds": args.rounds, "new_tokens": args.new,
-        "versions": {side: worker.ask("versions") for side, worker in full.items()},
-    }  # fmt: skip
-    for worker in full.values():
-        worker.close()
-    rows = earlier_rows(args.out, settings)
-    result = {"benchmark": "vs_kvpress", "settings": settings, "rows": rows}
-    done = [{name: row[name] for name in ("method", "share", "tokens")} for row in rows]
-    for key in keys_of(args.methods, args.shares, args.tokens):
-        if key in done:
-            continue
-        methods = expressions(**key)
-        row = key | {"texts": methods} | measure(setting, methods, ids[: key["tokens"]])
-        if cases and key["tokens"] == shortest:
-            row["answers"] = answers(setting, methods, cases, tokenizer)
-        rows.append(row)
-        save(args.out, result)
-        print(json.dumps(row), file=sys.stderr, flush=True)
-    write(args.out, result)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.environment or Path(temporary)
+        python = {"kvpress": make_environment(folder), "kvjax": sys.executable}
+        worker = Path(__file__).with_name("vs_kvpress_worker.py")
+        given = ["--model", args.model, "--threads", str(args.threads)]
+
+        def start(side: str, method: str) -> Worker:
+            command = [python[side], worker, side, *given, "--method", method]
+            return Worker(command, folder / "compiled")
+
+        versions = {}
+        for side, method in zip(SIDES, METHODS["full"], strict=True):
+            process = start(side, method)
+            versions[side] = process.ask("versions")
+            process.close()
+        settings = {
+            "model": Path(args.model).name, "text": Path(args.text).name, "dtype": "float32",
+            "threads": args.threads, "rounds": args.rounds, "new_tokens": NEW_TOKENS,
+            "versions": versions,
+        }  # fmt: skip
+        rows = Rows(args.out, {"benchmark": "vs_kvpress", "settings": settings})
+        for tokens, method in itertools.product(args.tokens, args.methods):
+            share = None if method == "full" else SHARE
+            if rows.has(method=method, share=share, tokens=tokens):
+                continue
+            methods = expressions(method, tokens)
+            row = measure(start, methods, ids[:tokens], args.rounds)
+            if cases and tokens == shortest:
+                row["answers"] = answers(start, methods, cases, tokenizer)
+            rows.add(method=method, share=share, tokens=tokens, texts=methods, **row)
 
 
 if __name__ == "__main__":

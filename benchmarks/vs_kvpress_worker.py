@@ -111,7 +111,9 @@ class Kvjax:
         from kvjax.models import from_pretrained
 
         self._kvjax = kvjax
-        self._transform = eval(method, {**vars(kvjax)})
+        # Names of kvjax are imported when they are asked for.
+        names = {name: getattr(kvjax, name) for name in dir(kvjax)}
+        self._transform = eval(method, names)
         self._model = from_pretrained(folder, jnp.float32)
 
     def generate(self, prompt: list[int], new: int) -> dict[str, object]:
@@ -139,15 +141,10 @@ class Kvjax:
 SIDES = {"kvpress": Kvpress, "kvjax": Kvjax}
 
 
-def resident(what: str) -> int:
-    """Bytes of resident memory: `VmRSS` now, `VmHWM` at most since `forget_peak`."""
+def peak_bytes() -> int:
+    """The greatest resident memory since the model was loaded."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", status).group(1))
-
-
-def forget_peak() -> None:
-    """Sets the greatest resident memory to what it is now."""
-    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
 
 
 def main() -> None:
@@ -161,13 +158,12 @@ def main() -> None:
     # Both frameworks run on the same cores. XLA takes as many threads as it is given cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     side = SIDES[args.side](args.model, args.threads, args.method)
-    forget_peak()
-    loaded = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     for line in sys.stdin:
         request = json.loads(line)
         what = request.pop("do")
         if what == "memory":
-            answer = {"loaded_bytes": loaded, "peak_bytes": resident("VmHWM")}
+            answer = {"peak_bytes": peak_bytes()}
         elif what == "versions":
             found = {name: importlib.metadata.version(name) for name in side.packages}
             answer = {"python": platform.python_version(), **found}

@@ -1,4 +1,4 @@
-"""What MkDocs is told beside `mkdocs.yml`: files outside of `docs/`, public names, and commands.
+"""What MkDocs is told beside `mkdocs.yml`: files outside of `docs/`, and commands.
 
 Pages link to files of the repository as they are read there (`../RESULTS.md`). Every file that is
 linked becomes part of the site, at its place in the repository, and links follow it there.
@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import griffe
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -26,21 +24,18 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"  # the site has a first page of its own
 OUTSIDE = ("ARCHITECTURE.md", "RESULTS.md", "CHANGELOG.md", "notebooks/README.md")
-PUBLIC = ("kvjax", "kvjax.kit", "kvjax.testing", "kvjax.models", "kvjax.models.demo",
-          "kvjax.evaluation", "kvjax.plot")  # fmt: skip
-NAMES, COMMANDS = "reference/names.md", "reference/commands.md"
+COMMANDS = "reference/commands.md"
 
 # Sections of docstrings by the names that mkdocstrings knows.
 _SECTIONS = {"  Example:\n": "  Examples:\n", "  Class attributes:\n": "  Attributes:\n"}
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
-_DOCUMENTED = re.compile(r"^::: (\S+)$", flags=re.MULTILINE)
 
 
 @event_priority(100)  # before mkdocstrings looks at its configuration
 def on_config(config: MkDocsConfig) -> None:
     """Gives mkdocstrings the packages as they are installed: `models/` as `kvjax.models`."""
     folder = tempfile.TemporaryDirectory(prefix="kvjax-pages-")
-    config.extra["installed"] = folder  # goes with the configuration
+    config.extra["installed"] = folder  # is removed with the configuration
     for source, place in (("kvjax",) * 2, ("models", "kvjax/models"), ("pallas_kernels",) * 2):
         for path in (ROOT / source).rglob("*.py*"):
             if path.suffix not in (".py", ".pyi"):
@@ -55,7 +50,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Adds the pages and files outside of `docs/` that are linked, names, and commands."""
+    """Adds the pages and files outside of `docs/` that are linked, and commands."""
     pages = {Path(file.abs_src_path): file for file in files.documentation_pages()}
     waiting = [*pages, *(ROOT / name for name in OUTSIDE)]
     seen = {*waiting, README}
@@ -68,7 +63,6 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
             linked = {one for one in _targets(path) if not one.is_relative_to(DOCS)}
         waiting += linked - seen
         seen |= linked
-    files.append(File.generated(config, NAMES, content=_names(config, pages)))
     files.append(File.generated(config, COMMANDS, content=_commands()))
 
 
@@ -134,47 +128,3 @@ def _commands() -> str:
         lines += ["", f"## kvjax {name}", "", f"{does[0].upper()}{does[1:]}.", ""]
         lines += ["```text", text.getvalue().rstrip(), "```"]
     return "\n".join(lines)
-
-
-def _names(config: MkDocsConfig, pages: dict[Path, File]) -> str:
-    """A page of every public name, what it is in a line, and the page that documents it."""
-    loader = griffe.GriffeLoader(search_paths=[config.extra["installed"].name])
-    loader.load("pallas_kernels", try_relative_path=False)
-    package = loader.load("kvjax", try_relative_path=False)
-    loader.resolve_aliases(external=False)
-
-    def known(name: str) -> griffe.Object:
-        return package[name.removeprefix("kvjax").lstrip(".")] if name != "kvjax" else package
-
-    places = {}
-    for path, file in pages.items():
-        for name in _DOCUMENTED.findall(path.read_text(encoding="utf-8")):
-            places.setdefault(known(name).canonical_path, (name, file.src_uri))
-    lines = [
-        "# Every public name", "",
-        "A name that several modules have is the same thing, and has one entry in the reference.",
-    ]  # fmt: skip
-    for module in PUBLIC:
-        lines += ["", f"## `{module}`", "", "| name | what it is | page |", "|---|---|---|"]
-        for name in sorted(known(module).exports, key=str.lower):
-            thing = known(f"{module}.{name}")
-            if thing.canonical_path not in places:
-                raise PluginError(f"no page documents {module}.{name}")
-            anchor, place = places[thing.canonical_path]
-            page = os.path.relpath(place, Path(NAMES).parent)
-            lines.append(
-                f"| [`{name}`]({page}#{anchor}) | {_summary(thing)} | [{_title(place)}]({page}) |"
-            )
-    return "\n".join(lines)
-
-
-def _summary(thing: griffe.Object) -> str:
-    """The first line of a docstring."""
-    if not thing.docstring:
-        raise PluginError(f"{thing.path} has no docstring")
-    return thing.docstring.value.strip().splitlines()[0].replace("|", "\\|")
-
-
-def _title(place: str) -> str:
-    """The heading of a page."""
-    return (DOCS / place).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")

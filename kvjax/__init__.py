@@ -9,12 +9,12 @@ import os
 import lazy_loader
 
 # Names are imported when they are first used, from where `__init__.pyi` says. The command line can
-# then show its help, and take a Ctrl-C, before JAX is imported, which takes most of a second.
+# then show its help before JAX is imported, which takes most of a second.
 _imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str):
-    value = _imported(name)
+    value = globals()[name] = _imported(name)
     importlib.import_module("kvjax.serialization")  # tells jax.export what caches are called
     return value
 

@@ -42,7 +42,7 @@ def compiled(**options: Any) -> Callable[[Callable], Any]:
     return register
 
 
-def drop_compiled_code() -> None:
+def clear_compiled_functions() -> None:
     """Drops all code of the functions that are `compiled`. They compile again when called."""
     for function in _functions:
         function.clear_cache()
@@ -56,7 +56,7 @@ def leave_memory_maps() -> None:
     """
     if not _compiled_since.is_set() or not _maps_run_out():
         return
-    drop_compiled_code()
+    clear_compiled_functions()
     if _maps_run_out():
         warnings.warn(
             f"this process has more than half of the memory maps that {_MOST_MAPS} gives it, most"

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
-from kvjax.messages import brief, did_you_mean, printable
+from kvjax.messages import brief, did_you_mean
 from kvjax.protocol import Full, KVTransform, Stage
 from kvjax.storage.codebook import Codebook
 from kvjax.storage.offload import Offload
@@ -269,7 +269,7 @@ def _check_positional(name: str, call: ast.Call, free: Sequence[str], text: str)
     ]
     if bare:
         named = ", ".join(f"{word}={value}" for word, value in zip(free, bare, strict=False))
-        hint = f": write {printable(named)}" if named else ""
+        hint = f": write {named}" if named else ""
         raise ValueError(f"{name} takes parameters by name, got {brief(text)}{hint}")
 
 
@@ -281,4 +281,4 @@ def _chain_hint(node: ast.expr, text: str) -> str:
     if not parts or not all(isinstance(part, ast.Name | ast.Call) for part in parts):
         return ""
     sources = [ast.get_source_segment(text, part) or "" for part in parts]
-    return f": write chain({printable(', '.join(sources))})"
+    return f": write chain({', '.join(sources)})"

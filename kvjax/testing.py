@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,8 @@ from pallas_kernels.base.mixing import SUM_AGAIN
 
 __all__ = ["ConformanceError", "check", "control_flow"]
 
-OWN_CONDITIONS = (SUM_AGAIN, RANK_AGAIN)  # functions of the library's own steps that hold one
+# Functions of the library's own steps that hold a condition or a loop.
+OWN_CONDITIONS = (SUM_AGAIN, RANK_AGAIN, "_fetch")
 
 _BATCH, _KV_HEADS, _QUERY_HEADS, _HEAD_DIM = 3, 2, 4, 32
 _MAX_PROMPT, _MAX_NEW = 64, 96
@@ -46,14 +48,15 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
 
     It checks that the method is a value (hashable, equal to its copy); that no token is lost beyond
     what `extent` promises; that padding, the other rows of a batch and the chunks of a prompt
-    change nothing; that a row without tokens in a prompt, a step or a flush stays as it is; that
-    pinned slots stay; that shapes never change while decoding; and that a decode step holds no loop
-    and no conditional of its own. Take budgets of about 12 tokens: prompts have up to 40.
+    change neither outputs nor kept tokens; that a row without tokens in a prompt, a step or a flush
+    stays as it is, and that padding is answered with zeros; that pinned slots stay; that shapes
+    never change while decoding; and that a decode step holds no loop and no conditional of its own.
+    Take budgets of about 12 tokens: prompts have up to 40.
 
     It warns of a method that evicts and promises nothing in `extent`: no bytes are saved then.
 
     Args:
-      transform: the method; each of its layers is checked.
+      transform: the method; each of its layers is checked, of equal ones the first.
       num_layers: of the model that it is bound to.
       rtol: relative tolerance of outputs that should be equal.
 
@@ -68,8 +71,9 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
     check_transform(transform, "check")
     if transform != copy.copy(transform) or hash(transform) != hash(copy.copy(transform)):
         raise ConformanceError(f"{transform!r} is not equal to a copy of itself")
-    for layer, tx in enumerate(bind(transform, num_layers)):
-        case = _Case(tx, layer, rtol)
+    layers = bind(transform, num_layers)
+    for tx in dict.fromkeys(layers):
+        case = _Case(tx, layers.index(tx), rtol)
         for one in _CHECKS:
             one(case)
 
@@ -97,7 +101,7 @@ class _Case:
                 dtype=jnp.float32, layer=layer,
             )
         )()  # fmt: skip
-        self.prompted = self.prompt(self.empty, _right(_LENGTHS))
+        self.out, self.prompted = self.prompt(self.empty, _right(_LENGTHS))
         self.outs, self.decoded = self.decode(self.prompted, _LENGTHS, _STEPS)
 
     def tokens(self, positions: np.ndarray) -> list[jax.Array]:
@@ -106,12 +110,18 @@ class _Case:
         taken = (np.where(none, 1e4, np.take_along_axis(x, index, axis=2)) for x in self.qkv)
         return [*(jnp.asarray(x, jnp.float32) for x in taken), jnp.asarray(positions, jnp.int32)]
 
-    def prompt(self, cache: Cache, positions: np.ndarray, last: bool = True) -> Cache:
-        """The cache after a prompt."""
+    def prompt(
+        self, cache: Cache, positions: np.ndarray, last: bool = True
+    ) -> tuple[np.ndarray, Cache]:
+        """The outputs of a prompt, and the cache after it."""
         tokens = self.tokens(positions)
-        return self.attend(
+        out, cache = self.attend(
             self.transform, cache, *tokens, phase="prompt", last=last, rope=self.rope
-        )[1]
+        )
+        out = np.asarray(out)
+        if out[np.broadcast_to((positions < 0)[:, None, :, None], out.shape)].any():
+            self.fail("answers padding of a prompt with numbers that are not 0")
+        return out, cache
 
     def decode(
         self, cache: Cache, start: np.ndarray, steps: int, alive: tuple = (True,) * _BATCH
@@ -122,6 +132,8 @@ class _Case:
             tokens = self.tokens(np.where(alive, start + step, -1)[:, None])
             out, cache = self.attend(self.transform, cache, *tokens, phase="decode", rope=self.rope)
             outs.append(np.asarray(out))
+            if outs[-1][np.logical_not(alive)].any():
+                self.fail("answers a row without a token with numbers that are not 0")
             if interval is not None and (step + 1) % interval == 0:
                 cache = self.flush(cache, interval)
         return outs, cache
@@ -138,11 +150,21 @@ class _Case:
                 self.fail(what.format(row=row))
 
     def same_answers(self, one: list, other: list, row: int, what: str) -> None:
-        """Fails where a row's outputs differ."""
+        """Fails where a row's outputs differ; both are lists of [B, Q, T, D]."""
         for a, b in zip(one, other, strict=True):
             if not np.allclose(a[row], b[row], rtol=self.rtol, atol=self.rtol):
                 most = np.abs(a[row] - b[row]).max()
-                self.fail(f"{what}: outputs differ by up to {most:.3g}")
+                self.fail(f"{what}: outputs differ by up to {most:.3g}".format(row=row))
+
+    def same_prompt(self, outs: np.ndarray, cache: Cache, how: str) -> None:
+        """Fails where the prompt, given in another way, is answered or kept otherwise."""
+        self.same_tokens(
+            cache, self.prompted, range(_BATCH), f"keeps other tokens of row {{row}} {how}"
+        )
+        steps, _ = self.decode(cache, _LENGTHS, 1)
+        for row in range(_BATCH):
+            what = f"answers row {{row}} otherwise {how}"
+            self.same_answers([outs, *steps], [self.out, self.outs[0]], row, what)
 
     def fail(self, what: str) -> None:
         raise ConformanceError(f"{self.transform!r} {what}")
@@ -199,26 +221,29 @@ def _padding(case: _Case) -> None:
     """Padding at the left or at the right changes nothing."""
     pairs = zip(_right(_LENGTHS), _LENGTHS, strict=True)
     left = np.stack([np.roll(row, _WIDTH - length) for row, length in pairs])
-    what = "keeps other tokens of row {row} when its prompt is padded at the left"
-    case.same_tokens(case.prompt(case.empty, left), case.prompted, range(_BATCH), what)
+    out, cache = case.prompt(case.empty, left)
+    rows = zip(out, _LENGTHS, strict=True)
+    out = np.stack([np.roll(row, length - _WIDTH, axis=1) for row, length in rows])
+    case.same_prompt(out, cache, "when its prompt is padded at the left")
 
 
 def _row_alone(case: _Case) -> None:
     """A row keeps and answers in a batch what it does when the other rows are empty."""
     only = (False, True, False)
-    alone = case.prompt(case.empty, _right(np.where(only, _LENGTHS, 0)))
+    out, alone = case.prompt(case.empty, _right(np.where(only, _LENGTHS, 0)))
     outs, alone = case.decode(alone, _LENGTHS, _STEPS, only)
     what = "keeps other tokens of a row in a batch than of the same row alone"
     case.same_tokens(case.decoded, alone, (1,), what)
-    case.same_answers(case.outs, outs, 1, "answers a row in a batch otherwise than alone")
+    what = "answers a row in a batch otherwise than alone"
+    case.same_answers([case.out, *case.outs], [out, *outs], 1, what)
 
 
 def _chunks(case: _Case) -> None:
     """A prompt in chunks is the same prompt."""
     first, second = np.split(_right(_LENGTHS), 2, axis=1)
-    cache = case.prompt(case.prompt(case.empty, first, last=False), second)
-    what = "keeps other tokens of row {row} when its prompt comes in chunks"
-    case.same_tokens(cache, case.prompted, range(_BATCH), what)
+    out, cache = case.prompt(case.empty, first, last=False)
+    more, cache = case.prompt(cache, second)
+    case.same_prompt(np.concatenate((out, more), axis=2), cache, "when its prompt comes in chunks")
 
 
 def _idle_rows(case: _Case) -> None:
@@ -232,18 +257,19 @@ def _idle_rows(case: _Case) -> None:
     case.same_tokens(later, cache, (1,), what)
     turn = np.full((_BATCH, _WIDTH), -1)
     turn[0, :12] = np.arange(start[0] + 5, start[0] + 17)
-    after = case.prompt(later, turn)
+    _, after = case.prompt(later, turn)
     what = "changes what a row keeps in a prompt in which only another row gets tokens"
     case.same_tokens(after, cache, (1,), what)
     # What a method remembers of the row shows in what it decides next.
     turn = np.full((_BATCH, _WIDTH), -1)
     turn[1, :12] = np.arange(start[1] + 5, start[1] + 17)
     (one, alone), (two, beside) = (case.decode(x, start, 5, only) for x in (cache, after))
+    (out, of_alone), (other, of_beside) = (case.prompt(x, turn) for x in (alone, beside))
     what = "answers a row otherwise after steps and a prompt of other rows"
-    case.same_answers(one, two, 1, what)
+    case.same_answers([*one, out], [*two, other], 1, what)
     what = "keeps other tokens of a row after steps and a prompt of other rows: see Step.of_rows"
     case.same_tokens(alone, beside, (1,), what)
-    case.same_tokens(case.prompt(alone, turn), case.prompt(beside, turn), (1,), what)
+    case.same_tokens(of_alone, of_beside, (1,), what)
 
 
 def _pinned(case: _Case) -> None:
@@ -261,11 +287,13 @@ def _pinned(case: _Case) -> None:
 
 
 def _step_is_plain(case: _Case) -> None:
-    """A decode step holds no loop and no condition but those of the library's own operations."""
+    """A decode step holds no loop and no condition but those of the library's own operations.
 
-    def step(cache: Cache, *tokens: jax.Array) -> Any:
-        return attend(case.transform, cache, *tokens, phase="decode", rope=case.rope)
-
+    With kernels, as a GPU runs it: on a CPU, selections count their rounds in a loop.
+    """
+    step = functools.partial(
+        attend, case.transform, phase="decode", rope=case.rope, implementation="pallas"
+    )
     jaxpr = jax.make_jaxpr(step)(case.prompted, *case.tokens(_LENGTHS[:, None])).jaxpr
     found = control_flow(jaxpr, lambda name: name in OWN_CONDITIONS)
     if found:

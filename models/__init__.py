@@ -4,10 +4,8 @@ from .checkpoints import read_config
 from .config import DecoderConfig, LayerConfig, RopeConfig
 from .decoder import Decoder
 from .loading import from_pretrained, load_tokenizer, random_decoder
-from .orbax_checkpoints import load_checkpoint, save_checkpoint
 from .placement import on_mesh
 from .sampling_settings import load_sampling
-from .saving import save_pretrained
 from .shapes import abstract_decoder
 
 __all__ = [
@@ -17,12 +15,9 @@ __all__ = [
     "RopeConfig",
     "abstract_decoder",
     "from_pretrained",
-    "load_checkpoint",
     "load_sampling",
     "load_tokenizer",
     "on_mesh",
     "random_decoder",
     "read_config",
-    "save_checkpoint",
-    "save_pretrained",
 ]

@@ -115,7 +115,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     raw = read_raw_config(folder)
     tensors = list_tensors(folder)
     family, config = _read_folder(folder, raw, tensors)
-    weights, usual = family.weights(config), FAMILIES[raw["model_type"]].weights(config)
+    weights = family.names.weights(config)
+    usual = FAMILIES[raw["model_type"]].names.weights(config)
     first = next((STORED_DTYPES.get(tensor.dtype) for tensor in tensors.values()), None)
     return Checkpoint(
         config,
@@ -147,9 +148,9 @@ def _open_gguf(path: Path) -> Checkpoint:
             yield name, tensor
             del tensor  # frees the tensor before the next one is read
 
-    weights = family_of(header, raw).weights(config)
+    weights = family_of(header, raw).names.weights(config)
     theirs: dict[tuple, str] = {}
-    for name, weight in FAMILIES[raw["model_type"]].weights(config).items():
+    for name, weight in FAMILIES[raw["model_type"]].names.weights(config).items():
         theirs.setdefault(weight.parts, name)
     return Checkpoint(
         config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,27 +48,22 @@ def is_finite(value: object) -> bool:
     return number and -_MOST_NUMBER <= value <= _MOST_NUMBER
 
 
-def not_finite(name: str, value: object) -> ValueError:
-    """The error for a number that must be finite and above 0."""
-    large = isinstance(value, int | float) and value > _MOST_NUMBER
-    hint = f" (float32 ends at {_MOST_NUMBER:.2g})" if large else ""
-    return ValueError(f"{name} must be a finite number above 0, got {brief(value)}{hint}")
+def check_positive(name: str, value: Any) -> Any:
+    """The value, which must be a number above 0 that is finite in float32, or raises ValueError."""
+    if not is_finite(value) or value <= 0:
+        large = isinstance(value, int | float) and value > _MOST_NUMBER
+        hint = f" (float32 ends at {_MOST_NUMBER:.2g})" if large else ""
+        raise ValueError(f"{name} must be a finite number above 0, got {brief(value)}{hint}")
+    return value
 
 
-def _check_sizes(owner: object, names: tuple[str, ...], most: int = MOST_SIZE) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {brief(value)}")
-        if value > most:
-            raise ValueError(f"{name} must be an integer of at most {most}, got {brief(value)}")
-
-
-def _check_positive(owner: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not is_finite(value) or value <= 0:
-            raise not_finite(name, value)
+def check_size(name: str, value: Any, most: int = MOST_SIZE) -> int:
+    """The value, which must be an integer from 1 to `most`, or raises ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {brief(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be an integer of at most {most}, got {brief(value)}")
+    return value
 
 
 def _check_choice(owner: object, name: str, choices: tuple[str | None, ...]) -> None:
@@ -138,15 +134,17 @@ class RopeConfig:
             raise ValueError(
                 f"rope type {brief(self.type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
-        _check_sizes(self, ("rotary_dim",))
+        check_size("rotary_dim", self.rotary_dim)
         if self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
-        _check_positive(self, ("theta", "factor", "low_freq_factor", "high_freq_factor"))
-        _check_positive(self, ("beta_fast", "beta_slow"))
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor"):
+            check_positive(name, getattr(self, name))
+        check_positive("beta_fast", self.beta_fast)
+        check_positive("beta_slow", self.beta_slow)
         if self.attention_factor is not None:
-            _check_positive(self, ("attention_factor",))
+            check_positive("attention_factor", self.attention_factor)
         if self.type in ("dynamic", "llama3", "yarn", "longrope"):
-            _check_sizes(self, ("original_max_positions",))
+            check_size("original_max_positions", self.original_max_positions)
         check = getattr(self, f"_check_{self.type}", None)
         if check is not None:
             check()
@@ -208,7 +206,7 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            _check_sizes(self, ("window",))
+            check_size("window", self.window)
 
 
 @dataclass(frozen=True)
@@ -247,8 +245,6 @@ class DecoderConfig:
       embedding_scale: embeddings are multiplied by it as they enter the first layer.
       bos_token_id: the token that starts a text, if there is one.
       eos_token_ids: the tokens that end a generation.
-      model_type: the Hugging Face name of the family that it was read from, which `save_pretrained`
-        writes again. Nothing is computed by it, and configurations that differ in it are equal.
 
     Raises:
       ValueError: a size is below 1 or too large (`MOST_SIZE`, `MOST_LAYERS`), the heads do not
@@ -292,18 +288,19 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     bos_token_id: int | None = field(default=None, metadata=_NOT_COMPUTED)
     eos_token_ids: tuple[int, ...] = field(default=(), metadata=_NOT_COMPUTED)
-    model_type: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "query_heads")
-        _check_sizes(self, (*sizes, "kv_heads", "head_dim", "max_positions"))
-        _check_sizes(self, ("num_layers",), MOST_LAYERS)
-        _check_positive(self, ("norm_eps", "embedding_scale"))
+        for name in (*sizes, "kv_heads", "head_dim", "max_positions"):
+            check_size(name, getattr(self, name))
+        check_size("num_layers", self.num_layers, MOST_LAYERS)
         if self.sliding_window is not None:
-            _check_sizes(self, ("sliding_window",))
+            check_size("sliding_window", self.sliding_window)
+        check_positive("norm_eps", self.norm_eps)
+        check_positive("embedding_scale", self.embedding_scale)
         for name in ("attention_scale", "attention_soft_cap", "logit_soft_cap"):
             if getattr(self, name) is not None:
-                _check_positive(self, (name,))
+                check_positive(name, getattr(self, name))
         _check_choice(self, "norms", NORM_PLACES)
         _check_choice(self, "qk_norm", (None, *QK_NORMS))
         self._check_heads()

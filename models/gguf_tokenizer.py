@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.generation.chat import CHAT_STARTS
-from kvjax.messages import brief, one_line, printable, quiet
+from kvjax.messages import brief, one_line, quiet
 
 from .gguf_header import GgufHeader, read_header
 from .gguf_special_tokens import CONTROL, NORMAL, USER_DEFINED, token_types
@@ -92,12 +92,6 @@ def gguf_tokenizer(path: Path) -> Any:
     Raises:
       ValueError: the file cannot be read; it has no tokenizer, or one that is not supported; an
         entry of it is missing or wrong. One line names the file and the entry.
-
-    Example:
-      >>> from pathlib import Path
-      >>> from kvjax.models.gguf_tokenizer import gguf_tokenizer
-      >>> gguf_tokenizer(Path("smollm2.gguf"))("Once upon a time").input_ids  # doctest: +SKIP
-      [6403, 2534, 253, 655]
     """
     entries = _Entries(read_header(path))
     kind = entries.get("model", str, needed=True)
@@ -105,20 +99,23 @@ def gguf_tokenizer(path: Path) -> Any:
         raise entries.error(
             f"tokenizer.ggml.model {brief(kind)} is not supported; supported: gpt2, llama"
         )
-    tokens = entries.texts("tokens", needed=True)
+    tokens = entries.items("tokens", str, "texts", needed=True)
+    types = entries.items("token_type", int, "integers", len(tokens)) or [NORMAL] * len(tokens)
     special = _special_tokens(entries, tokens)
-    begins, ends = _template(entries, kind)
+    begins, ends = (entries.get(f"add_{name}_token", bool) for name in ("bos", "eos"))
+    if begins is None:
+        begins = kind == "llama" or _splitting(entries).begins
     try:
         with quiet():  # transformers has much to say, such as that there is no PyTorch
             make = _byte_level if kind == "gpt2" else _sentencepiece
-            made = make(entries, tokens, special)
+            made = make(entries, tokens, types, special)
             template = entries.template()
             types = token_types(
-                tokens, entries.types(len(tokens)), template,
+                tokens, types, template,
                 lambda text: made.encode(text, add_special_tokens=False).ids,
             )  # fmt: skip
             _add_tokens(made, tokens, types, entries.is_phi3())
-            _add_ends(made, special, begins, ends)
+            _add_ends(made, special, begins, bool(ends))
             starts = begins and "bos_token" in special
             return _as_transformers(made, special, template, starts)
     except ValueError:
@@ -134,47 +131,33 @@ class _Entries:
         self._header = header
 
     def error(self, message: str) -> ValueError:
-        return ValueError(f"{printable(self._header.path)}: {message}")
+        return ValueError(f"{self._header.path}: {message}")
 
     def get(self, name: str, kind: type, *, needed: bool = False) -> Any:
-        given = self._header.metadata.get(f"tokenizer.ggml.{name}")
-        if given is None and not needed:
+        """The entry of this name; None where it is missing, and is not needed."""
+        value = self._header.metadata.get(f"tokenizer.ggml.{name}")
+        if value is None and not needed:
             return None
-        exact = type(given) is kind  # a truth value is no integer here
-        if not exact:
-            raise self.error(
-                f"tokenizer.ggml.{name} must be of type {kind.__name__}, "
-                f"{'it is missing' if given is None else f'got {brief(given)}'}"
-            )
-        return given
+        if type(value) is not kind:  # a truth value is no integer here
+            shown = "it is missing" if value is None else f"got {brief(value)}"
+            raise self.error(f"tokenizer.ggml.{name} must be of type {kind.__name__}, {shown}")
+        return value
 
-    def texts(self, name: str, *, needed: bool = False) -> list[str] | None:
-        return self._list(name, str, "texts", needed=needed)
-
-    def _list(self, name: str, kind: type, what: str, *, needed: bool = False) -> Any:
-        given = self.get(name, list, needed=needed)
-        if given is not None and (not given or not all(type(item) is kind for item in given)):
-            raise self.error(f"tokenizer.ggml.{name} must be a list of {what}, got {brief(given)}")
-        return given
-
-    def _for_tokens(self, name: str, kind: type, what: str, count: int) -> Any:
-        given = self._list(name, kind, what)
-        if given is not None and len(given) != count:
+    def items(
+        self, name: str, kind: type, what: str, count: int | None = None, *, needed: bool = False
+    ) -> Any:
+        """The list of this name, of `count` items; None where it is missing, and is not needed."""
+        items = self.get(name, list, needed=needed)
+        if items is None:
+            return None
+        if not items or not all(type(item) is kind for item in items):
+            raise self.error(f"tokenizer.ggml.{name} must be a list of {what}, got {brief(items)}")
+        if count not in (None, len(items)):
             raise self.error(
                 f"tokenizer.ggml.{name} must have one entry for each of {count} tokens, "
-                f"got {len(given)}"
+                f"got {len(items)}"
             )
-        return given
-
-    def types(self, count: int) -> list[int]:
-        """The type of each token; all are normal where the file does not say so."""
-        return self._for_tokens("token_type", int, "integers", count) or [NORMAL] * count
-
-    def scores(self, count: int) -> list[float]:
-        scores = self._for_tokens("scores", float, "numbers", count)
-        if scores is None:
-            raise self.error("tokenizer.ggml.scores is missing, and so is tokenizer.ggml.merges")
-        return scores
+        return items
 
     def template(self) -> str | None:
         given = self._header.metadata.get("tokenizer.chat_template")
@@ -214,15 +197,9 @@ def _splitting(entries: _Entries) -> _Splitting:
     return _SPLITTINGS[name]
 
 
-def _template(entries: _Entries, kind: str) -> tuple[bool, bool]:
-    """Whether a text begins with the first token, and whether it ends with the end token."""
-    begins, ends = (entries.get(f"add_{name}_token", bool) for name in ("bos", "eos"))
-    if begins is None:
-        begins = kind == "llama" or _splitting(entries).begins
-    return begins, bool(ends)
-
-
-def _byte_level(entries: _Entries, tokens: Sequence[str], special: Mapping[str, Any]) -> Any:
+def _byte_level(
+    entries: _Entries, tokens: Sequence[str], types: Sequence[int], special: Mapping[str, Any]
+) -> Any:
     """A tokenizer whose tokens are sequences of bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -246,24 +223,30 @@ def _byte_level(entries: _Entries, tokens: Sequence[str], special: Mapping[str, 
 
 
 def _merges(entries: _Entries) -> list[tuple[str, str]]:
-    given = entries.texts("merges", needed=True)
-    pairs = [tuple(merge.split(" ")) for merge in given]
+    merges = entries.items("merges", str, "texts", needed=True)
+    pairs = [tuple(merge.split(" ")) for merge in merges]
     wrong = next((i for i, pair in enumerate(pairs) if len(pair) != 2 or not all(pair)), None)
     if wrong is not None:
         raise entries.error(
             f"tokenizer.ggml.merges must have two tokens with a space between, got "
-            f"{brief(given[wrong])}"
+            f"{brief(merges[wrong])}"
         )
     return pairs
 
 
-def _sentencepiece(entries: _Entries, tokens: Sequence[str], special: Mapping[str, Any]) -> Any:
+def _sentencepiece(
+    entries: _Entries, tokens: Sequence[str], types: Sequence[int], special: Mapping[str, Any]
+) -> Any:
     """A tokenizer whose tokens are texts with a sign for a space; other characters are bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    merges = entries.texts("merges")
-    types = entries.types(len(tokens))
-    pairs = _merges(entries) if merges else _scored(tokens, types, entries.scores(len(tokens)))
+    if entries.get("merges", list):
+        pairs = _merges(entries)
+    else:
+        scores = entries.items("scores", float, "numbers", len(tokens))
+        if scores is None:
+            raise entries.error("tokenizer.ggml.scores is missing, and so is tokenizer.ggml.merges")
+        pairs = _scored(tokens, types, scores)
     made = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},

@@ -17,7 +17,6 @@ from typing import Any
 from .config import DecoderConfig
 from .reading import read_decoder, read_flag, read_number, read_rope, read_size, refuse
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, SEPARATE, TensorNames
-from .writing import decoder_options, rotated_share
 
 _FUSED_MLP = {name: linears for name, linears in SEPARATE.items() if "self_attn" in name} | {
     "mlp.gate_up_proj": FUSED_GATE_UP,
@@ -49,12 +48,7 @@ CHATGLM_NAMES = TensorNames(
 def glm_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
     """A `GlmForCausalLM` configuration, from the content of its `config.json`.
 
-    Args:
-      raw: the content.
-      family: further fields of `DecoderConfig`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    `family` are further arguments of `read_decoder`.
     """
     return read_decoder(
         raw,
@@ -70,20 +64,8 @@ def glm_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
 
 
 def glm4_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Glm4ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Glm4ForCausalLM` configuration, from the content of its `config.json`."""
     return glm_config(raw, norms="both")
-
-
-def glm_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of the `config.json` of a `GlmForCausalLM` or a `Glm4ForCausalLM`."""
-    options = decoder_options(config)
-    share = rotated_share(config.rope.rotary_dim, config.head_dim)  # all channels are not usual
-    options["rope_parameters"]["partial_rotary_factor"] = share
-    return options
 
 
 _CHATGLM_ONLY = {
@@ -116,9 +98,6 @@ def chatglm_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
     Theta is 10,000 · `rope_ratio`, as in ChatGLM3 and GLM-4. (ChatGLM2 divides positions by the
     ratio; its published files that have one are not to be told from these.)
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     refuse(raw, _CHATGLM_ONLY)
     for name in ("multi_query_attention", "rmsnorm"):

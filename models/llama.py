@@ -8,7 +8,6 @@ from typing import Any
 from .config import DecoderConfig
 from .reading import layers_with_windows, read_decoder, read_flag, read_window
 from .tensor_names import TensorNames
-from .writing import decoder_options, divided_heads, window_options
 
 LLAMA_NAMES = TensorNames()
 
@@ -17,9 +16,6 @@ def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """A `LlamaForCausalLM` configuration, from the content of its `config.json`.
 
     Values that the file leaves out are those of `transformers.LlamaConfig`; sizes have no default.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     return read_decoder(
         raw,
@@ -35,9 +31,6 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
     Values that the file leaves out are those of `transformers.MistralConfig`: 8 KV heads and a
     sliding window of 4,096 tokens in all layers. A window of `null` is none. With `layer_types` a
     Mistral is a Ministral, as `transformers` has it: the window is that of the layers it names.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     window = read_window(raw, 4096)
     return read_decoder(
@@ -46,23 +39,3 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
         kv_heads=8,
         layers=layers_with_windows(raw, window, lambda _: window is not None),
     )
-
-
-def llama_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `LlamaForCausalLM`'s `config.json`.
-
-    Raises:
-      ValueError: `transformers` refuses such sizes.
-    """
-    divided_heads(config)
-    return decoder_options(config)
-
-
-def mistral_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `MistralForCausalLM`'s `config.json`."""
-    return {**decoder_options(config), "sliding_window": config.sliding_window}
-
-
-def ministral_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `MinistralForCausalLM`'s `config.json`."""
-    return {**decoder_options(config), **window_options(config)}

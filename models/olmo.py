@@ -21,7 +21,6 @@ from .reading import (
     read_window,
 )
 from .tensor_names import QK_NORMS, TensorNames
-from .writing import decoder_options, ropes_of_types, window_options
 
 OLMO_NAMES = TensorNames(
     norms={
@@ -35,12 +34,7 @@ OLMO_NAMES = TensorNames(
 def olmo2_config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
     """An `Olmo2ForCausalLM` configuration, from the content of its `config.json`.
 
-    Args:
-      raw: the content.
-      family: further arguments of `read_decoder`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
+    `family` are further arguments of `read_decoder`.
     """
     return read_decoder(
         raw,
@@ -59,9 +53,6 @@ def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
     A `rope_theta` beside `rope_scaling` is that of all layers, as in the model's first code.
     `transformers` 5.24 takes its default, that of the published models, for layers with a window.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     local_theta = ("rope_theta", 500_000.0)
     window = read_window(raw, 4096)
@@ -70,9 +61,3 @@ def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
         rope=partial(read_rope_of_types, raw, theta=500_000.0, local_theta=local_theta),
         layers=layers_with_windows(raw, window, lambda index: (index + 1) % 4 != 0),
     )
-
-
-def olmo3_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of an `Olmo3ForCausalLM`'s `config.json`."""
-    ropes = {"rope_parameters": ropes_of_types(config)}
-    return {**decoder_options(config), **window_options(config), **ropes}

@@ -17,7 +17,6 @@ from kvjax.messages import brief
 from .config import DecoderConfig, LayerConfig, RopeConfig
 from .reading import read_decoder, read_rope, read_size, read_sliding, read_window, sliding_layers
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
-from .writing import decoder_options
 
 PHI3_NAMES = TensorNames(
     linears={
@@ -31,11 +30,7 @@ _LONGROPE = {"su": "longrope", "yarn": "longrope"}
 
 
 def phi3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Phi3ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Phi3ForCausalLM` configuration, from the content of its `config.json`."""
     original = read_size(raw, "original_max_position_embeddings", 4096)
     scaled = {**raw, "original_max_position_embeddings": original}
     window = read_window(raw, None)
@@ -56,22 +51,3 @@ def phi3_config(raw: Mapping[str, Any]) -> DecoderConfig:
         layers=layers,
         rope=partial(read_rope, scaled, share=1.0, names=_LONGROPE),
     )
-
-
-def phi3_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `Phi3ForCausalLM`'s `config.json`.
-
-    Raises:
-      ValueError: `transformers` refuses such a rotary embedding, or heads of another width than
-        the residual stream's share.
-    """
-    if config.rope.type not in ("default", "longrope"):
-        raise ValueError(f"its rope type must be default or longrope, not {config.rope.type}")
-    if config.head_dim != config.hidden_size // config.query_heads:
-        raise ValueError(
-            "its head_dim must be hidden_size / num_attention_heads, got "
-            f"{config.head_dim}, {config.hidden_size} and {config.query_heads}"
-        )
-    options = {**decoder_options(config), "sliding_window": config.sliding_window}
-    original = config.rope.original_max_positions
-    return options | ({"original_max_position_embeddings": original} if original else {})

@@ -6,16 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.messages import printable
-from kvjax.regular_files import read_json
+from kvjax.files import read_json
 
 _PLAIN = "only float32, float16 and bfloat16 weights are read"
-
-_METHODS = {
-    "gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "finegrained_fp8": "FP8",
-    "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM", "eetq": "EETQ", "spqr": "SpQR", "vptq": "VPTQ",
-}  # fmt: skip
-"""Names of `quant_method` that are written otherwise; the others are shown as they are."""
 
 _FILES = {
     "quantize_config.json": "GPTQ",  # AutoGPTQ before `quantization_config`
@@ -46,18 +39,27 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
     Raises:
       ValueError: they do; names the file, and the method or the adapter's model.
     """
-    method, key = _stated_method(raw)
-    if key is not None:
-        raise ValueError(
-            f"{printable(folder / 'config.json')}: {key} ({printable(method or 'unnamed')}) is not "
-            f"supported: the weights are quantised with {_shown(method)}, {_PLAIN}"
-        )
-    for name, shown in _FILES.items():
-        if (folder / name).exists():
+    for key, method in (
+        ("quantization", "MLX"),
+        ("compression_config", "compressed-tensors"),
+        ("quantization_config", _method(raw.get("quantization_config"))),
+    ):
+        if raw.get(key):
             raise ValueError(
-                f"{printable(folder / name)}: the weights are quantised with {shown}, {_PLAIN}"
+                f"{folder / 'config.json'}: {key} ({method}) is not "
+                f"supported: the weights are quantised, {_PLAIN}"
             )
+    for name, method in _FILES.items():
+        if (folder / name).exists():
+            raise ValueError(f"{folder / name}: the weights are quantised with {method}, {_PLAIN}")
     check_no_adapter(folder)
+
+
+def _method(quantization: Any) -> str:
+    """What a `quantization_config` calls its method."""
+    stated = quantization if isinstance(quantization, dict) else {}
+    old = "bitsandbytes" if any("load_in_" in name for name in stated) else "unnamed"
+    return stated.get("quant_method") or old
 
 
 def check_no_adapter(folder: Path) -> None:
@@ -74,7 +76,7 @@ def check_no_adapter(folder: Path) -> None:
     what = "beside the model there is" if whole else "this is"
     out = ", or remove this file to load the model without it" if whole else ""
     raise ValueError(
-        f"{printable(path)}: {what} an adapter of {printable(base)}, and adapters are not applied: "
+        f"{path}: {what} an adapter of {base}, and adapters are not applied: "
         f"merge it into its model first (merge_and_unload of PEFT) and load the result{out}"
     )
 
@@ -86,30 +88,9 @@ def check_names(names: Iterable[str], folder: Path) -> None:
       ValueError: they do; names the first and the method.
     """
     names = list(names)
-    for endings, shown in _TENSORS.items():
-        found = next((name for name in names if name.endswith(endings)), None)
-        if found is not None:
+    for endings, method in _TENSORS.items():
+        quantised = next((name for name in names if name.endswith(endings)), None)
+        if quantised is not None:
             raise ValueError(
-                f"{printable(folder)}: the weights are quantised with {shown} (tensor "
-                f"{printable(found)}), {_PLAIN}"
+                f"{folder}: the weights are quantised with {method} (tensor {quantised}), {_PLAIN}"
             )
-
-
-def _stated_method(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The method that `config.json` names, and the key; the key is None where it has none."""
-    if raw.get("quantization"):
-        return "MLX", "quantization"
-    if raw.get("compression_config"):
-        return "compressed-tensors", "compression_config"
-    given = raw.get("quantization_config")
-    if given is None:
-        return None, None
-    stated = given if isinstance(given, dict) else {}
-    old = any("load_in_" in name for name in stated)
-    return stated.get("quant_method") or ("bitsandbytes" if old else None), "quantization_config"
-
-
-def _shown(method: object) -> str:
-    if method is None:
-        return "a method that is not named"
-    return _METHODS.get(str(method).lower(), printable(method))

@@ -15,18 +15,13 @@ from kvjax.messages import brief
 from .config import DecoderConfig
 from .reading import Layers, layers_with_windows, read_decoder, read_flag, read_window
 from .tensor_names import QK_NORMS, TensorNames
-from .writing import decoder_options, window_options
 
 QWEN2_NAMES = TensorNames()
 QWEN3_NAMES = TensorNames(norms={**QWEN2_NAMES.norms, **QK_NORMS})
 
 
 def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Qwen2ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Qwen2ForCausalLM` configuration, from the content of its `config.json`."""
     return read_decoder(
         raw,
         max_positions=32768,
@@ -38,11 +33,7 @@ def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `Qwen3ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `Qwen3ForCausalLM` configuration, from the content of its `config.json`."""
     return read_decoder(
         raw,
         max_positions=32768,
@@ -61,10 +52,3 @@ def _windows(raw: Mapping[str, Any]) -> Layers:
     if not isinstance(first, int):
         raise ValueError(f"max_window_layers must be an integer, got {brief(first)}")
     return layers_with_windows(raw, window, lambda index: window is not None and index >= first)
-
-
-def qwen_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of the `config.json` of a `Qwen2ForCausalLM` or a `Qwen3ForCausalLM`."""
-    windows = window_options(config)
-    used = windows["sliding_window"] is not None
-    return {**decoder_options(config), **windows, "use_sliding_window": used}

@@ -1,4 +1,8 @@
-"""Reading the values of a Hugging Face `config.json` that families have in common."""
+"""Reading the values of a Hugging Face `config.json` that families have in common.
+
+`raw` is the content of the file. What is missing, of the wrong type or out of range raises a
+ValueError that names the option.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,9 @@ from .config import (
     DecoderConfig,
     LayerConfig,
     RopeConfig,
+    check_positive,
+    check_size,
     is_finite,
-    not_finite,
 )
 from .rope_scaling import yarn_magnitude
 
@@ -30,80 +35,40 @@ _FULL_BEFORE = "attention"  # what files from before the other two had a name sa
 def read_size(
     raw: Mapping[str, Any], name: str, default: int | None = None, most: int = MOST_SIZE
 ) -> int:
-    """The integer `raw[name]`, `default` where it is missing or null.
-
-    Raises:
-      ValueError: it is missing without a default, or not an integer from 1 to `most`.
-    """
+    """The integer `raw[name]` from 1 to `most`; `default` where it is missing or null."""
     value = raw.get(name)
     if value is None:
         value = default
     if value is None:
         raise ValueError(f"{name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {brief(value)}")
-    if value > most:
-        raise ValueError(f"{name} must be an integer of at most {most}, got {brief(value)}")
-    return value
+    return check_size(name, value, most)
 
 
 def read_number(raw: Mapping[str, Any], name: str, default: float) -> float:
-    """The number `raw[name]`, `default` where it is missing.
-
-    Raises:
-      ValueError: it is not a number above 0 that is finite in float32.
-    """
-    value = raw.get(name, default)
-    if not is_finite(value) or value <= 0:
-        raise not_finite(name, value)
-    return value
+    """The number `raw[name]` above 0, finite in float32; `default` where it is missing."""
+    return check_positive(name, raw.get(name, default))
 
 
 def read_optional_number(
     raw: Mapping[str, Any], name: str, default: float | None = None
 ) -> float | None:
-    """The number `raw[name]`, `default` where it is missing; null is None.
-
-    Raises:
-      ValueError: it is neither null nor a number above 0 that is finite in float32.
-    """
+    """A number as `read_number` reads it; null is None."""
     return None if raw.get(name, default) is None else read_number(raw, name, default)
 
 
 def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """The truth value `raw[name]`, `default` where it is missing or null.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """The truth value `raw[name]`; `default` where it is missing or null."""
     value = raw.get(name)
     if not isinstance(value, bool | None):
         raise ValueError(f"{name} must be true or false, got {brief(value)}")
     return default if value is None else value
 
 
-def read_choice(raw: Mapping[str, Any], name: str, default: str) -> str:
-    """The text `raw[name]`, `default` where it is missing.
-
-    Raises:
-      ValueError: it is not text.
-    """
-    value = raw.get(name, default)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be text such as {default!r}, got {brief(value)}")
-    return value
-
-
 def read_token_ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """The token ids `raw[name]`: an integer, a list of integers, or nothing.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """The token ids `raw[name]`: an integer, a list of integers, or nothing."""
     value = raw.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    whole = all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not whole or not all(0 <= i <= MOST_SIZE for i in ids):
+    if not all(type(i) is int and 0 <= i <= MOST_SIZE for i in ids):
         raise ValueError(
             f"{name} must be an integer or a list of integers, at least 0 and of 32 bits, "
             f"got {brief(value)}"
@@ -112,7 +77,7 @@ def read_token_ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def refuse(raw: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raises ValueError where an option of the file is set otherwise than the decoder computes.
+    """Raises where an option is set otherwise than the decoder computes.
 
     Args:
       raw: the content of `config.json`.
@@ -157,9 +122,6 @@ def read_decoder(
         with a window; by default the one of the file, of all channels.
       layers: the layers' own settings; by default they are alike, and none has a window.
       family: further fields of `DecoderConfig`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
     """
     hidden, heads = read_size(raw, "hidden_size"), read_size(raw, "num_attention_heads")
     channels = raw.get("head_dim", head_dim)
@@ -170,14 +132,14 @@ def read_decoder(
     channels = read_size({"head_dim": channels}, "head_dim", max(hidden // heads, 1))
     positions = read_size(raw, "max_position_embeddings", max_positions)
     count = read_size(raw, "num_hidden_layers", most=MOST_LAYERS)
-    found = read_rope(raw, channels, positions) if rope is None else rope(channels, positions)
-    ropes = found if isinstance(found, tuple) else (found,)
+    ropes = read_rope(raw, channels, positions) if rope is None else rope(channels, positions)
+    ropes = ropes if isinstance(ropes, tuple) else (ropes,)
     if layers is None:
         refuse(raw, {"sliding_window": None})
         layers = layers_with_windows(raw, None, lambda _: False)
-    own = layers(count, *ropes)
-    alike = all(layer == LayerConfig(ropes[0], own[0].window) for layer in own)
-    family |= {"sliding_window": own[0].window} if alike else {"layers": own}  # pyright: ignore[reportGeneralTypeIssues]
+    each = layers(count, *ropes)
+    alike = all(layer == LayerConfig(ropes[0], each[0].window) for layer in each)
+    family |= {"sliding_window": each[0].window} if alike else {"layers": each}  # pyright: ignore[reportGeneralTypeIssues]
     return DecoderConfig(
         vocab_size=read_size(raw, "vocab_size"),
         hidden_size=hidden,
@@ -198,7 +160,9 @@ def read_decoder(
 
 
 def _activation(raw: Mapping[str, Any], name: str, default: str) -> str:
-    value = read_choice(raw, name, default)
+    value = raw.get(name, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text such as {default!r}, got {brief(value)}")
     if value not in ACTIVATIONS:
         raise ValueError(
             f"{name} {brief(value)} is not supported; supported: {', '.join(ACTIVATIONS)}"
@@ -212,23 +176,15 @@ def _kv_heads(raw: Mapping[str, Any], default: int | None, query_heads: int) -> 
 
 
 def read_window(raw: Mapping[str, Any], default: int | None) -> int | None:
-    """The size of the sliding window: `sliding_window`, `default` where it is missing; null: none.
-
-    Raises:
-      ValueError: it is neither null nor an integer of at least 1.
-    """
-    given = raw.get("sliding_window", default)
-    return None if given is None else read_size({"sliding_window": given}, "sliding_window")
+    """The size of the sliding window, `default` where it is missing; null: there is none."""
+    window = raw.get("sliding_window", default)
+    return None if window is None else read_size({"sliding_window": window}, "sliding_window")
 
 
 def read_sliding(
     raw: Mapping[str, Any], layers: int, default: Callable[[int], bool]
 ) -> tuple[bool, ...]:
-    """Whether each layer has a sliding window: `layer_types`, else `default(index)`.
-
-    Raises:
-      ValueError: `layer_types` has another length or a type that is not supported.
-    """
+    """Whether each layer has a sliding window: `layer_types`, else `default(index)`."""
     types = raw.get("layer_types")
     if types is None:
         return tuple(default(index) for index in range(layers))
@@ -258,9 +214,6 @@ def sliding_layers(
       window: of those.
       rope: of the layers.
       local_rope: of those with a window, where they have another one.
-
-    Raises:
-      ValueError: a layer slides, and there is no window.
     """
     if any(sliding) and window is None:
         raise ValueError(
@@ -323,9 +276,6 @@ def read_rope(
         `partial_rotary_factor`; None: the family rotates all channels.
       interleaved: the family rotates neighbouring channels.
       names: other names of types that the family's files use.
-
-    Raises:
-      ValueError: the type is unknown, or a parameter of it is missing or out of its range.
     """
     for name in ("rope_parameters", "rope_scaling"):
         scaling = raw.get(name) or {}
@@ -425,9 +375,6 @@ def read_rope_of_types(
       max_positions: as in `read_rope`.
       theta: default of `rope_theta`.
       local_theta: name and default of the theta of layers with a window.
-
-    Raises:
-      ValueError: as in `read_rope`.
     """
     given = raw.get("rope_parameters") or {}
     by_type = isinstance(given, dict) and any(kind in given for kind in (FULL, SLIDING))
@@ -471,9 +418,6 @@ def usable_positions(rope: RopeConfig, max_positions: int) -> int:
     gives the stretched context already. That does no harm: the number only serves to refuse prompts
     that are too long.) `"yarn"` configurations give the one or the other, and the original context
     too: the larger one is taken.
-
-    Raises:
-      ValueError: they are more than an int32 can count.
     """
     if rope.type not in ("linear", "dynamic", "yarn"):
         return max_positions

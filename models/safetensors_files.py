@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.messages import printable
-from kvjax.regular_files import check_regular, read_json
+from kvjax.files import check_regular, read_json
 
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights that are read: name in the file → NumPy name."""
-
-_STORED_NAMES = {name: stored for stored, name in STORED_DTYPES.items()}
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 """The file with all weights, or the index of several."""
@@ -54,17 +49,12 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         with _open(path) as handle:
             for name in sorted(handle.keys()):
                 if name in found:
-                    raise ValueError(
-                        f"tensor {printable(name)} is stored twice: "
-                        f"{printable(found[name].file)}, {printable(path)}"
-                    )
+                    raise ValueError(f"tensor {name} is stored twice: {found[name].file}, {path}")
                 header = handle.get_slice(name)
                 found[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
     for name, path in index.items():
         if name not in found:
-            raise ValueError(
-                f"tensor {printable(name)} is missing: {printable(path)} does not hold it"
-            )
+            raise ValueError(f"tensor {name} is missing: {path} does not hold it")
     return found
 
 
@@ -109,54 +99,6 @@ def open_tensors(
                 yield name, handle.get_slice(name)
 
 
-class NewTensor(NamedTuple):
-    """A tensor that is to be written.
-
-    Attributes:
-      name: its name.
-      shape: as it will be stored.
-      dtype: the element type.
-      blocks: its elements in order, as contiguous arrays of this type.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    blocks: Iterable[np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it takes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def write_tensors(path: Path, tensors: Sequence[NewTensor]) -> None:
-    """Writes a safetensors file, block by block.
-
-    The format is the length of a header, the header, which is JSON and says where each tensor
-    lies, and the tensors' bytes, little endian. The library writes tensors that are in memory.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what `transformers` asks for
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        dtype = _STORED_NAMES[tensor.dtype.name]
-        header[tensor.name] = {
-            "dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end],
-        }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for tensor in tensors:
-            for block in tensor.blocks:
-                file.write(block.reshape(-1).view(np.uint8).data)
-
-
 def _shards(folder: Path) -> dict[str, Path]:
     """Tensor name → shard; empty where the checkpoint is the single `model.safetensors`."""
     if (folder / SINGLE_FILE).exists():
@@ -167,9 +109,7 @@ def _shards(folder: Path) -> dict[str, Path]:
     files = read_json(path).get("weight_map")
     # A shard is a plain file name: an index cannot point outside its folder.
     if not isinstance(files, dict) or not files or not all(map(_is_shard, files.values())):
-        raise ValueError(
-            f"{printable(path)} must hold a weight_map from tensor names to .safetensors files"
-        )
+        raise ValueError(f"{path} must hold a weight_map from tensor names to .safetensors files")
     return {name: folder / file for name, file in files.items()}
 
 
@@ -182,10 +122,10 @@ def _no_checkpoint(folder: Path) -> str:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         return (
-            f"{printable(folder)} holds {printable(', '.join(pickles))}, but only safetensors are "
+            f"{folder} holds {', '.join(pickles)}, but only safetensors are "
             f"read (pickle files can run code): {wanted} is needed"
         )
-    return f"{printable(folder)} has no {wanted}"
+    return f"{folder} has no {wanted}"
 
 
 def _open(path: Path) -> safe_open:
@@ -193,4 +133,4 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"cannot read {printable(path)}: {printable(error)}") from error
+        raise ValueError(f"cannot read {path}: {error}") from error

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import kvjax
-from kvjax.regular_files import read_json
+from kvjax.files import read_json
 
 from .finding import find_model, is_gguf
 from .gguf_header import read_header

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from kvjax.budgets.budgets import check_count
+from kvjax.files import read_json
 from kvjax.messages import brief, did_you_mean
-from kvjax.regular_files import read_json
 
 from .checkpoints import read_config
 from .config import DecoderConfig

@@ -22,17 +22,12 @@ from .reading import (
     sliding_layers,
 )
 from .tensor_names import TensorNames
-from .writing import decoder_options, window_options
 
 SMOLLM3_NAMES = TensorNames()
 
 
 def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """A `SmolLM3ForCausalLM` configuration, from the content of its `config.json`.
-
-    Raises:
-      ValueError: a value is missing, of the wrong type, or not supported; names it.
-    """
+    """A `SmolLM3ForCausalLM` configuration, from the content of its `config.json`."""
     window = read_window(raw, None) if read_flag(raw, "use_sliding_window") else None
 
     def layers(count: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
@@ -66,15 +61,3 @@ def _rotated(raw: Mapping[str, Any], count: int) -> list[bool]:
             f"no_rope_layers must be a list of 0 and 1 for {count} layers, got {brief(given)}"
         )
     return [x == 1 for x in given[:count]]
-
-
-def smollm3_options(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `SmolLM3ForCausalLM`'s `config.json`."""
-    windows = window_options(config)
-    layers = [config.layer(index) for index in range(config.num_layers)]
-    return {
-        **decoder_options(config),
-        **windows,
-        "use_sliding_window": windows["sliding_window"] is not None,
-        "no_rope_layers": [int(layer.rope is not None) for layer in layers],
-    }

@@ -24,91 +24,39 @@
 
 # %% cellView="form"
 # @title Install kvjax where it is missing, and look at the devices
-# Where kvjax comes from if no clone and no wheel is here: git+https://..., or where a wheel is.
+# Where kvjax comes from: a wheel, the folder of a clone, or git+https://... Where nothing is said,
+# it is the clone that this notebook is in, else PyPI.
 ADDRESS = ""  # @param {type:"string"}
 
-import importlib
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from packaging.utils import parse_wheel_filename
-from packaging.version import Version
-
-PLUGINS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
-
-
-def version(package):
-    """The version that is installed; None where the package is not."""
-    try:
-        return Version(importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def accelerator():
-    """What JAX needs on this machine: cuda12, cuda13 or tpu, and nothing on a CPU."""
-    if shutil.which("nvidia-smi"):
-        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(ask, capture_output=True, text=True)
-        if answer.returncode == 0:
-            recent = int(answer.stdout.split(".")[0]) >= 580
-            return "cuda13" if recent and not version(PLUGINS["cuda12"]) else "cuda12"
-    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
-    return "tpu" if devices else None
-
-
-def is_clone(folder):
-    """Whether the folder holds the sources of kvjax."""
-    project = folder / "pyproject.toml"
-    return os.access(project, os.R_OK) and 'name = "kvjax"' in project.read_text("utf-8")
-
-
-def source():
-    """Where kvjax is: a clone around or beside this notebook, a wheel beside it, else ADDRESS."""
-    here = Path.cwd()
-    wheels = [path for path in here.iterdir() if path.match("kvjax-*-py3-none-any.whl")]
-    wheels.sort(key=lambda path: parse_wheel_filename(path.name)[1], reverse=True)
-    clones = filter(is_clone, [here.parent, here, *sorted(here.iterdir())])
-    given = [Path(ADDRESS).resolve()] if os.path.exists(ADDRESS) else []
-    return next((path.as_uri() for path in [*clones, *wheels, *given]), ADDRESS)
-
-
-if importlib.util.find_spec("kvjax") is None or version("kvjax") is None:
-    have, extra = version("jax"), accelerator()
-    fits = have is not None and Version("0.10.2") <= have < Version("0.13")
-    ready = fits and (extra is None or version(PLUGINS[extra]) is not None)
-    extras = ["eval", "gguf"] if ready or extra is None else ["eval", "gguf", extra]
-    # A JAX that works stays as it is, and so do its plugins.
-    stays = [f"{one}=={version(one)}" for one in ("jax", "jaxlib")] if fits else []
-    loaded = {one: version(one) for one in ("jax", "jaxlib", "numpy") if one in sys.modules}
-    found = source()
-    wanted = f"kvjax[{','.join(extras)}]" + (f" @ {found}" if found else "")
-    print(f"Installing kvjax from {found or 'PyPI'}")
-    try:
-        subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", wanted, *stays])
-    except subprocess.CalledProcessError:
-        raise RuntimeError(
-            f"pip says above why it could not install kvjax from {found or 'PyPI'}; if it is not "
-            "there, put this notebook into the folder notebooks/ of a clone, or a wheel of kvjax "
-            "beside it, or the address of one of them into ADDRESS"
-        ) from None
+installed = {package.name for package in importlib.metadata.distributions()}
+if "kvjax" not in installed:
+    # The extra of a plugin that is there keeps JAX and the plugin at the same version.
+    plugins = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13", "libtpu": "tpu"}
+    devices = [extra for plugin, extra in plugins.items() if plugin in installed]
+    if not devices and shutil.which("nvidia-smi"):
+        devices = ["cuda12"]
+    wanted = f"kvjax[{','.join(['eval', 'gguf', *devices])}]"
+    place = ADDRESS or (".." if Path("../kvjax/__init__.pyi").exists() else "")
+    if place:
+        wanted += f" @ {Path(place).resolve().as_uri() if Path(place).exists() else place}"
+    print(f"Installing {wanted}")
+    subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", wanted])
     importlib.invalidate_caches()
-    if any(version(one) != before for one, before in loaded.items()):
-        print("A package that was in use has changed: the session restarts. Then run all cells.")
-        get_ipython().kernel.do_shutdown(restart=True)
 
 import jax
 
 import kvjax
 
 print(f"kvjax {kvjax.__version__}, jax {jax.__version__}: {jax.devices()}")
-if accelerator() and jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ:
-    raise RuntimeError("JAX does not see this machine's GPU or TPU: restart and run all cells")
+if shutil.which("nvidia-smi") and jax.default_backend() == "cpu":
+    print("JAX does not see this machine's GPU: restart the session and run all cells.")
 
 # %%
 import matplotlib.pyplot as plt

@@ -14,8 +14,7 @@ from kvjax import plot
 from kvjax.models import LayerConfig, random_decoder
 from kvjax.plot.fields import part_lines
 
-from .material import BUDGET, STEPS, TOKENS, Material
-from .panels import new_figure
+from .material import BUDGET, STEPS, TOKENS, Material, new_figure
 
 
 def kept(material: Material, transform: kvjax.KVTransform, **other: str) -> Figure:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
+
 import kvjax
 from kvjax.evaluation import Haystack
 from kvjax.models import Decoder, demo, from_pretrained, load_tokenizer
@@ -40,3 +42,9 @@ class Material(NamedTuple):
     def caches(self, transform: kvjax.KVTransform) -> Sequence[Any]:
         """The caches of all layers after the prompt."""
         return kvjax.read(self.model, [self.prompt], transform=transform, max_new=STEPS + 1).caches
+
+
+def new_figure(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure as wide as a page, and its axes."""
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, sharex=rows > 1)

@@ -10,10 +10,11 @@ import kvjax
 from kvjax import plot
 from kvjax.plot.looks import COLOURS
 
-from .material import BUDGET, TOKENS, Material
-from .panels import LINES, draw_stems, new_figure
+from .material import BUDGET, TOKENS, Material, new_figure
 
 KEPT, OTHER = COLOURS["kept"], COLOURS["other"]
+LINES = (("#0072B2", "-"), ("#D55E00", (0, (5, 2))), ("#009E73", (0, (1, 1))),
+         ("#CC79A7", (0, (5, 1, 1, 1))))  # fmt: skip
 
 
 def masses(material: Material, transform: kvjax.KVTransform, layer: int = 2) -> Figure:
@@ -41,7 +42,14 @@ def moved(material: Material, layer: int = 1) -> Figure:
         before, after = (np.asarray(cache.v.read()[0, head])[live] for cache in (plain, changed))
         change = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
         heads.append((np.asarray(plain.position[0, head])[live], change))
-    return draw_stems(heads, "relative change", f"Values of layer {layer}")
+    figure, panels = new_figure(3.4, rows=len(heads))
+    top = max(float(height.max()) for _, height in heads)
+    for head, (axes, (at, height)) in enumerate(zip(panels, heads, strict=True)):
+        axes.vlines(at, 0, height, color=KEPT, linewidth=0.8, rasterized=True)
+        axes.set(ylim=(0, top * 1.1), ylabel=f"head {head}")
+    panels[0].set_title(f"Values of layer {layer}: relative change")
+    panels[-1].set_xlabel("position of the token")
+    return figure
 
 
 def books(material: Material) -> Figure:

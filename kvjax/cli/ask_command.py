@@ -16,8 +16,6 @@ from kvjax.cli.terminal import Display, figures, print_dropped
 from kvjax.cli.writing import Row, write
 from kvjax.generation.checks import check_turn
 from kvjax.generation.model import as_functional
-from kvjax.generation.saving import load_with_about
-from kvjax.messages import brief, printable
 
 DESCRIPTION = """\
 Answers questions about a document that kvjax read has read, all of them in one
@@ -48,10 +46,8 @@ def run(args: argparse.Namespace) -> None:
         dialogue = Dialogue(opened.tokenizer, raw=about["raw"])
         questions = [dialogue.question(text) for text in texts]
         choice, model = opened.sampling(args), opened.load(args)
-        display.show(0, None, f"loading {printable(args.folder)}")
-        context, still = load_with_about(args.folder, model, tokenizer=opened.tokenizer)
-        if still != about:
-            raise ValueError(f"{printable(args.folder)} has been replaced meanwhile: ask again")
+        display.show(0, None, f"loading {args.folder}")
+        context = kvjax.load_context(args.folder, model, tokenizer=opened.tokenizer)
         new = args.max_new or context.max_new
         _check_room(context, questions, new)
         check_turn(as_functional(model), context, questions, new)
@@ -97,8 +93,7 @@ def _model(args: argparse.Namespace, about: dict) -> str | None:
     model = about["model"]
     if model is not None and Path(model).is_absolute() and not Path(model).exists():
         raise ValueError(
-            f"the model that read {printable(args.folder)} is no longer at {printable(model)}: "
-            "give its place by --model"
+            f"the model that read {args.folder} is no longer at {model}: give its place by --model"
         )
     return model
 
@@ -106,14 +101,9 @@ def _model(args: argparse.Namespace, about: dict) -> str | None:
 def _about(folder: str) -> dict:
     """What `kvjax read` has written beside the context."""
     about = kvjax.context_about(folder)
-    kinds = {
-        "model": str | None, "document": str, "method": str, "budget": int | float | None,
-        "raw": bool,
-    }  # fmt: skip
-    for name, kind in kinds.items():
-        if name not in about or not isinstance(about[name], kind):
-            raise ValueError(
-                f"{printable(folder)} was not written by kvjax read: {name} is "
-                f"{brief(about.get(name))}"
-            )
+    if missing := {"model", "document", "method", "budget", "raw"} - about.keys():
+        raise ValueError(
+            f"{folder} was not written by kvjax read: it does not say its "
+            f"{', '.join(sorted(missing))}"
+        )
     return about

@@ -30,7 +30,6 @@ from kvjax.evaluation.speed.machine import environment
 from kvjax.evaluation.speed.speed import FULL, SpeedReport, measure_speed
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.planning import bytes_on_device, plan
-from kvjax.messages import printable
 
 # By default Quest leaves the first two layers as they are, and a shape may have no others.
 METHODS = ("snapkv", "quest(dense_layers=())")
@@ -166,7 +165,7 @@ def _check(args: argparse.Namespace, subject: _Subject, candidates: Sequence[Can
         check_prompts(config, [[0] * args.tokens], layers, args.new)
         if own.method != FULL and all(layer == kvjax.Full() for layer in layers):
             raise ValueError(
-                f"{printable(own.method)} leaves all {config.num_layers} layers as they are, so "
+                f"{own.method} leaves all {config.num_layers} layers as they are, so "
                 "that nothing would be compared: give it dense_layers=(), or more --layers"
             )
 
@@ -187,8 +186,8 @@ def _check_memory(
         needed = planned.weights + max(round(caches.device + caches.host), drawing)
         if free is not None and needed > free:
             raise ValueError(
-                f"{printable(subject.name)} with {subject.config.num_layers} layers in {dtype} "
-                f"and the caches of {printable(own.method)} need {decimal(needed)} of memory, and "
+                f"{subject.name} with {subject.config.num_layers} layers in {dtype} "
+                f"and the caches of {own.method} need {decimal(needed)} of memory, and "
                 f"{decimal(free)} are free: give fewer --layers of a --shape, --tokens or --batch"
             )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -13,15 +12,15 @@ from rich.console import Console
 from kvjax.cli import compilation_cache, options
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.inputs import model_path, read_text
-from kvjax.cli.opened import model_name
+from kvjax.cli.opened import check_counts, model_name
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import Grid
 from kvjax.evaluation.cells import grid
-from kvjax.evaluation.cells.files import as_json, timings
+from kvjax.evaluation.cells.files import as_json
 from kvjax.evaluation.comparison.compare import run as measure
 from kvjax.evaluation.comparison.material import Material
 from kvjax.extras import extra_module
-from kvjax.written_files import check_folder
+from kvjax.files import check_folder
 
 _GRID = (
     "methods", "budgets", "lengths", "questions", "depths", "tasks", "cases", "seed", "chat",
@@ -31,8 +30,7 @@ _GRID = (
 DESCRIPTION = """\
 Runs methods over budgets and prompt lengths: which questions about a long text
 are still answered, what held-out text costs, what attention loses, and bytes.
-Prints a table and writes results.json, results.csv, timings.json, pictures and
-report.html.
+Prints a table and writes results.csv, pictures and report.html.
 An interrupted run goes on when the same command is given again, and a command
 with more methods, budgets, tasks, lengths or cases measures what is missing."""
 EXAMPLES = """\
@@ -78,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: kvjax does without kvjax.models, and help without what they import.
     from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
 
+    check_counts(args, "max_new")
     asked = Grid.of(**{name: getattr(args, name) for name in _GRID})
     extra_module("matplotlib", "eval", "pictures of results")
     out = Path(args.out)
@@ -95,18 +94,12 @@ def run(args: argparse.Namespace) -> int:
         display.show(0, None, "loading the model")
         compilation_cache.enable()
         model = from_pretrained(path, allow_nonfinite=args.allow_nonfinite)
-        try:
-            results = measure(
-                material, model, end_tokens=config.eos_token_ids, name=model_name(args.model),
-                out=out, on_progress=display.show,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            display.stop()
-            print(f"interrupted; the same command goes on with what {out} holds", file=sys.stderr)
-            raise
+        results = measure(
+            material, model, end_tokens=config.eos_token_ids, name=model_name(args.model),
+            out=out, on_progress=display.show,
+        )  # fmt: skip
     if args.json:
-        record = {**as_json(results), "timings": timings(results), "out": str(out)}
-        print(json.dumps(record))
+        print(json.dumps({**as_json(results), "out": str(out)}))
     else:
         print_report(Console(highlight=False), results, out)
     for method, dropped in results.dropped().items():

@@ -40,7 +40,7 @@ def print_report(console: Console, results: Results, folder: Path) -> None:
         console.print(Text(printable(f"failed: {cell}: {reason}"), style="red"))
     if len(failures) > _REASONS:
         console.print(f"and {len(failures) - _REASONS} more that failed", style="red")
-    console.print(Text(f"Files: {folder}/report.html, results.json, results.csv, *.png"))
+    console.print(Text(f"Files: {folder}/report.html, results.csv, *.png"))
 
 
 def _heading(column: Column) -> str:

@@ -6,9 +6,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import re
-import shutil
-import zlib
 from pathlib import Path
 
 import jax
@@ -16,10 +13,6 @@ import jaxlib
 
 _OFF = ("", "0", "off")  # values of KVJAX_CACHE that switch it off
 _MOST_BYTES = 2**30
-_VERSIONS = 2  # of jaxlib whose folders are kept
-_OWN_FOLDER = re.compile(r"jaxlib-(.+)-[a-z]+-[0-9a-f]{12}")
-_ENTRY = "-cache"  # how JAX's files end
-_CHECKED = "checked"  # a file as old as the newest entry that is known to be whole
 
 
 def enable() -> None:
@@ -28,13 +21,13 @@ def enable() -> None:
     Nothing about it is ever an error: code that cannot be read or written is compiled.
     """
     root = home()
-    given = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if root is None or given is not None:
+    already_set = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if root is None or already_set is not None:
         return
     folder = root / _folder_name()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # who writes here has code run
-        _tidy(root, folder)
+        _prune(root)
     # JAX's own bound of the size reads and locks the folder whenever something is compiled.
     for name, value in (
         ("jax_compilation_cache_dir", str(folder)),
@@ -47,9 +40,9 @@ def enable() -> None:
 
 def home() -> Path | None:
     """The folder of all compiled code: `KVJAX_CACHE`, or `kvjax` among the user's caches."""
-    given = os.environ.get("KVJAX_CACHE")
-    if given is not None:
-        return None if given.lower() in _OFF else Path(given).absolute()
+    chosen = os.environ.get("KVJAX_CACHE")
+    if chosen is not None:
+        return None if chosen.lower() in _OFF else Path(chosen).absolute()
     caches = os.environ.get("XDG_CACHE_HOME")
     with contextlib.suppress(RuntimeError):  # a user without a home
         return (Path(caches) if caches else Path.home() / ".cache") / "kvjax"
@@ -57,7 +50,7 @@ def home() -> Path | None:
 
 
 def _folder_name() -> str:
-    """Of code that runs here: compiled code is that of one jaxlib and one kind of CPU."""
+    """The folder of code that runs here: that of one jaxlib and one kind of CPU."""
     features = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -66,48 +59,11 @@ def _folder_name() -> str:
     return f"jaxlib-{jaxlib.__version__}-{jax.default_backend()}-{digest}"
 
 
-def _tidy(root: Path, folder: Path) -> None:
-    """Removes what is broken in `folder`, then old folders, then the entries used longest ago."""
-    _drop_broken(folder)
-    os.utime(folder)
-    own = [path for path in root.iterdir() if _OWN_FOLDER.fullmatch(path.name)]
-    own.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    versions = dict.fromkeys(_OWN_FOLDER.fullmatch(path.name)[1] for path in own)
-    for path in own:
-        if _OWN_FOLDER.fullmatch(path.name)[1] not in list(versions)[:_VERSIONS]:
-            shutil.rmtree(path, ignore_errors=True)
-    entries = [(path, path.stat()) for one in own for path in one.glob(f"*{_ENTRY}")]
+def _prune(root: Path) -> None:
+    """Removes the entries used longest ago, of whatever jaxlib, until the rest is small enough."""
+    entries = [(path, path.stat()) for path in root.glob("jaxlib-*/*-cache")]
     total = 0
     for path, stat in sorted(entries, key=lambda x: max(x[1].st_atime, x[1].st_mtime))[::-1]:
         total += stat.st_size
         if total > _MOST_BYTES:
             path.unlink(missing_ok=True)
-
-
-def _drop_broken(folder: Path) -> None:
-    """Removes entries that were cut short, as by Ctrl-C: JAX would never write them again.
-
-    Each is looked at once, when it is newer than those that have been looked at.
-    """
-    mark = folder / _CHECKED
-    before = mark.stat().st_mtime_ns if mark.exists() else 0
-    found = [(path, path.stat().st_mtime_ns) for path in folder.glob(f"*{_ENTRY}")]
-    new = [(path, time) for path, time in found if time > before]
-    for path, _ in new:
-        if not _is_whole(path):
-            path.unlink(missing_ok=True)
-    if new:
-        newest = max(time for _, time in new)
-        mark.touch()
-        os.utime(mark, ns=(newest, newest))
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a file can be what JAX compressed; with Zstandard, that it begins as such."""
-    data = path.read_bytes()
-    if data.startswith(b"\x28\xb5\x2f\xfd"):
-        return True
-    try:
-        return len(zlib.decompress(data)) > 0
-    except zlib.error:
-        return False

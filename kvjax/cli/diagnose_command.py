@@ -22,10 +22,9 @@ from kvjax.evaluation.cells import grid
 from kvjax.evaluation.diagnosis import diagnosis
 from kvjax.evaluation.diagnosis.diagnosis import Diagnosis, Finding, diagnose, grid_of
 from kvjax.extras import extra_module
+from kvjax.files import check_folder, writing
 from kvjax.generation.checks import check_prompts
-from kvjax.messages import printable
 from kvjax.protocol import Full
-from kvjax.written_files import check_folder, writing
 
 QUESTION_TOKENS = 32
 """The last tokens of a text that stand for a question, where none is given."""
@@ -34,9 +33,8 @@ QUESTION_TOKENS = 32
 DESCRIPTION = """\
 Reads a text once, and says for each method and budget how far the outputs of
 attention are from those of the full cache, by layer and head, and how many
-bytes the cache takes. Recommends the smallest cache under an error, and draws
-what is alike in the text's cache. The question stands inside what is
-compressed, or comes after it."""
+bytes the cache takes. Recommends the smallest cache under an error. The
+question stands inside what is compressed, or comes after it."""
 EXAMPLES = """\
 examples:
   kvjax diagnose --prompt-file book.txt --model DIR
@@ -85,8 +83,7 @@ def run(args: argparse.Namespace) -> None:
         check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
         found = diagnose(
             opened.load(args), [prompt], [question], where=args.question, methods=args.methods,
-            budgets=args.budgets, new_tokens=args.new, redundancy=out is not None,
-            on_progress=display.show,
+            budgets=args.budgets, new_tokens=args.new, on_progress=display.show,
         )  # fmt: skip
         pictures = [] if out is None else _draw(found, out, args.error)
     opened.print_double_start(dialogue, [prompt])
@@ -96,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
         return
     _show(Console(highlight=False), found, args.error)
     if out is not None:
-        print(f"Files: {printable(out)}/{', '.join(pictures)}")
+        print(f"Files: {out}/{', '.join(pictures)}")
     for one in found.findings:
         print_dropped(one.name, one.dropped)
 
@@ -151,7 +148,7 @@ def _cells(one: Finding) -> list[str]:
     budget = one.candidate.budget
     most = "-" if one.candidate.method == "full" else f"{by_layer[worst]:.2f} ({worst})"
     return [
-        printable(one.candidate.method), "-" if budget is None else str(budget),
+        one.candidate.method, "-" if budget is None else str(budget),
         f"{one.error:.3f}", most, f"{one.recall:.0%}",
         decimal(one.cache_bytes), f"{one.share:.1%}",
     ]  # fmt: skip

@@ -11,11 +11,6 @@ from typing import TextIO
 
 from kvjax.messages import brief
 
-_BUNDLED = (
-    "config.json", "model.safetensors", "tokenizer.json", "document.txt", "document.json",
-    "held_out.txt",
-)  # fmt: skip
-
 
 def unix_text(text: str) -> str:
     r"""The text as Unix writes it: every line ends with `\n`, and no byte order mark comes first.
@@ -106,19 +101,13 @@ def check_text(text: str, what: str) -> str:
 def model_path(given: str | None) -> Path:
     """The folder or the file of a model; None is the bundled one, an id means files of the hub.
 
-    Raises ValueError if there is no such model, or files of the bundled model are missing.
+    Raises ValueError if there is no such model.
     """
     # Imported here: kvjax does without kvjax.models, and help without what they import.
     from kvjax.models import demo
     from kvjax.models.finding import find_model
 
-    if given is not None:
-        return find_model(given)
-    folder = demo.directory()
-    missing = [name for name in _BUNDLED if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"the bundled model in {folder} is incomplete: no {', '.join(missing)}")
-    return folder
+    return demo.directory() if given is None else find_model(given)
 
 
 def import_module(given: str) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from kvjax.cli import interrupts
-from kvjax.cli.arguments import naming_options, parser
+from kvjax.cli.arguments import parser
 from kvjax.cli.inputs import import_module
 from kvjax.messages import printable, quiet
-
-_CLOSED_PIPE = 1
-_NOT_WRITTEN = (errno.ENOSPC, errno.EBADF)  # a full disk, a stream that is none to write to
 
 # Everything that a user can get wrong: the library raises the first two, files and hub the third,
 # the next three say that there is not enough memory for what was asked, and the last one that a
@@ -31,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: 0, 2 after an error of the user's (one line on standard error), 130 after
-      Ctrl-C, 1 when standard output was closed or a cell of a comparison failed.
+      KeyboardInterrupt, 1 when a reader of standard output has closed it or a cell of a comparison
+      failed.
 
     Example:
       >>> from kvjax.cli.main import main
@@ -39,30 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
       kvjax 0.1.0
       0
     """
-    _replace_closed_streams(whole_process=argv is None)
+    if sys.stderr is None:  # print would take standard output in its place
+        sys.stderr = io.StringIO()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # "?" for what the terminal cannot encode
+        sys.stdout.reconfigure(errors="replace")
     try:
-        with quiet(), _output():
+        with quiet(), _flushed():
             args = parser().parse_args(argv)  # imports JAX
-            if argv is None:
-                interrupts.end_after_interrupt()
-            try:
-                for module in getattr(args, "imports", ()):
-                    import_module(module)
-                with naming_options(args):
-                    return args.run(args) or 0
-            finally:
-                if argv is None:
-                    # Its exception may have been lost, or another one have taken its place. End the
-                    # process at once: JAX can crash when the interpreter shuts down after a
-                    # compilation was interrupted.
-                    interrupts.end_if_interrupted()
+            for module in getattr(args, "imports", ()):
+                import_module(module)
+            return args.run(args) or 0
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt:
-        return interrupts.INTERRUPTED
+        return 130
     except BrokenPipeError:
-        _discard(sys.stdout)
-        return _CLOSED_PIPE
+        return 1
     except _user_errors() as error:
         try:
             print(f"kvjax: error: {_message(error)}", file=sys.stderr)
@@ -71,37 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _replace_closed_streams(whole_process: bool) -> None:
-    """Standard error that is closed takes what nobody sees, in place of an exception.
-
-    In a process of our own the numbers of closed streams are taken too. The next file that is
-    opened would get them, and with it what libraries write to the terminal.
-    """
-    if sys.stderr is None:
-        sys.stderr = io.StringIO()
-    if whole_process:
-        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-            pass
-        os.close(number)
-
-
 @contextlib.contextmanager
-def _output() -> Iterator[None]:
-    """Within the block standard output can be written to; an error of writing names it."""
-    if sys.stdout is None:
-        raise ValueError("standard output is closed")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # "?" for what the terminal cannot encode
-        sys.stdout.reconfigure(errors="replace")
+def _flushed() -> Iterator[None]:
+    """Writes standard output when the block ends, so that a full disk or a closed pipe is told."""
     try:
+        yield
+    finally:
         try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in _NOT_WRITTEN or error.filename is not None:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:
+            _discard(sys.stdout)
             raise
-        _discard(sys.stdout)
-        raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

@@ -9,16 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from kvjax.protocol import KVTransform
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
-
-_TABLE_WIDTH = 72  # of a terminal in which parameters and summaries stand side by side
 
 DESCRIPTION = "Lists the methods of compression with their parameters and papers."
 EXAMPLES = ""
@@ -29,7 +25,7 @@ def add_options(own: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax methods`: a table, or one JSON object."""
+    """`kvjax methods`: a list, or one JSON object."""
     kinds = {"methods": METHODS, "wrappers": WRAPPERS, "storage": STORAGE}
     described = {
         heading: {name: _description(kind) for name, kind in names.items()}
@@ -39,13 +35,11 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(described))
         return
     console = Console(highlight=False)
-    name_width = max(map(len, METHODS | WRAPPERS | STORAGE))
-    for heading, rows in described.items():
-        heading = heading.removesuffix("s")
-        if console.width < _TABLE_WIDTH:
-            console.print(_blocks(heading, rows))
-        else:
-            console.print(_table(heading, rows, console.width, name_width))
+    for heading, methods in described.items():
+        console.print(Padding(Text(heading, style="underline"), (1, 0)))
+        for name, method in methods.items():
+            console.print(Text(name, style="bold"))
+            console.print(Padding(Group(_parameters(method), _about(method)), (0, 0, 1, 2)))
     console.print(
         "budget: slots per KV head (256), or a share of the prompt (0.2).\n"
         "Compositions: chain(snapkv(window=16), h2o(budget=64)), every(snapkv, steps=64),\n"
@@ -64,28 +58,6 @@ def _description(kind: type[KVTransform]) -> dict[str, Any]:
     ]
     summary = (inspect.getdoc(kind) or "").partition("\n")[0].replace("`", "")
     return {"parameters": parameters, "summary": summary, "paper": kind.paper}
-
-
-def _table(
-    heading: str, rows: Mapping[str, Mapping[str, Any]], width: int, name_width: int
-) -> Table:
-    """Names, parameters with defaults, what the methods do, papers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, width=min(width, 120), leading=1)
-    table.add_column(heading, style="bold", no_wrap=True, width=name_width)
-    table.add_column("parameters", ratio=4, overflow="fold")
-    table.add_column("what it does", ratio=5, overflow="fold")
-    for name, row in rows.items():
-        table.add_row(name, _parameters(row), _about(row))
-    return table
-
-
-def _blocks(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> Group:
-    """What the table has, one below the other."""
-    blocks = [Padding(Text(f"{heading}s", style="underline"), (1, 0))]
-    for name, row in rows.items():
-        blocks.append(Text(name, style="bold"))
-        blocks.append(Padding(Group(_parameters(row), _about(row)), (0, 0, 1, 2)))
-    return Group(*blocks)
 
 
 def _parameters(row: Mapping[str, Any]) -> Text:

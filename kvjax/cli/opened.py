@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvjax.cli import compilation_cache
 from kvjax.cli.inputs import model_path
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
+from kvjax.generation.calibration import CALIBRATION_TOKENS
 from kvjax.generation.chat import begins_twice
 from kvjax.generation.continuation import decoder
 from kvjax.generation.sampling import unsupported_settings
@@ -21,8 +22,6 @@ from kvjax.messages import brief, printable
 
 BUNDLED = "bundled"
 """What results call the bundled model."""
-
-_CALIBRATION_TOKENS = 1024  # of the prompt, for methods that are calibrated
 
 
 class OpenedModel:
@@ -68,31 +67,20 @@ class OpenedModel:
     def sampling(self, args: argparse.Namespace) -> kvjax.Sampling:
         """How tokens are chosen, by the options of `add_sampling`.
 
-        A line on standard error says which settings of the model are not followed.
+        A line on standard error says which settings that the model asks for are not followed.
         """
         from kvjax.models.sampling_settings import read_sampling_settings
 
-        settings, options = read_sampling_settings(self.path), _sampling_options(args)
+        options = _sampling_options(args)
+        if not args.model_sampling:
+            return kvjax.Sampling(**options)
+        settings = read_sampling_settings(self.path)
         lacking = unsupported_settings(settings)
+        if lacking:
+            listed = ", ".join(f"{printable(name)} {brief(x)}" for name, x in lacking.items())
+            print_line(f"kvjax does not have {listed}, which the model asks for", "dim")
         supported = {name: x for name, x in settings.items() if name not in lacking}
-        asked, greedy = kvjax.Sampling.from_settings(supported), kvjax.Sampling()
-        if args.model_sampling:
-            if lacking:
-                print_line(
-                    f"kvjax does not have {_listed(lacking)}, which the model asks for", "dim"
-                )
-            return dataclasses.replace(asked, **options)
-        wanted = {
-            name: value
-            for name, value in dataclasses.asdict(asked).items()
-            if value != getattr(greedy, name)
-        }
-        if (wanted or lacking) and not options:
-            also = f"; kvjax does not have {_listed(lacking)}" if lacking else ""
-            takes = f"the model asks for {_listed(wanted)}: --model-sampling takes it"
-            print_line(f"{takes}{also}" if wanted else f"the model asks for {_listed(lacking)}, "
-                       "which kvjax does not have", "dim")  # fmt: skip
-        return kvjax.Sampling(**options)
+        return dataclasses.replace(kvjax.Sampling.from_settings(supported), **options)
 
     def load(self, args: argparse.Namespace) -> Any:
         """The model with its weights. What it compiles is kept for the next process."""
@@ -112,7 +100,7 @@ def model_name(given: str | None) -> str:
 
 def calibrated(transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]) -> Any:
     """A transform with what it needs to know of the model, found on the prompt's first tokens."""
-    return kvjax.calibrated(transform, model, [prompt[:_CALIBRATION_TOKENS]])
+    return kvjax.calibrated(transform, model, [prompt[:CALIBRATION_TOKENS]])
 
 
 def check_sampling(args: argparse.Namespace) -> None:
@@ -133,8 +121,3 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
         value = getattr(args, name)
         if value is not None:
             check_count(f"--{name.replace('_', '-')}", value, 1)
-
-
-def _listed(settings: Mapping[str, Any]) -> str:
-    """Settings and their values, in one line."""
-    return ", ".join(f"{printable(name)} {brief(value)}" for name, value in settings.items())

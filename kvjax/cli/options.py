@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.cli.inputs import unix_text
 from kvjax.cli.terminal import print_line
 from kvjax.evaluation.cells import grid
-from kvjax.messages import brief, printable
+from kvjax.messages import brief
 from kvjax.registry import expression
 
 
@@ -66,7 +66,7 @@ def candidate(args: argparse.Namespace) -> grid.Candidate:
     made = grid.Candidate.of(args.method, args.budget)
     if args.budget_given and made.budget is None and not getattr(args, "json", False):
         print_line(
-            f"--budget {args.budget} changes nothing: {printable(args.method)} takes no budget, or "
+            f"--budget {args.budget} changes nothing: {args.method} takes no budget, or "
             "names its own",
             "dim",
         )

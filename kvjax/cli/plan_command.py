@@ -13,13 +13,11 @@ from kvjax.budgets.budgets import check_count, check_number
 from kvjax.cli import options
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.generation.planning import Plan, abstract_mesh, bytes_on_device, plan
-from kvjax.messages import brief, did_you_mean, printable
+from kvjax.messages import brief, did_you_mean
 
 GB = 10**9
 MEMORY, BANDWIDTH = 80.0, 3350.0  # GB and GB/s, of an NVIDIA H100 SXM with 80 GB
 METHODS = ("full", "snapkv")
-ARGUMENTS = {"max_prompt": "--tokens", "max_new": "--new"}
-"""What the library calls these options."""
 _AXES = ("data", "tensor")
 
 DESCRIPTION = """\
@@ -65,9 +63,11 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.models.shapes import shape_config
 
     for name in ("memory", "bandwidth"):
-        check_number(name, getattr(args, name), above=0)
+        check_number(f"--{name}", getattr(args, name), above=0)
+    check_count("--tokens", args.tokens, 1)
+    check_count("--new", args.new, 1)
     for requests in args.batch:
-        check_count("batch", requests, 1)
+        check_count("--batch", requests, 1)
     methods = {text: kvjax.parse(text, args.budget) for text in args.methods}
     config = shape_config(args.model)
     mesh = abstract_mesh(args.mesh.items())
@@ -160,7 +160,7 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
     axes = ", ".join(f"{name} {size}" for name, size in args.mesh.items())
     fits = "fit" if record["weight_bytes"] <= record["memory_bytes"] else "do not fit"
     console.print(
-        f"{printable(args.model)} in {args.dtype}, {record['devices']} x {args.memory:g} GB "
+        f"{args.model} in {args.dtype}, {record['devices']} x {args.memory:g} GB "
         f"({axes}): weights take {record['weight_bytes'] / GB:.2f} GB of each device and {fits}.\n"
         f"Requests of {args.tokens:,} tokens and {args.new:,} new ones; GB are 10^9 bytes.",
         markup=False,
@@ -177,7 +177,7 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
     headings += [f"step of {requests}\nms (GB held)" for requests in args.batch]
     rows = []
     for text, own in record["methods"].items():
-        row = [printable(text), f"{own['request_bytes'] / GB:.3f}"]
+        row = [text, f"{own['request_bytes'] / GB:.3f}"]
         if hosted:
             row.append(f"{own['request_host_bytes'] / GB:.3f}")
         row.append(f"{own['requests_that_fit']:,}")

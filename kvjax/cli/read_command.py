@@ -15,7 +15,6 @@ from kvjax.cli.opened import OpenedModel, calibrated, check_counts
 from kvjax.cli.terminal import Display, print_dropped, share
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.saving import check_free
-from kvjax.messages import printable
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(record))
         return
     print(
-        f"{printable(args.out)}: {len(document):,} tokens with {args.method} in "
+        f"{args.out}: {len(document):,} tokens with {args.method} in "
         f"{decimal(context.nbytes)}, {share(record)} of the full cache"
     )
     print_dropped(args.method, context.dropped)
@@ -94,4 +93,4 @@ def _check_out(out: Path) -> None:
     try:
         check_free(out)
     except ValueError as error:
-        raise ValueError(f"{printable(out)} is in the way, and stays as it is: {error}") from error
+        raise ValueError(f"{out} is in the way, and stays as it is: {error}") from error

@@ -13,12 +13,11 @@ from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import read_results
 from kvjax.evaluation.cells.files import as_json
 from kvjax.extras import extra_module
-from kvjax.written_files import check_folder
+from kvjax.files import check_folder
 
 DESCRIPTION = """\
-Prints the table of a comparison, finished or not, and writes results.json,
-results.csv, pictures and report.html, a page that needs nothing else. Nothing is
-measured."""
+Prints the table of a comparison, finished or not, and writes results.csv,
+pictures and report.html, a page that needs nothing else. Nothing is measured."""
 EXAMPLES = """\
 examples:
   kvjax show kvjax-compare

@@ -21,7 +21,6 @@ from kvjax.generation.chat import (
 INSTRUCTION = "\n\nAnswer this question about the text above:\n"
 """What a user's message says between a document and a question."""
 
-_SYSTEM = "kvjax-system-stands-here"
 _DEPENDS = "the model's chat template makes what it puts"
 
 
@@ -140,19 +139,14 @@ class Dialogue:
         return tokens
 
     def _check_system(self) -> None:
-        """Raises ValueError where there is a system message and the template takes none."""
+        """Raises ValueError where there is a system message that the template does not show."""
         if not self._system:
             return
-        system = {"role": "system", "content": _SYSTEM}
         try:
-            shown = _SYSTEM in render_chat(self._tokenizer, [system, MESSAGE])
+            chat_parts(self._tokenizer, [{"role": "system", "content": ANSWER}, MESSAGE], ANSWER)
         except ValueError as error:
             render_chat(self._tokenizer, [MESSAGE])  # raises where something else is at fault
-            raise ValueError(f"{error}; it takes no system message: leave out --system") from error
-        if not shown:
-            raise ValueError(
-                "the model's chat template does not show the system message: leave out --system"
-            )
+            raise ValueError(f"{error}; leave out --system") from error
 
     def _parts(self, *messages: Mapping[str, str], split_at: Sequence[str]) -> list[str]:
         """What the rendered conversation has before, between and after markers in the messages."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich import progress
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.filesize import decimal
-from rich.text import Text
+from rich.table import Column
 
 import kvjax
 
@@ -20,62 +18,41 @@ _FIGURES = (
 )  # fmt: skip
 
 
-class _Clock(progress.ProgressColumn):
-    """Time since the display was made, whatever was shown since then."""
+class _Console(Console):
+    """Standard error with a cursor that stays: Ctrl-C ends the process at once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._start = time.monotonic()
-
-    def render(self, task: progress.Task) -> Text:
-        """`0:00:07 elapsed`."""
-        passed = timedelta(seconds=int(time.monotonic() - self._start))
-        return Text(f"{passed} elapsed", style="progress.elapsed")
-
-
-class _Left(progress.ProgressColumn):
-    """An estimate of the time that is left, where there is one."""
-
-    def render(self, task: progress.Task) -> Text:
-        """`0:00:07 left`, or nothing: work that remains takes more than no time."""
-        left = None if task.finished else task.time_remaining
-        if not left:
-            return Text()
-        return Text(f"{timedelta(seconds=int(left))} left", style="progress.remaining")
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leaves the cursor as it is."""
+        return False
 
 
 class Display(progress.Progress):
-    """Progress on standard error: a bar with times, and below it what is done now.
+    """Progress on standard error: a bar with times, and what is done now.
 
     It disappears when it is stopped or the block ends. Nothing is shown unless it is `wanted` and
     standard error is a terminal.
     """
 
     def __init__(self, wanted: bool = True) -> None:
-        console = Console(stderr=True)
-        shown = wanted and sys.stderr.isatty() and not console.is_dumb_terminal
-        self._now = Text(no_wrap=True, overflow="ellipsis", style="dim")
+        console = _Console(stderr=True)
+        what = Column(ratio=2, no_wrap=True, overflow="ellipsis")
         super().__init__(
             progress.SpinnerColumn(),
-            progress.BarColumn(bar_width=None),
+            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
             progress.TaskProgressColumn(),
-            _Clock(),
-            _Left(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False, table_column=what),
             console=console,
             transient=True,
             expand=True,
-            disable=not shown,
+            disable=not (wanted and sys.stderr.isatty() and not console.is_dumb_terminal),
             # Cells of a comparison take seconds: an estimate from the last few would jump.
             speed_estimate_period=300.0,
             # The display leaves standard output alone, which may be a file.
             redirect_stdout=False,
             redirect_stderr=False,
         )
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        """The bar, and the line below."""
-        yield from super().get_renderables()
-        yield self._now
 
     def show(self, done: int, total: int | None, what: str) -> None:
         """Says what is done now, and how far it is; `total` None: nobody knows.
@@ -85,9 +62,8 @@ class Display(progress.Progress):
         if not self.tasks or self.tasks[0].total != total:
             for task in self.task_ids:
                 self.remove_task(task)
-            self.add_task("", total=total, completed=done)
-        self.update(self.task_ids[0], completed=done)
-        self._now.plain = what
+            self.add_task("", total=total)
+        self.update(self.task_ids[0], completed=done, description=what)
 
     def compiling(self, what: str, method: str = "") -> None:
         """Says what is compiled now, for which method: an `on_compile` for `kvjax.generate`."""
@@ -95,7 +71,7 @@ class Display(progress.Progress):
         runs = " and running" if what.startswith("the prompt pass") else ""
         line = f"compiling{runs} {what}{' for ' * bool(method)}{method}"
         if self.tasks and self.tasks[0].total is not None and not self.tasks[0].finished:
-            self._now.plain = line  # layers are being read
+            self.update(self.task_ids[0], description=line)  # layers are being read
         else:
             self.show(0, None, line)
 
@@ -142,7 +118,7 @@ def host_bytes(record: Mapping[str, Any]) -> int:
 
 
 def print_figures(record: Mapping[str, Any], last: str = "") -> None:
-    """Tokens, times and bytes on standard error, in as few lines as the terminal's width allows.
+    """Prints a line with tokens, times and bytes on standard error.
 
     Args:
       record: what `--json` prints.
@@ -162,16 +138,7 @@ def print_figures(record: Mapping[str, Any], last: str = "") -> None:
     if recall is not None and recall["hit_rate"] is not None:
         fetched = decimal(round(recall["fetched_bytes_per_step"]))
         parts += [f"{100 * recall['hit_rate']:.0f}% hits", f"{fetched} fetched per token"]
-    parts += [last] if last else []
-    lines, width = [parts[0]], Console(stderr=True).width
-    for part in parts[1:]:
-        joined = f"{lines[-1]} · {part}"
-        if len(joined) <= width:
-            lines[-1] = joined
-        else:
-            lines.append(part)
-    for line in lines:
-        print_line(line, "dim")
+    print_line(" · ".join([*parts, last] if last else parts), "dim")
 
 
 def print_dropped(method: str, dropped: int) -> None:

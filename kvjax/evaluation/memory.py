@@ -81,7 +81,7 @@ def drop_compiled_code() -> None:
     total = _kilobytes(_MEMORY, "MemTotal")
     own = _kilobytes(_STATUS, "VmRSS")
     if None not in (own, total) and own > total // 2:
-        compiled_code.drop_compiled_code()
+        compiled_code.clear_compiled_functions()
         give_back_freed()
     else:
         compiled_code.leave_memory_maps()

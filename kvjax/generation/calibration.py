@@ -19,12 +19,15 @@ from kvjax.devices import automatic
 from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading_once import Observe
-from kvjax.generation.steps import pad, read_prompt
+from kvjax.generation.steps import pad, read_at_once
 from kvjax.protocol import Full, KVTransform, Needs, check_transform
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial_projection
 from pallas_kernels import soft_matching
+
+CALIBRATION_TOKENS = 1024
+"""So many tokens of a prompt are taken where its own beginning is the sample."""
 
 
 @automatic()
@@ -106,7 +109,7 @@ def _scores(
     """Share of set A without an edge above the threshold, per layer and KV head."""
     chunk, sinks, recent = matching
     layers = (Full(),) * model.num_layers
-    caches: Any = read_prompt(model, layers, tokens, positions, max_new=0)[1]
+    caches: Any = read_at_once(model, layers, tokens, positions, max_new=0)[1]
     length = positions.max(-1, keepdims=True) + 1
     shares = []
     for cache in caches:
@@ -222,7 +225,7 @@ def _queries_and_keys(
     """Of each layer: rotated queries, their positions, rotated keys and their positions."""
     layers = (Observe(Needs(query_window=tokens.shape[1])),) * model.num_layers
     # float32: a calibration should not depend on the dtype in which a platform stores keys.
-    read = read_prompt(model, layers, tokens, positions, max_new=0, dtype=jnp.float32, last=False)
+    read = read_at_once(model, layers, tokens, positions, max_new=0, dtype=jnp.float32, last=False)
     readings: Any = read[1]
     return tuple((*layer.queries, layer.kv.k.read(), layer.kv.position) for layer in readings)
 

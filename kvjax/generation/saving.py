@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from filelock import FileLock
 from jaxtyping import Array
 
 import kvjax
 from kvjax.compose.chain import bind, map_methods
 from kvjax.devices import automatic, mesh_of
+from kvjax.files import is_hidden
 from kvjax.generation.checks import check_same_model
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.reading import CacheSize, cache_shapes
-from kvjax.messages import printable, quiet
+from kvjax.messages import quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
-from kvjax.regular_files import check_regular, is_hidden, read_regular, visible_files
 from kvjax.storage.offload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.random import GENERATOR
-from kvjax.written_files import write_whole
 
 # Another number is refused. 3: descriptions of model and tokenizer, the tokens that rows have seen,
 # and `quantize` sets off channels of keys.
 FORMAT = 3
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
-_ITEMS = {_ABOUT, _ARRAYS, "_CHECKPOINT_METADATA", "commit_success"}  # in its folder
 _UNFINISHED = ".orbax-checkpoint-tmp"  # what Orbax adds to the name of what is not complete
-_LOCK = ".lock"  # a file in the folder
-_LIST_BYTES = 2**24  # a list of checksums is not longer
-
-_T = TypeVar("_T")
 
 
 @automatic()
@@ -61,11 +53,9 @@ def save_context(
     """Writes a context to a folder, from which `load_context` makes it again.
 
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
-    expression, its calibrations, sizes, versions, and descriptions of model and tokenizer. A list
-    of checksums of all its files is written last, and makes it complete: only then a context that
-    was there before is removed. A save that was interrupted is removed by the next one. Saves into
-    one folder wait for each other, so that the last one stays, and whoever loads the context
-    meanwhile gets one of them whole.
+    expression, its calibrations, sizes, versions, and descriptions of model and tokenizer. Orbax
+    writes it beside a context that was there before, which is removed when the new one is complete.
+    A save that was interrupted leaves the context before it, and is removed by the next save.
 
     Args:
       path: of the folder, which is new, holds a context or what an interrupted save left, or is
@@ -125,26 +115,21 @@ def save_context(
     except (TypeError, ValueError) as error:
         raise ValueError(f"about must be what JSON can hold: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
-        check_free(folder)
-        _remove_old_steps(folder)
-        step = 1 + max((_number(place) for place in _own(folder)), default=0)
-        items = {_ARRAYS: ocp.args.PyTreeSave(arrays), _ABOUT: ocp.args.JsonSave(content)}
-        try:
-            with _checkpointer() as checkpointer:
-                checkpointer.save(folder / str(step), args=ocp.args.Composite(**items))
-            write_whole(_list_of(folder, step), json.dumps(_checksums(folder / str(step))))
-        finally:
-            _remove_old_steps(folder)
+    step = 1 + max((int(place.name) for place in _steps(folder)), default=0)
+    items = {_ARRAYS: ocp.args.PyTreeSave(arrays), _ABOUT: ocp.args.JsonSave(content)}
+    with _checkpointer() as checkpointer:  # under another name until all is written
+        checkpointer.save(folder / str(step), args=ocp.args.Composite(**items))
+    _remove_all_but(folder, str(step))
 
 
+@automatic()
 def load_context(
     path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
 ) -> Context:
     """The context that `save_context` wrote, on the default device or the mesh of the model.
 
-    Nothing of the folder is run: it is read as JSON and arrays, after the checksums of all its
-    files have been compared. The caches are those that this version of kvjax makes for the method.
+    Nothing of the folder is run: it is read as JSON and arrays. The caches are those that this
+    version of kvjax makes for the method.
 
     Args:
       path: of the folder.
@@ -155,16 +140,33 @@ def load_context(
       ValueError: there is no context, it is damaged, or it is of another model, tokenizer, method
         or version; says what differs.
     """
-    return load_with_about(path, model, tokenizer=tokenizer)[0]
-
-
-@automatic()
-def load_with_about(
-    path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
-) -> tuple[Context, dict[str, Any]]:
-    """A context as `load_context` gives it, and the `about` of the same save."""
     folder, functional = Path(path).absolute(), as_functional(model)
-    return _of_newest(folder, lambda step: _load(folder, step, functional, tokenizer))
+    step = _newest(folder)
+    content = _content(step)
+    fingerprint = Fingerprint.of(functional)
+    there, here = content["model"], fingerprint.content
+    if tokenizer is not None and content["tokenizer"] is not None:
+        there = {**there, "tokenizer": content["tokenizer"]}
+        here = {**here, "tokenizer": describe_tokenizer(tokenizer)}
+    if found := differences(there, here):
+        raise ValueError(f"the context in {folder} is of another model: its {found}")
+    with _damaged(folder):
+        arrays = _read_arrays(step, content["arrays"])
+        transform = _with_calibrations(parse(content["method"]), content["outlier_heads"], arrays)
+        size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
+        layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
+    shapes = _context_shapes(functional, transform, layers, size, fingerprint)
+    expected = jax.tree.leaves(shapes)
+    own = [arrays[name] for name in sorted(arrays) if name.isdigit()]
+    if [_kind(x) for x in own] != [_kind(_plain_shape(x)) for x in expected]:
+        raise ValueError(
+            f"{folder} was written by kvjax {content['kvjax']} with jax {content['jax']}, whose "
+            f"caches of {content['method']} are made otherwise than those of kvjax "
+            f"{kvjax.__version__} with jax {jax.__version__}"
+        )
+    parts = zip(own, expected, content["memories"], strict=True)
+    leaves = [_placed(x, like, memory) for x, like, memory in parts]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves).placed()
 
 
 def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -173,8 +175,7 @@ def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
       ValueError: there is no context, or its JSON is damaged.
     """
-    folder = Path(path).absolute()
-    return _of_newest(folder, lambda step: _content(folder, step))["about"]
+    return _content(_newest(Path(path).absolute()))["about"]
 
 
 def check_free(folder: Path) -> None:
@@ -186,79 +187,47 @@ def check_free(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of a context")
-    for place in folder.iterdir():  # one look at each: another process may be saving there
+    for place in folder.iterdir():
         if not is_hidden(place) and not _is_own(place):
-            raise ValueError(
-                f"{folder} is no folder of a context: it holds {printable(place.name)}"
-            )
+            raise ValueError(f"{folder} is no folder of a context: it holds {place.name}")
 
 
-def _of_newest(folder: Path, read: Callable[[int], _T]) -> _T:
-    """What is read of the newest complete step; of the next one where a save replaced it."""
-    while True:
-        step = _complete_step(folder)
-        try:
-            if step is None:
-                raise _no_context(folder)
-            return read(step)
-        except Exception:
-            if _complete_step(folder) == step:
-                raise
+def _is_own(place: Path) -> bool:
+    """Whether `save_context` has written it: a complete checkpoint, or an interrupted one."""
+    if _UNFINISHED in place.name:
+        return place.is_dir()
+    return place.name.isdecimal() and all((place / item).is_dir() for item in (_ABOUT, _ARRAYS))
 
 
-def _no_context(folder: Path) -> ValueError:
-    """Why a folder has no complete step."""
+def _steps(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder: more than one where a save was interrupted."""
+    return [x for x in folder.iterdir() if x.name.isdecimal() and _is_own(x)]
+
+
+def _newest(folder: Path) -> Path:
+    """The newest complete checkpoint; ValueError if there is none."""
     if not folder.exists():
-        return ValueError(f"{folder} is no folder of a context: it does not exist")
+        raise ValueError(f"{folder} is no folder of a context: it does not exist")
+    if folder.is_dir() and (steps := _steps(folder)):
+        return max(steps, key=lambda x: int(x.name))
     check_free(folder)
-    if not _own(folder):
-        return ValueError(f"{folder} is no folder of a context: it holds nothing")
-    return ValueError(
-        f"the context in {folder} is not complete: its save was interrupted, or is not over yet"
+    raise ValueError(
+        f"{folder} is no folder of a context: it holds none, or one whose save was interrupted"
     )
 
 
-def _load(
-    folder: Path, step: int, model: FunctionalModel, tokenizer: Any
-) -> tuple[Context, dict[str, Any]]:
-    """The context of a step, and its `about`."""
-    content = _content(folder, step)
-    fingerprint = Fingerprint.of(model)
-    there, here = content["model"], fingerprint.content
-    if tokenizer is not None and content["tokenizer"] is not None:
-        there = {**there, "tokenizer": content["tokenizer"]}
-        here = {**here, "tokenizer": describe_tokenizer(tokenizer)}
-    if found := differences(there, here):
-        raise ValueError(f"the context in {folder} is of another model: its {found}")
-    with _damaged(folder):
-        arrays = _read_arrays(folder / str(step), content["arrays"])
-        transform = _with_calibrations(parse(content["method"]), content["outlier_heads"], arrays)
-        size = CacheSize(**content["size"], mesh=mesh_of(model.params))
-        layers = bind(transform, model.num_layers, model.windows, size.max_tokens)
-    shapes = _context_shapes(model, transform, layers, size, fingerprint)
-    expected = jax.tree.leaves(shapes)
-    own = [arrays[name] for name in sorted(arrays) if name.isdigit()]
-    if [_kind(x) for x in own] != [_kind(_plain_shape(x)) for x in expected]:
-        raise ValueError(
-            f"{folder} was written by kvjax {content['kvjax']} with jax {content['jax']}, whose "
-            f"caches of {content['method']} are made otherwise than those of kvjax "
-            f"{kvjax.__version__} with jax {jax.__version__}"
-        )
-    parts = zip(own, expected, content["memories"], strict=True)
-    leaves = [_placed(x, like, memory) for x, like, memory in parts]
-    context = jax.tree.unflatten(jax.tree.structure(shapes), leaves).placed()
-    return context, content["about"]
+def _remove_all_but(folder: Path, kept: str) -> None:
+    """Removes older checkpoints, and what interrupted saves have left.
 
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Other saves into the folder wait; a killed process locks nothing any more."""
-    lock = folder / _LOCK
-    with FileLock(lock):
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)  # who waits for this file then makes another one
+    What cannot be removed, such as a file that is open on a network's disk, is left to the next
+    save.
+    """
+    for place in folder.iterdir():
+        if place.name != kept and _is_own(place):
+            with contextlib.suppress(OSError):
+                if _UNFINISHED not in place.name:  # soon, not all of it is there
+                    place = place.rename(f"{place}{_UNFINISHED}")
+                shutil.rmtree(place)
 
 
 @contextlib.contextmanager
@@ -279,103 +248,26 @@ def _damaged(folder: Path) -> Iterator[None]:
         raise ValueError(f"the context in {folder} is damaged: {reason}") from error
 
 
-def _content(folder: Path, step: int) -> dict[str, Any]:
-    """The JSON of a step, checked."""
-    place = folder / str(step)
-    with _damaged(folder):
-        if json.loads(read_regular(_list_of(folder, step), _LIST_BYTES)) != _checksums(place):
-            raise ValueError("files do not have their checksums")
-        with _checkpointer() as checkpointer:
-            args = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
-            content = checkpointer.restore(place, args=args)[_ABOUT]
-    if content["format"] != FORMAT:
+def _content(step: Path) -> dict[str, Any]:
+    """The JSON of a checkpoint, of the format that is read here."""
+    with _damaged(step.parent), _checkpointer() as checkpointer:
+        args = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
+        content = checkpointer.restore(step, args=args)[_ABOUT]
+        number, version = content["format"], content["kvjax"]
+    if number != FORMAT:
         raise ValueError(
-            f"{folder} has format {content['format']}, written by kvjax {content['kvjax']}; "
-            f"kvjax {kvjax.__version__} reads format {FORMAT}"
+            f"{step.parent} has format {number}, written by kvjax {version}; kvjax "
+            f"{kvjax.__version__} reads format {FORMAT}"
         )
     return content
 
 
-def _own(folder: Path) -> list[Path]:
-    """What saves have written there: steps, complete or interrupted, and their lists."""
-    return [place for place in folder.iterdir() if _is_own(place)]
-
-
-def _is_own(place: Path) -> bool:
-    step, _, rest = place.name.partition(".")
-    if not step.isdecimal():
-        return False
-    if rest in ("json", "json.part"):
-        # It is the list of a step, unless another process has just removed both.
-        listed = place.with_name(step)
-        return (listed.is_dir() and _is_own(listed)) or not place.exists()
-    if rest and not f".{rest}".startswith(_UNFINISHED):
-        return False
-    try:
-        held = {inner.name.partition(".")[0] for inner in place.iterdir() if not is_hidden(inner)}
-    except FileNotFoundError:
-        return True  # another process has removed it meanwhile
-    except OSError:
-        return False
-    return held <= _ITEMS and (bool(rest) or {_ABOUT, _ARRAYS} <= held)
-
-
-def _number(place: Path) -> int:
-    return int(place.name.partition(".")[0])
-
-
-def _list_of(folder: Path, step: int) -> Path:
-    """The file with the checksums of a step's files."""
-    return folder / f"{step}.json"
-
-
-def _complete_step(folder: Path) -> int | None:
-    """The newest step whose list has been written; None if there is none."""
-    lists = (place for place in folder.glob("*.json") if place.stem.isdecimal())
-    return max((int(x.stem) for x in lists if x.with_suffix("").is_dir()), default=None)
-
-
-def _remove_old_steps(folder: Path) -> None:
-    """Removes all steps but the newest complete one, and what interrupted saves have left.
-
-    What cannot be removed, such as a file that is open on a network's disk, is left to the next
-    save.
-    """
-    complete = _complete_step(folder)
-    kept = {str(complete), f"{complete}.json"}
-    # Lists first: a step without its list does not count.
-    for place in sorted(_own(folder), key=Path.is_dir):
-        if place.name in kept:
-            continue
-        with contextlib.suppress(OSError):
-            if place.is_file():
-                place.unlink()
-            else:  # under another name first, which says that not all of it is there
-                if _UNFINISHED not in place.name:
-                    place = place.rename(f"{place}{_UNFINISHED}")
-                shutil.rmtree(place)
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    """Of all files of a step but hidden ones."""
-    found = {}
-    for place in visible_files(folder):
-        check_regular(place)
-        with place.open("rb") as file:
-            name = place.relative_to(folder).as_posix()
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
-def _read_arrays(place: Path, described: dict[str, list]) -> dict[str, np.ndarray]:
-    """The arrays of a step, which are those that it describes."""
-    how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in described}
-    restore = ocp.args.PyTreeRestore(dict.fromkeys(described, 0), restore_args=how)
+def _read_arrays(step: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint."""
+    how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    restore = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), restore_args=how)
     with _checkpointer() as checkpointer:
-        there = checkpointer.metadata(place).item_metadata[_ARRAYS]
-        if {name: _kind(x) for name, x in there.items()} != described:
-            raise ValueError("it does not hold the arrays of its description")
-        return checkpointer.restore(place, args=ocp.args.Composite(**{_ARRAYS: restore}))[_ARRAYS]
+        return checkpointer.restore(step, args=ocp.args.Composite(**{_ARRAYS: restore}))[_ARRAYS]
 
 
 def _context_shapes(

@@ -59,7 +59,7 @@ def init_caches(
     )
 
 
-def read_prompt(
+def read_at_once(
     model: FunctionalModel,
     layers: tuple[KVTransform, ...],
     tokens: Int[Array, "B T"],
@@ -68,7 +68,7 @@ def read_prompt(
     dtype: DTypeLike | None = None,
     last: bool = True,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Logits of each row's last token, and new caches that hold the prompt, or its readings."""
+    """Logits of each row's last token, and new caches or readings of the prompt, by one call."""
     rows, width = tokens.shape
     caches: Any = init_caches(model, layers, rows, width, max_new, dtype)
     caches = begin(caches, empty=True)

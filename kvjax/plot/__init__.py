@@ -6,9 +6,11 @@ by the colour-blind. `import kvjax` does not import this module, which needs mat
 `eval` installs it.
 """
 
+from kvjax.evaluation.report.plots import LOOK
+
 from .fields import field, held, selected, similarity
 from .lines import layer_bytes, recall
-from .looks import LOOK, legend, span
+from .looks import legend, span
 from .slots import clusters, masses
 from .watching import Seen, watch
 

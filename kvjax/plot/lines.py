@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from kvjax.attention.layer import Cache
 from kvjax.cache.slots import nbytes
-from kvjax.evaluation.report.pictures import style
+from kvjax.evaluation.report.plots import style
 from kvjax.messages import brief
 
 from .looks import check_axes, layers_of

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
@@ -13,23 +11,9 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
 from kvjax.budgets.budgets import check_choice, check_count
-from kvjax.evaluation.report.pictures import style
 from kvjax.messages import brief
 
 COLOURS = {"gone": "#f2f2f2", "pale": "#b5b5b5", "kept": "#1f3b73", "other": "#E69F00"}
-
-LOOK: dict[str, Any] = {
-    "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 8,
-    "axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-    "axes.prop_cycle": cycler("color", [style(number)["color"] for number in range(7)]),
-    "lines.markersize": 4, "figure.constrained_layout.use": True, "savefig.dpi": 150,
-    "svg.fonttype": "none", "svg.hashsalt": "kvjax",
-}  # fmt: skip
-"""Settings that suit these pictures, for `matplotlib.rc_context` or `matplotlib.rcParams.update`.
-
-The same picture becomes the same SVG file.
-"""
 
 
 def legend(figure: Figure, **labels: str) -> Legend:

@@ -32,8 +32,8 @@ class PyramidKV(KVTransform):
       window: observation window W, 8 as in the authors' code.
       kernel, pooling, group_reduce: as in `SnapKV`.
       beta: how steep the pyramid is, 20 as in the authors' code; 1 is uniform, which may serve a
-        small model better (`benchmarks/defaults.py` measures it). It is read as the nearest
-        fraction with a denominator up to 1,000.
+        small model better (RESULTS.md has figures). It is read as the nearest fraction with a
+        denominator up to 1,000.
 
     Raises:
       TypeError, ValueError: as `SnapKV`; `beta` below 1.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.base import route
 from pallas_kernels.base.dispatch import choose_implementation
 from pallas_kernels.base.kernel_parts import load_rows, own_part, store_rows
-from pallas_kernels.base.rows import take_slots
+from pallas_kernels.base.rows import over_blocks, take_slots
 from pallas_kernels.base.tiles import power_of_two
 from pallas_kernels.grouping.segment_sum import Segments, Targets, add_into, targets_of
 
@@ -85,12 +85,7 @@ def segment_merge(
         return add_into(out, to, part.astype(jnp.float32) * by[..., None])
 
     # In blocks, so that the scaled rows are never held all at once.
-    blocks, rest = divmod(size, BLOCK)
-    out = rows.astype(jnp.float32) * own[..., None]
-    if blocks:
-        out = jax.lax.fori_loop(0, blocks, lambda i, out: add(i * BLOCK, BLOCK, out), out)
-    if rest:
-        out = add(blocks * BLOCK, rest, out)
+    out = over_blocks(size, BLOCK, add, rows.astype(jnp.float32) * own[..., None])
     return out.astype(rows.dtype)
 
 

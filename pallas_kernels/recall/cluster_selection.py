@@ -104,6 +104,8 @@ def rank_clusters(
     )
     if not per_query_head:
         score = score.max(2, keepdims=True)
+    # A NaN may have a sign, and would come behind -inf and the entry below.
+    score = jnp.where(jnp.isnan(score), jnp.inf, score)
     score = jnp.where(sizes[:, :, None] > 0, score, -jnp.inf)
     # One more entry, behind all others: XLA on CPU finds the top C of C entries by a sort, which is
     # several times slower than its top k.

@@ -15,6 +15,7 @@ from kvjax.testing import control_flow
 from tests.support.attending import OPTIONS, Tokens, attend, right
 from tests.support.attention_cases import KERNELS, use_small_tiles
 from tests.support.lowering import KERNEL, lower_for_cuda
+from tests.support.marks import slow, some_slow
 from tests.support.tolerances import close
 
 PLACEMENT = {"annotate_device_placement", "Sharding", "mhlo.topk"}  # of a device's own
@@ -74,10 +75,7 @@ def decode(transform, implementation):
 
 
 # The others show nearly the same, and run with the slow tests.
-FAST = {1, 7, 10, 11, 12}
-SOME_SLOW = [
-    pytest.param(tx, marks=[pytest.mark.slow] * (n not in FAST)) for n, tx in enumerate(TRANSFORMS)
-]
+SOME_SLOW = some_slow(TRANSFORMS, *(TRANSFORMS[number] for number in (1, 7, 12)))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -164,12 +162,20 @@ def held(cache):
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
-@pytest.mark.parametrize("transform", READERS.values(), ids=READERS)
-@pytest.mark.fast_cases("h2o-plain-interpret", "snapkv-window and soft cap-interpret")
-def test_prompts_are_those_of_xla(transform, logits, implementation):
+@pytest.mark.parametrize(
+    ("name", "logits"),
+    [
+        ("h2o", "plain"),
+        *slow(
+            *((name, "plain") for name in READERS if name != "h2o"),
+            ("snapkv", "window and soft cap"), ("head groups", "window and soft cap"),
+            ("full", "sinks"), ("h2o", "sinks"), ("pyramidinfer", "sinks"),
+        ),
+    ],
+)  # fmt: skip
+def test_prompts_are_those_of_xla(name, logits, implementation):
     (expected, after), (out, cache) = (
-        read(transform, x, **logits) for x in ("xla", implementation)
+        read(READERS[name], x, **LOGITS[logits]) for x in ("xla", implementation)
     )
     close(out, expected)
     for one, other in zip(*map(held, (after, cache)), strict=True):
@@ -190,10 +196,15 @@ def test_a_flush_takes_the_implementation_that_it_is_given(implementation):
         flush(caches[0], implementation="cuda")
 
 
-@pytest.mark.parametrize("transform", READERS.values(), ids=READERS)
-@pytest.mark.fast_cases("snapkv, h2o, quantize")
-def test_a_prompt_lowers_for_cuda_without_a_loop_of_attention(transform):
-    tokens = Tokens.random(rows=2, length=20, head_dim=DIM)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "snapkv, h2o, quantize",
+        *slow("full", "pyramidinfer", "head groups"),
+    ],
+)
+def test_a_prompt_lowers_for_cuda_without_a_loop_of_attention(name):
+    tokens, transform = Tokens.random(rows=2, length=20, head_dim=DIM), READERS[name]
 
     def prompt(cache, *tokens):
         return kvjax.attend(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 ROWS, KV_HEADS, QUERY_HEADS, HEAD_DIM, PROMPT, NEW = 2, 2, 4, 32, 40, 8
@@ -82,8 +83,10 @@ def conversation(tx, q, k, v, position, frequencies):
     return outs, cache
 
 
-@pytest.mark.fast_cases("clusterkv(dense_layers=())", "spindlekv")
-@pytest.mark.parametrize("method", [*KINDS.values(), *OTHERS, *SHARES])
+@pytest.mark.parametrize(
+    "method",
+    some_slow((*KINDS.values(), *OTHERS, *SHARES), "codebook", "spindlekv"),
+)
 def test_nothing_becomes_64_bits_wide(method):
     """Nothing relies on an implicit promotion either: tests forbid those."""
     budget = 0.4 if method in SHARES else 48 if "quest" in method else 32
@@ -102,9 +105,24 @@ def outputs(kind: str) -> list[np.ndarray]:
     return jax.device_get(run(transform(KINDS[kind]), *tokens())[0])
 
 
-@pytest.mark.fast_cases("draws-rbg", "recalls-transfers")
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("kind", KINDS)
+# Under the first two every kind of method, under each other switch the kinds that it may concern.
+UNDER = {
+    "x64": KINDS,
+    "NaNs": KINDS,
+    "rbg": ("draws", "recalls", "merges"),
+    "leaks": ("evicts", "recalls"),
+    "no jit": ("evicts in steps", "shares"),
+    "checks": ("evicts", "shares"),
+    "precision": ("encodes", "shares"),
+    "transfers": ("recalls", "places"),
+}
+QUICK = ("draws", "rbg"), ("recalls", "transfers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "switch"),
+    some_slow([(kind, switch) for switch in SWITCHES for kind in UNDER[switch]], *QUICK),
+)
 def test_numbers_are_the_same_under_every_switch(kind, switch):
     """A method draws the same numbers with JAX's other generator and in 64 bits."""
     expected = without_switches(kind)

@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
+from tests.compose.test_conformance import names
 from tests.support.attending import Tokens, attend, flush, new_cache, right, structure, the_rope
 from tests.support.tolerances import close
 
@@ -56,8 +57,7 @@ def steps(transform, cache, count: int, **options):
     return jnp.concatenate(outs, axis=2), cache
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.fast_cases("full", "every(snapkv)", "groups")
+@pytest.mark.parametrize("name", names(METHODS, "every(snapkv)", "groups"))
 def test_a_call_need_not_repeat_them(name):
     """And one that says another value is refused, prompt or step."""
     transform = METHODS[name]
@@ -73,11 +73,10 @@ def test_a_call_need_not_repeat_them(name):
     assert not np.allclose(out, plain), "the options change nothing: this shows nothing"
 
 
-@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
-@pytest.mark.parametrize("name", METHODS | LATE)
-@pytest.mark.fast_cases("every(snapkv)-sinks", "groups-plain", "late-sinks")
-def test_a_prompt_leaves_the_structure_of_a_cache(name, sinks):
+@pytest.mark.parametrize("name", names(METHODS | LATE, "every(snapkv)", "late"))
+def test_a_prompt_leaves_the_structure_of_a_cache(name):
     """So that a condition may stand around it, and a template restores what was saved."""
+    sinks = None if name == "groups" else SINKS
     transform = (METHODS | LATE)[name]
     empty = new_cache(transform, **OPTIONS, rope=the_rope())
 
@@ -97,9 +96,10 @@ def test_a_prompt_leaves_the_structure_of_a_cache(name, sinks):
     assert structure(cache) == structure(empty)
 
 
-@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
-@pytest.mark.parametrize("name", ["every(snapkv)", "clusterkv", "late"])
-@pytest.mark.fast_cases("every(snapkv)-sinks")
+@pytest.mark.parametrize(
+    ("name", "sinks"), [("every(snapkv)", SINKS), ("clusterkv", None), ("late", SINKS)]
+)
+@pytest.mark.slow
 def test_a_restored_cache_goes_on_as_the_saved_one(name, sinks, tmp_path):
     """With the sinks and the rope of its prompt, which a flush has to know."""
     transform = (METHODS | LATE)[name]
@@ -129,9 +129,7 @@ def test_a_restored_cache_goes_on_as_the_saved_one(name, sinks, tmp_path):
     [
         (jnp.float32(0.25), TypeError, r"scale=16 \*\* -0.5 in place of"),
         (np.ones(1), TypeError, "a Python number"),
-        ("1", TypeError, "must be a number"),
         (True, TypeError, "must be a number"),
-        (0.0, ValueError, "above 0"),
         (float("nan"), ValueError, "above 0"),
     ],
 )

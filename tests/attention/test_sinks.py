@@ -29,6 +29,7 @@ from tests.support.attending import (
     right,
 )
 from tests.support.lowering import KERNEL, lower_for_cuda
+from tests.support.marks import slow, some_slow
 from tests.support.tolerances import close
 
 SINKS = np.array([0.7, 6.0, -2.5, 3.0])  # the second head's takes nearly all of its attention
@@ -37,8 +38,8 @@ LENGTHS, STEPS = np.sum(COUNTS, axis=0), 4
 
 # Budgets that cover everything where attention is to a selection.
 PATHS = {name: (COVERING if name in SELECTING else CASES)[name] for name in CASES}
-# Dense rows, head groups, 8 bits, a selection, 4 bits and recent rows; others run with slow tests.
-FAST = ("full", "head_groups", "quantize", "quest", "snapkv_quantize_channel")
+# Dense rows, head groups, 8 bits and a selection; others run with the slow tests.
+FAST = ("full", "head_groups", "quantize", "quest")
 
 
 def sinks(dtype="float32") -> jax.Array:
@@ -67,9 +68,14 @@ def read_and_write(transform, dtype: str, **options):
     return calls + list(zip([cache, *caches], now, outs, strict=False))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("name", PATHS)
-@pytest.mark.fast_cases(*(f"{name}-xla" for name in FAST), "full-interpret", "quantize-interpret")
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *some_slow([(name, "xla") for name in PATHS], *((name, "xla") for name in FAST)),
+        ("quantize", "interpret"),
+        *slow(*((name, "interpret") for name in ("full", "quest", "clusterkv", "h2o_codebook"))),
+    ],
+)
 def test_outputs(name, implementation):
     """Chunks, ragged rows and steps; padding and a row without tokens give 0."""
     options = {"implementation": implementation, "sinks": sinks()}
@@ -79,10 +85,16 @@ def test_outputs(name, implementation):
         assert not np.asarray(out)[np.broadcast_to(positions[:, None] < 0, out.shape[:3])].any()
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["full", "quantize", "quest", "h2o_codebook"])
-@pytest.mark.fast_cases("full-bfloat16-xla")
+@pytest.mark.parametrize(
+    ("name", "dtype", "implementation"),
+    [
+        ("full", "bfloat16", "xla"),
+        *slow(
+            ("full", "float16", "interpret"), ("quantize", "bfloat16", "interpret"),
+            ("quest", "float16", "xla"), ("h2o_codebook", "bfloat16", "xla"),
+        ),
+    ],
+)  # fmt: skip
 def test_outputs_in_16_bits(name, dtype, implementation):
     options = {"implementation": implementation, "sinks": sinks(dtype)}
     for before, positions, out in read_and_write(PATHS[name], dtype, **options):
@@ -162,9 +174,7 @@ def test_as_gpt_oss_in_transformers():
 # --- what methods see -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.fast_cases("0-xla", "3-xla")
+@pytest.mark.parametrize(("steps", "implementation"), [(3, "xla"), *slow((3, "interpret"))])
 def test_attention_that_slots_received(steps, implementation):
     """Column sums of a prompt and probabilities of steps: with a sink's own they add up to 1."""
     transform, now = kvjax.H2O(budget=64), right([0, 0, 0], LENGTHS, max(LENGTHS))
@@ -199,9 +209,9 @@ def test_a_cache_keeps_a_copy_for_its_flushes():
     assert jaxpr.outvars[0].aval.shape == SINKS.shape and jaxpr.outvars[0] not in jaxpr.invars
 
 
-@pytest.mark.parametrize("phase", ["prompt", "decode"])
-@pytest.mark.parametrize("name", ["full", "snapkv_quantize_channel", "quest"])
-@pytest.mark.fast_cases("full-prompt", "quest-decode")
+@pytest.mark.parametrize(
+    ("name", "phase"), [("full", "prompt"), ("quest", "decode"), ("quantize", "decode")]
+)
 def test_it_lowers_for_cuda(name, phase):
     """Kernels know nothing of sinks: what comes out of them is scaled."""
     count, transform = (20 if phase == "prompt" else 1), PATHS[name]

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.compose.test_conformance import BUDGET, CASES, COVERING, names, quantised
 from tests.references.attention import softmax_attention
 from tests.support.attending import Tokens, attend, flushed, new_cache, parts, right, slots_of
+from tests.support.cases import BUDGET, CASES, COVERING, quantised
+from tests.support.marks import some_slow
 from tests.support.tolerances import roundings, within_roundings
 
 LENGTHS, FURTHER, WIDTH, STEPS = (24, 17, 5), (5, 8, 3), 24, 8
@@ -37,7 +38,10 @@ METHODS = {
         "clusterkv_offload", *quantised(BUDGET),
     )
 }  # fmt: skip
-every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+IN_FLOAT16 = (
+    "quantize", "full", "chelsea", "clusterkv", "kvmerger", "spindlekv", "h2o_quantize_token",
+    "snapkv_quantize_channel",
+)  # fmt: skip
 
 
 @functools.cache
@@ -87,27 +91,45 @@ def compare(name: str, dtype: str, implementation: str | None = None) -> dict[st
     return {path: roundings(own[path], expected[path], jnp.dtype(dtype)) for path in own}
 
 
-@every_dtype
-@pytest.mark.parametrize("name", names(METHODS))
-@pytest.mark.fast_cases("full-bfloat16", "chelsea-bfloat16", "quantize-float16")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some_slow(
+        [*((name, "bfloat16") for name in METHODS), *((name, "float16") for name in IN_FLOAT16)],
+        ("full", "bfloat16"),
+        ("chelsea", "bfloat16"),
+        ("quantize", "float16"),
+    ),
+)
 def test_every_method(name, dtype):
     apart = compare(name, dtype)
     assert max(apart.values()) <= ENCODED.get(name, MOST), apart
 
 
-@every_dtype
-@pytest.mark.parametrize("name", ["full", "h2o", "chelsea", "clusterkv", "quest", "quantize"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("full", "float16"), ("h2o", "bfloat16"), ("chelsea", "bfloat16"),
+        ("clusterkv", "float16"), ("quest", "bfloat16"), ("quantize", "float16"),
+    ],
+)  # fmt: skip
 @pytest.mark.slow
 def test_interpreted_kernels(name, dtype):
     apart = compare(name, dtype, "interpret")
     assert max(apart.values()) <= MOST, apart
 
 
-@every_dtype
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
-@pytest.mark.parametrize("phase", ["prompt", "decode"])
-@pytest.mark.parametrize("share", [0.996, 0.9998])
-@pytest.mark.fast_cases("0.9998-decode-xla-float16", "0.9998-prompt-interpret-float16")
+@pytest.mark.parametrize(
+    ("share", "dtype", "phase", "implementation"),
+    some_slow(
+        [
+            (share, dtype, phase, implementation)
+            for share, dtype in ((0.996, "bfloat16"), (0.9998, "float16"))
+            for phase in ("prompt", "decode")
+            for implementation in ("xla", "interpret")
+        ],
+        (0.9998, "float16", "decode", "xla"),
+    ),
+)
 def test_beside_a_token_that_takes_nearly_all_attention(share, phase, implementation, dtype):
     """Its value is 0, as that of attention sinks nearly is: the output is all of the others'."""
     count = 600

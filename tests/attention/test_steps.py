@@ -16,6 +16,7 @@ from tests.compose.test_conformance import CASES, names, snapkv
 from tests.conftest import AS_USERS
 from tests.support.attending import Tokens, new_cache, parts, the_rope
 from tests.support.hlo_text import Program
+from tests.support.marks import some_slow
 
 # Rows of a store in host memory come run by run; sums in which a free slot's NaN is are made again,
 # and so is a ranking of clusters whose first ones do not fill a list.
@@ -40,19 +41,25 @@ def jaxpr_of_a_step(transform, implementation):
     return jax.make_jaxpr(step)(cache, *tokens.at(np.full((3, 1), 24)))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-@pytest.mark.parametrize("name", [*CASES, *CHAINS])
-@pytest.mark.fast_cases(
-    "chain-xla",
-    "full-pallas",
-    "kvcrush-xla",
-    "kvmerger-xla",
-    "layer_budget-xla",
-    "per_layer-xla",
-    "pyramidinfer_paper-xla",
-    "pyramidkv-xla",
-    "quantize_clusterkv-pallas",
-    "when_full-xla",
+FAST = ("chain", "full", "kvcrush", "kvmerger", "when_full")
+WITH_KERNELS = (
+    "full", "quantize_clusterkv", "h2o", "chelsea", "quantize", "every", "h2o_codebook",
+    "snapkv_quantize_channel", "clusterkv_per_query_head", "clusterkv_offload", "quest_offload",
+    "quantize_quest", "infinigen", "h2o_quantize_token", "chain of three",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    some_slow(
+        [
+            *((name, "xla") for name in (*CASES, *CHAINS)),
+            *((name, "pallas") for name in WITH_KERNELS),
+        ],
+        *((name, "xla") for name in FAST),
+        ("full", "pallas"),
+        ("quantize_clusterkv", "pallas"),
+    ),
 )
 def test_a_step_holds_no_loop_and_no_condition(name, implementation):
     """With kernels, nor a loop of known length, which XLA would run from the host."""
@@ -106,8 +113,7 @@ def compiled_steps(transform, cache, count=16):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA makes of it on CPU")
-@pytest.mark.parametrize("name", names(CASES))
-@pytest.mark.fast_cases("chelsea")
+@pytest.mark.parametrize("name", names(CASES, "chelsea"))
 def test_no_step_copies_keys_or_values(name):
     """Nothing of the type and size of a store is made, but by changing rows in place."""
     cache = jax.eval_shape(lambda: new_cache(CASES[name]))

@@ -227,26 +227,14 @@ def test_any_sequence_of_operations(sequence):
 
 @examples
 @given(operations, st.sampled_from([2, 4, 9]))
-def test_compact_to_another_size(sequence, size):
+def test_sequences_in_other_sizes(sequence, size):
+    """Compacted, and then widened, which leaves slots where they are."""
     cache, model = replay(sequence)
     model.compact(size)
     cache = compact(cache, size)
     agree(cache, model)
-    cache, model = widen(cache, 9), model
     model.widen(9)
-    agree(cache, model)
-
-
-@examples
-@given(operations)
-def test_widened_slots_stay_where_they_are(sequence):
-    cache, model = replay(sequence)
-    wide = widen(cache, 9)
-    model.widen(9)
-    agree(wide, model)
-    assert widen(cache, SLOTS) is cache or jax.tree.all(
-        jax.tree.map(lambda a, b: bool((a == b).all()), widen(cache, SLOTS), cache)
-    )
+    agree(widen(cache, 9), model)
 
 
 # --- laws -----------------------------------------------------------------------------------------
@@ -290,44 +278,6 @@ def test_merging_equal_keys_leaves_attention_unchanged(drawn):
 
 
 @examples
-@given(labels_with_free, st.booleans())
-def test_merging_conserves_mass_and_what_columns_sum(drawn, again):
-    labels, keep, last, seed = drawn
-    cache = merged = evict(filled(seed), jnp.asarray(keep))
-    for labelling in (labels, labels // 2) if again else (labels,):
-        into = targets(np.asarray(merged.live), labelling, last)
-        merged = merge(merged, jnp.asarray(into))
-    before, after = (np.exp(np.asarray(c.log_mass)).sum(-1) for c in (cache, merged))
-    close(after, before)
-    for c, total in ((cache, before), (merged, after)):
-        close(np.where(np.asarray(c.live), np.asarray(c.column("count")), 0).sum(-1), total)
-
-
-@examples
-@given(labels_with_free)
-def test_merging_twice_equals_merging_at_once(drawn):
-    """Weighted by mass, merging is associative."""
-    labels, keep, last, seed = drawn
-    cache = evict(filled(seed), jnp.asarray(keep))
-    first = merge(cache, jnp.asarray(targets(np.asarray(cache.live), labels, last)))
-    into = targets(np.asarray(first.live), labels // 2, last)
-    twice = merge(first, jnp.asarray(into))
-    direct = targets(np.asarray(cache.live), labels // 2, last)
-    # Both must end in the same slots for the comparison: send each label to where `twice` put it.
-    for b, h in np.ndindex(ROWS, HEADS):
-        live = np.flatnonzero(np.asarray(cache.live)[b, h])
-        for s in live:
-            first_target = targets(np.asarray(cache.live), labels, last)[b, h, s]
-            direct[b, h, s] = into[b, h, first_target]
-    once = merge(cache, jnp.asarray(direct))
-    np.testing.assert_array_equal(once.live, twice.live)
-    live = np.asarray(once.live)
-    close(np.asarray(once.k.read())[live], np.asarray(twice.k.read())[live])
-    close(np.asarray(once.v.read())[live], np.asarray(twice.v.read())[live])
-    close(np.asarray(once.log_mass)[live], np.asarray(twice.log_mass)[live])
-
-
-@examples
 @given(operations)
 def test_merging_nothing_is_bit_identical(sequence):
     cache, _ = replay(sequence)
@@ -336,23 +286,6 @@ def test_merging_nothing_is_bit_identical(sequence):
         jax.tree.leaves(cache), jax.tree.leaves(merge(cache, itself)), strict=True
     ):
         np.testing.assert_array_equal(np.asarray(before), np.asarray(after))
-
-
-@examples
-@given(masks, masks, st.integers(0, 99))
-def test_eviction_is_a_mark_that_can_be_undone(first, second, seed):
-    cache = filled(seed)
-    both = evict(evict(cache, jnp.asarray(first)), jnp.asarray(second))
-    at_once = evict(cache, jnp.asarray(first & second))
-    for a, b in zip(jax.tree.leaves(both), jax.tree.leaves(at_once), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    for name in ("k", "v"):
-        np.testing.assert_array_equal(getattr(both, name).read(), getattr(cache, name).read())
-    undone = both.replace(**{
-        name: getattr(cache, name) for name in ("log_mass", "position", "pinned", "used")
-    })  # fmt: skip
-    q = jnp.ones((ROWS, HEADS, 2, 1, DIM))
-    np.testing.assert_array_equal(attention(undone, q), attention(cache, q))
 
 
 # --- single facts ---------------------------------------------------------------------------------
@@ -398,13 +331,6 @@ def test_columns_of_any_dtype_move_with_their_slots():
     small = compact(evict(cache, jnp.asarray(keep)), 2)
     assert small.column("bits").dtype == jnp.uint32
     np.testing.assert_array_equal(small.column("bits"), np.asarray(values)[..., 2:4])
-
-
-def test_bytes_of_a_cache():
-    slots = ROWS * HEADS * SLOTS
-    per_slot = 2 * DIM * 4 + 4 + 4 + 1 + 4 + 8  # k and v, position, mass, pinned, both columns
-    expected = slots * per_slot + 2 * 4 * ROWS * HEADS + 4 * ROWS  # used, dropped, length
-    assert kvjax.nbytes(start()) == expected == kvjax.nbytes(jax.eval_shape(start))
 
 
 def test_a_merge_without_weights_keeps_the_targets_own_rows():

@@ -37,7 +37,7 @@ def vectors(most: int):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("tokens", [1, 256, 1000, 40_000, 10_000_000])
+@pytest.mark.parametrize("tokens", [1, 1000, 10_000_000])
 def test_as_float64_has_it(interleaved, rows, tokens):
     """To rounding, at large positions too: angles are whole numbers of turns of 2 ** -32."""
     frequencies = np.array([FREQUENCIES, FREQUENCIES / 3]) if rows else FREQUENCIES

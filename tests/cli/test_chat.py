@@ -14,7 +14,6 @@ import sys
 import pytest
 
 import kvjax
-from kvjax.cli import interrupts
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
 from kvjax.generation.continuation import decoder, new_text
@@ -65,13 +64,6 @@ def test_each_turn_goes_on_from_what_was_said(chat, tinystories):
     assert held.endswith("room for 250 more tokens and 244 of answers")
 
 
-def test_line_ends_of_windows_are_not_said(chat):
-    said = "Once upon a time", "/bytes", " Then Lily"
-    expected = chat(*said)
-    assert chat(*(f"{line}\r" for line in said)) == expected
-    assert chat(f"\ufeff{said[0]}\r", *said[1:]) == expected
-
-
 def test_commands_of_the_conversation(chat):
     out, err = chat("/what", " /quit ", "never said")
     assert (out, err) == ("", HELP)
@@ -100,8 +92,9 @@ def test_answers_have_room_too(chat):
     assert "and 0 of answers; /reset begins" in err
 
 
-@pytest.mark.parametrize("method", ["h2o", "every(snapkv(window=2), steps=4)"])
-@pytest.mark.fast_cases("h2o")
+@pytest.mark.parametrize(
+    "method", ["h2o", pytest.param("every(snapkv(window=2), steps=4)", marks=pytest.mark.slow)]
+)
 def test_a_share_is_one_of_what_the_conversation_has_room_for(chat, method):
     """A fifth of 256 tokens is 51, of which three turns need fewer."""
     said = "Once upon a time", " Then Lily", " The end"
@@ -145,7 +138,6 @@ def test_a_turn_follows_the_end_token_that_came(chat, monkeypatch, broken_copy):
         (["--max-new", "0"], "--max-new must be at least 1"),
         (["--method", "nope"], "unknown method"),
         (["--temperature", "-1"], "temperature"),
-        (["--system", "Be brief."], "--system needs a chat template"),
         (["--json"], "unrecognized arguments: --json"),
     ],
 )
@@ -183,7 +175,7 @@ def test_a_second_interrupt_ends_the_process():
             print("went on")
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (interrupts.INTERRUPTED, "True\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "True\n", "")
 
 
 @pytest.mark.slow
@@ -193,17 +185,6 @@ def test_a_chat_model_takes_part(chat, smollm2):
     assert "Paris" in out and "Rome" in out
     tokenizer = load_tokenizer(smollm2)
     assert json.dumps(out).count(tokenizer.eos_token) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["snapkv", "h2o", "every(snapkv, steps=16)"])
-def test_a_chat_model_remembers_with_a_share(chat, smollm2, method):
-    """A fifth of 640 tokens: 128 slots, in which two turns are as with the full cache."""
-    said = "Hello! My name is Anna and I live in Oslo.", "What is my name?"
-    sizes = "--max-prompt", "640", "--max-new", "30"
-    expected = chat(*said, model=smollm2, options=sizes)[0]
-    share = "--method", method, "--budget", "0.2"
-    assert chat(*said, model=smollm2, options=(*sizes, *share))[0] == expected
 
 
 @pytest.mark.slow
@@ -218,11 +199,3 @@ def test_the_template_ends_answers_whatever_the_configuration_says(chat, smollm2
     out, err = chat(*said, model=folder, options=options)
     assert (out, err) == chat(*said, model=smollm2, options=options)
     assert len(out.split()) < 40 and err == "" and "system" not in out
-
-
-@pytest.mark.slow
-def test_a_chat_with_a_gguf_file_of_qwen(chat, qwen):
-    said = "What is 2+2? Answer with one number.", "Write the word harbour once, nothing else."
-    out, err = chat(*said, model=qwen, options=("--max-new", "40"))
-    first, second = out.splitlines()
-    assert "4" in first and "arbour" in second and err == ""

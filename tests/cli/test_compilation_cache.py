@@ -52,9 +52,8 @@ def settings():
         jax.config.update(name, value)
 
 
-@pytest.mark.parametrize("value", ["", "0", "off", "OFF"])
-def test_it_can_be_switched_off(settings, monkeypatch, value):
-    monkeypatch.setenv("KVJAX_CACHE", value)
+def test_it_can_be_switched_off(settings, monkeypatch):
+    monkeypatch.setenv("KVJAX_CACHE", "OFF")
     assert compilation_cache.home() is None
     compilation_cache.enable()
     assert settings.jax_compilation_cache_dir is None
@@ -95,40 +94,18 @@ def entry(folder: Path, name: str, data: bytes) -> Path:
     return path
 
 
-def test_old_versions_and_what_is_used_least_goes(settings, monkeypatch, tmp_path):
+def test_what_is_used_least_goes(settings, monkeypatch, tmp_path):
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
-    compilation_cache.enable()
-    (here,) = tmp_path.iterdir()
-    new, old = (entry(here, name, zlib.compress(os.urandom(60))) for name in ("new", "old"))
-    other = [tmp_path / f"jaxlib-0.0.{n}-cpu-0123456789ab" for n in range(3)]
-    for age, folder in enumerate(other, 1):
-        entry(folder, "a", zlib.compress(b"a"))
-        time = here.stat().st_mtime - 1000 * age
-        os.utime(folder, (time, time))
-    strange = entry(tmp_path / "jaxlib-mine", "a", b"not ours" * 99)
-    settings.update("jax_compilation_cache_dir", None)
-    compilation_cache.enable()
-    assert new.exists() and old.exists()
-    time = new.stat().st_mtime - 100
-    os.utime(old, (time, time))
     monkeypatch.setattr(compilation_cache, "_MOST_BYTES", 100)
-    settings.update("jax_compilation_cache_dir", None)
-    compilation_cache.enable()
-    assert [folder.exists() for folder in other] == [True, False, False]
-    assert new.exists() and not old.exists() and strange.exists()
-
-
-def test_what_was_cut_short_goes(settings, monkeypatch, tmp_path):
-    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
-    compilation_cache.enable()
-    (here,) = tmp_path.iterdir()
-    data = zlib.compress(os.urandom(1000))
-    whole, cut, empty = (
-        entry(here, name, part) for name, part in (("a", data), ("b", data[:500]), ("c", b""))
+    new, older, oldest = (
+        entry(tmp_path / "jaxlib-0.0.1-cpu-0123456789ab", name, bytes(60)) for name in "abc"
     )
-    settings.update("jax_compilation_cache_dir", None)
+    strange = entry(tmp_path / "mine", "a", b"not ours" * 99)
+    for age, path in enumerate((new, older, oldest)):
+        os.utime(path, (10**9 - age, 10**9 - age))
     compilation_cache.enable()
-    assert whole.exists() and not cut.exists() and not empty.exists()
+    assert [path.exists() for path in (new, older, oldest)] == [True, False, False]
+    assert strange.exists()
 
 
 @pytest.mark.slow
@@ -138,23 +115,12 @@ def test_code_is_there_in_the_next_process(tmp_path):
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", zlib.compress(b"garbage" * 9)])
-@pytest.mark.parametrize("seen", [False, True], ids=["new", "seen"])
 @pytest.mark.slow
-def test_garbage_is_no_error(tmp_path, garbage, seen):
+def test_garbage_is_no_error(tmp_path, garbage):
+    """As what a killed process has written."""
     run(tmp_path)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
     for path in files:
         path.write_bytes(garbage)
-        if seen:  # as old as what has been looked at
-            os.utime(path, (1, 1))
     assert run(tmp_path).startswith("12.0")
-    assert run(tmp_path).startswith("12.0")
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("no folder")
-    assert run(file / "below") == run(file) == "12.0 False"
-    assert file.read_text() == "no folder"

@@ -11,10 +11,10 @@ import pytest
 import transformers
 from flax import nnx
 
-from kvjax.models import from_pretrained, load_tokenizer, read_config
+from kvjax.models import from_pretrained, read_config
 from tests.cli.commands import error, output
 from tests.support.gguf_models import add_tokenizer, write_model
-from tests.support.hf_models import Stepper, pytorch
+from tests.support.hf_models import pytorch
 
 LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
 
@@ -32,13 +32,6 @@ def story_file(tinystories, tmp_path_factory):
 
     path = tmp_path_factory.mktemp("story") / "model.gguf"
     return write_model(path, "llama", model, add)
-
-
-def test_a_known_story_from_a_file(capsys, story_file):
-    args = ["generate", "--model", story_file, "--prompt", "Once upon a time", "--method", "full"]
-    record = json.loads(output(capsys, *args, "--max-new", "200", "--json"))
-    assert record["text"].startswith(LILY)
-    assert record["new_tokens"] == 134 and record["prompt_tokens"] == 6
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -104,18 +97,6 @@ def test_smollm2_equals_its_folder(smollm2, smollm2_gguf):
 
 
 @pytest.mark.slow
-def test_smollm2_has_the_tokens_of_its_folder(smollm2, smollm2_gguf, data_dir):
-    ours, theirs = load_tokenizer(smollm2_gguf), load_tokenizer(smollm2)
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert ours.chat_template == theirs.chat_template
-    special = ("bos_token", "eos_token", "pad_token", "unk_token")
-    assert all(getattr(ours, name) == getattr(theirs, name) for name in special)
-    text = (data_dir / "text" / "wikitext2.test.txt").read_text()[:200_000]
-    assert ours(text).input_ids == theirs(text).input_ids
-    assert ours("The capital of France is").input_ids == [504, 3575, 282, 4649, 314]
-
-
-@pytest.mark.slow
 def test_known_answers_of_smollm2(smollm2_gguf, capsys):
     args = ["generate", "--model", str(smollm2_gguf), "--method", "full", "--max-new"]
     raw = output(capsys, *args, "24", "--prompt", "The capital of France is", "--raw", "--json")
@@ -126,15 +107,3 @@ def test_known_answers_of_smollm2(smollm2_gguf, capsys):
         "The sea is a vast and mysterious realm, teeming with life and unending in its own way, a "
         "testament to the unending beauty of the universe."
     )
-
-
-@pytest.mark.slow
-def test_known_nll_of_smollm2(smollm2_gguf, data_dir):
-    model, tokenizer = from_pretrained(smollm2_gguf), load_tokenizer(smollm2_gguf)
-    text = (data_dir / "text" / "wikitext2.test.txt").read_text()
-    tokens = np.array(tokenizer(text[:16_000]).input_ids[:1024])
-    logits = Stepper(model, 1, 1024, 1)(tokens[None], np.arange(1024)[None], "prompt")[0]
-    logits = logits.astype(np.float64)
-    nll = np.logaddexp.reduce(logits[:-1], axis=-1) - logits[np.arange(1023), tokens[1:]]
-    assert abs(nll[:511].mean() - 2.8320) < 1e-4
-    assert abs(nll.mean() - 2.3947) < 1e-4

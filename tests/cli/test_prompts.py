@@ -109,11 +109,9 @@ def test_files_that_are_no_prompts(capsys, tmp_path, no_weights, data, said):
 
 
 def test_standard_input_is_a_prompt(capsys, stdin, no_weights):
-    stdin(b"")
-    assert "the prompt is empty" in error(capsys, "generate", "--prompt-file", "-")
     stdin(b"\xff")
     said = error(capsys, "generate", "--prompt-file", "-")
-    assert "standard input is not UTF-8 text" in said
+    assert "standard input is not UTF-8 text: byte 0 is 0xff" in said
 
 
 # Batches
@@ -174,12 +172,6 @@ def test_a_row_ends_where_a_stop_string_is_complete(text, stops, size):
     assert stopped(text, stops, size)[0] == expected
 
 
-def test_only_what_may_begin_a_stop_string_waits():
-    text, pieces = stopped("one. two.\n three", [".\n", "never"], 1)
-    assert text == "one. two"
-    assert "." not in pieces and ". " in pieces
-
-
 @pytest.fixture(scope="module")
 def chat_tokenizer():
     """The bundled model's tokenizer with markers of a chat."""
@@ -218,14 +210,6 @@ def test_special_tokens_in_stop_strings(chat_tokenizer, stops, text, at_once):
     assert row.over == row.stopped == (text != "Paris. Rome. Oslo.")
     row.finish()
     assert row.text == "".join(pieces) == text
-
-
-def test_a_stop_string_of_a_special_token(chat_tokenizer):
-    end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
-    paris = chat_tokenizer("Paris.", add_special_tokens=False).input_ids
-    row = Row(decoder(chat_tokenizer), [1], stops=["<|im_end|>"])
-    row.add([*paris, end, *paris])
-    assert (row.text, row.over, row.new_tokens) == ("Paris.", True, len(paris) + 1)
 
 
 def test_the_name_of_a_special_token_in_letters_is_a_stop_string_too(chat_tokenizer):
@@ -271,16 +255,6 @@ def without_end(folder, **changes):
     return folder
 
 
-def test_an_end_token_completes_a_stop_string_of_a_story(capsys, tinystories):
-    args = story(tinystories, "--prompt", "Once upon a time", "--max-new", "150", "--json")
-    whole = json.loads(output(capsys, *args))
-    assert whole["text"].endswith("<|end_story|>"), "it writes the name before the token"
-    assert whole["finish_reason"] == "stop"
-    stopped = json.loads(output(capsys, *args, "--stop", "|><|end_story|>"))
-    assert stopped["text"] + "|>" == whole["text"] and stopped["finish_reason"] == "stop"
-    assert stopped["new_tokens"] == whole["new_tokens"]
-
-
 def test_what_follows_an_answer_in_the_template_ends_it(capsys, broken_copy, tinystories):
     args = ("--prompt", "Once upon a time", "--max-new", "150", "--json")
     whole = json.loads(output(capsys, *story(tinystories, *args)))
@@ -307,43 +281,6 @@ def test_what_is_cut_says_so(capsys, tinystories):
     assert capsys.readouterr().err.rstrip().endswith("1 of 2 cut by --max-new")
 
 
-# Special tokens that a tokenizer puts around texts
-
-
-@pytest.fixture
-def ending_texts(broken_copy):
-    """A model whose tokenizer puts an end token behind every text."""
-    path = broken_copy / "tokenizer.json"
-    described = json.loads(path.read_text())
-    first, last = ({"SpecialToken": {"id": x, "type_id": 0}} for x in ("<|start_story|>", "E"))
-    described["post_processor"]["single"] = [first, {"Sequence": {"id": "A", "type_id": 0}}, last]
-    end = {"id": "E", "ids": [2], "tokens": ["<|end_story|>"]}
-    described["post_processor"]["special_tokens"]["E"] = end
-    path.write_text(json.dumps(described))
-    assert load_tokenizer(broken_copy)("Lily").input_ids[-1] == 2
-    return broken_copy
-
-
-def test_no_end_token_behind_what_is_continued(capsys, tinystories, ending_texts, tmp_path):
-    def found(folder) -> list:
-        args = ["--prompt", "Once upon a time", "--json"]
-        record = json.loads(output(capsys, *story(folder, *args)))
-        file, out = tmp_path / "document.txt", tmp_path / f"context of {folder.name}"
-        file.write_text("Once upon a time there was a girl named Lily. " * 8)
-        args = ["--model", folder, "--method", "full", "--max-new", "12", "--json"]
-        document = json.loads(output(capsys, "read", file, "--out", out, *args))
-        asked = json.loads(output(capsys, "ask", out, "One day, Lily", "--json"))
-        args = ["diagnose", "--prompt-file", file, "--model", folder, "--method", "snapkv"]
-        args += ["--budget", "0.5", "--new", "2", "--json"]
-        diagnosis = json.loads(output(capsys, *args))
-        return [
-            (record["text"], record["prompt_tokens"]), document["prompt_tokens"],
-            asked["results"], diagnosis["findings"], diagnosis["question_tokens"],
-        ]  # fmt: skip
-
-    assert found(ending_texts) == found(tinystories)
-
-
 def test_a_raw_text_that_brings_its_own_start(capsys, tinystories, tmp_path):
     args = story(tinystories, "--max-new", "2", "--prompt")
     note = "the text begins with <|start_story|>, and the tokenizer puts another one before it\n"
@@ -360,14 +297,6 @@ def test_a_raw_text_that_brings_its_own_start(capsys, tinystories, tmp_path):
     read = ["read", str(file), "--out", str(tmp_path / "out"), "--model", str(tinystories)]
     assert main([*read, "--method", "full"]) == 0
     assert capsys.readouterr().err == note
-
-
-@pytest.mark.slow
-def test_each_row_has_its_own_end(capsys, tinystories):
-    args = story(tinystories, "--prompt", "Once upon a time", "--prompt", "Lily and Ben", "--json")
-    whole = [one["text"] for one in json.loads(output(capsys, *args))["results"]]
-    found = json.loads(output(capsys, *args, "--stop", " Lily"))["results"]
-    assert [one["text"] for one in found] == [text.partition(" Lily")[0] for text in whole]
 
 
 # Several texts on one stream
@@ -393,20 +322,10 @@ def test_texts_come_in_their_order(texts, size):
     assert all(shown)
 
 
-@pytest.mark.parametrize("command", ["generate", "ask"])
-def test_several_answers_come_as_they_are_written(
-    capsys, monkeypatch, tinystories, tmp_path, command
-):
+def test_several_answers_come_as_they_are_written(capsys, monkeypatch, tinystories):
     texts = ["Once upon a time", "One day Tom"]
-    if command == "generate":
-        args = story(tinystories, "--prompt", texts[0], "--prompt", texts[1])
-    else:
-        (tmp_path / "text").write_text("Once upon a time there was a girl. " * 4)
-        read = ["read", tmp_path / "text", "--out", tmp_path / "out", "--model", tinystories]
-        output(capsys, *read, "--method", "full", "--json")
-        args = ["ask", tmp_path / "out", *texts, "--max-new", 40]
+    args = story(tinystories, "--prompt", texts[0], "--prompt", texts[1])
     results = json.loads(output(capsys, *args, "--json"))["results"]
-
     pieces, plain = [], Stream.__next__
 
     def next_and_look(self):
@@ -414,7 +333,7 @@ def test_several_answers_come_as_they_are_written(
         return plain(self)
 
     monkeypatch.setattr(Stream, "__next__", next_and_look)
-    assert main([str(arg) for arg in args]) == 0
+    assert main(args) == 0
     pieces.append(capsys.readouterr().out)
     first, second = (f"--- {n}/2: {texts[n - 1]}\n{results[n - 1]['text']}\n" for n in (1, 2))
     assert "".join(pieces) == first + second

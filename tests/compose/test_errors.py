@@ -25,7 +25,6 @@ from kvjax import (
     PyramidKV,
     SnapKV,
     StreamingLLM,
-    WhenFull,
     bind,
     chain,
     parse,
@@ -40,16 +39,6 @@ class Recall(kvjax.KVTransform):
 
     pages: int = 2
     stage = Stage.RECALL
-
-
-@dataclasses.dataclass(frozen=True)
-class Represent(kvjax.KVTransform):
-    stage = Stage.REPRESENT
-
-
-@dataclasses.dataclass(frozen=True)
-class Place(kvjax.KVTransform):
-    stage = Stage.PLACE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,70 +57,26 @@ EVERY = Every(SNAP, steps=4)
 # What is built, the exception, and what the message must contain: given and expected.
 CONSTRUCTION = {
     "streaming budget": (lambda: StreamingLLM(budget=4), ValueError, "4", "at least 5", "sinks"),
-    "streaming sinks": (lambda: StreamingLLM(budget=8, sinks=8), ValueError, "8", "at least 9"),
-    "no budget at all": (lambda: StreamingLLM(budget=0, sinks=0), ValueError, "0", "at least 1"),
-    "negative sinks": (lambda: StreamingLLM(budget=8, sinks=-1), ValueError, "-1", "sinks"),
-    "sinks as float": (lambda: StreamingLLM(budget=8, sinks=2.0), TypeError, "2.0", "int"),
-    "h2o budget": (lambda: H2O(budget=1), ValueError, "1", "at least 2"),
-    "window beyond budget": (lambda: SnapKV(budget=16), ValueError, "16", "at least 17", "window"),
-    "snapkv window": (lambda: SnapKV(budget=64, window=0), ValueError, "0", "window"),
-    "window as bool": (lambda: SnapKV(budget=64, window=True), TypeError, "True", "int"),
     "even kernel": (lambda: SnapKV(budget=64, kernel=4), ValueError, "4", "odd"),
-    "kernel as float": (lambda: SnapKV(budget=64, kernel=7.0), TypeError, "7.0", "int"),
-    "pooling": (
-        lambda: SnapKV(budget=64, pooling="median"), ValueError, "median", "'max'", "'avg'",
-    ),
-    "reduction": (
-        lambda: H2O(budget=8, group_reduce="min"), ValueError, "min", "'mean'", "'max'", "'sum'",
-    ),
-    "snapkv reduction": (lambda: SnapKV(64, group_reduce=None), ValueError, "None", "'mean'"),
-    "pyramid budget": (lambda: PyramidKV(budget=8), ValueError, "8", "at least 9"),
-    "pyramid beta": (lambda: PyramidKV(budget=64, beta=0.5), ValueError, "0.5", "at least 1"),
     "pyramid beta nan": (lambda: PyramidKV(64, beta=float("nan")), ValueError, "nan", "beta"),
-    "pyramid beta inf": (lambda: PyramidKV(64, beta=float("inf")), ValueError, "inf", "beta"),
-    "pyramid beta text": (lambda: PyramidKV(64, beta="steep"), TypeError, "steep", "beta"),
-    "share of nothing": (lambda: H2O(budget=0.0), ValueError, "0.0", "(0, 1]"),
     "share above one": (lambda: SnapKV(budget=1.5), ValueError, "1.5", "(0, 1]"),
-    "negative share": (lambda: PyramidKV(budget=-0.5), ValueError, "-0.5", "(0, 1]"),
     "share that is nan": (lambda: StreamingLLM(float("nan")), ValueError, "nan", "(0, 1]"),
-    "budget as text": (lambda: H2O(budget="64"), TypeError, "'64'", "int"),
-    "budget as bool": (lambda: H2O(budget=True), TypeError, "True", "int"),
-    "budget None": (lambda: SnapKV(budget=None), TypeError, "None", "int"),
     "replace re-checks": (
         lambda: dataclasses.replace(SNAP, budget=4), ValueError, "4", "at least 5",
     ),
-    "every, class": (lambda: Every(SnapKV, steps=4), TypeError, "SnapKV", "instance"),
-    "every, number": (lambda: Every(7, steps=4), TypeError, "7", "transform"),
-    "every, steps": (lambda: Every(SNAP, steps=0), ValueError, "0", "steps"),
-    "every, steps float": (lambda: Every(SNAP, steps=2.5), TypeError, "2.5", "int"),
     "every of a decoder": (lambda: Every(H2O(budget=8), steps=4), ValueError, "H2O", "prompt"),
-    "every of full": (lambda: Every(Full(), steps=4), ValueError, "Full()", "evicts or merges"),
-    "every of every": (lambda: Every(Every(SNAP, 4), 4), ValueError, "Every", "prompt"),
-    "every of recall": (lambda: Every(Recall(), steps=4), ValueError, "Recall", "evicts or merges"),
     "every of a chain with recall": (
         lambda: Every(chain(SNAP, Recall()), steps=4), ValueError, "Recall",
-    ),
-    "when_full of a chain with recall": (
-        lambda: WhenFull(chain(SNAP, Recall()), room=4), ValueError, "Recall",
     ),
     "every of head groups": (
         lambda: Every(HeadGroups((((0,), SNAP),)), steps=4), ValueError, "HeadGroups",
     ),
-    "when_full, room": (lambda: WhenFull(SNAP, room=0), ValueError, "0", "room"),
-    "when_full of a decoder": (
-        lambda: WhenFull(H2O(budget=8), room=4), ValueError, "H2O", "prompt",
-    ),
-    "when_full, class": (lambda: WhenFull(SnapKV, room=4), TypeError, "SnapKV", "instance"),
     "groups, missing head": (
         lambda: HeadGroups((((0, 2), Full()),)), ValueError, "(0, 2)", "exactly once",
-    ),
-    "groups, double head": (
-        lambda: HeadGroups((((0, 1), Full()), ((1,), SNAP))), ValueError, "(1,)", "exactly once",
     ),
     "groups, empty group": (
         lambda: HeadGroups((((0, 1), Full()), ((), SNAP))), ValueError, "()", "not empty",
     ),
-    "groups, class": (lambda: HeadGroups((((0,), H2O),)), TypeError, "H2O", "instance"),
     "groups in groups": (
         lambda: HeadGroups((((0,), HeadGroups((((0,), Full()),))),)), ValueError, "nested",
     ),
@@ -139,16 +84,8 @@ CONSTRUCTION = {
         lambda: HeadGroups([((0,), Full())]), TypeError, "tuple",
     ),
     "chain, class": (lambda: chain(SNAP, H2O), TypeError, "H2O", "instance"),
-    "chain, text": (lambda: chain(SNAP, "h2o"), TypeError, "'h2o'", "transform"),
-    "chain, list": (lambda: chain([SNAP, H2O(budget=8)]), TypeError, "[", "transform"),
     "chain order": (
         lambda: chain(Recall(), SNAP), ValueError, "SnapKV", "evict", "Recall", "recall",
-    ),
-    "chain order, place": (
-        lambda: chain(SNAP, Place(), Recall()), ValueError, "Recall", "recall", "Place", "place",
-    ),
-    "chain order, represent": (
-        lambda: chain(Recall(), Represent()), ValueError, "Represent", "Recall", "→",
     ),
     "chain order, nested": (
         lambda: chain(chain(SNAP, Recall()), SNAP), ValueError, "SnapKV", "cannot follow",
@@ -156,64 +93,42 @@ CONSTRUCTION = {
     "stale index": (
         lambda: chain(H2O(budget=8), Recall()), ValueError, "Recall", "H2O", "decoding",
     ),
-    "stale index, every": (
-        lambda: chain(Every(SNAP, steps=4), Represent(), Recall()), ValueError, "Recall", "Every",
-    ),
     "stale index, nothing annotated": (
         lambda: chain(Merges(), Recall()), ValueError, "Recall", "Merges", "decoding",
     ),
-    "every, nothing annotated": (lambda: Every(Merges(), 4), ValueError, "Merges", "prompt"),
     "cam, nothing annotated": (lambda: kvjax.CaM(Merges()), ValueError, "Merges", "evicts tokens"),
-    "kvcrush, nothing annotated": (
-        lambda: kvjax.KVCrush(Merges(), 4), ValueError, "Merges", "evicts tokens",
-    ),
     "codebook, nothing annotated": (
         lambda: chain(Merges(), kvjax.Codebook()), ValueError, "Merges", "merges slots",
     ),
-    "bind, class": (lambda: bind(H2O, 4), TypeError, "H2O", "instance"),
     "bind, layers": (lambda: bind(SNAP, 0), ValueError, "0", "at least 1"),
-    "bind, layers float": (lambda: bind(SNAP, 2.0), TypeError, "2.0", "int"),
     "per layer, not a transform": (
         lambda: bind(PerLayer(lambda i, n: None), 2), TypeError, "None", "PerLayer",
     ),
     "a list per layer": (
         lambda: PerLayer([SNAP, Full()]), TypeError, "[SnapKV(", "function of (layer, num_layers)",
     ),
-    "a class per layer": (
-        lambda: PerLayer(SnapKV), TypeError, "SnapKV", "function of (layer, num_layers)",
-    ),
-    "per layer, decoder in every": (
-        lambda: bind(Every(PerLayer(lambda i, n: H2O(budget=8)), 4), 2), ValueError, "H2O",
-    ),
     "two splits of heads": (
         lambda: bind(chain(*[HeadGroups((((0,), SNAP),))] * 2), 2), ValueError, "split heads once",
     ),
     "parse, unknown": (lambda: parse("h20", 64), ValueError, "'h20'", "h2o", "snapkv", "chain"),
-    "parse, nothing": (lambda: parse("", 64), ValueError, "''", "name"),
     "parse, syntax": (lambda: parse("chain(h2o", 64), ValueError, "chain(h2o", "name"),
-    "parse, no call": (lambda: parse("h2o + snapkv", 64), ValueError, "h2o + snapkv", "name"),
     "parse, attribute": (lambda: parse("os.system('ls')", 64), ValueError, "os.system", "name"),
-    "parse, positional": (lambda: parse("h2o(64)"), ValueError, "h2o(64)", "name"),
+    "parse, call as value": (
+        lambda: parse("h2o(budget=open('x'))"), ValueError, "budget", "literal",
+    ),
     "parse, method in method": (
         lambda: parse("h2o(snapkv)", 64), ValueError, "h2o", "1", "keywords",
     ),
     "parse, unknown parameter": (
         lambda: parse("snapkv(heads=4)", 64), ValueError, "'heads'", "window", "kernel",
     ),
-    "parse, full takes nothing": (lambda: parse("full(x=1)"), ValueError, "'x'", "nothing"),
     "parse, missing budget": (lambda: parse("h2o"), ValueError, "h2o", "budget"),
-    "parse, missing steps": (lambda: parse("every(snapkv)", 64), ValueError, "every", "steps"),
-    "parse, missing base": (lambda: parse("every(steps=4)", 64), ValueError, "every", "0", "one"),
     "parse, base by name": (
         lambda: parse("every(snapkv, base=h2o, steps=4)", 64),
         ValueError, "base", "every(snapkv, base=h2o, steps=4)",
     ),
     "parse, two bases": (
         lambda: parse("every(snapkv, h2o, steps=4)", 64), ValueError, "2", "one method",
-    ),
-    "parse, no literal": (lambda: parse("h2o(budget=x)"), ValueError, "budget", "literal"),
-    "parse, call as value": (
-        lambda: parse("h2o(budget=open('x'))"), ValueError, "budget", "literal",
     ),
     "parse, unhashable value": (
         lambda: parse("h2o(budget={[]: 1})"), ValueError, "budget", "literal",
@@ -222,26 +137,13 @@ CONSTRUCTION = {
         lambda: parse("chain(h2o, budget=4)", 64), ValueError, "budget", "methods only",
     ),
     "parse, unpacking": (lambda: parse("h2o(**{'budget': 4})"), ValueError, "h2o"),
-    "parse, a parameter twice": (
-        lambda: parse("h2o(budget=4, budget=8)"), ValueError, "budget",
-    ),
-    "parse, no text": (lambda: parse(H2O(budget=4)), TypeError, "H2O"),
-    "parse, bad number": (lambda: parse("h2o(budget=1)"), ValueError, "1", "at least 2"),
-    "parse, bad type": (lambda: parse("h2o(budget='many')"), TypeError, "'many'", "int"),
     "parse, null": (lambda: parse("h2o\0", 4), ValueError, "name"),
     "parse, a value without a name": (
         lambda: parse("snapkv(64)"), ValueError, "snapkv(64)", "write budget=64",
     ),
-    "parse, two values without names": (
-        lambda: parse("streaming_llm(64, 4)"), ValueError, "write budget=64, sinks=4",
-    ),
-    "parse, a wrapper's value without a name": (
-        lambda: parse("every(snapkv, 64)", 64), ValueError, "every(snapkv, 64)", "write steps=64",
-    ),
     "parse, a comma": (
         lambda: parse("snapkv,h2o", 64), ValueError, "snapkv,h2o", "write chain(snapkv, h2o)",
     ),
-    "parse, nearly a method": (lambda: parse("snap_kv", 64), ValueError, "did you mean snapkv?"),
     "parse, nearly a parameter": (
         lambda: parse("snapkv(windw=4)", 64), ValueError, "'windw'", "did you mean window?",
     ),
@@ -249,17 +151,12 @@ CONSTRUCTION = {
         lambda: parse("cam(" * 150 + "h2o" + ")" * 150, 64), ValueError, "more than 16 deep",
     ),
     "budget beyond int32": (lambda: H2O(budget=2**31), ValueError, "budget", "2147483647"),
-    "budget beyond int64": (lambda: SnapKV(10**20), ValueError, "budget", "2147483647", "1000"),
     "budget too long to print": (lambda: SnapKV(10**5000), ValueError, "budget", "too long"),
-    "sinks beyond int32": (lambda: StreamingLLM(0.5, 10**10), ValueError, "sinks", "2147483647"),
-    "steps beyond int32": (lambda: Every(SNAP, 2**31), ValueError, "steps", "2147483647"),
-    "pyramid beta beyond int32": (lambda: PyramidKV(64, beta=1e39), ValueError, "beta", "1e+39"),
     "chelsea passes": (lambda: kvjax.Chelsea(128, steps=10**9), ValueError, "steps", "1000"),
     "a number beyond float32": (
         lambda: kvjax.InfiniGen(64, alpha=1e39), ValueError, "alpha", "finite", "1e+39",
     ),
     "a window of everything": (lambda: SnapKV(0.5, window=10**6), ValueError, "window", "65536"),
-    "a kernel of everything": (lambda: SnapKV(0.5, kernel=10**6 + 1), ValueError, "kernel", "4095"),
     "a flag": (lambda: StreamingLLM(8, reposition=[]), TypeError, "reposition", "[]"),
 }  # fmt: skip
 
@@ -288,32 +185,11 @@ def shapes_of_init(transform=SNAP, **changes):
 
 
 INIT = {
-    "no rows": ({"batch": 0}, ValueError, "batch", "0", "at least 1"),
-    "no heads": ({"kv_heads": 0}, ValueError, "kv_heads", "0"),
-    "no channels": ({"head_dim": -8}, ValueError, "head_dim", "-8"),
-    "no prompt": ({"max_prompt": 0}, ValueError, "max_prompt", "0"),
-    "negative new": ({"max_new": -1}, ValueError, "max_new", "-1"),
     "float rows": ({"batch": 1.0}, TypeError, "batch", "1.0", "int"),
-    "bool rows": ({"batch": True}, TypeError, "batch", "True", "int"),
     "heads that don't divide": ({"query_heads": 3}, ValueError, "3", "2", "multiple"),
-    "fewer query heads": ({"query_heads": 1}, ValueError, "1", "2", "multiple"),
-    "no query heads": ({"query_heads": 0}, ValueError, "query_heads", "0"),
     "integer dtype": ({"dtype": jnp.int32}, TypeError, "int32", "floating"),
-    "bool dtype": ({"dtype": bool}, TypeError, "bool", "floating"),
-    "complex dtype": ({"dtype": np.complex64}, TypeError, "complex64", "floating"),
     "class": ({"transform": H2O}, TypeError, "H2O", "instance"),
-    "text": ({"transform": "h2o"}, TypeError, "'h2o'", "transform"),
     "unbound pyramid": ({"transform": PyramidKV(64)}, ValueError, "PyramidKV", "bind"),
-    "unbound per layer": (
-        {"transform": PerLayer(lambda i, n: Full())}, ValueError, "PerLayer", "bind",
-    ),
-    "unbound in a chain": (
-        {"transform": chain(PyramidKV(64), H2O(64))}, ValueError, "PyramidKV", "bind",
-    ),
-    "unbound in a wrapper": ({"transform": Every(PyramidKV(64), 4)}, ValueError, "Every", "bind"),
-    "unbound in groups": (
-        {"transform": HeadGroups((((0, 1), PyramidKV(64)),))}, ValueError, "PyramidKV", "bind",
-    ),
     "unsplit groups in a chain": (
         {"transform": chain(HeadGroups((((0, 1), SNAP),)), H2O(8))},
         ValueError, "HeadGroups", "bind",
@@ -362,103 +238,39 @@ def late():
 GROUPS = HeadGroups((((0,), SNAP), ((1,), Full())))
 ATTEND = {
     "class": ({"transform": SnapKV, "cache_of": SNAP}, TypeError, "SnapKV", "instance"),
-    "no transform": ({"transform": None, "cache_of": SNAP}, TypeError, "None", "transform"),
     "another method's cache": (
         {"transform": H2O(budget=8), "cache_of": SNAP},
         ValueError, "SnapKV(budget=16", "H2O(budget=8",
     ),
-    "another budget's cache": (
-        {"transform": SNAP, "cache_of": SnapKV(budget=17, window=4)}, ValueError, "17", "16",
-    ),
     "unbound": ({"transform": PyramidKV(64), "cache_of": SNAP}, ValueError, "PyramidKV", "SnapKV"),
     "a bare cache": ({"cache": lambda: new_cache(SNAP, 2).kv}, TypeError, "KVCache", "init_cache"),
-    "all layers' caches": (
-        {"cache": lambda: (new_cache(SNAP, 2),) * 2}, TypeError, "tuple", "init_cache",
-    ),
     "groups, one cache": (
         {"transform": GROUPS, "cache_of": SNAP}, ValueError, "HeadGroups", "2", "LayerCache",
     ),
-    "groups, too many caches": (
-        {"transform": GROUPS, "cache": lambda: (new_cache(SNAP, 2),) * 3}, ValueError, "2", "3",
-    ),
     "phase": ({"phase": "prefill"}, ValueError, "'prefill'", "'prompt'", "'decode'"),
-    "phase of groups": (
-        {"transform": GROUPS, "phase": "prefill"}, ValueError, "'prefill'", "'prompt'", "'decode'",
-    ),
     "three axes": ({"q": lambda q: q[0]}, ValueError, "q", "[B, heads, T, D]", "(4, 3, 8)"),
-    "keys with another T": (
-        {"k": lambda k: k[:, :, :2]}, ValueError, "(2, 2, 2, 8)", "(2, 2, 3, 8)",
-    ),
-    "values with other channels": (
-        {"v": lambda v: v[..., :4]}, ValueError, "(2, 2, 3, 4)", "D of q",
-    ),
     "heads that don't divide": (
         {"q": lambda q: q[:, :3]}, ValueError, "3", "2", "multiple",
     ),
-    "other KV heads than the cache": (
-        {"k": lambda k: k[:, :1], "v": lambda v: v[:, :1]},
-        ValueError, "2 KV heads", "(2, 1, 3, 8)",
-    ),
     "other query heads than the cache": (
         {"q": lambda q: q[:, :2]}, ValueError, "4 query heads", "(2, 2, 3, 8)",
-    ),
-    "other rows than the cache": (
-        {name: lambda x: x[:1] for name in ("q", "k", "v", "positions")},
-        ValueError, "2 rows", "(1, 4, 3, 8)",
-    ),
-    "other channels than the cache": (
-        {name: lambda x: x[..., :4] for name in ("q", "k", "v")} | {"rope": None},
-        ValueError, "head_dim 8", "4",
     ),
     "no tokens": (
         {name: lambda x: x[:, :, :0] for name in "qkv"} | {"positions": lambda p: p[:, :0]},
         ValueError, "T = 0", "at least one",
     ),
-    "integers": ({"q": lambda q: q.astype(jnp.int32)}, TypeError, "q", "int32", "floating"),
-    "integer values": ({"v": lambda v: v.astype(jnp.int8)}, TypeError, "v", "int8", "floating"),
-    "positions as floats": (
-        {"positions": lambda p: p.astype(jnp.float32)}, TypeError, "float32", "integers",
-    ),
-    "positions without rows": ({"positions": lambda p: p[0]}, ValueError, "(2, 3)", "(3,)"),
     "positions of other tokens": (
         {"positions": lambda p: p[:, :2]}, ValueError, "(2, 3)", "(2, 2)",
     ),
     "several tokens under a decoder": (
         {"transform": H2O(budget=8), "phase": "decode"}, ValueError, "H2O", "one token", "3",
     ),
-    "several tokens under every": (
-        {"transform": Every(SNAP, 4), "phase": "decode"}, ValueError, "Every", "one token", "3",
-    ),
-    "several tokens under a chain": (
-        {"transform": chain(SNAP, H2O(budget=8)), "phase": "decode"}, ValueError, "one token", "3",
-    ),
-    "several tokens in a group": (
-        {"transform": HeadGroups((((0, 1), H2O(budget=8)),)), "phase": "decode"},
-        ValueError, "one token", "3",
-    ),
     "unrotated keys without rope": (
         {"transform": late(), "rope": None}, ValueError, "reposition=True", "rope",
     ),
-    "unrotated keys without rope, in a chain": (
-        {"transform": chain(SNAP, late()), "rope": None}, ValueError, "reposition=True", "rope",
-    ),
     "window of nothing": ({"window": 0}, ValueError, "window", "0", "at least 1"),
-    "window as float": ({"window": 4.0}, TypeError, "window", "4.0", "int"),
     "soft cap of nothing": ({"soft_cap": 0.0}, ValueError, "soft_cap", "0.0"),
-    "queries as a list": ({"q": lambda q: q.tolist()}, TypeError, "q must be an array", "list"),
-    "a predicted query as a list": (
-        {"predicted_query": [[0.0]]}, TypeError, "predicted_query must be an array", "list",
-    ),
     "a frequency alone": ({"rope": kvjax.Rope(1.0)}, TypeError, "inv_freq", "array", "float"),
-    "frequencies of three axes": (
-        {"rope": kvjax.Rope(np.ones((1, 1, 4), np.float32))}, ValueError, "[B, R]", "(1, 1, 4)",
-    ),
-    "sinks as a list": (
-        {"sinks": [0.0] * 4}, TypeError, "sinks must be an array", "got list",
-    ),
-    "sinks as integers": (
-        {"sinks": np.zeros(4, np.int32)}, TypeError, "sinks must be floating", "int32",
-    ),
     "sinks of KV heads": (
         {"sinks": np.zeros(2, np.float32)}, ValueError, "sinks must be [Q] = (4,)", "got (2,)",
     ),
@@ -489,25 +301,28 @@ def test_a_monstrous_composition_is_refused_at_once(text):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["()", "[]", "{1}", "{'a': 1}", "None", "'x'", "b'x'", "...", "1j", "1e400", "9" * 30, "-1"],
-)
-def test_wrong_literals_are_refused_in_one_line(value):
-    known = kvjax.registry.METHODS | kvjax.registry.WRAPPERS | kvjax.registry.STORAGE
-    refused = 0
-    for name, kind in known.items():
-        for field in dataclasses.fields(kind):
-            base = "snapkv, " if issubclass(kind, kvjax.protocol.Wrapper) else ""
-            if field.name == "base":
-                continue
-            for budget in (128, 0.5):
-                try:
-                    hash(parse(f"{name}({base}{field.name}={value})", budget))
-                except (ValueError, TypeError) as error:
-                    refused += 1
-                    assert "\n" not in str(error) and "unhashable" not in str(error), error
-    assert refused > 50
+KNOWN = kvjax.registry.METHODS | kvjax.registry.WRAPPERS | kvjax.registry.STORAGE
+WRONG = (
+    "()", "[]", "{1}", "{'a': 1}", "None", "'x'", "b'x'", "...", "1j", "1e400", "9" * 30, "-1",
+)  # fmt: skip
+OF_TYPE = {"None": "None", "tuple": "()", "float": "9" * 30}  # what a type allows
+# Values of what has no default.
+REQUIRED = {"budget": 128, "steps": 4, "room": 4, "window": 32, "representatives": 4}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_option_refuses_wrong_literals_in_one_line(name):
+    kind = KNOWN[name]
+    base = "snapkv, " if issubclass(kind, kvjax.protocol.Wrapper) else ""
+    fields = [field for field in dataclasses.fields(kind) if field.name != "base"]
+    for field in fields:
+        others = [f"{x.name}={REQUIRED[x.name]}, " for x in fields if x.name in REQUIRED]
+        others = "".join(x for x in others if not x.startswith(f"{field.name}="))
+        right = {OF_TYPE[kind] for kind in OF_TYPE if kind in field.type}
+        for value in set(WRONG) - right:
+            with pytest.raises((ValueError, TypeError)) as caught:
+                hash(parse(f"{name}({base}{others}{field.name}={value})"))
+            assert "\n" not in str(caught.value) and "unhashable" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ATTEND)
@@ -580,10 +395,15 @@ def test_positions_and_frequencies_may_be_lists():
         rope = kvjax.Rope(frequencies)
         return kvjax.attend(SNAP, cache, q, k, v, positions, phase="prompt", rope=rope)[0]
 
-    expected = attended(positions, jnp.array(frequencies))
     at = np.asarray(positions)
-    for given in (attended(at.tolist(), frequencies), attended(at, np.array(frequencies))):
-        np.testing.assert_array_equal(given, expected)
+    given = (
+        (positions, jnp.array(frequencies)),
+        (at.tolist(), frequencies),
+        (at, np.array(frequencies)),
+    )
+    expected, *others = jax.jit(lambda: [attended(*x) for x in given])()
+    for other in others:
+        np.testing.assert_array_equal(other, expected)
     rotated = kvjax.Rope(tuple(frequencies)).rotate(q, at.tolist())
     np.testing.assert_array_equal(rotated, kvjax.Rope(jnp.array(frequencies)).rotate(q, positions))
     kv, _ = kvjax.append(cache.kv, k, v, at.tolist())

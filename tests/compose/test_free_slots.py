@@ -36,14 +36,21 @@ from tests.support.attending import (
     right,
     run,
 )
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
-BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
-bad_numbers = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+# Every form of storage, and every kind of method: for them infinities are tried, too.
+KINDS = ("full", "h2o", "clusterkv", "h2o_quantize", "snapkv_quantize_channel", "h2o_codebook")
+FAST = ("full", "h2o", "kvmerger", "quantize")
 
-# Every form of storage, and every kind of method; the others take part with the slow tests.
-KERNELS = ("full", "h2o", "clusterkv", "h2o_quantize", "snapkv_quantize_channel", "h2o_codebook")
-FAST = ("chelsea", "clusterkv", "full", "h2o", "kvmerger", "quantize", "snapkv")
+
+def bad_numbers(chosen, infinite, *fast: str):
+    """NaN for all of the cases, which those in `fast` are not slow for, and infinities for some."""
+    cases = [(name, "nan") for name in chosen]
+    cases += [(name, bad) for name in infinite for bad in ("inf", "-inf")]
+    return pytest.mark.parametrize(
+        ("name", "bad"), some_slow(cases, *((name, "nan") for name in fast))
+    )
 
 
 # --- writing into free slots ----------------------------------------------------------------------
@@ -163,20 +170,16 @@ def followed(name: str, change):
     yield "step after the turn", out, cache
 
 
-@pytest.mark.parametrize("name", names(CASES))
-@bad_numbers
-@pytest.mark.fast_cases(*(f"nan-{name}" for name in FAST))
+@bad_numbers(CASES, KINDS, *FAST)
 def test_what_stands_in_free_slots_reaches_nothing(name, bad):
     """Before a step, a flush, each chunk of a further turn, and the step after it."""
-    spoil = functools.partial(spoiled, bad=bad)
+    spoil = functools.partial(spoiled, bad=float(bad))
     for mine, expected in zip(followed(name, spoil), turns(name), strict=True):
         what, out, cache = mine
         same(name, np.asarray(out), cache, expected[1], expected[2], what)
 
 
-@pytest.mark.parametrize("name", names(CASES))
-@bad_numbers
-@pytest.mark.fast_cases(*(f"nan-{name}" for name in FAST))
+@bad_numbers(CASES, KINDS, *FAST)
 def test_an_empty_cache_may_hold_anything(name, bad):
     """A prompt in chunks, whose free slots are spoiled between them too."""
     transform, expected = CASES[name], standard(name)
@@ -184,7 +187,7 @@ def test_an_empty_cache_may_hold_anything(name, bad):
     cache, outs = new_cache(transform), []
     for start in range(0, WIDTH, 8):
         chunk, last = positions[:, start : start + 8], start == WIDTH - 8
-        out, cache = prompt(transform, spoiled(cache, bad), tokens(), chunk, last=last)
+        out, cache = prompt(transform, spoiled(cache, float(bad)), tokens(), chunk, last=last)
         outs.append(np.asarray(out))
     out = np.concatenate(outs, axis=2)
     same(name, out, cache, expected.prompt_out, expected.prompt_cache, "prompt")
@@ -193,8 +196,7 @@ def test_an_empty_cache_may_hold_anything(name, bad):
 # --- with kernels ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names(KERNELS))
-@pytest.mark.fast_cases("h2o")
+@pytest.mark.parametrize("name", names(KINDS, "h2o"))
 def test_what_stands_in_free_slots_reaches_nothing_with_kernels(name):
     """One step of every kernel that reads a cache, interpreted."""
     transform, cache = CASES[name], standard(name).prompt_cache
@@ -220,10 +222,10 @@ def held_at(name: str, cache, position: int) -> bool:
     return any((np.asarray(x) == position).any() for x in held)
 
 
-def equals_but_for_a_token(name, position: int, bad: float, side: str, first: int):
+def equals_but_for_a_token(name, position: int, bad: str, side: str, first: int):
     """From step `first` on a row is what it would be had the token's key or value been finite."""
     given, expected = Tokens(*(x.copy() for x in tokens().rows([0]))), one_row(name)
-    getattr(given, side)[:, :, position] = bad
+    getattr(given, side)[:, :, position] = float(bad)
     changed = run(CASES[name], given, right([0], [WIDTH], WIDTH), STEPS)
     for step in range(first, STEPS):
         out, cache = changed.outs[step], changed.caches[step]
@@ -240,25 +242,19 @@ AT_THE_END = (
 IN_A_STEP = ("streaming_llm", "reposition", "h2o", "chain", "h2o_quantize", "h2o_quantize_token")
 
 
-@pytest.mark.parametrize("name", names(AT_THE_END))
-@bad_numbers
-@pytest.mark.fast_cases("nan-h2o", "nan-streaming_llm")
+@bad_numbers(AT_THE_END, ["h2o"], "h2o", "streaming_llm")
 def test_a_value_that_a_prompts_end_evicts_is_gone(name, bad):
     cache = one_row(name).prompt_cache
     position = next(x for x in range(WIDTH) if not held_at(name, cache, x))
     equals_but_for_a_token(name, position, bad, "v", 0)
 
 
-@pytest.mark.parametrize("name", names(IN_A_STEP))
-@bad_numbers
-@pytest.mark.fast_cases("nan-h2o", "nan-streaming_llm")
+@bad_numbers(IN_A_STEP, ["h2o"], "h2o", "streaming_llm")
 def test_a_value_that_a_step_evicts_is_gone(name, bad):
     equals_but_for_a_token(name, **evicted_in_a_step(name), bad=bad, side="v")
 
 
-@pytest.mark.parametrize("name", names(["streaming_llm", "reposition"]))
-@bad_numbers
-@pytest.mark.fast_cases("nan-streaming_llm")
+@bad_numbers(["streaming_llm", "reposition"], ["streaming_llm"], "streaming_llm")
 def test_a_key_that_is_evicted_is_gone(name, bad):
     """Of methods that decide by position alone: others have no score of a row that saw NaN."""
     cache = one_row(name).prompt_cache

@@ -18,6 +18,7 @@ from kvjax.protocol import Wrapper
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from tests.generation.test_context import same
 from tests.generation.test_generate import RAGGED, generate, model
+from tests.support.marks import some_slow
 
 LAYERS, WINDOW = 2, 8
 FULL = kvjax.Full()
@@ -78,6 +79,10 @@ WITH_TEXT = {name for name in COMPOSITIONS if "layer" not in name} - GROUPED
 CASES = pytest.mark.parametrize("name", COMPOSITIONS)
 
 
+FAST = ("everywhere of a chain", "head groups")
+MOST_SLOW = pytest.mark.parametrize("name", some_slow(COMPOSITIONS, *FAST))
+
+
 @functools.cache
 def calibrated(name: str) -> kvjax.KVTransform:
     return kvjax.calibrated(COMPOSITIONS[name], model(), RAGGED[:1])
@@ -109,6 +114,7 @@ def test_every_infinigen_is_calibrated_for_its_heads(name):
     assert found
     for heads, calibration in found:
         np.testing.assert_array_equal(calibration.projections, whole().projections[:, heads])
+    assert any(map(wants_prediction, layers))
     assert kvjax.calibrated(COMPOSITIONS[name], model(), RAGGED[:1]) == calibrated(name)
     assert kvjax.calibrated(calibrated(name), model(), []) is calibrated(name)
 
@@ -150,8 +156,7 @@ def test_the_rest_of_a_composition_stays_as_it_is(name):
         assert plain(own) == repr(given)
 
 
-@CASES
-@pytest.mark.fast_cases("everywhere", "head groups")
+@MOST_SLOW
 def test_a_plan_has_the_bytes_of_a_calibration(name):
     size = {"max_prompt": 64, "max_new": 16}
     shape = (LAYERS, 2, 8, 2)
@@ -164,11 +169,6 @@ def test_a_plan_has_the_bytes_of_a_calibration(name):
     own = plan(model(), PerLayer(lambda layer, _: expected[layer]), **size)
     assert (given.fixed, given.request) == (own.fixed, own.request)
     assert given.transform == COMPOSITIONS[name]
-
-
-@CASES
-def test_models_are_asked_for_predictions(name):
-    assert any(map(wants_prediction, kvjax.bind(calibrated(name), LAYERS)))
 
 
 EVICTS_AND_STORES = Around(chain(EVICTS, STORES))
@@ -197,8 +197,14 @@ def test_layers_with_windows_are_rings_unless_everywhere_is_in_them(name):
     assert kvjax.bind(transform, LAYERS, (WINDOW,) * LAYERS, max_tokens=64)[1] == expected
 
 
-@CASES
-@pytest.mark.fast_cases("chain of head groups")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chain", "per layer in everywhere", "head groups in per layer", "chain of head groups",
+        "everywhere of a chain of head groups",
+    ],
+)  # fmt: skip
+@pytest.mark.slow
 def test_a_prompt_that_is_read_once_serves_it(name):
     """As if it had been read for this method alone."""
     once = kvjax.ReadOnce(model(), RAGGED[:1], [calibrated(name)], max_new=64)
@@ -206,11 +212,12 @@ def test_a_prompt_that_is_read_once_serves_it(name):
     assert result.tokens == generate(RAGGED[:1], calibrated(name), max_new_tokens=4).tokens
 
 
-@CASES
-@pytest.mark.fast_cases("everywhere of a chain")
+@pytest.mark.parametrize(
+    "name", ["chain", "everywhere of a chain", "a wrapper of one's own", "per layer in everywhere"]
+)
+@pytest.mark.slow
 def test_watching_changes_nothing(name):
-    if name in GROUPED:
-        pytest.skip("head groups are not watched")
+    """Head groups are not watched."""
     steps, context = plot.watch(model(), RAGGED[0], calibrated(name), steps=4)
     result = generate(RAGGED[:1], calibrated(name), max_new_tokens=4, end_tokens=())
     assert [step.token for step in steps] == result.tokens[0]
@@ -219,8 +226,7 @@ def test_watching_changes_nothing(name):
         assert [marks is not None for marks in step.marks] == selected
 
 
-@CASES
-@pytest.mark.fast_cases("everywhere of a chain", "head groups")
+@MOST_SLOW
 def test_a_context_is_saved_with_its_calibrations(name, tmp_path):
     """Whatever has a text; other compositions are refused, and nothing is written."""
     context = kvjax.read(model(), RAGGED[:1], transform=calibrated(name), max_new=64)

@@ -13,23 +13,20 @@ import kvjax
 from tests.conftest import QUICK, ROOT
 from tests.devices.many_devices import NEW
 
+# Every method, and of its options those that draw, compare heads, or look at all of a row.
 METHODS = (
-    "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer",
-    "pyramidinfer(budget=96)", "kvmerger", "kvmerger(pivot='random')", "chelsea",
-    "clusterkv(dense_layers=())", "quest(dense_layers=())",
+    "full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "pyramidinfer(budget=96)",
+    "kvmerger(pivot='random')", "chelsea", "clusterkv(dense_layers=())",
     "quest(dense_layers=(), per_query_head=True)", "infinigen(dense_layers=())",
-    "infinigen(dense_layers=(), per_query_head=True)", "layer_budget", "layer_budget(unfold=True)",
-    "spindlekv", "spindlekv(unfold=True)", "every(snapkv, steps=8)",
+    "layer_budget(unfold=True)", "spindlekv", "spindlekv(unfold=True)",
     "every(pyramidinfer(budget=96, interval=None), steps=8)", "when_full(snapkv, room=8)",
-    "cam(h2o)", "cam(snapkv, expected=False)", "kvcrush(snapkv)", "kvcrush(h2o, pick='random')",
+    "cam(snapkv, expected=False)", "kvcrush(h2o, pick='random')",
     "kvcrush(snapkv, anchor='median')", "kvcrush(snapkv, anchor='mean', granularity=4)",
-    "kvcrush(streaming_llm)", "kvcrush(snapkv, kmeans=True)", "chain(snapkv, h2o)",
-    "chain(snapkv, quantize)", "quantize(bits=4)", "quantize(bits=4, key_axis='channel')",
-    "codebook", "chain(snapkv, codebook(magnitude=False))",
-    "chain(clusterkv(dense_layers=()), offload)",
+    "kvcrush(snapkv, kmeans=True)", "quantize(bits=4, key_axis='channel')", "codebook",
+    "chain(snapkv, quantize)", "chain(clusterkv(dense_layers=()), offload)",
     "chain(quest(dense_layers=(), per_query_head=True), offload)",
 )  # fmt: skip
-QUICKLY = ("infinigen(dense_layers=())", "kvcrush(snapkv, anchor='median')", "pyramidinfer")
+QUICKLY = ("kvcrush(snapkv, anchor='median')",)
 BOOKS = ("spindlekv", "codebook")  # each device makes whole books: it gets all heads' vectors
 
 
@@ -90,7 +87,7 @@ def test_what_goes_with_a_mesh():
 @pytest.mark.slow
 def test_two_processes_equal_one():
     """Rows are divided between the processes, then heads."""
-    methods = ("full", "kvcrush(snapkv)", "infinigen(dense_layers=())", "every(snapkv, steps=8)")
+    methods = ("kvcrush(snapkv)", "infinigen(dense_layers=())")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

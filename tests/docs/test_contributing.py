@@ -1,8 +1,7 @@
-"""What CONTRIBUTING.md asks of methods, kernels and families is there, and its tests exist."""
+"""Methods, kernels and families have what CONTRIBUTING.md asks for, and its tests exist."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from pathlib import Path
@@ -29,35 +28,10 @@ KERNELS = [
 ]
 
 
-def names(page: str, pattern: str) -> list[str]:
-    return sorted(set(re.findall(pattern, page)))
-
-
-@pytest.mark.parametrize("test", names(PAGE, r"`(tests/[\w/]+\.py::\w+)`"))
+@pytest.mark.parametrize("test", sorted(set(re.findall(r"`(tests/[\w/]+\.py::\w+)`", PAGE))))
 def test_tests_that_the_page_names_exist(test):
     file, _, function = test.partition("::")
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-@pytest.mark.parametrize("path", names(PAGE, r"[`(]((?:[\w.]+/)+[\w.-]*)[`)]"))
-def test_files_that_the_page_names_exist(path):
-    if "NAME" not in path:
-        assert (ROOT / path).exists()
-
-
-def test_the_page_names_tests_and_files():
-    assert len(names(PAGE, r"`(tests/[\w/]+\.py::\w+)`")) >= 15
-
-
-@pytest.mark.parametrize("target", names(PAGE, r"`make ([\w -]+)`"))
-def test_the_makefile_has_the_targets_that_the_page_names(target):
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for one in target.split():
-        assert re.search(rf"^{one}:", makefile, re.MULTILINE)
-
-
-# Methods
+    assert f"\ndef {function}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def room(kind: type[kvjax.KVTransform]) -> str:
@@ -67,10 +41,8 @@ def room(kind: type[kvjax.KVTransform]) -> str:
 
 @pytest.mark.parametrize("name", FROM_PAPERS)
 def test_a_method_is_documented(name):
-    documented = inspect.getdoc(ALL[name])
-    assert documented is not None
-    for heading in ("References:", "Deviations from the paper:"):
-        assert heading in documented, f"{ALL[name].__qualname__} has no section {heading}"
+    documented = inspect.getdoc(ALL[name]) or ""
+    assert "References:" in documented and "Deviations from the paper:" in documented
 
 
 @pytest.mark.parametrize("name", [name for name in FROM_PAPERS if name not in STORAGE])
@@ -93,21 +65,10 @@ def test_a_method_is_in_the_tables(name):
         assert f"arXiv:{number[1]}" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
-# Kernels and families
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_is_tested_compiled_and_measured(name):
-    for pattern in (
-        "tests/kernels/test_*.py",
-        "tests/gpu/gpu_programs.py",
-        "benchmarks/kernel*.py",
-    ):
+    for pattern in "tests/kernels/test_*.py", "tests/gpu/gpu_programs.py", "benchmarks/kernel*.py":
         assert any(name in path.read_text(encoding="utf-8") for path in ROOT.glob(pattern))
-
-
-def test_there_are_kernels():
-    assert "decode_attention" in KERNELS
 
 
 def test_a_family_has_cases():

@@ -35,11 +35,9 @@ def commands() -> list[list[str]]:
     return [shlex.split(words) for words in [*found, *INLINE.findall(TEXT)]]
 
 
-def test_it_is_short_and_its_links_lead_somewhere():
-    assert len(TEXT.splitlines()) < 200
+def test_its_links_lead_somewhere():
     places = [link for link in LINK.findall(TEXT) if "://" not in link]
-    assert len(places) > 10
-    assert not [link for link in places if not (README.parent / link).exists()]
+    assert [link for link in places if not (README.parent / link).exists()] == []
 
 
 def test_every_command_can_be_read():

@@ -24,18 +24,6 @@ def ending(tokenizer, single: str, pair: str = "$A $B"):
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("single", "before"),
-    [("<s> $A </s>", [0]), ("$A </s>", []), ("<s> $A", [0]), ("$A", []), ("<s> $A </s> </s>", [0])],
-)
-def test_what_is_continued_has_no_end(tokenizer, single, before):
-    plain = tokenizer("Once upon a time", add_special_tokens=False).input_ids
-    tokenizer = ending(tokenizer, single)
-    assert raw_tokens(tokenizer, "Once upon a time") == [*before, *plain]
-    own = raw_tokens(tokenizer, "Once upon a time</s>")
-    assert own == [*before, *plain, 1], "an end that the text has is the user's"
-
-
 def test_a_text_that_brings_its_own_start(tokenizer):
     for single, twice in (("<s> $A </s>", True), ("$A", False)):
         tokenizer = ending(tokenizer, single)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -16,8 +17,8 @@ from kvjax.generation.model import AttentionOptions
 from kvjax.generation.reading import CacheSize
 from kvjax.models import random_decoder
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds
-from tests.compose.test_conformance import BUDGET, compositions, registered
 from tests.generation.test_generate import CONFIG, RAGGED, method, model
+from tests.support.cases import BUDGET, compositions, registered
 
 STORED = {
     "8 bits": "quantize",
@@ -38,6 +39,11 @@ LAYERED = {
 }
 FAST = ("snapkv", "offload")
 QUESTIONS = [[7, 3], [11], [5, 9, 2]]
+
+
+def cases(names: Iterable[str], *fast: str) -> list:
+    """All names as cases of a test, of which those that are not `fast` are slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def transform_of(name: str) -> kvjax.KVTransform:
@@ -63,8 +69,7 @@ def same(one, other) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.fast_cases(*FAST)
+@pytest.mark.parametrize("name", cases(TRANSFORMS, *FAST))
 def test_many_questions_about_one_document(name):
     """Asked together, one by one, and after reading the document again: the same answers."""
     document = read(name, RAGGED[:1])
@@ -81,8 +86,7 @@ def test_many_questions_about_one_document(name):
     assert len({tuple(row) for row in together.tokens}) > 1, "equal answers show nothing"
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.fast_cases(*FAST)
+@pytest.mark.parametrize("name", cases(TRANSFORMS, *FAST))
 def test_rows_that_take_no_part(name):
     """Their caches stay bit for bit, and their next turn is as if they had been alone."""
     whole = read(name)
@@ -96,8 +100,7 @@ def test_rows_that_take_no_part(name):
     assert later.tokens[1] == generate([QUESTIONS[1]], alone).tokens[0]
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "h2o", "streaming_llm", "8 bits"])
-@pytest.mark.fast_cases("full")
+@pytest.mark.parametrize("name", cases(["full", "h2o", "8 bits"], "full"))
 def test_going_on_without_a_prompt(name):
     """In pieces as at once, for methods that do the same in every step."""
     at_once = generate(None, read(name), max_new_tokens=12)
@@ -218,8 +221,7 @@ def test_a_stream_may_be_stopped():
 OPTIONS = AttentionOptions(scale=0.5, window=9, soft_cap=None)
 
 
-@pytest.mark.parametrize("name", LAYERED)
-@pytest.mark.fast_cases("clusterkv", "full", "pyramidinfer", "spindlekv")
+@pytest.mark.parametrize("name", cases(LAYERED, "clusterkv", "full", "pyramidinfer", "spindlekv"))
 def test_layers_that_are_alike_differ_in_their_states_alone(name):
     """What the compiled layer makes for itself is what `init_cache` gives for each layer."""
     # Calibrations are those of three layers.

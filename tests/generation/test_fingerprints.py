@@ -23,7 +23,7 @@ import kvjax
 from kvjax.generation import fingerprints
 from kvjax.generation.fingerprints import Fingerprint, describe, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, as_functional
-from kvjax.models import Decoder, DecoderConfig, LayerConfig, RopeConfig, demo, load_tokenizer
+from kvjax.models import Decoder, DecoderConfig, LayerConfig, RopeConfig, demo
 from tests.generation.test_context import same
 from tests.generation.test_generate import CONFIG, RAGGED, model
 
@@ -65,23 +65,9 @@ def folder(context, tmp_path_factory):
 OTHERS = {
     "norm_eps": changed(norm_eps=1e-3),
     "activation": changed(activation="gelu"),
-    "sliding_window": changed(sliding_window=8),
     "windows": changed(layers=(LayerConfig(CONFIG.rope, 8), LayerConfig(CONFIG.rope))),
-    "norms": changed(norms="after"),
-    "norm_plus_one": changed(norm_plus_one=True),
-    "norm_in_float32": changed(norm_in_float32=True),
     "attention_scale": changed(attention_scale=3.0),
-    "attention_soft_cap": changed(attention_soft_cap=3.0),
-    "logit_soft_cap": changed(logit_soft_cap=3.0),
-    "embedding_scale": changed(embedding_scale=2.0),
-    "max_positions": changed(max_positions=512),
-    "theta": rope(theta=1e6),
-    "rotary_dim": rope(rotary_dim=4),
-    "interleaved": rope(interleaved=True),
     "type": rope(type="linear", factor=2.0),
-    "low_freq_factor": rope(type="llama3", factor=2.0, low_freq_factor=0.5),
-    "high_freq_factor": rope(type="llama3", factor=2.0, high_freq_factor=5.0),
-    "beta_fast": rope(type="yarn", factor=2.0, beta_fast=33.0),
 }
 
 
@@ -108,19 +94,14 @@ def test_every_field_is_described_or_computes_nothing():
         for field in dataclasses.fields(kind):
             other = dataclasses.replace(own)
             object.__setattr__(other, field.name, "something else")
-            silent = field.name in ("bos_token_id", "eos_token_ids", "model_type")
+            silent = field.name in ("bos_token_id", "eos_token_ids")
             assert bool(differences(describe(own), describe(other))) != silent, field.name
-
-
-def test_a_message_names_what_differs(context):
-    with pytest.raises(ValueError, match=r"config.rope.theta: 10000.0 there, 1000000.0 here$"):
-        kvjax.generate(with_config(changed(rope=RopeConfig(8, theta=1e6))), None, context=context)
 
 
 def test_an_equal_model_is_the_same(context, folder):
     """Made anew, with other end tokens, or with arrays in other places."""
     copied = jax.tree.map(lambda x: x + 0, nnx.split(model()))
-    for other in (nnx.merge(*copied), with_config(changed(eos_token_ids=(3,), model_type="llama"))):
+    for other in (nnx.merge(*copied), with_config(changed(eos_token_ids=(3,)))):
         same(kvjax.load_context(folder, other), context)
         kvjax.generate(other, None, context=context, max_new_tokens=2)
 
@@ -132,13 +113,6 @@ def test_weights_that_have_changed(context):
     other.norm.scale[...] = other.norm.scale[...].at[5].add(1.0)
     with pytest.raises(ValueError, match=r"its weights\.norm\.scale: 'float32\[32\] "):
         kvjax.generate(other, None, context=context, max_new_tokens=1)
-
-
-def test_weights_of_another_dtype(context):
-    graph, state = nnx.split(model())
-    other = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
-    with pytest.raises(ValueError, match=r"there, 'bfloat16\["):
-        kvjax.generate(other, None, context=context)
 
 
 def test_every_way_to_a_context(context):
@@ -297,12 +271,6 @@ def test_what_is_used_meanwhile_changes_nothing():
     assert describe(made) == before
 
 
-def test_what_contains_itself():
-    made = Plain(1.0)
-    made.me = [made]
-    assert describe(made)["me"] == ["what it is a part of"]
-
-
 def test_values_of_all_kinds():
     given = {
         "dtypes": [jnp.float32, np.dtype("float32"), jnp.dtype("bfloat16"), np.float32],
@@ -377,16 +345,6 @@ def split_digits(d):
     d["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, d["pre_tokenizer"]]}
 
 
-def trim_offsets(d):
-    d["post_processor"] = {
-        "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True
-    }  # fmt: skip
-
-
-def keep_words(d):
-    d["model"]["ignore_merges"] = not d["model"].get("ignore_merges", False)
-
-
 def add_token(d):
     own = {"content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
            "normalized": False, "special": True}  # fmt: skip
@@ -407,35 +365,12 @@ def rename_word(d):
         ("model.merges", swap_merges, {}),
         ("normalizer", add_normalizer, {}),
         ("pre_tokenizer", split_digits, {}),
-        ("post_processor", trim_offsets, {}),
-        ("model.ignore_merges", keep_words, {}),
         ("added_tokens", add_token, {}),
         ("chat_template", lambda d: None, {"chat_template": "{{ messages }}"}),
         ("special_tokens.bos_token", lambda d: None, {"bos_token": "<x>"}),
     ],
 )
-def test_another_tokenizer(name, change, options, described, context, tmp_path):
+def test_another_tokenizer(name, change, options, described):
     one, other = tokenizer_of(described), tokenizer_of(described, change, **options)
     assert not differences(describe_tokenizer(one), describe_tokenizer(tokenizer_of(described)))
-    kvjax.save_context(tmp_path / "own", context, model=model(), tokenizer=one)
-    kvjax.load_context(tmp_path / "own", model(), tokenizer=tokenizer_of(described))
-    with pytest.raises(ValueError, match=rf"its .*tokenizer\.{name}"):
-        kvjax.load_context(tmp_path / "own", model(), tokenizer=other)
-
-
-def test_what_a_call_does_to_a_tokenizer_is_not_its_own():
-    tokenizer = load_tokenizer(demo.directory())
-    before = describe_tokenizer(tokenizer)
-    tokenizer("a b c", truncation=True, max_length=2)
-    assert describe_tokenizer(tokenizer) == before
-    assert len(json.dumps(before)) < 5000
-
-
-def test_folders_of_an_earlier_format(folder, context, tmp_path, monkeypatch):
-    from kvjax.generation import saving
-
-    monkeypatch.setattr(saving, "FORMAT", 2)
-    kvjax.save_context(tmp_path / "old", context, model=model())
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"has format 2, written by kvjax .*; kvjax .* reads"):
-        kvjax.load_context(tmp_path / "old", model())
+    assert f"{name}: " in differences(describe_tokenizer(one), describe_tokenizer(other))

@@ -93,16 +93,9 @@ def test_greedy_equals_a_plain_loop():
     assert result.ttft_s > 0 and result.tpot_s > 0 and result.compile_s >= 0
 
 
-# head_dim is 8 here.
-STORED = (
-    "chain(h2o, quantize)",
-    "chain(snapkv, quantize(bits=4, group=8, residual=8))",
-    "chain(quantize, quest(page=4, dense_layers=()))",
+@pytest.mark.parametrize(
+    "name", ["full", pytest.param("chain(snapkv, quantize)", marks=pytest.mark.slow)]
 )
-
-
-@pytest.mark.parametrize("name", [*kvjax.METHODS, *STORED])
-@pytest.mark.fast_cases("full")
 def test_a_ragged_batch_equals_its_rows(name):
     together = generate(transform=method(name), buckets=[64])
     alone = [generate([row], transform=method(name), buckets=[64]).tokens[0] for row in RAGGED]
@@ -115,8 +108,7 @@ def test_compression_changes_the_text():
     assert generate(transform=method("streaming_llm")).tokens[0] != full.tokens[0]
 
 
-@pytest.mark.parametrize("name", kvjax.METHODS)
-@pytest.mark.fast_cases("full", "h2o", "snapkv", "streaming_llm")
+@pytest.mark.parametrize("name", ["full", "h2o"])
 def test_streamed_pieces_join_to_the_result(name):
     pieces = []
     result = generate(transform=method(name), on_tokens=pieces.append, buckets=[64])
@@ -141,17 +133,11 @@ def test_one_bucket_compiles_once():
     assert compiled() == (before[0] + 1, before[1] + 1)
 
 
-def test_equal_weights_of_another_module_share_code():
+def test_other_numbers_compile_nothing():
+    """Nor do another limit, other end tokens, another seed and other weights."""
     generate([RAGGED[0]])
     before = compiled()
     generate([RAGGED[0]], model=random_decoder(CONFIG, seed=8))
-    assert compiled() == before
-
-
-def test_other_numbers_compile_nothing():
-    """Nor do another limit, other end tokens and another seed."""
-    generate([RAGGED[0]])
-    before = compiled()
     hot = kvjax.Sampling(0.7)
     for options in (
         {"max_new_tokens": 17}, {"sampling": hot, "seed": 3}, {"end_tokens": [5, 6]},
@@ -176,11 +162,6 @@ def test_the_models_own_end_tokens():
     expected = [cut_at(row, ends) for row in whole]
     assert generate(model=named).tokens == generate(end_tokens=ends).tokens == expected
     assert generate(model=named, end_tokens=()).tokens == whole != expected
-
-
-def test_second_call_spends_no_time_compiling():
-    generate([RAGGED[0]])
-    assert generate([RAGGED[0]]).compile_s < 0.5
 
 
 def test_one_new_token():
@@ -209,8 +190,7 @@ def cut_at(row: list[int], ends: tuple[int, ...]) -> list[int]:
     return row[:stop]
 
 
-@pytest.mark.parametrize("transform", [None, kvjax.H2O(36)], ids=["full", "h2o"])
-@pytest.mark.fast_cases("full")
+@pytest.mark.parametrize("transform", [None, pytest.param(kvjax.H2O(36), marks=pytest.mark.slow)])
 def test_end_tokens_stop_rows_separately(transform, monkeypatch):
     whole = generate(transform=transform).tokens
     ends = (whole[0][4], whole[1][0])  # the second row ends at once
@@ -326,17 +306,13 @@ def test_top_p_1_cuts_nothing():
     [
         ({"temperature": -1.0}, ValueError),
         ({"temperature": float("nan")}, ValueError),
-        ({"temperature": float("inf")}, ValueError),
         ({"temperature": 1.0, "top_k": 0}, ValueError),
         ({"temperature": 1.0, "top_k": 2.5}, TypeError),
         ({"temperature": 1.0, "top_p": 0.0}, ValueError),
         ({"temperature": 1.0, "top_p": 1.5}, ValueError),
         ({"temperature": 1.0, "min_p": float("nan")}, ValueError),
         ({"top_k": 5}, ValueError),
-        ({"top_p": 0.5}, ValueError),
-        ({"min_p": 0.5}, ValueError),
         ({"repetition_penalty": 0.0}, ValueError),
-        ({"repetition_penalty": float("inf")}, ValueError),
         ({"repetition_penalty": "1.1"}, TypeError),
     ],
 )
@@ -366,8 +342,7 @@ def written_by_hand(prompt: list[int], penalty: float, count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.fast_cases("1.3")
-@pytest.mark.parametrize("penalty", [0.8, 1.3])
+@pytest.mark.parametrize("penalty", [pytest.param(0.8, marks=pytest.mark.slow), 1.3])
 def test_a_repetition_penalty_counts_prompt_and_text(penalty):
     """Row by row, over a batch, a context, its turns and their repetition."""
     sampling = kvjax.Sampling(repetition_penalty=penalty)
@@ -423,13 +398,8 @@ def test_the_sampling_that_a_model_asks_for(settings, expected):
 @pytest.mark.parametrize(
     "setting",
     [
-        {"no_repeat_ngram_size": 3}, {"suppress_tokens": [1]}, {"begin_suppress_tokens": [1]},
-        {"num_beams": 4}, {"typical_p": 0.9, "do_sample": True}, {"bad_words_ids": [[1]]},
-        {"forced_eos_token_id": 2}, {"exponential_decay_length_penalty": [3, 1.1]},
-        {"penalty_alpha": 0.6}, {"min_new_tokens": 4}, {"sequence_bias": [[[1], 2.0]]},
-        {"watermarking_config": {"bias": 2.5}}, {"guidance_scale": 1.5}, {"stop_strings": ["x"]},
-        {"presence_penalty": 0.5}, {"encoder_repetition_penalty": 1.2}, {"top_h": 0.4,
-         "do_sample": True}, {"dola_layers": "high"}, {"remove_invalid_values": True},
+        {"no_repeat_ngram_size": 3}, {"typical_p": 0.9, "do_sample": True},
+        {"presence_penalty": 0.5},
     ],
 )  # fmt: skip
 def test_a_setting_that_kvjax_lacks_is_named(setting):
@@ -594,8 +564,11 @@ def plain_texts() -> list[list[int]]:
     return [by_hand(plain_model(), prompt) for prompt in RAGGED[:2]]
 
 
-@pytest.mark.parametrize("make", [plain_model, linen_model, NNXModel, CallableModel])
-@pytest.mark.fast_cases("NNXModel", "linen_model")
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(plain_model, marks=pytest.mark.slow), linen_model, NNXModel,
+     pytest.param(CallableModel, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_other_peoples_models(make):
     own = make()
     expected = plain_texts()
@@ -604,12 +577,6 @@ def test_other_peoples_models(make):
     before = compiled()
     assert generate(RAGGED[:2], model=own).tokens == expected
     assert compiled() == before
-
-
-def test_a_model_without_positions_has_no_limit():
-    assert (
-        len(generate([[1] * (POSITIONS + 1)], model=plain_model(), max_new_tokens=2).tokens[0]) == 2
-    )
 
 
 def test_a_model_lacks_something():
@@ -634,15 +601,11 @@ def test_a_model_lacks_something():
         ([[1], []], ValueError, "row 1 is empty"),
         ("Hello", TypeError, "token ids, got the text"),
         (["Hello"], TypeError, "token ids, got the text"),
-        ([1, 2, 3], TypeError, "sequence of token ids, got 1"),
         ([[[1, 2]]], TypeError, "sequence of token ids"),
         ([[1.0]], TypeError, "integers, got float"),
-        ([[True]], TypeError, "integers, got bool"),
         ([[1], [3, -1]], ValueError, r"\[0, 64\), got -1 in row 1"),
-        ([[64]], ValueError, r"\[0, 64\), got 64"),
         (5, TypeError, "token ids of each row, got 5"),
         (np.array([1, 2]), TypeError, "sequence of token ids, got 1"),
-        (jnp.array([[1.0, 2.0]]), TypeError, "integers, got float"),
         ([[1] * (POSITIONS + 1)], ValueError, "256 positions, got a prompt of 257"),
         ([[1] * (POSITIONS - NEW + 1)], ValueError, "256 positions, got a prompt of 245 tokens"),
     ],
@@ -656,15 +619,10 @@ def test_bad_prompts(prompts, error, message):
     ("options", "error", "message"),
     [
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
-        ({"max_new_tokens": 2.0}, TypeError, "max_new_tokens"),
         ({"max_new_tokens": True}, TypeError, "max_new_tokens"),
         ({"buckets": [16, 32]}, ValueError, "must hold 53 tokens"),
         ({"transform": kvjax.SnapKV}, TypeError, "transforms"),
-        ({"transform": "snapkv"}, TypeError, "transforms"),
-        ({"dtype": jnp.int32}, TypeError, "floating"),
         ({"end_tokens": (2**40,)}, ValueError, "end tokens"),
-        ({"end_tokens": (-5,)}, ValueError, "end tokens"),
-        ({"end_tokens": ("a",)}, ValueError, "end tokens"),
         ({"end_tokens": 5}, TypeError, "sequence of token ids, got 5"),
         ({"dtype": "int7"}, TypeError, "floating dtype, got 'int7'"),
         ({"sampling": {"temperature": 1}}, TypeError, "kvjax.Sampling, got {'temperature': 1}"),
@@ -722,15 +680,6 @@ def test_bytes():
     assert streaming.cache_bytes == layers * computed_bytes(3, 36 + 1, per_row=4)
     for other in (snapkv, h2o, streaming):
         assert other.full_cache_bytes == full.full_cache_bytes
-
-
-@pytest.mark.slow
-def test_bytes_saved_on_a_longer_prompt():
-    prompt = [RNG.integers(VOCAB, size=384).tolist()]
-    for name in ("h2o", "snapkv", "streaming_llm"):
-        result = generate(prompt, method(name), model=plain_model())
-        assert result.full_cache_bytes == computed_bytes(1, 384 + PADDED_NEW)
-        assert result.cache_bytes < result.full_cache_bytes / 3
 
 
 def test_dtype_of_the_cache():

@@ -14,7 +14,7 @@ import kvjax
 from kvjax.generation import groups, reading, writing
 from kvjax.generation.groups import row_groups
 from kvjax.generation.model import as_functional
-from tests.generation.test_context import LAYERED, STORED, TRANSFORMS
+from tests.generation.test_context import LAYERED, STORED, TRANSFORMS, cases
 from tests.generation.test_generate import RNG, VOCAB, generate, method, model
 
 BUCKETS = (4, 8, 16, 64)
@@ -119,8 +119,7 @@ def conversation(transform: kvjax.KVTransform, **options) -> list[kvjax.Generati
     return found
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.fast_cases("every")
+@pytest.mark.parametrize("name", cases(TRANSFORMS, "every"))
 def test_results_are_those_of_one_padded_batch(name, together):
     transform = method(STORED.get(name, name))
     pairs = zip(conversation(transform), together(conversation, transform), strict=True)
@@ -128,19 +127,13 @@ def test_results_are_those_of_one_padded_batch(name, together):
         same_answers(one, other)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERED if name not in OF_THREE_LAYERS])
-@pytest.mark.fast_cases("head_groups")
+@pytest.mark.parametrize(
+    "name", cases([name for name in LAYERED if name not in OF_THREE_LAYERS], "head_groups")
+)
 def test_so_are_those_of_compositions(name, together):
     options = {"transform": LAYERED[name], "buckets": BUCKETS, "max_new_tokens": 5}
     one = generate(PROMPTS, **options)
     assert one.tokens == together(generate, PROMPTS, **options).tokens
-
-
-def test_draws_are_those_of_the_row(together):
-    how = {"sampling": kvjax.Sampling(temperature=1.0), "seed": 5, "buckets": BUCKETS}
-    one = generate(PROMPTS, **how)
-    assert one.tokens == together(generate, PROMPTS, **how).tokens
-    assert len({tuple(row) for row in one.tokens}) == len(PROMPTS)
 
 
 def test_no_more_tokens_are_read_than_groups_have(shapes):
@@ -177,14 +170,7 @@ def test_other_prompts_of_the_same_widths_compile_nothing():
     assert reading._read_layer._cache_size() == before + 1
 
 
-def test_layers_are_told_once_and_in_order():
-    seen = []
-    generate(PROMPTS, buckets=BUCKETS, on_layer=seen.append)
-    assert seen == list(range(model().num_layers))
-
-
-@pytest.mark.parametrize("turns", [False, True])
-def test_a_model_that_does_not_show_its_parts(turns, together):
+def test_a_model_that_does_not_show_its_parts(together):
     whole = dataclasses.replace(as_functional(model()), parts=None)
     seen = []
 
@@ -193,17 +179,15 @@ def test_a_model_that_does_not_show_its_parts(turns, together):
             whole, PROMPTS, transform=kvjax.H2O(16), max_prompt=128, buckets=BUCKETS,
             on_layer=seen.append,
         )  # fmt: skip
-        asked = QUESTIONS if turns else None
         return kvjax.generate(
-            whole, asked, context=context, max_new_tokens=5, end_tokens=(), buckets=BUCKETS
+            whole, QUESTIONS, context=context, max_new_tokens=5, end_tokens=(), buckets=BUCKETS
         )
 
     same_answers(run(), together(run))
     assert seen == list(range(whole.num_layers)) * 2
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "spindlekv"])
-@pytest.mark.fast_cases("snapkv")
+@pytest.mark.parametrize("name", cases(["snapkv", "spindlekv"], "snapkv"))
 def test_a_prompt_that_is_read_once_is_read_in_groups(name, shapes, together):
     """What methods need of the attention is seen group by group."""
     transform = method(name)
@@ -222,25 +206,3 @@ def test_what_is_in_host_memory_stays_together(shapes):
         pytest.skip("no host memory on this platform")
     generate(PROMPTS, method(STORED["offload"]), buckets=BUCKETS, max_new_tokens=1)
     assert shapes == [(6, 64)] * model().num_layers
-
-
-def test_a_group_takes_the_memory_of_its_own_rows(together, monkeypatch):
-    """XLA's own word on the greatest layer's program: temporary memory."""
-    found, read_layer = [], reading._read_layer
-
-    class Watched:
-        def lower(self, *args):
-            lowered = read_layer.lower(*args)
-            found.append(lowered.compile().memory_analysis().temp_size_in_bytes)
-            return lowered
-
-        def __call__(self, *args):
-            return read_layer(*args)
-
-    monkeypatch.setattr(reading, "_read_layer", Watched())
-    prompts = [PROMPTS[1], *([[1, 2]] * 7)]
-    generate(prompts, buckets=BUCKETS, max_new_tokens=1)
-    apart = max(found)
-    found.clear()
-    together(generate, prompts, buckets=BUCKETS, max_new_tokens=1)
-    assert apart < 0.5 * max(found)

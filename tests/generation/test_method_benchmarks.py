@@ -1,18 +1,15 @@
-"""The benchmarks of kept tokens, compile times and defaults, on a tiny random model."""
+"""The benchmark of kept tokens, on a tiny random model."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.generation import writing
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -24,16 +21,10 @@ LENGTHS, STEPS, BUDGET = (24, 9), 20, 12
 
 
 @pytest.fixture(scope="module")
-def modules():
+def kept_tokens():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        names = ("kept_tokens", "compile_time", "defaults")
-        yield {name: importlib.import_module(name) for name in names}
-
-
-@pytest.fixture(scope="module")
-def kept_tokens(modules):
-    return modules["kept_tokens"]
+        yield importlib.import_module("kept_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -157,57 +148,8 @@ def with_slots(cache, positions: list[int], log_mass: list[float]):
     return dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, **slots))
 
 
-@pytest.mark.parametrize("name", ["kept_tokens", "compile_time"])
-def test_every_registered_method_has_a_setting(modules, name):
-    module = modules[name]
-    assert set(kvjax.METHODS) <= set(module.METHODS)
-    for given in module.METHODS.values():
+def test_every_registered_method_has_a_setting(kept_tokens):
+    assert set(kvjax.METHODS) <= set(kept_tokens.METHODS)
+    for given in kept_tokens.METHODS.values():
         if isinstance(given, str):
-            kvjax.bind(kvjax.parse(given, module.BUDGET), 4)
-
-
-def test_all_functions_are_measured(modules, monkeypatch):
-    compile_time = modules["compile_time"]
-    monkeypatch.setattr(compile_time, "PROMPT_TOKENS", 8)
-    monkeypatch.setattr(compile_time, "NEW_TOKENS", 4)
-    monkeypatch.setattr(writing, "Compiler", compile_time.Timed)
-    found = compile_time.measure(kvjax.H2O(4), dataclasses.replace(CONFIG, num_layers=1))
-    assert {"prompt", "loop"} <= set(found) <= {"prompt", "loop", "flush"}
-    for one in found.values():
-        assert set(one) == {"seconds", "cpu_seconds"}
-        assert one["cpu_seconds"] > 0
-
-
-def test_methods_are_compared_with_the_full_cache(modules, monkeypatch, tmp_path):
-    def measured(transform, model):
-        loop = 2.0 if transform == kvjax.Full() else 3.0
-        found = {
-            "prompt": {"cpu_seconds": 3.0 + model.num_layers},
-            "loop": {"cpu_seconds": loop + model.num_layers},
-        }
-        if transform != kvjax.Full():
-            found["flush"] = {"cpu_seconds": 5.0}
-        return found
-
-    compile_time, path = modules["compile_time"], tmp_path / "compile_time.json"
-    monkeypatch.setattr(compile_time, "measure", measured)
-    monkeypatch.setattr(compile_time.jax, "clear_caches", lambda: None)
-    result = compile_time.run(["full", "h2o"], [2, 4], str(path))
-    found = [(row["method"], row["layers"], row["over_full"]) for row in result["rows"]]
-    assert found == [
-        ("full", 2, {"prompt": 1.0, "loop": 1.0}), ("h2o", 2, {"prompt": 1.0, "loop": 1.25}),
-        ("full", 4, {"prompt": 1.0, "loop": 1.0}), ("h2o", 4, {"prompt": 1.0, "loop": 1.17}),
-    ]  # fmt: skip
-    assert [row["over_least"] for row in result["rows"]] == [1.0, 1.0, 1.4, 1.4]
-    written = json.loads(path.read_text())
-    assert written["rows"] == result["rows"]
-    assert written["environment"]["jax"] == jax.__version__
-
-
-def test_variants_of_defaults_differ(modules):
-    """Each is a method, and none is another one of its suite, the default above all."""
-    defaults = modules["defaults"]
-    for budget, names in defaults.SUITES.values():
-        transforms = [defaults.variant(name, budget) for name in names]
-        assert len(set(transforms)) == len(names)
-        assert transforms[0] == kvjax.parse(names[0], budget)
+            kvjax.bind(kvjax.parse(given, kept_tokens.BUDGET), 4)

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.generation import reading
 from kvjax.generation.model import as_functional
-from tests.generation.test_context import TRANSFORMS, transform_of
+from tests.generation.test_context import TRANSFORMS, cases, transform_of
 from tests.generation.test_generate import RAGGED, model
 from tests.generation.test_rings import model as model_with_windows
 from tests.support.tolerances import close
@@ -35,6 +35,7 @@ def made(name: str) -> kvjax.KVTransform:
 
 
 NAMES = [*TRANSFORMS, *MORE]
+FAST = "snapkv", "h2o", "quest", "pyramidinfer", "unrotated", "outlier heads"
 
 
 def equal(one: kvjax.Context, other: kvjax.Context) -> None:
@@ -54,8 +55,7 @@ def once() -> kvjax.ReadOnce:
     return kvjax.ReadOnce(model(), RAGGED, [made(name) for name in NAMES], **SIZES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.fast_cases("snapkv", "h2o", "quest", "pyramidinfer", "unrotated", "outlier heads")
+@pytest.mark.parametrize("name", cases(NAMES, *FAST))
 def test_a_context_equals_the_one_that_read_gives(once, name):
     transform = made(name)
     shared, alone = (

@@ -6,20 +6,17 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import kvjax
 from kvjax.cache.slots import nbytes
-from kvjax.evaluation import continuation_nll, measure_fidelity
 from kvjax.generation import reading
 from kvjax.generation.model import as_functional
-from kvjax.generation.reading import CacheSize, cache_shapes
-from kvjax.generation.steps import init_caches, pad
+from kvjax.generation.reading import CacheSize
 from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
-from tests.generation.test_context import STORED, TRANSFORMS, same
+from tests.generation.test_context import STORED, TRANSFORMS, cases, same
 from tests.generation.test_generate import RAGGED, method
 from tests.support.tolerances import close
 
@@ -103,59 +100,6 @@ def test_text_is_that_of_the_full_cache(name):
     assert len(set(turns[True][0][0][0])) > 3, "a model that repeats itself shows nothing"
 
 
-def test_at_once_as_in_a_context():
-    together = kvjax.generate(model("gemma"), RAGGED, max_new_tokens=NEW)
-    expected = kvjax.generate(without_rings("gemma"), RAGGED, max_new_tokens=NEW)
-    alone = [
-        kvjax.generate(model("gemma"), [row], max_new_tokens=NEW, buckets=[64]) for row in RAGGED
-    ]
-    assert together.tokens == expected.tokens == [one.tokens[0] for one in alone]
-    assert together.cache_bytes == together.full_cache_bytes < expected.full_cache_bytes
-
-
-@pytest.mark.slow
-def test_prompts_in_chunks():
-    """Of a model's own call: chunks shorter and longer than the window, padding in between."""
-    functional = as_functional(model("gemma"))
-    layers = kvjax.bind(kvjax.Full(), 4, functional.windows)
-    tokens, positions = pad(RAGGED, 60)
-    chunks = np.cumsum([3, 21, 12])
-
-    @functools.partial(jax.jit, static_argnames=("layers", "phase", "last"))
-    def call(tokens, positions, caches, layers, **how):
-        return functional.apply(functional.params, tokens, positions, caches, layers=layers, **how)
-
-    def read_in(pieces, layers):
-        caches = init_caches(functional, layers, 3, 60, 12)
-        for number, at in enumerate(pieces):
-            last = number == len(pieces) - 1
-            part = jnp.asarray(tokens[:, at]), jnp.asarray(positions[:, at])
-            logits, caches = call(*part, caches, layers, phase="prompt", last=last)
-        outs, position = [], positions.max(1)
-        for step in range(12):
-            new = jnp.full((3, 1), step + 1), jnp.asarray(position[:, None] + 1 + step)
-            logits, caches = call(*new, caches, layers, phase="decode", last=True)
-            outs.append(np.asarray(logits[:, 0]))
-        return outs, caches
-
-    found, caches = read_in(np.split(np.arange(60), chunks), layers)
-    assert [cache.kv.slots for cache in caches] == [WINDOW, 72] * 2
-    expected, _ = read_in([np.arange(60)], kvjax.bind(kvjax.Full(), 4))
-    for out, full in zip(found, expected, strict=True):
-        close(out, full)
-
-
-def test_many_questions_about_one_document():
-    document = read("gemma", RAGGED[:1])
-    together = kvjax.generate(model("gemma"), QUESTIONS, context=document, max_new_tokens=12)
-    full = kvjax.read(without_rings("gemma"), RAGGED[:1], max_prompt=160, max_new=128)
-    for row, question in enumerate(QUESTIONS):
-        expected = kvjax.generate(
-            without_rings("gemma"), [question], context=full, max_new_tokens=12
-        )
-        assert together.tokens[row] == expected.tokens[0]
-
-
 # --- with every method ----------------------------------------------------------------------------
 
 
@@ -165,8 +109,7 @@ def ring_bytes() -> int:
     return nbytes(cache)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.fast_cases("h2o")
+@pytest.mark.parametrize("name", cases(TRANSFORMS, "h2o"))
 def test_every_method_in_the_other_layers(name):
     """Rings hold the same bytes under all of them, unless rows are stored in fewer bits."""
     tx = kvjax.calibrated(uncalibrated(STORED.get(name, name)), model("gemma"), [RAGGED[0]])
@@ -196,8 +139,7 @@ def uncalibrated(name: str) -> kvjax.KVTransform:
     return dataclasses.replace(tx, calibration=None) if isinstance(tx, kvjax.InfiniGen) else tx
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "pyramidkv"])
-@pytest.mark.fast_cases("h2o")
+@pytest.mark.parametrize("name", cases(["h2o", "pyramidkv"], "h2o"))
 def test_a_model_of_windows_alone_loses_nothing(name):
     """The method never comes to work: the text is the full cache's."""
     result = kvjax.generate(model("mistral"), RAGGED, transform=method(name), max_new_tokens=12)
@@ -244,14 +186,6 @@ def test_bytes_before_anything_is_made():
     assert 5 < full / ringed < 6
 
 
-def test_shapes_of_a_context():
-    """Those that `load_context` compares with: nothing is computed."""
-    functional, size = as_functional(model("gemma")), CacheSize(3, 2, 4, 8, 64, 64, None)
-    layers = kvjax.bind(kvjax.H2O(36), 4, functional.windows, size.max_tokens)
-    shapes = cache_shapes(functional, layers, size)
-    assert [cache.kv.slots for cache in shapes] == [WINDOW, 37] * 2
-
-
 def test_contexts_are_saved_and_loaded(tmp_path):
     tx = kvjax.chain(kvjax.H2O(36), kvjax.Quantize())
     first = kvjax.generate(
@@ -268,20 +202,6 @@ def test_contexts_are_saved_and_loaded(tmp_path):
     assert found == expected
 
 
-def test_another_models_windows_are_refused(tmp_path):
-    """Weights and sizes are the same: nothing but the windows differs."""
-    context = read("mistral")
-    kvjax.save_context(tmp_path / "own", context, model=model("mistral"))
-    other = random_decoder(dataclasses.replace(MISTRAL, sliding_window=9))
-    nnx.update(other, nnx.state(model("mistral")))
-    with pytest.raises(ValueError, match=r"its windows: \[8, 8\] there, \[9, 9\] here"):
-        kvjax.load_context(tmp_path / "own", other)
-    with pytest.raises(ValueError, match=r"of this model: its windows: \[8, 8\] there, \[9, 9\]"):
-        kvjax.generate(other, [[1]] * 3, context=context)
-    with pytest.raises(ValueError, match=r"its windows: \[8, 8\] there, \[\] here"):
-        kvjax.load_context(tmp_path / "own", without_rings("mistral"))
-
-
 def test_windows_of_another_number_of_layers_are_refused():
     wrong = dataclasses.replace(without_rings("gemma"), windows=(8, None))
     with pytest.raises(ValueError, match="one entry per layer, 4, got 2"):
@@ -293,19 +213,3 @@ def test_repositioned_texts_end_where_rings_positions_do():
     tx, prompt = kvjax.StreamingLLM(16, reposition=True), [list(range(60)) * 4]
     with pytest.raises(ValueError, match="the model has 256 positions"):
         kvjax.generate(model("gemma"), prompt, transform=tx, max_new_tokens=40)
-
-
-# --- what is measured -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_evaluation_sees_no_difference():
-    tokens = np.array([RAGGED[0]])
-    ringed, full = (
-        continuation_nll(each, kvjax.Full(), tokens, prompt=30)
-        for each in (model("gemma"), without_rings("gemma"))
-    )
-    close(ringed, full)
-    found = measure_fidelity(model("gemma"), kvjax.H2O(16), RAGGED, new_tokens=3)
-    assert (found.recall[::2] == 1).all() and found.error[::2].max() < 1e-5
-    assert found.error[1::2, ::2].min() > 1e-3, "the other layers lose something of long rows"

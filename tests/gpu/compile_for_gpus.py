@@ -40,34 +40,24 @@ Exit status: 0, 1 when something is not as asked, 2 when nothing can be compiled
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from pallas_kernels.base import tiles
-from tests.gpu.gpu_programs import GPUProgram, programs
-from tests.support.ahead_of_time import (
-    SHOWN,
-    compile_for,
-    installed,
-    megabytes,
-    why_not,
-    write_text,
-)
-from tests.support.hlo_text import Program
+from tests.gpu.gpu_programs import programs
+from tests.support import ahead_of_time
+from tests.support.ahead_of_time import SHOWN, Program, compiled, megabytes, mesh_of
+from tests.support.hlo_text import Program as HLO
 
 GPUS = Path(__file__).parent / "gpus"
-OLDEST_JAX = (0, 11)
 TEMPORARY = 0.33  # of the bytes of decoded keys and values: half of them are the keys
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
@@ -76,7 +66,6 @@ class Device(NamedTuple):
     """A device that is compiled for."""
 
     name: str
-    kind: str
     capability: tuple[int, int]
     mesh: Mesh
 
@@ -93,16 +82,10 @@ class Outcome(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles everything for every device."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.gpu.compile_for_gpus", description=__doc__.splitlines()[0]
-    )
     known = sorted(path.stem for path in GPUS.glob("*.txtpb"))
-    parser.add_argument("--devices", nargs="+", choices=known, default=known)
-    parser.add_argument("--only", default="", help="programs with this text in their names")
-    parser.add_argument("--hlo", type=Path, help="a folder for what was compiled, as text")
-    given = parser.parse_args(arguments)
-    if reason := cannot():
-        print(f"{parser.prog}: {reason}", file=sys.stderr)
+    given = ahead_of_time.parse("gpu.compile_for_gpus", __doc__, known, arguments)
+    if reason := ahead_of_time.cannot("cuda13", "GPU", PLUGINS):
+        print(reason, file=sys.stderr)
         return 2
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of a driver that is not used
     jax.config.update("jax_platforms", "cpu")
@@ -111,10 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             device = describe(name)
         except Exception as error:
-            print(f"{parser.prog}: the CUDA plugin cannot be used: {error}", file=sys.stderr)
+            print(f"the CUDA plugin cannot be used: {error}", file=sys.stderr)
             return 2
         with tiles_of(device) as generation:
-            print(f"{name}: {device.kind}, tiles of {generation}", flush=True)
+            kind = device.mesh.devices.flat[0].device_kind
+            print(f"{name}: {kind}, tiles of {generation}", flush=True)
             for program in programs():
                 if given.only in program.name:
                     outcome = check(device, program, given.hlo)
@@ -124,29 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed or not count else 0
 
 
-def cannot() -> str | None:
-    """Why nothing can be compiled here."""
-    there = f"jax {jax.__version__} on Python {sys.version.split()[0]}"
-    if jax.__version_info__ < OLDEST_JAX:
-        there += ", which is too old"
-    elif not any(installed(plugin) for plugin in PLUGINS):
-        there += " without a CUDA plugin"
-    else:
-        return None
-    return f"needs jax[cuda13] 0.11 or newer, on Python 3.12 or newer, and no GPU; got {there}"
-
-
 def describe(name: str) -> Device:
     """The device of a description."""
     from jax.experimental import topologies
 
     text = (GPUS / f"{name}.txtpb").read_text()
     topology = topologies.get_topology_desc("", "cuda", target_config=text, topology="1x1x1")
-    device = topology.devices[0]
     number = re.search(r"cuda_compute_capability \{ major: (\d+) minor: (\d+) \}", text)
-    capability = tuple(int(x) for x in number.groups())
-    mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
-    return Device(name, device.device_kind, capability, mesh)
+    return Device(name, tuple(int(x) for x in number.groups()), mesh_of(topology))
 
 
 @contextlib.contextmanager
@@ -160,25 +129,19 @@ def tiles_of(device: Device) -> Iterator[str]:
         tiles.DEFAULT = before
 
 
-def check(device: Device, program: GPUProgram, folder: Path | None = None) -> Outcome:
+def check(device: Device, program: Program, folder: Path | None = None) -> Outcome:
     """Compiles a program and asks of it what is to be asked."""
-    begin = time.perf_counter()
-    try:
-        compiled = compile_for(
-            device.mesh, "cuda", program.function, program.args, donated=program.donated
-        )
-    except Exception as error:
-        return Outcome([why_not(error)], time.perf_counter() - begin)
-    seconds = time.perf_counter() - begin
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    write_text(folder, f"{device.name} {program.name}", text)
-    hlo = Program(text)
+    found, text, seconds, faults = compiled(
+        program, device.mesh, folder, device.name, platform="cuda"
+    )
+    if faults:
+        return Outcome(faults, seconds)
+    hlo, memory = HLO(text), found.memory_analysis()
     faults = list(faults_of(program, hlo, memory)) if program.kernel else []
-    temporary, waits = memory.temp_size_in_bytes, len(hlo.waits())
-    return Outcome(faults, seconds, temporary, hlo.launches(), waits)
+    return Outcome(faults, seconds, memory.temp_size_in_bytes, hlo.launches(), len(hlo.waits()))
 
 
-def faults_of(program: GPUProgram, hlo: Program, memory) -> Iterator[str]:
+def faults_of(program: Program, hlo: HLO, memory) -> Iterator[str]:
     """What is not as asked in the text of a program, and in the memory that it takes."""
     if not hlo.kernels(program.kernel):
         yield f"no kernel {program.kernel} in it"
@@ -207,7 +170,7 @@ def faults_of(program: GPUProgram, hlo: Program, memory) -> Iterator[str]:
         )
 
 
-def report(device: Device, program: GPUProgram, outcome: Outcome) -> None:
+def report(device: Device, program: Program, outcome: Outcome) -> None:
     """One line, and one for each fault."""
     loops = f", inner loops {outcome.inner_loops}" if outcome.inner_loops else ""
     print(

@@ -21,7 +21,7 @@ from kvjax.cache.slots import widen
 from kvjax.decisions import carry_out
 from kvjax.protocol import Logits
 from pallas_kernels.formats.bits import quantise_groups, quantise_slots
-from tests.support.ahead_of_time import on_host
+from tests.support.ahead_of_time import Program, on_host
 
 SLOTS, LISTED, QUERIES = 32_768, 2048, 8192
 CLUSTERS, PAGE, CHUNK = 400, 16, 1024
@@ -29,55 +29,18 @@ MAX_NEW, STEPS = 512, 64
 OPTIONS = {"scale": 0.1, "implementation": "pallas"}
 
 
-@dataclass(frozen=True)
-class GPUProgram:
-    """A function and the shapes that it is compiled for.
-
-    Args:
-      name: in the report.
-      function, args: what is compiled; args are avals, whose memory space counts.
-      stores: the arrays whose bytes are what compression saves: none may be copied or decoded.
-      decoded_bytes: of keys and values, if the stores were decoded.
-      kernel: the name of the kernel that must be in it; None: XLA's own, of which is told what it
-        takes.
-      donated: whether the first argument is, and all stores are in it.
-      rewrites: whether keys and values become others, so that it makes arrays as large as a store.
-      to_host: whether rows may go to host memory, as an offloaded cache's do now and then.
-      waits: whether loops and branches may depend on what the device alone knows.
-      copied: how many stores are copied once. Where a store comes out smaller than it came in, it
-        cannot be donated, and new tokens are put into a copy.
-    """
-
-    name: str
-    function: Callable
-    args: tuple
-    stores: tuple
-    decoded_bytes: int
-    kernel: str | None
-    donated: bool = False
-    rewrites: bool = False
-    to_host: bool = False
-    waits: bool = True
-    copied: int = 0
-
-    @property
-    def store_bytes(self) -> int:
-        """Of all stores."""
-        return bytes_of(*self.stores)
-
-    @property
-    def store_elements(self) -> int:
-        """Of the smallest store: as large an array is a copy, or what one decodes to."""
-        return min(math.prod(x.shape) for x in self.stores)
-
-
-def programs() -> Iterator[GPUProgram]:
+def programs() -> Iterator[Program]:
     """All of them."""
-    yield from kernels()
-    yield from grouping()
-    yield from merging()
-    yield from loops()
-    yield from prompts()
+    for heads in HEADS:
+        yield from kernels(heads)
+    heads = HEADS[0]
+    yield _kmeans("by l2", heads, CHUNK, CHUNK // PAGE, "l2")
+    yield _kmeans("all at once", heads, SLOTS, CLUSTERS, "cosine")
+    yield _matching(SLOTS, heads)
+    yield from merging(heads)
+    yield from at_prompts_end(heads)
+    yield from loops(heads)
+    yield from prompts(heads)
 
 
 @dataclass(frozen=True)
@@ -100,12 +63,14 @@ HEADS = [
 ]
 
 
-def kernels() -> Iterator[GPUProgram]:
-    """Every kernel by itself."""
-    for heads in HEADS:
-        yield from _dense(heads)
-        yield from _encoded(heads)
-        yield from _selecting(heads)
+def kernels(heads: Heads) -> Iterator[Program]:
+    """Kernels of attention, selection, k-means and matching, each by itself."""
+    yield from _dense(heads)
+    yield from _encoded(heads)
+    yield from _selecting(heads)
+    yield from _prompt_kernels(heads)
+    yield _kmeans(f"in chunks of {CHUNK}", heads, CHUNK, CHUNK // PAGE, "cosine")
+    yield _matching(256, heads)
 
 
 def struct(shape: tuple[int, ...], dtype, host: bool = False) -> jax.core.ShapedArray:
@@ -124,7 +89,7 @@ def _slots(heads: Heads) -> tuple:
     return struct(slots, "float32"), struct((1, 1), "int32"), struct(slots, "int32")
 
 
-def _dense(heads: Heads) -> Iterator[GPUProgram]:
+def _dense(heads: Heads) -> Iterator[Program]:
     store = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     used = struct((1, heads.kv), "int32")
     index = struct((1, heads.kv, LISTED), "int32")
@@ -135,7 +100,7 @@ def _dense(heads: Heads) -> Iterator[GPUProgram]:
 
     def program(name, function, *more):
         args = (q, store, store, *more)
-        return GPUProgram(
+        return Program(
             f"{name}, {heads}", function, args, (store, store), 2 * bytes_of(store),
             "split_attention",
         )  # fmt: skip
@@ -150,25 +115,26 @@ def _dense(heads: Heads) -> Iterator[GPUProgram]:
     yield program("gather with probabilities", with_all, index, *rest)
 
 
-def _encoded(heads: Heads) -> Iterator[GPUProgram]:
+def _encoded(heads: Heads) -> Iterator[Program]:
     q, rest = _query(heads), _slots(heads)
     numbers = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     plain = {"probabilities": False, **OPTIONS}
 
     def program(name, function, args, stores):
-        return GPUProgram(
+        return Program(
             f"{name}, {heads}", function, args, stores, 2 * bytes_of(numbers), "split_attention"
         )
 
     def form(encode, **options):
         return ops.Encoded(*jax.eval_shape(functools.partial(encode, **options), numbers))
 
+    group = math.gcd(32, heads.dim)
     forms = {
         "int8": (form(quantise_slots),) * 2,
         "float8": (form(quantise_slots, dtype=jnp.float8_e4m3fn),) * 2,
-        "4 bits per token": (form(quantise_groups, group=32),) * 2,
+        "4 bits per token": (form(quantise_groups, group=group),) * 2,
         "4 bits per channel": (
-            form(quantise_groups, group=32, axis="channel"), form(quantise_groups, group=32)
+            form(quantise_groups, group=group, axis="channel"), form(quantise_groups, group=group)
         ),
     }  # fmt: skip
     for name, (k, v) in forms.items():
@@ -194,7 +160,7 @@ def _encoded(heads: Heads) -> Iterator[GPUProgram]:
     yield program("codebook with RoPE", turned, args, stores)
 
 
-def _selecting(heads: Heads) -> Iterator[GPUProgram]:
+def _selecting(heads: Heads) -> Iterator[Program]:
     """Choosing what is read, and reading it from host memory."""
     grouped = struct((1, heads.kv, heads.group, heads.dim), heads.dtype)
     centroids = struct((1, heads.kv, CLUSTERS, heads.dim), "float32")
@@ -222,40 +188,26 @@ def _selecting(heads: Heads) -> Iterator[GPUProgram]:
     ):
         function = functools.partial(call, implementation="pallas")
         size, kernel = bytes_of(*stores), name.split()[0]
-        yield GPUProgram(f"{name}, {heads}", function, args, stores, size, kernel)
+        yield Program(f"{name}, {heads}", function, args, stores, size, kernel)
 
 
-# --- prompts and flushes --------------------------------------------------------------------------
-
-
-def grouping() -> Iterator[GPUProgram]:
-    """k-means of keys in chunks and all together, and soft matching within chunks."""
-    for heads in HEADS:
-        yield _kmeans(f"in chunks of {CHUNK}", heads, CHUNK, CHUNK // PAGE, "cosine")
-        yield _matching(256, heads)
-    heads = HEADS[0]
-    yield _kmeans("by l2", heads, CHUNK, CHUNK // PAGE, "l2")
-    yield _kmeans("all at once", heads, SLOTS, CLUSTERS, "cosine")
-    yield _matching(SLOTS, heads)
-
-
-def _kmeans(name: str, heads: Heads, chunk: int, clusters: int, metric: str) -> GPUProgram:
+def _kmeans(name: str, heads: Heads, chunk: int, clusters: int, metric: str) -> Program:
     """Chunks are lists of their own, as `ClusterKV` has them."""
     lists = (1, heads.kv * SLOTS // chunk)
     keys = struct((*lists, chunk, heads.dim), heads.dtype)
     start = struct((*lists, clusters, heads.dim), heads.dtype)
     members, there = (struct((*lists, n), "bool") for n in (chunk, clusters))
     call = functools.partial(ops.kmeans, metric=metric, rounds=20, implementation="pallas")
-    return GPUProgram(
+    return Program(
         f"kmeans {name}, {heads}", call, (keys, members, start, there), (keys,), bytes_of(keys),
         "best_match", waits=False,
     )  # fmt: skip
 
 
-def _matching(chunk: int, heads: Heads) -> GPUProgram:
+def _matching(chunk: int, heads: Heads) -> Program:
     keys = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     call = functools.partial(ops.soft_matching, chunk=chunk, implementation="pallas")
-    return GPUProgram(
+    return Program(
         f"soft_matching in {chunk}, {heads}", call, (keys, struct((1, heads.kv), "int32")),
         (keys,), bytes_of(keys), "best_match", waits=False,
     )  # fmt: skip
@@ -264,49 +216,49 @@ def _matching(chunk: int, heads: Heads) -> GPUProgram:
 # --- merging and grouping at a prompt's end -------------------------------------------------------
 
 
-def merging() -> Iterator[GPUProgram]:
+def merging(heads: Heads) -> Iterator[Program]:
     """Operations of methods that merge, and of those that look for representatives."""
-    heads = Heads(8, 4, 128, "bfloat16")
     rows = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     slots, flags, numbers = (struct(rows.shape[:3], x) for x in ("int32", "bool", "float32"))
-
-    def program(name, function, args, kernel=None, **kind):
-        size, by = 2 * bytes_of(rows), "" if kernel else " by XLA"
-        return GPUProgram(f"{name}{by}, {heads}", function, args, (rows,), size, kernel, **kind)
-
     anchors = functools.partial(ops.join_anchors, threshold=0.75)
+    vectors, nodes, entries = (
+        struct((2, heads.kv * count, heads.dim), heads.dtype)
+        for count in (512, SLOTS // 2, SLOTS // 4)
+    )
+    count, members, weights = (
+        struct(shape, dtype)
+        for shape, dtype in (((2,), "int32"), (nodes.shape[:2], "bool"), (nodes.shape[:2], "int32"))
+    )
+    cover = functools.partial(ops.greedy_cover, theta=0.9, capacity=entries.shape[1])
+    for name, operation, args, kernel in (
+        ("segment_merge", ops.segment_merge, (rows, slots, numbers), "segment_merge"),
+        ("segment_sum", ops.segment_sum, (numbers, slots), "segment_sum"),
+        ("pair_cosine", ops.pair_cosine, (rows, slots, slots), "slot_pairs"),
+        ("pair_distance", ops.pair_distance, (rows, slots, slots), "slot_pairs"),
+        ("join_anchors", anchors, (rows, slots, flags), "join_anchors"),
+        ("nearest_entries", ops.nearest_entries, (vectors, entries, count), "nearest_entries"),
+        ("greedy_cover", cover, (nodes, members, weights), "cover_graph"),
+    ):
+        for implementation, named in (("pallas", kernel), ("xla", None)):
+            yield Program(
+                f"{name}{'' if named else ' by XLA'}, {heads}",
+                functools.partial(operation, implementation=implementation), args, (rows,),
+                2 * bytes_of(rows), named, rewrites=name == "greedy_cover",
+            )  # fmt: skip
+
+
+def at_prompts_end(heads: Heads) -> Iterator[Program]:
+    """What methods do when a prompt has been read, by kernels and by XLA."""
+    rows = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     bits = struct((1, SLOTS, heads.kv * heads.group), "bool")
 
     def distance(bits, anchor):
         return ops.hamming_distance(ops.pack_bits(bits), ops.pack_bits(anchor)[:, None])
 
-    for by in ("pallas", "xla"):
-        for name, operation, args in (
-            ("segment_merge", ops.segment_merge, (rows, slots, numbers)),
-            ("segment_sum", ops.segment_sum, (numbers, slots)),
-            ("pair_cosine", ops.pair_cosine, (rows, slots, slots)),
-            ("pair_distance", ops.pair_distance, (rows, slots, slots)),
-            ("join_anchors", anchors, (rows, slots, flags)),
-        ):
-            call = functools.partial(operation, implementation=by)
-            kernel = "slot_pairs" if name.startswith("pair") else name
-            yield program(name, call, args, kernel if by == "pallas" else None)
-    yield program("hamming_distance", distance, (bits, struct(bits.shape[::2], "bool")))
-    vectors = struct((2, heads.kv * 512, heads.dim), heads.dtype)
-    entries = struct((2, heads.kv * SLOTS // 4, heads.dim), heads.dtype)
-    count = struct((2,), "int32")
-    for by in ("pallas", "xla"):
-        nearest = functools.partial(ops.nearest_entries, implementation=by)
-        kernel = "nearest_entries" if by == "pallas" else None
-        yield program("nearest_entries", nearest, (vectors, entries, count), kernel)
-    vectors = struct((2, heads.kv * SLOTS // 2, heads.dim), heads.dtype)
-    members, weights = (struct(vectors.shape[:2], x) for x in ("bool", "int32"))
-    for by in ("pallas", "xla"):
-        cover = functools.partial(
-            ops.greedy_cover, theta=0.9, capacity=heads.kv * SLOTS // 4, implementation=by
-        )
-        kernel = "cover_graph" if by == "pallas" else None
-        yield program("greedy_cover", cover, (vectors, members, weights), kernel, rewrites=True)
+    yield Program(
+        f"hamming_distance by XLA, {heads}", distance, (bits, struct(bits.shape[::2], "bool")),
+        (rows,), 2 * bytes_of(rows), None,
+    )  # fmt: skip
     methods = {
         "KVMerger": (kvjax.KVMerger(0.2), "segment_merge"),
         "KVMerger against anchors": (
@@ -318,22 +270,18 @@ def merging() -> Iterator[GPUProgram]:
         "SnapKV": (kvjax.SnapKV(0.2), "column_sums"),
     }  # fmt: skip
     for name, (transform, kernel) in methods.items():
-        for own in dict.fromkeys((kernel, None)):
-            by = "" if own else " by XLA"
-            yield compression(f"{name} at a prompt's end{by}", transform, heads, own)
+        for named in (kernel, None):
+            by = "" if named else " by XLA"
+            yield compression(f"{name} at a prompt's end{by}", transform, heads, named)
 
 
 def compression(
     name: str, transform: kvjax.KVTransform, heads: Heads, kernel: str | None = None
-) -> GPUProgram:
+) -> Program:
     """What a method does with a layer's cache when a prompt of so many tokens has been read."""
-    query_heads = heads.kv * heads.group
 
     def full():
-        cache = kvjax.init_cache(
-            transform, batch=1, kv_heads=heads.kv, query_heads=query_heads, head_dim=heads.dim,
-            max_prompt=SLOTS, max_new=MAX_NEW, dtype=heads.dtype,
-        )  # fmt: skip
+        cache = new_cache(transform, heads, SLOTS)
         return widen(cache.kv, SLOTS), cache.state
 
     def compress(kv, state, keys, query, position):
@@ -348,17 +296,16 @@ def compression(
     kv, state = jax.eval_shape(full)
     keys = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     window = max(transform.needs.queries(SLOTS), 1)
-    query = struct((1, query_heads, window, heads.dim), heads.dtype)
+    query = struct((1, heads.kv * heads.group, window, heads.dim), heads.dtype)
     args = (*_avals((kv, state)), keys, query, struct((1, window), "int32"))
-    return GPUProgram(name, compress, args, (keys, keys), 2 * bytes_of(keys), kernel, rewrites=True)
+    return Program(name, compress, args, (keys, keys), 2 * bytes_of(keys), kernel, rewrites=True)
 
 
 # --- the loop -------------------------------------------------------------------------------------
 
 
-def loops() -> Iterator[GPUProgram]:
+def loops(heads: Heads) -> Iterator[Program]:
     """Steps of decoding with a donated cache, by every kind of cache."""
-    heads = Heads(8, 4, 128, "bfloat16")
     for name, transform in methods().items():
         yield loop(f"loop of {name}", transform, heads)
     for name in ("Full", "H2O", "Quantize 4, channel", "ClusterKV"):
@@ -386,11 +333,11 @@ def methods() -> dict[str, kvjax.KVTransform]:
     }
 
 
-def loop(name: str, transform: kvjax.KVTransform, heads: Heads, sinks: bool = False) -> GPUProgram:
+def loop(name: str, transform: kvjax.KVTransform, heads: Heads, sinks: bool = False) -> Program:
     """A loop of steps of one layer."""
     step, args = layer_call(transform, heads, "decode", SLOTS, 1, "pallas", sinks)
     stores = stores_of(args[0])
-    return GPUProgram(
+    return Program(
         name, repeated(step), args, stores, decoded_bytes(args[0], heads), "split_attention",
         donated=True, to_host=any(on_host(x) for x in stores),
     )  # fmt: skip
@@ -423,25 +370,36 @@ def layer_call(
 
     sinks: whether a learned one of each query head is one more column of the softmax.
     """
-    made = functools.partial(
-        kvjax.init_cache, transform, batch=1, kv_heads=heads.kv,
-        query_heads=heads.kv * heads.group, head_dim=heads.dim, max_prompt=max_prompt,
-        max_new=MAX_NEW, dtype=heads.dtype,
-    )  # fmt: skip
-    cache = _avals(jax.eval_shape(made))
+    cache = _avals(jax.eval_shape(lambda: new_cache(transform, heads, max_prompt)))
     rope = kvjax.Rope(10_000.0 ** (-np.arange(heads.dim // 2, dtype=np.float32) / heads.dim * 2))
-    q = struct((1, heads.kv * heads.group, tokens, heads.dim), heads.dtype)
-    k = struct((1, heads.kv, tokens, heads.dim), heads.dtype)
-
-    learned = np.linspace(-2, 2, q.shape[1], dtype=np.float32) if sinks else None
 
     def call(cache, q, k, v, position):
         return kvjax.attend(
-            transform, cache, q, k, v, position, phase=phase, rope=rope, sinks=learned,
-            implementation=implementation,
+            transform, cache, q, k, v, position, phase=phase, rope=rope,
+            sinks=_learned(q) if sinks else None, implementation=implementation,
         )  # fmt: skip
 
-    return call, (cache, q, k, k, struct((1, tokens), "int32"))
+    return call, (cache, *new_tokens(heads, tokens))
+
+
+def new_cache(transform: kvjax.KVTransform, heads: Heads, max_prompt: int) -> kvjax.LayerCache:
+    """A cache of one layer and one row."""
+    return kvjax.init_cache(
+        transform, batch=1, kv_heads=heads.kv, query_heads=heads.kv * heads.group,
+        head_dim=heads.dim, max_prompt=max_prompt, max_new=MAX_NEW, dtype=heads.dtype,
+    )  # fmt: skip
+
+
+def new_tokens(heads: Heads, tokens: int) -> tuple:
+    """q, k, v and positions of new tokens."""
+    q = struct((1, heads.kv * heads.group, tokens, heads.dim), heads.dtype)
+    k = struct((1, heads.kv, tokens, heads.dim), heads.dtype)
+    return q, k, k, struct((1, tokens), "int32")
+
+
+def _learned(q: jax.Array) -> np.ndarray:
+    """Learned sinks, one for each query head."""
+    return np.linspace(-2, 2, q.shape[1], dtype=np.float32)
 
 
 def stores_of(cache: kvjax.LayerCache) -> tuple:
@@ -457,21 +415,18 @@ def decoded_bytes(cache: kvjax.LayerCache, heads: Heads) -> int:
 # --- prompts --------------------------------------------------------------------------------------
 
 
-def prompts() -> Iterator[GPUProgram]:
-    """Attention of a prompt and what methods ask of it, by itself and in `attend`."""
-    for heads in HEADS:
-        yield from _prompt_kernels(heads)
-    llama = Heads(8, 4, 128, "bfloat16")
-    yield chunk("a chunk of Full", kvjax.Full(), llama)
-    yield chunk("a chunk of H2O", kvjax.H2O(0.2), llama)
-    yield chunk("the last chunk of H2O", kvjax.H2O(0.2), llama, last=True)
-    yield chunk("the last chunk of SnapKV", kvjax.SnapKV(0.2), llama, last=True)
+def prompts(heads: Heads) -> Iterator[Program]:
+    """Chunks of a prompt in `attend`."""
+    yield chunk("a chunk of Full", kvjax.Full(), heads)
+    yield chunk("a chunk of H2O", kvjax.H2O(0.2), heads)
+    yield chunk("the last chunk of H2O", kvjax.H2O(0.2), heads, last=True)
+    yield chunk("the last chunk of SnapKV", kvjax.SnapKV(0.2), heads, last=True)
     yield chunk(
-        "the last chunk of SnapKV beside sinks", kvjax.SnapKV(0.2), llama, last=True, sinks=True
+        "the last chunk of SnapKV beside sinks", kvjax.SnapKV(0.2), heads, last=True, sinks=True
     )
 
 
-def _prompt_kernels(heads: Heads) -> Iterator[GPUProgram]:
+def _prompt_kernels(heads: Heads) -> Iterator[Program]:
     store = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)
     (bias, _, position), query = _slots(heads), struct((1, QUERIES), "int32")
     q = struct((1, heads.kv, heads.group, QUERIES, heads.dim), heads.dtype)
@@ -483,7 +438,7 @@ def _prompt_kernels(heads: Heads) -> Iterator[GPUProgram]:
 
     def program(name, kernel, function, args):
         stores = (store, store)
-        return GPUProgram(
+        return Program(
             f"prompt's {name}, {heads}", function, args, stores, 2 * bytes_of(store), kernel,
             waits=False,
         )  # fmt: skip
@@ -503,29 +458,20 @@ def chunk(
     heads: Heads,
     last: bool = False,
     sinks: bool = False,
-) -> GPUProgram:
+) -> Program:
     """One of several chunks of a prompt; behind the last one it is compressed."""
-    made = functools.partial(
-        kvjax.init_cache, transform, batch=1, kv_heads=heads.kv,
-        query_heads=heads.kv * heads.group, head_dim=heads.dim, max_prompt=SLOTS, max_new=MAX_NEW,
-        dtype=heads.dtype,
-    )  # fmt: skip
-    q = struct((1, heads.kv * heads.group, QUERIES, heads.dim), heads.dtype)
-    k = struct((1, heads.kv, QUERIES, heads.dim), heads.dtype)
-
-    learned = np.linspace(-2, 2, q.shape[1], dtype=np.float32) if sinks else None
 
     def read(cache, q, k, v, positions, last=last):
         return kvjax.attend(
-            transform, cache, q, k, v, positions, phase="prompt", last=last, sinks=learned,
-            implementation="pallas",
+            transform, cache, q, k, v, positions, phase="prompt", last=last,
+            sinks=_learned(q) if sinks else None, implementation="pallas",
         )  # fmt: skip
 
-    tokens = (q, k, k, struct((1, QUERIES), "int32"))
-    first = functools.partial(read, last=False)
-    _, cache = _avals(jax.eval_shape(first, _avals(jax.eval_shape(made)), *tokens))
+    tokens = new_tokens(heads, QUERIES)
+    empty = _avals(jax.eval_shape(lambda: new_cache(transform, heads, SLOTS)))
+    _, cache = _avals(jax.eval_shape(functools.partial(read, last=False), empty, *tokens))
     stores = stores_of(cache)
-    return GPUProgram(
+    return Program(
         name, read, (cache, *tokens), stores, bytes_of(*stores), "split_attention",
         donated=not last, waits=False, copied=len(stores) if last else 0,
     )  # fmt: skip

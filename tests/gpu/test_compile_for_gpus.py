@@ -1,4 +1,4 @@
-"""Compiling for GPUs that are not there: what needs no CUDA plugin."""
+"""Compiling for devices that are not there: what needs no compiler for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import jax
 import pytest
 
 from tests.gpu import compile_for_gpus
+from tests.support import ahead_of_time
 from tests.support.hlo_text import Program
+from tests.tpu import compile_for_tpus
 
 # A loop that writes a row into a store of 4 x 8 in place; `%s` stands for one more line of it.
 LOOP = """\
@@ -67,65 +69,59 @@ ENTRY %%main (cache: bf16[4,8], q: bf16[1,8]) -> bf16[4,8] {
 """  # noqa: E501
 
 
+COPIES, TO_HOST, UPDATED_THERE, TALKS, WAITS = (
+    "copies",
+    "to host",
+    "updated there",
+    "talks",
+    "waits",
+)
+
+
 def program(line: str = "") -> Program:
     return Program(LOOP % line)
 
 
-def test_what_is_written_in_place_is_no_copy():
-    one = program()
-    assert not one.copies(32, "the_kernel") and not one.talks() and not one.waits()
-    assert one.to_host() == ([], [])
-    assert one.kernels("split_attention") == 1 and not one.kernels("join_parts")
+def kinds(program: Program) -> dict[str, list[str]]:
+    """Lines of each kind that is looked for."""
+    to_host, updated = program.to_host()
+    found = {
+        COPIES: program.copies(32, "the_kernel"), TO_HOST: to_host, UPDATED_THERE: updated,
+        TALKS: program.talks(), WAITS: program.waits(),
+    }  # fmt: skip
+    return {kind: lines for kind, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "kind"),
     [
-        "  %bad = bf16[4,8]{1,0} copy(%k)",
-        "  %bad = f32[4,8]{1,0} fusion(%k), kind=kLoop, calls=%widen",
-        "  %bad = f32[2,32]{1,0} broadcast(%new), dimensions={}",
-        "  %bad = (bf16[4,8]{1,0}, bf16[4,8]{1,0}, u32[]) copy-start(%k)",
+        ("%bad = bf16[4,8]{1,0} copy(%k)", COPIES),
+        ("%bad = f32[4,8]{1,0} fusion(%k), kind=kLoop, calls=%widen", COPIES),
+        ("%bad = f32[2,32]{1,0} broadcast(%new), dimensions={}", COPIES),
+        ("%bad = (bf16[4,8]{1,0}, bf16[4,8]{1,0}, u32[]) copy-start(%k)", COPIES),
+        ('%out = f32[4,8]{1,0} custom-call(%k), custom_call_target="another"', COPIES),
+        ('%out = f32[4,8]{1,0} custom-call(%k), custom_call_target="the_kernel"', None),
+        ("%fine = bf16[1,8]{1,0} copy(%new)", None),
+        ("%fine = bf16[4,8]{0,1} bitcast(%k)", None),
+        ("%fine = (f32[1,8]{1,0}, bf16[4,8]{1,0}) fusion(%k, %new, %i), kind=kLoop, calls=%both",
+         None),
+        ("%fine = ((bf16[4,8]{1,0}, s32[]), bf16[1,8]{1,0}, u32[]) "
+         "fusion-start(%k, %i), kind=kLoop, calls=%put", None),
+        ("%far = (bf16[1,8]{1,0:S(5)}, bf16[1,8]{1,0}, u32[]) copy-start(%new)", TO_HOST),
+        ("%far = bf16[4,8]{1,0:S(5)} fusion(%k, %new, %i), kind=kLoop, calls=%put", UPDATED_THERE),
+        ("%told = ((f32[1]{0}), token[]) infeed(%token)", TALKS),
+        ('%told = () custom-call(%new), custom_call_target="xla_ffi_python_gpu_callback"', TALKS),
+        ("%inner = (s32[], bf16[4,8]{1,0}, bf16[1,8]{1,0}) while(%carry), condition=%more, "
+         "body=%body", WAITS),
     ],
-)
-def test_copies_of_a_store_are_found(line):
-    assert program(line).copies(32, "the_kernel") == [line.strip()]
+)  # fmt: skip
+def test_a_line_of_a_program_is_found(line, kind):
+    assert kinds(program(f"  {line}")) == ({kind: [line]} if kind else {})
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "  %fine = bf16[1,8]{1,0} copy(%new)",
-        "  %fine = bf16[4,8]{0,1} bitcast(%k)",
-        "  %fine = (f32[1,8]{1,0}, bf16[4,8]{1,0}) fusion(%k, %new, %i), kind=kLoop, calls=%both",
-        "  %fine = ((bf16[4,8]{1,0}, s32[]), bf16[1,8]{1,0}, u32[]) "
-        "fusion-start(%k, %i), kind=kLoop, calls=%put",
-    ],
-)
-def test_what_is_small_or_in_place_is_none(line):
-    assert not program(line).copies(32, "the_kernel")
-
-
-def test_what_goes_to_host_memory_is_found():
-    moved = "  %far = (bf16[1,8]{1,0:S(5)}, bf16[1,8]{1,0}, u32[]) copy-start(%new)"
-    written = "  %far = bf16[4,8]{1,0:S(5)} fusion(%k, %new, %i), kind=kLoop, calls=%put"
-    assert program(moved).to_host() == ([moved.strip()], [])
-    assert program(written).to_host() == ([], [written.strip()])
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "  %told = ((f32[1]{0}), token[]) infeed(%token)",
-        '  %told = () custom-call(%new), custom_call_target="xla_ffi_python_gpu_callback"',
-    ],
-)
-def test_what_the_host_takes_part_in_is_found(line):
-    assert program(line).talks() == [line.strip()]
-
-
-def test_loops_of_unknown_length_are_counted():
-    line = "  %inner = (s32[], bf16[4,8]{1,0}, bf16[1,8]{1,0}) while(%carry), condition=%more, "
-    assert len(program(line + "body=%body").waits()) == 1
+def test_what_is_written_in_place_is_none_of_them():
+    assert kinds(program()) == {}
+    assert program().kernels("split_attention") == 1 and not program().kernels("join_parts")
 
 
 def test_launches_are_counted():
@@ -141,22 +137,23 @@ def test_what_is_no_hlo_is_refused():
         Program("nothing")
 
 
-def test_it_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(compile_for_gpus, "installed", lambda module: False)
-    assert compile_for_gpus.main([]) == 2
+@pytest.mark.parametrize(
+    ("command", "needs"),
+    [(compile_for_gpus, "jax[cuda13] 0.11 or newer, on Python 3.12 or newer, and no GPU"),
+     (compile_for_tpus, "jax[tpu] 0.11 or newer, on Python 3.12 or newer, and no TPU")],
+)  # fmt: skip
+def test_it_says_what_is_missing(command, needs, monkeypatch, capsys):
+    monkeypatch.setattr(ahead_of_time, "installed", lambda module: False)
+    assert command.main([]) == 2
     said = capsys.readouterr()
     assert not said.out and len(said.err.splitlines()) == 1
-    assert "needs jax[cuda13] 0.11 or newer, on Python 3.12 or newer" in said.err
-    assert f"got jax {jax.__version__} on Python {sys.version.split()[0]}" in said.err
+    assert (
+        f"needs {needs}; got jax {jax.__version__} on Python {sys.version.split()[0]}" in said.err
+    )
 
 
 def test_devices_are_described():
     assert {path.stem for path in compile_for_gpus.GPUS.iterdir()} == {"a100", "h200", "l4"}
-    with pytest.raises(SystemExit):
-        compile_for_gpus.main(["--devices", "t4"])
-
-
-def test_the_kernels_own_output_is_no_copy():
-    line = '  %out = f32[4,8]{1,0} custom-call(%k), custom_call_target="the_kernel"'
-    assert not program(line).copies(32, "the_kernel")
-    assert program(line).copies(32, "another") == [line.strip()]
+    for command in (compile_for_gpus, compile_for_tpus):
+        with pytest.raises(SystemExit):
+            command.main(["--devices", "t4"])

@@ -1,10 +1,8 @@
-"""The kernels of decode and gather attention: interpreted, lowered for CUDA, and run on a GPU."""
+"""Decode and gather attention by XLA and by kernels, against float64, and which is chosen."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import re
 from types import SimpleNamespace
 
 import jax
@@ -15,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
+import kvjax
 from pallas_kernels import decode_attention, gather_attention
+from pallas_kernels.attention import call as call_module
 from pallas_kernels.base import dispatch
-from tests.support.attention_cases import KERNELS, SLOTS, Case, Shape, check, run, use_small_tiles
-from tests.support.lowering import KERNEL, lower_for_cuda
+from tests.support.attending import attend, new_cache
+from tests.support.attention_cases import SLOTS, Case, Shape, check, run, use_small_tiles
+from tests.support.implementations import EVERY, each_way
 from tests.support.tolerances import close
-
-stored_module = importlib.import_module("pallas_kernels.attention.call")
 
 
 @pytest.fixture
@@ -31,6 +30,7 @@ def small_tiles(monkeypatch):
 
 SHAPES = [
     Shape(group=1),
+    Shape(group=1, dim=8, slots=1),
     Shape(group=2, dim=80, dtype="bfloat16"),
     Shape(group=3, dim=96, tokens=5, options={"window": 6}),
     Shape(group=4, dim=128, dtype="bfloat16", options={"window": 9, "soft_cap": 1.7}),
@@ -40,16 +40,17 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.fast_cases("G16 D128 T1 float32-interpret")
+@pytest.mark.parametrize(
+    ("shape", "implementation"),
+    each_way({str(shape): (shape,) for shape in SHAPES}, fast=["G16 D128 T1 float32"]),
+)
 def test_decode(shape, implementation, small_tiles):
     case = Case(shape)
     actual = run(decode_attention, case.args, **case.options, implementation=implementation)
     check(case, actual, case.expected())
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("implementation", EVERY)
 def test_decode_with_lengths_and_without_probabilities(implementation, small_tiles):
     case = Case(Shape(group=2))
     call = functools.partial(decode_attention, used=case.used)
@@ -86,33 +87,27 @@ def test_reading_begins_and_ends_with_what_is_seen(options, row, expected):
     position = np.array([[[-1, 8, 4, 7, 5, 2, 3, 0]]] * 2)
     query = np.array([[7, -1], [-1, -1]])
     bias = np.zeros((2, 1, 8), np.float32)
-    read = jax.jit(stored_module._range, static_argnums=3)
+    read = jax.jit(call_module._range, static_argnums=3)
     found = map(np.asarray, read(bias, query, position, options.get("window")))
     assert [int(x[row, 0]) for x in found] == expected
 
 
-@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
 @pytest.mark.parametrize(
-    ("shape", "per_query_head"),
-    [
-        (Shape(group=2, dim=80), False),
-        (Shape(group=3, dim=96, dtype="bfloat16", options={"window": 20}), True),
-    ],
-    ids=str,
-)
-@pytest.mark.fast_cases("G2 D80 T1 float32-False-xla", "G3 D96 T1 bfloat16 window-True-xla")
+    ("shape", "per_query_head", "implementation"),
+    each_way({
+        "one list for all": (Shape(group=2, dim=80), False),
+        "a list for each": (Shape(group=3, dim=96, dtype="bfloat16", options={"window": 20}), True),
+    }),
+)  # fmt: skip
 def test_gather(shape, per_query_head, implementation, small_tiles):
     case, rng = Case(shape), np.random.default_rng(5)
     lists = 2 * (shape.group if per_query_head else 1)
     index = rng.integers(-1, SLOTS, size=(2, lists, 37))
     index[0, 0, 20:], index[0, -1] = -1, -1
-    check(case, gather(case, index, implementation), case.expected(index))
-
-
-def gather(case, index, implementation):
-    q = np.asarray(case.q).reshape(2, index.shape[1], -1, *case.q.shape[3:])
+    q = np.asarray(case.q).reshape(2, lists, -1, *case.q.shape[3:])
     args = (q, case.k, case.v, jnp.asarray(index, jnp.int32), *case.args[3:])
-    return run(gather_attention, args, **case.options, implementation=implementation)
+    actual = run(gather_attention, args, **case.options, implementation=implementation)
+    check(case, actual, case.expected(index))
 
 
 @settings(max_examples=20, deadline=None)
@@ -130,29 +125,7 @@ def _any_list(*args):
     return gather_attention(*args, scale=0.3, implementation="interpret")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("group", "dim", "tokens"), [(1, 64, 1), (4, 128, 1), (7, 80, 3), (16, 96, 5)]
-)
-@pytest.mark.fast_cases("4-128-1-bfloat16")
-def test_kernels_lower_for_cuda_and_take_the_store_as_it_is(group, dim, tokens, dtype):
-    heads = 8
-    slots = 4_200_001 if dtype == "bfloat16" else 4099  # where offsets need 64 bits, and where not
-    struct = jax.ShapeDtypeStruct
-    store = struct((2, heads, slots, dim), dtype)
-    bias, position = (struct((2, heads, slots), x) for x in (jnp.float32, jnp.int32))
-    query, index = struct((2, tokens), jnp.int32), struct((2, heads * group, 1000), jnp.int32)
-    kind = {"scale": 0.1, "window": 100, "soft_cap": 3.0, "implementation": "pallas"}
-    grouped = struct((2, heads, group, tokens, dim), dtype)
-    decode = (decode_attention, (grouped, store, store, bias, query, position))
-    q = struct((2, heads * group, 1, tokens, dim), dtype)
-    listed = (gather_attention, (q, store, store, index, bias, query, position))
-    for operation, args in (decode, listed):
-        text = lower_for_cuda(functools.partial(operation, **kind), *args)
-        assert text.count(KERNEL) == 2, "the kernel and the one that joins its parts"
-        taken = re.findall(rf".*tensor<2x{heads}x{slots}x{dim}x.*", text)
-        others = [line for line in taken if KERNEL not in line and "func.func" not in line]
-        assert len(taken) > len(others) == 0, others
+# --- what is chosen -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,6 +204,16 @@ def test_a_named_kernel_does_not_fall_back():
     case = Case(Shape())
     with pytest.raises(ValueError, match="interpret"):
         jax.block_until_ready(decode_attention(*case.args, scale=1.0, implementation="pallas"))
+
+
+@pytest.mark.parametrize("phase", ["prompt", "decode"])
+def test_attend_hands_the_implementation_down(phase):
+    q, kv = (np.ones((3, heads, 1, 8), np.float32) for heads in (4, 2))
+    with pytest.raises(ValueError, match=r"'xla'.*'nonsense'"):
+        attend(
+            kvjax.Full(), new_cache(kvjax.Full()), q, kv, kv, np.zeros((3, 1), np.int32),
+            phase=phase, implementation="nonsense",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

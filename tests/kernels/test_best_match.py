@@ -1,4 +1,4 @@
-"""The kernel of best partners: interpreted against float64, lowered for CUDA, and run on a GPU."""
+"""The kernel of best partners, interpreted and on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pallas_kernels.grouping.best_match import Every, best_match
 from pallas_kernels.grouping.cosine import cosine_step, round_cosine
 from tests.references.best_match import best_match as reference
 from tests.references.chelsea import cosine
+from tests.support.implementations import KERNELS, each_way
 from tests.support.tolerances import close
 
-KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 SMALL = Tile(tile_bytes=1, warps=4, stages=2, programs=1, cores=1)  # 16 rows of each store
 
 # As k-means orders: |a - b|² is |a|² - 2 (a·b - |b|² / 2).
@@ -81,29 +81,17 @@ def draw(part, dim, dtype="float32", seed=0):
     return jnp.asarray(a, dtype), jnp.asarray(b, dtype), there
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.fast_cases(
-    "all-cosine-interpret", "all-l2-interpret", "even and odd-rounded_cosine-interpret",
-    "every third-inner_product-interpret", "one of each-rounded_cosine-interpret",
-)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "similarity", "implementation"),
+    each_way(
+        {f"{name}-{each}": (name, each) for name in PARTS for each in SIMILARITIES},
+        fast=["all-cosine", "all-l2", "even and odd-rounded_cosine", "every third-inner_product"],
+        xla=False,
+    ),
+)
 def test_matches(name, similarity, implementation):
     part = PARTS[name]
     check(part, *draw(part, 8), similarity, implementation)
-
-
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("dim", [3, 64, 80, 128, 256])
-@pytest.mark.fast_cases("80-bfloat16-interpret", "256-float32-interpret", "3-float16-interpret")
-def test_channels_and_dtypes(dim, dtype, implementation):
-    """Keys in any dtype against float32 centroids: neither is rounded."""
-    part = PARTS["all"]
-    a, b, there = draw(part, dim, dtype, seed=dim)
-    check(part, a, b.astype(jnp.float32), there, "cosine", implementation)
-    if dtype != "float32":
-        check(part, a, b, there, "inner_product", implementation)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -117,13 +105,6 @@ def test_ties_go_to_the_lower_row_of_any_tile(similarity, implementation):
     there[..., :9] = False
     part = (12, 40, Every(12), Every(40))
     check(part, jnp.asarray(a), jnp.asarray(b), there, similarity, implementation)
-
-
-@pytest.mark.parametrize("implementation", KERNELS)
-def test_the_tiles_as_they_are(implementation):
-    part = (300, 300, Every(256, 0, 2), Every(256, 1, 2))
-    tile = Tile(tile_bytes=16384, warps=4, stages=2, programs=1, cores=1)
-    check(part, *draw(part, 64, "bfloat16", seed=4), "rounded_cosine", implementation, tile)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

@@ -1,8 +1,9 @@
-"""Ranking clusters and listing their slots, against the references."""
+"""Ranking clusters and listing their slots, by XLA and by kernels, against the references."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -13,56 +14,115 @@ from hypothesis import strategies as st
 
 from pallas_kernels import build_indices, rank_clusters
 from tests.references import cluster_selection as reference
+from tests.support.implementations import EVERY, each_way
 
-ranked = jax.jit(rank_clusters, static_argnames=("per_query_head", "group_reduce"))
-listed = jax.jit(build_indices, static_argnums=4)
-SIZES = np.array([[[3, 2, 0]]], np.int32)
-
-
-def check_ranks(q, centroids, sizes, per_query_head, group_reduce="max"):
-    options = {"per_query_head": per_query_head, "group_reduce": group_reduce}
-    order = np.asarray(ranked(q, centroids, sizes, **options))
-    assert order.dtype == np.int32
-    rows, heads, group, _ = q.shape
-    choices = group if per_query_head else 1
-    assert order.shape == (rows, heads * choices, centroids.shape[2])
-    for row, head, g in np.ndindex(rows, heads, choices):
-        own = q[row, head, g : g + 1] if per_query_head else q[row, head]
-        expected = reference.rank_clusters(
-            np.asarray(own, np.float64),
-            np.asarray(centroids[row, head], np.float64),
-            sizes[row, head].tolist(),
-            group_reduce,
-        )
-        assert order[row, head * choices + g].tolist() == expected
-    return order
+module = importlib.import_module("pallas_kernels.recall.cluster_selection")
+SMALL = {"RANKED": 4, "COUNTED": 8, "PLACES": 8, "LOOKED_AT": 4, "SCORED": 8 * 128}
+CHOICES = {
+    "max": {"group_reduce": "max"}, "mean": {"group_reduce": "mean"},
+    "each": {"per_query_head": True},
+}  # fmt: skip
 
 
-CHOICES = [(False, "max"), (False, "mean"), (True, "max"), (True, "mean")]
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that few clusters and places need several."""
+    for name, size in SMALL.items():
+        monkeypatch.setattr(module, name, size)
 
 
-@pytest.mark.parametrize(("per_query_head", "group_reduce"), CHOICES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("group", "clusters"), [(4, 30), (1, 5), (3, 1)])
-def test_ranks(group, clusters, dtype, per_query_head, group_reduce):
+def jitted(operation, **options):
+    """A new function every time: what is compiled for other tiles must not be used again."""
+    return jax.jit(functools.partial(operation, **options))
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def check_order(q, centroids, sizes, choice, implementation):
+    options = CHOICES[choice]
+    order = jitted(rank_clusters, implementation=implementation, **options)(q, centroids, sizes)
+    assert order.dtype == jnp.int32
+    lists = []
+    for row, head in np.ndindex(sizes.shape[:2]):
+        group = np.asarray(q, np.float64)[row, head]
+        for chosen_by in group[:, None] if choice == "each" else [group]:
+            args = np.asarray(centroids, np.float64)[row, head], sizes[row, head].tolist()
+            reduce = options.get("group_reduce", "mean")
+            lists.append(reference.rank_clusters(chosen_by, *args, reduce))
+    np.testing.assert_array_equal(order, np.reshape(lists, (len(sizes), -1, sizes.shape[2])))
+    return np.asarray(order)
+
+
+RANKS = {
+    f"{group}-{dim}-{clusters}-{choice}": (group, dim, clusters, choice)
+    for group, dim, clusters in (
+        (1, 64, 37), (2, 80, 37), (3, 96, 1), (4, 128, 37), (7, 96, 37), (16, 128, 5), (5, 3, 37)
+    )
+    for choice in CHOICES
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "clusters", "choice", "implementation"),
+    each_way(RANKS, fast=["1-64-37-each", "2-80-37-max", "2-80-37-mean"]),
+)
+def test_ranks(group, dim, clusters, choice, implementation, small_tiles):
+    """Several tiles of centroids; anything where a cluster is empty."""
+    rng = np.random.default_rng(group + dim)
+    q = rng.normal(size=(2, 2, group, dim)).astype(
+        jnp.dtype("bfloat16" if dim == 80 else "float32")
+    )
+    sizes = rng.integers(0, 4, (2, 2, clusters)).astype(np.int32)
+    centroids = rng.normal(size=(2, 2, clusters, dim)).astype(np.float32)
+    centroids[sizes == 0] = np.nan
+    check_order(q, centroids, sizes, choice, implementation)
+
+
+@pytest.mark.parametrize(
+    ("clusters", "implementation"),
+    each_way({str(n): (n,) for n in (1, 2, 7, 8, 9, 16, 33)}, fast=["33"]),
+)
+def test_ties_go_to_the_lower_and_empty_clusters_come_last(clusters, implementation, small_tiles):
+    """Small whole numbers, zero of either sign among them: most scores are equal."""
     rng = np.random.default_rng(clusters)
-    q = jnp.asarray(rng.normal(size=(2, 3, group, 8)), dtype)
-    centroids = rng.normal(size=(2, 3, clusters, 8)).astype(np.float32)
-    sizes = rng.integers(0, 4, (2, 3, clusters)).astype(np.int32)
-    check_ranks(q, centroids, sizes, per_query_head, group_reduce)
-
-
-@pytest.mark.parametrize(("per_query_head", "group_reduce"), CHOICES[:3])
-def test_ties_go_to_the_lower_and_empty_clusters_come_last(per_query_head, group_reduce):
-    """Small whole numbers: many equal scores, zero of either sign among them."""
-    rng = np.random.default_rng(0)
     q = rng.integers(-1, 2, (3, 2, 4, 3)).astype(np.float32)
     q[2] = -0.0
-    centroids = rng.integers(-2, 3, (3, 2, 50, 3)).astype(np.float32)
-    sizes = rng.integers(0, 3, (3, 2, 50)).astype(np.int32)
+    centroids = rng.integers(-1, 2, (3, 2, clusters, 3)).astype(np.float32)
+    sizes = rng.integers(0, 3, (3, 2, clusters)).astype(np.int32)
     sizes[1, 0] = 0
-    order = check_ranks(q, centroids, sizes, per_query_head, group_reduce)
-    assert order[1, 0].tolist() == list(range(50))
+    for choice in CHOICES:
+        order = check_order(q, centroids, sizes, choice, implementation)
+        assert order[1, 0].tolist() == list(range(clusters))
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_ranks_with_the_tiles_as_they_are(implementation):
+    """More clusters than are compared at a time, many of them equal."""
+    rng = np.random.default_rng(5)
+    q = rng.integers(-3, 4, (1, 1, 2, 8)).astype(np.float32)
+    centroids = rng.integers(-3, 4, (1, 1, 1100, 8)).astype(np.float32)
+    sizes = rng.integers(0, 5, (1, 1, 1100)).astype(np.int32)
+    check_order(q, centroids, sizes, "max", implementation)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_every_cluster_has_a_rank_whatever_the_scores(implementation, small_tiles):
+    """A place of the order that nobody writes would name a cluster that does not exist."""
+    ranks = jitted(rank_clusters, implementation=implementation)
+    for bad in (np.nan, -np.nan, np.inf, -np.inf):
+        rng = np.random.default_rng(1)
+        q = rng.normal(size=(2, 1, 2, 8)).astype(np.float32)
+        q[1] = bad
+        centroids = rng.normal(size=(2, 1, 21, 8)).astype(np.float32)
+        centroids[0, 0, 4:9] = bad
+        sizes = rng.integers(0, 3, (2, 1, 21)).astype(np.int32)
+        order = np.asarray(ranks(q, centroids, sizes))
+        expected = np.broadcast_to(np.arange(21), order.shape)
+        np.testing.assert_array_equal(np.sort(order, axis=-1), expected, str(bad))
+        empty = np.take_along_axis(sizes, order, axis=-1) == 0
+        if np.isnan(bad):
+            assert (np.diff(empty.astype(int), axis=-1) >= 0).all(), "what is empty comes last"
 
 
 @pytest.mark.parametrize("most", [1, 7, 50])
@@ -76,9 +136,9 @@ def test_the_first_of_a_ranking(most, implementation):
     first = rank_clusters(q, centroids, sizes, most=most, implementation=implementation)
     np.testing.assert_array_equal(first, whole[..., :most])
     count = np.full((2, 1), 5, np.int32)
-    listed = functools.partial(build_indices, implementation=implementation)
     got, expected = (
-        listed(order, sizes, sizes.cumsum(-1) - sizes, count, 5) for order in (first, whole)
+        build_indices(x, sizes, sizes.cumsum(-1) - sizes, count, 5, implementation=implementation)
+        for x in (first, whole)
     )
     there = np.minimum(np.take_along_axis(sizes, np.asarray(first), -1).sum(-1), 5)
     for row, head in np.ndindex(2, 2):
@@ -87,111 +147,137 @@ def test_the_first_of_a_ranking(most, implementation):
         assert (got[row, head, stop:] == -1).all()
 
 
-def check_list(order, sizes, starts, count, length):
-    index = np.asarray(listed(order, sizes, starts, count, length))
+# --- lists ----------------------------------------------------------------------------------------
+
+
+def check_list(lists_of, order, sizes, starts, count, length):
+    index = np.asarray(lists_of(order, sizes, starts, count))
     assert index.dtype == np.int32 and index.shape == (*order.shape[:2], length)
-    group = order.shape[1] // sizes.shape[1]
+    counts = np.broadcast_to(count, order.shape[:2])
     for row, choice in np.ndindex(order.shape[:2]):
-        head = choice // group
-        expected = reference.build_indices(
-            order[row, choice].tolist(),
-            sizes[row, head].tolist(),
-            starts[row, head].tolist(),
-            int(np.broadcast_to(count, order.shape[:2])[row, choice]),
-            length,
-        )
+        head = choice * sizes.shape[1] // order.shape[1]
+        parts = (x.tolist() for x in (order[row, choice], sizes[row, head], starts[row, head]))
+        expected = reference.build_indices(*parts, int(counts[row, choice]), length)
         assert index[row, choice].tolist() == expected
+
+
+def starts_of(sizes, gaps=0):
+    return (np.cumsum(sizes + gaps, axis=-1) - sizes).astype(np.int32)
+
+
+def draw_clusters(heads, lists, clusters, most, seed=0):
+    """Order, sizes and starts; a third of the clusters empty, and gaps between them."""
+    rng = np.random.default_rng(seed)
+    shape = (2, heads, clusters)
+    sizes = rng.integers(1, most + 1, shape) * (rng.random(shape) < 0.67)
+    order = rng.permuted(np.tile(np.arange(clusters), (2, lists, 1)), axis=-1)
+    return order.astype(np.int32), sizes.astype(np.int32), starts_of(sizes, rng.integers(3))
+
+
+LISTS = {
+    f"{lists} of {clusters}, {length}": (lists, clusters, most, length)
+    for lists, clusters, most in ((2, 1, 30), (2, 23, 1), (6, 13, 30))
+    for length in (1, 7, 8, 61, 200)
+}
+
+
+@pytest.mark.parametrize(
+    ("lists", "clusters", "most", "length", "implementation"),
+    each_way(LISTS, fast=["6 of 13, 8", "6 of 13, 61", "2 of 23, 61", "2 of 1, 1"]),
+)
+def test_lists(lists, clusters, most, length, implementation, small_tiles):
+    """One slot per cluster, and more of them than a program fills places."""
+    arrays = draw_clusters(2, lists, clusters, most)
+    lists_of = jitted(build_indices, length=length, implementation=implementation)
+    for count in (
+        np.repeat([[0], [length]], lists, axis=1), np.arange(2 * lists).reshape(2, lists) * 29
+    ):  # fmt: skip
+        check_list(lists_of, *arrays, count.astype(np.int32), length)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_lists_with_the_tiles_as_they_are(implementation):
+    order, sizes, starts = draw_clusters(1, 2, 150, 40)
+    count = np.array([[700], [9999]], np.int32)
+    for length in (128, 1000):
+        lists_of = jitted(build_indices, length=length, implementation=implementation)
+        check_list(lists_of, order, sizes, starts, count, length)
+        check_list(lists_of, order, 0 * sizes, starts, count, length)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_large_slot_numbers(implementation):
+    """Starts near the largest int32, in falling order, up to the last slot that has a number."""
+    starts = np.array([[[2**31 - 3, 10, 2**30]]], np.int32)
+    order, sizes = np.array([[[0, 1, 2]]], np.int32), np.array([[[3, 2, 0]]], np.int32)
+    lists_of = jitted(build_indices, length=8, implementation=implementation)
+    check_list(lists_of, order, sizes, starts, np.array([[5]], np.int32), 8)
 
 
 @st.composite
 def selections(draw):
-    """Few shapes, so that few are compiled; any sizes, orders, counts and gaps between clusters."""
-    rows, heads, group, clusters, length = draw(
-        st.sampled_from([(1, 1, 1, 1, 1), (2, 1, 3, 5, 12), (1, 2, 1, 8, 30), (1, 2, 2, 8, 5)])
-    )
-    choices = heads * group
+    """One shape, so that one function is compiled; any sizes, orders, counts and gaps."""
 
     def integers(shape, most):
         size = int(np.prod(shape))
         values = draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
         return np.array(values, np.int32).reshape(shape)
 
-    sizes = integers((rows, heads, clusters), 6)
-    gaps = integers((rows, heads, clusters), 2)
-    starts = (np.cumsum(sizes + gaps, axis=-1) - sizes).astype(np.int32)
-    orders = draw(
-        st.lists(st.permutations(range(clusters)), min_size=rows * choices, max_size=rows * choices)
-    )
-    order = np.array(orders, np.int32).reshape(rows, choices, clusters)
-    count = integers((rows, draw(st.sampled_from((1, choices)))), length + 10)
-    return order, sizes, starts, count, length
+    sizes = integers((1, 2, 9), draw(st.sampled_from((1, 6, 20))))
+    orders = draw(st.lists(st.permutations(range(9)), min_size=4, max_size=4))
+    starts = starts_of(sizes, integers(sizes.shape, 2))
+    return np.array([orders], np.int32), sizes, starts, integers((1, 4), 60)
 
 
-@settings(max_examples=200, deadline=None)
-@given(selections())
+@pytest.fixture(scope="module", params=["xla", "interpret"])
+def lister(request):
+    """Lists of 45 places, by tiles of 8 places and 4 ranks, compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PLACES", 8)
+        patch.setattr(module, "LOOKED_AT", 4)
+        numbers = jax.ShapeDtypeStruct((1, 2, 9), jnp.int32)
+        orders, count = (jax.ShapeDtypeStruct((1, 4, *x), jnp.int32) for x in ((9,), ()))
+        call = jitted(build_indices, length=45, implementation=request.param)
+        yield call.lower(orders, numbers, numbers, count).compile()
+
+
+@settings(max_examples=150, deadline=None)
+@given(selection=selections())
 @pytest.mark.slow
-def test_any_list(selection):
+def test_any_list(lister, selection):
     """Empty clusters anywhere, counts from none to more than there is and than has room."""
-    check_list(*selection)
+    check_list(lister, *selection, 45)
 
 
-@pytest.mark.parametrize("per_query_head", [False, True])
-def test_ranked_clusters_listed(per_query_head):
-    """Both, at a larger size: every list is the best clusters, cut within one of them."""
-    rng = np.random.default_rng(2)
-    q = rng.normal(size=(2, 2, 4, 8)).astype(np.float32)
-    centroids = rng.normal(size=(2, 2, 60, 8)).astype(np.float32)
-    sizes = rng.integers(0, 40, (2, 2, 60)).astype(np.int32)
-    starts = (np.cumsum(sizes, axis=-1) - sizes + 16).astype(np.int32)
-    order = check_ranks(q, centroids, sizes, per_query_head)
-    for count in (np.full((2, 1), 200), np.array([[0], [5000]])):
-        check_list(order, sizes, starts, count.astype(np.int32), 256)
+# --- what is refused ------------------------------------------------------------------------------
 
 
-def test_large_slot_numbers():
-    """Starts near the largest int32, in falling order."""
-    starts = np.array([[[2**31 - 4, 10, 2**30]]], np.int32)
-    count = np.array([[5]], np.int32)
-    check_list(np.array([[[0, 1, 2]]], np.int32), SIZES, starts, count, 8)
+FITTING = [(1, 2, 1, 4), (1, 2, 5, 4), (1, 2, 5)]
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("operation", "shapes", "options", "message"),
     [
-        (lambda order, count: rank_clusters(count, count, count, implementation="cuda"), "'cuda'"),
-        (
-            functools.partial(
-                build_indices, sizes=SIZES, starts=SIZES, length=4, implementation="a"
-            ),
-            "'a'",
-        ),
-        (
-            lambda order, count: rank_clusters(
-                np.zeros((1, 1, 1, 2)), np.zeros((1, 1, 3, 2)), SIZES, most=4
-            ),
-            "most must be from 1 to 3, got 4",
-        ),
-        (
-            lambda order, count: build_indices(order, SIZES[..., :2], SIZES[..., :2], count, 4),
-            "order must rank at most 2 clusters, got 3",
-        ),
-        (
-            lambda order, count: build_indices(order, SIZES, SIZES, count, 0),
-            "at least 1, got 0",
-        ),
-        (
-            lambda order, count: build_indices(order, SIZES, SIZES, count[0], 4),
-            r"\(1, 3\) or \(1, 1\), got \(3,\)",
-        ),
-        (
-            lambda order, count: build_indices(
-                order, np.repeat(SIZES, 2, 1), np.repeat(SIZES, 2, 1), count, 4
-            ),
-            "multiple of 2 heads, got 3",
-        ),
+        (rank_clusters, FITTING, {"implementation": "cuda"}, "'cuda'"),
+        (rank_clusters, FITTING, {"group_reduce": "sum"}, "'mean', 'max'.*got 'sum'"),
+        (rank_clusters, FITTING, {"most": 6}, "most must be from 1 to 5, got 6"),
+        (rank_clusters, [(1, 2, 1, 4), (1, 2, 5, 3), (1, 2, 5)], {},
+         r"centroids must have shape \(1, 2, 5, 4\), got \(1, 2, 5, 3\)"),
+        (rank_clusters, [(1, 2, 1, 4), (1, 2, 5, 4), (1, 1, 5)], {},
+         r"sizes must have shape \(1, 2, 5\), got \(1, 1, 5\)"),
+        (rank_clusters, [(2, 4)] * 3, {}, r"\[B, H, G, D\], got \(2, 4\)"),
+        (build_indices, [(1, 2, 5), (1, 2, 5), (1, 2, 6), (1, 2)], {"length": 4},
+         r"starts must have shape \(1, 2, 5\), got \(1, 2, 6\)"),
+        (build_indices, [(1, 2, 5), (1, 2, 4), (1, 2, 4), (1, 2)], {"length": 4},
+         "order must rank at most 4 clusters, got 5"),
+        (build_indices, [(1, 2, 5)] * 3 + [(1, 2)], {"length": 0}, "at least 1, got 0"),
+        (build_indices, [(1, 2, 5)] * 3 + [(2,)], {"length": 4},
+         r"\(1, 2\) or \(1, 1\), got \(2,\)"),
+        (build_indices, [(1, 3, 5), (1, 2, 5), (1, 2, 5), (1, 3)], {"length": 4},
+         "multiple of 2 heads, got 3"),
+        (build_indices, [(1, 2, 5)] * 3 + [(1, 2)], {"length": 4, "implementation": "a"}, "'a'"),
     ],
-)
-def test_refused(call, message):
-    order, count = np.zeros((1, 3, 3), np.int32), np.zeros((1, 3), np.int32)
+)  # fmt: skip
+def test_refused(operation, shapes, options, message):
     with pytest.raises(ValueError, match=message):
-        call(order=order, count=count)
+        operation(*(np.zeros(shape, np.int32) for shape in shapes), **options)

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy_cover, nearest_entries
+from pallas_kernels import greedy_cover
 from pallas_kernels.grouping import cover_graph, cover_search
+from pallas_kernels.grouping.cover_kernels import neighbour_lists
 from pallas_kernels.grouping.nearest_entries import directions
 from tests.references import codebook as reference
+from tests.support.implementations import KERNELS, each_way
 
 run = functools.partial(jax.jit, static_argnames=("theta", "capacity"))
 cover_of = run(greedy_cover)
@@ -48,20 +50,6 @@ def check(vectors, members, weights, theta, capacity, cover=cover_of):
     return got
 
 
-@pytest.mark.parametrize("capacity", [2, 17, 90])
-@pytest.mark.parametrize("theta", [0.5, 0.9, 0.97])
-@pytest.mark.slow
-def test_cover(theta, capacity):
-    """Rows with members and others, zeros, and weights."""
-    vectors = np.stack([around(90, seed=s) for s in (0, 1)])
-    vectors[0, 3] = vectors[1, 80] = 0
-    rng = np.random.default_rng(0)
-    weights = rng.integers(1, 4, size=(2, 90)).astype(np.int32)
-    members = rng.random((2, 90)) < [[1.0], [0.7]]
-    got = check(vectors, members, weights, theta, capacity)
-    assert capacity > 2 or int(got.overflow[0]) > 0
-
-
 @pytest.fixture
 def cover_with(monkeypatch):
     """`greedy_cover` with other constants: small tiles make many of few vectors."""
@@ -75,9 +63,10 @@ def cover_with(monkeypatch):
     return compiled
 
 
-@pytest.mark.parametrize("capacity", [9, 300])
-@pytest.mark.parametrize("few", [1, 5, 32])
-@pytest.mark.fast_cases("1-9")
+@pytest.mark.parametrize(
+    ("few", "capacity"),
+    [(1, 9), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((5, 300), (32, 9), (32, 300)))],
+)
 def test_many_tiles(cover_with, few, capacity):
     """Groups across tiles, large and small gains; who is no member may hold anything."""
     cover = cover_with(COSINES=64**2, PIVOTS=8, FEW=few)
@@ -106,7 +95,7 @@ def test_strips_that_are_left_out_hold_no_edge(cover_with, theta):
     np.testing.assert_array_equal(some.index, every.index)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 16, 128])
+@pytest.mark.parametrize("dim", [1, 2, 16])
 def test_products_of_sketches_bound_cosines(dim):
     """Also where a sketch's rest is next to nothing."""
     flat = around(100, dim) * np.where(np.arange(dim) < 3, 1, 1e-4).astype(np.float32)
@@ -117,8 +106,7 @@ def test_products_of_sketches_bound_cosines(dim):
         assert (sketch @ sketch.T - reference.cosines(vectors, vectors)).min() > -1e-5
 
 
-@pytest.mark.parametrize("few", [1, 32])
-@pytest.mark.fast_cases("32")
+@pytest.mark.parametrize("few", [pytest.param(1, marks=pytest.mark.slow), 32])
 def test_entries_that_wait_for_each_other(cover_with, few):
     """Along an arc, where each vector is near the next two, and weights rise."""
     angle = 0.1 * np.arange(40)
@@ -129,8 +117,7 @@ def test_entries_that_wait_for_each_other(cover_with, few):
         check(vectors, members, weights.astype(np.int32)[None], np.cos(0.25), 40, cover)
 
 
-@pytest.mark.parametrize("capacity", [1, 20, 63])
-@pytest.mark.fast_cases("63")
+@pytest.mark.parametrize("capacity", [pytest.param(1, marks=pytest.mark.slow), 63])
 def test_what_has_no_room_goes_to_the_nearest(cover_with, capacity):
     """Heavy vectors that stand alone are entries before light groups."""
     vectors = np.concatenate([around(200, dim=4, seed=3), around(60, dim=4, seed=4, centers=60)])
@@ -168,12 +155,9 @@ def test_no_square_of_floats():
     """N x N numbers exist in blocks only, whatever stands inside loops; the graph is bits."""
     size = 4096
     shapes = [(1, size, 8), (1, size), (1, size)]
-    args = [
-        jax.ShapeDtypeStruct(s, d)
-        for s, d in zip(shapes, (jnp.float32, bool, jnp.int32), strict=True)
-    ]
+    dtypes = jnp.float32, bool, jnp.int32
+    args = map(jax.ShapeDtypeStruct, shapes, dtypes)
     jaxpr = jax.make_jaxpr(functools.partial(greedy_cover, theta=0.9, capacity=64))(*args)
-
     assert largest(jaxpr.jaxpr) <= 2**20  # a block of cosines, and as many bits in words are fewer
     assert largest(jaxpr.jaxpr) < size * size // 8
 
@@ -191,21 +175,51 @@ def largest(jaxpr) -> int:
     return most
 
 
-def test_nearest_entries():
-    entries = np.stack([around(12, seed=3), around(12, seed=4)])
-    vectors = np.stack([around(9, seed=5), around(9, seed=6)])
-    vectors[0, 2] = 0
-    count = np.array([12, 5])
-    index, cosine = jax.jit(nearest_entries)(vectors, entries, count)
-    for row in (0, 1):
-        expected = reference.cosines(vectors[row], entries[row, : count[row]])
-        np.testing.assert_array_equal(index[row], expected.argmax(1))
-        np.testing.assert_allclose(cosine[row], expected.max(1), atol=1e-6)
-    _, none = jax.jit(nearest_entries)(vectors, entries, np.array([0, 1]))
-    assert (np.asarray(none[0]) == -np.inf).all()
-
-
 def test_bad_input():
     zeros, ones = jnp.zeros((1, 5, 3)), jnp.ones((1, 5), jnp.int32)
     with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
         greedy_cover(zeros, ones > 0, ones, theta=0.9, capacity=0)
+
+
+# --- by kernels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(("words", "length"), [(1, 32), (9, 5), (300, 32)])
+def test_lists_of_neighbours(words, length, implementation):
+    """Longer than there is room for, empty, and in words that are passed over."""
+    rng = np.random.default_rng(words)
+    size, rows = words * 32, 6
+    near = rng.random((rows, size)) < [[0.5], [0.0], [0.02], [0.01], [0.5], [1.0]]
+    near[3, : size // 2] = False
+    uncovered, wanted = rng.random(size) < 0.6, np.arange(rows) != 4
+    place = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    bits = (near.reshape(rows, words, 32) * place).sum(-1, dtype=np.uint32)
+    interpret = implementation == "interpret"
+    make = functools.partial(neighbour_lists, length=length, interpret=interpret)
+    lists = np.asarray(jax.jit(make)(bits, uncovered, wanted))
+    for row in range(rows):
+        own = np.flatnonzero(near[row] & uncovered & wanted[row])[:length]
+        assert lists[row].tolist() == own.tolist() + [size] * (length - len(own))
+
+
+COVERS = {f"{capacity}-{few}": (capacity, few) for capacity in (9, 200) for few in (1, 32)}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "few", "implementation"), each_way(COVERS, fast=["9-1"], xla=False)
+)
+def test_covers_by_kernels(capacity, few, implementation, monkeypatch):
+    """Entries one by one and many at a time, zeros, weights, no room; NaN in what is no member."""
+    monkeypatch.setattr(cover_search, "FEW", few)
+    vectors = np.stack([around(150, seed=s, centers=c) for s, c in ((7, 3), (5, 40))])
+    rng = np.random.default_rng(0)
+    weights = rng.integers(1, 4, size=(2, 150)).astype(np.int32)
+    members = rng.random((2, 150)) < [[1.0], [0.8]]
+    vectors[0, 7] = 0
+    vectors[~members] = np.nan
+    cover = jax.jit(  # a function of its own: FEW is another one
+        lambda *args, **options: greedy_cover(*args, **options, implementation=implementation),
+        static_argnames=("theta", "capacity"),
+    )
+    check(vectors, members, weights, 0.97, capacity, cover)

@@ -21,12 +21,14 @@ def normal(*shape, seed=0, dtype="float32"):
     return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_against_the_matrix(dim):
-    x = normal(2, 3, 5, dim)
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [*((dim, "float32") for dim in DIMS), (64, "bfloat16"), (64, "float16")]
+)
+def test_against_the_matrix(dim, dtype):
+    x = normal(2, 3, 5, dim, dtype=dtype)
     rows = transform(x)
     assert rows.shape == x.shape and rows.dtype == jnp.float32
-    close(rows, reference.rotate(x))
+    close(rows, reference.rotate(x.astype(np.float64)))
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -36,24 +38,11 @@ def test_it_is_its_own_inverse_and_keeps_inner_products(dim):
     close(transform(q) @ transform(k).T, q @ k.T, "accumulated")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_float32_comes_out(dtype):
-    x = normal(3, 64, dtype=dtype)
-    rows = transform(x)
-    assert rows.dtype == jnp.float32
-    close(rows, reference.rotate(x.astype(np.float64)))
-
-
 def test_a_large_channel_is_spread_over_its_block():
     x = np.zeros((1, 96), np.float32)
     x[0, 40] = 8
     rows = np.abs(transform(x))[0]
     close(rows, np.where(np.arange(96) // 32 == 1, 8 / np.sqrt(32), 0.0))
-
-
-def test_an_odd_number_of_channels_stays_as_it_is():
-    x = normal(4, 7)
-    np.testing.assert_array_equal(transform(x), x)
 
 
 def test_nothing_of_one_row_reaches_another():
@@ -66,10 +55,3 @@ def test_nothing_of_one_row_reaches_another():
 def test_it_lowers_for_cuda_as_one_product():
     text = lower_for_cuda(hadamard_transform, jnp.zeros((2, 4, 3, 128)))
     assert text.count("dot_general") == 1 and "HIGHEST" in text
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 96, 128])
-def test_on_a_gpu(dim):
-    x = normal(4, 8, 33, dim)
-    close(transform(x), reference.rotate(x))

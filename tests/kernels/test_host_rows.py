@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,45 +12,58 @@ import pytest
 
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds, to_host
 from pallas_kernels import host_rows
+from tests.support.implementations import KERNELS, each_way
 from tests.support.tolerances import close
 
 pytestmark = pytest.mark.skipif(HOST_MEMORY not in memory_kinds(), reason="no host memory")
 
-fetch = jax.jit(host_rows, static_argnames="implementation")
-ROWS, HEADS, SLOTS, DIM = 2, 2, 100, 4
+module = importlib.import_module("pallas_kernels.recall.host_rows")
+ROWS, HEADS, SLOTS = 2, 2, 100
 
 
-def check(index, missing, stores=2, slots=SLOTS, dtype=np.float32, into=np.float32):
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """One entry at a time, so that few of them need several programs."""
+    monkeypatch.setattr(module, "TILE", 1)
+
+
+def check(
+    index, missing, implementation="xla", *, stores=2, slots=SLOTS, dim=4, dtype=np.float32,
+    into=np.float32,
+):  # fmt: skip
     """Against one row at a time in NumPy, with NaN in every row that nobody asked for."""
     index, missing = np.asarray(index, np.int32), np.asarray(missing, bool)
     rows, lists, length = index.shape
     rng = np.random.default_rng(0)
     wanted = np.zeros((rows, HEADS, slots), bool)
-    for at in zip(*np.nonzero(missing), strict=True):
+    fetched = list(zip(*np.nonzero(missing & (index >= 0) & (index < slots)), strict=True))
+    for at in fetched:
         wanted[at[0], at[1] // (lists // HEADS), index[at]] = True
     given, there, expected = [], [], []
     for _ in range(stores):
-        store = rng.normal(size=(rows, HEADS, slots, DIM)).astype(dtype)
-        before = rng.normal(size=(rows, lists, length, DIM)).astype(into)
+        store = rng.normal(size=(rows, HEADS, slots, dim)).astype(dtype)
+        before = rng.normal(size=(rows, lists, length, dim)).astype(into)
         after = before.copy()
-        for at in zip(*np.nonzero(missing), strict=True):
+        for at in fetched:
             after[at] = store[at[0], at[1] // (lists // HEADS), index[at]]
         given.append(to_host(jnp.asarray(np.where(wanted[..., None], store, np.nan))))
         there.append(jnp.asarray(before))
         expected.append(after)
+    # A new function every time: what is compiled for other tiles must not be used again.
+    fetch = jax.jit(functools.partial(host_rows, implementation=implementation))
     found = fetch(tuple(given), tuple(there), jnp.asarray(index), jnp.asarray(missing))
     assert len(found) == stores
     for mine, other in zip(found, expected, strict=True):
-        assert mine.dtype == into
+        assert mine.dtype == into and mine.sharding.memory_kind != HOST_MEMORY
         close(mine, other, "exact")
 
 
-def runs(lengths, gap=True) -> np.ndarray:
-    """Slots in runs of these lengths; with a gap between them, or one before the other."""
+def runs(lengths) -> np.ndarray:
+    """Slots in runs of these lengths, with a gap between them."""
     start, out = 0, []
-    for number, length in enumerate(lengths):
+    for length in lengths:
         out += range(start, start + length)
-        start = start + length + 3 if gap else (70 - start if number % 2 else 40)
+        start = start + length + 3
     return np.array(out)
 
 
@@ -81,37 +95,85 @@ def test_any_entries(lists, share):
     check(index, missing)
 
 
-@pytest.mark.parametrize("length", [1, 3, 15, 16])
-@pytest.mark.fast_cases("1")
-def test_short_lists_and_short_stores(length):
-    index = np.broadcast_to(np.arange(length), (ROWS, HEADS, length))
-    check(index, index >= 0)
-    check(index, index >= 0, slots=length)
-    check(index[..., :1], index[..., :1] >= 0, slots=length)
+@pytest.mark.parametrize(
+    ("index", "options"),
+    [
+        (np.arange(1), {}),
+        (np.arange(16), {"slots": 16}),
+        (np.arange(1), {"slots": 16}),
+        (np.tile(np.arange(10), 4), {"slots": 10}),  # a long list over a short store
+        ([5] * 10 + [*range(5, 25)] * 2, {}),  # a slot several times
+        (runs((20, 2, 17)), {"stores": 1, "dtype": jnp.bfloat16, "into": jnp.bfloat16}),
+        (runs((20, 2, 17)), {"stores": 3, "dtype": jnp.bfloat16}),
+    ],
+)
+def test_lists_and_stores_of_other_kinds(index, options):
+    index = np.broadcast_to(index, (ROWS, HEADS, len(index)))
+    check(index, index % 7 < 6, **options)
 
 
-def test_a_long_list_over_a_short_store():
-    index = np.tile(np.arange(10), 4)
-    check(np.broadcast_to(index, (ROWS, HEADS, 40)), np.ones((ROWS, HEADS, 40), bool), slots=10)
-
-
-@pytest.mark.parametrize("stores", [1, 3])
-def test_any_number_of_stores(stores):
-    index = np.broadcast_to(runs((20, 2, 17)), (ROWS, HEADS, 39))
-    check(index, index % 7 > 0, stores=stores)
-
-
-def test_the_same_slot_twice():
-    index = np.broadcast_to([5] * 10 + [*range(5, 25)] * 2, (ROWS, HEADS, 50))
-    check(index, np.ones(index.shape, bool))
+KINDS = {
+    "plain": {},
+    "one store": {"lists": 2, "stores": 1, "dim": 64},
+    "bfloat16": {"lists": 6, "dim": 96, "dtype": jnp.bfloat16, "into": jnp.bfloat16},
+    "bfloat16 into float32": {"dim": 128, "dtype": jnp.bfloat16},
+    "one slot": {"entries": 1, "slots": 1, "stores": 3, "dim": 5},
+}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "into"), [(jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
+    ("kind", "implementation"),
+    each_way({x: (KINDS[x],) for x in KINDS}, fast=["one slot", "one store"], xla=False),
 )
-def test_dtypes(dtype, into):
-    index = np.broadcast_to(runs((20, 2, 17)), (ROWS, HEADS, 39))
-    check(index, index % 5 > 0, dtype=dtype, into=into)
+def test_by_the_kernel(kind, implementation, small_tiles):
+    for share in (0.0, 0.1, 1.0):
+        check(*drawn(share, kind), implementation, **options_of(kind))
+
+
+def drawn(share, kind):
+    """Entries of lists that are missing, there already, or none."""
+    rng = np.random.default_rng(kind.get("lists", 4))
+    index = rng.integers(
+        0, kind.get("slots", 50), (2, kind.get("lists", 4), kind.get("entries", 45))
+    )
+    missing = rng.random(index.shape) < share
+    return np.where(missing | (rng.random(index.shape) < 0.5), index, -1), missing
+
+
+def options_of(kind):
+    return {"slots": 50, "dim": 80} | {x: kind[x] for x in kind if x not in ("lists", "entries")}
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_slots_that_the_store_does_not_have_are_not_fetched(implementation):
+    """Memory that is not the store's must not be read, on a GPU least of all. Tiles as they are."""
+    index, missing = drawn(1.0, {"entries": 70})
+    index[0, 0, :3] = [-1, 50, 2**31 - 1]
+    check(index, missing, implementation, slots=50, dim=80)
+
+
+@pytest.mark.gpu
+def test_a_large_store_is_read_where_it_is():
+    """A store of 512 MiB, of which 4 MiB are wanted: there is no room made for a copy of it."""
+    heads, slots, dim, entries = 8, 2**17, 128, 1024
+    rng = np.random.default_rng(0)
+    number = np.arange(heads * slots, dtype=np.float32).reshape(1, heads, slots, 1)
+    data = np.broadcast_to(number, (1, heads, slots, dim))
+    device = jax.devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY)
+    store = jax.device_put(np.ascontiguousarray(data), sharding)
+    index = rng.integers(0, slots, (1, heads, entries)).astype(np.int32)
+    missing = rng.random(index.shape) < 0.5
+    rows = jnp.full((*index.shape, dim), -1.0)
+    args = (store,), (rows,), jnp.asarray(index), jnp.asarray(missing)
+    call = jax.jit(functools.partial(host_rows, implementation="pallas"), donate_argnums=1)
+    compiled = call.lower(*args).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < store.nbytes // 8
+    before = device.memory_stats()["peak_bytes_in_use"]
+    (found,) = jax.block_until_ready(compiled(*args))
+    assert device.memory_stats()["peak_bytes_in_use"] - before < store.nbytes // 8
+    expected = np.where(missing[..., None], np.take_along_axis(data, index[..., None], 2), -1.0)
+    np.testing.assert_array_equal(found, expected)
 
 
 def moved(jaxpr) -> list[int]:
@@ -128,19 +190,18 @@ def moved(jaxpr) -> list[int]:
 
 def test_only_pieces_cross():
     """16 rows at a time and one at a time, of each store."""
-    store = to_host(jnp.zeros((ROWS, HEADS, SLOTS, DIM)))
-    rows = jnp.zeros((ROWS, HEADS, 40, DIM))
+    store = to_host(jnp.zeros((ROWS, HEADS, SLOTS, 4)))
+    rows = jnp.zeros((ROWS, HEADS, 40, 4))
     index = jnp.zeros((ROWS, HEADS, 40), jnp.int32)
     traced = jax.make_jaxpr(
         lambda s, r, i: host_rows((s, s), (r, r), i, i >= 0, implementation="xla")
     )(store, rows, index)
-    assert sorted(moved(traced.jaxpr)) == [DIM, DIM, 16 * DIM, 16 * DIM]
+    assert sorted(moved(traced.jaxpr)) == [4, 4, 16 * 4, 16 * 4]
 
 
 def test_pieces_are_as_few_as_can_be(monkeypatch):
     """A run of 40 slots is 2 long pieces and 8 short ones, wherever it begins."""
     counted = []
-    module = sys.modules["pallas_kernels.recall.host_rows"]  # the package's name is the function's
     original = module._fetch
 
     def count(stores, rows, index, jobs, size):
@@ -149,8 +210,8 @@ def test_pieces_are_as_few_as_can_be(monkeypatch):
 
     monkeypatch.setattr(module, "_fetch", count)
     index = np.concatenate((np.array([90, 3]), np.arange(7, 47), np.array([60, 61])))[None, None]
-    store = to_host(jnp.zeros((1, 1, SLOTS, DIM)))
-    rows = jnp.zeros((1, 1, index.size, DIM))
+    store = to_host(jnp.zeros((1, 1, SLOTS, 4)))
+    rows = jnp.zeros((1, 1, index.size, 4))
     index, missing = jnp.asarray(index, jnp.int32), jnp.ones(index.shape, bool)
     host_rows((store,), (rows,), index, missing, implementation="xla")
     assert counted == [(16, 2), (1, 2 + 8 + 2)]
@@ -158,13 +219,13 @@ def test_pieces_are_as_few_as_can_be(monkeypatch):
 
 def test_inside_a_loop():
     rng = np.random.default_rng(1)
-    data = rng.normal(size=(ROWS, HEADS, SLOTS, DIM)).astype(np.float32)
+    data = rng.normal(size=(ROWS, HEADS, SLOTS, 4)).astype(np.float32)
     index = rng.integers(SLOTS, size=(5, ROWS, HEADS, 20)).astype(np.int32)
 
     @jax.jit
     def loop(store, index):
         def step(store, index):
-            rows = jnp.zeros((*index.shape, DIM))
+            rows = jnp.zeros((*index.shape, 4))
             return store, host_rows((store,), (rows,), index, index >= 0)[0]
 
         return jax.lax.scan(step, store, index)
@@ -176,8 +237,18 @@ def test_inside_a_loop():
     close(rows, expected, "exact")
 
 
-def test_refused():
-    store = to_host(jnp.zeros((1, 1, 4, 2)))
-    rows, index = jnp.zeros((1, 1, 2, 2)), jnp.zeros((1, 1, 2), jnp.int32)
-    with pytest.raises(ValueError, match="got 'cuda'"):
-        host_rows((store,), (rows,), index, index >= 0, implementation="cuda")
+@pytest.mark.parametrize(
+    ("stores", "rows", "index", "options", "message"),
+    [
+        ([], [], (1, 2, 3), {}, "at least 1, got 0 and 0"),
+        ([(1, 2, 5, 4)], [(1, 3, 6, 4)], (1, 3, 6), {}, r"K a multiple of 2, got \(1, 3, 6\)"),
+        ([(1, 2, 5, 4)], [(1, 2, 6, 3)], (1, 2, 6), {},
+         r"rows must have shape \(1, 2, 6, 4\), got \(1, 2, 6, 3\)"),
+        ([(1, 1, 4, 2)], [(1, 1, 2, 2)], (1, 1, 2), {"implementation": "cuda"}, "got 'cuda'"),
+    ],
+)  # fmt: skip
+def test_refused(stores, rows, index, options, message):
+    stores, rows = (tuple(map(jnp.zeros, x)) for x in (stores, rows))
+    index = jnp.zeros(index, jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        host_rows(stores, rows, index, index >= 0, **options)

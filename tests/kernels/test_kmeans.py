@@ -12,19 +12,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kmeans
-from pallas_kernels.base.tiles import tile_of
-from pallas_kernels.grouping.kmeans_kernel import means
-from tests.references.kmeans import assign
 from tests.references.kmeans import kmeans as reference
 from tests.support.attention_cases import use_small_tiles
-from tests.support.lowering import KERNEL, lower_for_cuda
+from tests.support.implementations import EVERY, KERNELS, each_way
 from tests.support.tolerances import close
 
-KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
-EVERY = ["xla", *KERNELS]
 METRICS = ("cosine", "l2", "inner_product")
 TOKENS, CLUSTERS = 60, 7
-FULL = np.ones((1, 1, 1), bool)
 
 
 @pytest.fixture(autouse=True)
@@ -74,29 +68,31 @@ def ragged(seed, dtype="float32"):
     return jnp.asarray(keys, dtype), members, jnp.asarray(centroids, dtype), there
 
 
-@pytest.mark.parametrize("implementation", EVERY)
-@pytest.mark.parametrize("rounds", [0, 1, 3, 20])
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.fast_cases(
-    "cosine-20-xla", "inner_product-1-xla", "l2-0-xla", "l2-1-xla",
-    "cosine-20-interpret", "inner_product-1-interpret", "l2-0-interpret", "l2-3-interpret",
-)  # fmt: skip
-def test_ragged_rows(metric, rounds, implementation):
-    label = check(*ragged(rounds), metric=metric, rounds=rounds, implementation=implementation)
+RAGGED = {
+    f"{metric}-{rounds}-{dtype}": (metric, rounds, dtype)
+    for metric, rounds, dtype in (
+        ("cosine", 20, "float32"), ("inner_product", 1, "float32"), ("l2", 0, "float32"),
+        ("l2", 3, "float32"), ("cosine", 20, "bfloat16"),
+        ("l2", 20, "bfloat16"),
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metric", "rounds", "dtype", "implementation"),
+    each_way(RAGGED, fast=["cosine-20-float32", "inner_product-1-float32", "l2-20-bfloat16"]),
+)
+def test_ragged_rows(metric, rounds, dtype, implementation):
+    """Means and similarities are float32."""
+    rows = ragged(rounds if dtype == "float32" else 5, dtype)
+    label = check(*rows, metric=metric, rounds=rounds, implementation=implementation)
     assert len(np.unique(label[0, 0])) > 3 and label.max() == CLUSTERS
 
 
-@pytest.mark.parametrize("implementation", EVERY)
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.fast_cases("cosine-xla", "inner_product-xla", "l2-xla", "l2-interpret")
-def test_bfloat16_keys(metric, implementation):
-    """Means and similarities are float32."""
-    check(*ragged(5, "bfloat16"), metric=metric, implementation=implementation)
-
-
-@pytest.mark.parametrize("most", [7, 7 * 13, 3 * 7 * TOKENS])
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.fast_cases("cosine-91", "l2-7", "l2-91")
+@pytest.mark.parametrize(
+    ("metric", "most"),
+    [("l2", 7), ("cosine", 7 * 13), ("l2", 7 * 13), ("inner_product", 3 * 7 * TOKENS)],
+)
 def test_few_similarities_at_a_time(metric, most):
     """Token by token, in blocks with a rest, and three heads at a time."""
     module = sys.modules["pallas_kernels.grouping.kmeans"]  # the package's name is the function's
@@ -113,19 +109,13 @@ def test_ties_go_to_the_lower_cluster(metric, implementation):
     centroids = np.concatenate((3 * np.eye(4), -3 * np.eye(4), 3 * np.eye(4)), dtype=np.float32)
     members, there = np.ones((1, 1, 200), bool), np.ones((1, 1, 12), bool)
     there[..., 1] = False  # of two equal ones, the first isn't there
-    check(
-        keys,
-        members,
-        centroids[None, None],
-        there,
-        metric=metric,
-        rounds=0,
-        implementation=implementation,
-    )
+    kind = {"metric": metric, "rounds": 0, "implementation": implementation}
+    check(keys, members, centroids[None, None], there, **kind)
 
 
-@pytest.mark.parametrize("implementation", EVERY)
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    ("metric", "implementation"), each_way({x: (x,) for x in METRICS}, fast=["l2"])
+)
 def test_an_empty_cluster_keeps_its_centroid(metric, implementation):
     """The second of two equal ones, and one that nothing is close to."""
     rng = np.random.default_rng(1)
@@ -145,17 +135,6 @@ def test_an_empty_cluster_keeps_its_centroid(metric, implementation):
 
 
 @pytest.mark.parametrize("implementation", EVERY)
-def test_equal_keys_are_one_cluster(implementation):
-    keys = np.tile(np.array([1.0, 2.0, 2.0, 4.0], np.float32), (1, 1, 9, 1))
-    members, there = np.ones((1, 1, 9), bool), np.ones((1, 1, 3), bool)
-    for metric in METRICS:
-        label = check(
-            keys, members, keys[:, :, :3], there, metric=metric, implementation=implementation
-        )
-        assert (label == 0).all()
-
-
-@pytest.mark.parametrize("implementation", EVERY)
 def test_zero_keys_and_zero_centroids(implementation):
     """Cosine 0: above an opposite direction, below a like one, and no NaN."""
     keys = np.array([[0, 0], [2, 0], [-1, 0], [1, 0]], np.float32)[None, None]
@@ -164,18 +143,6 @@ def test_zero_keys_and_zero_centroids(implementation):
     label = check(keys, members, centroids, there, rounds=0, implementation=implementation)
     assert label[0, 0].tolist() == [0, 1, 0, 1]
     check(keys, members, centroids, there, rounds=1, implementation=implementation)
-
-
-@pytest.mark.parametrize("implementation", EVERY)
-@pytest.mark.parametrize("metric", METRICS)
-def test_one_cluster(metric, implementation):
-    """All keys, whatever they are; its centroid is their mean."""
-    keys, members, centroids, _ = ragged(3)
-    there = np.ones((4, 2, 1), bool)
-    label = check(
-        keys, members, centroids[:, :, :1], there, metric=metric, implementation=implementation
-    )
-    np.testing.assert_array_equal(label, ~members)
 
 
 @pytest.mark.parametrize("implementation", EVERY)
@@ -203,52 +170,38 @@ def test_it_ends_when_no_label_changes():
     assert label[0, 0].tolist() == [0, 1, 2] and len(moves) == 2
 
 
-def test_labels_are_those_of_the_final_centroids():
-    keys, members, centroids, there = ragged(7)
-    label, moved = run(keys, members, centroids, there, rounds=2)
-    own = np.flatnonzero(members[0, 0])
-    expected, _ = assign(np.asarray(keys[0, 0, own], np.float64), moved[0, 0], "cosine")
-    assert label[0, 0, own].tolist() == expected
-    assert (label != run(keys, members, centroids, there, rounds=1)[0]).any()
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("changes", "message"),
     [
         ({"metric": "dot"}, r"'cosine', 'l2', 'inner_product'.*'dot'"),
         ({"rounds": -1}, "at least 0, got -1"),
         ({"implementation": "cuda"}, r"\('xla', 'pallas', 'interpret'\), got 'cuda'"),
-    ],
-)
-def test_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        kmeans(np.ones((1, 1, 1, 2), np.float32), FULL, np.ones((1, 1, 1, 2)), FULL, **options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"keys": (1, 5, 2)}, r"keys must be \[B, H, S, D\] .* got \(1, 5, 2\) and"),
         ({"members": (1, 1, 4)}, r"members must have shape \(1, 1, 5\), got \(1, 1, 4\)"),
-        ({"centroids": (1, 1, 3, 4)}, r"centroids must have shape \(1, 1, 3, 2\), got"),
-        ({"there": (1, 2, 3)}, r"there must have shape \(1, 1, 3\), got \(1, 2, 3\)"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_shapes_that_do_not_fit_are_refused(changes, message):
-    shapes = {"keys": (1, 1, 5, 2), "members": (1, 1, 5), "centroids": (1, 1, 3, 2),
-              "there": (1, 1, 3), **changes}  # fmt: skip
+def test_refused(changes, message):
+    given = {"keys": (1, 1, 5, 2), "members": (1, 1, 5), "centroids": (1, 1, 3, 2),
+             "there": (1, 1, 3), **changes}  # fmt: skip
+    given = {name: jnp.ones(x) if isinstance(x, tuple) else x for name, x in given.items()}
     with pytest.raises(ValueError, match=message):
-        kmeans(**{name: jnp.ones(shape) for name, shape in shapes.items()})
+        kmeans(**given)
 
 
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.fast_cases("256-bfloat16-interpret", "80-float32-interpret")
+TILES = {
+    f"{dim}-{dtype}": (dim, dtype)
+    for dim, dtype in ((64, "float16"), (80, "float32"), (128, "bfloat16"), (256, "bfloat16"))
+}
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "implementation"),
+    each_way(TILES, fast=["80-float32"], xla=False),
+)
 def test_more_keys_clusters_and_channels_than_a_tile(dim, dtype, implementation):
     """A key in each of 37 clusters, and many in some: whole tiles of clusters may have none."""
     rng = np.random.default_rng(dim)
@@ -274,23 +227,6 @@ def test_rounds_that_change_nothing_change_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_means_read_the_keys_of_clusters_alone(implementation):
-    """Those of no cluster may be anything; clusters without keys stay as they are."""
-    rng = np.random.default_rng(2)
-    keys = rng.normal(size=(2, 2, 50, 6)).astype(np.float32)
-    label = rng.integers(0, 23, (2, 2, 50)).astype(np.int32)
-    label[label % 5 == 0], label[1, 1] = 23, 23
-    keys[label == 23] = np.nan
-    old = rng.normal(size=(2, 2, 23, 6)).astype(np.float32)
-    how = {"tile": tile_of("kmeans"), "interpret": implementation == "interpret"}
-    found = jax.jit(functools.partial(means, **how))(keys, label, old)
-    for row, head, cluster in np.ndindex(2, 2, 23):
-        own = np.float64(keys[row, head][label[row, head] == cluster])
-        expected = own.mean(0) if len(own) else old[row, head, cluster]
-        close(found[row, head, cluster], expected, "rounding")
-
-
-@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("shape", [(0, 2, 5, 3), (2, 1, 0, 3), (1, 1, 5, 0)])
 def test_without_keys_or_clusters(shape, implementation):
     rows, heads, size, clusters = shape
@@ -299,19 +235,3 @@ def test_without_keys_or_clusters(shape, implementation):
     label, moved = run(keys, members, start, there, implementation=implementation)
     assert label.shape == members.shape and (label == clusters).all()
     np.testing.assert_array_equal(moved, start)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("size", "clusters", "dim"), [(1024, 64, 128), (999, 70, 80)])
-@pytest.mark.fast_cases("1024-64-128-bfloat16")
-def test_kernels_lower_for_cuda_and_take_the_keys_as_they_are(size, clusters, dim, dtype):
-    struct, heads = jax.ShapeDtypeStruct, 24
-    keys, start = struct((2, heads, size, dim), dtype), struct((2, heads, clusters, dim), dtype)
-    members, there = struct((2, heads, size), bool), struct((2, heads, clusters), bool)
-    for metric in METRICS:
-        call = functools.partial(kmeans, metric=metric, implementation="pallas")
-        text = lower_for_cuda(call, keys, members, start, there)
-        assert text.count(KERNEL) == 3, "an assignment, and the two kernels of a round"
-        assert text.count("stablehlo.while") == 1 and "stablehlo.dot" not in text
-        made = [line for line in text.splitlines() if "= stablehlo" in line]
-        assert not [line for line in made if f"-> tensor<2x{heads}x{size}x{dim}x" in line]

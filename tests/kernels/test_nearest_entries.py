@@ -11,9 +11,7 @@ import pytest
 
 from pallas_kernels import nearest_entries
 from tests.references import codebook as reference
-from tests.support.lowering import KERNEL, lower_for_cuda
-
-EVERY = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+from tests.support.implementations import EVERY
 
 
 def run(*args, implementation):
@@ -52,16 +50,6 @@ def test_equals_and_none(implementation):
     for count in (0, 70):
         index, cosine = found(np.array([count]))
         assert (index == 0).all() and (cosine == -np.inf).all()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-def test_it_lowers_for_cuda(dim, dtype):
-    vectors, entries = (jax.ShapeDtypeStruct((2, n, dim), dtype) for n in (1000, 5000))
-    count = jax.ShapeDtypeStruct((2,), "int32")
-    call = functools.partial(nearest_entries, implementation="pallas")
-    text = lower_for_cuda(call, vectors, entries, count)
-    assert text.count(KERNEL) == 1 and "stablehlo.while" not in text
 
 
 def test_shapes_are_checked():

@@ -2,67 +2,105 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import page_bounds, page_scores
 from tests.references import quest as reference
+from tests.support.implementations import EVERY, KERNELS, each_way
 from tests.support.tolerances import close
 
-
-def check(q, low, high):
-    score = np.asarray(page_scores(q, low, high))
-    assert score.dtype == np.float32 and score.shape == (*q.shape[:3], low.shape[2])
-    q, low, high = (np.asarray(x, np.float64) for x in (q, low, high))
-    for row, head, g in np.ndindex(q.shape[:3]):
-        expected = reference.page_scores(q[row, head, g], low[row, head], high[row, head])
-        close(score[row, head, g], expected, "reference")
-    return score
+module = importlib.import_module("pallas_kernels.recall.page_scores")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("group", "pages"), [(1, 1), (4, 9)])
-def test_scores(group, pages, dtype):
-    """Bounds of either sign; float32 products whatever the dtype."""
-    rng = np.random.default_rng(pages)
-    q = jnp.asarray(rng.normal(size=(2, 3, group, 16)), dtype)
-    keys = rng.normal(size=(2, 3, pages, 5, 16)) + rng.normal(size=(2, 3, pages, 1, 16))
-    keys = jnp.asarray(keys, dtype)
-    score = check(q, keys.min(3), keys.max(3))
-    keys, q = (np.asarray(x, np.float64) for x in (keys, q))
-    dots = np.einsum("bhgd,bhpnd->bhgpn", q, keys)
-    assert (score[..., None] >= dots - 1e-5).all()
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(module, "TILE_BYTES", 1)
 
 
-def test_queries_take_the_dtype_of_the_bounds():
-    rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(1, 1, 2, 8)), jnp.float32)
-    low = jnp.asarray(rng.normal(size=(1, 1, 3, 8)), jnp.bfloat16)
-    np.testing.assert_array_equal(
-        page_scores(q, low, low + 1), page_scores(q.astype(jnp.bfloat16), low, low + 1)
+def scores_by(implementation, q, low, high):
+    """By a function of its own: what is compiled for other tiles must not be used again."""
+    call = jax.jit(functools.partial(page_scores, implementation=implementation))
+    return np.asarray(call(q, low, high))
+
+
+CASES = {
+    f"{group}-{dim}-{dtype}": (group, dim, dtype)
+    for group, dim, dtype in (
+        (1, 64, "float32"), (2, 80, "bfloat16"), (3, 96, "float16"), (4, 128, "bfloat16"),
+        (7, 96, "float32"), (16, 128, "float32"), (5, 3, "bfloat16"), (5, 3, "float32"),
     )
+}  # fmt: skip
 
 
-def test_zeros_and_equal_bounds():
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype", "implementation"),
+    each_way(CASES, fast=["1-64-float32", "3-96-float16", "5-3-bfloat16"]),
+)
+def test_scores(group, dim, dtype, implementation, small_tiles):
+    """Bounds of either sign, several tiles of pages; queries take the dtype of the bounds."""
+    rng = np.random.default_rng(group + dim)
+    pages = 1 if dim == 3 else 35
+    q = rng.normal(size=(2, 2, group, dim)).astype(np.float32)
+    keys = rng.normal(size=(2, 2, pages, 3, dim)) + rng.normal(size=(2, 2, pages, 1, dim))
+    keys = keys.astype(jnp.dtype(dtype))
+    low, high = keys.min(3), keys.max(3)
+    score = scores_by(implementation, q, low, high)
+    assert score.dtype == np.float32 and score.shape == (2, 2, group, pages)
+    q, low, high = (x.astype(np.float64) for x in (q.astype(low.dtype), low, high))
+    for row, head, g in np.ndindex(2, 2, group):
+        expected = reference.page_scores(q[row, head, g], low[row, head], high[row, head])
+        close(score[row, head, g], expected)
+    dots = np.einsum("bhgd,bhpnd->bhgpn", q, keys.astype(np.float64))
+    assert (score[..., None] >= dots - 1e-4).all()
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_scores_with_the_tiles_as_they_are(implementation):
+    """Whole numbers, whose products are the same in whatever order they are added up."""
+    rng = np.random.default_rng(0)
+    q = rng.integers(-2, 3, (1, 1, 2, 64)).astype(np.float32)
+    low = rng.integers(-5, 5, (1, 1, 300, 64)).astype(np.float32)
+    high = low + rng.integers(0, 5, low.shape)
+    scores = [scores_by(x, q, low, high) for x in (implementation, "xla")]
+    np.testing.assert_array_equal(*scores)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_zeros_and_equal_bounds(implementation):
     """A page of one key scores that key's product; a zero of the query takes neither bound."""
     rng = np.random.default_rng(1)
     q = rng.integers(-1, 2, (1, 2, 2, 6)).astype(np.float32)
     key = rng.integers(-5, 6, (1, 2, 4, 6)).astype(np.float32)
-    score = check(q, key, key)
+    score = scores_by(implementation, q, key, key)
     np.testing.assert_array_equal(score, np.einsum("bhgd,bhpd->bhgp", q, key))
-    assert (check(0 * q, key, key) == 0).all()
+    assert (scores_by(implementation, 0 * q, key, key) == 0).all()
 
 
-def test_an_implementation_that_is_not_offered():
-    x = np.ones((1, 1, 1, 2), np.float32)
-    with pytest.raises(ValueError, match="'cuda'"):
-        page_scores(x, x, x, implementation="cuda")
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ([(1, 2, 1, 4), (1, 2, 5, 4), (1, 2, 6, 4)], {},
+         r"high must have shape \(1, 2, 5, 4\), got \(1, 2, 6, 4\)"),
+        ([(1, 2, 4), (1, 2, 5, 4), (1, 2, 5, 4)], {}, r"got \(1, 2, 4\)"),
+        ([(1, 2, 1, 4), (1, 2, 5, 4), (1, 2, 5, 4)], {"implementation": "cuda"}, "'cuda'"),
+    ],
+)  # fmt: skip
+def test_refused(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        page_scores(*map(np.zeros, shapes), **options)
 
 
-@pytest.mark.parametrize("page", [1, 4, 16])
-@pytest.mark.parametrize("slots", [1, 37, 2100])  # the last takes more than one block
-@pytest.mark.fast_cases("1-16", "1-4", "37-16", "37-4")
+@pytest.mark.parametrize(
+    ("slots", "page"),
+    # The last takes more than one block.
+    [(1, 4), (37, 1), (37, 4), (37, 16), pytest.param(2100, 16, marks=pytest.mark.slow)],
+)
 def test_bounds(slots, page):
     """Heads with more and fewer tokens, which stand anywhere; no token reaches a page twice."""
     rng = np.random.default_rng(slots)

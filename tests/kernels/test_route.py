@@ -43,6 +43,7 @@ def test_without_the_lowering_a_gpu_takes_xla(monkeypatch):
     assert dispatch.choose_implementation(None) == "xla"
 
 
+@pytest.mark.slow  # another process
 def test_a_jax_without_triton_imports_and_computes():
     code = """
 import sys

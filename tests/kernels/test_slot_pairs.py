@@ -11,10 +11,8 @@ import pytest
 
 from pallas_kernels import join_anchors, pair_cosine, pair_distance
 from tests.references.kvmerger import cosine, similar_pairs
-from tests.support.lowering import KERNEL, lower_for_cuda
+from tests.support.implementations import EVERY, each_way
 from tests.support.tolerances import close
-
-EVERY = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
 def run(operation, *args, implementation, **options):
@@ -22,9 +20,12 @@ def run(operation, *args, implementation, **options):
     return np.asarray(jax.jit(call)(*args))
 
 
-@pytest.mark.parametrize("implementation", EVERY)
-@pytest.mark.parametrize(("count", "dim"), [(1, 3), (7, 80), (512, 3), (700, 3), (90, 256)])
-@pytest.mark.fast_cases("1-3-xla", "512-3-xla", "700-3-xla", "7-80-interpret", "90-256-interpret")
+PAIRS = {f"{n}-{dim}": (n, dim) for n, dim in ((1, 3), (7, 80), (512, 3), (700, 3), (90, 256))}
+
+
+@pytest.mark.parametrize(
+    ("count", "dim", "implementation"), each_way(PAIRS, fast=["7-80", "90-256"])
+)
 def test_every_pair_is_compared(count, dim, implementation):
     """Whole blocks of pairs, none, and a rest; NaN in a slot that no pair names."""
     rng = np.random.default_rng(0)
@@ -50,9 +51,9 @@ def test_keys_that_differ_by_rounding_are_equal(dtype, implementation):
     close(apart[0, 0], [0.0, 0.0, 16 * eps])
 
 
-@pytest.mark.parametrize("implementation", EVERY)
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.fast_cases("80-interpret")
+@pytest.mark.parametrize(
+    ("dim", "implementation"), each_way({str(n): (n,) for n in (64, 80, 128)}, fast=["80"])
+)
 def test_equal_keys_have_a_cosine_of_1(dim, implementation):
     """So do multiples of each other, and an anchor joins neither them nor what equals epsilon."""
     rng = np.random.default_rng(dim)
@@ -83,19 +84,6 @@ def test_anchors(implementation):
     for row in range(2):
         expected = similar_pairs(keys[row, 0].astype(float), list(free[row, 0]), 0.8, "anchor")
         assert set(np.flatnonzero(joins[row, 0])) == expected
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-def test_they_lower_for_cuda(dim, dtype):
-    """One kernel each, and no loop around it."""
-    keys = jax.ShapeDtypeStruct((2, 8, 4099, dim), dtype)
-    slots, flags = (jax.ShapeDtypeStruct((2, 8, 4099), x) for x in ("int32", "bool"))
-    anchors = functools.partial(join_anchors, threshold=0.75)
-    for operation, args in ((pair_cosine, slots), (pair_distance, slots), (anchors, flags)):
-        call = functools.partial(operation, implementation="pallas")
-        text = lower_for_cuda(call, keys, slots, args)
-        assert text.count(KERNEL) == 1 and "stablehlo.while" not in text
 
 
 def test_shapes_are_checked():

@@ -14,10 +14,7 @@ from pallas_kernels import soft_matching
 from pallas_kernels.grouping.cosine import cosine_step
 from tests.references.chelsea import soft_matching as reference
 from tests.support.attention_cases import use_small_tiles
-from tests.support.lowering import KERNEL, lower_for_cuda
-
-KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
-EVERY = ["xla", *KERNELS]
+from tests.support.implementations import EVERY, KERNELS, each_way
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +45,17 @@ def check(keys, count, chunk, implementation="xla"):
         np.testing.assert_array_equal(partner[row, head], leads_to)
 
 
-@pytest.mark.parametrize("implementation", EVERY)
-@pytest.mark.parametrize("chunk", [2, 3, 8, 256])
-@pytest.mark.parametrize("tokens", [1, 2, 21])
-@pytest.mark.fast_cases(
-    "1-256-xla", "1-3-xla", "1-8-xla", "2-2-xla", "2-256-xla", "2-3-xla", "2-8-xla",
-    "1-8-interpret", "21-2-interpret", "21-3-interpret", "21-8-interpret", "21-256-interpret",
-)  # fmt: skip
+EDGES = {
+    f"{tokens} in {chunk}": (tokens, chunk)
+    for tokens, chunk in ((1, 2), (1, 256), (2, 2), (2, 3), (2, 8), (21, 2), (21, 3), (21, 8),
+                          (21, 256))
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "implementation"),
+    each_way(EDGES, fast=["1 in 2", "21 in 3", "21 in 256"]),
+)
 def test_edges(tokens, chunk, implementation):
     """Chunks that don't fill up, heads with fewer tokens than there is room for, and none."""
     rng = np.random.default_rng(tokens)
@@ -62,10 +63,15 @@ def test_edges(tokens, chunk, implementation):
     check(keys, [[tokens, tokens // 2], [0, 1]], chunk, implementation)
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.fast_cases("256-float32-interpret", "80-bfloat16-interpret")
+TILES = {
+    f"{dim}-{dtype}": (dim, dtype)
+    for dim, dtype in ((64, "float16"), (80, "bfloat16"), (128, "bfloat16"), (256, "float32"))
+}
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "implementation"), each_way(TILES, fast=["80-bfloat16"], xla=False)
+)
 def test_chunks_of_several_tiles(dim, dtype, implementation):
     """NaN where no token is, and a last chunk that is not full."""
     keys = np.random.default_rng(dim).normal(size=(1, 2, 150, dim))
@@ -128,19 +134,3 @@ def test_refused(options, message):
     given = {"keys": jnp.ones((1, 1, 4, 2)), "count": jnp.array([[4]]), "chunk": 2}
     with pytest.raises(ValueError, match=message):
         soft_matching(**{**given, **options})
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("tokens", "chunk", "dim"), [(32_768, 256, 128), (999, 1000, 80)])
-@pytest.mark.fast_cases("32768-256-128-bfloat16", "999-1000-80-float32")
-def test_the_kernel_lowers_for_cuda_and_takes_the_keys_as_they_are(tokens, chunk, dim, dtype):
-    keys = jax.ShapeDtypeStruct((2, 8, tokens, dim), dtype)
-    count = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-
-    def call(keys, count):
-        return soft_matching(keys, count, chunk=chunk, implementation="pallas")
-
-    text = lower_for_cuda(call, keys, count)
-    assert text.count(KERNEL) == 1 and "stablehlo.while" not in text
-    taken = [line for line in text.splitlines() if f"tensor<2x8x{tokens}x{dim}x" in line]
-    assert taken and not [x for x in taken if KERNEL not in x and "func.func" not in x]

@@ -15,7 +15,7 @@ from pallas_kernels import join_anchors, pair_cosine, soft_matching
 from tests.references import chelsea, kvmerger
 
 A, B = [1, 2, 1, 0, 1, 2, 2, 2], [2, 2, 2, 0, 0, 0, 0, 0]  # of lengths that are no whole numbers
-LENGTHS = [(1, 1), (1, 2), (3, 1)]
+LENGTHS = [(1, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 1), (3, 1)))]
 DRAWS = 40
 EXACTLY = {
     reference: functools.partial(lambda own, a, b: round(own(a, b), 12), reference.cosine)
@@ -67,7 +67,6 @@ def kept_by_reference(make, q: np.ndarray, keys: np.ndarray) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.fast_cases("lengths1")
 def test_kvmerger_merges_the_first_of_equal_pairs(lengths):
     keys = doubled(issue_and_draws(), lengths)
     # The older token of a pair has received more attention, and is the pivot.
@@ -76,7 +75,6 @@ def test_kvmerger_merges_the_first_of_equal_pairs(lengths):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.fast_cases("lengths1", "lengths2")
 def test_chelsea_merges_the_first_of_equal_pairs(lengths):
     keys = doubled(issue_and_draws(), lengths)
     keys = np.concatenate((keys, keys[:, :1]), axis=1)  # the newest token is not merged
@@ -84,6 +82,7 @@ def test_chelsea_merges_the_first_of_equal_pairs(lengths):
     assert kept(transform, 0 * keys, keys) == [[1, 2, 3, 4]] * len(keys)
 
 
+@pytest.mark.slow
 def test_kvmerger_against_its_reference_where_most_pairs_tie():
     """Eight vectors twice each in every row; half of the pairs that tie are merged."""
     keys, q = doubled(draw(1, 8)), np.random.default_rng(2).normal(size=(DRAWS, 16, 8))
@@ -93,6 +92,7 @@ def test_kvmerger_against_its_reference_where_most_pairs_tie():
     assert kept(kvjax.KVMerger(**fields), q.astype(np.float32), keys) == expected
 
 
+@pytest.mark.slow
 def test_chelsea_against_its_reference_where_most_edges_tie():
     keys, q = doubled(draw(3, 9))[:, :17], np.random.default_rng(4).normal(size=(DRAWS, 17, 8))
     fields = {"budget": 13, "sinks": 0, "recent": 1, "chunk": 8}
@@ -101,9 +101,13 @@ def test_chelsea_against_its_reference_where_most_edges_tie():
     assert kept(kvjax.Chelsea(**fields), q.astype(np.float32), keys) == expected
 
 
-@pytest.mark.parametrize("dim", [1, 2, 4, 8, 64, 128, 256])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.fast_cases("bfloat16-2", "bfloat16-4", "bfloat16-64", "bfloat16-8")
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (2, "bfloat16"), (64, "bfloat16"), pytest.param(1, "float32", marks=pytest.mark.slow),
+        pytest.param(128, "float32", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_the_cosine_of_parallel_keys_is_1(dim, dtype):
     """Whatever the keys, their number of channels and their lengths, in all operations."""
     a = jnp.asarray(np.random.default_rng(dim).normal(size=(2, 512, dim)), dtype)

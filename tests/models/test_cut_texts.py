@@ -34,17 +34,10 @@ def model(kind: str = "longrope"):
     )  # fmt: skip
     made = random_decoder(
         DecoderConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_layers=2,
-            query_heads=4,
-            kv_heads=2,
-            head_dim=8,
-            rope=rope,
-            max_positions=256,
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
+            kv_heads=2, head_dim=8, rope=rope, max_positions=256,
         )
-    )
+    )  # fmt: skip
     made.embed.embedding[...] *= 50  # so that attention is not uniform
     return made
 
@@ -97,8 +90,13 @@ def check_cuts(functional, tokens: list[int]) -> None:
         close(found, whole, "accumulated", name)
 
 
-@pytest.mark.parametrize("kind", ROPE_TYPES)
-@pytest.mark.fast_cases("dynamic", "longrope")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * (x not in ("dynamic", "longrope")))
+        for x in ROPE_TYPES
+    ],
+)
 def test_every_type_of_rope(kind):
     check_cuts(as_functional(model(kind)), IDS)
 

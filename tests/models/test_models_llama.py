@@ -1,4 +1,4 @@
-"""Llama and Mistral against `transformers`, in float32."""
+"""The decoder: which logits it computes, what it refuses, and a real model."""
 
 from __future__ import annotations
 
@@ -11,151 +11,20 @@ import numpy as np
 import pytest
 from flax import nnx
 from tokenizers import Tokenizer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.configuration_llama import LlamaConfig
 
 import kvjax
 from kvjax.models import DecoderConfig, RopeConfig, from_pretrained, random_decoder
-from kvjax.models.rope_scaling import make_rope
-from tests.support.hf_models import (
-    LENGTHS,
-    SIZES,
-    Stepper,
-    both_logits,
-    pytorch,
-    reference_logits,
-    save_reference,
-)
+from tests.support.hf_models import Stepper
 from tests.support.tolerances import close
-
-THETA = {"rope_theta": 1000.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 48,
-}
-CASES = {
-    "gqa": {},
-    "mha": {"num_key_value_heads": 4},
-    "mqa": {"num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
-    "biases": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
-    "head_dim": {"head_dim": 16, "rms_norm_eps": 1e-3},
-    "theta": {"rope_parameters": {"rope_type": "default", **THETA}},
-    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, **THETA}},
-    # The context of 16 lies inside the longest prompt.
-    "dynamic": {
-        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **THETA},
-        "max_position_embeddings": 16,
-    },
-    # One wavelength is kept, one lies on the ramp, two are stretched.
-    "llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 100.0}},
-    "mistral": {"model_type": "mistral", "sliding_window": None},
-    "mistral-window": {"model_type": "mistral", "sliding_window": 7},
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def runs(request, tmp_path_factory):
-    """Ours, one padded batch, and the reference, each row alone: `[(prompt, new)]` per row."""
-    folder = tmp_path_factory.mktemp(request.param)
-    reference = save_reference(folder, **CASES[request.param])
-    return both_logits(from_pretrained(folder), reference)
-
-
-@pytest.mark.parametrize("row", range(len(LENGTHS)), ids=("full", "right", "left", "middle"))
-def test_prompt_matches_transformers(runs, row):
-    ours, theirs = runs
-    assert theirs[row][0].std() > 0.5
-    close(ours[row][0], theirs[row][0])
-
-
-@pytest.mark.parametrize("row", range(len(LENGTHS)), ids=("full", "right", "left", "middle"))
-def test_decoding_matches_transformers(runs, row):
-    ours, theirs = runs
-    close(ours[row][1], theirs[row][1])
-
-
-def test_every_token_through_the_cache(tmp_path):
-    """From the second token on nothing but decode steps, against the whole prompt at once."""
-    reference = save_reference(tmp_path)
-    tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 12)
-    step = Stepper(from_pretrained(tmp_path), 1, 1, 11)
-    logits = [step([[tokens[0]]], [[0]], "prompt")]
-    logits += [step([[tokens[t]]], [[t]], "decode") for t in range(1, 12)]
-    expected = reference_logits(reference, tokens, 12)
-    close(np.concatenate(logits, 1)[0], expected)
-
-
-@pytest.mark.parametrize(
-    ("theta", "parameters"),
-    [
-        (10000.0, {"rope_type": "default"}),
-        (500000.0, {"rope_type": "default"}),
-        (10000.0, {"rope_type": "linear", "factor": 4.0}),
-        (500000.0, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}),
-        (500000.0, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}),
-    ],
-)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_inverse_frequencies_of_published_sizes(theta, parameters, head_dim):
-    """To the last bits: at position 100,000 a relative error of 1e-6 would be 0.1 radians."""
-    config = LlamaConfig(
-        hidden_size=8 * head_dim,
-        num_attention_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_theta": theta, **parameters},
-    )
-    kind = parameters["rope_type"]
-    pytorch()
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    default = LlamaRotaryEmbedding.compute_default_rope_parameters
-    expected, _ = (default if kind == "default" else ROPE_INIT_FUNCTIONS[kind])(config)
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    rope = RopeConfig(
-        rotary_dim=head_dim,
-        theta=theta,
-        type=kind,
-        original_max_positions=parameters.get("original_max_position_embeddings"),
-        **{name: parameters[name] for name in names if name in parameters},
-    )
-    ours = np.asarray(make_rope(rope, 1).inv_freq)
-    np.testing.assert_allclose(ours, expected.numpy(), rtol=2.5e-7, atol=0)
-
-
-@pytest.mark.parametrize("length", [1, 4096, 4097, 9000, 16384])
-def test_dynamic_frequencies_follow_the_length(length):
-    config = LlamaConfig(
-        hidden_size=1024,
-        num_attention_heads=8,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-    )
-    pytorch()
-    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
-    rope = RopeConfig(rotary_dim=128, type="dynamic", factor=4.0, original_max_positions=4096)
-    frequencies = np.asarray(make_rope(rope, length).inv_freq)
-    np.testing.assert_allclose(frequencies, expected.numpy(), rtol=2e-6)
-    plain = np.asarray(make_rope(RopeConfig(rotary_dim=128), length).inv_freq)
-    assert (frequencies == plain).all() == (length <= 4096)
 
 
 def small_config(**changes) -> DecoderConfig:
-    given = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_layers": 2,
-        "query_heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "rope": RopeConfig(rotary_dim=8),
+    sizes = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
+        "query_heads": 4, "kv_heads": 2, "head_dim": 8, "rope": RopeConfig(rotary_dim=8),
         "max_positions": 64,
-    }
-    return DecoderConfig(**{**given, **changes})
+    }  # fmt: skip
+    return DecoderConfig(**{**sizes, **changes})
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -187,16 +56,10 @@ def test_seeds_decide_random_weights():
 
 
 def test_attributes_that_generation_reads():
-    expected = {
-        "num_layers": 1,
-        "query_heads": 8,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 97,
-        "max_positions": 77,
-    }
-    model = random_decoder(small_config(max_positions=77, query_heads=8, num_layers=1))
-    assert {name: getattr(model, name) for name in expected} == expected
+    sizes = {"num_layers": 1, "query_heads": 8, "kv_heads": 2, "head_dim": 8, "vocab_size": 97}
+    sizes["max_positions"] = 77
+    model = random_decoder(small_config(**sizes))
+    assert {name: getattr(model, name) for name in sizes} == sizes
 
 
 @functools.cache
@@ -218,26 +81,14 @@ def small_step() -> Stepper:
 def test_wrong_calls_are_refused(changes, message):
     step = small_step()
     model = nnx.merge(step.graphdef, step.state)
-    given = {
-        "tokens": jnp.zeros((1, 3), jnp.int32),
-        "positions": jnp.arange(3)[None],
-        "caches": step.caches,
-        "layers": step.layers,
-        "logits_at": None,
-        **changes,
-    }
+    call = {
+        "tokens": jnp.zeros((1, 3), jnp.int32), "positions": jnp.arange(3)[None],
+        "caches": step.caches, "layers": step.layers, **changes,
+    }  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        model(
-            given["tokens"],
-            given["positions"],
-            given["caches"],
-            layers=given["layers"],
-            phase="prompt",
-            logits_at=given["logits_at"],
-        )
+        model(**call, phase="prompt")
 
 
-@pytest.mark.parametrize("phase", ["prompt", "decode"])
 @pytest.mark.parametrize(
     ("wrong", "given"),
     [
@@ -251,7 +102,7 @@ def test_wrong_calls_are_refused(changes, message):
         ("slots", "KVCache"),
     ],
 )
-def test_what_is_no_cache_is_refused(wrong, given, phase):
+def test_what_is_no_cache_is_refused(wrong, given):
     """Of any layer, before anything is computed."""
     step = small_step()
     model, (first, second) = nnx.merge(step.graphdef, step.state), step.caches
@@ -259,7 +110,7 @@ def test_what_is_no_cache_is_refused(wrong, given, phase):
         wrong = {"nested": ((second,),), "list": [second], "slots": second.kv}[wrong]
     ids = jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(TypeError, match=f"layer 1 takes a cache from init_cache, got {given}$"):
-        model(ids, ids, (first, wrong), layers=step.layers, phase=phase)
+        model(ids, ids, (first, wrong), layers=step.layers, phase="decode")
 
 
 @pytest.mark.parametrize("name", ["caches", "layers"])

@@ -159,25 +159,3 @@ def rounding_excess(lo: np.ndarray, scale: np.ndarray, dtype: str) -> np.ndarray
     15 * 2**-digits * scale < scale / 2.  To the first order; where no exponent underflows.
     """
     return 2.0 ** -DIGITS[dtype] * (np.abs(lo) + 15 * np.asarray(scale, np.float64))
-
-
-def attention_error_bound(
-    q: np.ndarray,
-    v: np.ndarray,
-    probabilities: np.ndarray,
-    key_error: np.ndarray,
-    value_error: np.ndarray,
-    scale: float | None = None,
-) -> np.ndarray:
-    """|out - out'| of attention whose keys and values are off by at most these errors [S, D].
-
-        delta = scale * max over s of sum_d |q_d| key_error[s, d]        p' / p <= exp(2 delta)
-        bound = (exp(2 delta) - 1) sum_s p |v|  +  exp(2 delta) sum_s p value_error
-
-    q [G, T, D], v [S, D], probabilities [G, T, S] of the exact keys, which are stored rotated; no
-    soft cap (it only lowers delta).  Returns [G, T, D].
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    delta = scale * np.max(np.abs(q) @ key_error.T, axis=-1, keepdims=True)
-    moved = np.expm1(2 * delta) * (probabilities @ np.abs(v))
-    return moved + np.exp(2 * delta) * (probabilities @ value_error)

@@ -14,6 +14,7 @@ from kvjax import Codebook, Quantize, chain
 from kvjax.storage.references import CodebookPayload
 from tests.support import attending
 from tests.support.attending import Tokens, new_cache, one_layer, right
+from tests.support.marks import some_slow
 
 FIRST, BUDGET = (40, 32, 24), 24  # tokens of the first prompts; slots that evictors leave
 
@@ -152,40 +153,62 @@ def of_form(form: str, script: Script) -> Tokens:
     return alike(tokens) if form == "codebook" else tokens
 
 
-MANY = [(name, form) for name in EVICTING for form in FORMS if "not rotated" not in form]
+MANY = {
+    "8 bits": ("snapkv", "h2o", "chelsea", "head_groups", "pyramidkv", "kvcrush"),
+    "float8": ("kvmerger", "reposition", "every"),
+    "4 bits": ("snapkv", "kvmerger", "kvcrush", "per_layer", "everywhere"),
+    "4 bits, token": ("streaming_llm", "chelsea", "when_full", "reposition"),
+    "codebook": ("snapkv", "h2o", "every", "per_layer", "kvmerger", "head_groups"),
+}
 
 
-@pytest.mark.parametrize(("name", "form"), MANY)
-@pytest.mark.fast_cases("snapkv-4 bits", "snapkv-codebook")
+@pytest.mark.parametrize(
+    ("name", "form"),
+    some_slow(
+        [(name, form) for form, chosen in MANY.items() for name in chosen], ("snapkv", "4 bits")
+    ),
+)
 def test_behind_what_frees_slots(name, form):
-    """Or else it is refused, with what to take."""
-    if form == "4 bits" and name in FREES_WHILE_DECODING:
-        with pytest.raises(ValueError, match="take key_axis='token'"):
-            one_layer(chain(EVICTING[name], FORMS[form]))
-        return
-    if form == "codebook" and name == "chelsea":
-        with pytest.raises(ValueError, match="merge at the prompt's end only"):
-            chain(EVICTING[name], FORMS[form])
-        return
     script = Script(turns=6, new=2, steps=1)
     check(one_layer(chain(EVICTING[name], FORMS[form])), script, of_form(form, script))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", KEEPING)
-@pytest.mark.fast_cases("full-8 bits")
+@pytest.mark.parametrize(
+    ("name", "form"),
+    some_slow(
+        [
+            *(("full", form) for form in FORMS),
+            *((x, form) for x in ("quest", "clusterkv") for form in ("8 bits", "4 bits")),
+        ],
+        ("full", "8 bits"),
+    ),
+)
 def test_where_slots_stay(name, form):
     """Turns of one token; for ClusterKV of a whole cluster, for which it always has room."""
-    if form == "codebook" and name != "full":
-        with pytest.raises(ValueError, match="unrotated"):
-            chain(FORMS[form], KEEPING[name])
-        return
     script = Script(turns=12, new=4 if name == "clusterkv" else 1, steps=0)
     check(one_layer(chain(FORMS[form], KEEPING[name])), script, of_form(form, script))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "base"), [("bfloat16", snapkv()), ("float16", kvjax.Full())])
+def test_what_cannot_be_stored_so():
+    for name in FREES_WHILE_DECODING:
+        with pytest.raises(ValueError, match="take key_axis='token'"):
+            one_layer(chain(EVICTING[name], FORMS["4 bits"]))
+    with pytest.raises(ValueError, match="merge at the prompt's end only"):
+        chain(EVICTING["chelsea"], FORMS["codebook"])
+    for name in ("quest", "clusterkv"):
+        with pytest.raises(ValueError, match="unrotated"):
+            chain(FORMS["codebook"], KEEPING[name])
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "base"),
+    [
+        ("8 bits", "bfloat16", snapkv()), ("float8", "float16", kvjax.Full()),
+        ("8 bits, not rotated", "float16", kvjax.Full()), ("4 bits", "bfloat16", snapkv()),
+        ("4 bits", "float16", kvjax.Full()), ("4 bits, token", "bfloat16", snapkv()),
+        ("codebook", "bfloat16", snapkv()), ("codebook", "float16", kvjax.Full()),
+    ],
+)  # fmt: skip
 @pytest.mark.slow
 def test_in_16_bits(form, dtype, base):
     script = Script(turns=8, new=1, steps=1, dtype=dtype)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from kvjax.storage.references import Book, CodebookPayload
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 from tests.support.attending import INV_FREQ, structure, the_rope
+from tests.support.marks import slow, some_slow
 from tests.support.tolerances import close
 
 SHAPE = B, H, S, D = 2, 2, 18, 8
@@ -68,9 +68,8 @@ PAYLOADS = {
         B * ((60 + BOOKED * H) * D * FLOAT + H * S * (2 + FLOAT) + 3 * INT), 1e-6,
     ),
 }  # fmt: skip
-SLOW = {"codebook"}  # to be compiled
 every_payload = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PAYLOADS]
+    "name", some_slow(PAYLOADS, *(name for name in PAYLOADS if name != "codebook"))
 )
 
 
@@ -149,7 +148,6 @@ def test_bytes_are_those_of_the_arrays(name):
 
 
 @every_payload
-@pytest.mark.fast_cases("4 bits, grouped values", "4 bits, token", "8 bits", "dense", "float8")
 def test_read(name):
     payload, live = stored(name), host(slots_of().live)
     assert payload.shape == SHAPE and payload.dtype == jnp.float32
@@ -272,8 +270,13 @@ def test_new_rows_move(name):
     near(name, flushed[live], expected[live])
 
 
-@pytest.mark.parametrize(("turned", "name"), list(itertools.product((False, True), PAYLOADS)))
-@pytest.mark.fast_cases("False-dense", "False-offloaded", "True-dense", "True-offloaded")
+@pytest.mark.parametrize(
+    ("name", "turned"),
+    [
+        ("dense", True), ("offloaded", False),
+        *slow(*((name, True) for name in [*PAYLOADS][2:]), ("8 bits", False), ("codebook", False)),
+    ],
+)  # fmt: skip
 def test_attention(name, turned):
     """As over the rows that are read, in float64: by products, and by the kernel."""
     keys, values = (fill_up(stored(name, seed), (2, 1), seed + 1)[0] for seed in (0, 2))

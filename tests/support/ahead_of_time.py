@@ -2,16 +2,94 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 SHOWN = 200  # signs of a line of HLO, or of an error
+OLDEST_JAX = (0, 11)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function and the shapes that it is compiled for.
+
+    Args:
+      name: in the report.
+      function, args: what is compiled; args are avals, whose memory space counts.
+      stores: the arrays whose bytes are what compression saves: none may be copied or decoded.
+      decoded_bytes: of keys and values, if the stores were decoded.
+      kernel: the name of the kernel that must be in it; None: XLA's own, of which is told what it
+        takes.
+      donated: whether the first argument is, and all stores are in it.
+      rewrites: whether keys and values become others, so that it makes arrays as large as a store.
+      to_host: whether rows may go to host memory, as an offloaded cache's do now and then.
+      waits: whether loops and branches may depend on what the device alone knows.
+      copied: how many stores are copied once. Where a store comes out smaller than it came in, it
+        cannot be donated, and new tokens are put into a copy.
+      known: what is known to be wrong with it: a part of the fault's text.
+    """
+
+    name: str
+    function: Callable
+    args: tuple
+    stores: tuple
+    decoded_bytes: int = 0
+    kernel: str | None = None
+    donated: bool = False
+    rewrites: bool = False
+    to_host: bool = False
+    waits: bool = True
+    copied: int = 0
+    known: str | None = None
+
+    @property
+    def store_bytes(self) -> int:
+        """Of all stores."""
+        return sum(x.size * x.dtype.itemsize for x in self.stores)
+
+    @property
+    def store_elements(self) -> int:
+        """Of the smallest store: as large an array is a copy, or what one decodes to."""
+        return min(x.size for x in self.stores)
+
+
+def parse(
+    name: str, doc: str, devices: Sequence[str], arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """The options of a command that compiles programs for devices."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tests.{name}", description=doc.splitlines()[0]
+    )
+    parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
+    parser.add_argument("--only", default="", help="programs with this text in their names")
+    parser.add_argument("--hlo", type=Path, help="a folder for what was compiled, as text")
+    parser.add_argument("--out", type=Path, help="a JSON file for the table, of TPUs")
+    return parser.parse_args(arguments)
+
+
+def cannot(extra: str, device: str, modules: Iterable[str]) -> str | None:
+    """Why nothing can be compiled here, where one of the modules has to be there."""
+    there = f"jax {jax.__version__} on Python {sys.version.split()[0]}"
+    if jax.__version_info__ < OLDEST_JAX:
+        there += ", which is too old"
+    elif not any(map(installed, modules)):
+        there += f" without the compiler for a {device}"
+    else:
+        return None
+    return (
+        f"needs jax[{extra}] 0.11 or newer, on Python 3.12 or newer, and no {device}; got {there}"
+    )
 
 
 def installed(module: str) -> bool:
@@ -22,12 +100,42 @@ def installed(module: str) -> bool:
         return False
 
 
+def mesh_of(topology: Any) -> Mesh:
+    """A mesh of the first device of a described topology."""
+    return Mesh(np.array(topology.devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+
+
+def compiled(program: Program, mesh: Mesh, folder: Path | None, name: str, **kind: Any) -> tuple:
+    """The compiled program, its text, seconds, and why there is none.
+
+    Args:
+      program: what is compiled.
+      mesh: of the described device.
+      folder: where its text is written to, if anywhere.
+      name: of the device.
+      kind: `platform` and `cores` of `compile_for`.
+    """
+    begin = time.perf_counter()
+    try:
+        found = compile_for(mesh, program.function, program.args, donated=program.donated, **kind)
+    except Exception as error:
+        reason = next((x for x in str(error).splitlines() if x.strip()), type(error).__name__)
+        fault = f"does not compile: {reason[:SHOWN]}"
+        return None, "", time.perf_counter() - begin, [fault]
+    seconds, text = time.perf_counter() - begin, found.as_text()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = re.sub(r"[^A-Za-z0-9_]+", "_", f"{name} {program.name}")
+        (folder / f"{file}.hlo").write_text(text)
+    return found, text, seconds, []
+
+
 def compile_for(
     mesh: Mesh,
-    platform: str,
     function: Callable,
     args: tuple,
     *,
+    platform: str,
     donated: bool,
     cores: int | None = None,
 ) -> Any:
@@ -35,8 +143,8 @@ def compile_for(
 
     Args:
       mesh: of one described device.
+      function, args: what is compiled; args are shapes, whose memory space counts.
       platform: of the device: what is traced, and Pallas, ask the mesh for it.
-      args: shapes, whose memory space counts.
       donated: whether the first argument is.
       cores: of the device, where Pallas asks for them.
     """
@@ -74,8 +182,8 @@ def set_memory_kinds(lowered, args: Sequence, results: Sequence) -> None:
 
     def placed(arrays: Sequence, given: Sequence) -> ir.ArrayAttr:
         attributes = []
-        for x, own in zip(arrays, given, strict=True):
-            kinds = {name.name: name.attr for name in own}
+        for x, attributes_of in zip(arrays, given, strict=True):
+            kinds = {name.name: name.attr for name in attributes_of}
             kind = "pinned_host" if on_host(x) else "device"
             kinds["mhlo.memory_kind"] = ir.StringAttr.get(kind)
             attributes.append(ir.DictAttr.get(kinds))
@@ -90,19 +198,6 @@ def set_memory_kinds(lowered, args: Sequence, results: Sequence) -> None:
 def on_host(x: Any) -> bool:
     """Whether an aval is of an array in host memory."""
     return x.memory_space == jax.memory.Space.Host
-
-
-def why_not(error: Exception) -> str:
-    """Why something does not compile, in a line."""
-    reason = next((x for x in str(error).splitlines() if x.strip()), type(error).__name__)
-    return f"does not compile: {reason[:SHOWN]}"
-
-
-def write_text(folder: Path | None, name: str, text: str) -> None:
-    """Writes what was compiled into a folder, if there is one."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{re.sub(r'[^A-Za-z0-9_]+', '_', name)}.hlo").write_text(text)
 
 
 def megabytes(count: float) -> str:

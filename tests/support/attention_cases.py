@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels.base import tiles
 from tests.references.attention import softmax_attention
+from tests.support.implementations import EVERY as EVERY
+from tests.support.implementations import KERNELS as KERNELS
 from tests.support.tolerances import close
 
 SLOTS = 45
 PROMPTS = ("prompt_attention", "column_sums")
-KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,11 @@ class Shape:
     dtype: str = "float32"
     options: dict = field(default_factory=dict, hash=False)
     slots: int = SLOTS
+    shuffled: bool = True  # whether slots are in another order than positions
 
     def __str__(self):
         parts = [f"G{self.group}", f"D{self.dim}", f"T{self.tokens}", self.dtype, *self.options]
+        parts += [f"S{self.slots}"] * (self.slots != SLOTS) + ["in order"] * (not self.shuffled)
         return " ".join(parts)
 
 
@@ -45,7 +47,9 @@ class Case:
         lengths = np.reshape((0, 1, slots // 2 + 1, slots), heads)
         q = rng.normal(size=(*heads, shape.group, shape.tokens, shape.dim))
         k, v = rng.normal(size=(2, *heads, slots, shape.dim))
-        position = rng.permuted(np.tile(np.arange(slots), (*heads, 1)), axis=-1)
+        position = np.tile(np.arange(slots), (*heads, 1))
+        if shape.shuffled:
+            position = rng.permuted(position, axis=-1)
         free = np.arange(slots) >= lengths[..., None]
         free |= (rng.random(free.shape) < 0.2) & (lengths[..., None] > 1)
         free[-1, -1, [0, -1]] = False  # what an entry of -1 could be taken for

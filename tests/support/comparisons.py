@@ -8,7 +8,7 @@ from typing import Any
 
 from kvjax.evaluation import MEASURES, Cell, Results
 from kvjax.evaluation.cells import files
-from kvjax.evaluation.report import pictures
+from kvjax.evaluation.report import plots
 
 FULL = "full", None
 LONG = "chain(kvcrush(snapkv), every(quantize(bits=4, group=64), steps=128), offload)"
@@ -105,7 +105,5 @@ def write_journal(results: Results, folder: Path) -> Path:
 
 
 def draw_nothing(monkeypatch) -> None:
-    """Pictures take longer than all else that is written; those on the page are empty."""
-    monkeypatch.setattr(pictures, "save", lambda picture, folder: None)
-    for name in ("panel_svg", "picture_svg", "swatch_svg"):
-        monkeypatch.setattr(pictures, name, lambda *args: "<svg/>")
+    """Pictures take longer than all else that is written."""
+    monkeypatch.setattr(plots, "figures", lambda results: {})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvjax.evaluation import Grid
+from kvjax.evaluation import Grid, read_results
+from kvjax.evaluation.cells.files import as_json
 from kvjax.evaluation.cells.grid import Cell
 from kvjax.evaluation.comparison.material import Material
 from kvjax.models import load_tokenizer
@@ -49,5 +50,5 @@ def one_line(capsys) -> str:
 
 
 def results(path: Path) -> dict:
-    """What a folder's `results.json` holds."""
-    return json.loads((path / "results.json").read_text())
+    """Settings and rows of a folder's comparison."""
+    return json.loads(json.dumps(as_json(read_results(path))))

@@ -35,32 +35,22 @@ Exit status: 0, 1 when something is not as asked, 2 when nothing can be compiled
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from tests.support.ahead_of_time import (
-    SHOWN,
-    compile_for,
-    installed,
-    megabytes,
-    why_not,
-    write_text,
-)
-from tests.support.hlo_text import Program
-from tests.tpu.tpu_programs import TPUProgram, programs
+from tests.support import ahead_of_time
+from tests.support.ahead_of_time import SHOWN, Program, compiled, megabytes, mesh_of
+from tests.support.hlo_text import Program as HLO
+from tests.tpu.tpu_programs import programs
 
-OLDEST_JAX = (0, 11)
 # What moves an array into fast memory or out of it, laid out the same, at once or in slices.
 FETCH = re.compile(r"S\(1\).* (copy-start\(|custom-call\(.*\"ConcatBitcast\")")
 
@@ -104,16 +94,9 @@ class Outcome(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles everything for every device."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.tpu.compile_for_tpus", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--devices", nargs="+", choices=list(DEVICES), default=list(DEVICES))
-    parser.add_argument("--only", default="", help="programs with this text in their names")
-    parser.add_argument("--out", type=Path, help="a JSON file for the table")
-    parser.add_argument("--hlo", type=Path, help="a folder for what was compiled, as text")
-    given = parser.parse_args(arguments)
-    if reason := cannot():
-        print(f"{parser.prog}: {reason}", file=sys.stderr)
+    given = ahead_of_time.parse("tpu.compile_for_tpus", __doc__, list(DEVICES), arguments)
+    if reason := ahead_of_time.cannot("tpu", "TPU", ["libtpu"]):
+        print(reason, file=sys.stderr)
         return 2
     os.environ.update({name: os.environ.get(name, value) for name, value in NO_MACHINE.items()})
     jax.config.update("jax_platforms", "cpu")
@@ -122,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             mesh = describe(DEVICES[name])
         except Exception as error:
-            print(f"{parser.prog}: libtpu cannot be used: {error}", file=sys.stderr)
+            print(f"libtpu cannot be used: {error}", file=sys.stderr)
             return 2
         print(f"{name}: {mesh.devices.flat[0].device_kind}", flush=True)
         for program in programs():
@@ -137,48 +120,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed or not rows else 0
 
 
-def cannot() -> str | None:
-    """Why nothing can be compiled here."""
-    there = f"jax {jax.__version__} on Python {sys.version.split()[0]}"
-    if jax.__version_info__ < OLDEST_JAX:
-        there += ", which is too old"
-    elif not installed("libtpu"):
-        there += " without libtpu"
-    else:
-        return None
-    return f"needs jax[tpu] 0.11 or newer, on Python 3.12 or newer, and no TPU; got {there}"
-
-
 def describe(device: Device) -> Mesh:
     """A mesh of one chip that is not there."""
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(device.topology, "tpu", chips_per_host_bounds=(1, 1, 1))
-    return Mesh(np.array(topology.devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    return mesh_of(
+        topologies.get_topology_desc(device.topology, "tpu", chips_per_host_bounds=(1, 1, 1))
+    )
 
 
-def check(name: str, mesh: Mesh, program: TPUProgram, folder: Path | None = None) -> Outcome:
+def check(name: str, mesh: Mesh, program: Program, folder: Path | None = None) -> Outcome:
     """Compiles a program and asks of it what is to be asked."""
-    begin = time.perf_counter()
-    try:
-        compiled = compile_for(
-            mesh, "tpu", program.function, program.args, donated=True, cores=DEVICES[name].cores
-        )
-    except Exception as error:
-        return Outcome(*divide([why_not(error)], program.known), time.perf_counter() - begin)
-    seconds = time.perf_counter() - begin
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    write_text(folder, f"{name} {program.name}", text)
+    found, text, seconds, faults = compiled(
+        program, mesh, folder, name, platform="tpu", cores=DEVICES[name].cores
+    )
+    if faults:
+        return Outcome(*divide(faults, program.known), seconds)
+    memory = found.memory_analysis()
     return Outcome(
-        *divide(list(faults_of(program, Program(text), memory)), program.known),
+        *divide(list(faults_of(program, HLO(text), memory)), program.known),
         seconds,
         memory.argument_size_in_bytes,
-        compiled.cost_analysis()["bytes accessed"],
+        found.cost_analysis()["bytes accessed"],
         memory.temp_size_in_bytes,
     )
 
 
-def faults_of(program: TPUProgram, hlo: Program, memory) -> Iterator[str]:
+def faults_of(program: Program, hlo: HLO, memory) -> Iterator[str]:
     """What is not as asked."""
     if program.kernel is not None:
         if not hlo.kernels(program.kernel):
@@ -204,7 +172,7 @@ def divide(found: list[str], known: str | None) -> tuple[list[str], list[str]]:
     return faults if there else [*faults, f"is well, but is said not to be: {known}"], there
 
 
-def lines(name: str, program: TPUProgram, outcome: Outcome) -> Iterator[str]:
+def lines(name: str, program: Program, outcome: Outcome) -> Iterator[str]:
     """One line, and one for each fault."""
     mark = "FAIL" if outcome.faults else "known" if outcome.known else "ok"
     yield (
@@ -214,7 +182,7 @@ def lines(name: str, program: TPUProgram, outcome: Outcome) -> Iterator[str]:
     yield from (f"       {fault}" for fault in outcome.faults + outcome.known)
 
 
-def row(name: str, program: TPUProgram, outcome: Outcome) -> dict:
+def row(name: str, program: Program, outcome: Outcome) -> dict:
     """One entry of the JSON file."""
     rounded = {"seconds": round(outcome.seconds, 1), "read": round(outcome.read, 2)}
     return {"device": name, "program": program.name, **outcome._asdict(), **rounded}

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from tests.gpu.gpu_programs import methods, struct
-from tests.support.hlo_text import Program
+from tests.support.ahead_of_time import Program
+from tests.support.hlo_text import Program as HLO
 from tests.tpu import compile_for_tpus
 from tests.tpu.compile_for_tpus import Outcome
-from tests.tpu.tpu_programs import KNOWN, PROMPTS, TPUProgram, programs
+from tests.tpu.tpu_programs import KNOWN, PROMPTS, programs
 
 STORE = struct((100, 100), "float32")
-TEXT = """\
-HloModule jit_step
-
-ENTRY %main (cache: f32[100,100]) -> f32[100,100] {
-  ROOT %cache = f32[100,100]{1,0} parameter(0)
-}
-"""
 LOOP = """\
 HloModule jit_steps
 
@@ -41,59 +33,48 @@ ENTRY %main (cache.2: f32[100,100]) -> f32[100,100] {
   ROOT %end = f32[100,100]{1,0} while(%cache.2), condition=%more, body=%body
 }
 """
-TALK = TEXT.replace("  ROOT", "  %told = ((f32[1]{0}), token[]) infeed(%token)\n  ROOT")
+COPY = "%other = f32[100,100]{1,0} copy(%cache)"
+FETCH = "%got = (f32[100,100]{1,0:S(1)}, f32[100,100]{1,0}, u32[]) copy-start(%cache)"
+CONCATENATED = (
+    "%got = f32[100,100]{1,0:T(8,128)S(1)} custom-call(%cache, %cache), "
+    'custom_call_target="ConcatBitcast"'
+)
+TALK = "%told = ((f32[1]{0}), token[]) infeed(%token)"
 
 
-def program(kernel=None, known=None) -> TPUProgram:
-    return TPUProgram("step of it", lambda x: x, (STORE,), (STORE,), kernel, known)
+def program(kernel=None) -> Program:
+    return Program("step of it", lambda x: x, (STORE,), (STORE,), kernel=kernel)
 
 
-def faults(one=None, text=TEXT, kept=40_000) -> list[str]:
+def faults(line="", before="", kernel=None, kept=40_000) -> list[str]:
+    """Of a loop of steps with a line more in it, or before it."""
+    text = LOOP.replace("  ROOT %next", f"  {line}\n  ROOT %next")
+    text = text.replace("  ROOT %end", f"  {before}\n  ROOT %end")
     memory = SimpleNamespace(alias_size_in_bytes=kept)
-    return list(compile_for_tpus.faults_of(one or program(), Program(text), memory))
+    return list(compile_for_tpus.faults_of(program(kernel), HLO(text), memory))
 
 
-def test_a_step_that_keeps_its_cache_is_well():
-    assert faults() == []
-
-
-def test_a_cache_that_is_copied_is_found():
-    (fault,) = faults(kept=39_999)
-    assert fault.startswith("donated: 0.0 MB come out in their own memory")
-
-
-def test_a_kernel_that_is_not_there_is_missed_and_a_copy_is_found():
-    copy = "%other = f32[100,100]{1,0} copy(%cache)"
-    inside = LOOP.replace("  ROOT %next", f"  {copy}\n  ROOT %next")
-    assert faults(program(kernel="the_kernel"), inside) == [
-        "no kernel the_kernel in it", f"as large as a store: {copy}"
-    ]  # fmt: skip
-    assert faults(program(), inside) == []
-    before = LOOP.replace("  ROOT %end", f"  {copy}\n  ROOT %end")
-    assert faults(program(kernel="the_kernel"), before) == ["no kernel the_kernel in it"]
+NONE = "no kernel the_kernel in it"
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("changes", "expected"),
     [
-        "%got = (f32[100,100]{1,0:S(1)}, f32[100,100]{1,0}, u32[]) copy-start(%cache)",
-        "%got = f32[100,100]{1,0:T(8,128)S(1)} custom-call(%cache, %cache), "
-        'custom_call_target="ConcatBitcast"',
+        ({}, []),
+        ({"line": COPY}, []),  # of programs without a kernel, copies are not asked about
+        ({"line": TALK}, ["with the host: %told"]),
+        ({"kept": 39_999}, ["donated: 0.0 MB come out in their own memory"]),
+        ({"kernel": "the_kernel", "line": COPY}, [NONE, f"as large as a store: {COPY}"]),
+        ({"kernel": "the_kernel", "before": COPY}, [NONE]),
+        ({"kernel": "the_kernel", "line": FETCH}, [NONE]),  # into fast memory
+        ({"kernel": "the_kernel", "line": CONCATENATED}, [NONE]),
+        ({"kernel": "the_kernel", "line": FETCH.replace("S(1)", "")}, [NONE, "as large as a sto"]),
     ],
 )
-def test_reading_into_fast_memory_is_no_copy(line):
-    def found(line):
-        inside = LOOP.replace("  ROOT %next", f"  {line}\n  ROOT %next")
-        return faults(program(kernel="the_kernel"), inside)[1:]
-
-    assert found(line) == []
-    elsewhere = line.replace("S(1)", "")
-    assert found(elsewhere) == [f"as large as a store: {elsewhere}"]
-
-
-def test_what_the_host_takes_part_in_is_found():
-    (fault,) = faults(text=TALK)
-    assert fault.startswith("with the host: %told")
+def test_faults(changes, expected):
+    found = faults(**changes)
+    assert len(found) == len(expected)
+    assert all(x.startswith(start) for x, start in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -118,20 +99,6 @@ def test_bytes_are_reported_over_those_of_the_arguments():
     assert more.strip() == "slow"
     row = json.loads(json.dumps(compile_for_tpus.row("v5e", program(), outcome)))
     assert row["read"] == 2.5 and row["device"] == "v5e" and row["known"] == ["slow"]
-
-
-def test_it_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(compile_for_tpus, "installed", lambda module: False)
-    assert compile_for_tpus.main([]) == 2
-    said = capsys.readouterr()
-    assert not said.out and len(said.err.splitlines()) == 1
-    assert "needs jax[tpu] 0.11 or newer, on Python 3.12 or newer, and no TPU" in said.err
-    assert f"got jax {jax.__version__} on Python {sys.version.split()[0]}" in said.err
-
-
-def test_a_device_that_is_not_known_is_refused():
-    with pytest.raises(SystemExit):
-        compile_for_tpus.main(["--devices", "v1"])
 
 
 def test_every_kind_of_cache_has_a_step():

@@ -22,20 +22,27 @@ from tests.support.attention_cases import Case, Shape, check, run
 from tests.support.tolerances import close
 from tests.support.tpu import interpreted
 
-SHAPES = [
-    Shape(group=1, slots=300),
-    Shape(group=4, dim=128, dtype="bfloat16", slots=300, options={"window": 150, "soft_cap": 1.7}),
-    Shape(group=3, dim=96, tokens=5, slots=300, options={"window": 6}),
-    Shape(group=16, dim=128),
-    Shape(group=2, dim=256, dtype="bfloat16", slots=256),
-    Shape(group=2, dim=80, tokens=3, dtype="bfloat16", slots=300, options={"soft_cap": 0.9}),
-]
+
+def first_fast(cases: list) -> list:
+    """Interpreting takes seconds: all but the first run with the slow tests."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
 
 
 # Of 16 cores, four are for each of the four heads.
-@pytest.mark.parametrize(("cores", "unwritten"), [(1, "nan"), (16, "zero")])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.fast_cases("G1 D64 T1 float32-16-zero", "G3 D96 T5 float32 window-1-nan")
+SHAPES = [
+    (Shape(group=3, dim=96, tokens=5, slots=300, options={"window": 6}), 1, "nan"),
+    (Shape(group=1, slots=300), 16, "zero"),
+    (Shape(group=1, slots=300), 1, "nan"),
+    (Shape(group=4, dim=128, dtype="bfloat16", slots=300, options={"window": 150, "soft_cap": 1.7}),
+     16, "zero"),
+    (Shape(group=16, dim=128), 16, "zero"),
+    (Shape(group=2, dim=256, dtype="bfloat16", slots=256), 1, "nan"),
+    (Shape(group=2, dim=80, tokens=3, dtype="bfloat16", slots=300, options={"soft_cap": 0.9}),
+     16, "zero"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "cores", "unwritten"), first_fast(SHAPES), ids=str)
 def test_decode(shape, cores, unwritten, monkeypatch):
     case = Case(shape)
     with interpreted(monkeypatch, cores=cores, unwritten=unwritten):
@@ -44,27 +51,24 @@ def test_decode(shape, cores, unwritten, monkeypatch):
 
 
 ENCODED = [
+    (Form("4 bits", 32, "channel"), Shape(group=4, dim=128, dtype="bfloat16", slots=320)),
     (Form("int8"), Shape(group=1, slots=300)),
     (Form("int8"), Shape(group=4, dim=128, dtype="bfloat16", slots=300, options={"window": 150})),
     (Form("int8"), Shape(group=3, dim=96, tokens=5, slots=300, options={"soft_cap": 2.0})),
     (Form("4 bits", 32), Shape(group=4, dim=128, dtype="bfloat16", slots=300)),
     (Form("4 bits", 16), Shape(group=3, dim=80, tokens=3, slots=300)),  # a group of both halves
-    (Form("4 bits", 32, "channel"), Shape(group=4, dim=128, dtype="bfloat16", slots=320)),
     (Form("4 bits", 16, "channel"), Shape(group=16, dim=96, slots=320, options={"window": 150})),
 ]
 
 
-@pytest.mark.parametrize(("form", "shape"), ENCODED, ids=str)
-@pytest.mark.fast_cases(
-    "int8-G1 D64 T1 float32", "4 bits token16-G3 D80 T3 float32",
-    "4 bits channel32-G4 D128 T1 bfloat16",
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "shape"), first_fast(ENCODED), ids=str)
 def test_encoded(form, shape, monkeypatch):
     case = EncodedCase(shape, form, None)
     with interpreted(monkeypatch, cores=8, block=256):
         check(case, case.attention("pallas"), case.expected(rows=case.rows))
 
 
+@pytest.mark.slow
 def test_lengths_are_where_reading_ends(monkeypatch):
     """Two slots more in every head would be seen by anybody who looked there."""
     case = Case(Shape(group=1, slots=300))
@@ -111,9 +115,8 @@ def test_only_blocks_with_slots_that_are_looked_at_are_fetched(first, end, parts
         assert all(at[i // parts] == i for i in own)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 320])
 @pytest.mark.parametrize(("form", "unit"), [("dense", 128), ("int8", 128), ("4 bits", 256)])
-def test_blocks_are_cut_where_arrays_can_be(form, unit, rows):
+def test_blocks_are_cut_where_arrays_can_be(form, unit):
     x = np.zeros((1, 1, 32_768, 128), np.float32)
     if form == "dense":
         k = v = dense_rows(jnp.asarray(x, jnp.bfloat16))
@@ -123,10 +126,11 @@ def test_blocks_are_cut_where_arrays_can_be(form, unit, rows):
         k = quantized_rows(encode(x, free, "channel")[0], jnp.bfloat16, "channel")
         v = quantized_rows(encode(x, free)[0], jnp.bfloat16)
     keys, values = tpu_rows(k, v)
-    block = tpu_kernel._block([*keys.arrays.values(), *values.arrays.values()], rows)
-    assert block % unit == 0
-    assert block * rows * 4 <= 2**20 and block * 64 <= 2**19
-    assert block * 4 * max(rows, 8) > 2**18 or block * 256 > 2**18, "not too small either"
+    for rows in (1, 4, 320):
+        block = tpu_kernel._block([*keys.arrays.values(), *values.arrays.values()], rows)
+        assert block % unit == 0
+        assert block * rows * 4 <= 2**20 and block * 64 <= 2**19
+        assert block * 4 * max(rows, 8) > 2**18 or block * 256 > 2**18, "not too small either"
 
 
 # --- what is chosen -------------------------------------------------------------------------------

@@ -5,20 +5,11 @@ Arguments are shapes alone, so that no size is too large.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import kvjax
-from tests.gpu.gpu_programs import (
-    SLOTS,
-    Heads,
-    bytes_of,
-    layer_call,
-    methods,
-    repeated,
-    stores_of,
-)
+from tests.gpu.gpu_programs import SLOTS, Heads, layer_call, methods, repeated, stores_of
+from tests.support.ahead_of_time import Program
 
 HEADS = Heads(8, 4, 128, "bfloat16")
 OTHER_HEADS = [
@@ -28,36 +19,6 @@ KERNEL = "tpu_attention"
 PROMPT = 1024
 # A prompt takes up to half a minute to compile, so that not every method has one here.
 PROMPTS = ("Full", "SnapKV", "H2O", "ClusterKV", "Quest", "Quantize 4, channel")
-
-
-@dataclass(frozen=True)
-class TPUProgram:
-    """A function and the shapes that it is compiled for.
-
-    Args:
-      name: in the report.
-      function, args: what is compiled; args are avals, the first is donated.
-      stores: the arrays whose bytes are what compression saves, all of them in the first argument.
-      kernel: the name of the kernel that must be in it.
-      known: what is known to be wrong with it: a part of the fault's text.
-    """
-
-    name: str
-    function: Callable
-    args: tuple
-    stores: tuple
-    kernel: str | None = None
-    known: str | None = None
-
-    @property
-    def store_bytes(self) -> int:
-        """Of all stores."""
-        return bytes_of(*self.stores)
-
-    @property
-    def store_elements(self) -> int:
-        """Of the smallest store."""
-        return min(math.prod(x.shape) for x in self.stores)
 
 
 # XLA for TPUs cannot cut single rows of 16 bits out of an array in host memory.
@@ -74,7 +35,7 @@ BY_KERNEL = {
 }
 
 
-def programs() -> Iterator[TPUProgram]:
+def programs() -> Iterator[Program]:
     """All of them."""
     for name, transform in methods().items():
         call, args = layer_call(transform, HEADS, "decode", SLOTS, 1, "xla")
@@ -88,11 +49,11 @@ def programs() -> Iterator[TPUProgram]:
         yield _program(f"prompt of {name}", call, args)
 
 
-def _by_kernel(name: str, transform: kvjax.KVTransform, heads: Heads) -> TPUProgram:
+def _by_kernel(name: str, transform: kvjax.KVTransform, heads: Heads) -> Program:
     """Many steps: XLA lays out a cache anew before a loop, where that serves what is in it."""
     call, args = layer_call(transform, heads, "decode", SLOTS, 1, "pallas")
     return _program(f"loop by the kernel of {name}", repeated(call), args, kernel=KERNEL)
 
 
-def _program(name: str, call: Callable, args: tuple, **about) -> TPUProgram:
-    return TPUProgram(name, call, args, stores_of(args[0]), **about)
+def _program(name: str, call: Callable, args: tuple, **about) -> Program:
+    return Program(name, call, args, stores_of(args[0]), donated=True, **about)

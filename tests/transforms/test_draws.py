@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.transforms.random import check_seed, layer_key, uniform
+from kvjax.transforms.random import layer_key, uniform
 
 DRAWING = [
     kvjax.CaM(kvjax.StreamingLLM(8)),
@@ -44,9 +44,3 @@ def test_layers_that_differ_by_draws_alone_are_equal(transform):
     ]  # fmt: skip
     assert [len(own) for own in keys] == [1, 1]
     assert (jax.random.key_data(keys[0][0]) != jax.random.key_data(keys[1][0])).any()
-
-
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_that_is_none(seed):
-    with pytest.raises(ValueError, match="seed"):
-        check_seed(seed)

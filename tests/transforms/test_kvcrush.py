@@ -28,12 +28,14 @@ from kvjax.cache.units import Units
 from kvjax.decisions import Keep, carry_out
 from kvjax.protocol import Logits, Step, accumulated_attention
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
-from kvjax.transforms.kvcrush.representatives import anchor_bits
+from kvjax.transforms.kvcrush.representatives import anchor_bits, cut, nearest_to_centroids
 from pallas_kernels import hamming_distance, pack_bits
 from tests.references import kvcrush as reference
 from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, init_cache, live_count, right, slots_of
+from tests.support.marks import some_slow
 
+slow = pytest.mark.slow
 SEED, LAYER, LAYERS = 5, 1, 3
 KEYS = jax.random.split(jax.random.fold_in(jax.random.key(SEED), LAYER))
 LENGTHS, SECOND = (37, 5, 52), (9, 25, 0)  # the last row gets no token of the second prompt
@@ -50,7 +52,6 @@ BASES = {
     "when_full": WhenFull(SnapKV(16, window=8), room=6),
     "chain": chain(SnapKV(20, window=8), H2O(13)),
 }
-every_base = pytest.mark.parametrize("name", BASES)
 LARGE = {"h2o": H2O(70), "snapkv": SnapKV(80, window=8), "pyramidinfer": PyramidInfer(60)}
 
 
@@ -222,8 +223,7 @@ def the_draw(head: int, unit: int) -> float:
 # --- against the reference ------------------------------------------------------------------------
 
 
-@every_base
-@pytest.mark.fast_cases("h2o")
+@pytest.mark.parametrize("name", some_slow(BASES, "h2o"))
 def test_over_every_base(name):
     """Ragged rows, and a second prompt in which representatives compete again: by then heads hold
     different tokens in different slots."""
@@ -236,17 +236,23 @@ def test_over_every_base(name):
 
 @pytest.mark.parametrize(
     ("anchor", "pick"),
-    [("random", "middle"), ("mean", "random"), ("median", "middle"), ("alternate", "random")],
-)
-@pytest.mark.fast_cases("median-middle")
+    [
+        ("median", "middle"), pytest.param("random", "middle", marks=slow),
+        pytest.param("mean", "random", marks=slow), pytest.param("alternate", "random", marks=slow),
+    ],
+)  # fmt: skip
 def test_anchors_and_picks(anchor, pick):
     Crushing(H2O(13), 7, anchor=anchor, pick=pick, heads=(2, 4), seed=1).prompt(LENGTHS)
 
 
 @pytest.mark.parametrize(
-    ("name", "unit"), [("h2o", 2), ("h2o", "chunk"), ("snapkv", "page"), ("pyramidinfer", "chunk")]
-)
-@pytest.mark.fast_cases("h2o-chunk")
+    ("name", "unit"),
+    [
+        ("h2o", "chunk"), pytest.param("h2o", 2, marks=slow),
+        pytest.param("snapkv", "page", marks=slow),
+        pytest.param("pyramidinfer", "chunk", marks=slow),
+    ],
+)  # fmt: skip
 def test_granularity(name, unit):
     """The base takes whole units too."""
     crushing = Crushing(LARGE[name], 70, granularity=unit, anchor="alternate", seed=3)
@@ -263,8 +269,7 @@ def test_granularity_over_a_base_without_a_score():
     Crushing(StreamingLLM(20), 40, granularity="page", anchor="median", seed=4).prompt(lengths)
 
 
-@pytest.mark.parametrize("name", ["streaming_llm", "every"])
-@pytest.mark.fast_cases("streaming_llm")
+@pytest.mark.parametrize("name", ["streaming_llm", pytest.param("every", marks=slow)])
 def test_kmeans(name):
     Crushing(BASES[name], 6, kmeans=True, seed=4).prompt(LENGTHS).prompt(SECOND)
 
@@ -280,3 +285,26 @@ def test_fewer_evicted_than_representatives_all_return():
     crushing = Crushing(H2O(13), 30, seed=8).prompt(LENGTHS)
     assert slots_of(crushing.cache, 0, 0)["position"].tolist() == list(range(37))
     assert len(crushing.chosen[0][0]) == 37 - 13
+
+
+@pytest.mark.parametrize(
+    ("members", "buckets"),
+    [(2_000_000_011, 2048), (999_999, 250_000), (139_999, 70_000), (300, 257)],
+)
+def test_the_first_rank_of_a_bucket_does_not_overflow(members, buckets):
+    start, length = jax.jit(cut, static_argnums=2)(
+        jnp.array([[members]]), jnp.array([buckets]), buckets
+    )
+    expected = np.arange(buckets + 1) * members // buckets
+    np.testing.assert_array_equal(start[0, 0], expected[:-1])
+    np.testing.assert_array_equal(length[0, 0], np.diff(expected))
+
+
+def test_centroids_of_equal_keys_still_meet_their_count():
+    """All in one cluster: what the empty ones leave goes by position."""
+    keys, evicted = jnp.ones((1, 1, 9, 4)), jnp.arange(9)[None, None] > 1
+    position = jnp.arange(9, dtype=jnp.int32)[None, None]
+    chosen = jax.jit(nearest_to_centroids, static_argnums=4)(
+        keys, evicted, position, jnp.array([3]), 3
+    )
+    assert np.flatnonzero(chosen[0, 0]).tolist() == [2, 3, 4]

@@ -22,7 +22,6 @@ from kvjax import (
     chain,
 )
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
-from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, live_count, right, run, slots_of
 
 LENGTHS = (30, 17, 16, 9)
@@ -120,20 +119,6 @@ def test_layers_add_up(base):
     assert (total == 4 * base.budget).all()
 
 
-@pytest.mark.parametrize("base", [H2O(0.5), SnapKV(0.5, window=4)])
-@pytest.mark.slow
-def test_a_share_of_a_share(base):
-    tokens, lengths = Tokens.random(rows=4, seed=15), (31, 20, 11, 3)
-    cache = run(KVCrush(base, share=0.3), tokens, right([0] * 4, lengths, 31), 0).prompt_cache
-    pinned = np.asarray(cache.kv.pinned).sum(-1)
-    for row, length in enumerate(lengths):
-        whole = rows_budget(base.budget, length, base.minimum)
-        assert (live_count(cache)[row] == whole).all()
-        count = min(round(0.3 * whole), max(whole - base.minimum, 0))
-        assert (pinned[row] == min(count, length - whole + count)).all()
-    assert (np.asarray(cache.kv.dropped) == 0).all()
-
-
 def test_representatives_come_on_top():
     extent = kvjax.Extent(prompt=100, new=20)
     assert KVCrush(SnapKV(40), 7).extent(extent).total == 67
@@ -178,8 +163,6 @@ def test_bits_are_of_the_score_or_of_attention(base, scored):
 ERRORS = {
     "class": (lambda: KVCrush(H2O), TypeError, "H2O", "instance"),
     "full": (lambda: KVCrush(kvjax.Full()), ValueError, "Full()", "evicts"),
-    "merges": (lambda: KVCrush(kvjax.CaM(H2O(16))), ValueError, "CaM", "evicts"),
-    "kvcrush": (lambda: KVCrush(KVCrush(H2O(16))), ValueError, "KVCrush", "another"),
     "kvcrush in a chain": (
         lambda: KVCrush(chain(H2O(16), KVCrush(H2O(16), 4)), 4), ValueError, "KVCrush", "another",
     ),
@@ -188,32 +171,22 @@ ERRORS = {
     ),
     "both": (lambda: KVCrush(H2O(16), 4, 0.5), ValueError, "4", "0.5", "not both"),
     "no representatives": (lambda: KVCrush(H2O(16), 0), ValueError, "0", "at least 1"),
-    "half a representative": (lambda: KVCrush(H2O(16), 2.5), TypeError, "2.5", "int"),
-    "share 0": (lambda: KVCrush(H2O(16), share=0.0), ValueError, "0.0", "(0, 1)"),
     "share 1": (lambda: KVCrush(H2O(16), share=1), ValueError, "1", "(0, 1)"),
-    "share, nan": (lambda: KVCrush(H2O(16), share=float("nan")), ValueError, "nan", "(0, 1)"),
-    "share, text": (lambda: KVCrush(H2O(16), share="half"), TypeError, "'half'", "number"),
     "share of nothing": (
         lambda: KVCrush(chain(H2O(16), SnapKV(40))), ValueError, "budget", "representatives=",
     ),
-    "share of too little": (lambda: KVCrush(SnapKV(17)), ValueError, "0.25", "13", "window + 1"),
     "share too small": (lambda: KVCrush(H2O(2), share=0.2), ValueError, "at least 1", "0"),
     "share in a wrapper": (
         lambda: KVCrush(Every(SnapKV(17), 4)), ValueError, "0.25", "17", "window + 1",
     ),
-    "anchor": (lambda: KVCrush(H2O(16), anchor="ones"), ValueError, "'ones'", "alternate"),
-    "pick": (lambda: KVCrush(H2O(16), pick="first"), ValueError, "'first'", "middle"),
     "granularity": (lambda: KVCrush(H2O(16), granularity="row"), ValueError, "'row'", "chunk"),
-    "granularity 0": (lambda: KVCrush(H2O(16), granularity=0), ValueError, "0", "at least 1"),
-    "granularity, float": (lambda: KVCrush(H2O(16), granularity=8.0), TypeError, "8.0", "int"),
     "less than a page": (
         lambda: KVCrush(H2O(64), granularity="page"), ValueError, "16", "32", "page",
     ),
     "kmeans of chunks": (
         lambda: KVCrush(H2O(64), kmeans=True, granularity="chunk"), ValueError, "kmeans", "chunk",
     ),
-    "seed": (lambda: KVCrush(H2O(16), seed=-1), ValueError, "seed", "-1"),
-    "seed, large": (lambda: KVCrush(H2O(16), seed=2**32), ValueError, "seed", "4294967296"),
+    "seed": (lambda: KVCrush(H2O(16), seed=2**32), ValueError, "seed", "4294967296"),
 }  # fmt: skip
 
 

@@ -14,139 +14,67 @@ from kvjax.budgets.layers import CosineBudget, TokensEntering
 from tests.references import pyramidinfer as reference
 from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, one_layer, right, run
-from tests.support.method_pair import LENGTHS, SIDES, Pair
+from tests.support.marks import some_slow
+from tests.support.method_pair import LENGTHS, Pair
 
 LAYERS = 4
 kept_tokens = jax.jit(kvjax.kept_tokens)
-PAPER = {"budget": None, "context": 6, "interval": 6}
+PAPER = {"context": 6, "interval": 6}
 SHARE = {"budget": 0.5, "interval": 6}
 
 
-class Layer(Pair):
-    """One layer of the library, and a reference per row, whose heads decide together."""
+class PyramidPair(Pair):
+    """A reference per row, whose heads decide together; what goes on is compared too."""
 
-    def __init__(
-        self, layer=2, *, seed=0, heads=(2, 2), attention=None, num_layers=LAYERS, **method
-    ):
-        transform = PyramidInfer(**method)
-        budget = method.pop("budget", None)
-        bound = bind(transform, num_layers)[layer]
-        attention = attention or {}
-        super().__init__(
-            bound, lambda **options: None, seed=seed, heads=heads, layer=layer, **attention
-        )
-        learned = {"learned_sinks": attention.get("sinks")}
-        attention = {name: x for name, x in attention.items() if name != "sinks"} | learned
-        self.row_references = [
-            reference.PyramidInfer(budget, layer, num_layers, heads[0], **method, **attention)
-            for _ in range(self.rows)
-        ]
+    def expected_kept(self, row):
+        return [self.of_rows[row].kept] * self.kv_heads
 
     def _prompt_chunk(self, positions, last):
-        self._both(positions, "prompt", phase="prompt", last=last)
+        super()._prompt_chunk(positions, last)
         if last:
-            assert self.cache.kv.slots == self.capacity
             passed = [[p for p in row if p >= 0] for row in kept_tokens(self.cache).tolist()]
-            for row, own in enumerate(self.row_references):
+            for row, own in enumerate(self.of_rows):
                 if (positions[row] >= 0).any():
                     assert passed[row] == own.passed
 
-    def _decode_token(self, positions):
-        self._both(positions[:, None], "decode", phase="decode")
 
-    def _flush(self, interval):
-        for own in self.row_references:
-            own.flush(interval)
-        super()._flush(interval)
+def pair(layer=3, num_layers=LAYERS, *, attention=None, heads=(2, 2), seed=0, **method):
+    """`attention` has its options: its sinks are not PyramidInfer's."""
+    chosen = {"budget": None, **method}
 
-    def _both(self, positions, method, **call):
-        qkv, out = self._run(positions, **call)
-        for row, own in enumerate(self.row_references):
-            q, k, v = (x[row] for x in qkv)
-            expected = np.zeros((len(q), *out.shape[3:]))
-            if method == "prompt":
-                expected = own.prompt(q, k, v, positions[row], last=call["last"])
-            elif positions[row, 0] >= 0:
-                now = int(positions[row, 0])
-                expected = own.decode(q[:, 0], k[:, 0], v[:, 0], now)[:, None]
-            expected = expected.reshape(out[row].shape)
-            for head in range(self.kv_heads):
-                self.references[row, head] = own
-                self._check(row, head, out[row, head], expected[head])
+    def row(sinks=None, **options):
+        return reference.PyramidInfer(
+            layer=layer, num_layers=num_layers, kv_heads=heads[0], learned_sinks=sinks,
+            **chosen, **options,
+        )  # fmt: skip
+
+    return PyramidPair(
+        bind(PyramidInfer(**method), num_layers)[layer], row, whole_rows=True, heads=heads,
+        seed=seed, layer=layer, **(attention or {}),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
-@pytest.mark.fast_cases("paper-3")
-def test_prompt_and_64_decode_steps(method, layer):
-    Layer(layer, **method).prompt(LENGTHS, "scattered").decode(64)
+CASES = {
+    **{f"paper, layer {layer}": {"layer": layer, **PAPER} for layer in range(LAYERS)},
+    **{f"share, layer {layer}": {"layer": layer, **SHARE} for layer in range(LAYERS)},
+    # The second of three layers with the same room.
+    "one of a kind": {"layer": 1, "num_layers": 9, **PAPER},
+    "one of a kind, share": {"layer": 1, "num_layers": 9, **SHARE},
+    "many heads": {"layer": 1, "heads": (4, 1), **PAPER},
+    "one head": {"layer": 1, "heads": (1, 4), **PAPER},
+    "smallest": {"budget": 10, "interval": 4},
+    "generated tokens wait until it is full": {"budget": 40, "interval": 16},
+    "all": {"budget": 1.0, "interval": 8},
+    "no sinks": {"budget": 12, "sinks": 0, "newest": 0.5, "emphasis": 3.0, "interval": None},
+    "few": {"context": 4, "ratio": 0.3, "newest": 0.1, "interval": 3},
+    "soft cap": {"attention": {"scale": 0.9, "window": 20, "soft_cap": 2.5}, **SHARE},
+    "sinks": {"attention": {"sinks": np.array([0.5, 6.0, -2.0, 3.0])}, **SHARE},
+}
 
 
-@pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
-@pytest.mark.slow
-def test_layer_among_others_of_its_kind(method):
-    """The second of three layers with the same room."""
-    Layer(1, num_layers=9, seed=8, **method).prompt(LENGTHS).decode(40)
-
-
-@pytest.mark.parametrize("heads", [(4, 1), (3, 2), (1, 4)], ids=str)
-@pytest.mark.slow
-def test_heads(heads):
-    Layer(1, heads=heads, seed=1, **PAPER).prompt(LENGTHS).decode(40)
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.fast_cases("scattered")
-def test_padding(side):
-    Layer(3, seed=2, budget=20, interval=5).prompt(LENGTHS, side).decode(40)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"budget": 10, "interval": 4},  # the smallest
-        {"budget": 40, "interval": 16},  # generated tokens wait until it is full
-        {"budget": 1.0, "interval": 8},
-        {"budget": 12, "sinks": 0, "newest": 0.5, "emphasis": 3.0, "interval": None},
-        {"budget": None, "context": 4, "ratio": 0.3, "newest": 0.1, "interval": 3},
-    ],
-    ids=str,
-)
-@pytest.mark.slow
-def test_parameters(method):
-    Layer(3, seed=3, **method).prompt(LENGTHS).decode(64)
-
-
-@pytest.mark.parametrize("method", [PAPER, SHARE], ids=["paper", "share"])
-@pytest.mark.slow
-def test_prompt_in_chunks_and_a_second_turn(method):
-    both = Layer(2, seed=4, **method).prompt(LENGTHS, chunks=2).decode(20)
-    both.prompt((9, 30, 0), "left").decode(20)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale": 0.9, "window": 20, "soft_cap": 2.5},
-        {"sinks": np.array([0.5, 6.0, -2.0, 3.0])},
-    ],
-    ids=["soft cap", "sinks"],
-)
-@pytest.mark.slow
-def test_attention_options(options):
-    Layer(2, seed=5, attention=options, **SHARE).prompt(LENGTHS).decode(30)
-
-
-@pytest.mark.slow
-def test_row_that_has_stopped():
-    both = Layer(3, seed=6, **SHARE).prompt(LENGTHS).decode(12)
-    before = both.kept(0, 1)
-    both.decode(20, stopped=(0, 1))
-    assert both.kept(0, 1) == before
-
-
-def test_no_prompt():
-    Layer(3, seed=7, budget=10, interval=4).decode(30)
+@pytest.mark.parametrize("name", some_slow(CASES, "paper, layer 3"))
+def test_prompt_and_64_decode_steps(name):
+    pair(**CASES[name]).prompt(LENGTHS, "scattered").decode(64)
 
 
 # --- schedules ------------------------------------------------------------------------------------
@@ -263,26 +191,18 @@ def test_kept_tokens_of_head_groups():
     assert kept == [[0, 1, 2, 3, 10, 11], [0, 1, 2]]
 
 
-REFUSED = {
-    "budget": (lambda: PyramidInfer(budget=9), ValueError, "at least 10 .*got 9"),
-    "share": (lambda: PyramidInfer(budget=1.5), ValueError, "1.5"),
-    "newest": (lambda: PyramidInfer(newest=0.0), ValueError, "newest must lie in .*got 0"),
-    "ratio": (lambda: PyramidInfer(ratio=1.1), ValueError, "ratio must lie in .*got 1.1"),
-    "text": (lambda: PyramidInfer(ratio="0.9"), TypeError, "ratio must be a number"),
-    "context": (lambda: PyramidInfer(context=-1), ValueError, "context must be at least 4, got -1"),
-    "interval": (lambda: PyramidInfer(interval=1), ValueError, "interval must be at least 2"),
-    "emphasis": (lambda: PyramidInfer(emphasis=float("nan")), ValueError, "emphasis.*nan"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_refused(case):
-    make, error, message = case
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_a_bound_layer_is_a_value():
-    layer = bind(PyramidInfer(budget=64), 4)[1]
-    assert layer == bind(PyramidInfer(budget=64), 4)[1] != bind(PyramidInfer(budget=64), 4)[2]
-    assert hash(dataclasses.replace(layer)) == hash(layer)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": 9}, "at least 10 .*got 9"),
+        ({"newest": 0.0}, "newest must lie in .*got 0"),
+        ({"ratio": 1.1}, "ratio must lie in .*got 1.1"),
+        ({"context": -1}, "context must be at least 4, got -1"),
+        ({"interval": 1}, "interval must be at least 2"),
+        ({"emphasis": float("nan")}, "emphasis.*nan"),
+    ],
+    ids=str,
+)
+def test_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PyramidInfer(**changes)

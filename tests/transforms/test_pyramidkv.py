@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -16,19 +17,17 @@ from tests.support.method_pair import Pair
 LENGTHS = (37, 18, 52)
 
 
-def pairs(budget, num_layers, seed=0, **chosen) -> list[Pair]:
-    """One pair per layer. `chosen`: window, kernel, pooling, group_reduce, beta of the library."""
-    layers = kvjax.bind(kvjax.PyramidKV(budget, **chosen), num_layers)
+def pair(budget, layer: int, num_layers: int, seed=0, **chosen) -> Pair:
+    """A layer. `chosen`: window, kernel, pooling, group_reduce, beta of the library."""
+    bound = kvjax.bind(kvjax.PyramidKV(budget, **chosen), num_layers)[layer]
     if "window" in chosen:
         chosen["observation"] = chosen.pop("window")
+    reference = functools.partial(PyramidKV, budget, layer, num_layers, **chosen)
+    return Pair(bound, reference, seed=seed + layer, layer=layer)
 
-    def layer_pair(layer: int) -> Pair:
-        def reference(**options):
-            return PyramidKV(budget, layer, num_layers, **chosen, **options)
 
-        return Pair(layers[layer], reference, seed=seed + layer, layer=layer)
-
-    return [layer_pair(layer) for layer in range(num_layers)]
+def pairs(budget, num_layers, seed=0, **chosen) -> list[Pair]:
+    return [pair(budget, layer, num_layers, seed, **chosen) for layer in range(num_layers)]
 
 
 def totals(layers: list[Pair]) -> list[list[int]]:
@@ -96,14 +95,13 @@ def test_layer_budgets(shape):
 @pytest.mark.parametrize("budget", [0.05, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("num_layers", [1, 2, 5, 32])
 def test_layer_budgets_of_a_share(budget, num_layers):
+    """Up to the window there is nothing to share out, and every layer keeps the row."""
     lengths = range(1, 200)
     got = schedule(budget, 8, 20, num_layers, lengths)
     mean = [rows_budget(budget, length, 9) for length in lengths]
-    expected = [
-        layer_budgets(b, 8, 20, length, num_layers) for b, length in zip(mean, lengths, strict=True)
-    ]
+    shared = zip(mean, lengths, strict=True)
+    expected = [layer_budgets(each, 8, 20, length, num_layers) for each, length in shared]
     np.testing.assert_array_equal(got, expected)
-    # Up to the window there is nothing to share out, and every layer keeps the row.
     assert got[:8].min() == 8
     np.testing.assert_array_equal(got[8:].sum(1), num_layers * np.array(mean[8:]))
 

@@ -83,25 +83,29 @@ def pair(wrapper, reference, budget=20, window=8, *, seed=0, sinks=None, **wrapp
     )
 
 
-def test_a_flush_knows_the_sinks():
-    sinks = np.array([0.5, 6.0, -2.0, 3.0])
-    pair(kvjax.Every, EverySnapKV, 12, 4, seed=1, steps=4, sinks=sinks).prompt(LENGTHS).decode(12)
+slow = pytest.mark.slow
+SINKS = np.array([0.5, 6.0, -2.0, 3.0])
 
 
 @pytest.mark.parametrize(
-    ("budget", "window", "steps"),
-    [(20, 8, 6), (9, 8, 1), (0.5, 8, 7), (24, 16, 10)],
-    ids=["int", "every step", "share", "window longer than the interval"],
+    ("budget", "window", "steps", "sinks"),
+    [
+        pytest.param(20, 8, 6, None, marks=slow),
+        pytest.param(9, 8, 1, None, marks=slow),
+        pytest.param(0.5, 8, 7, None, marks=slow),
+        pytest.param(24, 16, 10, None, marks=slow),  # a window longer than the interval
+        (12, 4, 4, SINKS),
+    ],
+    ids=["int", "every step", "share", "long window", "sinks"],
 )
-@pytest.mark.fast_cases("every step")
-def test_every(budget, window, steps):
+def test_every(budget, window, steps, sinks):
     """The short row is compressed once it has grown past the budget."""
-    both = pair(kvjax.Every, EverySnapKV, budget, window, steps=steps)
+    both = pair(kvjax.Every, EverySnapKV, budget, window, steps=steps, sinks=sinks)
     both.prompt(LENGTHS, "scattered").decode(64)
     assert both.cache.kv.slots == most_kept(budget, window) + steps
 
 
-@pytest.mark.slow
+@slow
 def test_every_counts_from_the_last_prompt():
     both = pair(kvjax.Every, EverySnapKV, steps=6, seed=1).prompt((30, 5, 40)).decode(9)
     both.prompt((9, 14, 0), "left").decode(5)
@@ -113,10 +117,8 @@ def test_every_counts_from_the_last_prompt():
 
 @pytest.mark.parametrize(
     ("budget", "room"),
-    [(20, 6), (0.5, 9), (24, 1), (20, 500)],
-    ids=["int", "share", "every step", "more room than tokens"],
+    [(20, 500), *(pytest.param(*case, marks=slow) for case in ((20, 6), (0.5, 9), (24, 1)))],
 )
-@pytest.mark.fast_cases("more room than tokens")
 def test_when_full(budget, room):
     """Rows fill up at different steps; one is compressed while the others are left alone."""
     both = pair(kvjax.WhenFull, SnapKVWhenFull, budget, room=room, seed=2)

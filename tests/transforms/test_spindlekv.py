@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from fractions import Fraction
-from unittest import mock
 
 import jax
 import numpy as np
@@ -21,93 +20,44 @@ from tests.support.attending import (
     INV_FREQ,
     KV_HEADS,
     Tokens,
-    decode,
-    flushed,
-    middle,
     new_cache,
     prompt,
     right,
+    the_rope,
 )
+from tests.support.method_pair import LENGTHS, WIDTH, Pair
 from tests.support.tolerances import close
 
-LENGTHS, WIDTH, WINDOW = (37, 5, 52), 56, 8
-SIZES = {"max_prompt": 128, "max_new": 16}
+WINDOW = 8
 
 
-def clear_best(scores, count):
-    """Fails where float32 might choose otherwise; then another seed has to be taken."""
-    ordered = -np.sort(-scores)
-    if 0 < count < len(ordered):
-        assert ordered[count - 1] - ordered[count] > 1e-5 * ordered[0], "near tie: change the seed"
-    return ORIGINAL(scores, count)
+class SpindlePair(Pair):
+    """Compares the codebooks too, whenever all that the reference encodes has been flushed."""
 
+    def expected_kept(self, row):
+        return super().expected_kept(row) or [[]] * self.host.shape[1]
 
-ORIGINAL = spindlekv.best
+    def prompt(self, *args, **options):
+        super().prompt(*args, **options)
+        return self.check_codes()
 
+    def decode(self, *args, **options):
+        super().decode(*args, **options)
+        return self.check_codes()
 
-class Layer:
-    """One layer of the library on ragged rows, and a reference per row, compared at every call."""
-
-    def __init__(self, transform, layer, num_layers, reserve, kind="LayerBudgetEviction", **own):
-        self.tokens = Tokens.random(length=SIZES["max_prompt"] + SIZES["max_new"], seed=layer)
-        self.transform = kvjax.bind(transform, num_layers)[layer]
-        self.cache, self.next = new_cache(self.transform, **SIZES, layer=layer), np.zeros(3, int)
-        rope = functools.partial(rotate, inv_freq=INV_FREQ)
-        self.references = [
-            getattr(spindlekv, kind)(
-                reserve, layer, num_layers, KV_HEADS, observation=WINDOW, rope=rope, **own
-            )
-            for _ in range(3)
-        ]
-
-    def prompt(self, positions, chunks=1):
-        """The next tokens of every row; a row may get none."""
-        positions = np.where(positions >= 0, positions + self.next[:, None], -1)
-        self.next = np.maximum(self.next, positions.max(1) + 1)
-        parts = np.array_split(positions, chunks, axis=1)
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            out, self.cache = prompt(self.transform, self.cache, self.tokens, part, last)
-            q, k, v, _ = (np.asarray(x, np.float64) for x in self.tokens.at(part))
-            with mock.patch.object(spindlekv, "best", clear_best):
-                expected = [
-                    one.prompt(q[row], k[row], v[row], part[row], last)
-                    for row, one in enumerate(self.references)
-                ]
-            close(out, np.array(expected), "reference", f"chunk {i}")
-        self.steps = 0
-        self.check()
+    def check_codes(self):
+        for row, reference in enumerate(self.of_rows):
+            if isinstance(reference, spindlekv.SpindleKV):
+                kv = self.cache.kv
+                self._check_codes(row, kv.k, reference.key_book, reference.key_codes)
+                self._check_codes(row, kv.v, reference.value_book, reference.value_codes)
         return self
 
-    def decode(self, steps):
-        for _ in range(steps):
-            out, self.cache = decode(self.transform, self.cache, self.tokens, self.next)
-            q, k, v, _ = (np.asarray(x, np.float64) for x in self.tokens.at(self.next[:, None]))
-            expected = [
-                one.decode(q[row, :, 0], k[row, :, 0], v[row, :, 0], int(self.next[row]))
-                for row, one in enumerate(self.references)
-            ]
-            close(np.asarray(out)[:, :, 0], np.array(expected), "reference", f"at {self.next}")
-            self.next, self.steps = self.next + 1, self.steps + 1
-            self.cache = flushed(self.cache, self.steps)
-            self.check()
-        return self
-
-    def check(self):
-        kv = self.cache.kv
-        for row, one in enumerate(self.references):
-            assert [self.kept(row, i) for i in range(len(one.kept))] == one.kept, row
-            if isinstance(one, spindlekv.SpindleKV):
-                self.check_codes(row, kv.k, one.key_book, one.key_codes)
-                self.check_codes(row, kv.v, one.value_book, one.value_codes)
-        assert int(kv.dropped.sum()) == 0 and kv.shape[1] == len(self.references[0].kept)
-
-    def check_codes(self, row, payload, book, codes):
+    def _check_codes(self, row, payload, book, codes):
         """Entries, what overflowed, and every slot's entry and norm."""
         assert int(payload.count[row]) == len(book) and int(payload.overflow[row]) == book.overflow
         close(payload.entries[row, 0, : len(book)], book.entries, "reference", f"row {row}")
-        position = np.asarray(self.cache.kv.position)[row]
-        index = np.asarray(payload.index)[row]
+        position, index = self.host.position[row], np.asarray(payload.index)[row]
         norms = None if payload.magnitude is None else np.asarray(payload.magnitude)[row]
         for i, s in np.argwhere(position >= 0):
             code = codes.get((int(position[i, s]), i // self.cache.kv.unfolded))
@@ -119,9 +69,17 @@ class Layer:
             if norms is not None:
                 close(norms[i, s], norm, "reference")
 
-    def kept(self, row, head):
-        position = np.asarray(self.cache.kv.position)[row, head]
-        return sorted(position[position >= 0].tolist())
+
+def pair(transform, kind, reserve=0.6, layer=0, seed=0, **chosen) -> SpindlePair:
+    """A layer of two."""
+    rope = functools.partial(rotate, inv_freq=INV_FREQ)
+    reference = functools.partial(
+        kind, reserve, layer, 2, KV_HEADS, observation=WINDOW, rope=rope, **chosen
+    )
+    bound = kvjax.bind(transform, 2)[layer]
+    return SpindlePair(
+        bound, reference, whole_rows=True, rope=the_rope(), late=True, layer=layer, seed=seed
+    )
 
 
 # --- the schedule ---------------------------------------------------------------------------------
@@ -154,7 +112,7 @@ def test_schedule_of_awkward_fractions():
     assert got.dtype == np.int64 and got.tolist() == expected
 
 
-# --- eviction -------------------------------------------------------------------------------------
+# --- against the reference ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,15 +122,13 @@ def test_schedule_of_awkward_fractions():
 def test_eviction(reserve, layer, unfold):
     """Ragged rows, decoding, a second turn that one row has no part in, decoding again."""
     transform = kvjax.LayerBudgetEviction(reserve, window=WINDOW, unfold=unfold)
-    one = Layer(transform, layer, 2, reserve, unfold=unfold)
-    one.prompt(middle(LENGTHS, WIDTH)).decode(3)
-    assert len(one.kept(0, 0)) == 8 + layer_tokens(reserve, 37, 8, layer, 2) + 3
-    assert len(one.kept(1, 0)) == 5 + 3
-    assert not unfold or one.kept(0, 0) != one.kept(0, 1)
-    one.prompt(right((0, 0, 0), (9, 30, 0), WIDTH), chunks=2).decode(2)
+    both = pair(transform, spindlekv.LayerBudgetEviction, reserve, layer, unfold=unfold)
+    both.prompt(LENGTHS, "scattered").decode(3)
+    assert len(both.kept(0, 0)) == 8 + layer_tokens(reserve, 37, 8, layer, 2) + 3
+    assert len(both.kept(1, 0)) == 5 + 3
+    assert not unfold or both.kept(0, 0) != both.kept(0, 1)
+    both.prompt((9, 30, 0), chunks=2).decode(60)
 
-
-# --- both parts -----------------------------------------------------------------------------------
 
 BOOKED = [
     {"unfold": False, "capacity": 400, "interval": 2},
@@ -181,40 +137,45 @@ BOOKED = [
 ]
 
 
-def alike(tokens: Tokens) -> Tokens:
-    """Keys and values of any length around few directions."""
-
-    def around(x, seed):
-        rng = np.random.default_rng(seed)
-        middle = rng.normal(size=(12, HEAD_DIM))[rng.integers(12, size=x.shape[:-1])]
-        near = middle + 0.15 * rng.normal(size=x.shape)
-        return (near * rng.uniform(0.3, 2.0, size=(*x.shape[:-1], 1))).astype(np.float32)
-
-    return Tokens(tokens.q, around(tokens.k, 1), around(tokens.v, 2))
+def around(x, seed):
+    """Keys or values of any length around few directions."""
+    rng = np.random.default_rng(seed)
+    middle = rng.normal(size=(12, HEAD_DIM))[rng.integers(12, size=x.shape[:-1])]
+    near = middle + 0.15 * rng.normal(size=x.shape)
+    return (near * rng.uniform(0.3, 2.0, size=(*x.shape[:-1], 1))).astype(np.float32)
 
 
 @pytest.mark.parametrize("chosen", BOOKED, ids=str)
 @pytest.mark.slow
 def test_spindlekv(chosen):
     """Outputs, kept tokens, every code and every entry, at each call; a book that overflows too."""
-    shared = {"theta_key": 0.97, "theta_value": 0.95, **chosen}
-    transform = kvjax.SpindleKV(0.6, window=WINDOW, **shared)
-    one = Layer(transform, 0, 2, 0.6, kind="SpindleKV", **shared)
-    one.tokens = alike(one.tokens)
-    one.prompt(middle(LENGTHS, WIDTH))
+    chosen = {"theta_key": 0.97, "theta_value": 0.95, **chosen}
+    transform = kvjax.SpindleKV(0.6, window=WINDOW, **chosen)
+    both = pair(transform, spindlekv.SpindleKV, **chosen)
+    both.k, both.v = around(both.k, 1), around(both.v, 2)
+    both.prompt(LENGTHS, "scattered")
     if chosen["capacity"] > 100:
-        assert 12 <= int(one.cache.kv.k.count.max()) < one.cache.kv.live[2].sum()
+        assert 12 <= int(both.cache.kv.k.count.max()) < both.cache.kv.live[2].sum()
     else:
-        assert int(one.cache.kv.k.overflow[2]) > 0
-    one.decode(4).prompt(right((0, 0, 0), (9, 30, 0), WIDTH), chunks=2).decode(1)
+        assert int(both.cache.kv.k.overflow[2]) > 0
+    both.decode(6).prompt((9, 30, 0), chunks=2).decode(6)
+
+
+# --- what a codebook saves ------------------------------------------------------------------------
+
+
+def prompted(reserve, capacity, tokens):
+    """The cache of the first of two layers after a prompt, with codes made at every step."""
+    transform = kvjax.SpindleKV(reserve, window=WINDOW, capacity=capacity, unfold=True, interval=1)
+    layer = kvjax.bind(transform, 2)[0]
+    empty = new_cache(layer, max_prompt=128, max_new=16, layer=0)
+    return prompt(layer, empty, tokens, right((0, 0, 0), LENGTHS, WIDTH))[1]
 
 
 def test_reserve_ratio():
     """Counted by hand from what the caches hold; stored bytes are those of the arrays."""
-    transform = kvjax.SpindleKV(0.6, window=WINDOW, capacity=100, unfold=True, interval=1)
-    one = Layer(transform, 0, 2, 0.6, unfold=True)
-    one.tokens = alike(one.tokens)
-    _, cache = prompt(one.transform, one.cache, one.tokens, right((0, 0, 0), LENGTHS, WIDTH))
+    tokens = Tokens.random(length=128)
+    cache = prompted(0.6, 100, Tokens(tokens.q, around(tokens.k, 1), around(tokens.v, 2)))
     got, kv = kvjax.reserve_ratio([cache, cache], np.array(LENGTHS)), cache.kv
     tokens, kept = sum(LENGTHS), int(kv.live.sum())
     entries = int(kv.k.count.sum() + kv.v.count.sum())
@@ -240,10 +201,8 @@ def test_reserve_ratio():
 @pytest.mark.parametrize("reserve", [1.0, pytest.param(0.6, marks=pytest.mark.slow)])
 def test_overflow_is_a_share_of_the_vectors(reserve):
     """Query heads that keep one token have one vector of it, read as an entry too far away."""
-    transform = kvjax.SpindleKV(reserve, window=WINDOW, capacity=16, unfold=True, interval=1)
-    one = Layer(transform, 0, 2, reserve, unfold=True)
-    given = one.tokens
-    _, cache = prompt(one.transform, one.cache, given, right((0, 0, 0), LENGTHS, WIDTH))
+    given = Tokens.random(length=128)
+    cache = prompted(reserve, 16, given)
     kv, far, kept = cache.kv, 0, 0
     for payload, exact, theta in ((kv.k, given.k, 0.98), (kv.v, given.v, 0.95)):
         read, seen = np.asarray(payload.read(), np.float64), set()
@@ -277,18 +236,7 @@ def test_a_chain_of_both_is_the_same():
     assert layers == kvjax.bind(parts, 3)
 
 
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        ({"reserve": 0.0}, ValueError),
-        ({"reserve": 1.5}, ValueError),
-        ({"reserve": "half"}, TypeError),
-        ({"reserve": 0.5, "window": 0}, ValueError),
-        ({"reserve": 0.5, "beta": 0}, ValueError),
-        ({"reserve": 0.5, "beta": 2.0}, ValueError),
-        ({"reserve": 0.5, "unfold": 1}, TypeError),
-    ],
-)
-def test_bad_eviction(bad, error):
-    with pytest.raises(error, match=next(reversed(bad))):
-        kvjax.LayerBudgetEviction(**bad)
+@pytest.mark.parametrize("bad", [{"reserve": 1.5}, {"window": 0}, {"beta": 2.0}], ids=str)
+def test_bad_eviction(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        kvjax.LayerBudgetEviction(**{"reserve": 0.5, **bad})

@@ -1,4 +1,4 @@
-"""The folder of a comparison: its finished cells while it runs, and its results."""
+"""The folder of a comparison: its settings, its finished cells, and a table of its results."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.messages import printable
-from kvjax.regular_files import read_json, read_regular
-from kvjax.written_files import check_folder, write_whole, writing
+from kvjax.files import check_folder, read_json, read_regular, write_whole, writing
 
-from .checks import checked_settings, finished_cell
 from .estimates import Estimate
 from .grid import CandidateKey, Cell, Unit
 from .results import Results
 
-SETTINGS, CELLS = "settings.json", "cells.jsonl"
-RESULTS, TABLE, TIMINGS = "results.json", "results.csv", "timings.json"
+SETTINGS, CELLS, TABLE = "settings.json", "cells.jsonl", "results.csv"
 _PACKAGES = ("kvjax", "jax", "jaxlib", "numpy")
 _COLUMNS = (  # of `results.csv`
     "task", "length", "question", "method", "budget", "score", "low", "high", "cases",
@@ -39,8 +35,9 @@ _MOST_JOURNAL_BYTES = 2**30
 class Journal:
     """The finished cells of a comparison, one line each, so that it can be gone on with.
 
-    Makes the folder and writes the settings. Raises ValueError if the path is no folder, cannot be
-    written to, or holds a comparison of something else.
+    Makes the folder and writes the settings, and on what machine they are measured. Raises
+    ValueError if the path is no folder, cannot be written to, or holds a comparison of something
+    else.
 
     Args:
       folder: None: nothing is written.
@@ -48,10 +45,9 @@ class Journal:
       asked: what cells are wanted: `methods`, `tasks`, `lengths`, `questions`, `cases`. What the
         folder has already is added to it.
       prompts: a hash of the prompts of each unit that is wanted, which is kept with its cells: data
-        sets, chat templates and lists of words may change. Cells without one are taken as they are.
+        sets, chat templates and lists of words may change, and then the folder is refused.
       transforms: method and budget → the transform with all its parameters, as text, which is kept
-        with its cells: a method's defaults may change, and then it is measured again. Cells without
-        one are taken as they are.
+        with its cells: a method's defaults may change, and then it is measured again.
 
     Attributes:
       finished: the cells that need not be measured again, those that did not fail.
@@ -82,12 +78,19 @@ class Journal:
         self.finished = {
             cell: found
             for cell, found in _cells(self._path, lines).items()
-            if "failed" not in found and not self._is_outdated(cell, found)
+            if "failed" not in found
+            and found.get("transform") == transforms.get(cell.key, found.get("transform"))
         }
-        self._check_prompts(folder)
+        for cell, found in self.finished.items():
+            if found.get("prompts") != prompts.get(cell.unit, found.get("prompts")):
+                raise ValueError(
+                    f"{folder} holds a comparison with other prompts ({cell.unit}): "
+                    "choose another folder or remove this one"
+                )
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / SETTINGS, _dumps({"settings": self._settings, "asked": self._asked}))
+        content = {"settings": self._settings, "asked": self._asked, "machine": _machine()}
+        write_whole(folder / SETTINGS, _dumps(content))
         if self._path.exists():  # the next line would be added to a part of one
             with writing(self._path):
                 os.truncate(self._path, sum(len(line) + 1 for line in lines))
@@ -106,21 +109,6 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def _is_outdated(self, cell: Cell, found: Mapping[str, Any]) -> bool:
-        """Whether the cell's method has other parameters now."""
-        wanted, kept = self._transforms.get(cell.key), found.get("transform")
-        return None not in (wanted, kept) and wanted != kept
-
-    def _check_prompts(self, folder: Path) -> None:
-        """Raises ValueError where a finished cell had other prompts."""
-        for cell, found in self.finished.items():
-            wanted, kept = self._prompts.get(cell.unit), found.get("prompts")
-            if None not in (wanted, kept) and wanted != kept:
-                raise ValueError(
-                    f"{printable(folder)} holds a comparison with other prompts ({cell.unit}): "
-                    "choose another folder or remove this one"
-                )
-
     def results(self) -> Results:
         """Everything that is known, in the order of the cells."""
         return _results(self._settings, self._asked, {**self.finished, **self._failed})
@@ -134,10 +122,10 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{printable(folder)} is not a directory")
+        raise ValueError(f"{folder} is not a directory")
     kept = _kept_settings(folder)
     if kept is None:
-        raise ValueError(f"{printable(folder)} holds no comparison: there is no {SETTINGS}")
+        raise ValueError(f"{folder} holds no comparison: there is no {SETTINGS}")
     path = folder / CELLS
     return _results(*kept, _cells(path, _journal_lines(path)))
 
@@ -165,14 +153,12 @@ def _cells(path: Path, lines: Sequence[bytes]) -> dict[Cell, dict[str, Any]]:
     cells: dict[Cell, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            cell, found = finished_cell(line)
-        except (ValueError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            record = json.loads(line)
+            cells[Cell(*record["cell"])] = {**record["found"]}
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{printable(path)} is damaged in line {number} ({reason}): "
-                "remove the line or the file"
+                f"{path} is damaged in line {number}: remove the line or the file"
             ) from error
-        cells[cell] = found
     return cells
 
 
@@ -180,25 +166,21 @@ def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None
     """Settings, and what was asked for, of a folder's comparison; None if there is none."""
     path = folder / SETTINGS
     if not path.exists():
-        foreign = [name for name in (CELLS, RESULTS, TABLE, TIMINGS) if (folder / name).exists()]
+        foreign = [name for name in (CELLS, TABLE) if (folder / name).exists()]
         if foreign:
-            raise ValueError(
-                f"{printable(folder)} holds a {foreign[0]} of something else: choose another"
-            )
+            raise ValueError(f"{folder} holds a {foreign[0]} of something else: choose another")
         return None
-    try:
-        return checked_settings(read_json(path))
-    except ValueError as error:
-        raise ValueError(
-            f"{printable(path)} is not the settings of a comparison: {error}"
-        ) from error
+    kept = read_json(path)
+    if not kept.keys() >= {"settings", "asked"}:
+        raise ValueError(f"{path} is not the settings of a comparison")
+    return kept["settings"], kept["asked"]
 
 
 def _check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     given = json.loads(_dumps(settings))
     if names := [name for name in {**given, **kept} if kept.get(name, ...) != given.get(name, ...)]:
         raise ValueError(
-            f"{printable(folder)} holds a comparison with other {printable(', '.join(names))}: "
+            f"{folder} holds a comparison with other {', '.join(names)}: "
             "choose another folder or remove this one"
         )
 
@@ -217,36 +199,25 @@ def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]
 
 
 def write(results: Results, folder: Path) -> None:
-    """Writes `results.json` and `results.csv`, each whole or not at all."""
-    write_whole(folder / RESULTS, _dumps(as_json(results)))
+    """Writes `results.csv`, whole or not at all."""
     write_whole(folder / TABLE, _as_csv(results))
 
 
-def write_timings(results: Results, folder: Path) -> None:
-    """Writes `timings.json`; only where the cells were measured: it says on what."""
-    write_whole(folder / TIMINGS, _dumps(timings(results)))
-
-
 def as_json(results: Results) -> dict[str, Any]:
-    """What `results.json` holds: a function of model, text, settings and seed, without times."""
+    """What `--json` prints: a function of model, text, settings and seed, without times."""
     floors = [list(panel) for panel in results.panels() if results.at_floor(panel)]
     rows = [_plain(row._asdict()) for row in results.rows()]
     return {"settings": _plain(results.settings), "at_floor": floors, "rows": rows}
 
 
-def timings(results: Results) -> dict[str, Any]:
-    """What `timings.json` holds: seconds after the prompt pass, and what they were measured on."""
-    return _plain({
+def _machine() -> dict[str, Any]:
+    """What cells are measured on."""
+    return {
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "seconds": sum(found["seconds"] for found in results.records.values()),
-        "cells": [
-            {**cell._asdict(), "seconds": found["seconds"]}
-            for cell, found in results.records.items()
-        ],
-    })  # fmt: skip
+    }
 
 
 def _as_csv(results: Results) -> str:

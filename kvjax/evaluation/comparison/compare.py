@@ -83,9 +83,9 @@ def compare(
       end_tokens: a continuation ends at one of them; the tokenizer's by default. What ends an
         answer in its chat template (`kvjax.chat_end_tokens`) ends one too, unless `chat` is False.
       name: of the model, for the files.
-      out: folder for `timings.json` and what `write_report` writes. Finished cells are kept in it:
-        the same call goes on where an interrupted one stopped, and a call with more methods,
-        budgets, tasks, lengths or cases measures what is missing. None writes nothing.
+      out: folder for what `write_report` writes. Finished cells are kept in it, with their answers
+        and seconds: the same call goes on where an interrupted one stopped, and a call with more
+        methods, budgets, tasks, lengths or cases measures what is missing. None writes nothing.
       on_progress: called before every unit and at the end with the work done, the whole work (both
         in tokens to read, roughly), and a name for what is measured next.
       grid: methods, budgets, tasks, lengths, questions, depths, cases, seed, chat, max_new; see
@@ -155,7 +155,6 @@ def run(
         # Imported here: `kvjax.evaluation` takes less time to import without matplotlib.
         from kvjax.evaluation.report.report import write_report
 
-        files.write_timings(results, Path(out))
         write_report(results, Path(out))
     return results
 

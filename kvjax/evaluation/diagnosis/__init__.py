@@ -1,1 +1,1 @@
-"""What methods do to the attention over a given text, and what is alike in its cache."""
+"""What methods do to the attention over a given text."""

@@ -15,19 +15,16 @@ from kvjax.devices import automatic
 from kvjax.evaluation.cells.grid import METHODS, Candidate, Grid
 from kvjax.evaluation.fidelity.fidelity import Fidelity, check_run, judge
 from kvjax.evaluation.fidelity.full_run import FullRun
-from kvjax.generation.calibration import calibrated
+from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
-
-from .redundancy import OBSERVED, Redundancy, find_redundancy
 
 Rows = Sequence[Sequence[int]]
 Where = Literal["inside", "after"]
 BUDGETS = (0.1, 0.2, 0.5)
 NEW_TOKENS = 8
 ERROR = 0.1
-_CALIBRATION_TOKENS = 1024  # of each prompt, for methods that are calibrated
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,6 @@ class Diagnosis:
       where: whether the question was `"inside"` what was compressed, or came `"after"`.
       prompt_tokens, question_tokens: of all rows; a question inside counts as one all the same.
       new_tokens: decode steps that errors are means over.
-      redundancy: what is alike in the first row's cache, None where nobody asked.
     """
 
     findings: tuple[Finding, ...]
@@ -91,7 +87,6 @@ class Diagnosis:
     prompt_tokens: int
     question_tokens: int
     new_tokens: int
-    redundancy: Redundancy | None
 
     def smallest(self, error: float = ERROR) -> Finding | None:
         """The smallest cache whose error is no more than this, of equal ones that of less error.
@@ -119,7 +114,6 @@ class Diagnosis:
             "question_tokens": self.question_tokens,
             "new_tokens": self.new_tokens,
             "findings": [one.as_json() for one in self.findings],
-            "redundancy": None if self.redundancy is None else self.redundancy.summary(),
             "wanted_error": error,
             "recommended": None if best is None else best.candidate.named(),
         }
@@ -135,7 +129,6 @@ def diagnose(
     methods: Sequence[str] = METHODS,
     budgets: Sequence[int | float] = BUDGETS,
     new_tokens: int = NEW_TOKENS,
-    redundancy: bool = False,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Diagnosis:
     """What methods do to a model's attention on given texts.
@@ -152,7 +145,6 @@ def diagnose(
       methods: names and compositions as `kvjax.parse` reads them. `full` is always there.
       budgets: each for every method that takes one.
       new_tokens: decode steps to average over.
-      redundancy: look for what is alike in the first row's cache, too.
       on_progress: called before each part of the work and at the end with the parts done, all
         parts, and a name for what is done next.
 
@@ -181,25 +173,18 @@ def diagnose(
     check_run(functional, transforms, prompts, questions, new_tokens)
     read, asked = _turns(prompts, questions, where)
     report = on_progress or (lambda done, total, what: None)
-    total = len(candidates) + 1 + redundancy
+    total = len(candidates) + 1
     lengths = [sum(map(len, rows)) for rows in (prompts, questions)]
     report(0, total, f"reading {sum(lengths):,} tokens")
-    sample = [row[:_CALIBRATION_TOKENS] for row in read]
+    sample = [row[:CALIBRATION_TOKENS] for row in read]
     transforms = [calibrated(one, model, sample) for one in transforms]
-    observed = OBSERVED if redundancy else ()
-    run = FullRun(
-        functional, read, [*transforms, *observed], new_tokens=new_tokens, questions=asked
-    )
+    run = FullRun(functional, read, transforms, new_tokens=new_tokens, questions=asked)
     findings = []
     for done, (candidate, transform) in enumerate(zip(candidates, transforms, strict=True), 1):
         report(done, total, candidate.name)
         findings.append(_find(run, candidate, transform))
-    found = None
-    if redundancy:
-        report(total - 1, total, "what is alike in the cache")
-        found = find_redundancy(run)
     report(total, total, "done")
-    return Diagnosis(tuple(findings), where, lengths[0], lengths[1], new_tokens, found)
+    return Diagnosis(tuple(findings), where, lengths[0], lengths[1], new_tokens)
 
 
 def grid_of(methods: Sequence[str], budgets: Sequence[int | float]) -> Grid:

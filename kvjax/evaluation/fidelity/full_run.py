@@ -24,10 +24,8 @@ from kvjax.generation.steps import decode_step
 from kvjax.generation.writing import further
 from kvjax.protocol import KVTransform, Logits, Needs
 from kvjax.rope import Rope
-from pallas_kernels import decode_attention
-from pallas_kernels.attention.call import beside_sinks
 
-from .recording import Record, record, recorded, unrecord
+from .recording import Record, attend_to_all, record, recorded, unrecord
 
 
 @jax.tree_util.register_dataclass
@@ -162,27 +160,11 @@ def _new_tokens(
         caches = tuple(map(record, caches))
         logits, caches = decode_step(model, recording, caches, token, position)
         caches, records = zip(*map(unrecord, caches), strict=True)
+        # Rows are padded on the right and nothing is evicted: a token's slot is its position.
         truth = tuple(
-            _attend_in_full(cache, own, position)
+            Truth(own, *attend_to_all(cache.kv, own, position))
             for cache, (own,) in zip(caches, records, strict=True)
         )
         return (logits, position + 1, caches), truth
 
     return jax.lax.scan(step, (logits, position, caches), length=new_tokens)[1]
-
-
-def _attend_in_full(cache: Cache, own: Record, position: Int[Array, " B"]) -> Truth:
-    """Output and probabilities of a full cache that holds the new token already."""
-    kv, query, keys = cache.kv, own.query, cache.kv.k.read()  # pyright: ignore[reportAttributeAccessIssue]
-    if own.rope is not None:
-        query = own.rope.rotate(query, position[:, None])
-        keys = own.rope.rotate(keys, kv.position)
-    batch, kv_heads, slots = kv.shape
-    out, lse, attention = decode_attention(
-        query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
-        kv.log_mass, position[:, None], kv.position, **own.options,
-    )  # fmt: skip
-    _, out, attention = beside_sinks(own.logits.sinks, lse, out, attention)
-    # Rows are padded on the right and nothing is evicted: a token's slot is its position.
-    attention = attention.reshape(batch, -1, slots)
-    return Truth(own, out.reshape(query.shape).astype(query.dtype), attention)

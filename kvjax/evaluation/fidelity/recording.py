@@ -17,6 +17,8 @@ from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import Decision
 from kvjax.protocol import KVTransform, Logits, State, Step, View, Wrapper
 from kvjax.rope import Rope
+from pallas_kernels import decode_attention
+from pallas_kernels.attention.call import beside_sinks
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +119,29 @@ def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Ar
         return marks[0]
     order = np.argsort([head for heads, _ in layer.groups for head in heads])
     return jnp.concatenate(marks, axis=1)[:, order]
+
+
+def attend_to_all(
+    kv: KVCache, record: Record, position: Int[Array, " B"]
+) -> tuple[Float[Array, "B Q 1 D"], Float[Array, "B Q S"]]:
+    """Output and probabilities of a new token's attention to all slots.
+
+    Args:
+      kv: that hold the new token already.
+      record: of its decode step.
+      position: of each row's new token.
+    """
+    query, keys = record.query, kv.k.read()
+    if record.rope is not None:
+        query = record.rope.rotate(query, position[:, None])
+        keys = record.rope.rotate(keys, kv.position)
+    batch, kv_heads, slots = kv.shape
+    out, lse, attention = decode_attention(
+        query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
+        kv.log_mass, position[:, None], kv.position, **record.options,
+    )  # fmt: skip
+    _, out, attention = beside_sinks(record.logits.sinks, lse, out, attention)
+    return out.reshape(query.shape).astype(query.dtype), attention.reshape(batch, -1, slots)
 
 
 def holds(kept: Int[Array, "B H S"], length: int) -> Bool[Array, "B H L"]:

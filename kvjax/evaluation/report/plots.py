@@ -1,251 +1,265 @@
-"""Pictures of a comparison: scores, perplexity, attention, and answers by depth and length."""
+"""Pictures of a comparison: scores and losses by bytes, and scores by depth and length."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import PercentFormatter as Percent
 
 from kvjax.evaluation.cells.results import Results, Row
 from kvjax.evaluation.tasks import MEASURES
 
-from . import pictures
-from .heat_maps import heat_map
-from .measures import ERROR, NATS, RECALL, SCORE, Measure, Value
-from .pictures import Panel, Picture
-from .tables import panel_name
+from .tables import panel_name, percent
 
-_ASIDE = 0.7  # of the distance between two budgets, over which the points of one are spread
-_INTERVAL = {"elinewidth": 0.9, "capsize": 2.5, "capthick": 0.9}
+# Okabe and Ito's colours, which colour-blind readers can tell apart. Each has a marker and a dash
+# of its own, so that prints in grey can be read too.
+_COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#332288",
+    "#882255", "#117733",
+)  # fmt: skip
+_MARKERS = "os^DvPX<*h"
+_DASHES = (
+    "-", (0, (5, 2)), (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (9, 2)), (0, (3, 1)),
+    (0, (7, 1, 1, 1, 1, 1)), (0, (2, 2)), (0, (6, 1, 2, 1)), (0, (4, 4)),
+)  # fmt: skip
+_NATS_TICKS = (-1, -0.1, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+LOOK: dict[str, Any] = {
+    "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 8,
+    "axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "axes.prop_cycle": cycler("color", _COLOURS[:7]),
+    "lines.markersize": 4, "figure.constrained_layout.use": True, "savefig.dpi": 150,
+    "svg.fonttype": "none", "svg.hashsalt": "kvjax",
+}  # fmt: skip
+"""Settings that suit these pictures, for `matplotlib.rc_context` or `matplotlib.rcParams.update`.
+
+The same picture becomes the same SVG file.
+"""
+
+_LITERAL = {**LOOK, "text.parse_math": False}  # a name may hold dollars
 
 
-def all_pictures(results: Results) -> list[Picture]:
-    """What a comparison has of these, for each length and method.
+def style(number: int) -> dict[str, Any]:
+    """Colour, marker and dash of the line `number`, other ones for each of the first hundred.
 
-    `scores_by_bytes_<length>`, `scores_by_budget_<length>`, `perplexity_<length>`,
-    `perplexity_quarters_<length>`, `attention_<length>`, `attention_layers_<length>`,
-    `heatmap_<method>`. Budgets as shares and as slots are apart from each other. What failed is a
-    gap.
+    Later lines have smaller markers, so that a marker in the same place below them is visible.
     """
-    found = [picture for length in results.settings["lengths"] for picture in _of(results, length)]
-    names = set()
-    for number, method in enumerate(("full", *methods(results))):
-        panels, size = heat_map(results, method)
-        if panels:
-            name = re.sub(r"[^\w.=-]+", "_", method).strip("_")[:100]
-            name += f"_{number}" * (name in names)  # another method differs in signs alone
-            names.add(name)
-            title = f"{method}: score by depth and prompt tokens"
-            found.append(Picture(f"heatmap_{name}", title, panels, size=size))
-    return found
+    turn, place = divmod(number, len(_COLOURS))
+    other = (place + turn) % len(_COLOURS)
+    return {
+        "color": _COLOURS[place], "marker": _MARKERS[other], "linestyle": _DASHES[other],
+        "markersize": max(5.5, 9.0 - 0.25 * number), "linewidth": 1.6,
+    }  # fmt: skip
 
 
-def methods(results: Results) -> list[str]:
+@matplotlib.rc_context(_LITERAL)
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+@matplotlib.rc_context(_LITERAL)
+def figures(results: Results) -> dict[str, Figure]:
+    """The pictures of a comparison by name, for each length and each method.
+
+    `scores_by_bytes_<length>`, `perplexity_<length>` and `heatmap_<method>`, those of which there
+    is something to draw.
+    """
+    panels, drawn = results.panels(), {}
+    for length in results.settings["lengths"]:
+        answers = [key for key in panels if key[1] == length and key[0] not in MEASURES]
+        losses = [key for key in panels if key == ("perplexity", length, None)]
+        suffix = f"by bytes of the cache, prompts of {length:,} tokens"
+        if answers:
+            drawn[f"scores_by_bytes_{length}"] = _by_bytes(results, answers, f"Score {suffix}")
+        if losses:
+            drawn[f"perplexity_{length}"] = _by_bytes(
+                results, losses, f"Loss of held-out text {suffix}"
+            )
+    for number, method in enumerate(["full", *_methods(results)]):
+        figure = _heat_map(results, method)
+        if figure is not None:
+            name = "heatmap_" + re.sub(r"[^\w.=-]+", "_", method).strip("_")[:100]
+            # Another method may differ in signs alone.
+            drawn[f"{name}_{number}" if name in drawn else name] = figure
+    return drawn
+
+
+def _methods(results: Results) -> list[str]:
     """The methods in the order of their styles."""
-    every = dict.fromkeys(method for method, _ in results.settings["methods"])
-    return [method for method in every if method != "full"]
+    names = dict.fromkeys(method for method, _ in results.settings["methods"])
+    return [name for name in names if name != "full"]
 
 
-def _of(results: Results, length: int) -> list[Picture]:
-    """The pictures of one length that have lines."""
-    panels = {key: rows for key, rows in results.panels().items() if key[1] == length}
-    tasks: dict[str, list[tuple]] = {}
-    for key in panels:
-        tasks.setdefault(key[0], []).append(key)
-    kinds = _kinds(row for rows in panels.values() for row in rows)
+def _panels(
+    count: int, size: tuple[float, float], title: str, below: float = 0.0
+) -> tuple[Figure, list[Axes]]:
+    """A figure with so many axes of a size in inches, two in a row, and with room below them."""
+    columns = min(count, 2)
+    rows = math.ceil(count / columns)
+    width = max(6.4, columns * size[0])
+    figure = Figure((width, 0.6 + rows * size[1] + below), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in axes[count:]:
+        unused.remove()
+    figure.suptitle(textwrap.fill(title, int(12 * width)))
+    return figure, axes[:count]
 
-    def by_budget(keys: Iterable[tuple], measure: Measure) -> list[Panel]:
-        return [
-            Panel(
-                f"{measure.of}{panel_name(key[0], key[2])}, budget as {kind}",
-                partial(_by_budget, results, key, measure, kind),
-            )
-            for kind in kinds
-            for key in keys
-        ]
 
-    def by_bytes(keys: Iterable[tuple], measure: Measure) -> list[Panel]:
-        return [
-            Panel(
-                measure.of + panel_name(key[0], key[2]), partial(_by_bytes, results, key, measure)
-            )
-            for key in keys
-        ]
+def _by_bytes(results: Results, keys: Sequence[tuple], title: str) -> Figure:
+    """A panel for each key: a line per method through its budgets, the full cache as a band."""
+    names = [textwrap.fill(name, 60) for name in ("full cache", *_methods(results))]
+    beside = 3 if max(map(len, names)) < 20 else 1
+    lines = sum(name.count("\n") + 1 for name in names) // beside + 1
+    figure, panels = _panels(len(keys), (4.4, 3.1), title, below=0.18 * lines)
+    for axes, key in zip(panels, keys, strict=True):
+        _draw_by_bytes(axes, results, key)
+    handles, _ = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=beside)
+    return figure
 
-    made: dict[str, tuple[str, list[list[Panel]]]] = {}
-    asked = [keys for task, keys in tasks.items() if task not in MEASURES]
-    if asked:
-        made["scores_by_bytes"] = (
-            "Score by bytes of the cache",
-            [by_bytes(keys, SCORE) for keys in asked],
+
+def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
+    rows, at_floor, loss = results.panels()[key], results.at_floor(key), key[0] == "perplexity"
+
+    def estimate(row: Row) -> tuple[float, float, float] | None:
+        found = row.difference if loss else row.score
+        return None if found is None else found[:3]
+
+    full = next((estimate(row) for row in rows if row.method == "full"), None)
+    axes.plot([], [], color="black", linewidth=1.2, label="full cache")
+    if full is not None:
+        axes.axhspan(full[1], full[2], color="0.88", zorder=0)
+        axes.axhline(full[0], color="black", linewidth=1.2)
+    shares = [0.5, 1.0]
+    for number, method in enumerate(_methods(results)):
+        points = sorted(
+            (row.share, *estimate(row))
+            for row in rows
+            if row.method == method and row.share is not None and estimate(row) is not None
         )
-        made["scores_by_budget"] = "Score by budget", [by_budget(keys, SCORE) for keys in asked]
-    if keys := tasks.get("perplexity"):
-        made["perplexity"] = (
-            "Loss of held-out text",
-            [[*by_bytes(keys, NATS), *by_budget(keys, NATS)]],
-        )
-        made["perplexity_quarters"] = (
-            "Loss of held-out text by quarters of what follows the prompt",
-            [_profiles(results, keys[0], "quarter", NATS.label, _quarters)],
-        )
-    if keys := tasks.get("attention"):
-        made["attention"] = "Attention: error of its outputs, and recall of its tokens", [
-            by_budget(keys, ERROR), by_budget(keys, RECALL)
-        ]  # fmt: skip
-        made["attention_layers"] = (
-            "Error of attention outputs by layer",
-            [_profiles(results, keys[0], "layer", ERROR.label, lambda row, full: row.layer_error)],
-        )
-    return [
-        Picture(f"{name}_{length}", f"{title}, prompts of {length:,} tokens", rows,
-            length, legend=methods(results))
-        for name, (title, rows) in made.items()
-        if any(rows)
-    ]  # fmt: skip
-
-
-def _kinds(rows: Iterable[Row]) -> list[str]:
-    """The kinds of budget that there are; one at least."""
-    own = {_kind(row) for row in rows} - {None}
-    return [kind for kind in ("share", "slots") if kind in own] or ["share"]
-
-
-def _kind(row: Row) -> str | None:
-    if row.budget is None:
-        return None
-    return "slots" if isinstance(row.budget, int) else "share"
-
-
-# Lines
-
-
-def _by_budget(results: Results, key: tuple, measure: Measure, kind: str, axes: Axes) -> None:
-    """A line per method over the budgets of one kind; without a budget it goes across."""
-    full, own = _full_and_others(results, key)
-    budgets = sorted({row.budget for row in own if _kind(row) == kind})
-    places = range(max(1, len(budgets)))
-    names = methods(results)
-    _draw_full(axes, full, measure)
-    for number, name in enumerate(names):
-        rows = [row for row in own if row.method == name]
-        # Shifted sideways, or the bars of equally good methods would hide each other.
-        aside = _ASIDE * ((number + 0.5) / len(names) - 0.5)
-        points = [(budgets.index(row.budget), row) for row in rows if _kind(row) == kind]
-        points += [(place, row) for row in rows if row.budget is None for place in places]
-        _line(axes, number, [(x + aside, measure.value(row)) for x, row in points])
-    axes.set_xticks(places, map(str, budgets or ["of the method"]))
-    axes.set_xlim(-0.5, len(places) - 0.5)
-    axes.set_xlabel("budget: share of the prompt" if kind == "share" else "budget: slots a KV head")
-    _finish(axes, measure, results.at_floor(key))
-
-
-def _by_bytes(results: Results, key: tuple, measure: Measure, axes: Axes) -> None:
-    """A line per method and kind of budget; points of budgets in slots are hollow."""
-    full, own = _full_and_others(results, key)
-    own = [row for row in own if row.share is not None]  # one that failed has no bytes
-    _draw_full(axes, full, measure)
-    for number, name in enumerate(methods(results)):
-        for kind in ("share", "slots", None):
-            rows = [row for row in own if row.method == name and _kind(row) == kind]
-            points: list[Any] = [(row.share, measure.value(row)) for row in rows]
-            _line(axes, number, sorted(points, key=lambda point: point[0]), kind == "slots")
-    shares: list[Any] = [row.share for row in own] or [0.1]
+        share, value, low, high = np.array(points, float).reshape(-1, 4).T
+        shares += share.tolist()
+        # Of shares of 0 and 1, rounding may put an end of the interval on the wrong side.
+        interval = np.maximum((value - low, high - value), 0)
+        axes.errorbar(
+            share, value, interval, label=method, elinewidth=0.9, capsize=2.5, capthick=0.9,
+            markeredgecolor="white", **style(number),
+        )  # fmt: skip
+    axes.set_title(panel_name(key[0], key[2]))
     axes.set_xscale("log")
     axes.set_xticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0])
-    axes.set_xlim(min(0.5, *shares) * 0.8, max(1.15, *shares) * 1.05)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlim(0.8 * min(shares), 1.15 * max(shares))
+    axes.xaxis.set_major_formatter(Percent(1.0, decimals=0))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    hollow = "; hollow: budget in slots" * (len(_kinds(own)) > 1)
-    axes.set_xlabel(f"bytes, share of the full cache's{hollow}")
-    _finish(axes, measure, results.at_floor(key))
-
-
-def _profiles(
-    results: Results,
-    key: tuple,
-    what: str,
-    label: str,
-    values: Callable[[Row, Row | None], Sequence[float] | None],
-) -> list[Panel]:
-    """A panel per budget: a line per method over quarters or layers."""
-    full, own = _full_and_others(results, key)
-
-    def draw(rows: list[Row], axes: Axes) -> None:
-        base = None if full is None else values(full, full)
-        if base is not None:
-            axes.plot(range(1, len(base) + 1), base, color="black", linewidth=1.2)
-        for number, name in enumerate(methods(results)):
-            for row in rows:
-                found = values(row, full) if row.method == name else None
-                if found is not None:
-                    axes.plot(range(1, len(found) + 1), found, **pictures.style(number))
-        axes.set_xlabel(what)
-        axes.set_ylabel(label)
-        axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore[reportCallIssue]
-        axes.grid(alpha=0.25)
-
-    budgets = dict.fromkeys(row.budget for row in own)
-    return [
-        Panel(
-            "budget of the method" if budget is None else f"budget {budget}",
-            partial(draw, [row for row in own if row.budget == budget]),
-        )
-        for budget in budgets
-    ]
-
-
-def _quarters(row: Row, full: Row | None) -> list[float] | None:
-    """The loss of each quarter minus that with the full cache."""
-    if row.quarters is None or full is None or full.quarters is None:
-        return None
-    return [own - base for own, base in zip(row.quarters, full.quarters, strict=True)]
-
-
-def _full_and_others(results: Results, key: tuple) -> tuple[Row | None, list[Row]]:
-    rows = results.panels()[key]
-    full = next((row for row in rows if row.method == "full"), None)
-    return full, [row for row in rows if row.method != "full"]
-
-
-def _draw_full(axes: Axes, full: Row | None, measure: Measure) -> None:
-    """The full cache as a line across, its interval as a band."""
-    found = None if full is None else measure.value(full)
-    if found is not None:
-        axes.axhspan(found[1], found[2], color="0.88", zorder=0)
-        axes.axhline(found[0], color="black", linewidth=1.2)
-
-
-def _line(
-    axes: Axes, number: int, points: Sequence[tuple[float, Value | None]], hollow: bool = False
-) -> None:
-    """A method's points with their intervals; a failed one is left out and breaks the line."""
-    if not points:
-        return
-    x = [at for at, _ in points]
-    y, low, high = np.array([value or (math.nan,) * 3 for _, value in points]).T
-    own = pictures.style(number)
-    edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
-    if hollow:
-        edge = {"markerfacecolor": "white", "markeredgewidth": 1.4}
-    # Of shares of 0 and 1, rounding may put an end of the interval on the wrong side.
-    axes.errorbar(x, y, yerr=np.maximum((y - low, high - y), 0), **own, **edge, **_INTERVAL)
-
-
-def _finish(axes: Axes, measure: Measure, at_floor: bool) -> None:
-    measure.finish(axes)
-    axes.set_ylabel(measure.label)
+    axes.set_xlabel("bytes, share of the full cache's")
     axes.grid(alpha=0.25)
+    if loss:
+        _nats_axis(axes)
+    else:
+        highest = axes.dataLim.y1 if np.isfinite(axes.dataLim.y1) else 1.0
+        top = 1.06 if highest > 0.5 else max(0.1, 1.2 * highest)
+        axes.set_ylim(-0.03 * top, top)
+        axes.yaxis.set_major_formatter(Percent(1.0, symbol="", decimals=0))
+        axes.set_ylabel("score, with 95 % interval")
     if at_floor:
         axes.set_facecolor("0.95")
-        axes.text(
-            0.5, 0.96, "full cache at the floor: not ranked", transform=axes.transAxes,
-            ha="center", va="top", fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "0.6", "boxstyle": "round"},
-        )  # fmt: skip
+        axes.text(0.5, 0.96, "full cache at the floor: not ranked", transform=axes.transAxes,
+                  ha="center", va="top")  # fmt: skip
+
+
+def _nats_axis(axes: Axes) -> None:
+    """Linear up to 0.01, logarithmic beyond: methods differ by factors of a hundred."""
+    axes.set_yscale("symlog", linthresh=0.01, linscale=0.4)
+    axes.margins(y=0.08)
+    axes.yaxis.set_major_locator(FixedLocator(_NATS_TICKS))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.set_ylabel("nats per token more than full")
+
+
+def _heat_map(results: Results, method: str) -> Figure | None:
+    """Scores by depth and length, a panel for each task and question whose cases have depths."""
+    budgets = [budget for name, budget in results.settings["methods"] if name == method]
+    columns = [(budget, length) for budget in budgets for length in results.settings["lengths"]]
+    rows, bins = results.rows(), {}
+    for task in dict.fromkeys(row.task for row in rows):
+        if found := depth_bins(row for row in rows if row.task == task):
+            bins[task] = found
+    keys = list(dict.fromkeys((row.task, row.question) for row in rows if row.task in bins))
+    if not keys:
+        return None
+    of_method = {
+        (row.task, row.question, row.budget, row.length): row
+        for row in rows
+        if row.method == method
+    }
+    size = max(2.8, 0.9 + 0.62 * len(columns)), 1.1 + 0.4 * max(map(len, bins.values()))
+    title = f"{method}: score by depth and prompt tokens"
+    figure, panels = _panels(len(keys), size, title)
+    for axes, key in zip(panels, keys, strict=True):
+        shown = [of_method.get((*key, *column)) for column in columns]
+        _draw_heat_map(axes, columns, bins[key[0]], shown)
+        axes.set_title(panel_name(*key))
+    return figure
+
+
+def _draw_heat_map(
+    axes: Axes,
+    columns: Sequence[tuple[int | float | None, int]],
+    bins: Sequence[tuple[str, float, float]],
+    rows: Sequence[Row | None],
+) -> None:
+    """Depths downwards, budgets and lengths to the right; a field without cases is hatched."""
+    scores = np.full((len(bins), len(columns)), math.nan)
+    for x, row in enumerate(rows):
+        for y, (_, first, last) in enumerate(bins):
+            depths = {} if row is None else row.depths or {}
+            inside = [found for depth, found in depths.items() if first <= depth <= last]
+            cases = sum(found.cases for found in inside)
+            text = "-" if row is None or row.failed is None else "failed"
+            if cases:
+                scores[y, x] = sum(found.mean * found.cases for found in inside) / cases
+                text = f"{percent(scores[y, x])}\nof {cases}"
+            colour = "white" if scores[y, x] < 0.5 else "black"
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=colour, fontsize=7)
+        if x and columns[x][0] != columns[x - 1][0]:
+            axes.axvline(x, color="white", linewidth=5)
+    axes.patch.set(facecolor="0.9", edgecolor="0.6", hatch="///")
+    axes.pcolormesh(scores, vmin=0, vmax=1, cmap="cividis", edgecolors="white")
+    axes.set_ylim(len(bins), 0)  # the first depth is at the top
+    ticks = [
+        f"{length:,}" if budget is None else f"{length:,}\n{budget}" for budget, length in columns
+    ]
+    axes.set_xticks(np.arange(len(columns)) + 0.5, ticks)
+    axes.set_yticks(np.arange(len(bins)) + 0.5, [name for name, _, _ in bins])
+    axes.set_xlabel("prompt tokens" if columns[0][0] is None else "prompt tokens, budget below")
+    axes.set_ylabel("depth (0: start)")
+
+
+def depth_bins(rows: Iterable[Row], most: int = 5) -> list[tuple[str, float, float]]:
+    """Names, first and last depths of bins: the depths themselves, or so many equal parts."""
+    depths = sorted({depth for row in rows for depth in row.depths or ()})
+    if len(depths) <= most:
+        return [(f"{depth:g}", depth, depth) for depth in depths]
+    ends = [number / most for number in range(most + 1)]
+    return [
+        # A depth on an end belongs to the part above it, 1 to the last part.
+        (f"{low:g}-{high:g}", low, high if high == 1 else math.nextafter(high, 0))
+        for low, high in itertools.pairwise(ends)
+    ]

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import base64
-import itertools
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.results import Results
-from kvjax.messages import printable
-from kvjax.written_files import write_whole, writing
+from kvjax.files import write_whole, writing
 
-from . import pictures, plots, tables
-from .pictures import Picture
+from . import plots, tables
 
 REPORT = "report.html"
-_TEMPLATE = "report.html.jinja"
-_PANEL = 4.4, 3.1  # inches of a panel on the page
-_MOST_FAILURES = 100  # that are told with their reasons
+_SHOWN = ("lengths", "questions", "cases", "seed", "chat", "weights", "text")
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """Writes `results.json`, `results.csv`, a PNG file per picture, and `report.html`.
+    """Writes the files of `kvjax.evaluation.cells`, a PNG file per picture, and `report.html`.
 
     The page holds its pictures and loads nothing. The folder is made if it is absent; pictures of
     an earlier call are replaced.
@@ -50,89 +45,34 @@ def write_report(results: Results, folder: Path) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     files.write(results, folder)
-    drawn = plots.all_pictures(results)
-    for picture in drawn:
-        pictures.save(picture, folder)
-    write_whole(folder / REPORT, page(results, drawn))
+    pictures = {name: plots.png(figure) for name, figure in plots.figures(results).items()}
+    for name, content in pictures.items():
+        path = folder / f"{name}.png"
+        with writing(path):
+            path.write_bytes(content)
+    write_whole(folder / REPORT, page(results, pictures))
 
 
-def page(results: Results, drawn: list[Picture]) -> str:
-    """The page as HTML.
-
-    Args:
-      results: of the comparison.
-      drawn: its pictures, from `all_pictures`.
-    """
+def page(results: Results, pictures: Mapping[str, bytes]) -> str:
+    """The page as HTML, with pictures that are PNG files by name."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kvjax.evaluation.report", ""), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    failures = [(printable(cell), printable(reason)) for cell, reason in results.failures()]
-    more = len(failures) - _MOST_FAILURES
-    if more > 0:
-        failures[_MOST_FAILURES:] = [(f"{more:,} more", "see results.json")]
+    settings = {name: results.settings[name] for name in _SHOWN if name in results.settings}
     lost = [
-        f"{printable(method)} lost {count:,} tokens that found no free slot."
+        f"{method} lost {count:,} tokens that found no free slot."
         for method, count in results.dropped().items()
     ]
-    settings = tables.settings(results)
-    return environment.get_template(_TEMPLATE).render(
-        title=f"Compressed caches of {settings['Model']}",
-        settings=settings,
+    return environment.get_template(f"{REPORT}.jinja").render(
+        model=results.settings.get("model") or "the bundled model",
+        settings={
+            name: ", ".join(map(str, value)) if isinstance(value, list) else value
+            for name, value in settings.items()
+        },
         notes=tables.notes(results) + lost,
-        sections=[_section(table, drawn) for table in tables.tables(results)],
-        swatches=_swatches(results),
-        heat_maps=[_heat_map(picture) for picture in drawn if picture.length is None],
-        failures=failures,
+        tables=tables.tables(results),
+        pictures={name: base64.b64encode(png).decode() for name, png in pictures.items()},
+        failures=results.failures(),
         definitions=tables.DEFINITIONS,
     )
-
-
-def _section(table: tables.Table, drawn: list[Picture]) -> dict[str, Any]:
-    """What is said of prompts of one length."""
-    own = [picture for picture in drawn if picture.length == table.length]
-    return {
-        "length": table.length,
-        "heading": f"{table.length:,} tokens",
-        "table": table,
-        "groups": _groups(table),
-        "pictures": [
-            {"title": picture.title, "panels": [
-                {"title": printable(panel.title),
-                 "source": _source(pictures.panel_svg(panel, _PANEL))}
-                for line in picture.panels for panel in line
-            ]}
-            for picture in own
-        ],
-    }  # fmt: skip
-
-
-def _groups(table: tables.Table) -> list[dict[str, Any]]:
-    """The rows of each method: budgets, and fields with their columns."""
-    fields = zip(*(column.fields for column in table.columns), strict=True)
-    rows = zip(table.candidates, fields, strict=True)
-    groups = itertools.groupby(rows, lambda row: row[0][0])
-    return [
-        {"method": method, "rows": [
-            (budget, list(zip(table.columns, line, strict=True))) for (_, budget), line in own
-        ]}
-        for method, own in groups
-    ]  # fmt: skip
-
-
-def _heat_map(picture: Picture) -> dict[str, str]:
-    title = printable(picture.title)
-    return {"title": title, "source": _source(pictures.picture_svg(picture))}
-
-
-def _swatches(results: Results) -> list[tuple[str, str]]:
-    """The legend of all lines: names, and pictures of the lines."""
-    names = [(pictures.FULL, _source(pictures.swatch_svg(None)))]
-    for number, method in enumerate(plots.methods(results)):
-        names.append((printable(method), _source(pictures.swatch_svg(number))))
-    return names
-
-
-def _source(svg: str) -> str:
-    """An SVG picture as what an image's `src` can hold."""
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

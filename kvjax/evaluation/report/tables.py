@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.filesize import decimal
 
@@ -16,7 +16,6 @@ from kvjax.messages import printable
 FAILED, ABSENT, AS_FULL = "failed", "absent", "as full"
 """States of a field: its cells failed, there is none, the full cache's score is in its interval."""
 
-_YES_OR_NO: dict[Any, str] = {True: "yes", False: "no"}
 AT_FLOOR = "the full cache is at the floor, and methods are not ranked"
 """What is said of a task whose scores show nothing."""
 
@@ -82,11 +81,6 @@ def tables(results: Results) -> list[Table]:
     return [_table(results, length, panels) for length, panels in by_length.items()]
 
 
-def label(name: str) -> str:
-    """A name from a file, for people: `niah_single_1` is niah single 1."""
-    return printable(name.replace("_", " "), 80)
-
-
 def percent(share: float) -> str:
     """A share for people: 100 only if it is all, 99.9 if it is nearly all.
 
@@ -99,27 +93,6 @@ def percent(share: float) -> str:
     if whole not in ("0", "100") or share in (0, 1):
         return whole
     return f"{min(max(100 * share, 0.1), 99.9):.1f}"
-
-
-def settings(results: Results) -> dict[str, str]:
-    """What was compared, as names and texts."""
-    given = results.settings
-    shown = {
-        "Model": given.get("model") or "bundled",
-        "Prompt tokens": ", ".join(f"{length:,}" for length in given["lengths"]),
-        "Tasks": ", ".join(map(label, given["tasks"])),
-        "Questions": ", ".join(given["questions"]),
-        "Cases": f"{given['cases']:,} of each task, length and question at most",
-        "Methods": ", ".join(dict.fromkeys(method for method, _ in given["methods"])),
-        "Budgets": ", ".join(
-            dict.fromkeys(str(budget) for _, budget in given["methods"] if budget is not None)
-        ),
-        "Seed": given.get("seed", "-"),
-        "Chat template": _YES_OR_NO.get(given.get("chat"), "as each task has it"),
-        "Weights (hash)": given.get("weights", "-"),
-        "Text (hash)": given.get("text", "-"),
-    }
-    return {name: printable(value) or "-" for name, value in shown.items()}
 
 
 def notes(results: Results) -> list[str]:
@@ -137,25 +110,31 @@ def notes(results: Results) -> list[str]:
 
 def panel_name(task: str, question: str | None) -> str:
     """`needle, question inside`."""
-    return label(task) if question is None else f"{label(task)}, question {question}"
+    return _label(task) if question is None else f"{_label(task)}, question {question}"
+
+
+def _label(name: str) -> str:
+    """A name from a file, for people: `niah_single_1` is niah single 1."""
+    return printable(name.replace("_", " "), 80)
 
 
 def _table(results: Results, length: int, panels: dict[tuple, list[Row]]) -> Table:
-    candidates = [tuple(one) for one in results.settings["methods"]]
-    every = [row for rows in panels.values() for row in rows]
-    by_candidate = [[row for row in every if row.candidate == one] for one in candidates]
+    candidates = [tuple(candidate) for candidate in results.settings["methods"]]
+    all_rows = [row for rows in panels.values() for row in rows]
+    by_candidate = [[row for row in all_rows if row.candidate == key] for key in candidates]
     columns = [Column("cache", "", list(map(_cache, by_candidate)))]
     for (task, _, question), rows in panels.items():
-        found = {row.candidate: row for row in rows}
-        own = [found.get(candidate) for candidate in candidates]
+        by_key = {row.candidate: row for row in rows}
+        ordered, prompts = [by_key.get(key) for key in candidates], _prompts(rows)
         if task not in MEASURES:
-            columns.append(_answers(results, (task, length, question), own))
+            columns.append(_answers(results, (task, length, question), ordered, prompts))
         elif task == "perplexity":
-            columns.append(Column("Δ nats", "", _each(own, _nats), prompts=_prompts(rows)))
+            columns.append(Column("Δ nats", "", _fields(ordered, _nats), prompts=prompts))
         else:
-            prompts = _prompts(rows)
-            columns.append(Column("error", "", _each(own, _error), prompts=prompts))
-            columns.append(Column("recall", "", _each(own, _recall), prompts=prompts))
+            error = _fields(ordered, lambda row: Field(f"{row.score.mean:.3f}"))
+            recall = _fields(ordered, lambda row: Field(f"{percent(row.recall)}%"))
+            columns.append(Column("error", "", error, prompts=prompts))
+            columns.append(Column("recall", "", recall, prompts=prompts))
     columns.append(Column("slots", "", list(map(_slots, by_candidate))))
     names = [
         (printable(method), "-" if budget is None else printable(budget))
@@ -164,18 +143,15 @@ def _table(results: Results, length: int, panels: dict[tuple, list[Row]]) -> Tab
     return Table(length, names, columns)
 
 
-def _each(rows: Iterable[Row | None], field: Callable[[Row], Field]) -> list[Field]:
+def _fields(rows: Iterable[Row | None], field: Callable[[Row], Field]) -> list[Field]:
     """The field of each row, where there is one and it did not fail."""
-
-    def one(row: Row | None) -> Field:
-        if row is None:
-            return Field("-", state=ABSENT)
-        return Field("failed", state=FAILED) if row.failed is not None else field(row)
-
-    return [one(row) for row in rows]
+    absent, failed = Field("-", state=ABSENT), Field("failed", state=FAILED)
+    return [
+        absent if row is None else failed if row.failed is not None else field(row) for row in rows
+    ]
 
 
-def _answers(results: Results, panel: tuple, rows: Sequence[Row | None]) -> Column:
+def _answers(results: Results, panel: tuple, rows: Sequence[Row | None], prompts: str) -> Column:
     task, _, question = panel
     full = next((row.score for row in rows if row and row.method == "full"), None)
     at_floor = results.at_floor(panel)
@@ -187,9 +163,7 @@ def _answers(results: Results, panel: tuple, rows: Sequence[Row | None]) -> Colu
         ranked = full is not None and row.method != "full" and not at_floor
         return Field(percent(mean), detail, AS_FULL * (ranked and low <= full.mean <= high))
 
-    measured = [row for row in rows if row is not None]
-    fields = _each(rows, score)
-    return Column(label(task), question or "", fields, at_floor, _prompts(measured))
+    return Column(_label(task), question or "", _fields(rows, score), at_floor, prompts)
 
 
 def _prompts(rows: Sequence[Row]) -> str:
@@ -210,23 +184,14 @@ def _nats(row: Row) -> Field:
     return Field(f"{mean:+.3f}", f"{low:+.2f}..{high:+.2f}", AS_FULL * (low <= 0 <= high))
 
 
-def _error(row: Row) -> Field:
-    return Field(f"{row.score.mean:.3f}")
-
-
-def _recall(row: Row) -> Field:
-    return Field(f"{percent(row.recall)}%")
-
-
 def _cache(rows: Sequence[Row]) -> Field:
     """Bytes over all tasks of a length, whose prompts differ a little."""
     known = [row for row in rows if row.cache_bytes is not None]
     if not known:
         return Field("-", state=ABSENT)
-    own, full = (
-        sum(getattr(row, name) for row in known) for name in ("cache_bytes", "full_cache_bytes")
-    )
-    return Field(f"{own / full:.1%}", decimal(round(own / len(known))))
+    compressed = sum(row.cache_bytes or 0 for row in known)
+    full = sum(row.full_cache_bytes or 0 for row in known)
+    return Field(f"{compressed / full:.1%}", decimal(round(compressed / len(known))))
 
 
 def _slots(rows: Sequence[Row]) -> Field:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -13,20 +15,22 @@ from kvjax.attention.layer import default_dtype
 from kvjax.budgets.budgets import check_count
 from kvjax.compose.chain import bind
 from kvjax.devices import mesh_of
-from kvjax.generation.calibration import calibrated
+from kvjax.evaluation.memory import with_peak
+from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
 from kvjax.generation.checks import check_prompts
+from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.planning import Plan, plan
+from kvjax.generation.writing import Generation
 from kvjax.protocol import Full, KVTransform
 
 from .floors import cache_room, prompt_flops
-from .machine import Machine
-from .runs import Run, Runs, Times
+from .machine import Machine, measure_machine
+
+_Run = tuple[Generation, int | None]  # what was written, and by how much the process grew
 
 FULL = "full"
 PROMPT_TOKENS, NEW_TOKENS, BATCHES, ROUNDS = 2048, 64, (1,), 3
-
-_CALIBRATION_TOKENS = 1024  # of the first prompt, for methods that are calibrated
 
 
 @dataclass(frozen=True)
@@ -161,23 +165,36 @@ def measure_speed(
     of_model = functional.num_layers, functional.windows
     for transform in methods.values():
         check_prompts(functional, prompts, bind(transform, *of_model), new_tokens)
-    sample = [prompts[0][:_CALIBRATION_TOKENS]]
+    sample = [prompts[0][:CALIBRATION_TOKENS]]
     methods = {name: calibrated(tx, functional, sample) for name, tx in methods.items()}
     room = cache_room(functional, prompt_tokens, new_tokens)
     plans = {
         name: plan(functional, tx, dtype=dtype, looked_up=looked_up, **room)
         for name, tx in methods.items()
     }
-    count = len(methods) * len(batches) * (1 + rounds)
-    runs = Runs(functional, new_tokens, dtype, count, on_progress)
-    found = {batch: runs.of_batch(methods, prompts[:batch], rounds) for batch in batches}
-    runs.report("done")
-    machine = runs.machine()
+    report = on_progress or (lambda done, total, what: None)
+    done, total = 0, len(methods) * len(batches) * (1 + rounds)
+    machines: list[Machine] = []
+    runs: dict[tuple[int, str], list[_Run]] = {}
+    for batch in batches:
+        jax.clear_caches()
+        for _ in range(1 + rounds):
+            report(done, total, "the machine")
+            machines.append(measure_machine(dtype))
+            for name, tx in methods.items():
+                report(done, total, f"{name} · {batch} row{'s' * (batch > 1)}")
+                run = functools.partial(
+                    generate, functional, prompts[:batch], transform=tx,
+                    max_new_tokens=new_tokens, end_tokens=(), dtype=dtype,
+                )  # fmt: skip
+                runs.setdefault((batch, name), []).append(with_peak(run))
+                done += 1
+    report(total, total, "done")
+    machine = Machine(*map(max, zip(*machines, strict=True)))
     flops = prompt_flops(functional, prompt_tokens)
     rows = tuple(
-        _speed(name, batch, own[name], own[FULL], plans[name], machine, flops)
-        for batch, own in found.items()
-        for name in methods
+        _speed(name, batch, of_method, runs[batch, FULL], plans[name], machine, flops)
+        for (batch, name), of_method in runs.items()
     )
     return SpeedReport(machine, plans[FULL].weights, rows)
 
@@ -217,26 +234,28 @@ def _prompts(
 def _speed(
     name: str,
     batch: int,
-    runs: Sequence[Run],
-    full_runs: Sequence[Run],
+    runs: Sequence[_Run],
+    full_runs: Sequence[_Run],
     planned: Plan,
     machine: Machine,
     flops: int | None,
 ) -> Speed:
     """A method's figures from its runs, those of the full cache, and what bounds them."""
-    first, *rounds = runs
-    own, full, result = Times.of(rounds), Times.of(full_runs[1:]), first.result
-    grown = [run.grown for run in rounds if run.grown is not None]
+    (result, _), *rounds = runs
+    ttfts, tpots = _seconds(rounds)
+    ttft, tpot = min(ttfts), min(tpots)
+    full_ttft, full_tpot = map(min, _seconds(full_runs[1:]))
+    grown = [grown for _, grown in rounds if grown is not None]
     step_bytes = planned.step_bytes(batch)
     return Speed(
         method=name,
         batch=batch,
-        ttft_s=own.ttft,
-        tpot_s=own.tpot,
-        tokens_per_s=batch / own.tpot,
+        ttft_s=ttft,
+        tpot_s=tpot,
+        tokens_per_s=batch / tpot,
         compile_s=result.compile_s,
-        ttft_over_full=own.ttft / full.ttft,
-        tpot_over_full=own.tpot / full.tpot,
+        ttft_over_full=ttft / full_ttft,
+        tpot_over_full=tpot / full_tpot,
         step_bytes=step_bytes,
         step_floor_s=step_bytes / machine.bandwidth,
         ttft_floor_s=None if flops is None else batch * flops / machine.products,
@@ -246,6 +265,11 @@ def _speed(
         host_bytes=round(planned.caches(batch).host),
         peak_bytes=planned.weights + min(grown) if grown else None,
         dropped=result.dropped,
-        ttft_rounds_s=tuple(run.result.ttft_s for run in rounds),
-        tpot_rounds_s=tuple(run.result.tpot_s for run in rounds),
+        ttft_rounds_s=ttfts,
+        tpot_rounds_s=tpots,
     )
+
+
+def _seconds(rounds: Sequence[_Run]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of every round: up to the first token, and per further one."""
+    return tuple(run.ttft_s for run, _ in rounds), tuple(run.tpot_s for run, _ in rounds)

@@ -1,21 +1,240 @@
-"""Tasks of data sets by name."""
+"""Tasks of data sets from files: LongBench, ZeroSCROLLS, XSum and GSM8K."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import json
+import re
+import zipfile
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from kvjax.budgets.budgets import check_choice
+from kvjax.budgets.budgets import check_choice, check_count
+from kvjax.messages import brief, one_line, printable
 
-from .gsm8k import GSM8K, gsm8k
-from .longbench.longbench import LONGBENCH, longbench
-from .task import Task
-from .xsum import XSUM, xsum
-from .zeroscrolls import ZEROSCROLLS, zeroscrolls
+from . import metrics
+from .longbench import chinese
+from .longbench.tables import MAX_NEW, PROMPTS
+from .metrics import Metric
+from .task import Case, Frame, Task
 
-DATASETS: tuple[str, ...] = (*LONGBENCH, *GSM8K, *XSUM, *ZEROSCROLLS)
-"""Names of all tasks whose cases come from files."""
+Record = dict[str, Any]
+
+_SHOTS = 8  # worked examples of GSM8K
+_CLASSES = "all_classes"  # what a classification needs beside the answers
+_HUB, _ARCHIVE = "THUDM/LongBench", "data.zip"
+
+
+class _Example(NamedTuple):
+    """A prompt as two texts, and its answers.
+
+    Args:
+      context, question: what is read first, and what follows.
+      answers: texts that a metric compares with.
+      omitted: what the question begins with where the context is cut.
+      details: what else the metric takes.
+    """
+
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    omitted: str = ""
+    details: Mapping[str, Any] = {}
+
+
+class _DataSet(NamedTuple):
+    """A row of the table of tasks.
+
+    Args:
+      files: where the records are in a folder; the first file that there is.
+      fields: types of a record's fields; it may have others.
+      examples: of the records of a file.
+      metric, label: the score against one answer, and what its mean is called.
+      max_new: most new tokens.
+      cut: what is left out of a context that is too long.
+      plain: whether the benchmark has no chat template around the prompt, whatever the tokenizer.
+      answer: the part of a continuation that is scored.
+    """
+
+    files: tuple[str, ...]
+    fields: Mapping[str, type]
+    examples: Callable[[list[Record]], Sequence[_Example]]
+    metric: Metric
+    label: str
+    max_new: int
+    cut: Literal["middle", "end", "nothing"] = "middle"
+    plain: bool = False
+    answer: Callable[[str], str] = str
+
+
+# LongBench
+
+_FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")  # examples that models go on to add to
+_LONGBENCH: Mapping[Metric, tuple[str, tuple[str, ...]]] = {
+    metrics.f1: (
+        "F1", ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique",
+               "triviaqa"),
+    ),
+    chinese.f1_zh: ("F1", ("multifieldqa_zh",)),
+    metrics.rouge_l: ("ROUGE-L", ("gov_report", "qmsum", "multi_news", "samsum")),
+    chinese.rouge_l_zh: ("ROUGE-L", ("dureader", "vcsum")),
+    metrics.classification: ("accuracy", ("trec", "lsht")),
+    metrics.count: ("accuracy", ("passage_count",)),
+    metrics.retrieval: ("accuracy", ("passage_retrieval_en", "passage_retrieval_zh")),
+    metrics.code_similarity: ("edit similarity", ("lcc", "repobench-p")),
+}  # fmt: skip
+
+
+def _first_line(text: str) -> str:
+    return text.lstrip("\n").split("\n")[0]
+
+
+def _longbench(name: str) -> _DataSet:
+    """Everything up to the end of the text is the context, what follows the question."""
+    rows = ((metric, *row) for metric, row in _LONGBENCH.items())
+    metric, label, _ = next(row for row in rows if name in row[2])
+    before, after = PROMPTS[name].split("{context}")
+    more = {_CLASSES: list} if metric is metrics.classification else {}
+
+    def examples(records: list[Record]) -> list[_Example]:
+        return [
+            _Example(
+                before + record["context"], after.replace("{input}", record["input"]),
+                tuple(record["answers"]), details={field: record[field] for field in more},
+            )
+            for record in records
+        ]  # fmt: skip
+
+    return _DataSet(
+        (f"{name}.jsonl", f"data/{name}.jsonl"),
+        {"context": str, "input": str, "answers": list, **more},
+        examples,
+        metric,
+        label,
+        MAX_NEW[name],
+        plain=name in (*_FIRST_LINE, "lcc", "repobench-p"),
+        answer=_first_line if name in _FIRST_LINE else str,
+    )
+
+
+# GSM8K
+
+_NUMBERS = {  # the last number counts, or the one behind ####
+    "gsm8k": re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+"),
+    "gsm8k_strict": re.compile(r"#### (-?[0-9.,]+)"),
+}
+
+
+def _is_solved(name: str, text: str, solution: str, **details: Any) -> float:
+    """Whether the number that an answer ends with is that of the solution."""
+    numbers = _NUMBERS[name].findall(text)
+    if not numbers:
+        return 0.0
+    number = numbers[-1] if name == "gsm8k" else numbers[0]
+    # As the harness does it: commas and dollars first, then a point at the end of what is left.
+    both = number, solution.rsplit("#### ", 1)[-1]
+    answer, right = (re.sub(r"[,$]", "", x.strip()).removesuffix(".") for x in both)
+    return float(answer == right)
+
+
+def _problems(records: list[Record]) -> list[_Example]:
+    if len(records) <= _SHOTS:
+        raise ValueError(
+            f"the first {_SHOTS} problems are worked examples, and the data has {len(records)}"
+        )
+    asked = [f"Question: {record['question']}\nAnswer:" for record in records]
+    answers = [record["answer"] for record in records]
+    solved = (f"{ask} {answer}\n\n" for ask, answer in zip(asked, answers, strict=True))
+    context = "".join(itertools.islice(solved, _SHOTS))
+    pairs = zip(asked[_SHOTS:], answers[_SHOTS:], strict=True)
+    return [_Example(context, ask, (answer,)) for ask, answer in pairs]
+
+
+def _gsm8k(name: str) -> _DataSet:
+    return _DataSet(
+        ("test.jsonl",), {"question": str, "answer": str}, _problems, partial(_is_solved, name),
+        "accuracy", 256, cut="nothing", plain=True, answer=lambda text: text.split("Question:")[0],
+    )  # fmt: skip
+
+
+# XSum
+
+_XSUM: Mapping[str, tuple[Metric, str]] = {
+    "xsum": (metrics.rouge_2, "ROUGE-2"),
+    "xsum_rouge_1": (metrics.rouge_1, "ROUGE-1"),
+    "xsum_rouge_l": (metrics.rouge_l, "ROUGE-L"),
+}
+
+
+def _articles(records: list[Record]) -> list[_Example]:
+    request = "\n\nSummarize the above article in 1 sentence.\n"
+    return [_Example(f"###\nArticle: {x['document']}", request, (x["summary"],)) for x in records]
+
+
+def _xsum(name: str) -> _DataSet:
+    return _DataSet(
+        ("xsum.jsonl",), {"document": str, "summary": str}, _articles, *_XSUM[name], 64,
+        answer=lambda text: text.split("###")[0].strip(),
+    )  # fmt: skip
+
+
+# ZeroSCROLLS
+
+_PREFIX = "zeroscrolls_"
+_ROUGE = metrics.rouge_geometric_mean, "ROUGE (geometric mean)"
+_F1 = metrics.f1, "F1"
+_SCROLLS: Mapping[str, tuple[Metric, str, int]] = {
+    "gov_report": (*_ROUGE, 1024),
+    "summ_screen_fd": (*_ROUGE, 512),
+    "qmsum": (*_ROUGE, 512),
+    "squality": (*_ROUGE, 512),
+    "qasper": (*_F1, 128),
+    "narrative_qa": (*_F1, 64),
+    "musique": (*_F1, 32),
+    "quality": (metrics.choice, "accuracy", 10),
+    "space_digest": (metrics.exponential_similarity, "exponential similarity", 36),
+    "book_sum_sort": (metrics.concordance, "concordance index", 256),
+}
+
+
+def _scrolls(records: list[Record]) -> list[_Example]:
+    """Contexts that end where the query begins; records of one `id` are one case."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record["id"], []).append(record)
+    examples = []
+    for group in groups.values():
+        text, start = group[0]["input"], group[0]["query_start_index"]
+        answers = tuple(record["output"] for record in group)
+        omitted = group[0]["truncation_seperator"]
+        examples.append(_Example(text[:start], text[start:], answers, omitted))
+    return examples
+
+
+def _zeroscrolls(name: str) -> _DataSet:
+    task = name.removeprefix(_PREFIX)
+    fields = {
+        "id": str, "input": str, "output": str, "query_start_index": int,
+        "truncation_seperator": str,
+    }  # fmt: skip
+    files = f"{task}.jsonl", f"{task}/validation.jsonl"
+    return _DataSet(files, fields, _scrolls, *_SCROLLS[task], cut="end")
+
+
+_TABLE: Mapping[str, _DataSet] = {
+    **{name: _longbench(name) for name in PROMPTS},
+    **{name: _gsm8k(name) for name in _NUMBERS},
+    **{name: _xsum(name) for name in _XSUM},
+    **{_PREFIX + name: _zeroscrolls(_PREFIX + name) for name in _SCROLLS},
+}
+
+DATASETS: tuple[str, ...] = tuple(_TABLE)
+"""Names of all tasks whose cases come from files: LongBench's; `gsm8k`, in which the last number of
+an answer counts, and `gsm8k_strict`, in which the one behind `####` does; `xsum` (ROUGE-2) and its
+other metrics; and those of ZeroSCROLLS, which begin with `zeroscrolls_`."""
 
 
 def dataset(
@@ -27,7 +246,15 @@ def dataset(
     cases: int | None = None,
     chat: bool | None = None,
 ) -> Task:
-    """The task of a data set.
+    """The task of a data set, with the benchmark's prompts and scores.
+
+    LongBench's records are in `<name>.jsonl`, or in `data/<name>.jsonl` as its archive has it;
+    GSM8K's in `test.jsonl`; XSum's, with `document` and `summary`, in `xsum.jsonl`; ZeroSCROLLS' in
+    `<name>.jsonl` or `<name>/validation.jsonl`, where the name has no `zeroscrolls_`.
+
+    A prompt that is too long loses its middle, as LongBench does it. One of ZeroSCROLLS loses the
+    end of its context, and the question begins with the record's separator, which says so. GSM8K's
+    worked examples, the first eight records, are not cut. A question is never cut.
 
     Args:
       name: one of `DATASETS`.
@@ -36,11 +263,17 @@ def dataset(
         is downloaded from the hub.
       length: most tokens of a prompt, chat template included; None for whole prompts.
       cases: how many of the first; None for all.
-      chat: whether prompts stand in the chat template; None for what the benchmark does.
+      chat: whether prompts stand in the chat template; None for what the benchmark does, which is a
+        template where the tokenizer has one, but none around examples and code.
+
+    Returns:
+      The task. Its floor is the mean score of answers that belong to other cases: they have the
+      right form, and know nothing of the context.
 
     Raises:
       ValueError: an unknown name; data that is absent, damaged or too little; a length that is too
         small; a package that is not installed.
+      OSError: the file cannot be read.
 
     Example:
       >>> from kvjax.evaluation.tasks.datasets import DATASETS, dataset
@@ -50,11 +283,175 @@ def dataset(
       Traceback (most recent call last):
       ...
       ValueError: gsm8k needs data: the folder or the file of its records
+
+    Deviations from the benchmarks:
+      - LongBench cuts a prompt to a number of tokens, decodes it, puts it into the chat template
+        and encodes it again. Here tokens are cut and never decoded, and the template counts.
+        Prompts differ at the cut, where a character or a word may be halved.
+      - Special tokens that a text spells out are read as text.
+      - Answers of `samsum` end at a line end: LongBench stops there, here the rest is left out.
+      - EleutherAI's harness shows 5 worked examples of GSM8K, drawn from the training set.
+      - White space around an answer of XSum is left out: the package would count it as a word.
+      - ZeroSCROLLS takes the geometric mean of the three mean ROUGE scores of a task, here it is
+        taken of every case, and the mean of those is the score. It is never more.
+      - F1 in ZeroSCROLLS' tasks is that of LongBench, in which letters with and without accents
+        differ. The benchmark writes all letters in ASCII first.
+
+    References:
+      Bai et al., LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding, 2023,
+      arXiv:2308.14508; github.com/THUDM/LongBench.
+      Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021, arXiv:2110.14168. Form of
+      prompts and both scores: task `gsm8k` of EleutherAI's lm-evaluation-harness.
+      Narayan et al., Don't Give Me the Details, Just the Summary!, 2018, arXiv:1808.08745. Prompt,
+      length and package: github.com/FMInference/H2O, `h2o_hf`, which draws answers at temperature
+      0.3.
+      Shaham et al., ZeroSCROLLS: A Zero-Shot Benchmark for Long Text Understanding, 2023,
+      arXiv:2305.14196; lengths of answers: github.com/tau-nlp/zero_scrolls, `experiments/api`.
     """
     check_choice("task", name, DATASETS)
-    if name in LONGBENCH:
-        return longbench(name, tokenizer, data=data, length=length, cases=cases, chat=chat)
-    if data is None:
+    if data is None and name not in PROMPTS:
         raise ValueError(f"{name} needs data: the folder or the file of its records")
-    make: Callable[..., Task] = gsm8k if name in GSM8K else xsum if name in XSUM else zeroscrolls
-    return make(name, tokenizer, data=data, length=length, cases=cases, chat=chat)
+    for count, value in (("length", length), ("cases", cases)):
+        if value is not None:
+            check_count(count, value, 1)
+    row = _TABLE[name]
+    row.metric("1", "1", **{_CLASSES: ["1"]})  # raises where a package is absent
+    if chat is None:
+        chat = not row.plain and getattr(tokenizer, "chat_template", None) is not None
+    frame = Frame.of(tokenizer, chat)
+    examples = row.examples(_records(row, data))
+    if cases is not None and cases > len(examples):
+        raise ValueError(f"cases must be at most the {len(examples)} of the data, got {cases}")
+    made = tuple(_case(row, tokenizer, frame, example, length) for example in examples[:cases])
+    score = partial(score_answer, name)
+    return Task(name, made, score, row.label, _floor(made, score))
+
+
+def score_answer(name: str, text: str, case: Case) -> float:
+    """The score of a continuation of a case, 0 to 1: the best over its answers.
+
+    Example:
+      >>> from kvjax.evaluation.tasks import Case
+      >>> from kvjax.evaluation.tasks.datasets import score_answer
+      >>> score_answer("triviaqa", "Paris\\nPassage: more", Case([], [], ("Paris", "Lyon"), 32))
+      1.0
+    """
+    row = _TABLE[name]
+    text = row.answer(text)
+    return max(row.metric(text, answer, **case.details) for answer in case.answers)
+
+
+def _floor(cases: Sequence[Case], score: Callable[[str, Case], float]) -> float:
+    """The mean score of the answer that belongs to the next case; 0 for one case."""
+    if len(cases) < 2:
+        return 0.0
+    pairs = zip(cases, [*cases[1:], cases[0]], strict=True)
+    return sum(score(other.answers[0], case) for case, other in pairs) / len(cases)
+
+
+def _case(
+    row: _DataSet, tokenizer: Any, frame: Frame, example: _Example, length: int | None
+) -> Case:
+    """The case as tokens, with a context that leaves something out where it must."""
+    context, question = split_tokens(tokenizer, example.context, example.question)
+    around = len(frame.before) + len(frame.after)
+    if length is not None and around + len(context) + len(question) > length:
+        if example.omitted:
+            asked = example.omitted + example.question
+            context, question = split_tokens(tokenizer, example.context, asked)
+        room = length - around - len(question)
+        if room <= 0 or row.cut == "nothing":
+            least = length - room + (len(context) if row.cut == "nothing" else 1)
+            raise ValueError(f"a prompt of {length} tokens is too short: {least} are needed")
+        front = min((room + len(question)) // 2, room) if row.cut == "middle" else room
+        context = context[:front] + context[len(context) - (room - front) :]
+    return Case(
+        [*frame.before, *context], [*question, *frame.after], example.answers, row.max_new,
+        details=dict(example.details),
+    )  # fmt: skip
+
+
+def split_tokens(tokenizer: Any, context: str, question: str) -> tuple[list[int], list[int]]:
+    """The tokens of `context + question`, divided where the question begins.
+
+    They are those of the whole text: a token across the border belongs to the question. Special
+    tokens that are spelled out are read as text.
+
+    Raises:
+      ValueError: the tokenizer cannot say which characters a token stands for.
+
+    Example:
+      >>> from kvjax.evaluation.tasks.datasets import split_tokens
+      >>> from kvjax.models import demo, load_tokenizer
+      >>> tokenizer = load_tokenizer(demo.directory())
+      >>> [tokenizer.decode(part) for part in split_tokens(tokenizer, "Old boats.", "Who?")]
+      ['Old boats.', 'Who?']
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError("data sets need a tokenizer with a tokenizer.json, the model's has none")
+    encoded = tokenizer(
+        context + question, add_special_tokens=False, split_special_tokens=True,
+        return_offsets_mapping=True, verbose=False,
+    )  # fmt: skip
+    ends = [end for _, end in encoded.offset_mapping]
+    border = bisect_right(ends, len(context))
+    return encoded.input_ids[:border], encoded.input_ids[border:]
+
+
+# Records
+
+
+def _records(row: _DataSet, data: str | Path | None) -> list[Record]:
+    """The records of the file: a JSON object a line, with the fields of the task."""
+    if data is None:
+        path, content = _downloaded(row.files[1])
+    else:
+        path = Path(data)
+        if path.is_dir():
+            files = [path / name for name in row.files if (path / name).exists()]
+            if not files:
+                raise ValueError(f"{printable(path)} has no {' or '.join(row.files)}")
+            path = files[0]
+        content = path.read_bytes()
+    records = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            try:
+                records.append(_checked(json.loads(line.decode()), row.fields))
+            except ValueError as error:
+                raise ValueError(f"line {number} of {printable(path)}: {error}") from error
+    if not records:
+        raise ValueError(f"{printable(path)} is empty")
+    return records
+
+
+def _checked(record: Any, fields: Mapping[str, type]) -> Record:
+    """Returns an object with these fields; raises ValueError for anything else."""
+    if not isinstance(record, dict):
+        raise ValueError(f"it must be a JSON object, got {brief(record)}")
+    for field, kind in fields.items():
+        value = record.get(field)
+        if not isinstance(value, kind) or value == []:
+            raise ValueError(f"{field} must be {kind.__name__}, got {brief(value)}")
+    return record
+
+
+def _downloaded(member: str) -> tuple[Path, bytes]:
+    """LongBench's archive from the hub, and the content of one file in it."""
+    # Imported here: most callers have a folder, and the client takes a while to import.
+    from huggingface_hub import hf_hub_download
+
+    try:
+        archive = Path(hf_hub_download(_HUB, _ARCHIVE, repo_type="dataset"))
+    except Exception as error:  # the client's failures have no common base
+        raise ValueError(
+            "LongBench cannot be downloaded from Hugging Face, give the folder of its data: "
+            f"{one_line(error)}"
+        ) from error
+    try:
+        with zipfile.ZipFile(archive) as files:
+            return archive / member, files.read(member)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"cannot read {member} of {printable(archive)}: {one_line(error)}"
+        ) from error

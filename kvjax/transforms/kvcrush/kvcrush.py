@@ -71,7 +71,7 @@ class KVCrush(Wrapper):
       representatives: R, beside the base's own budget.
       share: of the base's budget B, in its place: `R = round(share · B)`, and the base has B − R
         slots, in each row and layer; never fewer than it works with. 0.25 if neither is given, as
-        in the paper; a smaller one may serve better (`benchmarks/defaults.py` measures it).
+        in the paper; a smaller one may serve better (RESULTS.md has figures).
       anchor: `"random"` bits; `"mean"`: ones where more than half of a row's tokens have one (zeros
         where the base keeps less than half); `"median"`: ones where more tokens have one than at
         the median bit (zeros where all heads hold the same tokens, and units are tokens);

@@ -1,7 +1,7 @@
 """The text that the bundled model is trained on, and the tokenizer made from it.
 
-By default it is text that everybody who runs Python has: the language reference as `help()` shows
-it (`pydoc_data.topics`) and the docstrings of the standard library (PSF licence). Every tenth topic
+It is text that everybody who runs Python has: the language reference as `help()` shows it
+(`pydoc_data.topics`) and the docstrings of the standard library (PSF licence). Every tenth topic
 and module, chosen by a checksum of its name, is held out: training never sees it.
 """
 
@@ -48,22 +48,6 @@ def _docstrings(path: Path) -> str:
     return "\n\n".join(text for text in found if text)
 
 
-def file_documents(path: Path) -> Iterator[tuple[str, str]]:
-    """The paragraphs of a UTF-8 file, a few thousand characters at a time.
-
-    Names do not depend on the file's, so that the same text is always split the same way; the first
-    part is never held out.
-    """
-    piece, number = "", 0
-    for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
-        piece += paragraph + "\n\n"
-        if len(piece) > 4000:
-            yield f"part {number}", piece
-            piece, number = "", number + 1
-    if piece.strip():
-        yield f"part {number}", piece
-
-
 def split_documents(documents: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
     """Texts to train on and texts held out, by a checksum of their names."""
     training: list[str] = []
@@ -72,6 +56,16 @@ def split_documents(documents: Iterable[tuple[str, str]]) -> tuple[list[str], li
         chosen = zlib.crc32(name.encode()) % _HELD_OUT == 0
         (held_out if chosen else training).append(text.strip() + "\n\n")
     return training, held_out
+
+
+def without_known_paragraphs(held_out: Iterable[str], training: Iterable[str]) -> str:
+    """The held-out texts without the paragraphs that stand in a training text too.
+
+    The bundled `held_out.txt` comes from Python 3.11.7.
+    """
+    known = {""} | {paragraph.strip() for text in training for paragraph in text.split("\n\n")}
+    paragraphs = (paragraph for text in held_out for paragraph in text.split("\n\n"))
+    return "\n\n".join(kept for kept in paragraphs if kept.strip() not in known) + "\n"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

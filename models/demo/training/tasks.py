@@ -57,6 +57,7 @@ class Mix:
     free: float = 0.0
 
 
+@dataclass(frozen=True)
 class Tasks:
     """Makes training sequences.
 
@@ -69,19 +70,13 @@ class Tasks:
       bos, eos: the ids that start a sequence and end an answer.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[str], list[int]],
-        stream: np.ndarray,
-        words: FreeWords,
-        *,
-        vocab: int,
-        special: int,
-        bos: int,
-        eos: int,
-    ) -> None:
-        self.encode, self.stream, self.words = encode, stream, words
-        self.vocab, self.special, self.bos, self.eos = vocab, special, bos, eos
+    encode: Callable[[str], list[int]]
+    stream: np.ndarray
+    words: FreeWords
+    vocab: int
+    special: int
+    bos: int
+    eos: int
 
     def batch(
         self, rng: np.random.Generator, rows: int, length: int, mix: Mix
@@ -149,8 +144,7 @@ class Tasks:
         self, rng: np.random.Generator, questions: int, room: int, words: FreeWords | None
     ) -> list[Insert]:
         """Needles all over the text, and questions for some of them."""
-        inserts: list[Insert] = []
-        count = 0
+        inserts, count = [], 0
         keys = _keys(rng, int(rng.integers(1, 2 * questions + 1)), words)
         by_chance = words.wording(rng) if words and rng.random() < 2 / 3 else None
         for key in keys:

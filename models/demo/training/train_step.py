@@ -16,8 +16,9 @@ from kvjax.models.rope_scaling import make_rope
 
 from .tasks import ANSWER, TEXT
 
-_BLOCK = 128  # queries at a time: the fastest on CPUs, whose caches hold a block's logits
 _TEXT_WEIGHT = 0.5
+# Probabilities are computed again for the gradient instead of being kept.
+_attend = jax.checkpoint(partial(jax.nn.dot_product_attention, is_causal=True))
 
 
 class Metrics(NamedTuple):
@@ -35,48 +36,20 @@ class TrainState(NamedTuple):
     optimizer: optax.OptState
 
 
-def causal_attention(
-    q: Float[Array, "B Q T D"], k: Float[Array, "B H T D"], v: Float[Array, "B H T D"]
-) -> Float[Array, "B Q T D"]:
-    """Dense causal attention with a gradient, a block of queries at a time.
-
-    `prompt_attention` skips blocks in a loop of dynamic length, which has no gradient. Here the
-    loop is unrolled, and a block's probabilities are computed again for its gradient instead of
-    being kept.
-    """
-    batch, heads, tokens, dim = q.shape
-    grouped = q.reshape(batch, k.shape[1], -1, tokens, dim)
-    attend = jax.checkpoint(_attend_block, static_argnums=3)
-    blocks = [
-        attend(grouped[..., i : i + _BLOCK, :], k[:, :, : i + _BLOCK], v[:, :, : i + _BLOCK], i)
-        for i in range(0, tokens, _BLOCK)
-    ]
-    return jnp.concatenate(blocks, axis=-2).reshape(batch, heads, tokens, dim)
-
-
-def _attend_block(
-    q: Float[Array, "B H G T D"], k: Float[Array, "B H N D"], v: Float[Array, "B H N D"], start: int
-) -> Float[Array, "B H G T D"]:
-    batch, heads, group, tokens, dim = q.shape
-    flat = q.reshape(batch, heads, group * tokens, dim) * dim**-0.5
-    logits = jnp.einsum("bhtd,bhnd->bhtn", flat, k, preferred_element_type=jnp.float32)
-    seen = start + jnp.arange(tokens)[:, None] >= jnp.arange(k.shape[2])[None, :]
-    logits = logits.reshape(batch, heads, group, tokens, -1)
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], logits, -1e30), axis=-1)
-    weights = weights.reshape(batch, heads, group * tokens, -1).astype(v.dtype)
-    return jnp.einsum("bhtn,bhnd->bhtd", weights, v).reshape(q.shape)
-
-
 def forward(
     decoder: Decoder, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
-    """The decoder's logits without a cache, differentiable."""
+    """The decoder's logits without a cache, differentiable.
+
+    `prompt_attention` skips blocks in a loop of dynamic length, which has no gradient.
+    """
     x = decoder.embed(tokens)
     rope = make_rope(decoder.config.rope, decoder.config.max_positions)
     for block in decoder.layers:
         q, k, v = block.attention.project(block.attention_norm(x))
-        out = causal_attention(rope.rotate(q, positions), rope.rotate(k, positions), v)
-        x = x + block.attention.merge(out)
+        heads = rope.rotate(q, positions), rope.rotate(k, positions), v
+        out = _attend(*(jnp.swapaxes(x, 1, 2) for x in heads))
+        x = x + block.attention.merge(jnp.swapaxes(out, 1, 2))
         x = x + block.mlp(block.mlp_norm(x))
     return decoder.logits(decoder.norm(x))
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 
 import pytest
 
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.grid import Cell
-from tests.support.small_comparisons import made_up
 
 CELL = Cell("perplexity", 192, None, 0, 2, "full", None)
 FOUND = {
@@ -22,56 +20,26 @@ ASKED = {
     "tasks": {"perplexity": {"metric": "nats per token", "floor": None}},
     "lengths": [192], "questions": ["inside"], "cases": 2,
 }  # fmt: skip
-ANSWERS = made_up(Cell("needle", 192, "inside", 0, 2, "full", None))
-
-
-def damaged(change: dict | None = None, found: dict = FOUND, cell=CELL) -> dict:
-    return {"cell": cell, "found": {**found, **(change or {})}}
-
-
 DAMAGED = {
-    "cut": (b'{"cell": ["perplexity", 192, nu', "Expecting value"),
-    "no text": (b"\xff", "decode"),
-    "empty": (b"{}", "expected an object with cell and found"),
-    "a number": (b"5", "expected an object with cell and found"),
-    "cell": (damaged(cell=5), "cell must be a list"),
-    "other cell": (damaged(cell=["x", *CELL[1:]]), "no comparison"),
-    "nested cell": (damaged(cell=[*CELL[:5], [], None]), "no comparison"),
-    "length": (damaged(cell=["needle", "192", *CELL[2:]]), "no comparison"),
-    "found": ({"cell": CELL, "found": 5}, "must be an object, got 5"),
-    "found, empty": ({"cell": CELL, "found": {}}, "scores of found must"),
-    "nan": (damaged({"scores": [math.nan, 1.0]}), "scores of found must be finite numbers"),
-    "bytes": (damaged({"cache_bytes": "x"}), "cache_bytes of found must be a finite number"),
-    "too few": (damaged({"scores": [1.0]}), "scores of found must be a list with one entry"),
-    "text": (
-        damaged(
-            {"recall": ["x"], "cases": 1}, {"error": [1.0], "seconds": 1}, ["attention", *CELL[1:]]
-        ),
-        "recall of found must be finite numbers",
-    ),
-    "no texts": (
-        damaged({"texts": None}, ANSWERS, ["needle", *CELL[1:]]),
-        "texts of found must be a list",
-    ),
-    "nested": (b'{"a":' * 100_000, "nested too deeply"),
+    "cut": b'{"cell": ["perplexity", 192, nu',
+    "no text": b"\xff",
+    "empty": b"{}",
+    "a number": b"5",
+    "cell": json.dumps({"cell": 5, "found": FOUND}).encode(),
+    "nested cell": json.dumps({"cell": [*CELL[:5], [], None], "found": FOUND}).encode(),
+    "found": json.dumps({"cell": CELL, "found": 5}).encode(),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_journal(name, tmp_path):
-    line, said = DAMAGED[name]
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_journal(line, tmp_path):
     settings = {"seed": 0}
-    journal = files.Journal(tmp_path, settings, ASKED)
-    journal.add(CELL, FOUND)
+    files.Journal(tmp_path, settings, ASKED).add(CELL, FOUND)
     assert files.Journal(tmp_path, settings, ASKED).finished == {CELL: FOUND}
-    line = line if isinstance(line, bytes) else json.dumps(line).encode()
     path = tmp_path / "cells.jsonl"
     path.write_bytes(path.read_bytes() + line + b"\n" + path.read_bytes())
-    with pytest.raises(
-        ValueError, match=r"cells\.jsonl is damaged in line 2 \(.*\): rem"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"cells\.jsonl is damaged in line 2: remove the line"):
         files.Journal(tmp_path, settings, ASKED)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +64,6 @@ def test_a_method_with_other_parameters_is_measured_again(tmp_path):
     journal("Quest(page=8)").add(CELL, {**FOUND, "seconds": 0.2})
     assert not journal("Quest(page=16)").finished
     assert journal("Quest(page=8)").finished[CELL]["seconds"] == 0.2
-    # Older folders do not say what a method was.
-    assert files.Journal(tmp_path, {"seed": 0}, ASKED).finished.keys() == {CELL}
-    files.Journal(tmp_path, {"seed": 0}, ASKED).add(CELL, FOUND)
-    assert journal("Quest(page=16)").finished == {CELL: FOUND}
 
 
 def test_fewer_cases_leave_a_floor_as_it_is(tmp_path):

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 import kvjax
 from kvjax import compiled_code
-from kvjax.cli.terminal import Display
-from kvjax.evaluation import Estimate, Grid, compare, memory
+from kvjax.evaluation import Grid, compare, memory
 from kvjax.evaluation.cells.grid import Unit
 from kvjax.evaluation.comparison import compare as compare_module
 from kvjax.evaluation.comparison.compare import _Measure
@@ -27,6 +22,7 @@ from kvjax.models import load_tokenizer, random_decoder, read_config
 from tests.support.small_comparisons import TEXT, material_of, results
 
 
+@pytest.mark.slow
 def test_live_slots_are_a_mean_over_lists():
     """Three heads of a layer hold 8 slots, and the one beside them all 24."""
     few = kvjax.StreamingLLM(budget=8)
@@ -51,9 +47,9 @@ def test_a_whole_run(command, tmp_path, capsys):
     assert command(**options) == 0
     assert "h2o" in capsys.readouterr().out
     assert command(**options, out=tmp_path / "again") == 0
-    for name in ("results.json", "results.csv"):
-        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     found = results(out)
+    assert found == results(tmp_path / "again")
+    assert (out / "results.csv").read_bytes() == (tmp_path / "again/results.csv").read_bytes()
     rows = {(row["task"], row["question"], row["method"]): row for row in found["rows"]}
     assert len(rows) == 2 * 2 + 2 + 2
     full, h2o = (rows["perplexity", None, name] for name in ("full", "h2o"))
@@ -72,9 +68,6 @@ def test_a_whole_run(command, tmp_path, capsys):
     assert rows["needle", "inside", "h2o"]["live_slots"] == 48
     assert rows["needle", "inside", "full"]["live_slots"] == 192
     assert 100 < rows["needle", "after", "full"]["live_slots"] < 192, "the question comes later"
-    times = json.loads((out / "timings.json").read_text())
-    assert times["versions"]["jax"] == jax.__version__
-    assert "seconds" not in (out / "results.json").read_text(), "they are in timings.json alone"
 
 
 def test_answers_are_those_of_generate(folder):
@@ -128,68 +121,12 @@ def test_contexts_are_made_for_their_texts_and_not_for_padding(folder, monkeypat
     assert lengths == [len(case.prompt) + new, len(case.context) + len(case.question) + new]
 
 
-def test_right_answers_are_counted_and_every_method_sees_the_same_cases(
-    folder, monkeypatch, tmp_path
-):
-    tokenizer = load_tokenizer(folder)
-    prompts = {}
-
-    def answer(model, given, *, context, **options):
-        told = [tokenizer.decode(prompt).split(" is ")[1][:6] for prompt in given]
-        seen = prompts.setdefault(repr(context.transform), [])
-        texts = []
-        for prompt, right in zip(given, told, strict=True):
-            seen.append(tuple(prompt))
-            wrong = context.transform != kvjax.Full() and len(seen) % 4 == 0
-            texts.append("0" * 6 if wrong else f" {right}. ")
-        tokens = [tokenizer(text).input_ids[1:] for text in texts]
-        return kvjax.Generation(
-            tokens, [False] * len(given), [192] * len(given), 0.1, 0.01, 0.0, 400, 800,
-            {"device": 400}, None, 0,
-        )  # fmt: skip
-
-    class Once:
-        """Contexts that know their prompts."""
-
-        def __init__(self, model, given, transforms, **options):
-            self.given = given
-
-        def context(self, transform):
-            return Context(transform, self.given)
-
-    class Context:
-        def __init__(self, transform, given):
-            self.transform, self.given, self.caches = transform, given, ()
-
-    def with_prompts(model, questions, *, context, **options):
-        assert questions is None, "the question is inside"
-        return answer(model, context.given, context=context, **options)
-
-    monkeypatch.setattr(compare_module, "ReadOnce", Once)
-    monkeypatch.setattr(compare_module, "generate", with_prompts)
-    monkeypatch.setattr(compare_module, "_live_slots", lambda context: 5.0)
-    found = compare(
-        random_decoder(read_config(folder)), tokenizer, TEXT, methods=["h2o"], budgets=[0.5],
-        lengths=[192, 256], depths=[0.0, 1.0], tasks=["needle"], questions=["inside"], cases=8,
-    )  # fmt: skip
-    shares = {(row.length, row.method): row.score for row in found.rows()}
-    assert shares[192, "full"] == Estimate.of([1.0] * 8) == shares[256, "full"]
-    assert shares[192, "h2o"].mean == 0.75 and shares[192, "h2o"].cases == 8
-    (row,) = [row for row in found.rows() if row.candidate == ("h2o", 0.5) and row.length == 192]
-    assert {depth: one.cases for depth, one in row.depths.items()} == {0.0: 4, 1.0: 4}
-    assert row.difference.mean == -0.25
-    first, second = prompts.values()
-    assert first == second and len(set(first)) == 16
-    assert {len(prompt) for prompt in first} == {192, 256}
-
-
 def test_seeds_change_the_cases(folder):
-    def cases(seed, **grid):
-        return material_of(folder, seed=seed, **grid).task("needle", 192).cases
+    def cases(seed, count=2):
+        return material_of(folder, seed=seed, cases=count).task("needle", 192).cases
 
-    assert cases(0) == cases(0)
     assert len({tuple(case.prompt) for seed in range(4) for case in cases(seed)}) == 8
-    assert cases(0, cases=5)[:2] == cases(0), "more cases leave the first as they are"
+    assert cases(0, 5)[:2] == cases(0), "more cases leave the first as they are"
 
 
 def test_more_cases_leave_the_length_of_answers_as_it_is(folder, monkeypatch):
@@ -257,7 +194,8 @@ def test_compiled_code_is_dropped_before_memory_runs_out(
     command, measured, monkeypatch, tmp_path, runs_out
 ):
     dropped, little = [], tmp_path / "little"
-    monkeypatch.setattr(compiled_code, "drop_compiled_code", lambda: dropped.append(len(measured)))
+    clear = lambda: dropped.append(len(measured))  # noqa: E731
+    monkeypatch.setattr(compiled_code, "clear_compiled_functions", clear)
     assert command(lengths=192) == 0 and not dropped
     if runs_out == "memory":
         little.write_text("MemTotal:       100 kB\n")
@@ -286,14 +224,3 @@ def test_progress(folder, measured):
     assert done[0] == 0 and done[-1] == totals[0]
     assert all(b > a for a, b in itertools.pairwise(done))
     assert what[0] == "needle · 192 tokens · question inside · cases 1-4"
-
-
-def test_the_bar(capsys):
-    bar = Display(wanted=False)
-    bar.show(0, None, "loading the model")
-    bar.show(30, 120, "snapkv 0.1 · needle · 1,024 tokens · depth 0.5")
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(bar.get_renderable())
-    shown = console.export_text()
-    assert "25%" in shown and "elapsed" in shown
-    assert "snapkv 0.1 · needle · 1,024 tokens · depth 0.5" in shown

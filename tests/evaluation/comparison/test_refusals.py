@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-from pathlib import Path
 
 import pytest
 
@@ -26,48 +24,25 @@ def refused(capsys, tmp_path, code: int) -> str:
     ("changes", "said"),
     [
         ({"methods": "nope"}, "unknown method 'nope'"),
-        ({"methods": ""}, "methods between commas"),
-        ({"methods": "snapkv("}, "methods between commas"),
-        ({"methods": "h2o](1"}, "methods between commas"),
         ({"methods": "snapkv(foo=1)"}, "no parameter 'foo'"),
-        ({"methods": "every(h2o, steps=3)"}, "Every repeats a method"),
-        ({"budgets": "0"}, "budget must be"),
-        ({"budgets": "0.1,1.5"}, "(0, 1]"),
-        ({"budgets": "-0.1"}, "(0, 1]"),
         ({"budgets": "nan"}, "(0, 1]"),
-        ({"budgets": "0.1,,0.2"}, "numbers between commas, got ''"),
         ({"budgets": "20%"}, "numbers between commas, got '20%'"),
         ({"budgets": "8", "methods": "snapkv"}, "budget must be at least 17"),
         ({"question": "before"}, "asked inside or after, got 'before'"),
         ({"max-new": "0"}, "--max-new must be at least 1"),
         ({"tasks": "gsm8k"}, "gsm8k needs data"),
-        ({"lengths": "0"}, "length must be at least 1"),
-        ({"lengths": "192.0"}, "length must be an int"),
         ({"lengths": "10"}, "a prompt of 10 tokens is too short: what is hidden in it and the"),
-        ({"lengths": "10000000000"}, "length must be at most 2147483647"),
-        ({"methods": "all,foo"}, "all must stand alone, got 'all,foo'"),
-        ({"methods": "foo,h2o,"}, "unknown method 'foo'"),
         ({"methods": "(" * 20_000}, "must have at most 10000 characters"),
         ({"budgets": "99999999999999999999"}, "budget must be at most 2147483647 slots, got 9999"),
-        ({"budgets": "4000000000", "methods": "full"}, "budget must be at most 2147483647"),
         ({"depths": "1000000000"}, "at least 2 and at most 1000, or depths such as 0,0.5,1, got"),
         ({"depths": ",".join(["0.5"] * 1001)}, "1000 depths at most, got 1001"),
-        ({"cases": 10**12}, "cases must be at most 100000, got 1000000000000"),
         ({"seed": "9" * 5_000}, "must be an integer from 0 to 2**32 - 1"),
         ({"lengths": "192,600"}, "the model has 512 positions, got a prompt of 600 tokens"),
-        ({"lengths": "512"}, "the model has 512 positions"),
         ({"lengths": "100000"}, "the text must have at least 100000"),
-        ({"depths": "1.5"}, "depth must lie between 0 and 1"),
         ({"depths": "0,nan"}, "depth must lie between 0 and 1"),
-        ({"depths": "1"}, "a number of depths, at least 2"),
-        ({"tasks": "needle,haystack"}, "unknown task 'haystack'"),
-        ({"tasks": ""}, "unknown task ''"),
         ({"tasks": "nedle"}, "did you mean needle?"),
         ({"cases": 0}, "cases must be at least 1"),
-        ({"cases": "many"}, "--cases"),
-        ({"seed": -1}, "--seed"),
         ({"text": "no such file"}, "cannot read no such file"),
-        ({"text": "."}, "cannot read .: Is a directory"),
         ({"model": "/no/such/folder"}, "/no/such/folder is not a directory"),
     ],
 )
@@ -91,29 +66,12 @@ def test_texts_that_are_no_filler(command, capsys, tmp_path, content, said):
     assert said in refused(capsys, tmp_path, command(text=tmp_path / "text.txt"))
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_models_that_do_not_load(command, folder, capsys, tmp_path, name):
-    broken = tmp_path / "model"
-    broken.mkdir()
-    for file in folder.iterdir():
-        (broken / file.name).write_bytes(b"{" if file.name == name else file.read_bytes())
-    refused(capsys, tmp_path, command(model=broken))
-
-
-def test_folders_that_cannot_be_written_to(command, capsys, monkeypatch, tmp_path):
+def test_folders_that_cannot_be_written_to(command, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.rglob("*"))
     for path, said in [("file", "it is not a directory"), ("file/out", "file is not a directory")]:
         assert said in refused(capsys, tmp_path, command(out=tmp_path / path))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "no permission" in refused(capsys, tmp_path, command(out=tmp_path / "out"))
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder that takes no files")
-def test_a_place_that_takes_no_folder(command, measured, capsys):
-    assert command(out="/proc/kvjax") == 2
-    assert "/proc/kvjax" in one_line(capsys)
 
 
 def test_a_folder_of_something_else(command, measured, capsys, tmp_path):
@@ -146,16 +104,10 @@ def test_a_folder_with_other_settings(command, folder, measured, capsys, tmp_pat
     (out / "settings.json").write_text(json.dumps(kept))
     assert command() == 2
     assert r"with other strange\x1b[2J: choose" in one_line(capsys)
-    for damaged in (
-        "[]",
-        "{",
-        '{"a":' * 100_000,
-        '{"settings": {}}',
-        '{"asked": {}, "settings": {}}',
-    ):
+    for damaged, said in [("{", "is not JSON"), ('{"settings": {}}', "is not the settings of a")]:
         (out / "settings.json").write_text(damaged)
         assert command() == 2
-        assert "settings.json is not the settings of a comparison: " in one_line(capsys)
+        assert f"settings.json {said}" in one_line(capsys)
 
 
 def test_a_folder_with_other_prompts(command, measured, capsys, tmp_path):
@@ -197,12 +149,3 @@ def test_other_weights_are_another_model(folder, measured, tmp_path):
     other = random_decoder(dataclasses.replace(config, attention_scale=2.0))
     with pytest.raises(ValueError, match="with other computation:"):
         again(other)
-
-
-def test_a_damaged_journal_is_one_line(command, measured, capsys, tmp_path):
-    assert command() == 0
-    capsys.readouterr()
-    path = tmp_path / "out" / "cells.jsonl"
-    path.write_bytes(b"{}\n" + path.read_bytes())
-    assert command() == 2
-    assert "cells.jsonl is damaged in line 1 " in one_line(capsys)

@@ -8,14 +8,11 @@ import json
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.evaluation import Diagnosis, Fidelity, Finding, diagnose, measure_fidelities
 from kvjax.evaluation.cells.grid import Candidate
 from kvjax.evaluation.diagnosis import plots
-from kvjax.evaluation.report.pictures import Picture
 from tests.evaluation.fidelity.test_fidelity import KV_HEADS, LAYERS, PROMPTS, QUESTIONS, tiny_model
 from tests.support.tolerances import close
 
@@ -30,7 +27,7 @@ def finding(method: str, budget, error: float, cache_bytes: int) -> Finding:
 
 def of(*findings: Finding) -> Diagnosis:
     full = finding("full", None, 0.0, 1000)
-    return Diagnosis((full, *findings), "inside", 90, 10, 1, None)
+    return Diagnosis((full, *findings), "inside", 90, 10, 1)
 
 
 TABLE = (
@@ -63,16 +60,13 @@ def test_no_smaller_cache_holds():
     assert of(finding("quest", 0.2, 0.01, 1000)).smallest(0.5) is None
     assert of().smallest(0.5) is None
     assert of(finding("snapkv", 0.1, np.nan, 100)).smallest(0.5) is None
-
-
-def test_of_equal_bytes_the_better_one():
     equal = finding("snapkv", 0.2, 0.08, 200), finding("h2o", 0.2, 0.06, 200)
     assert of(*equal).smallest(0.1).name == of(*reversed(equal)).smallest(0.1).name == "h2o 0.2"
 
 
-@pytest.mark.parametrize("error", [0, -1.0, float("nan"), "0.1"])
+@pytest.mark.parametrize("error", [0, float("nan")])
 def test_an_error_that_is_none(error):
-    with pytest.raises((TypeError, ValueError), match="error must"):
+    with pytest.raises(ValueError, match="error must"):
         of(*TABLE).smallest(error)
 
 
@@ -100,8 +94,7 @@ def diagnosed(where: str) -> Diagnosis:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["inside", "after"])
-@pytest.mark.fast_cases("inside")
+@pytest.mark.parametrize("where", ["inside", pytest.param("after", marks=pytest.mark.slow)])
 def test_fidelity_and_bytes(where):
     """Those of `measure_fidelities`, and of contexts that the prompts were read into."""
     found = diagnosed(where)
@@ -132,20 +125,14 @@ def test_progress_is_told():
     assert SHOWN["inside"] == [(number, 6, what) for number, what in enumerate(expected)]
 
 
-@pytest.mark.slow
-def test_a_question_that_comes_after_is_another_matter():
-    inside, after = ([one.error for one in diagnosed(w).findings[1:3]] for w in SHOWN)
-    assert not np.allclose(inside, after)
-
-
 def test_json_is_complete():
     found = diagnosed("inside")
     record = json.loads(json.dumps(found.as_json(0.5), allow_nan=False))
     assert record.keys() == {
-        "question", "prompt_tokens", "question_tokens", "new_tokens", "findings", "redundancy",
+        "question", "prompt_tokens", "question_tokens", "new_tokens", "findings",
         "wanted_error", "recommended",
     }  # fmt: skip
-    assert record["wanted_error"] == 0.5 and record["redundancy"] is None
+    assert record["wanted_error"] == 0.5
     for own, one in zip(record["findings"], found.findings, strict=True):
         assert own["method"] == one.candidate.method and own["budget"] == one.candidate.budget
         assert own["cache_bytes"] == one.cache_bytes
@@ -159,15 +146,9 @@ def test_json_is_complete():
     ("change", "error", "message"),
     [
         ({"where": "before"}, ValueError, "where must be one of"),
-        ({"questions": []}, ValueError, "a question for each of the 1 prompts, got 0"),
         ({"questions": [[]], "where": "after"}, ValueError, "row 0 is empty"),
         ({"prompts": [[99]]}, ValueError, "must lie in"),
-        ({"prompts": [[1] * 64]}, ValueError, "64 positions"),
-        ({"methods": ["nothing"]}, ValueError, "nothing"),
-        ({"methods": []}, ValueError, "methods must not be empty"),
         ({"methods": ["full"]}, ValueError, "methods must name one beside full, got \\['full'\\]"),
-        ({"budgets": [0.0]}, ValueError, "budget"),
-        ({"new_tokens": 0}, ValueError, "new_tokens must be at least 1, got 0"),
     ],
 )
 def test_diagnose_refuses(change, error, message):
@@ -184,21 +165,13 @@ def test_diagnose_refuses(change, error, message):
 # --- pictures ---
 
 
-def drawn(picture: Picture) -> Axes:
-    """The axes of a picture's one panel."""
-    ((panel,),) = picture.panels
-    axes = Figure().subplots()
-    panel.draw(axes)
-    return axes
-
-
 def test_pictures_show_the_figures():
     found = diagnosed("inside")
     for what, expected in (("error", "head_error"), ("recall", "recall")):
-        mesh = drawn(plots.by_head(found, what)).collections[0].get_array()
+        mesh = plots.by_head(found, what).axes[0].collections[0].get_array()
         rows = [getattr(one.fidelity, expected).mean(1) for one in found.findings[1:]]
         close(np.asarray(mesh), np.reshape(rows, (len(rows), -1)), "rounding")
-    lines = drawn(plots.error_vs_bytes(found, 10.0)).lines
+    lines = plots.error_vs_bytes(found, 10.0).axes[0].lines
     named = {line.get_label(): (line.get_xdata(), line.get_ydata()) for line in lines}
     snapkv = found.findings[1:3]
     close(named["snapkv(window=4)"][0], [one.share for one in snapkv], "rounding")

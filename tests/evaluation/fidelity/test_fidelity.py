@@ -14,7 +14,6 @@ import pytest
 
 import kvjax
 from kvjax.evaluation import attention_error, measure_fidelities, measure_fidelity, recall_rate
-from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.references import recall as reference
 from tests.references.attention import softmax_attention
 from tests.references.h2o import H2O
@@ -95,7 +94,7 @@ def tiny_model(
     )  # fmt: skip
 
 
-# --- recall_rate ---
+# --- recall_rate and attention_error ---
 
 
 def expected_recall(attention, kept, budget) -> np.ndarray:
@@ -111,78 +110,46 @@ def expected_recall(attention, kept, budget) -> np.ndarray:
     )
 
 
-def random_attention(rng, batch=3, query_heads=6, length=20, ties=False):
-    """Probabilities; with `ties` multiples of 1/64, of which sums are exact and often equal."""
-    if ties:
-        return rng.integers(0, 4, size=(batch, query_heads, length)) / np.float32(64)
-    return rng.dirichlet(np.full(length, 0.3), size=(batch, query_heads)).astype(np.float32)
-
-
-def random_kept(rng, batch=3, heads=3, length=20, slots=9):
-    """Distinct positions, some of the slots free."""
-    order = rng.permuted(np.tile(np.arange(length), (batch, heads, 1)), axis=-1)[..., :slots]
-    return np.where(rng.random(order.shape) < 0.3, -1, order).astype(np.int32)
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("heads", [1, 3, 6])
-@pytest.mark.parametrize("budget", [1, 7, 20])
-def test_recall_is_its_definition(heads, ties, budget):
+@pytest.mark.parametrize(
+    ("heads", "budget", "ties"), [(1, 7, False), (3, 1, True), (3, 20, False), (6, 7, True)]
+)
+def test_recall_is_its_definition(heads, budget, ties):
+    """With ties, probabilities are multiples of 1/64, whose sums are exact and often equal."""
     rng = np.random.default_rng(budget)
-    attention, kept = random_attention(rng, 12, ties=ties), random_kept(rng, 12, heads)
-    found = recall_rate(jnp.asarray(attention), jnp.asarray(kept), budget)
-    close(found, expected_recall(attention, kept, budget), "rounding")
-    assert found.dtype == jnp.float32
-    assert len(np.unique(found)) > 1  # nothing constant could pass
+    attention = rng.dirichlet(np.full(20, 0.3), size=(12, 6)).astype(np.float32)
+    if ties:
+        attention = rng.integers(0, 4, size=(12, 6, 20)) / np.float32(64)
+    order = rng.permuted(np.tile(np.arange(20), (12, heads, 1)), axis=-1)[..., :9]
+    kept = np.where(rng.random(order.shape) < 0.3, -1, order).astype(np.int32)
+    budgets = rng.integers(1, 30, size=(12, heads)).astype(np.int32)  # some above the 20 tokens
+    for each in (budget, jnp.asarray(budgets)):
+        found = recall_rate(jnp.asarray(attention), jnp.asarray(kept), each)
+        close(found, expected_recall(attention, kept, each), "rounding")
+        assert found.dtype == jnp.float32
+        assert len(np.unique(found)) > 1  # nothing constant could pass
 
 
-def test_ties_go_to_the_lower_position():
-    attention = jnp.array([[[0.25, 0.25, 0.25, 0.25]]])
-    kept = jnp.array([[[0, 1]]]), jnp.array([[[2, 3]]])
-    assert [float(recall_rate(attention, x, 2)[0, 0]) for x in kept] == [1.0, 0.0]
+PREFER_0, PREFER_1 = [0.6, 0.0, 0.4, 0.0], [0.0, 0.6, 0.4, 0.0]  # together they prefer 2
+RECALL_BY_HAND = {
+    "ties go to the lower position": ([[[0.25] * 4] * 2], [[[0, 1], [2, 3]]], 2, [[1, 0]]),
+    "query heads are summed over their group": (
+        [[PREFER_0, PREFER_1, PREFER_0[::-1], PREFER_1[::-1]]], [[[2], [1]]], 1, [[1, 1]],
+    ),
+    "padding and free slots never count": (
+        [[[0.3, 0.05, 0.05, 0.1, 0.1, 0.1, 0.1, 0.2]], [[0.4, 0.3, 0.2, 0.1, 0, 0, 0, 0]]],
+        [[[0, -1, -1, 3]], [[0, -1, 7, 3]]], 8, [[2 / 8], [2 / 4]],
+    ),
+    "positions that stand twice count once": (
+        [[[0.4, 0.3, 0.2, 0.1]]], [[[0, 0, 0, 3]]], 2, [[0.5]]
+    ),
+    "a row that attends to nothing misses nothing": ([[[0.0] * 4]], [[[-1, -1]]], 2, [[1]]),
+}  # fmt: skip
 
 
-def test_query_heads_are_summed_over_their_group():
-    # Each head alone prefers token 0 or 1; together they prefer 2. The second group is turned.
-    one = [[0.6, 0.0, 0.4, 0.0], [0.0, 0.6, 0.4, 0.0]]
-    other = [row[::-1] for row in one]
-    attention = jnp.array([[*one, *other]])
-    kept = jnp.array([[[2], [1]]])
-    assert recall_rate(attention, kept, 1).tolist() == [[1.0, 1.0]]
-    assert recall_rate(attention, kept[:, ::-1], 1).tolist() == [[0.0, 0.0]]
-
-
-def test_padding_and_free_slots_never_count():
-    """A row of 4 tokens beside one of 8: padding is no token, a free slot not the last one."""
-    attention = np.zeros((2, 1, 8), np.float32)
-    attention[0] = [0.3, 0.05, 0.05, 0.1, 0.1, 0.1, 0.1, 0.2]
-    attention[1, :, :4] = [0.4, 0.3, 0.2, 0.1]
-    kept = np.array([[[0, -1, -1, 3]], [[0, -1, 7, 3]]], np.int32)
-    found = recall_rate(jnp.asarray(attention), jnp.asarray(kept), 8)
-    close(found, [[2 / 8], [2 / 4]], "rounding")
-    assert float(recall_rate(jnp.asarray(attention), jnp.asarray(kept), 2)[0, 0]) == 0.5
-    alone = recall_rate(jnp.asarray(attention[1:, :, :4]), jnp.asarray(kept[1:]), 4)
-    close(alone, found[1:], "exact")
-
-
-def test_positions_that_stand_twice_count_once():
-    attention = jnp.array([[[0.4, 0.3, 0.2, 0.1]]])
-    found = recall_rate(attention, jnp.array([[[0, 0, 0, 3]]]), 2)
-    assert float(found[0, 0]) == 0.5
-
-
-def test_a_row_that_attends_to_nothing_misses_nothing():
-    assert float(recall_rate(jnp.zeros((1, 1, 4)), jnp.full((1, 1, 2), -1), 2)[0, 0]) == 1.0
-
-
-def test_budgets_per_row_and_head():
-    rng = np.random.default_rng(3)
-    attention, kept = random_attention(rng), random_kept(rng)
-    budget = rng.integers(1, 30, size=(3, 3)).astype(np.int32)  # some above the 20 tokens
-    found = recall_rate(jnp.asarray(attention), jnp.asarray(kept), jnp.asarray(budget))
-    close(found, expected_recall(attention, kept, budget), "rounding")
-    jitted = jax.jit(recall_rate)(jnp.asarray(attention), jnp.asarray(kept), jnp.asarray(budget))
-    close(jitted, found, "exact")
+@pytest.mark.parametrize("name", RECALL_BY_HAND)
+def test_recall_by_hand(name):
+    attention, kept, budget, expected = RECALL_BY_HAND[name]
+    close(recall_rate(jnp.array(attention), jnp.array(kept), budget), expected, "rounding")
 
 
 @pytest.mark.parametrize(
@@ -190,14 +157,11 @@ def test_budgets_per_row_and_head():
     [
         ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
         ({"budget": 5}, ValueError, "at most the 4 tokens of a row, got 5"),
-        ({"budget": 2.0}, TypeError, "budget must be an int, got 2.0"),
-        ({"budget": True}, TypeError, "budget must be an int, got True"),
         ({"budget": jnp.ones((1, 3), int)}, ValueError, r"\[B, H\] = \(1, 2\), got \(1, 3\)"),
         ({"budget": jnp.ones((1, 2))}, TypeError, "budget must hold integers, got float32"),
         ({"kept": jnp.zeros((1, 2, 3))}, TypeError, "as integers, got float32"),
         ({"kept": jnp.zeros((1, 3, 3), int)}, ValueError, "multiple of KV heads, got 4 and 3"),
         ({"kept": jnp.zeros((2, 2, 3), int)}, ValueError, "with the same B"),
-        ({"attention": jnp.zeros((4, 4))}, ValueError, r"must be \[B, Q, L\]"),
     ],
 )
 def test_recall_refuses(change, error, message):
@@ -206,10 +170,7 @@ def test_recall_refuses(change, error, message):
         recall_rate(**{**given, **change})
 
 
-# --- attention_error ---
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 1, 8), (3, 4, 5, 8), (3, 8), (3,)])
+@pytest.mark.parametrize("shape", [(3, 4, 5, 8), (3,)])
 def test_error_is_its_definition(shape):
     rng = np.random.default_rng(0)
     full = rng.normal(size=shape).astype(np.float32)
@@ -218,27 +179,17 @@ def test_error_is_its_definition(shape):
     found = attention_error(jnp.asarray(output), jnp.asarray(full))
     close(found, expected, "reference")
     assert found.dtype == jnp.float32
-    # Twice both is the same error; the other way round it is another one.
-    close(attention_error(jnp.asarray(2 * output), jnp.asarray(2 * full)), expected, "reference")
     assert not np.allclose(attention_error(jnp.asarray(full), jnp.asarray(output)), expected)
 
 
-def test_error_of_nothing():
+def test_error_of_nothing_and_in_bfloat16():
     full = jnp.array([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
     output = jnp.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     assert attention_error(output, full).tolist() == [0.0, np.inf, 0.0, 1.0]
-
-
-def test_error_in_bfloat16_is_summed_in_float32():
-    full = jnp.full((1, 4096), 3.0, jnp.bfloat16)
+    full = jnp.full((1, 4096), 3.0, jnp.bfloat16)  # summed in float32
     close(attention_error(full + jnp.bfloat16(0.5), full), [0.5 / 3], "reference")
-
-
-def test_error_refuses_two_shapes():
     with pytest.raises(ValueError, match=r"one shape, rows first, got \(2, 3\) and \(2, 4\)"):
         attention_error(jnp.ones((2, 3)), jnp.ones((2, 4)))
-    with pytest.raises(ValueError, match="one shape, rows first"):
-        attention_error(jnp.ones(()), jnp.ones(()))
 
 
 # --- measure_fidelity ---
@@ -304,6 +255,9 @@ METHODS = {
 }
 
 
+FAST = [("head_groups", 6), ("streaming_llm by rank", None)]
+
+
 def agrees(found, method, budget, new_tokens, questions=None, sinks=None) -> None:
     """What was found is what the reference finds, row by row."""
     assert found.recall.shape == found.head_error.shape == (LAYERS, len(PROMPTS), KV_HEADS)
@@ -318,15 +272,22 @@ def agrees(found, method, budget, new_tokens, questions=None, sinks=None) -> Non
         close(found.head_error[:, row], head_error, "accumulated", f"heads of row {row}")
 
 
-@pytest.mark.parametrize(("budget", "new_tokens"), [(None, 2), (6, 2)])
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.fast_cases("head_groups-6-2", "streaming_llm by rank-None-2")
-def test_methods_against_the_reference(name, budget, new_tokens):
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        pytest.param(name, budget, marks=[pytest.mark.slow] * ((name, budget) not in FAST))
+        for name in METHODS
+        for budget in (None, 6)
+    ],
+)
+def test_methods_against_the_reference(name, budget):
     """Ragged rows and grouped queries, every layer on what the full cache's run gives it."""
     transform, method = METHODS[name]
-    found = measure_fidelity(tiny_model(), transform, PROMPTS, budget, new_tokens)
-    agrees(found, method, budget, new_tokens)
-    if name != "full":
+    found = measure_fidelity(tiny_model(), transform, PROMPTS, budget, new_tokens=2)
+    agrees(found, method, budget, 2)
+    if name == "full":
+        assert (found.recall == 1).all()
+    else:
         assert found.recall.min() < 1 and found.error.max() > 0.1
 
 
@@ -341,8 +302,9 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("which", TURNS)
-@pytest.mark.fast_cases("two")
+@pytest.mark.parametrize(
+    "which", ["two", *(pytest.param(x, marks=pytest.mark.slow) for x in ("unrotated", "rotated"))]
+)
 def test_a_question_after_what_was_compressed(which):
     """Many methods at once: on unrotated keys where one of them wants those, or on rotated ones."""
     transforms = [METHODS[name][0] for name in TURNS[which]]
@@ -375,15 +337,6 @@ def test_a_model_with_learned_sinks():
         agrees(one, method, 6, 2, QUESTIONS, sinks)
 
 
-@pytest.mark.slow
-def test_questions_inside_are_the_end_of_prompts():
-    inside = [[*prompt, *asked] for prompt, asked in zip(PROMPTS, QUESTIONS, strict=True)]
-    full, once = measure_fidelities(tiny_model(), [kvjax.Full(), SNAPKV], inside)
-    assert (full.recall == 1).all()
-    after = measure_fidelity(tiny_model(), SNAPKV, PROMPTS, questions=QUESTIONS)
-    assert not np.allclose(once.error, after.error)
-
-
 def test_the_prompt_is_read_once():
     """And once more by a method that changes the pass itself."""
     TRACES.clear()
@@ -401,19 +354,6 @@ def test_methods_are_measured_as_each_alone():
             close(one, other, "rounding")
 
 
-def test_the_full_cache_misses_nothing():
-    found = measure_fidelity(tiny_model(), kvjax.Full(), PROMPTS, budget=None, new_tokens=2)
-    assert (found.recall == 1).all()
-    close(found.error, np.zeros_like(found.error), "rounding")
-
-
-@pytest.mark.slow
-def test_a_budget_that_covers_everything_is_the_full_cache():
-    found = measure_fidelity(tiny_model(), dataclasses.replace(SNAPKV, budget=64), PROMPTS, 20)
-    assert (found.recall == 1).all()
-    close(found.error, np.zeros_like(found.error), "rounding")
-
-
 @pytest.mark.slow
 def test_every_compresses_again_between_the_steps():
     """At its second step `Every` makes room, and the third sees less of what was kept before."""
@@ -422,36 +362,6 @@ def test_every_compresses_again_between_the_steps():
     assert (again.recall[:, 1] == 1).all()  # a row that fits
     assert (again.recall <= once.recall).all()
     assert (again.recall < once.recall)[:, [0, 2]].any()
-
-
-def only_first(layer: int, num_layers: int) -> kvjax.KVTransform:
-    return kvjax.StreamingLLM(budget=8) if layer == 0 else kvjax.Full()
-
-
-def only_last(layer: int, num_layers: int) -> kvjax.KVTransform:
-    return kvjax.StreamingLLM(budget=8) if layer == LAYERS - 1 else kvjax.Full()
-
-
-@pytest.mark.slow
-def test_a_layers_error_is_not_counted_again_above():
-    model = tiny_model()
-    everywhere = measure_fidelity(model, kvjax.StreamingLLM(budget=8), PROMPTS, new_tokens=3)
-    first = measure_fidelity(model, kvjax.PerLayer(only_first), PROMPTS, new_tokens=3)
-    last = measure_fidelity(model, kvjax.PerLayer(only_last), PROMPTS, new_tokens=3)
-    assert first.error[0, 0] > 0.1 and (first.recall[1:] == 1).all()
-    close(first.error[1:], np.zeros_like(first.error[1:]), "rounding")
-    close(last.error[-1], everywhere.error[-1])
-    close(last.recall[-1], everywhere.recall[-1], "exact")
-    close(first.error[0], everywhere.error[0])
-
-
-@pytest.mark.slow
-def test_rows_are_judged_alone():
-    """A row's place and its neighbours' lengths change nothing."""
-    together = measure_fidelity(tiny_model(), kvjax.H2O(budget=10), PROMPTS, new_tokens=3)
-    alone = measure_fidelity(tiny_model(), kvjax.H2O(budget=10), PROMPTS[2:], new_tokens=3)
-    close(alone.recall[:, 0], together.recall[:, 2], "rounding")
-    close(alone.error[:, 0], together.error[:, 2])
 
 
 @dataclass(frozen=True)
@@ -493,49 +403,6 @@ def test_selected_slots_count_as_kept(best):
             close(found.error[layer, row], reference.attention_error(outs, full), "accumulated")
 
 
-@pytest.mark.slow
-def test_without_a_budget_a_selection_is_compared_with_as_many():
-    found = measure_fidelity(tiny_model(query_heads=2), Look(4), PROMPTS)
-    assert (found.recall == 1).all()
-    # The new token and the three most attended: most of them SnapKV has kept, not all.
-    chained = measure_fidelity(tiny_model(query_heads=2), kvjax.chain(SNAPKV, Look(4)), PROMPTS)
-    assert (chained.recall <= 1).all() and chained.recall.min() < 1 and chained.recall.mean() > 0.3
-
-
-@pytest.mark.slow
-def test_a_selection_wider_than_what_is_live():
-    """Entries that are none are no tokens: 12 of the second row's 10."""
-    found = measure_fidelity(tiny_model(), Look(12, best=False), PROMPTS)
-    assert (found.recall[:, 1] == 1).all() and found.recall[:, 0].max() < 1
-    close(found.error[:, 1], np.zeros(LAYERS), "rounding")
-
-
-@functools.cache
-def decoder():
-    config = DecoderConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
-        kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=64, sliding_window=16,
-    )  # fmt: skip
-    return random_decoder(config, seed=1)
-
-
-@pytest.mark.slow
-def test_a_module_with_a_sliding_window():
-    """Beyond the window no token is attended to, so that the newest 16 are all that counts."""
-    full = measure_fidelity(decoder(), kvjax.Full(), PROMPTS, budget=32)
-    assert (full.recall == 1).all()
-    close(full.error, np.zeros_like(full.error), "rounding")  # rings have other slots
-    fewer = kvjax.StreamingLLM(budget=8, sinks=1)
-    ring = measure_fidelity(decoder(), fewer, PROMPTS, 32)
-    assert (ring.recall[:, [0, 2]] == 1).all()
-    recent = kvjax.Everywhere(kvjax.StreamingLLM(budget=16, sinks=1))
-    recent = measure_fidelity(decoder(), recent, PROMPTS, 32)
-    assert (recent.recall == 1).all()
-    fewer = measure_fidelity(decoder(), kvjax.Everywhere(fewer), PROMPTS, 32)
-    close(fewer.recall[:, 0], np.full((2, 2), 8 / 16), "rounding")
-    assert (fewer.error[:, [0, 2]] > 0.01).all()
-
-
 def test_code_is_compiled_once_for_a_shape():
     model = dataclasses.replace(tiny_model(), apply=functools.partial(apply_tiny))
     TRACES.clear()
@@ -552,20 +419,14 @@ def test_code_is_compiled_once_for_a_shape():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"prompts": []}, ValueError, "at least one prompt"),
         ({"prompts": [[1], []]}, ValueError, "row 1 is empty"),
-        ({"prompts": ["text"]}, TypeError, "prompts are token ids"),
-        ({"prompts": [[VOCAB]]}, ValueError, "must lie in"),
         ({"prompts": [[1] * 64]}, ValueError, "64 positions"),
         ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
         ({"budget": 4}, ValueError, "at most the 3 tokens of the longest row, got 4"),
-        ({"budget": 0.5}, TypeError, "budget must be an int, got 0.5"),
         ({"new_tokens": 0}, ValueError, "new_tokens must be at least 1, got 0"),
         ({"transform": kvjax.SnapKV}, TypeError, "give an instance, not the class"),
         ({"questions": []}, ValueError, "question for each of the 1 prompts, got 0"),
-        ({"questions": [[]]}, ValueError, "row 0 is empty"),
         ({"questions": [[1] * 62]}, ValueError, "64 positions, got a prompt of 64 tokens"),
-        ({"model": 3}, TypeError, "model must be callable"),
     ],
 )
 def test_measuring_refuses(change, error, message):

@@ -13,12 +13,12 @@ from flax import nnx
 import kvjax
 from kvjax.evaluation import context_nll, continuation_nll
 from kvjax.evaluation.fidelity import perplexity
-from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.support.hf_models import Stepper
 from tests.support.tolerances import close
 
-VOCAB, POSITIONS, LENGTH, PROMPT = 64, 48, 40, 30
+VOCAB, LENGTH, PROMPT = 64, 40, 30
+POSITIONS = LENGTH
 CONFIG = DecoderConfig(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=POSITIONS,
@@ -78,7 +78,9 @@ def one_pass() -> np.ndarray:
     positions = np.broadcast_to(np.arange(LENGTH), TOKENS.shape)
     step = Stepper(model(), len(TOKENS), LENGTH, 1)
     logits = step(TOKENS, positions, "prompt")
-    return paid(logits[:, :-1], TOKENS[:, 1:])
+    nats = paid(logits[:, :-1], TOKENS[:, 1:])
+    assert nats.std() > 0.5 and nats.min() > 0, "predictions vary"
+    return nats
 
 
 @pytest.mark.parametrize("prompt", [1, PROMPT])
@@ -90,14 +92,7 @@ def test_full_equals_one_uncompressed_pass(prompt):
     close(nll, one_pass()[:, prompt - 1 :])
 
 
-def test_predictions_vary():
-    """Otherwise the tests above and below would show little."""
-    assert one_pass().std() > 0.5
-    assert one_pass().min() > 0
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", pytest.param("pyramidkv", marks=pytest.mark.slow)])
 def test_methods_equal_a_plain_loop(name):
     nll = continuation_nll(model(), METHODS[name], TOKENS, PROMPT)
     close(nll, by_hand(METHODS[name], TOKENS, PROMPT))
@@ -107,97 +102,24 @@ def test_methods_equal_a_plain_loop(name):
     assert np.abs(nll[:, 1:] - full[:, 1:]).max() > 0.01, "the method takes something away"
 
 
-def test_each_token_is_paid_for_alone():
-    """Entry j knows the tokens before it, its own token, and none after it, nor other rows."""
-    first = continuation_nll(model(), METHODS["h2o"], TOKENS, PROMPT)
-    changed = TOKENS.copy()
-    changed[1, PROMPT + 4] = (changed[1, PROMPT + 4] + 1) % VOCAB
-    second = continuation_nll(model(), METHODS["h2o"], changed, PROMPT)
-    same = first == second
-    assert same[[0, 2]].all() and same[1, :4].all()
-    assert not same[1, 4:].any()
-
-
-@pytest.mark.slow
-def test_rows_do_not_mix():
-    nll = continuation_nll(model(), METHODS["pyramidkv"], TOKENS, PROMPT)
-    close(continuation_nll(model(), METHODS["pyramidkv"], TOKENS[::-1], PROMPT), nll[::-1])
-
-
-def test_the_first_tokens_of_the_continuation_matter():
-    """A loop that fed zeros, or the tokens one place off, would not see this."""
-    changed = TOKENS.copy()
-    changed[:, PROMPT] = (changed[:, PROMPT] + 1) % VOCAB
-    before = continuation_nll(model(), kvjax.Full(), TOKENS, PROMPT)
-    after = continuation_nll(model(), kvjax.Full(), changed, PROMPT)
-    assert (before[:, -1] != after[:, -1]).all()
-
-
-def test_second_call_compiles_nothing():
-    other = np.random.default_rng(1).integers(VOCAB, size=TOKENS.shape)
-    continuation_nll(model(), METHODS["pyramidkv"], TOKENS, PROMPT)
-    before = perplexity._nll._cache_size()
-    again = continuation_nll(model(), kvjax.PyramidKV(12, window=4), other, PROMPT)
-    # Another module of equal structure, and tokens as a plain list of lists.
-    louder = nnx.merge(*nnx.split(model()))
-    listed = continuation_nll(louder, METHODS["pyramidkv"], other.tolist(), np.int64(PROMPT))
-    assert perplexity._nll._cache_size() == before > 0
-    np.testing.assert_array_equal(again, listed)
-
-
-def test_functional_models_are_traced_once():
-    functional = as_functional(model())
-    traced = []
-
-    def apply(params, *args, **kwargs):
-        traced.append(kwargs["phase"])
-        return functional.apply(params, *args, **kwargs)
-
-    plain = kvjax.FunctionalModel(
-        apply, functional.params, num_layers=2, query_heads=4, kv_heads=2, head_dim=8,
-        vocab_size=VOCAB,
-    )  # fmt: skip
-    nll = continuation_nll(plain, kvjax.Full(), TOKENS, PROMPT)
-    close(nll, one_pass()[:, PROMPT - 1 :])
-    count = len(traced)
-    assert set(traced) == {"prompt", "decode"}
-    continuation_nll(plain, kvjax.Full(), TOKENS[::-1], PROMPT)
-    assert len(traced) == count
-
-
-def test_all_positions_of_the_model_may_be_used():
-    """One more is refused below."""
-    tokens = np.zeros((1, POSITIONS), int)
-    found = continuation_nll(model(), kvjax.Full(), tokens, PROMPT)
-    assert found.shape == (1, POSITIONS - PROMPT)
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"tokens": TOKENS[0]}, ValueError, r"tokens must have the shape \[B, N\], got \[40\]"),
-        ({"tokens": TOKENS[None]}, ValueError, r"shape \[B, N\], got \[1, 3, 40\]"),
-        ({"tokens": TOKENS[:0]}, ValueError, "batch must be at least 1, got 0"),
         ({"tokens": TOKENS * 1.0}, TypeError, "tokens must be integers, got float64"),
         ({"tokens": TOKENS - 1}, ValueError, r"tokens must lie in \[0, 64\), got -1"),
-        ({"tokens": TOKENS + VOCAB}, ValueError, r"tokens must lie in \[0, 64\), got "),
         ({"tokens": TOKENS + 2**32}, ValueError, r"tokens must lie in \[0, 64\), got 42949"),
         ({"prompt": 0}, ValueError, "prompt must be at least 1, got 0"),
         ({"prompt": LENGTH}, ValueError, "prompt must be below the 40 tokens of a row, got 40"),
-        ({"prompt": 2.0}, TypeError, "prompt must be an int, got 2.0"),
-        ({"prompt": True}, TypeError, "prompt must be an int, got True"),
         (
             {"tokens": np.zeros((1, POSITIONS + 1), int)},
             ValueError,
-            "the model has 48 positions, got 49 tokens",
+            "the model has 40 positions, got 41 tokens",
         ),
-        ({"transform": "snapkv"}, TypeError, "bind .*transform"),
-        ({"model": 3}, TypeError, "model must be callable"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(changes, error, message, monkeypatch):
-    if "batch" not in message:  # a count of rows is checked where the caches are made
-        monkeypatch.setattr(perplexity, "_nll", lambda *args: pytest.fail("something was computed"))
+    monkeypatch.setattr(perplexity, "_nll", lambda *args: pytest.fail("something was computed"))
     given = {"model": model(), "transform": kvjax.Full(), "tokens": TOKENS, "prompt": PROMPT}
     with pytest.raises(error, match=message):
         continuation_nll(**{**given, **changes})
@@ -206,11 +128,8 @@ def test_bad_input_is_refused_before_anything_runs(changes, error, message, monk
 @pytest.mark.parametrize(
     ("tokens", "error", "message"),
     [
-        ([1, 2], ValueError, r"tokens must have the shape \[B, M\], got \[2\]"),
-        ([[1.0]], TypeError, "tokens must be integers, got float64"),
         ([[]], TypeError, "tokens must be integers, got float64"),
         (np.zeros((1, 0), int), ValueError, "tokens of a row must be at least 1, got 0"),
-        ([[1, VOCAB]], ValueError, r"tokens must lie in \[0, 64\), got 64"),
         ([[1], [2]], ValueError, "tokens must have the context's 1 rows, got 2 of them"),
         ([[1] * (POSITIONS + 1)], ValueError, "the context has"),
     ],

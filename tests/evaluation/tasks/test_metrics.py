@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from kvjax.evaluation.tasks import Case, metrics
+from kvjax.evaluation.tasks.datasets import score_answer
 from kvjax.evaluation.tasks.longbench import chinese
-from kvjax.evaluation.tasks.longbench.longbench import LONGBENCH, score_longbench
+from kvjax.evaluation.tasks.longbench.tables import PROMPTS
 
 SLOW = ("gov_report", "multi_news", "vcsum")  # long answers: 3 to 8 s each
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LONGBENCH]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROMPTS]
 )
 def test_the_published_figure(name, data_dir):
     folder = data_dir / "longbench" / "scored" / "llama2-7b-chat-4k"
@@ -26,7 +27,7 @@ def test_the_published_figure(name, data_dir):
     for record in map(json.loads, lines):
         details = {"all_classes": record["all_classes"]}
         case = Case([], [], tuple(record["answers"]), 1, details=details)
-        scores.append(score_longbench(name, record["pred"], case))
+        scores.append(score_answer(name, record["pred"], case))
     figure = json.loads((folder / "result.json").read_text())[name]
     assert round(100 * sum(scores) / len(scores), 2) == figure
     assert min(scores) >= 0 and max(scores) <= 1

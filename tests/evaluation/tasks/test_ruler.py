@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 
-import numpy as np
 import pytest
 
 from kvjax.evaluation.tasks import RULER_TASKS, Case
-from kvjax.evaluation.tasks.ruler.draws import distinct, word_list, word_of
+from kvjax.evaluation.tasks.ruler.draws import word_list
 from tests.support.ruler_cases import CHAT, PLAIN, decode, make, tokenizer
 
 
 @pytest.mark.parametrize("frame", [PLAIN, CHAT], ids=["plain", "chat"])
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_prompts_have_exactly_the_length(name, frame):
-    for length in (900, 1024, 1537):
+    for length in (900, 1537):
         task = make(name, length=length, frame=frame)
         assert task.name == name and len(task.cases) == 3 and task.floor == 0
         for case in task.cases:
@@ -45,25 +43,16 @@ def test_contexts_of_a_task_differ_in_length_by_their_questions_alone():
 
 
 @pytest.mark.parametrize("name", RULER_TASKS)
-def test_most_new_tokens_are_rulers(name):
-    most_new = {"vt": 30, "cwe": 120, "fwe": 50}.get(name, 128)
-    assert {case.max_new for case in make(name).cases} == {most_new}
-
-
-@pytest.mark.parametrize("name", RULER_TASKS)
 def test_a_case_depends_on_its_number_and_the_seed_alone(name):
     few, many = make(name, cases=2).cases, make(name, cases=4).cases
     assert few == many[:2]
+    most_new = {"vt": 30, "cwe": 120, "fwe": 50}.get(name, 128)
+    assert {case.max_new for case in many} == {most_new}
     assert len({tuple(case.answers) for case in many}) == 4
     assert {case.answers for case in many}.isdisjoint(
         case.answers for case in make(name, cases=4, seed=1).cases
     )
     assert make(name, length=1400, cases=2).cases[1].answers == few[1].answers
-
-
-def test_draws_are_distinct():
-    drawn = distinct(np.random.default_rng(0), word_of("abc", 2))
-    assert sorted(itertools.islice(drawn, 9)) == [a + b for a in "abc" for b in "abc"]
 
 
 def test_special_tokens_that_are_spelled_out_are_text():
@@ -85,13 +74,7 @@ def test_scores_are_shares_of_answers_found():
     ("changes", "error"),
     [
         ({"name": "niah_single_4"}, r"the task of RULER must be one of .*, got 'niah_single_4'"),
-        ({"length": 0}, "length must be at least 1, got 0"),
-        ({"cases": 0}, "cases must be at least 1, got 0"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"length": 60}, r"60 tokens is too short for niah_single_2: \d+ are needed"),
-        ({"name": "vt", "length": 300}, r"300 tokens is too short for vt: \d+ are needed"),
-        ({"name": "cwe", "length": 500}, r"500 tokens is too short for cwe: \d+ are needed"),
-        ({"name": "fwe", "length": 200}, r"200 tokens is too short for fwe: \d+ are needed"),
         ({"text": "Boats go. " * 9}, r"too short: \d+ tokens of it are needed, and it has \d\d$"),
         ({"text": ""}, r"too short: \d+ tokens of it are needed, and it has \d$"),
     ],

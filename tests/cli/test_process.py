@@ -1,0 +1,168 @@
+"""The process of a command: its streams, Ctrl-C, progress at a terminal, what it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax.cli import generate_command
+from kvjax.cli.main import main
+from tests.cli.commands import command, one_line, output
+from tests.cli.pseudo_terminal import Terminal
+
+ROOT = Path(__file__).parents[2]
+posix = pytest.mark.skipif(os.name != "posix", reason="shells, signals and terminals of POSIX")
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+
+
+def test_version_and_help(capsys):
+    assert output(capsys, "--version").startswith("kvjax ")
+    assert output(capsys) == output(capsys, "--help")
+    for name in ("generate", "read", "ask", "chat", "compare", "diagnose", "plan", "methods"):
+        assert name in output(capsys, "--help")
+        assert output(capsys, name, "--help").startswith(f"usage: kvjax {name}")
+    for name in ("--model", "--prompts", "--stop", "--raw", "--budget", "--min-p", "--json"):
+        assert name in output(capsys, "generate", "--help")
+
+
+@posix
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("--version <&- 2>&-", 0, None),
+        ("--version 1</dev/null", 2, "Bad file descriptor"),
+        ("--frob >&- 2>&-", 2, None),
+        pytest.param("--version >/dev/full", 2, "No space left on device", marks=FULL),
+        pytest.param("--frob 2>/dev/full", 2, None, marks=FULL),
+    ],
+)
+def test_streams_that_cannot_be_written(line, code, said):
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    shell = ["sh", "-c", f"{sys.executable} -m kvjax {line}"]
+    done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == code
+    assert (said in one_line(done.stderr)) if said else done.stderr == ""
+
+
+def test_an_error_does_not_go_to_standard_output(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(["methods", "--frob"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@posix
+def test_a_closed_pipe():
+    line = [sys.executable, "-m", "kvjax", "--version"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(line, cwd=ROOT, env=env, **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
+def test_a_terminal_that_knows_ascii_only():
+    done = command("methods", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.isascii()
+
+
+def test_a_keyboard_interrupt_that_python_raised(capsys, monkeypatch):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate_command, "run", interrupt)
+    assert main(["generate"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@posix
+@pytest.mark.parametrize(
+    ("rounds", "ignored", "code", "said"),
+    [(10**8, False, -signal.SIGINT, b""), (10**6, True, 0, b"done\n")],
+    ids=["minutes", "ignored"],
+)
+def test_an_interrupt_while_no_python_runs(rounds, ignored, code, said):
+    """As in a compiler: a handler of Python's would not be called before the code returns."""
+    script = f"""if True:
+        import hashlib, signal, sys
+        from kvjax.__main__ import main
+        from kvjax.cli import methods_command
+
+        def run(args):
+            print("started", flush=True)
+            hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds})
+            print("done")
+
+        methods_command.run = run
+        sys.argv = ["kvjax", "methods"]
+        signal.signal(signal.SIGINT, signal.{"SIG_IGN" if ignored else "default_int_handler"})
+        sys.exit(main())
+    """
+    line = [sys.executable, "-c", script]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == b"started\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (said, b"")
+    assert process.returncode == code
+
+
+SHORT_DOCUMENT = """if True:
+    import sys
+    from kvjax.models import demo
+    demo.document = lambda: demo.Document("The sky is blue. " * 9, "The sky is", "blue")
+    from kvjax.cli.main import main
+    sys.exit(main())
+"""
+
+
+@posix
+@pytest.mark.slow
+def test_progress_at_a_terminal():
+    shell = Terminal("-c", SHORT_DOCUMENT, "generate", "--max-new", "4", COLUMNS="120")
+    code, shown = shell.end()
+    assert code == 0
+    for part in (
+        "loading the bundled model",
+        "compiling and running the prompt pass of layer 1 of 4 for full",
+        "compiling the decode loop for snapkv",
+        "layer 4 of 4",
+    ):
+        assert part in shown, shown
+    assert "\x1b[?25l" not in shown, "the cursor is never hidden: Ctrl-C ends the process at once"
+    args = "generate", "--prompt", "The", "--max-new", "1", "--json", "--method", "full"
+    code, shown = Terminal("-c", SHORT_DOCUMENT, *args).end()
+    assert code == 0 and json.loads(shown)["new_tokens"] == 1, "nothing but JSON"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["methods"]])
+@pytest.mark.slow
+def test_lists_import_nothing_heavy(args):
+    code = (
+        "import sys; from kvjax.cli.main import main; main(sys.argv[1:]);"
+        "print({'torch', 'transformers', 'kvjax.models', 'huggingface_hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert done.stdout.endswith("set()\n") and done.stderr == ""
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_the_compiler_is_silent_unless_it_is_asked(value):
+    env = {name: x for name, x in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    env |= {} if value is None else {"TF_CPP_MIN_LOG_LEVEL": value}
+    code = (
+        "import os, sys, types\n"
+        "class Main(types.ModuleType):\n"
+        "    main = staticmethod(lambda: print(os.environ['TF_CPP_MIN_LOG_LEVEL']))\n"
+        "for name in ('kvjax.cli', 'kvjax.cli.main'): sys.modules[name] = Main(name)\n"
+        "from kvjax.__main__ import main; main()"
+    )
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert (done.stdout.strip(), done.stderr) == (value or "3", "")

@@ -1,0 +1,170 @@
+"""One list of methods and compositions, each with settings that bite in small caches.
+
+A method that is registered must be in `ARGUMENTS`; it then goes through every test over all cases.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CaM, Every, HeadGroups, KVCrush, PerLayer, Quantize, WhenFull, chain
+from kvjax.registry import METHODS
+from tests.support.attending import HEAD_DIM, KV_HEADS, MAX_NEW, MAX_PROMPT, one_layer
+from tests.support.marks import some_slow
+
+BUDGET, WINDOW = 12, 4
+GROUP = 4  # of numbers of 4 bits
+
+CALIBRATION = kvjax.InfiniGenCalibration(
+    np.random.default_rng(0).normal(size=(3, KV_HEADS, HEAD_DIM, 3))
+)
+# Constructor arguments of every registered method, at a budget that bites and at one that covers
+# everything that is ever put into a cache here.
+ARGUMENTS = {
+    "full": {},
+    "streaming_llm": {"budget": BUDGET},
+    "h2o": {"budget": BUDGET},
+    "snapkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
+    "pyramidkv": {"budget": BUDGET, "window": WINDOW, "kernel": 3},
+    "pyramidinfer": {"budget": BUDGET, "interval": 3},
+    "kvmerger": {"budget": BUDGET},
+    "chelsea": {"budget": BUDGET, "chunk": 8, "sinks": 2, "recent": WINDOW, "interval": 3},
+    "clusterkv": {
+        "budget": BUDGET, "tokens_per_cluster": 4, "sinks": 2, "interval": 3, "new_clusters": 2,
+        "dense_layers": (),
+    },
+    "quest": {"budget": BUDGET, "page": 4, "dense_layers": ()},
+    "infinigen": {
+        "budget": BUDGET, "alpha": None, "calibration": CALIBRATION, "dense_layers": ()
+    },
+    "layer_budget": {"reserve": 0.5, "window": WINDOW},
+    "spindlekv": {"reserve": 0.5, "window": WINDOW, "capacity": 1.0, "interval": 16},
+}  # fmt: skip
+ENOUGH = MAX_PROMPT + MAX_NEW
+OUTLIERS = kvjax.OutlierHeads(((1, 1),), num_layers=3, kv_heads=KV_HEADS)
+
+
+def snapkv(budget=BUDGET):
+    return kvjax.SnapKV(budget=budget, window=WINDOW, kernel=3)
+
+
+def chelsea(budget=BUDGET, **changes):
+    return kvjax.Chelsea(**{**ARGUMENTS["chelsea"], "budget": budget, **changes})
+
+
+def clusterkv(budget=BUDGET, **changes):
+    return kvjax.ClusterKV(**{**ARGUMENTS["clusterkv"], "budget": budget, **changes})
+
+
+def quest(budget=BUDGET):
+    return kvjax.Quest(**{**ARGUMENTS["quest"], "budget": budget})
+
+
+def spindlekv(reserve, **changes):
+    return kvjax.SpindleKV(**{**ARGUMENTS["spindlekv"], "reserve": reserve, **changes})
+
+
+def infinigen(budget=BUDGET):
+    return kvjax.InfiniGen(**{**ARGUMENTS["infinigen"], "budget": budget})
+
+
+def pyramidinfer_paper(context):
+    return kvjax.PyramidInfer(ratio=0.5, context=context, interval=None)
+
+
+def half_of_the_first_layer(layer: int, num_layers: int):
+    return kvjax.Full() if layer == 0 else snapkv(0.5)
+
+
+def enough_but_in_the_first_layer(layer: int, num_layers: int):
+    return kvjax.Full() if layer == 0 else snapkv(ENOUGH)
+
+
+def compositions(budget: int) -> dict:
+    snap, enough = snapkv(budget), budget >= ENOUGH
+    choose = enough_but_in_the_first_layer if enough else half_of_the_first_layer
+    share = 1.0 if enough else 0.5
+    return {
+        "every": Every(snap, steps=3),
+        "every_kvmerger": Every(kvjax.KVMerger(budget), steps=3),
+        "when_full": WhenFull(snap, room=3),
+        "chain": chain(snapkv(budget + 4), kvjax.H2O(budget=budget)),
+        "per_layer": PerLayer(choose),
+        "head_groups": HeadGroups((((1,), snap), ((0,), kvjax.Full()))),
+        "pyramidinfer_paper": one_layer(pyramidinfer_paper(ENOUGH if enough else 5), layer=2),
+        "cam": CaM(kvjax.H2O(budget=budget), merge_tokens=3),
+        "cam_prompt": CaM(snap, prompt=True),
+        "kvcrush": KVCrush(snap),
+        "kvcrush_h2o": KVCrush(
+            kvjax.H2O(budget=budget), 4, anchor="mean", pick="random", granularity=2
+        ),
+        "every_kvcrush": Every(KVCrush(snap, anchor="alternate"), steps=3),
+        "outlier_heads": chelsea(budget, recent=2, outlier_heads=OUTLIERS),
+        "reposition": kvjax.StreamingLLM(budget=budget, reposition=True),
+        "ring": kvjax.Ring(budget + 1),
+        "ring_quantize": chain(kvjax.Ring(budget + 1), Quantize(8)),
+        "float_h2o": kvjax.H2O(budget=share),
+        "clusterkv_offload": chain(clusterkv(budget), kvjax.Offload()),
+        "clusterkv_per_query_head": chain(
+            clusterkv(budget, per_query_head=True), kvjax.Offload(recent_steps=2)
+        ),
+        "quest_offload": chain(quest(budget), kvjax.Offload(interval=3)),
+        "snapkv_clusterkv": chain(snapkv(budget + 4), clusterkv(budget)),
+        **quantised(budget),
+        "h2o_codebook": chain(kvjax.H2O(budget=budget), kvjax.Codebook(capacity=1.0)),
+        "spindlekv_unfold": one_layer(spindlekv(1.0 if enough else 0.5, unfold=True)),
+    }
+
+
+def quantised(budget: int) -> dict:
+    snap, h2o, eight = snapkv(budget), kvjax.H2O(budget=budget), Quantize(8)
+    token, channel = Quantize(4, GROUP, "token"), Quantize(4, GROUP, residual=GROUP)
+    return {
+        "quantize": eight,
+        "snapkv_quantize": chain(snap, eight),
+        "h2o_quantize": chain(h2o, eight),
+        "chelsea_quantize": chain(chelsea(budget), eight),
+        "kvmerger_quantize": chain(kvjax.KVMerger(budget), eight),
+        "quantize_clusterkv": chain(eight, clusterkv(budget)),
+        "quantize_quest": chain(eight, quest(budget)),
+        "h2o_quantize_token": chain(h2o, token),
+        "snapkv_quantize_channel": chain(snap, channel),
+        "quantize_channel_infinigen": chain(channel, infinigen(budget)),
+    }
+
+
+def registered(**changes) -> dict:
+    def change(arguments):
+        if changes and "reserve" in arguments:
+            return {**arguments, "reserve": 1.0}
+        return {**arguments, **changes} if "budget" in arguments else arguments
+
+    return {name: METHODS[name](**change(ARGUMENTS[name])) for name in METHODS if name in ARGUMENTS}
+
+
+CASES = {name: one_layer(tx) for name, tx in {**registered(), **compositions(BUDGET)}.items()}
+COVERING = {
+    name: one_layer(tx)
+    for name, tx in {**registered(budget=ENOUGH), **compositions(ENOUGH)}.items()
+    if name != "float_h2o"  # a share of the prompt never covers what is generated
+}
+# What others in the table show nearly as well; they run with the slow tests.
+SLOW = {
+    "cam", "cam_prompt", "chain", "clusterkv_offload", "clusterkv_per_query_head", "every",
+    "every_kvcrush", "every_kvmerger", "float_h2o", "head_groups", "infinigen", "kvcrush",
+    "kvcrush_h2o", "h2o_codebook", "layer_budget", "outlier_heads", "per_layer",
+    "pyramidinfer_paper", "pyramidkv", "quest", "quest_offload", "reposition", "ring",
+    "ring_quantize", "snapkv_clusterkv", "spindlekv", "spindlekv_unfold", "when_full",
+    *set(quantised(BUDGET)) - {"quantize"},
+}  # fmt: skip
+
+
+def names(chosen, *fast: str) -> list:
+    """Cases of which those named in `fast` are not slow, or else those that are not in SLOW."""
+    return some_slow(chosen, *(fast or set(chosen) - SLOW))
+
+
+every_case = pytest.mark.parametrize("name", names(CASES))
+every_case_slow = pytest.mark.parametrize("name", names(CASES, "full"))

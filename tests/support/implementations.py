@@ -1,0 +1,31 @@
+"""By what an operation is computed in tests: XLA, its kernel interpreted, its kernel on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import pytest
+
+KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+EVERY = ["xla", *KERNELS]
+
+
+def each_way(cases: Mapping[str, Sequence], fast: Collection[str] = (), xla: bool = True) -> list:
+    """Parameters `(*case, implementation)` of every case.
+
+    Args:
+      cases: by name.
+      fast: those whose kernel is interpreted in fast tests, which takes long; the others are slow.
+      xla: whether XLA computes them, too.
+    """
+    unknown = set(fast) - set(cases)
+    assert not unknown, f"{unknown} are none of the cases"
+    return [
+        pytest.param(*case, implementation, id=f"{name}-{implementation}", marks=marks)
+        for name, case in cases.items()
+        for implementation, marks in (
+            *([("xla", ())] if xla else []),
+            ("interpret", () if name in fast else pytest.mark.slow),
+            ("pallas", pytest.mark.gpu),
+        )
+    ]
