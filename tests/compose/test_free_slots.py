@@ -62,8 +62,6 @@ def spoiled(cache, bad: float):
     def of_layer(layer: kvjax.LayerCache) -> kvjax.LayerCache:
         kv, live = layer.kv, np.asarray(layer.kv.live)
         changes = {"k": spoiled_payload(kv.k, live, bad), "v": spoiled_payload(kv.v, live, bad)}
-        if kv.stored is not None:  # a prompt is being read: it is not looked at until its end
-            changes["stored"] = kv.stored
         state = jax.tree.map(
             lambda x: spoiled_resident(x, kv.slots, bad) if isinstance(x, Resident) else x,
             layer.state,

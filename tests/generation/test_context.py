@@ -236,6 +236,6 @@ def test_layers_that_are_alike_differ_in_their_states_alone(name):
             for one, own in zip(layers, states, strict=True)
         ]
         given = [size.cache(one, layer, OPTIONS) for layer, one in enumerate(layers)]
-        return made, [reading.about_to_read(cache) for cache in given]
+        return made, given
 
     same(*both())

@@ -13,7 +13,7 @@ from flax import nnx
 
 import kvjax
 from kvjax import ClusterKV, Offload, chain
-from kvjax.attention.layer import about_to_read
+from kvjax.attention.prompt import begin
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds, recall_statistics
 from tests.support import attending
@@ -298,7 +298,7 @@ def test_an_empty_store_stays_where_it_is():
     cache, prompt = new_cache(transform, 3, **sizes(60)), tokens(steps=60)[0]
 
     def read(cache, *prompt):
-        return kvjax.attend(transform, about_to_read(cache), *prompt, phase="prompt")[1]
+        return kvjax.attend(transform, begin(cache, empty=True), *prompt, phase="prompt")[1]
 
     traced = jax.make_jaxpr(read)(cache, *prompt)
     assert not uses_of_stores(traced.jaxpr, cache.kv.k.store.size)
