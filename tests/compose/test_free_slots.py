@@ -59,7 +59,9 @@ def bad_numbers(chosen, infinite, *fast: str):
 def spoiled(cache, bad: float):
     """The cache with `bad` wherever it holds a number of a key or value that no live slot has."""
 
-    def of_layer(layer: kvjax.LayerCache) -> kvjax.LayerCache:
+    def of_layer(layer):
+        if not isinstance(layer, kvjax.LayerCache):
+            return layer  # what a reading holds beside its slots
         kv, live = layer.kv, np.asarray(layer.kv.live)
         changes = {"k": spoiled_payload(kv.k, live, bad), "v": spoiled_payload(kv.v, live, bad)}
         state = jax.tree.map(
