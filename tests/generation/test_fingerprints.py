@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -373,4 +374,5 @@ def rename_word(d):
 def test_another_tokenizer(name, change, options, described):
     one, other = tokenizer_of(described), tokenizer_of(described, change, **options)
     assert not differences(describe_tokenizer(one), describe_tokenizer(tokenizer_of(described)))
-    assert f"{name}: " in differences(describe_tokenizer(one), describe_tokenizer(other))
+    named = differences(describe_tokenizer(one), describe_tokenizer(other))
+    assert re.search(rf"{re.escape(name)}[.:]", named)
