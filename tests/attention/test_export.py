@@ -17,6 +17,7 @@ import pytest
 
 import kvjax
 from kvjax.attention.layer import QueryWindow
+from kvjax.attention.prompt import begin
 from kvjax.devices import Placement, check_mesh
 from kvjax.registry import METHODS
 from kvjax.serialization import NODES, VALUES, from_json, to_json
@@ -50,11 +51,11 @@ def test_what_caches_hold_at_other_times():
     """In the middle of a prompt, and for flushes; and frequencies that are given to a step."""
     rope = kvjax.Rope(jnp.ones(4), interleaved=True, factor=0.5)
     cache = jax.eval_shape(functools.partial(kvjax.init_cache, CASES["quantize"], **SIZE))
-    cache = dataclasses.replace(
-        cache, kv=cache.kv.replace(stored=(cache.kv.k, cache.kv.v)), rope=rope,
-        reading=jnp.ones(3, bool), window=QueryWindow.empty(3, 4, 2, 8, jnp.float32),
+    reading = jax.eval_shape(begin, cache)
+    reading = dataclasses.replace(
+        reading, rope=rope, queries=QueryWindow.empty(3, 4, 2, 8, jnp.float32),
     )  # fmt: skip
-    assert written((cache, rope)).in_tree == jax.tree.structure((((cache, rope),), {}))
+    assert written((reading, rope)).in_tree == jax.tree.structure((((reading, rope),), {}))
 
 
 def test_names_are_those_of_the_page():

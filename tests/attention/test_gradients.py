@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -45,17 +43,10 @@ def empty(transform: kvjax.KVTransform):
     )  # fmt: skip
 
 
-@functools.cache
-def prompted(transform: kvjax.KVTransform):
-    at = jnp.arange(PROMPT)[None]
-    return kvjax.attend(transform, empty(transform), *tokens(PROMPT), at, phase="prompt")[1]
-
-
 def loss(phase: str, name: str, implementation: str | None = None):
     """The output's squares, as a function of a number that scales q, k and v."""
     transform, count = TRANSFORMS[name], PROMPT if phase == "prompt" else 1
-    at = jnp.arange(PROMPT)[None] if phase == "prompt" else jnp.array([[PROMPT]])
-    cache = empty(transform) if phase == "prompt" else prompted(transform)
+    at, cache = jnp.arange(count)[None], empty(transform)
 
     def of(scale: jax.Array) -> jax.Array:
         scaled = (x * scale for x in tokens(count))

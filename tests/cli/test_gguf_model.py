@@ -62,7 +62,7 @@ def test_files_that_are_no_models(capsys, tmp_path, no_weights):
     args = ["generate", "--prompt", "Hello", "--model", path]
     assert "No such file" in error(capsys, *args)
     path.write_bytes(b"GGUF")
-    assert "model.gguf: the version takes 4 bytes, but" in error(capsys, *args)
+    assert "model.gguf: the header takes 20 bytes more than the file has" in error(capsys, *args)
 
 
 def test_smollm2_is_found(capsys, story_file, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from tests.devices.test_mesh import finished, start
 
 # Kinds of methods that take other paths on a mesh than evicting does.
 TRACED = (
-    "kvmerger", "cam(snapkv, expected=False)", "chain(snapkv, quantize)", "codebook",
+    "kvmerger", "cam(snapkv, expected=False)", "codebook",
     "chain(clusterkv(dense_layers=()), offload)",
 )  # fmt: skip
 

@@ -94,14 +94,14 @@ def test_every_field_is_described_or_computes_nothing():
         for field in dataclasses.fields(kind):
             other = dataclasses.replace(own)
             object.__setattr__(other, field.name, "something else")
-            silent = field.name in ("bos_token_id", "eos_token_ids")
+            silent = field.name in ("bos_token_id", "eos_token_ids", "model_type")
             assert bool(differences(describe(own), describe(other))) != silent, field.name
 
 
 def test_an_equal_model_is_the_same(context, folder):
     """Made anew, with other end tokens, or with arrays in other places."""
     copied = jax.tree.map(lambda x: x + 0, nnx.split(model()))
-    for other in (nnx.merge(*copied), with_config(changed(eos_token_ids=(3,)))):
+    for other in (nnx.merge(*copied), with_config(changed(eos_token_ids=(3,), model_type="llama"))):
         same(kvjax.load_context(folder, other), context)
         kvjax.generate(other, None, context=context, max_new_tokens=2)
 
@@ -373,4 +373,4 @@ def rename_word(d):
 def test_another_tokenizer(name, change, options, described):
     one, other = tokenizer_of(described), tokenizer_of(described, change, **options)
     assert not differences(describe_tokenizer(one), describe_tokenizer(tokenizer_of(described)))
-    assert f"{name}: " in differences(describe_tokenizer(one), describe_tokenizer(other))
+    assert name in differences(describe_tokenizer(one), describe_tokenizer(other))

@@ -83,7 +83,8 @@ class Outcome(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles everything for every device."""
     known = sorted(path.stem for path in GPUS.glob("*.txtpb"))
-    given = ahead_of_time.parse("gpu.compile_for_gpus", __doc__, known, arguments)
+    parser = ahead_of_time.parser_of("gpu.compile_for_gpus", __doc__, known)
+    given = parser.parse_args(arguments)
     if reason := ahead_of_time.cannot("cuda13", "GPU", PLUGINS):
         print(reason, file=sys.stderr)
         return 2

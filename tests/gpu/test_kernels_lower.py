@@ -25,9 +25,7 @@ COUNTS = {
 }  # fmt: skip
 SELECTING = "rank_clusters", "build_indices", "page_scores"
 # Lines that pass an array on.
-PASSED_ON = re.compile(
-    rf"{re.escape(KERNEL)}|func\.(func|call)|stablehlo\.while|^ *(stablehlo\.)?return "
-)
+PASSED_ON = re.compile(rf"{re.escape(KERNEL)}|func\.(func|call)|stablehlo\.while|^ *\S*return ")
 
 
 def first_word(program: Program) -> str:

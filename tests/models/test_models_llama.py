@@ -55,13 +55,6 @@ def test_seeds_decide_random_weights():
     assert all(leaf.dtype == jnp.float32 for leaf in leaves[0])
 
 
-def test_attributes_that_generation_reads():
-    sizes = {"num_layers": 1, "query_heads": 8, "kv_heads": 2, "head_dim": 8, "vocab_size": 97}
-    sizes["max_positions"] = 77
-    model = random_decoder(small_config(**sizes))
-    assert {name: getattr(model, name) for name in sizes} == sizes
-
-
 @functools.cache
 def small_step() -> Stepper:
     return Stepper(random_decoder(small_config()), 1, 3, 1)

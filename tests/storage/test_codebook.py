@@ -1,4 +1,7 @@
-"""The codebook payload against its reference, vector by vector."""
+"""Attention to what a codebook stores, and what cannot be stored so.
+
+`tests/transforms/test_spindlekv.py` compares entries and codes with the reference.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,15 @@ from tests.support.attending import INV_FREQ
 from tests.support.marks import slow
 from tests.support.tolerances import close
 
-BATCH, LISTS, SLOTS, DIM = 2, 4, 13, 8
-
+BATCH, LISTS, DIM = 2, 4, 8
 
 write = jax.jit(CodebookPayload.write)
 read_all = jax.jit(CodebookPayload.read)
 
 
-def rows(seed=0, slots=SLOTS, lists=LISTS):
+def rows(seed: int, slots: int):
     return np.stack(
-        [around(lists * slots, DIM, seed + b).reshape(lists, slots, DIM) for b in range(BATCH)]
+        [around(LISTS * slots, DIM, seed + b).reshape(LISTS, slots, DIM) for b in range(BATCH)]
     )
 
 

@@ -54,8 +54,6 @@ FORMS = {
     "float8": Quantize("float8"),
     "token": Quantize(4, group=GROUP, key_axis="token"),
     "channel": Quantize(4, group=GROUP, residual=RESIDUAL),
-    "channel, not rotated": Quantize(4, group=GROUP, residual=RESIDUAL, rotate=False),
-    "channel, values rotated": Quantize(4, group=GROUP, residual=RESIDUAL, rotate="values"),
 }
 
 

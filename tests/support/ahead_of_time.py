@@ -64,9 +64,7 @@ class Program:
         return min(x.size for x in self.stores)
 
 
-def parse(
-    name: str, doc: str, devices: Sequence[str], arguments: Sequence[str] | None
-) -> argparse.Namespace:
+def parser_of(name: str, doc: str, devices: Sequence[str]) -> argparse.ArgumentParser:
     """The options of a command that compiles programs for devices."""
     parser = argparse.ArgumentParser(
         prog=f"python -m tests.{name}", description=doc.splitlines()[0]
@@ -74,8 +72,7 @@ def parse(
     parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
     parser.add_argument("--only", default="", help="programs with this text in their names")
     parser.add_argument("--hlo", type=Path, help="a folder for what was compiled, as text")
-    parser.add_argument("--out", type=Path, help="a JSON file for the table, of TPUs")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def cannot(extra: str, device: str, modules: Iterable[str]) -> str | None:

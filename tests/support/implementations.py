@@ -1,4 +1,4 @@
-"""By what an operation is computed in tests: XLA, its kernel interpreted, its kernel on a GPU."""
+"""How tests compute an operation: by XLA, by its kernel interpreted, or by its kernel on a GPU."""
 
 from __future__ import annotations
 

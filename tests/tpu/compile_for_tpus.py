@@ -94,7 +94,9 @@ class Outcome(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles everything for every device."""
-    given = ahead_of_time.parse("tpu.compile_for_tpus", __doc__, list(DEVICES), arguments)
+    parser = ahead_of_time.parser_of("tpu.compile_for_tpus", __doc__, list(DEVICES))
+    parser.add_argument("--out", type=Path, help="a JSON file for the table")
+    given = parser.parse_args(arguments)
     if reason := ahead_of_time.cannot("tpu", "TPU", ["libtpu"]):
         print(reason, file=sys.stderr)
         return 2

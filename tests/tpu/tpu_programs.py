@@ -20,7 +20,6 @@ PROMPT = 1024
 # A prompt takes up to half a minute to compile, so that not every method has one here.
 PROMPTS = ("Full", "SnapKV", "H2O", "ClusterKV", "Quest", "Quantize 4, channel")
 
-
 # XLA for TPUs cannot cut single rows of 16 bits out of an array in host memory.
 OFFLOAD = "Sublane slicing size must be multiple of element packing factor"
 KNOWN = {"ClusterKV, Offload": OFFLOAD}

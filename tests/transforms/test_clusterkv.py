@@ -154,10 +154,10 @@ class ClusterPair(RecallingPair):
         for head, index in enumerate(self.of_rows[row].indices):
             what = f"{where}, head {head}"
             members = [cluster.members for cluster in index.clusters]
-            layout = [*index.sinks, *(p for own in members for p in own), *index.unclustered]
-            own = self.host.position[row, head]
-            assert own[: len(layout)].tolist() == layout, what
-            assert (own[len(layout) :] == -1).all(), what
+            layout = [*index.sinks, *(p for each in members for p in each), *index.unclustered]
+            position = self.host.position[row, head]
+            assert position[: len(layout)].tolist() == layout, what
+            assert (position[len(layout) :] == -1).all(), what
             assert clusters.sinks[row, head] == len(index.sinks), what
             assert clusters.number[row, head] == len(members), what
             counted = len(index.sinks) + sum(map(len, members))
@@ -167,7 +167,7 @@ class ClusterPair(RecallingPair):
             assert (sizes[len(members) :] == 0).all(), what
             for c in np.flatnonzero(sizes):
                 begin = clusters.starts[row, head, c]
-                assert own[begin : begin + sizes[c]].tolist() == members[c], what
+                assert position[begin : begin + sizes[c]].tolist() == members[c], what
             centroids = clusters.centroids[row, head, np.flatnonzero(sizes)]
             expected = [cluster.centroid for cluster in index.clusters if cluster.members]
             close(centroids, np.reshape(expected, (-1, DIM)), "rounding", what)

@@ -59,7 +59,7 @@ def page(results: Results, pictures: Mapping[str, bytes]) -> str:
         loader=jinja2.PackageLoader("kvjax.evaluation.report", ""), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    settings = {name: results.settings[name] for name in _SHOWN if name in results.settings}
+    settings = {name: results.settings.get(name) for name in _SHOWN}
     lost = [
         f"{method} lost {count:,} tokens that found no free slot."
         for method, count in results.dropped().items()
@@ -69,6 +69,7 @@ def page(results: Results, pictures: Mapping[str, bytes]) -> str:
         settings={
             name: ", ".join(map(str, value)) if isinstance(value, list) else value
             for name, value in settings.items()
+            if value is not None
         },
         notes=tables.notes(results) + lost,
         tables=tables.tables(results),

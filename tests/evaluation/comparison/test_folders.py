@@ -105,8 +105,7 @@ def test_going_on_after_an_interruption(
     with monkeypatch.context() as patch:
         interrupt_at(patch, number)
         assert command(**options) == 130
-    out, err = capsys.readouterr()
-    assert out == "" and "the same command goes on" in err
+    assert capsys.readouterr().out == ""
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} <= {"settings.json", "cells.jsonl"}
     with open(out / "cells.jsonl", "ab") as file:
