@@ -88,4 +88,4 @@ def test_a_penalty_of_the_command_line(folder, capsys):
     plain = capsys.readouterr().out
     main([*args, "--repetition-penalty", "1.5"])
     assert capsys.readouterr().out != plain
-    assert "repetition_penalty must be" in error(capsys, *args, "--repetition-penalty", "0")
+    assert "--repetition-penalty must be" in error(capsys, *args, "--repetition-penalty", "0")
