@@ -17,7 +17,8 @@ _MOST_GUESSED = 40  # characters of a name that is compared with those that are 
 def printable(text: object, most: int = 1000) -> str:
     """The text with every character escaped that is not printed, cut after `most` characters.
 
-    Names from files go through it: a terminal carries out control characters.
+    Errors and names from files go through it before a command prints them: a terminal carries out
+    control characters.
 
     Example:
       >>> from kvjax.messages import printable

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import signal
 import sys
 from pathlib import Path
 
 import jax
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 # Small functions run a few times: what makes code fast is not worth its compilation, which takes up
 # to 10 times longer with it. Commands that tests start inherit it. Other options are those of tests
@@ -49,9 +47,6 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "lenient: the module runs other libraries' code under JAX's default promotion"
     )
-    config.addinivalue_line(
-        "markers", "fast_cases(*ids): of a test's cases, those that are not slow; the others are"
-    )
     if not hasattr(config, "workerinput"):
         _drop_oldest_compiled_code()
 
@@ -64,30 +59,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(config, items):
-    """Marks what is slow, and what is quick."""
-    _mark_slow(config, items)
-    _mark_quick(items)
-
-
-def _mark_slow(config, items):
-    """Marks as slow the cases that their test's `fast_cases` does not name."""
-    unknown = {}
-    for item in items:
-        marker = item.get_closest_marker("fast_cases")
-        if marker is None:
-            continue
-        test = item.nodeid.partition("[")[0]
-        unknown.setdefault(test, set(marker.args)).discard(item.callspec.id)
-        if item.callspec.id not in marker.args and not item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.slow)
-    wrong = {test: ids for test, ids in unknown.items() if ids}
-    every_case = not config.getoption("lf", False) and not any("::" in arg for arg in config.args)
-    if wrong and every_case:
-        raise pytest.UsageError(f"fast_cases names cases that these tests do not have: {wrong}")
-
-
-def _mark_quick(items):
+def pytest_collection_modifyitems(items):
     """Marks as quick the first fast test of every method and stored form, and of few others."""
     seen = set()
     for item in items:
@@ -103,26 +75,6 @@ def _is_quick(path: Path) -> bool:
 
     others = "cache", "generate", "conftest", "__init__"
     return path.stem.removeprefix("test_") in {*METHODS, *WRAPPERS, *STORAGE, *others}
-
-
-class ByFileOrCase(LoadScopeScheduling):
-    """A worker of xdist gets a file as a whole, but of the conformance tests those of one case.
-
-    They share what they compile; notebooks, which are long, do not, and are divided too. Marks
-    (`xdist_group`) would say it, but pytest 9.2 ignores what xdist 3.8 makes of them.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file, _, test = nodeid.partition("::")
-        if file.endswith("test_notebooks.py"):
-            return nodeid
-        if file.endswith("test_conformance.py") and test.endswith("]"):
-            return file + re.split(r"[\[-]", test[:-1])[-1]  # the case is the last parameter
-        return file
-
-
-def pytest_xdist_make_scheduler(config, log):
-    return ByFileOrCase(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import kvjax
-from kvjax.messages import did_you_mean, printable
+from kvjax.messages import brief, did_you_mean, printable
 
 COMMANDS = {
     "generate": "continue prompts through a compressed cache",
@@ -95,15 +96,57 @@ def parser() -> Parser:
     return whole
 
 
+@contextlib.contextmanager
+def naming_options(args: argparse.Namespace) -> Iterator[None]:
+    """Errors of the library that are raised within the block name options of the command.
+
+    The library names its arguments. One with an underscore is no other word, and the option takes
+    its place. Others may be parameters of a method, too: the option is put before a message that
+    ends with what it was given.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        message = _with_options(str(error), args)
+        if type(error) not in (ValueError, TypeError) or message == str(error):
+            raise
+        raise type(error)(message) from error
+
+
+def _with_options(message: str, args: argparse.Namespace) -> str:
+    for name, option in getattr(args, "option_names", {}).items():
+        if "_" in name:
+            message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w./])", option, message)
+            continue
+        given = getattr(args, name, None)
+        values = given if isinstance(given, list) else [given]  # which are checked one by one
+        about = rf"((a|an|float) )*{name.removesuffix('s')}s? must .*, got "
+        if re.match(about, message) and message.endswith(
+            tuple(f", got {brief(x)}" for x in values)
+        ):
+            return f"argument {option}: {message}"
+    return message
+
+
 def _add_options(command: str, own: Parser) -> None:
     """What the parser of a command lacks before the command is given."""
     module = importlib.import_module(f"kvjax.cli.{command}_command")
     own.description, own.epilog = module.DESCRIPTION, module.EXAMPLES
     own.set_defaults(run=module.run)
     module.add_options(own)
+    own.set_defaults(option_names=_option_names(own) | getattr(module, "ARGUMENTS", {}))
     own.add_argument("--import", metavar="MODULE", action="append", default=[], dest="imports",
         help="a module, or a .py file, that registers methods with kvjax.register; may be "
         "given several times")  # fmt: skip
     if command != "chat":
         own.add_argument("--json", action="store_true",
             help="print one JSON object, nothing else")  # fmt: skip
+
+
+def _option_names(own: Parser) -> dict[str, str]:
+    """The option of each argument."""
+    return {
+        action.dest: next(name for name in action.option_strings if name.startswith("--"))
+        for action in own._actions
+        if action.option_strings
+    }

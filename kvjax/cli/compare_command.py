@@ -12,7 +12,7 @@ from rich.console import Console
 from kvjax.cli import compilation_cache, options
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.inputs import model_path, read_text
-from kvjax.cli.opened import check_counts, model_name
+from kvjax.cli.opened import model_name
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation import Grid
 from kvjax.evaluation.cells import grid
@@ -76,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: kvjax does without kvjax.models, and help without what they import.
     from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
 
-    check_counts(args, "max_new")
     asked = Grid.of(**{name: getattr(args, name) for name in _GRID})
     extra_module("matplotlib", "eval", "pictures of results")
     out = Path(args.out)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from kvjax.cli.arguments import parser
+from kvjax.cli.arguments import naming_options, parser
 from kvjax.cli.inputs import import_module
 from kvjax.messages import printable, quiet
 
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = parser().parse_args(argv)  # imports JAX
             for module in getattr(args, "imports", ()):
                 import_module(module)
-            return args.run(args) or 0
+            with naming_options(args):
+                return args.run(args) or 0
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +67,31 @@ class OpenedModel:
     def sampling(self, args: argparse.Namespace) -> kvjax.Sampling:
         """How tokens are chosen, by the options of `add_sampling`.
 
-        A line on standard error says which settings that the model asks for are not followed.
+        A line on standard error says which settings of the model are not followed.
         """
         from kvjax.models.sampling_settings import read_sampling_settings
 
-        options = _sampling_options(args)
-        if not args.model_sampling:
-            return kvjax.Sampling(**options)
-        settings = read_sampling_settings(self.path)
+        settings, options = read_sampling_settings(self.path), _sampling_options(args)
         lacking = unsupported_settings(settings)
-        if lacking:
-            listed = ", ".join(f"{printable(name)} {brief(x)}" for name, x in lacking.items())
-            print_line(f"kvjax does not have {listed}, which the model asks for", "dim")
         supported = {name: x for name, x in settings.items() if name not in lacking}
-        return dataclasses.replace(kvjax.Sampling.from_settings(supported), **options)
+        asked, greedy = kvjax.Sampling.from_settings(supported), kvjax.Sampling()
+        if args.model_sampling:
+            if lacking:
+                print_line(
+                    f"kvjax does not have {_listed(lacking)}, which the model asks for", "dim"
+                )
+            return dataclasses.replace(asked, **options)
+        wanted = {
+            name: value
+            for name, value in dataclasses.asdict(asked).items()
+            if value != getattr(greedy, name)
+        }
+        if (wanted or lacking) and not options:
+            also = f"; kvjax does not have {_listed(lacking)}" if lacking else ""
+            takes = f"the model asks for {_listed(wanted)}: --model-sampling takes it"
+            print_line(f"{takes}{also}" if wanted else f"the model asks for {_listed(lacking)}, "
+                       "which kvjax does not have", "dim")  # fmt: skip
+        return kvjax.Sampling(**options)
 
     def load(self, args: argparse.Namespace) -> Any:
         """The model with its weights. What it compiles is kept for the next process."""
@@ -121,3 +132,8 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
         value = getattr(args, name)
         if value is not None:
             check_count(f"--{name.replace('_', '-')}", value, 1)
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    """Settings and their values, in one line."""
+    return ", ".join(f"{printable(name)} {brief(value)}" for name, value in settings.items())

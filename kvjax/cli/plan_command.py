@@ -30,6 +30,8 @@ examples:
   kvjax plan --model llama-3.1-70b --mesh tensor=8 --batch 1,8,32
   kvjax plan --model DIR --mesh data=8,tensor=8 --tokens 32768
       --method 'full, snapkv, chain(snapkv, quantize(bits=4))' --budget 0.2"""
+ARGUMENTS = {"max_prompt": "--tokens", "max_new": "--new"}
+"""What the library calls these options."""
 
 
 def add_options(own: argparse.ArgumentParser) -> None:
@@ -63,11 +65,9 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.models.shapes import shape_config
 
     for name in ("memory", "bandwidth"):
-        check_number(f"--{name}", getattr(args, name), above=0)
-    check_count("--tokens", args.tokens, 1)
-    check_count("--new", args.new, 1)
+        check_number(name, getattr(args, name), above=0)
     for requests in args.batch:
-        check_count("--batch", requests, 1)
+        check_count("batch", requests, 1)
     methods = {text: kvjax.parse(text, args.budget) for text in args.methods}
     config = shape_config(args.model)
     mesh = abstract_mesh(args.mesh.items())

@@ -62,7 +62,7 @@ class Display(progress.Progress):
         if not self.tasks or self.tasks[0].total != total:
             for task in self.task_ids:
                 self.remove_task(task)
-            self.add_task("", total=total)
+            self.add_task(what, total=total, completed=done)
         self.update(self.task_ids[0], completed=done, description=what)
 
     def compiling(self, what: str, method: str = "") -> None:

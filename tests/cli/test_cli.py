@@ -309,7 +309,7 @@ def test_a_budget_that_changes_nothing(capsys, args, said):
         (["--max-new", "0"], "--max-new must be at least 1"),
         (["--max-new", "many"], "--max-new"),
         (["--temperature", "-1"], "temperature"),
-        (["--top-k", "3"], "top_k needs a temperature"),
+        (["--top-k", "3"], "--top-k needs a temperature"),
         (["--seed", "4294967296"], "--seed"),
         (["--prompt", " \n"], "the prompt is empty"),
         (["--prompt", "a\udcff"], "not UTF-8"),

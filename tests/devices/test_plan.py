@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import math
+import os
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +20,6 @@ from kvjax.generation.steps import read_at_once
 from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_decoder
 from kvjax.models.shapes import shape_config
 from kvjax.registry import METHODS
-from tests.support import gguf_models
 from tests.support.marks import slow, some_slow
 
 LAYERS, HEADS = 5, 2
@@ -148,28 +150,42 @@ def test_a_request_beyond_the_models_positions_is_told(capsys):
 
 @pytest.mark.parametrize("name", ["model.gguf", "blob"])
 def test_a_gguf_file_is_planned_by_its_header(capsys, tmp_path, name):
-    tensors = {"token_embd": (640, 64), "output": (640, 64), "output_norm": (64,)}
-    for layer in range(3):
-        own = dict.fromkeys(("attn_norm", "ffn_norm"), (64,))
-        own |= {"attn_q": (64, 64), "attn_k": (16, 64), "attn_v": (16, 64), "attn_output": (64, 64)}
-        own |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
-        tensors |= {f"blk.{layer}.{key}": shape for key, shape in own.items()}
-    tensors = {f"{key}.weight": np.zeros(x, np.float32) for key, x in tensors.items()}
+    """The file has no weights: it is 13 GB of nothing on a disk that stores holes."""
+    sizes = {"hidden": 4096, "inner": 14336, "vocab": 32000, "kv": 1024}
+    shapes = {"token_embd": ("vocab", "hidden"), "output": ("vocab", "hidden")}
+    shapes |= {"output_norm": ("hidden",)}
+    for layer in range(12):
+        shapes |= {f"blk.{layer}.{name}": ("hidden",) for name in ("attn_norm", "ffn_norm")}
+        linears = {
+            "attn_q": ("hidden", "hidden"), "attn_k": ("kv", "hidden"), "attn_v": ("kv", "hidden"),
+            "attn_output": ("hidden", "hidden"), "ffn_gate": ("inner", "hidden"),
+            "ffn_up": ("inner", "hidden"), "ffn_down": ("hidden", "inner"),
+        }  # fmt: skip
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in linears.items()}
+    shapes = {f"{key}.weight": [sizes[one] for one in shape] for key, shape in shapes.items()}
+    counts = {key: math.prod(shape) for key, shape in shapes.items()}
 
-    def add(writer):
-        writer.add_context_length(4096)
-        writer.add_embedding_length(64)
-        writer.add_block_count(3)
-        writer.add_feed_forward_length(96)
-        writer.add_head_count(8)
-        writer.add_head_count_kv(2)
-        writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_vocab_size(640)
+    writer = gguf.GGUFWriter(tmp_path / name, "llama")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(sizes["hidden"])
+    writer.add_block_count(12)
+    writer.add_feed_forward_length(sizes["inner"])
+    writer.add_head_count(32)
+    writer.add_head_count_kv(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(sizes["vocab"])
+    for key, shape in shapes.items():
+        writer.add_tensor_info(key, shape, np.dtype("float32"), 4 * counts[key])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    header = (tmp_path / name).stat().st_size
+    os.truncate(tmp_path / name, -(-header // 32) * 32 + 4 * sum(counts.values()))
 
-    gguf_models.write(tmp_path / name, "llama", tensors, add)
     words = ["plan", "--model", str(tmp_path / name), "--method", "full", "--tokens", "4096"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["weight_bytes"] == 2 * sum(x.size for x in tensors.values())
+    assert found["weight_bytes"] == 2 * sum(counts.values())
     assert found["positions"] == 4096
     assert found["methods"]["full"]["requests_that_fit"] > 0

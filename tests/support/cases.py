@@ -5,6 +5,8 @@ A method that is registered must be in `ARGUMENTS`; it then goes through every t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -161,8 +163,9 @@ SLOW = {
 }  # fmt: skip
 
 
-def names(chosen, *fast: str) -> list:
+def names(chosen: Iterable[str], *fast: str) -> list:
     """Cases of which those named in `fast` are not slow, or else those that are not in SLOW."""
+    chosen = list(chosen)
     return some_slow(chosen, *(fast or set(chosen) - SLOW))
 
 

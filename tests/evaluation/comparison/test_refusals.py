@@ -93,7 +93,7 @@ def test_a_folder_with_other_settings(command, folder, measured, capsys, tmp_pat
     capsys.readouterr()
     changes = [
         ({"seed": 1}, "seed"), ({"text": other_text}, "text"), ({"depths": "0,0.5"}, "depths"),
-        ({"max-new": 3}, "max_new"),
+        ({"max-new": 3}, "--max-new"),
     ]  # fmt: skip
     for change, name in changes:
         assert command(**change) == 2

@@ -1,0 +1,84 @@
+"""Errors of the library name the options of the command that was given."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from kvjax.cli.arguments import naming_options
+from kvjax.cli.main import main
+from tests.cli.commands import error, one_line
+
+PLAN = ["plan", "--model", "smollm2-135m"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["generate", "--temperature", "-1"], "argument --temperature: temperature must be"),
+        (["generate", "--top-k", "5"], "--top-k needs a temperature above 0"),
+        (["generate", "--top-k", "0", "--temperature", "1"], "--top-k must be at least 1, got 0"),
+        (["generate", "--min-p", "2", "--temperature", "1"], "--min-p must lie in (0, 1], got 2"),
+        (["generate", "--budget", "2.5"], "argument --budget: a float budget must lie in (0, 1]"),
+        (["generate", "--budget", "3"], "argument --budget: budget must be at least 17"),
+        (["chat", "--top-p", "2", "--temperature", "1"], "--top-p must lie in (0, 1], got 2.0"),
+        (["compare", "--max-new", "0"], "--max-new must be at least 1, got 0"),
+        (["compare", "--lengths", "512,0"], "argument --lengths: length must be at least 1, got 0"),
+        (["compare", "--cases", "0"], "argument --cases: cases must be at least 1, got 0"),
+        (["compare", "--depths", "0.5,2.0"], "argument --depths: depth must lie between 0 and 1"),
+        (["compare", "--budget", "0.1,2.5"], "argument --budget: a float budget must lie in"),
+        (["eval", "vt", "--max-new", "0"], "--max-new must be at least 1, got 0"),
+        (["bench", "--shape", "smollm2-135m", "--layers", "31"], "argument --layers: layers must"),
+        ([*PLAN, "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        ([*PLAN, "--new", "0"], "--new must be at least 1, got 0"),
+        ([*PLAN, "--memory", "0"], "argument --memory: memory must be"),
+        ([*PLAN, "--bandwidth", "nan"], "argument --bandwidth: bandwidth must be"),
+        ([*PLAN, "--batch", "1,0"], "argument --batch: batch must be at least 1, got 0"),
+    ],
+)
+def test_options_are_named(capsys, no_weights, args, said):
+    found = error(capsys, *args)
+    assert found.startswith(f"kvjax: error: {said}")
+    assert "_" not in found
+
+
+def test_room_for_questions_and_answers(capsys, tinystories, tmp_path):
+    (tmp_path / "text").write_text("Once upon a time there was a girl. " * 4)
+    read = ["read", tmp_path / "text", "--out", tmp_path / "out", "--model", tinystories]
+    assert main([str(x) for x in [*read, "--max-questions", "8", "--max-new", "4"]]) == 0
+    capsys.readouterr()
+    said = error(capsys, "ask", tmp_path / "out", "Who?", "word " * 150)
+    assert "question 2 has " in said
+    assert said.endswith("give kvjax read a larger --max-questions\n")
+    said = error(capsys, "ask", tmp_path / "out", "Who?", "--max-new", "5")
+    assert "--max-new must be at most 4, got 5: give kvjax read a larger --max-new" in said
+
+
+@pytest.mark.parametrize(
+    "method", ["h2o(budget=0)", "chain(snapkv, kvmerger(seed=-1))", "snapkv(window=0)"]
+)
+def test_parameters_of_methods_are_no_options(capsys, no_weights, method):
+    found = error(capsys, "generate", "--method", method)
+    assert " must be " in found and "--budget" not in found and "--seed" not in found
+
+
+def test_what_is_no_name_of_an_argument_stays():
+    args = argparse.Namespace(option_names={"max_new": "--max-new", "seed": "--seed"}, seed=3)
+    kept = [
+        "cannot read /home/max_new/x", "max_new.txt is empty", "got 'max_new'", "my_max_new is 3",
+        "seed must be 4, got 5", "a seed of 3, got 3",
+    ]  # fmt: skip
+    for message in kept:
+        with pytest.raises(ValueError) as caught, naming_options(args):
+            raise ValueError(message)
+        assert str(caught.value) == message
+    with pytest.raises(TypeError, match=r"^--max-new must be an int$"), naming_options(args):
+        raise TypeError("max_new must be an int")
+    with pytest.raises(KeyError, match="max_new"), naming_options(args):
+        raise KeyError("max_new")
+
+
+def test_other_errors_stay_what_they_are(capsys, tmp_path):
+    assert main(["generate", "--prompt-file", str(tmp_path / "max_new.txt")]) == 2
+    assert f"cannot read {tmp_path}/max_new.txt" in one_line(capsys.readouterr().err)
