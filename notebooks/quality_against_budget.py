@@ -24,7 +24,7 @@
 # %% cellView="form"
 # @title Install kvjax where it is missing, and look at the devices
 # Where kvjax comes from: a wheel, the folder of a clone, or git+https://... Where nothing is said,
-# it is the clone that this notebook is in, else PyPI.
+# it is a clone around or beside this notebook, else a wheel beside it, else PyPI.
 ADDRESS = ""  # @param {type:"string"}
 
 import importlib.metadata
@@ -42,11 +42,21 @@ if "kvjax" not in installed:
     if not devices and shutil.which("nvidia-smi"):
         devices = ["cuda12"]
     wanted = f"kvjax[{','.join(['eval', 'gguf', *devices])}]"
-    place = ADDRESS or (".." if Path("../kvjax/__init__.pyi").exists() else "")
-    if place:
+    here = Path.cwd()
+    folders = [here.parent, here, *sorted(here.iterdir())]
+    clones = [folder for folder in folders if (folder / "kvjax/__init__.pyi").exists()]
+    wheels = sorted(here.glob("kvjax-*.whl"), reverse=True)
+    place = next(iter([*filter(None, [ADDRESS]), *clones, *wheels]), None)
+    if place is not None:
         wanted += f" @ {Path(place).resolve().as_uri() if Path(place).exists() else place}"
     print(f"Installing {wanted}")
-    subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", wanted])
+    try:
+        subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", wanted])
+    except subprocess.CalledProcessError:
+        raise RuntimeError(
+            "pip says above why it could not install kvjax; if it is not there, put a clone or a "
+            "wheel of kvjax beside this notebook, or the address of one into ADDRESS"
+        ) from None
     importlib.invalidate_caches()
 
 import jax

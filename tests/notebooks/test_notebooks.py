@@ -57,28 +57,47 @@ def test_the_cell_that_installs_is_the_same_in_all():
     assert setup_of(NAMES[0]).startswith("# @title Install kvjax")
 
 
+CLONE, WHEELS = (
+    "kvjax/__init__.pyi",
+    ("kvjax-0.1.0-py3-none-any.whl", "kvjax-0.2.0-py3-none-any.whl"),
+)
+
+
 @pytest.mark.parametrize(
-    ("address", "clone", "place"),
+    ("address", "files", "place"),
     [
-        ("", False, ""),
-        ("", True, " @ file://{here}"),
-        ("..", True, " @ file://{here}"),
-        ("git+https://somewhere.org/kvjax.git", True, " @ git+https://somewhere.org/kvjax.git"),
+        ("", (), ""),
+        ("", (f"../{CLONE}",), " @ file://{here}"),
+        ("", (f"cloned/{CLONE}", *WHEELS), " @ file://{here}/notebooks/cloned"),
+        ("", WHEELS, " @ file://{here}/notebooks/" + WHEELS[1]),
+        ("..", WHEELS, " @ file://{here}"),
+        ("git+https://somewhere.org/kvjax.git", WHEELS, " @ git+https://somewhere.org/kvjax.git"),
     ],
 )
-def test_where_kvjax_comes_from(monkeypatch, tmp_path, address, clone, place):
+def test_where_kvjax_comes_from(monkeypatch, tmp_path, address, files, place):
     """The cell asks pip for the extra of the plugin that the machine has."""
     there = [SimpleNamespace(name="jax"), SimpleNamespace(name="jax-cuda13-plugin")]
     commands = []
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: there)
     monkeypatch.setattr(subprocess, "check_call", commands.append)
     (tmp_path / "notebooks").mkdir()
-    if clone:
-        (tmp_path / "kvjax").mkdir()
-        (tmp_path / "kvjax" / "__init__.pyi").touch()
     monkeypatch.chdir(tmp_path / "notebooks")
+    for file in map(Path, files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     exec(setup_of(NAMES[0]).replace('ADDRESS = ""', f"ADDRESS = {address!r}"), {})
     assert commands[0][-1] == "kvjax[eval,gguf,cuda13]" + place.format(here=tmp_path)
+
+
+def test_what_to_do_where_kvjax_is_nowhere(monkeypatch, tmp_path):
+    def fails(command):
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(importlib.metadata, "distributions", list)
+    monkeypatch.setattr(subprocess, "check_call", fails)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="put a clone or a wheel of kvjax beside"):
+        exec(setup_of(NAMES[0]), {})
 
 
 @pytest.mark.slow
