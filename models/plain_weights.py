@@ -10,6 +10,12 @@ from kvjax.files import read_json
 
 _PLAIN = "only float32, float16 and bfloat16 weights are read"
 
+_METHODS = {
+    "gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "finegrained_fp8": "FP8",
+    "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM", "eetq": "EETQ", "spqr": "SpQR", "vptq": "VPTQ",
+}  # fmt: skip
+"""Names of `quant_method` that are written otherwise; the others are shown as they are."""
+
 _FILES = {
     "quantize_config.json": "GPTQ",  # AutoGPTQ before `quantization_config`
     "quant_config.json": "AWQ",  # AutoAWQ before it
@@ -44,10 +50,11 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
         ("compression_config", "compressed-tensors"),
         ("quantization_config", _method(raw.get("quantization_config"))),
     ):
-        if raw.get(key):
+        if raw.get(key) is not None:
+            shown = _METHODS.get(method.lower(), method)
             raise ValueError(
-                f"{folder / 'config.json'}: {key} ({method}) is not "
-                f"supported: the weights are quantised, {_PLAIN}"
+                f"{folder / 'config.json'}: {key} ({method}) is not supported: the weights are "
+                f"quantised with {shown}, {_PLAIN}"
             )
     for name, method in _FILES.items():
         if (folder / name).exists():
@@ -58,8 +65,9 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
 def _method(quantization: Any) -> str:
     """What a `quantization_config` calls its method."""
     stated = quantization if isinstance(quantization, dict) else {}
-    old = "bitsandbytes" if any("load_in_" in name for name in stated) else "unnamed"
-    return stated.get("quant_method") or old
+    if any("load_in_" in name for name in stated):
+        return str(stated.get("quant_method") or "bitsandbytes")
+    return str(stated.get("quant_method") or "a method that is not named")
 
 
 def check_no_adapter(folder: Path) -> None:

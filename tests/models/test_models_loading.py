@@ -220,15 +220,15 @@ def test_as_many_layers_as_the_file_says(checkpoint, layers):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"\(gptq\) is not supported",
-        ),
-        ({"quantization_config": {"_load_in_4bit": True}}, r"\(bitsandbytes\) is not supported"),
-        ({"quantization_config": {"bits": 4}}, r"\(unnamed\) is not supported"),
-        ({"quantization_config": True}, r"\(unnamed\) is not supported"),
-        ({"compression_config": {"format": "int-quantized"}}, r"\(compressed-tensors\) is not"),
-        ({"quantization": {"bits": 4}, "quantization_config": {"bits": 4}}, r"\(MLX\) is not supp"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised with GPTQ"),
+        ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, "quantised with FP8"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "with compressed-tens"),
+        ({"quantization_config": {"_load_in_4bit": True}}, "quantised with bitsandbytes"),
+        ({"quantization_config": {"bits": 4}}, "with a method that is not named"),
+        ({"quantization_config": {}}, "with a method that is not named"),
+        ({"quantization_config": True}, "with a method that is not named"),
+        ({"compression_config": {"format": "int-quantized"}}, "with compressed-tensors"),
+        ({"quantization": {"bits": 4}, "quantization_config": {"bits": 4}}, "quantised with MLX"),
     ],
 )
 def test_a_configuration_of_quantised_weights(checkpoint, more, message):
