@@ -150,9 +150,10 @@ def load_context(
         here = {**here, "tokenizer": describe_tokenizer(tokenizer)}
     if found := differences(there, here):
         raise ValueError(f"the context in {folder} is of another model: its {found}")
+    method = parse(content["method"])
     with _damaged(folder):
         arrays = _read_arrays(step, content["arrays"])
-        transform = _with_calibrations(parse(content["method"]), content["outlier_heads"], arrays)
+        transform = _with_calibrations(method, content["outlier_heads"], arrays)
         size = CacheSize(**content["size"], mesh=mesh_of(functional.params))
         layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     shapes = _context_shapes(functional, transform, layers, size, fingerprint)
