@@ -81,8 +81,8 @@ def attend(
         which is not stored and gives 0.
       phase: `"prompt"` or `"decode"` (static). The number of tokens never decides.
       last: whether this chunk completes the prompt (static; ignored while decoding). Until then
-        nothing is compressed, and the cache that comes back has room for the whole prompt:
-        chunks of one size share one compiled function from the second on.
+        nothing is compressed, and a `Reading` comes back in the place of the cache, with room for
+        the whole prompt: chunks of one size share one compiled function from the second on.
       rope: rotates q and k here. Needed by transforms that keep keys unrotated.
       scale, window, soft_cap: how logits are made, which `init_cache` was told. None: as the cache
         says; another value is an error.

@@ -37,7 +37,7 @@ from pallas_kernels.attention.call import beside_sinks
 
 
 def begin(caches: Any, *, empty: bool = False) -> Any:
-    """Readings without tokens of their own: what the caches store is dense in them.
+    """Makes readings of caches, in which what they store is dense, for a prompt that is to come.
 
     Args:
       caches: of one layer or of several. Donate them.
@@ -58,7 +58,11 @@ def _begin(cache: LayerCache, empty: bool) -> Reading:
 
 
 def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
-    """The attention of a chunk of a prompt over everything up to it, and the reading with it."""
+    """Reads a chunk of a prompt: its tokens go to free slots and attend to everything up to them.
+
+    Returns:
+      The output, `[B, Q, T, D]` in the dtype of q, and the reading with the chunk in it.
+    """
     kv, needs, positions = reading.kv, reading.transform.needs, tokens.positions
     if call.rope is not None and not needs.unrotated_keys:
         tokens = tokens.rotated(call.rope)
@@ -90,7 +94,7 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
 
 
 def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
-    """The layer's cache at a prompt's end, with what its transform decides carried out.
+    """Ends a prompt: carries out what the transform decides, and gives the layer's cache back.
 
     Parts that evict or merge come first. The slots are then brought to the cache's capacity, other
     parts see them so, and keys and values are stored in their form again.
@@ -128,9 +132,9 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
 
 
 def read_for(transform: KVTransform, cache: Cache, reading: Reading) -> Reading | tuple:
-    """What reading the same prompt into another method's cache comes to.
+    """Makes, of a reading, the one that another method would have of the same prompt.
 
-    Nothing is attended to: what the method needs of the prompt's attention has been observed.
+    Nothing is attended to: the reading holds what the method needs of the prompt's attention.
 
     Args:
       transform: of the cache.
