@@ -237,10 +237,11 @@ def test_over_every_base(name):
 @pytest.mark.parametrize(
     ("anchor", "pick"),
     [
-        ("median", "middle"), pytest.param("random", "middle", marks=slow),
-        pytest.param("mean", "random", marks=slow), pytest.param("alternate", "random", marks=slow),
+        ("median", "middle"),
+        pytest.param("random", "random", marks=slow),
+        pytest.param("alternate", "random", marks=slow),
     ],
-)  # fmt: skip
+)
 def test_anchors_and_picks(anchor, pick):
     Crushing(H2O(13), 7, anchor=anchor, pick=pick, heads=(2, 4), seed=1).prompt(LENGTHS)
 
@@ -248,11 +249,11 @@ def test_anchors_and_picks(anchor, pick):
 @pytest.mark.parametrize(
     ("name", "unit"),
     [
-        ("h2o", "chunk"), pytest.param("h2o", 2, marks=slow),
+        ("h2o", "chunk"),
         pytest.param("snapkv", "page", marks=slow),
-        pytest.param("pyramidinfer", "chunk", marks=slow),
+        pytest.param("pyramidinfer", 2, marks=slow),
     ],
-)  # fmt: skip
+)
 def test_granularity(name, unit):
     """The base takes whole units too."""
     crushing = Crushing(LARGE[name], 70, granularity=unit, anchor="alternate", seed=3)
@@ -269,15 +270,8 @@ def test_granularity_over_a_base_without_a_score():
     Crushing(StreamingLLM(20), 40, granularity="page", anchor="median", seed=4).prompt(lengths)
 
 
-@pytest.mark.parametrize("name", ["streaming_llm", pytest.param("every", marks=slow)])
-def test_kmeans(name):
-    Crushing(BASES[name], 6, kmeans=True, seed=4).prompt(LENGTHS).prompt(SECOND)
-
-
-@pytest.mark.parametrize("heads", [(1, 4), (5, 7)])  # and more bits than one word's
-@pytest.mark.slow
-def test_heads(heads):
-    Crushing(H2O(13), anchor="random", pick="random", heads=heads, seed=5).prompt(LENGTHS)
+def test_kmeans():
+    Crushing(BASES["streaming_llm"], 6, kmeans=True, seed=4).prompt(LENGTHS).prompt(SECOND)
 
 
 @pytest.mark.slow

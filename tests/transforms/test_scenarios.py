@@ -37,6 +37,9 @@ PAIRS = {
     "every": functools.partial(
         test_repeated_snapkv.pair, kvjax.Every, test_repeated_snapkv.EverySnapKV, steps=6
     ),
+    "when_full": functools.partial(
+        test_repeated_snapkv.pair, kvjax.WhenFull, test_repeated_snapkv.SnapKVWhenFull, room=6
+    ),
     "pyramidinfer": functools.partial(test_pyramidinfer.pair, budget=0.5, interval=6),
     "kvmerger": functools.partial(test_kvmerger.pair, budget=16),
     "chelsea": test_chelsea.pair,

@@ -51,16 +51,3 @@ def test_prompts_shorter_than_the_smallest_budget(reposition):
     newest = [32, 29, 30]
     for row in range(3):
         assert both.kept(row, 0) == [0, 1, 2, 3, newest[row]]
-
-
-def test_kept_positions_by_hand():
-    both = pair(seed=8).prompt(LENGTHS)
-    assert both.kept(0, 0) == [0, 1, 2, 3, *range(29, 37)]
-    assert both.kept(1, 0) == [0, 1, 2, 3, 4]
-    both.decode(7)
-    assert both.kept(1, 1) == list(range(12))
-    both.decode(1)
-    assert both.kept(1, 1) == [0, 1, 2, 3, *range(5, 13)]
-    before = both.kept(0, 1)
-    both.decode(5, stopped=(0,))
-    assert both.kept(0, 1) == before == [0, 1, 2, 3, *range(37, 45)]
