@@ -197,11 +197,7 @@ def test_a_flush_takes_the_implementation_that_it_is_given(implementation):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "snapkv, h2o, quantize",
-        *slow("full", "pyramidinfer", "head groups"),
-    ],
+    "name", ["snapkv, h2o, quantize", *slow("full", "pyramidinfer", "head groups")]
 )
 def test_a_prompt_lowers_for_cuda_without_a_loop_of_attention(name):
     tokens, transform = Tokens.random(rows=2, length=20, head_dim=DIM), READERS[name]

@@ -101,14 +101,6 @@ def test_merge_tokens(name, merge_tokens):
     both.prompt(LENGTHS).decode(12)
 
 
-@slow
-def test_second_turn():
-    """Slots stand in no order then; the last row gets no token of the second prompt."""
-    both = pair(prompt=True, seed=2).prompt(LENGTHS, chunks=2).decode(12)
-    both.prompt((8, 20, 0), "scattered").decode(12)
-    assert sum(0.05 < p < 0.95 for _, p in merges(both)) > 20
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 8, 100])
 def test_sums_of_the_next_entries(count):
     """Exact whatever stood before: a difference of prefix sums would lose the small numbers."""

@@ -122,8 +122,7 @@ class ClusterPair(RecallingPair):
         most = most_clusters(tx, capacity, steps)
         super().__init__(
             tx, lambda: Row(tx, most), before=before, rows=len(lengths), heads=(KV_HEADS, GROUP),
-            max_prompt=MAX_PROMPT, max_new=steps, width=MAX_PROMPT, layer=LAYER,
-            seed=seed,
+            max_prompt=MAX_PROMPT, max_new=steps, width=MAX_PROMPT, layer=LAYER, seed=seed,
         )  # fmt: skip
         assert self.clusters.sizes.shape[2] == most
         # Keys around a few directions, with lengths of their own.
@@ -199,6 +198,7 @@ CASES = {
     "the mean of a group": {"group_reduce": "mean"},
     "clusters that follow the budget": {**BY_BUDGET, "budget": 120},
     "the largest budget": {**BY_BUDGET, "budget": 2**31 - 1},
+    "the largest clusters": {"tokens_per_cluster": 2**31 - 1},
     "chunks": {"chunk": 16, "sinks": 3},
     "chunks of a rest of one token": {"chunk": 7, "tokens_per_cluster": 2},
     "chunks of sinks": {"chunk": 4, "sinks": 9, "new_clusters": None},

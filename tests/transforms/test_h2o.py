@@ -47,12 +47,6 @@ def test_prompt_and_64_decode_steps(name):
     pair(**CASES[name], seed=6).prompt(LENGTHS).decode(64)
 
 
-def test_prompts_shorter_than_the_smallest_budget():
-    """A share of one token is one slot: such a row grows to 2, and an empty one too."""
-    both = pair(0.01, heads=(2, 1), seed=4).prompt((1, 0, 2)).decode(20)
-    assert [len(both.kept(row, 0)) for row in range(3)] == [2, 2, 2]
-
-
 def test_no_room_for_new_tokens():
     pair(seed=8, max_prompt=52, max_new=0).prompt(LENGTHS)
 

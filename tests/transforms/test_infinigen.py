@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 from kvjax.evaluation import measure_fidelity
-from kvjax.evaluation.fidelity.recording import record, recorded, unrecord
 from kvjax.generation.calibration import calibrate_infinigen
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-from kvjax.models.blocks import DecoderLayer
 from kvjax.storage.offload import recall_statistics
 from kvjax.transforms.infinigen.infinigen import PARTIAL_KEYS, InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
@@ -320,67 +315,6 @@ class ByHand:
             x, below = x + block.attention.merge(outs), normed
             x = x + block.mlp(block.mlp_norm(x))
         return self.model.lm_head(self.model.norm(x))[0, -1], layers
-
-
-def decode_last(model, layers, tokens, wrap=lambda layer: layer, wrap_cache=lambda cache: cache):
-    """The caches after a decode step with the last token, the others being the prompt."""
-    graph, params = nnx.split(model)
-
-    @functools.partial(jax.jit, static_argnames=("layers", "phase"))
-    def call(params, tokens, positions, caches, *, layers, phase):
-        run = nnx.merge(graph, params)
-        return run(tokens, positions, caches, layers=layers, phase=phase)[1]
-
-    tokens, at = jnp.array([tokens]), jnp.arange(len(tokens))[None]
-    size = {"kv_heads": KV_HEADS, "query_heads": 4, "head_dim": DIM, "max_prompt": at.size}
-    init = functools.partial(init_cache, batch=1, max_new=2, dtype=jnp.float32, **size)
-    empty = tuple(map(init, layers))
-    caches = call(params, tokens[:, :-1], at[:, :-1], empty, layers=layers, phase="prompt")
-    caches, layers = tuple(map(wrap_cache, caches)), tuple(map(wrap, layers))
-    return call(params, tokens[:, -1:], at[:, -1:], caches, layers=layers, phase="decode")
-
-
-@pytest.mark.slow
-def test_a_decoder_predicts_by_the_input_of_the_attention_below():
-    """Layer l's query weights times what layer l - 1's attention was given, at its position."""
-    model, tokens = decoder(), PROMPTS[2]
-    caches = decode_last(model, (kvjax.Full(),) * LAYERS, tokens, recorded, record)
-    _, expected = ByHand(model).read(tokens)
-    for layer, (cache, (q, _, _, predicted)) in enumerate(zip(caches, expected, strict=True)):
-        _, (found,) = unrecord(cache)
-        close(found.query[0, :, 0], q[:, -1], "accumulated")
-        if layer == 0:
-            assert found.predicted is None
-            continue
-        close(found.predicted[0, :, 0], predicted[:, -1], "accumulated")
-        assert np.abs(predicted[:, -1] - q[:, -1]).max() > 0.1
-
-
-def test_a_decoder_predicts_only_where_it_is_wanted():
-    model, below, phases = decoder(), [], []
-    p = calibrated().projections[2]
-    wanting = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), one_layer(p[:1]))))
-    # Layer 0 has none below. The two layers of the full cache are alike and traced once.
-    layers = (wanting, kvjax.Full(), wanting, kvjax.Full())
-
-    def predicts(self, *args):
-        below.append(args[0])
-        return original(self, *args)
-
-    def attends(*args, predicted_query=None, **options):
-        phases.append((options["phase"], predicted_query is not None))
-        return attend(*args, predicted_query=predicted_query, **options)
-
-    attend, original = kvjax.attend, DecoderLayer.predict_queries
-    jax.clear_caches()  # what was traced before calls neither function
-    with (
-        mock.patch.object(DecoderLayer, "predict_queries", predicts),
-        mock.patch.object(kvjax, "attend", attends),
-    ):
-        jax.eval_shape(lambda: decode_last(model, layers, PROMPTS[1]))
-    assert len(below) == 1
-    expected = [("prompt", False)] * 2 + [("decode", layer == 2) for layer in range(3)]
-    assert phases == expected
 
 
 @pytest.mark.slow

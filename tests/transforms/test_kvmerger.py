@@ -141,6 +141,15 @@ def plan(transform: KVMerger, cache) -> tuple[np.ndarray, np.ndarray]:
     return into[0, 0], weights[0, 0]
 
 
+def test_the_numbers_of_one_set():
+    """Three tokens by hand: distances 0, 1 and 3 from the pivot, so that √2 σ is 2."""
+    keys = np.array([[4.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
+    transform = KVMerger(epsilon=0.75, recent=0, heavy=0)
+    into, weights = plan(transform, filled(keys, np.array([1.0, 5.0, 2.0])))
+    assert into[:3].tolist() == [1, 1, 1]
+    close(weights[:3], np.exp([-9 / 4, 0, -1 / 4]))
+
+
 @pytest.mark.parametrize(
     ("epsilon", "against"),
     [

@@ -88,22 +88,12 @@ def pyramid(budget, layer: int, length: int) -> int:
     return layer_budgets(mean, WINDOW, 20, length, LAYERS)[layer]
 
 
-def cosine(budget, layer: int, length: int) -> int:
-    return pyramidinfer.layer_shares(rows_budget(budget, length, 10), length, LAYERS)[layer]
-
-
-def entering(layer: int, length: int) -> int:
-    return pyramidinfer.entering(length, LAYERS, ratio=0.5, context=6)[layer]
-
-
 def spindle(layer: int, length: int) -> int:
     return WINDOW + layer_tokens(0.5, length, WINDOW, layer, LAYERS)
 
 
 SCHEDULES = {
     "pyramidkv, share": functools.partial(pyramid, 0.4),
-    "pyramidinfer": entering,
-    "pyramidinfer, slots": functools.partial(cosine, 16),
     "layer_budget": spindle,
     "kvcrush": functools.partial(pyramid, 0.6),
 }

@@ -108,10 +108,6 @@ def bound(transform, windows=WINDOWS, max_tokens=1024):
     return kvjax.bind(transform, len(windows), windows, max_tokens)
 
 
-def by_layer(layer: int, num_layers: int) -> kvjax.KVTransform:
-    return chain(SnapKV(64), Quantize()) if layer == 0 else Everywhere(H2O(64))
-
-
 OUTLIERS = kvjax.OutlierHeads(((0, 1), (1, 0)), num_layers=3, kv_heads=2)
 REPLACED = {
     "budgets by layer": PyramidKV(64),
@@ -131,52 +127,44 @@ def test_a_window_is_a_ring_whatever_the_method(transform):
     assert other == kvjax.bind(transform, 3)[1]
 
 
-def test_how_rows_are_stored_holds_in_rings_too():
-    assert bound(chain(SnapKV(64), Quantize()))[0] == chain(Ring(8), Quantize())
-    book = Codebook(capacity=64)
-    assert bound(chain(H2O(64), book))[0] == chain(Ring(8), book)
-    recalled = chain(Quantize(), Quest(48, dense_layers=()))
-    assert bound(recalled) == (chain(Ring(8), Quantize()), recalled, chain(Ring(8), Quantize()))
-    own = HeadGroups((((0,), chain(SnapKV(64), Quantize())), ((1,), Full())))
-    assert bound(own)[0] == HeadGroups((((0,), chain(Ring(8), Quantize())), ((1,), Ring(8))))
+OWN_STORAGE = HeadGroups((((0,), chain(SnapKV(64), Quantize())), ((1,), Everywhere(H2O(64)))))
+FIRST = {
+    "storage": (chain(SnapKV(64), Quantize()), chain(Ring(8), Quantize())),
+    "a codebook": (chain(H2O(64), Codebook(capacity=64)), chain(Ring(8), Codebook(capacity=64))),
+    "storage before recall": (
+        chain(Quantize(), Quest(48, dense_layers=())), chain(Ring(8), Quantize())
+    ),
+    "storage and everywhere per head": (
+        OWN_STORAGE, HeadGroups((((0,), chain(Ring(8), Quantize())), ((1,), H2O(64))))
+    ),
+    "groups of slots become groups of channels": (  # a ring frees slots one by one
+        chain(SnapKV(64), Quantize(4, group=16, residual=32)),
+        chain(Ring(8), Quantize(4, group=16, key_axis="token")),
+    ),
+    "everywhere": (Everywhere(chain(SnapKV(64), Quantize())), chain(SnapKV(64), Quantize())),
+    "everywhere in a chain": (
+        chain(Everywhere(SnapKV(64)), Quantize()), chain(SnapKV(64), Quantize())
+    ),
+    "everywhere in a wrapper": (
+        kvjax.Every(Everywhere(SnapKV(64)), 8), kvjax.Every(SnapKV(64), 8)
+    ),
+}  # fmt: skip
 
 
-def test_groups_of_slots_are_groups_of_channels_in_rings():
-    """A ring frees slots one by one."""
-    tx = chain(SnapKV(64), Quantize(4, group=16, residual=32))
-    ring, other, _ = bound(tx)
-    assert ring == chain(Ring(8), Quantize(4, group=16, key_axis="token"))
-    assert other == tx
+@pytest.mark.parametrize(("transform", "first"), FIRST.values(), ids=FIRST)
+def test_storage_and_everywhere_hold_in_layers_with_a_window(transform, first):
+    assert bound(transform)[0] == first
+    assert bound(PerLayer(lambda layer, count: transform))[0] == first
 
 
-def test_per_layer_chooses_storage_and_everywhere():
-    assert bound(PerLayer(by_layer)) == (chain(Ring(8), Quantize()), H2O(64), H2O(64))
-    per_head = HeadGroups((((0,), chain(SnapKV(64), Quantize())), ((1,), Everywhere(H2O(64)))))
-    assert bound(PerLayer(lambda layer, count: per_head))[0] == HeadGroups(
-        (((0,), chain(Ring(8), Quantize())), ((1,), H2O(64)))
-    )
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [PyramidKV(64), chain(SnapKV(64), Quantize())],
-    ids=repr,
-)
-def test_everywhere(transform):
-    assert bound(Everywhere(transform)) == kvjax.bind(transform, 3)
-    assert kvjax.parse(kvjax.unparse(Everywhere(transform))) == Everywhere(transform)
-
-
-def test_everywhere_within():
-    """As a part of a chain, and within a wrapper."""
-    assert bound(chain(Everywhere(SnapKV(64)), Quantize())) == bound(
-        Everywhere(chain(SnapKV(64), Quantize()))
-    )
-    assert bound(kvjax.Every(Everywhere(SnapKV(64)), 8)) == (kvjax.Every(SnapKV(64), 8),) * 3
+def test_everywhere():
+    transform = Everywhere(PyramidKV(64))
+    assert bound(transform) == kvjax.bind(PyramidKV(64), 3)
+    assert kvjax.parse(kvjax.unparse(transform)) == transform
     with pytest.raises(TypeError, match="Everywhere takes transforms"):
         Everywhere(8)
     with pytest.raises(ValueError, match="decides per layer"):
-        kvjax.init_cache(Everywhere(H2O(64)), max_prompt=8, max_new=8, **SIZE)
+        kvjax.init_cache(transform, max_prompt=8, max_new=8, **SIZE)
 
 
 def test_a_window_that_no_text_leaves_is_no_ring():

@@ -42,12 +42,3 @@ CASES = {
 @pytest.mark.parametrize("name", some_slow(CASES, "no sinks", "in a window"))
 def test_prompt_and_64_decode_steps(name):
     pair(**CASES[name]).prompt(LENGTHS).decode(64)
-
-
-@pytest.mark.parametrize("reposition", [pytest.param(False, marks=slow), True])
-def test_prompts_shorter_than_the_smallest_budget(reposition):
-    """A share of 3 tokens is 3 slots; such a row still gets its 4 sinks, and grows to 5 slots."""
-    both = pair(0.25, 4, reposition, heads=(3, 2), seed=7).prompt((3, 0, 1)).decode(30)
-    newest = [32, 29, 30]
-    for row in range(3):
-        assert both.kept(row, 0) == [0, 1, 2, 3, newest[row]]
