@@ -23,7 +23,8 @@ from kvjax.registry import METHODS
 from kvjax.serialization import NODES, VALUES, from_json, to_json
 from tests.attention.exported import programs, results
 from tests.compose.test_conformance import CASES, every_case, standard
-from tests.support.attending import HEAD_DIM, KV_HEADS, QUERY_HEADS, SIZE, new_cache, parts
+from tests.support.attending import SIZE, new_cache, parts
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 ROOT = Path(__file__).parents[2]
@@ -143,20 +144,9 @@ def test_programs_run_in_another_process(names, tmp_path):
             same(name, found.values())
 
 
-def test_a_step_of_any_number_of_rows_is_written():
-    (batch,) = jax.export.symbolic_shape("b")
-    transform, heads = CASES["h2o"], {"q": QUERY_HEADS, "k": KV_HEADS, "v": KV_HEADS}
-    sizes = {**SIZE, "batch": batch}
-    cache = jax.eval_shape(functools.partial(kvjax.init_cache, transform, **sizes))
-    new = {x: jax.ShapeDtypeStruct((batch, n, 1, HEAD_DIM), jnp.float32) for x, n in heads.items()}
-    at = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
-    step = jax.jit(functools.partial(kvjax.attend, transform, phase="decode"))
-    read = jax.export.deserialize(jax.export.export(step)(cache, **new, positions=at).serialize())
-    assert str(read.out_avals[0].shape) == f"(b, {QUERY_HEADS}, 1, {HEAD_DIM})"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*FOUR, *(x for x in OTHERS if "offload" not in x)])
+@pytest.mark.parametrize(
+    "name", some_slow((*FOUR, *(x for x in OTHERS if "offload" not in x)), "h2o")
+)
 def test_a_program_for_any_number_of_rows(name):
     """Of three rows, and of one of them."""
     (batch,) = jax.export.symbolic_shape("b")

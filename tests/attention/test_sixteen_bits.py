@@ -38,10 +38,6 @@ METHODS = {
         "clusterkv_offload", *quantised(BUDGET),
     )
 }  # fmt: skip
-IN_FLOAT16 = (
-    "quantize", "full", "chelsea", "clusterkv", "kvmerger", "spindlekv", "h2o_quantize_token",
-    "snapkv_quantize_channel",
-)  # fmt: skip
 
 
 @functools.cache
@@ -91,31 +87,26 @@ def compare(name: str, dtype: str, implementation: str | None = None) -> dict[st
     return {path: roundings(own[path], expected[path], jnp.dtype(dtype)) for path in own}
 
 
+OTHERS = (
+    ("quantize", "float16", None), ("full", "float16", "interpret"),
+    ("chelsea", "float16", None), ("clusterkv", "float16", "interpret"),
+    ("spindlekv", "float16", None), ("h2o", "bfloat16", "interpret"),
+    ("snapkv_quantize_channel", "float16", None), ("quest", "bfloat16", "interpret"),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "implementation"),
     some_slow(
-        [*((name, "bfloat16") for name in METHODS), *((name, "float16") for name in IN_FLOAT16)],
-        ("full", "bfloat16"),
-        ("chelsea", "bfloat16"),
-        ("quantize", "float16"),
+        [*((name, "bfloat16", None) for name in METHODS), *OTHERS],
+        ("full", "bfloat16", None),
+        ("chelsea", "bfloat16", None),
+        ("quantize", "float16", None),
     ),
 )
-def test_every_method(name, dtype):
-    apart = compare(name, dtype)
+def test_every_method(name, dtype, implementation):
+    apart = compare(name, dtype, implementation)
     assert max(apart.values()) <= ENCODED.get(name, MOST), apart
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("full", "float16"), ("h2o", "bfloat16"), ("chelsea", "bfloat16"),
-        ("clusterkv", "float16"), ("quest", "bfloat16"), ("quantize", "float16"),
-    ],
-)  # fmt: skip
-@pytest.mark.slow
-def test_interpreted_kernels(name, dtype):
-    apart = compare(name, dtype, "interpret")
-    assert max(apart.values()) <= MOST, apart
 
 
 @pytest.mark.parametrize(

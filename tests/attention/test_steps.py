@@ -68,15 +68,6 @@ def test_a_step_holds_no_loop_and_no_condition(name, implementation):
     assert set(found) <= ({"scan"} if implementation == "xla" else set()), name
 
 
-def test_a_loop_would_be_found():
-    def loops(x):
-        x = jax.lax.while_loop(lambda x: x < 3, lambda x: x + 1, x)
-        x = jax.jit(lambda x: jax.lax.cond(x > 2, jnp.sin, jnp.cos, x * 1.0))(x)
-        return jax.lax.fori_loop(0, 3, lambda i, x: x + i, x)
-
-    assert control_flow(jax.make_jaxpr(loops)(0).jaxpr) == ["while", "cond", "scan"]
-
-
 # One pass each that is the method's own: CaM adds to the values of many tokens, and keys that are
 # stored unrotated are rotated at the ranks that they have by now.
 PASSES = {"cam": 1, "reposition": 1}

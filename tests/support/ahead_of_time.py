@@ -105,12 +105,7 @@ def mesh_of(topology: Any) -> Mesh:
 def compiled(program: Program, mesh: Mesh, folder: Path | None, name: str, **kind: Any) -> tuple:
     """The compiled program, its text, seconds, and why there is none.
 
-    Args:
-      program: what is compiled.
-      mesh: of the described device.
-      folder: where its text is written to, if anywhere.
-      name: of the device.
-      kind: `platform` and `cores` of `compile_for`.
+    `folder` is where its text is written; `kind` has the `platform` and `cores` of `compile_for`.
     """
     begin = time.perf_counter()
     try:
@@ -128,22 +123,12 @@ def compiled(program: Program, mesh: Mesh, folder: Path | None, name: str, **kin
 
 
 def compile_for(
-    mesh: Mesh,
-    function: Callable,
-    args: tuple,
-    *,
-    platform: str,
-    donated: bool,
+    mesh: Mesh, function: Callable, args: tuple, *, platform: str, donated: bool,
     cores: int | None = None,
-) -> Any:
-    """The compiled function.
+) -> Any:  # fmt: skip
+    """The compiled function, for a mesh of one described device.
 
-    Args:
-      mesh: of one described device.
-      function, args: what is compiled; args are shapes, whose memory space counts.
-      platform: of the device: what is traced, and Pallas, ask the mesh for it.
-      donated: whether the first argument is.
-      cores: of the device, where Pallas asks for them.
+    The memory space of args counts. What is traced, and Pallas, ask for the platform and cores.
     """
     from jax.sharding import AbstractDevice, use_abstract_mesh
 

@@ -49,14 +49,9 @@ class Tokens(NamedTuple):
 
     @classmethod
     def random(
-        cls,
-        rows=3,
-        length=64,
-        kv_heads=KV_HEADS,
-        query_heads=QUERY_HEADS,
-        head_dim=HEAD_DIM,
+        cls, rows=3, length=64, kv_heads=KV_HEADS, query_heads=QUERY_HEADS, head_dim=HEAD_DIM,
         seed=0,
-    ) -> Tokens:
+    ) -> Tokens:  # fmt: skip
         rng = np.random.default_rng(seed)
         shapes = [(rows, heads, length, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
         return cls(*(rng.normal(size=shape).astype(np.float32) for shape in shapes))

@@ -1,9 +1,8 @@
-"""Decode steps in one compiled loop, with everything that a selecting method did on record."""
+"""Decode steps, with everything that a selecting method did on record."""
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import kvjax
 from kvjax.protocol import Wrapper
 from kvjax.storage.offload import Resident
 from kvjax.transforms.clusterkv.clusters import Clusters
+from tests.support.attending import flushed
 
 
 class Seen(NamedTuple):
@@ -49,8 +49,7 @@ class Steps(NamedTuple):
     """What T steps did; the first axis counts them.
 
     index, seen: slots and positions of the lists, [T, B, K, N]; clustered: how many slots the index
-    had then, [T, B, H]. position [T, B, H, S], clusters and resident: after the step, and after the
-    flush where one follows it.
+    had then, [T, B, H]; the others: after the step, and the flush where one follows it.
     """
 
     out: np.ndarray
@@ -85,24 +84,15 @@ def unseen(cache):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loop(transform, cache, tokens):
-    def step(cache, x):
-        clusters = found(cache, Clusters)
-        clustered = None if clusters is None else clusters.clustered
-        out, cache = kvjax.attend(transform, cache, *x, phase="decode")
-        seen = found(cache, Seen)
-        cache = unseen(cache)
-        return cache, (out, seen.index, seen.positions, clustered, *_after(cache))
-
-    return jax.lax.scan(step, cache, tokens)
+def _step(transform, cache, *tokens):
+    clusters = found(cache, Clusters)
+    out, cache = kvjax.attend(transform, cache, *tokens, phase="decode")
+    seen = found(cache, Seen)
+    clustered = None if clusters is None else clusters.clustered
+    return unseen(cache), (out, seen.index, seen.positions, clustered)
 
 
 @jax.jit
-def _flush(cache):
-    cache = kvjax.flush(cache)
-    return cache, _after(cache)
-
-
 def _after(cache):
     resident = found(cache, Resident)
     if resident is not None:
@@ -115,20 +105,12 @@ def decode_loop(transform, cache, tokens, since=0) -> tuple[object, Steps]:
 
     The cache is flushed as often as it must be; `since` counts the steps after its prompt so far.
     """
-    interval, total, steps = kvjax.flush_interval(cache), len(tokens[0]), []
-    tokens = tuple(map(np.asarray, tokens))
-    # Pieces of one length, so that one loop is compiled: flushes come between them.
-    count = total if interval is None else math.gcd(interval, total, since)
-    for at in range(0, total, count):
-        cache, done = _loop(transform, cache, tuple(x[at : at + count] for x in tokens))
-        done = jax.tree.map(np.array, Steps(*done))
-        since += count
-        if interval is not None and since % interval == 0:
-            cache, after = _flush(cache)
-            for own, new in zip(jax.tree.leaves(done[4:]), jax.tree.leaves(after), strict=True):
-                own[-1] = new
-        steps.append(done)
-    return cache, jax.tree.map(lambda *x: np.concatenate(x), *steps)
+    steps = []
+    for number, step in enumerate(zip(*map(np.asarray, tokens), strict=True)):
+        cache, done = _step(transform, cache, *step)
+        cache = flushed(cache, since + number + 1)
+        steps.append(jax.device_get(Steps(*done, *_after(cache))))
+    return cache, jax.tree.map(lambda *x: np.stack(x), *steps)
 
 
 def listed(entries: np.ndarray) -> list[int]:

@@ -85,12 +85,10 @@ def add_rope(writer: gguf.GGUFWriter, config: Any) -> None:
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     kind = rope["rope_type"]
-    if kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
@@ -101,23 +99,13 @@ def write(
     add: Callable[[gguf.GGUFWriter], None],
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
-    """A GGUF file.
-
-    Args:
-      path: of the file.
-      arch: its architecture.
-      tensors: name → values.
-      add: adds the metadata.
-      types: element types of tensors that are to be quantised.
-    """
+    """A GGUF file; `add` adds its metadata, and `types` has those of tensors to be quantised."""
     writer = gguf.GGUFWriter(path, arch)
     add(writer)
     for name, tensor in tensors.items():
         kind = (types or {}).get(name)
-        if kind is None:
-            writer.add_tensor(name, tensor)
-        else:
-            writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
+        encoded = tensor if kind is None else gguf.quantize(tensor, kind)
+        writer.add_tensor(name, encoded, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -126,15 +114,7 @@ def write(
 
 
 def write_model(path: Path, arch: str, model: Any, add: Any = None, more: Any = None) -> Path:
-    """The GGUF file of a model.
-
-    Args:
-      path: of the file.
-      arch: its architecture.
-      model: of `transformers`.
-      add: `add(writer, config)` adds metadata that the architecture has beyond the usual ones.
-      more: further tensors.
-    """
+    """The GGUF file of a model; `add(writer, config)` adds to its metadata, `more` are tensors."""
 
     def add_all(writer: gguf.GGUFWriter) -> None:
         add_sizes(writer, model.config)
@@ -146,14 +126,7 @@ def write_model(path: Path, arch: str, model: Any, add: Any = None, more: Any = 
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, model: str, described: dict, pre: str = "gpt-2") -> None:
-    """The vocabulary of a `tokenizer.json`, as `"gpt2"` with merges or as `"llama"` with scores.
-
-    Args:
-      writer: of the file.
-      model: `tokenizer.ggml.model`.
-      described: the content of the `tokenizer.json`.
-      pre: `tokenizer.ggml.pre`.
-    """
+    """The vocabulary of a `tokenizer.json`, as `"gpt2"` with merges or as `"llama"` with scores."""
     vocab = described["model"]["vocab"]
     tokens = sorted(vocab, key=vocab.get)
     special = {token["content"] for token in described["added_tokens"]}

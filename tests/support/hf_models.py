@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import types
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,15 +20,10 @@ from kvjax.models import Decoder
 from tests.support.attending import init_cache
 
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "pad_token_id": None,
-}
+}  # fmt: skip
 
 
 def pytorch():
@@ -116,19 +110,14 @@ class Stepper:
     def __init__(self, model: Decoder, rows: int, max_prompt: int, max_new: int) -> None:
         self.layers = kvjax.bind(kvjax.Full(), model.num_layers)
         self.graphdef, self.state = nnx.split(model)
-        make = partial(
-            init_cache,
-            batch=rows,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            max_prompt=max_prompt,
-            max_new=max_new,
-            dtype=jnp.float32,
-            query_heads=model.query_heads,
-        )
+        size = {
+            "batch": rows, "kv_heads": model.kv_heads, "query_heads": model.query_heads,
+            "head_dim": model.head_dim, "max_prompt": max_prompt, "max_new": max_new,
+        }  # fmt: skip
         attention = as_functional(model).attention
         self.caches = tuple(
-            make(layer, **attention(number)._asdict()) for number, layer in enumerate(self.layers)
+            init_cache(layer, **size, dtype=jnp.float32, **attention(number)._asdict())
+            for number, layer in enumerate(self.layers)
         )
         self._jitted = jax.jit(self._run, static_argnames="phase")
 

@@ -8,11 +8,7 @@ import pytest
 
 
 def slow(*cases) -> list:
-    """Cases with the mark `slow`; a case of several arguments is a tuple.
-
-    Example:
-      @pytest.mark.parametrize(("name", "count"), [("h2o", 1), *slow(("snapkv", 2), ("full", 3))])
-    """
+    """Cases with the mark `slow`; a case of several arguments is a tuple."""
     return some_slow(cases)
 
 

@@ -48,13 +48,15 @@ class Heads:
         return [head.kept for head in self.heads]
 
     def prompt(self, q, k, v, positions, last=True) -> np.ndarray:
-        heads = zip(self.heads, np.split(q, len(self.heads)), k, v, strict=True)
-        outs = [head.prompt(*qkv, positions, last=last) for head, *qkv in heads]
-        return np.concatenate(outs)
+        heads = self._with_tokens(q, k, v)
+        return np.concatenate([head.prompt(*qkv, positions, last=last) for head, *qkv in heads])
 
     def decode(self, q, k, v, position: int) -> np.ndarray:
-        heads = zip(self.heads, np.split(q, len(self.heads)), k, v, strict=True)
+        heads = self._with_tokens(q, k, v)
         return np.concatenate([head.decode(*qkv, position) for head, *qkv in heads])
+
+    def _with_tokens(self, q, k, v):
+        return zip(self.heads, np.split(q, len(self.heads)), k, v, strict=True)
 
     def flush(self, room: int) -> None:
         for head in self.heads:
@@ -115,21 +117,16 @@ class Pair:
             self.of_rows = [reference(**options) for _ in range(rows)]
             self.references = {(row, head): self.of_rows[row] for row, head in every_head}
         else:
-            self.references = {
-                (row, head): reference(**of_heads(options, self.query_heads(head)))
-                for row, head in every_head
-            }
-            self.of_rows = [
-                Heads([self.references[row, head] for head in range(self.kv_heads)])
-                for row in range(rows)
+            heads = [
+                [reference(**of_heads(options, self.query_heads(head))) for head in range(heads[0])]
+                for _ in range(rows)
             ]
-        limits = {"max_prompt": max_prompt, "max_new": max_new}
-        shape = {"batch": rows, "kv_heads": self.kv_heads, "head_dim": head_dim}
-        query_heads = self.kv_heads * self.group
-        of_logits = {name: options[name] for name in OPTIONS if name in options}
+            self.references = {(row, head): heads[row][head] for row, head in every_head}
+            self.of_rows = list(map(Heads, heads))
         self.cache = init_cache(
-            transform, query_heads=query_heads, dtype=dtype, layer=layer, **shape, **limits,
-            **of_logits,
+            transform, batch=rows, kv_heads=self.kv_heads, query_heads=self.kv_heads * self.group,
+            head_dim=head_dim, max_prompt=max_prompt, max_new=max_new, dtype=dtype, layer=layer,
+            **{name: options[name] for name in OPTIONS if name in options},
         )  # fmt: skip
         self.capacity = transform.extent(kvjax.Extent(max_prompt, max_new)).total
 

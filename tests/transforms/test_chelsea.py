@@ -22,14 +22,12 @@ CASES = {
     "even": {"budget": 20},
     "one pass is not enough": {"budget": 12},
     "odd chunks, multi-head": {"budget": 16, "heads": (4, 1), "chunk": 5},
-    "one chunk": {"budget": 24, "chunk": 256},
     "whole": {"budget": 24, "chunk": "whole"},
     "pairs": {"budget": 20, "heads": (2, 4), "chunk": 2, "interval": 7},
     "smallest": {"budget": 9, "interval": 1},
     "no sinks": {"budget": 12, "heads": (3, 2), "sinks": 0, "recent": 1},
     "share": {"budget": 0.2},
     "schedule": {"budget": 14, "ratio_0": 0.9, "decay": 0.2, "steps": 3, "floor": 0.5},
-    "slow": {"budget": 20, "ratio_0": 0.3},
     "rotated": {"budget": 16, "rope": kvjax.Rope(np.float32([1.0, 0.3, 0.02, 0.001]))},
 }
 FIELDS = {"chunk", "sinks", "recent", "interval", "ratio_0", "decay", "steps", "floor"}
@@ -118,9 +116,6 @@ def test_a_cache_of_one_slot(chunk):
 BAD = {
     "budget": (lambda: kvjax.Chelsea(80), ValueError, "80", "at least 81", "sinks + recent + 1"),
     "share": (lambda: kvjax.Chelsea(1.5), ValueError, "1.5", "(0, 1]"),
-    "chunk": (lambda: kvjax.Chelsea(128, chunk=1), ValueError, "1", "at least 2"),
-    "recent": (lambda: kvjax.Chelsea(128, recent=0), ValueError, "0", "recent"),
-    "interval": (lambda: kvjax.Chelsea(128, interval=0), ValueError, "0", "interval"),
     "ratio": (lambda: kvjax.Chelsea(128, ratio_0=1.1), ValueError, "1.1", "ratio_0"),
     "halt": (lambda: kvjax.Chelsea(128, decay=0.5, steps=2), ValueError, "above 0", "2 steps"),
     "outliers": (lambda: kvjax.Chelsea(128, outlier_heads=((0, 1),)), TypeError, "(0, 1)"),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.transforms.clusterkv import recalled
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.clusterkv.recalled import Ranking, recalled_slots
@@ -77,15 +76,3 @@ def test_all_are_ranked_only_where_the_first_do_not_fill_the_lists(likely, monke
     )(query, clusters)
     jax.effects_barrier()
     assert bool(whole) == (likely == 3)
-
-
-def test_the_likely_number_follows_the_budget():
-    def likely(tx: kvjax.ClusterKV, max_prompt: int) -> int:
-        (tx,) = kvjax.bind(tx, num_layers=1)
-        sizes = {"batch": 1, "kv_heads": 1, "head_dim": 8, "max_new": 16}
-        return tx._likely(kvjax.init_cache(tx, max_prompt=max_prompt, **sizes).kv)
-
-    own = functools.partial(kvjax.ClusterKV, dense_layers=())
-    assert likely(own(0.2), 2000) == 1.5 * 400 / 8 + 16
-    assert likely(own(256, tokens_per_cluster=16), 8000) == 1.5 * 256 / 16 + 16
-    assert likely(own(64, clusters=20), 2000) == 64

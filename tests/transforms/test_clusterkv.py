@@ -14,7 +14,7 @@ from kvjax import ClusterKV, chain
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.random import layer_key, uniform
 from tests.references import clusterkv as reference
-from tests.support.attending import Tokens, attend, new_cache, right, run
+from tests.support.attending import Tokens, new_cache, right, run
 from tests.support.decode_loops import found
 from tests.support.marks import some_slow
 from tests.support.method_pair import RecallingPair
@@ -22,7 +22,7 @@ from tests.support.tolerances import close
 
 KV_HEADS, GROUP, DIM = 2, 3, 8
 SINKS, INTERVAL, NEW_CLUSTERS = 5, 16, 3
-MAX_PROMPT, STEPS, SHORT = 96, 400, 56
+MAX_PROMPT, STEPS = 96, 56
 LAYER = 3
 SMALL = {
     "tokens_per_cluster": 7, "sinks": SINKS, "interval": INTERVAL, "new_clusters": NEW_CLUSTERS,
@@ -116,16 +116,13 @@ def most_clusters(tx: ClusterKV, capacity: int, steps: int) -> int:
 class ClusterPair(RecallingPair):
     """Compares the index too, after a first prompt."""
 
-    def __init__(
-        self, lengths, *, before=None, steps=SHORT, dtype=jnp.float32, seed=0, draws=0, **changes
-    ):
-        tx = clusterkv(**changes, seed=draws)
+    def __init__(self, lengths, *, before=None, steps=STEPS, seed=0, **changes):
+        tx = clusterkv(**changes)
         capacity = chain(before or kvjax.Full(), tx).extent(kvjax.Extent(MAX_PROMPT, steps)).total
         most = most_clusters(tx, capacity, steps)
         super().__init__(
             tx, lambda: Row(tx, most), before=before, rows=len(lengths), heads=(KV_HEADS, GROUP),
-            max_prompt=MAX_PROMPT, max_new=steps, width=MAX_PROMPT, layer=LAYER, dtype=dtype,
-            seed=seed, roundings=3.0,
+            max_prompt=MAX_PROMPT, max_new=steps, width=MAX_PROMPT, layer=LAYER, seed=seed,
         )  # fmt: skip
         assert self.clusters.sizes.shape[2] == most
         # Keys around a few directions, with lengths of their own.
@@ -188,32 +185,16 @@ def with_gaps(both: ClusterPair, steps: int, stops=None, nobody=range(0)) -> Clu
 LENGTHS = (90, 41, 3, 6)  # SINKS = 5: the third has fewer tokens, the fourth one more
 
 
-@pytest.mark.parametrize("changes", [{}, {"per_query_head": True, "budget": 0.3}], ids=str)
-@slow
-def test_400_steps(changes):
-    both = ClusterPair(LENGTHS, seed=1, steps=STEPS, **changes)
-    for _ in range(STEPS // INTERVAL):
-        before = both.clusters.clustered[0, 0]
-        assert both.decode(INTERVAL).clusters.clustered[0, 0] == before + INTERVAL
-    assert all(cluster.members for cluster in both.of_rows[0].indices[0].clusters[-2:])
-    lists = {tuple(lists[0]) for lists in both.lists[0]}
-    assert len(lists) > STEPS * 0.9, "selections vary"
-
-
 BY_BUDGET = {"tokens_per_cluster": None, "new_clusters": None}
 CASES = {
     "l2": {"metric": "l2"},
     "inner product": {"metric": "inner_product", "per_query_head": True},
     "share": {"budget": 0.3},
-    "share of everything": {"budget": 1.0, "interval": 9},
-    "more clusters than keys": {"clusters": 40},
-    "one cluster": {"clusters": 1},
     "smallest budget": {"budget": SINKS + 1, "per_query_head": True},
     "no sinks": {"sinks": 0, "budget": 1},
     "an interval of one": {"interval": 1},
     "fewer tokens than new clusters": {"interval": 2, "new_clusters": 4},
     "one round": {"iterations": 1, "tokens_per_cluster": 3},
-    "another seed": {"draws": 7},
     "the mean of a group": {"group_reduce": "mean"},
     "clusters that follow the budget": {**BY_BUDGET, "budget": 120},
     "the largest budget": {**BY_BUDGET, "budget": 2**31 - 1},
@@ -226,13 +207,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    some_slow(CASES, "chunks"),
-)
+@pytest.mark.parametrize("name", some_slow(CASES, "chunks"))
 def test_options(name):
     both = ClusterPair((50, 5, 6, 0), seed=3, **CASES[name])
-    both.decode(SHORT)
+    both.decode(STEPS)
 
 
 @slow
@@ -248,13 +226,6 @@ def test_clusters_follow_the_budget_and_the_length_of_each_row():
     assert (last.number[:, 0] - np.array(of_chunks)).tolist() == [3, 4, 4]
 
 
-@pytest.mark.parametrize("per_query_head", [False, True])
-@slow
-def test_rows_without_a_token_in_some_steps(per_query_head):
-    both = ClusterPair(LENGTHS, seed=4, per_query_head=per_query_head)
-    with_gaps(both, SHORT, stops={1: 20, 3: 0}, nobody=range(7, 12))
-
-
 @slow
 def test_tokens_join_the_last_cluster_where_there_is_no_room_for_others():
     """A row may get its tokens in more steps than `max_new`, few of them in each interval."""
@@ -268,7 +239,6 @@ def test_tokens_join_the_last_cluster_where_there_is_no_room_for_others():
 TURNS = {
     "int": {},
     "share": {"budget": 0.4},
-    "turns longer than a chunk": {"chunk": 8},
     "all at once": {"chunk": None},
     "a number of clusters outright": {"clusters": 4},
     "room for few clusters": {"tokens_per_cluster": 40},
@@ -290,7 +260,7 @@ def test_further_turns(name):
 
 @slow
 def test_many_short_turns_are_clustered_anew_when_there_is_no_room_for_more_clusters():
-    both, counts = ClusterPair((30, 12), seed=6, interval=SHORT + 1), []
+    both, counts = ClusterPair((30, 12), seed=6, interval=STEPS + 1), []
     for _ in range(21):
         counts.append(both.prompt((3, 2)).clusters.number[:, 0])
     more = np.diff(np.array(counts), axis=0)
@@ -298,23 +268,16 @@ def test_many_short_turns_are_clustered_anew_when_there_is_no_room_for_more_clus
     both.decode(5)
 
 
-@slow
-def test_bfloat16():
-    ClusterPair((50, 3), seed=7, dtype=jnp.bfloat16).decode(SHORT)
-
-
 # --- over a cache that holds less than the prompt -------------------------------------------------
 
 BEFORE = {
     "evicted": kvjax.SnapKV(20, window=4, kernel=3),
-    "evicted, a share": kvjax.SnapKV(0.5, window=4, kernel=3),
-    "merged": kvjax.KVMerger(20),
     "merged in clusters of one": kvjax.KVMerger(12, recent=0.5),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "interval"), [*((name, INTERVAL) for name in BEFORE), ("evicted", SHORT + 1)]
+    ("name", "interval"), [*((name, INTERVAL) for name in BEFORE), ("evicted", STEPS + 1)]
 )
 @slow
 def test_after_another_method(name, interval):
@@ -323,7 +286,7 @@ def test_after_another_method(name, interval):
     both = ClusterPair((70, 30, 3, 6), before=BEFORE[name], seed=8, **given)
     if name.startswith("merged"):
         assert (np.asarray(both.cache.kv.log_mass)[0] > 0.5).any(), "nothing was merged"
-    with_gaps(both, SHORT - 10, stops={1: 30})
+    with_gaps(both, STEPS - 10, stops={1: 30})
     if name == "evicted":
         both.prompt((20, 10, 0, 1)).decode(5)
 
@@ -344,50 +307,19 @@ def test_layers_draw_for_themselves():
     for layer in (0, 2):
         assert new_cache(first, layer=layer).state[1] == layer_key(5, layer)
     assert kvjax.bind(kvjax.ClusterKV(24), 3)[:2] == (kvjax.Full(), kvjax.Full())
-    with pytest.raises(ValueError, match="bind"):
-        new_cache(kvjax.ClusterKV(64))
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"budget": SINKS}, r"at least 6 \(sinks \+ 1.*got 5"),
-        ({"budget": 1.5}, "got 1.5"),
-        ({"group_reduce": "sum"}, "'max', 'mean'.*got 'sum'"),
         ({"metric": "dot"}, "'l2'.*got 'dot'"),
         ({"sinks": -1}, "sinks must be at least 0, got -1"),
-        *(
-            ({name: 0}, f"{name} must be at least 1, got 0")
-            for name in ("chunk", "interval", "new_clusters", "iterations", "clusters")
-        ),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"seed": 2**32}, "below"),
     ],
     ids=str,
 )
-def test_arguments(changes, message):
+def test_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         clusterkv(**changes)
-
-
-def test_refused_chains_and_wrappers():
-    for before in (kvjax.H2O(32), kvjax.StreamingLLM(32)):
-        with pytest.raises(ValueError, match="index would go stale"):
-            chain(before, clusterkv())
-    with pytest.raises(ValueError, match="one part of a chain indexes"):
-        chain(clusterkv(), clusterkv())
-    with pytest.raises(ValueError, match="evict or merge → represent → recall → place"):
-        chain(clusterkv(), kvjax.SnapKV(64))
-    for wrap in (lambda x: kvjax.Every(x, 4), lambda x: kvjax.WhenFull(x, 4), kvjax.CaM):
-        with pytest.raises(ValueError, match="got ClusterKV"):
-            wrap(clusterkv())
-
-
-def test_one_token_a_step():
-    tokens = Tokens.random()
-    cache = run(clusterkv(), tokens, right([0] * 3, (9, 5, 6), 9), 0).prompt_cache
-    two = tokens.at(np.array([[9, 10], [5, 6], [6, 7]]))
-    with pytest.raises(ValueError, match="one token a step, got 2"):
-        attend(clusterkv(), cache, *two, phase="decode")

@@ -13,25 +13,20 @@ import kvjax
 from kvjax import KVMerger
 from kvjax.cache.slots import widen
 from tests.references import kvmerger as reference
-from tests.support.marks import some_slow
+from tests.support.marks import slow, some_slow
 from tests.support.method_pair import LENGTHS, Pair
 from tests.support.tolerances import close
 
-slow = pytest.mark.slow
 CASES = {
     "budget, multi-head": {"budget": 21, "heads": (4, 1)},
     "one slot": {"budget": 1},
     "half": {"budget": 0.5, "heads": (2, 4)},
-    "35 %": {"budget": 0.35},
-    "between": {"budget": 0.41, "heads": (3, 2)},
-    "tenth": {"budget": 0.1, "heads": (2, 1)},
     "epsilon": {"epsilon": 0.75},
     "epsilon beyond the budget": {"budget": 30, "epsilon": 0.5},
     "budget beyond epsilon": {"budget": 0.4, "epsilon": 0.97},
     "anchor and budget": {"epsilon": 0.9, "against": "anchor", "budget": 0.4},
     "counts": {"budget": 20, "recent": 5, "heavy": 4},
     "shares": {"budget": 0.6, "recent": 0.3, "heavy": 0.1},
-    "heavy tokens alone": {"budget": 14, "heavy": 4},
     "nothing stays": {"budget": 12, "recent": 0, "heavy": 0},
     "more stays than fits": {"budget": 12, "recent": 0.3, "heavy": 0.3},
 }
@@ -39,7 +34,6 @@ ROPE = kvjax.Rope(np.float32([1.0, 0.3, 0.02]), factor=1.1)
 MODES = {
     "share": {"budget": 0.4},
     "epsilon": {"epsilon": 0.6},
-    "sigma small": {"budget": 14, "sigma": 0.3},
     "mean": {"budget": 14, "weights": "mean"},
     "values not multiplied": {"budget": 14, "value_scale": "none", "sigma": 5.0},
     "paper": {"budget": 14, "sigma": "literal", "value_scale": "paper"},
@@ -117,7 +111,7 @@ def padded(x, *shape) -> np.ndarray:
 
 
 @jax.jit
-def _filled(keys, attention, log_mass, positions):
+def _filled(keys, attention, positions):
     cache = kvjax.init_cache(
         KVMerger(budget=1), batch=1, kv_heads=1, head_dim=DIM, max_prompt=MOST, max_new=MOST,
         dtype=jnp.float32,
@@ -127,18 +121,13 @@ def _filled(keys, attention, log_mass, positions):
     cache, _ = kvjax.append(cache, rows, rows[..., ::-1], positions[None])
     pad = (0, cache.slots - MOST)
     column = jnp.pad(attention, pad)[None, None, :, None]
-    log_mass = jnp.where(cache.live, jnp.pad(log_mass, pad)[None, None], cache.log_mass)
-    return cache.replace(log_mass=log_mass).with_column("attention", column)
+    return cache.with_column("attention", column)
 
 
-def filled(keys: np.ndarray, attention: np.ndarray, masses: np.ndarray | None = None):
+def filled(keys: np.ndarray, attention: np.ndarray):
     """A cache [1, 1, S] of tokens 0 .. N - 1 that have received `attention [N]`."""
-    size = len(keys)
-    log_mass = np.zeros(size) if masses is None else np.log(masses)
-    positions = np.where(np.arange(MOST) < size, np.arange(MOST), -1).astype(np.int32)
-    return _filled(
-        padded(keys, MOST, DIM), padded(attention, MOST), padded(log_mass, MOST), positions
-    )
+    positions = np.where(np.arange(MOST) < len(keys), np.arange(MOST), -1).astype(np.int32)
+    return _filled(padded(keys, MOST, DIM), padded(attention, MOST), positions)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -152,38 +141,6 @@ def plan(transform: KVMerger, cache) -> tuple[np.ndarray, np.ndarray]:
     return into[0, 0], weights[0, 0]
 
 
-@pytest.mark.parametrize(
-    ("sigma", "fields"),
-    [
-        ("mean_distance", {"budget": 9}),
-        ("literal", {"epsilon": 0.5}),
-        (5.0, {"epsilon": 0.5, "against": "anchor"}),
-    ],
-    ids=str,
-)
-def test_sets_pivots_and_weights(sigma, fields):
-    rng = np.random.default_rng(8)
-    keys = np.cumsum(rng.normal(size=(24, 6)), axis=0) + 2
-    attention, masses = rng.uniform(size=24), rng.integers(1, 4, 24)
-    transform = KVMerger(recent=2, heavy=2, sigma=sigma, **fields)
-    into, weights = plan(transform, filled(keys, attention, masses))
-
-    heavy = np.argsort(-attention[:22])[:2]
-    free = [i < 22 and i not in heavy for i in range(24)]
-    if "epsilon" in fields:
-        joins = reference.similar_pairs(keys, free, **fields)
-    else:
-        joins = reference.top_up(keys, free, set(), 24 - 9)
-    sets = reference.merging_sets(24, joins)
-    assert max(map(len, sets)) > 2
-    for own in sets:
-        pivot = own[int(np.argmax(attention[own]))]
-        assert into[own].tolist() == [pivot] * len(own)
-        if len(own) > 1:
-            g = reference.gaussian_weights(keys[own], own.index(pivot), sigma)
-            close(weights[own], masses[own] * g, "reference")
-
-
 def test_the_numbers_of_one_set():
     """Three tokens by hand: distances 0, 1 and 3 from the pivot, so that √2 σ is 2."""
     keys = np.array([[4.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
@@ -193,22 +150,11 @@ def test_the_numbers_of_one_set():
     close(weights[:3], np.exp([-9 / 4, 0, -1 / 4]))
 
 
-def test_the_anchor_ends_a_run_that_drifts():
-    """20° from key to key: neighbours are alike at ε = 0.75 (41°), the ends of four are not."""
-    angle = np.deg2rad(20.0) * np.arange(8)
-    cache = filled(np.stack([np.cos(angle), np.sin(angle)], -1), np.arange(8.0))
-    fields = {"epsilon": 0.75, "recent": 0, "heavy": 0}
-    assert plan(KVMerger(**fields), cache)[0][:8].tolist() == [7] * 8
-    into = plan(KVMerger(**fields, against="anchor"), cache)[0]
-    assert into[:8].tolist() == [1, 1, 4, 4, 4, 7, 7, 7]
-
-
 @pytest.mark.parametrize(
     ("epsilon", "against"),
     [
         (0.8, "neighbour"),
-        *(pytest.param(e, "anchor", marks=slow) for e in (0.8, 0.28, 5 / 13)),
-        *(pytest.param(e, "neighbour", marks=slow) for e in (0.28, 5 / 13)),
+        *slow(*((e, against) for e in (0.28, 5 / 13) for against in ("anchor", "neighbour"))),
     ],
 )
 def test_a_cosine_that_is_epsilon_is_not_above_it(epsilon, against):
@@ -234,12 +180,6 @@ def test_zero_keys_are_like_nothing():
     assert np.isfinite(weights).all()
 
 
-def test_heavy_and_recent_tokens_part_the_runs():
-    cache = filled(np.ones((9, 3)), np.array([0, 0, 0, 9.0, 0, 0, 0, 0, 0]))
-    into = plan(KVMerger(epsilon=0.75, recent=2, heavy=1), cache)[0]
-    assert into[:9].tolist() == [0, 0, 0, 3, 4, 4, 4, 7, 8]
-
-
 def test_pinned_slots_are_passed_over():
     """The worst case for a budget: every second slot is pinned, and it is met all the same."""
     cache = filled(np.ones((8, 3)), np.zeros(8))
@@ -253,48 +193,30 @@ def test_pinned_slots_are_passed_over():
     [
         # As in the paper at 50 % and 35 %, linear between, scaled with the budget outside.
         *((0.5, 1000, 170, 120), (0.35, 1000, 80, 20), (0.425, 1000, 125, 70)),
-        *((500, 1000, 170, 120), (425, 1000, 125, 70), (0.75, 1000, 255, 180)),
+        *((500, 1000, 170, 120), (0.75, 1000, 255, 180)),
         # 64 of the newest where the paper's share is less, or seven eighths of a smaller budget.
         *((0.25, 1000, 64, 14), (0.1, 1000, 64, 5), (0.1, 512, 44, 2)),
         *((0.5, 60, 26, 1), (8, 500, 7, 0)),
     ],
 )
 def test_what_stays(budget, length, recent, heavy):
-    def counts(**fields) -> list[int]:
-        transform = KVMerger(budget=budget, **fields)
-        return [int(x[0]) for x in transform.counts(np.array([length]))]
-
-    assert counts() == [recent, heavy]
-    assert counts(recent=2)[0] == 2
+    counts = KVMerger(budget=budget).counts(np.array([length]))
+    assert [int(x[0]) for x in counts] == [recent, heavy]
 
 
-def test_a_given_number_of_heavy_tokens_stays():
-    recent, heavy = KVMerger(budget=40, heavy=10).counts(np.array([500]))
-    assert (int(recent[0]), int(heavy[0])) == (19, 10)
-
-
-# --- bad input ------------------------------------------------------------------------------------
-
-WRONG = {
-    "nothing": ({}, ValueError, "budget=", "epsilon="),
-    "budget": ({"budget": 0}, ValueError, "0", "at least 1"),
-    "share": ({"budget": 1.5}, ValueError, "1.5", "(0, 1]"),
-    "counts": ({"budget": 12, "recent": 4, "heavy": 4}, ValueError, "12", "at least 13", "heavy"),
-    "shares": ({"budget": 0.5, "recent": 0.3, "heavy": 0.1}, ValueError, "0.5", "0.3", "0.1"),
-    "a share alone": ({"budget": 0.2, "recent": 0.2}, ValueError, "0.2", "recent + 2", "below"),
-    "epsilon": ({"epsilon": 1.1}, ValueError, "1.1", "(-1, 1]"),
-    "recent share": ({"budget": 8, "recent": 1.2}, ValueError, "1.2", "recent", "(0, 1]"),
-    "anchor alone": ({"budget": 8, "against": "anchor"}, ValueError, "epsilon", "None"),
-    "sigma": ({"budget": 8, "sigma": 0.0}, ValueError, "0.0", "sigma"),
-    "sigma text": ({"budget": 8, "sigma": "mean"}, ValueError, "'mean'", "'literal'"),
-    "seed": ({"budget": 8, "seed": 2**32}, ValueError, "4294967296", "2**32"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
-def test_bad_input(case):
-    fields, error, *words = case
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "budget=.*epsilon="),
+        ({"budget": 12, "recent": 4, "heavy": 4}, "at least 13"),
+        ({"budget": 0.5, "recent": 0.3, "heavy": 0.1}, "below the budget 0.5"),
+        ({"budget": 0.2, "recent": 0.2}, "below"),
+        ({"epsilon": 1.1}, "1.1"),
+        ({"budget": 8, "against": "anchor"}, "epsilon"),
+        ({"budget": 8, "sigma": 0.0}, "sigma"),
+    ],
+    ids=str,
+)
+def test_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
         KVMerger(**fields)
-    for word in words:
-        assert word in str(caught.value)

@@ -1,4 +1,4 @@
-"""Methods that merge, cluster or match keys: by kernels as by XLA, and equal keys for nothing."""
+"""Methods that merge, cluster or match keys: by kernels as by XLA."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from kvjax.decisions import carry_out
 from kvjax.protocol import Logits
 from tests.support.attending import (
     Tokens,
-    attend,
-    flushed,
-    live_count,
     new_cache,
     right,
     the_rope,
@@ -103,37 +100,3 @@ def test_a_flush_is_decided_by_the_named_implementation(name):
         return str(jax.make_jaxpr(compress)(cache.kv, cache.state)).count("pallas_call")
 
     assert kernels("interpret") >= 1 and kernels("xla") == 0
-
-
-@pytest.mark.parametrize(
-    ("transform", "kinds"),
-    [
-        (kvjax.KVMerger(epsilon=0.999, recent=3, heavy=2), 4),
-        (kvjax.KVMerger(epsilon=0.999, recent=3, heavy=2, sigma=5.0), 4),
-        (kvjax.Chelsea(9, chunk=8, sinks=2, recent=6, interval=1), 1),
-    ],
-    ids=["KVMerger", "KVMerger, sigma", "Chelsea"],
-)
-@pytest.mark.slow
-def test_merging_equal_keys_changes_nothing(transform, kinds):
-    """Runs of equal keys with different values, merged twice: attention is what it was."""
-    rng, tokens = np.random.default_rng(9), Tokens.random(length=40, seed=9)
-    of_token = np.sort(rng.integers(0, kinds, (3, 2, 40)), axis=2)
-    keys = rng.normal(size=(3, 2, kinds, 8)).astype(np.float32)
-    tokens = tokens._replace(k=np.take_along_axis(keys, of_token[..., None], axis=2))
-    full, merged = new_cache(kvjax.Full()), new_cache(transform)
-
-    def step(full, merged, positions, phase):
-        given = tokens.at(positions)
-        expected, full = attend(kvjax.Full(), full, *given, phase=phase)
-        out, merged = attend(transform, merged, *given, phase=phase)
-        close(out, expected, "rounding", phase)
-        return full, flushed(merged, 1) if phase == "decode" else merged
-
-    starts, counts = np.zeros(3, int), np.array([24, 17, 5])
-    for more in ((8, 6, 1), (0, 0, 0)):
-        full, merged = step(full, merged, right(starts, counts, 24), "prompt")
-        starts, counts = starts + counts, np.array(more)
-        assert live_count(merged)[0].max() < live_count(full)[0].min() - 8
-        full, merged = step(full, merged, starts[:, None], "decode")
-        starts = starts + 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -56,15 +54,13 @@ def pair(layer=3, num_layers=LAYERS, *, attention=None, heads=(2, 2), seed=0, **
 
 CASES = {
     **{f"paper, layer {layer}": {"layer": layer, **PAPER} for layer in range(LAYERS)},
-    **{f"share, layer {layer}": {"layer": layer, **SHARE} for layer in range(LAYERS)},
+    "share, layer 0": {"layer": 0, **SHARE},
     # The second of three layers with the same room.
     "one of a kind": {"layer": 1, "num_layers": 9, **PAPER},
     "one of a kind, share": {"layer": 1, "num_layers": 9, **SHARE},
-    "many heads": {"layer": 1, "heads": (4, 1), **PAPER},
     "one head": {"layer": 1, "heads": (1, 4), **PAPER},
     "smallest": {"budget": 10, "interval": 4},
     "generated tokens wait until it is full": {"budget": 40, "interval": 16},
-    "all": {"budget": 1.0, "interval": 8},
     "no sinks": {"budget": 12, "sinks": 0, "newest": 0.5, "emphasis": 3.0, "interval": None},
     "few": {"context": 4, "ratio": 0.3, "newest": 0.1, "interval": 3},
     "soft cap": {"attention": {"scale": 0.9, "window": 20, "soft_cap": 2.5}, **SHARE},
@@ -80,7 +76,7 @@ def test_prompt_and_64_decode_steps(name):
 # --- schedules ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 5, 32, 80])
+@pytest.mark.parametrize("num_layers", [1, 2, 32])
 @pytest.mark.parametrize("context", [64, 0, 7])
 def test_tokens_that_enter_each_layer(num_layers, context):
     lengths = np.arange(1, 400)
@@ -89,17 +85,8 @@ def test_tokens_that_enter_each_layer(num_layers, context):
     np.testing.assert_array_equal(got, expected.T)
 
 
-def test_the_papers_average():
-    """methods.md: 76.6 % on average for 4k tokens and 32 layers."""
-    entering = TokensEntering(0.2, 0.9, 64, 32)(np.array([4096]))[:-1, 0].tolist()
-    assert round(np.mean(entering) / 4096, 3) == 0.766
-    assert entering[0] == 4096 and entering == sorted(entering, reverse=True)
-    capacity = [layer.extent(Extent(4096, 0)).prompt for layer in bind(PyramidInfer(), 32)]
-    assert capacity == [entering[layer // 8 * 8] for layer in range(32)]
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 32])
-@pytest.mark.parametrize("budget", [10, 37, 64, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("num_layers", [1, 3, 32])
+@pytest.mark.parametrize("budget", [10, 37, 0.1, 0.9, 1.0])
 def test_layer_budgets_add_up(budget, num_layers):
     lengths = np.arange(1, 200)
     mean = [rows_budget(budget, int(n), 10) for n in lengths]
@@ -117,22 +104,6 @@ def test_generated_tokens_that_stay():
     kept = [layer.kept[number % 8] for number, layer in enumerate(layers)]
     assert kept == [reference.kept_of_a_block(layer, 32) for layer in range(32)]
     assert kept[0] == 14 and kept[-1] == 1
-
-
-def test_room_for_generated_tokens():
-    """A layer alone has room for what it keeps; with others of its kind, at most a quarter more."""
-    layers, long = bind(PyramidInfer(), 32), Extent(1024, 100_000)
-    alone = [
-        dataclasses.replace(
-            layer,
-            budget=dataclasses.replace(layer.budget, layers=range(number, number + 1)),
-            kept=(layer.kept[number % 8],),
-        )
-        for number, layer in enumerate(layers)
-    ]
-    assert alone[31].extent(long).total < 1024 + 8000
-    exact, shared = (sum(layer.extent(long).total for layer in each) for each in (alone, layers))
-    assert exact < shared < 1.25 * exact
 
 
 # --- composition ----------------------------------------------------------------------------------
@@ -195,11 +166,8 @@ def test_kept_tokens_of_head_groups():
     ("changes", "message"),
     [
         ({"budget": 9}, "at least 10 .*got 9"),
-        ({"newest": 0.0}, "newest must lie in .*got 0"),
         ({"ratio": 1.1}, "ratio must lie in .*got 1.1"),
         ({"context": -1}, "context must be at least 4, got -1"),
-        ({"interval": 1}, "interval must be at least 2"),
-        ({"emphasis": float("nan")}, "emphasis.*nan"),
     ],
     ids=str,
 )

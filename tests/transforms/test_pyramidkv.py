@@ -26,44 +26,29 @@ def pair(budget, layer: int, num_layers: int, seed=0, **chosen) -> Pair:
     return Pair(bound, reference, seed=seed + layer, layer=layer)
 
 
-def pairs(budget, num_layers, seed=0, **chosen) -> list[Pair]:
-    return [pair(budget, layer, num_layers, seed, **chosen) for layer in range(num_layers)]
-
-
-def totals(layers: list[Pair]) -> list[list[int]]:
-    """Slots of all layers together, per row and head."""
-    return [
-        [sum(len(one.kept(row, head)) for one in layers) for head in (0, 1)] for row in range(3)
-    ]
-
-
-@pytest.mark.slow
-def test_integer_budget():
-    """20 slots per layer on average: in total for the long rows, at most for the short one."""
-    layers = pairs(20, 4)
-    for one in layers:
-        one.prompt(LENGTHS)
-    assert totals(layers) == [[80, 80], [18 * 4, 18 * 4], [80, 80]]
-    sizes = [len(one.kept(2, 0)) for one in layers]
-    assert sizes == layer_budgets(20, 8, 20, 52, 4) == sorted(sizes, reverse=True)
-    for one in layers:
-        one.decode(20).prompt((9, 30, 0), "left").decode(2)
-    # 2 generated tokens per layer; the row without a second prompt keeps its 20 more.
-    assert totals(layers) == [[88, 88], [88, 88], [168, 168]]
-
-
-@pytest.mark.slow
-def test_float_budget():
-    layers = pairs(0.5, 3, seed=10, window=5, kernel=5, pooling="avg", group_reduce="max", beta=2.5)
-    for one in layers:
-        one.prompt(LENGTHS, "scattered").decode(20)
-    assert totals(layers) == [[3 * (n // 2 + 20)] * 2 for n in LENGTHS]
-
-
-def test_one_layer_is_snapkv():
-    [layer] = pairs(20, 1)
-    layer.prompt(LENGTHS)
-    assert totals([layer]) == [[20, 20], [18, 18], [20, 20]]
+@pytest.mark.parametrize(
+    ("budget", "num_layers", "chosen"),
+    [
+        (20, 1, {}),
+        pytest.param(20, 4, {}, marks=pytest.mark.slow),
+        pytest.param(
+            0.5, 3,
+            {"window": 5, "kernel": 5, "pooling": "avg", "group_reduce": "max", "beta": 2.5},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_layer(budget, num_layers, chosen):
+    """All layers together hold the average budget times their number, or a short row."""
+    layers = [pair(budget, layer, num_layers, **chosen) for layer in range(num_layers)]
+    for both in layers:
+        both.prompt(LENGTHS, "scattered")
+    for row, length in enumerate(LENGTHS):
+        most = length // 2 if budget < 1 else min(budget, length)
+        assert sum(len(both.kept(row, 0)) for both in layers) == num_layers * most
+    for both in layers:
+        both.decode(20).prompt((9, 30, 0), "left").decode(2)
 
 
 def schedule(budget, window, beta, num_layers, lengths) -> np.ndarray:

@@ -63,10 +63,7 @@ def steps(transform):
         cache = flushed(cache, step + 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    some_slow(ENOUGH_FOR_THE_WINDOW, "infinigen"),
-)
+@pytest.mark.parametrize("name", some_slow(ENOUGH_FOR_THE_WINDOW, "infinigen"))
 def test_a_budget_for_the_window_is_exact(name):
     """Other tokens do not take places in the list, whatever their scores."""
     transform = ENOUGH_FOR_THE_WINDOW[name]
@@ -98,13 +95,6 @@ def test_clusters_outside_the_window_are_passed_over(per_query_head):
                 room = min(10, sum(map(len, inside)))
                 assert len(listed - recent) == room
     assert passed_over > 50
-
-
-@slow
-def test_offloaded_lists_are_the_same():
-    chained = kvjax.chain(CLUSTERS, kvjax.Offload())
-    for one, other in zip(steps(CLUSTERS), steps(chained), strict=True):
-        close(one[-1], other[-1], "exact")
 
 
 BY_TURNS = {"ClusterKV": CLUSTERS, "Quest": kvjax.Quest(6, page=2, dense_layers=()),

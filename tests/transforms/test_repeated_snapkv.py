@@ -105,16 +105,6 @@ def test_every(budget, window, steps, sinks):
     assert both.cache.kv.slots == most_kept(budget, window) + steps
 
 
-@slow
-def test_every_counts_from_the_last_prompt():
-    both = pair(kvjax.Every, EverySnapKV, steps=6, seed=1).prompt((30, 5, 40)).decode(9)
-    both.prompt((9, 14, 0), "left").decode(5)
-    assert len(both.kept(0, 0)) == 25
-    both.decode(1)
-    assert len(both.kept(0, 0)) == 20
-    both.decode(20)
-
-
 @pytest.mark.parametrize(
     ("budget", "room"),
     [(20, 500), *(pytest.param(*case, marks=slow) for case in ((20, 6), (0.5, 9), (24, 1)))],
@@ -123,14 +113,3 @@ def test_when_full(budget, room):
     """Rows fill up at different steps; one is compressed while the others are left alone."""
     both = pair(kvjax.WhenFull, SnapKVWhenFull, budget, room=room, seed=2)
     both.prompt(LENGTHS).decode(64)
-
-
-@pytest.mark.slow
-def test_when_full_compresses_one_row_alone():
-    both = pair(kvjax.WhenFull, SnapKVWhenFull, room=6, seed=3).prompt(LENGTHS).decode(5)
-    assert [len(both.kept(row, 0)) for row in range(3)] == [25, 10, 25]
-    both.decode(1)
-    assert [len(both.kept(row, 0)) for row in range(3)] == [20, 11, 20]
-    both.decode(14, stopped=(0,))
-    assert [len(both.kept(row, 0)) for row in range(3)] == [20, 25, 22]
-    both.prompt((3, 0, 2)).decode(20)

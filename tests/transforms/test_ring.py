@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,9 +47,7 @@ def pair(window: int = 8, seed: int = 0, **options) -> Pair:
     [
         (1, {}),
         (8, {"rope": ROPE}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(40, {}, marks=pytest.mark.slow),
-        pytest.param(500, {}, marks=pytest.mark.slow),
         pytest.param(16, {"heads": (2, 4), "scale": 0.5, "soft_cap": 2.0}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -86,7 +82,7 @@ SIZE = {"batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 
 @pytest.mark.parametrize(
     ("window", "max_prompt", "max_new", "slots"),
-    [(8, 64, 16, 8), (8, 64, 0, 7), (8, 5, 100, 8), (8, 3, 2, 5), (1, 64, 16, 1), (1, 4, 0, 1)],
+    [(8, 64, 16, 8), (8, 64, 0, 7), (8, 5, 100, 8), (8, 3, 2, 5), (1, 4, 0, 1)],
 )
 def test_slots_are_those_of_the_window(window, max_prompt, max_new, slots):
     shapes = jax.eval_shape(
@@ -95,21 +91,6 @@ def test_slots_are_those_of_the_window(window, max_prompt, max_new, slots):
     assert shapes.kv.slots == shapes.kv.capacity == slots
     keys_values, scalars = 2 * 16 * 4, 4 + 4 + 1
     assert kvjax.nbytes(shapes) == 2 * 2 * (slots * (keys_values + scalars) + 8) + 2 * 4
-
-
-def test_a_step_does_not_scale_with_the_prompt():
-    """The very same program after 64 tokens and after a million."""
-
-    def lowered(max_prompt: int) -> str:
-        cache = jax.eval_shape(
-            lambda: kvjax.init_cache(Ring(8), max_prompt=max_prompt, max_new=16, **SIZE)
-        )
-        q = jax.ShapeDtypeStruct((2, 2, 1, 16), jnp.float32)
-        position = jax.ShapeDtypeStruct((2, 1), jnp.int32)
-        step = functools.partial(kvjax.attend, Ring(8), phase="decode", window=8)
-        return jax.jit(step).lower(cache, q, q, q, position).as_text()
-
-    assert lowered(64) == lowered(1_000_000)
 
 
 @pytest.mark.parametrize(("window", "error"), [(0, ValueError), (2.5, TypeError)])
@@ -127,20 +108,14 @@ def bound(transform, windows=WINDOWS, max_tokens=1024):
     return kvjax.bind(transform, len(windows), windows, max_tokens)
 
 
-def by_layer(layer: int, num_layers: int) -> kvjax.KVTransform:
-    return chain(SnapKV(64), Quantize()) if layer == 0 else Everywhere(H2O(64))
-
-
 OUTLIERS = kvjax.OutlierHeads(((0, 1), (1, 0)), num_layers=3, kv_heads=2)
 REPLACED = {
-    "full": Full(),
     "budgets by layer": PyramidKV(64),
     "dense layers": Quest(48),
     "brings its own storage": SpindleKV(0.5),
     "wrapper in a wrapper": kvjax.Every(kvjax.KVCrush(SnapKV(64)), steps=8),
     "outlier heads": Chelsea(256, outlier_heads=OUTLIERS),
     "head groups": HeadGroups((((0,), Full()), ((1,), H2O(64)))),
-    "offloaded": chain(Quest(48, dense_layers=()), kvjax.Offload()),
 }
 
 
@@ -152,59 +127,49 @@ def test_a_window_is_a_ring_whatever_the_method(transform):
     assert other == kvjax.bind(transform, 3)[1]
 
 
-def test_how_rows_are_stored_holds_in_rings_too():
-    assert bound(chain(SnapKV(64), Quantize()))[0] == chain(Ring(8), Quantize())
-    assert bound(Quantize("float8"))[0] == chain(Ring(8), Quantize("float8"))
-    book = Codebook(capacity=64)
-    assert bound(chain(H2O(64), book))[0] == chain(Ring(8), book)
-    recalled = chain(Quantize(), Quest(48, dense_layers=()))
-    assert bound(recalled) == (chain(Ring(8), Quantize()), recalled, chain(Ring(8), Quantize()))
-    own = HeadGroups((((0,), chain(SnapKV(64), Quantize())), ((1,), Full())))
-    assert bound(own)[0] == HeadGroups((((0,), chain(Ring(8), Quantize())), ((1,), Ring(8))))
+OWN_STORAGE = HeadGroups((((0,), chain(SnapKV(64), Quantize())), ((1,), Everywhere(H2O(64)))))
+FIRST = {
+    "storage": (chain(SnapKV(64), Quantize()), chain(Ring(8), Quantize())),
+    "a codebook": (chain(H2O(64), Codebook(capacity=64)), chain(Ring(8), Codebook(capacity=64))),
+    "storage before recall": (
+        chain(Quantize(), Quest(48, dense_layers=())), chain(Ring(8), Quantize())
+    ),
+    "storage and everywhere per head": (
+        OWN_STORAGE, HeadGroups((((0,), chain(Ring(8), Quantize())), ((1,), H2O(64))))
+    ),
+    "groups of slots become groups of channels": (  # a ring frees slots one by one
+        chain(SnapKV(64), Quantize(4, group=16, residual=32)),
+        chain(Ring(8), Quantize(4, group=16, key_axis="token")),
+    ),
+    "everywhere": (Everywhere(chain(SnapKV(64), Quantize())), chain(SnapKV(64), Quantize())),
+    "everywhere in a chain": (
+        chain(Everywhere(SnapKV(64)), Quantize()), chain(SnapKV(64), Quantize())
+    ),
+    "everywhere in a wrapper": (
+        kvjax.Every(Everywhere(SnapKV(64)), 8), kvjax.Every(SnapKV(64), 8)
+    ),
+}  # fmt: skip
 
 
-def test_groups_of_slots_are_groups_of_channels_in_rings():
-    """A ring frees slots one by one."""
-    tx = chain(SnapKV(64), Quantize(4, group=16, residual=32))
-    ring, other, _ = bound(tx)
-    assert ring == chain(Ring(8), Quantize(4, group=16, key_axis="token"))
-    assert other == tx
+@pytest.mark.parametrize(("transform", "first"), FIRST.values(), ids=FIRST)
+def test_storage_and_everywhere_hold_in_layers_with_a_window(transform, first):
+    assert bound(transform)[0] == first
+    assert bound(PerLayer(lambda layer, count: transform))[0] == first
 
 
-def test_per_layer_chooses_storage_and_everywhere():
-    assert bound(PerLayer(by_layer)) == (chain(Ring(8), Quantize()), H2O(64), H2O(64))
-    per_head = HeadGroups((((0,), chain(SnapKV(64), Quantize())), ((1,), Everywhere(H2O(64)))))
-    assert bound(PerLayer(lambda layer, count: per_head))[0] == HeadGroups(
-        (((0,), chain(Ring(8), Quantize())), ((1,), H2O(64)))
-    )
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [H2O(64), PyramidKV(64), chain(SnapKV(64), Quantize()), Quest(48), Chelsea(256)],
-    ids=repr,
-)
-def test_everywhere(transform):
-    assert bound(Everywhere(transform)) == kvjax.bind(transform, 3)
-    assert kvjax.parse(kvjax.unparse(Everywhere(transform))) == Everywhere(transform)
-
-
-def test_everywhere_within():
-    """As a part of a chain, and within a wrapper."""
-    assert bound(chain(Everywhere(SnapKV(64)), Quantize())) == bound(
-        Everywhere(chain(SnapKV(64), Quantize()))
-    )
-    assert bound(kvjax.Every(Everywhere(SnapKV(64)), 8)) == (kvjax.Every(SnapKV(64), 8),) * 3
+def test_everywhere():
+    transform = Everywhere(PyramidKV(64))
+    assert bound(transform) == kvjax.bind(PyramidKV(64), 3)
+    assert kvjax.parse(kvjax.unparse(transform)) == transform
     with pytest.raises(TypeError, match="Everywhere takes transforms"):
         Everywhere(8)
     with pytest.raises(ValueError, match="decides per layer"):
-        kvjax.init_cache(Everywhere(H2O(64)), max_prompt=8, max_new=8, **SIZE)
+        kvjax.init_cache(transform, max_prompt=8, max_new=8, **SIZE)
 
 
 def test_a_window_that_no_text_leaves_is_no_ring():
     assert bound(H2O(64), max_tokens=8) == (H2O(64),) * 3
     assert bound(H2O(64), max_tokens=9)[0] == Ring(8)
-    assert bound(H2O(64), max_tokens=None)[0] == Ring(8)
     assert kvjax.bind(H2O(64), 3) == kvjax.bind(H2O(64), 3, ()) == (H2O(64),) * 3
     assert bound(StreamingLLM(64), (4, 16, None), 10)[:2] == (Ring(4), StreamingLLM(64))
 
@@ -213,10 +178,7 @@ def test_a_window_that_no_text_leaves_is_no_ring():
     ("windows", "max_tokens", "error", "message"),
     [
         (8, 64, TypeError, "windows must be a tuple with an int or None for each layer, got 8"),
-        ((8,), 64, ValueError, "one entry per layer, 3, got 1"),
         ((8, 0, 8), 64, ValueError, "the window of layer 1 must be at least 1, got 0"),
-        ((8, None, 2.0), 64, TypeError, "the window of layer 2 must be an int, got 2.0"),
-        ((8, None, 8), 0, ValueError, "max_tokens must be at least 1, got 0"),
     ],
 )
 def test_bad_windows_of_layers(windows, max_tokens, error, message):

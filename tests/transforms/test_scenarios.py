@@ -10,6 +10,7 @@ import kvjax
 from tests.references import spindlekv
 from tests.support.method_pair import LENGTHS, Pair
 from tests.transforms import (
+    test_cam,
     test_chelsea,
     test_clusterkv,
     test_h2o,
@@ -37,6 +38,10 @@ PAIRS = {
     "every": functools.partial(
         test_repeated_snapkv.pair, kvjax.Every, test_repeated_snapkv.EverySnapKV, steps=6
     ),
+    "when_full": functools.partial(
+        test_repeated_snapkv.pair, kvjax.WhenFull, test_repeated_snapkv.SnapKVWhenFull, room=6
+    ),
+    "cam": functools.partial(test_cam.pair, prompt=True),
     "pyramidinfer": functools.partial(test_pyramidinfer.pair, budget=0.5, interval=6),
     "kvmerger": functools.partial(test_kvmerger.pair, budget=16),
     "chelsea": test_chelsea.pair,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from fractions import Fraction
 
-import jax
 import numpy as np
 import pytest
 
@@ -87,8 +86,8 @@ def pair(transform, kind, reserve=0.6, layer=0, seed=0, **chosen) -> SpindlePair
 ALL_LENGTHS = np.array([0, 1, 31, 32, 33, 34, 50, 100, 257, 1000, 4097])
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 32, 61])
-@pytest.mark.parametrize("reserve", [*np.arange(1, 11) / 10, 1 / 3, 0.5357])
+@pytest.mark.parametrize("num_layers", [1, 2, 7, 32])
+@pytest.mark.parametrize("reserve", [0.1, 0.5, 1.0, 1 / 3, 0.5357])
 def test_schedule(reserve, num_layers):
     """As the reference has it; the mean is the reserve, within a token of each layer."""
     got = SpindleBudget(reserve, 32, 0.05, num_layers)(ALL_LENGTHS)
@@ -113,21 +112,6 @@ def test_schedule_of_awkward_fractions():
 
 
 # --- against the reference ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("reserve", "layer", "unfold"), [(0.5, 0, False), (0.8, 1, False), (0.5, 0, True)]
-)
-@pytest.mark.slow
-def test_eviction(reserve, layer, unfold):
-    """Ragged rows, decoding, a second turn that one row has no part in, decoding again."""
-    transform = kvjax.LayerBudgetEviction(reserve, window=WINDOW, unfold=unfold)
-    both = pair(transform, spindlekv.LayerBudgetEviction, reserve, layer, unfold=unfold)
-    both.prompt(LENGTHS, "scattered").decode(3)
-    assert len(both.kept(0, 0)) == 8 + layer_tokens(reserve, 37, 8, layer, 2) + 3
-    assert len(both.kept(1, 0)) == 5 + 3
-    assert not unfold or both.kept(0, 0) != both.kept(0, 1)
-    both.prompt((9, 30, 0), chunks=2).decode(60)
 
 
 BOOKED = [
@@ -189,20 +173,15 @@ def test_reserve_ratio():
     assert got.equation_15 == pytest.approx(np.mean(each))
     whole = (got.stored + got.beside) * 2 * tokens * KV_HEADS * HEAD_DIM * 4
     assert kvjax.nbytes(cache) == pytest.approx(whole)
-    beside = [(x.entries[:, :, x.book.entries :], x.count, x.overflow, x.waiting)
-              for x in (kv.k, kv.v)]  # fmt: skip
-    full = 2 * tokens * KV_HEADS * HEAD_DIM * 4
-    assert got.stored * full == pytest.approx(kvjax.nbytes((kv.k, kv.v)) - kvjax.nbytes(beside))
     assert got.overflow == 0
     with pytest.raises(TypeError, match="codebooks"):
         kvjax.reserve_ratio([new_cache(kvjax.Full())], np.array(LENGTHS))
 
 
-@pytest.mark.parametrize("reserve", [1.0, pytest.param(0.6, marks=pytest.mark.slow)])
-def test_overflow_is_a_share_of_the_vectors(reserve):
+def test_overflow_is_a_share_of_the_vectors():
     """Query heads that keep one token have one vector of it, read as an entry too far away."""
     given = Tokens.random(length=128)
-    cache = prompted(reserve, 16, given)
+    cache = prompted(1.0, 16, given)
     kv, far, kept = cache.kv, 0, 0
     for payload, exact, theta in ((kv.k, given.k, 0.98), (kv.v, given.v, 0.95)):
         read, seen = np.asarray(payload.read(), np.float64), set()
@@ -219,24 +198,7 @@ def test_overflow_is_a_share_of_the_vectors(reserve):
     assert kvjax.reserve_ratio([cache], np.array(LENGTHS)).overflow == pytest.approx(far / kept)
 
 
-def test_what_waits_to_be_encoded_is_little():
-    """Of 32,768 tokens: the stored ratio is that of all bytes of the payloads, within 1 %."""
-    layer = kvjax.bind(kvjax.SpindleKV(0.5), 1)[0]
-    size = {"kv_heads": 8, "query_heads": 32, "head_dim": 128, "max_prompt": 32_768, "max_new": 256}
-    kv = jax.eval_shape(lambda: kvjax.init_cache(layer, batch=1, **size)).kv
-    parts = [(x.index, x.magnitude) for x in (kv.k, kv.v)]
-    books = [jax.eval_shape(lambda x: x.entries[:, :, : x.book.entries], x) for x in (kv.k, kv.v)]
-    counted = kvjax.nbytes((parts, books))
-    assert counted == pytest.approx(kvjax.nbytes((kv.k, kv.v)), rel=0.01)
-
-
-def test_a_chain_of_both_is_the_same():
-    layers = kvjax.bind(kvjax.SpindleKV(0.5, capacity=64), 3)
-    parts = kvjax.chain(kvjax.LayerBudgetEviction(0.5), kvjax.Codebook(capacity=64))
-    assert layers == kvjax.bind(parts, 3)
-
-
-@pytest.mark.parametrize("bad", [{"reserve": 1.5}, {"window": 0}, {"beta": 2.0}], ids=str)
-def test_bad_eviction(bad):
+@pytest.mark.parametrize("bad", [{"reserve": 1.5}, {"beta": 2.0}], ids=str)
+def test_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         kvjax.LayerBudgetEviction(**{"reserve": 0.5, **bad})

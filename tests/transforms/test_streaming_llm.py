@@ -42,25 +42,3 @@ CASES = {
 @pytest.mark.parametrize("name", some_slow(CASES, "no sinks", "in a window"))
 def test_prompt_and_64_decode_steps(name):
     pair(**CASES[name]).prompt(LENGTHS).decode(64)
-
-
-@pytest.mark.parametrize("reposition", [pytest.param(False, marks=slow), True])
-def test_prompts_shorter_than_the_smallest_budget(reposition):
-    """A share of 3 tokens is 3 slots; such a row still gets its 4 sinks, and grows to 5 slots."""
-    both = pair(0.25, 4, reposition, heads=(3, 2), seed=7).prompt((3, 0, 1)).decode(30)
-    newest = [32, 29, 30]
-    for row in range(3):
-        assert both.kept(row, 0) == [0, 1, 2, 3, newest[row]]
-
-
-def test_kept_positions_by_hand():
-    both = pair(seed=8).prompt(LENGTHS)
-    assert both.kept(0, 0) == [0, 1, 2, 3, *range(29, 37)]
-    assert both.kept(1, 0) == [0, 1, 2, 3, 4]
-    both.decode(7)
-    assert both.kept(1, 1) == list(range(12))
-    both.decode(1)
-    assert both.kept(1, 1) == [0, 1, 2, 3, *range(5, 13)]
-    before = both.kept(0, 1)
-    both.decode(5, stopped=(0,))
-    assert both.kept(0, 1) == before == [0, 1, 2, 3, *range(37, 45)]
