@@ -1,16 +1,8 @@
-"""Commands in this process or in another one, and what they print."""
+"""Commands, and what they print."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from kvjax.cli.main import main
-
-
-def command(*args, **options) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "kvjax.cli.main", *map(str, args)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, **options)
 
 
 def output(capsys, *args) -> str:

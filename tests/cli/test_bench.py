@@ -14,8 +14,6 @@ from kvjax import models
 from kvjax.cli import bench_command
 from kvjax.cli.bench_table import print_report
 from kvjax.evaluation.speed.speed import Speed
-from kvjax.models import read_config
-from kvjax.models.shapes import shape_config
 from tests.cli.commands import error, output
 
 SMALL = ("--tokens", "128", "--new", "4", "--rounds", "1")
@@ -51,30 +49,9 @@ def test_json_of_a_shape(capsys, tinystories):
     assert full["resident_bytes"] == record["weight_bytes"] + full["cache_bytes"]
 
 
-@pytest.mark.slow
-def test_tables_of_a_model(capsys, tinystories):
-    words = ["bench", "--model", tinystories, "--method", "snapkv, chain(snapkv, quantize)"]
-    shown = output(capsys, *words, *SMALL, "--budget", 64, "--batch", "1,2")
-    lines = shown.splitlines()
-    assert len(max(lines, key=len)) <= 80
-    assert "2 layers, weights of 2.6 MB in" in lines[0] and "budget 64" in shown
-    assert shown.count("\n snapkv") == 6, "a line per batch in all three tables"
-    assert "per second and makes" in shown and "in host" not in shown
-
-
-def test_the_shape_of_smollm2_is_the_models(smollm2):
-    found, expected = (
-        dataclasses.replace(config, bos_token_id=None, eos_token_ids=(), norm_eps=1e-5)
-        for config in (shape_config("smollm2-135m"), read_config(smollm2))
-    )
-    assert found == expected
-    assert read_config(smollm2).norm_eps == pytest.approx(shape_config("smollm2-135m").norm_eps)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tokens", "0"], "--tokens must be at least 1"),
         (["--new", "1"], "--new must be at least 2"),
         (["--batch", "1,0"], "--batch must be at least 1"),
         (["--batch", "many"], "argument --batch: must be numbers between commas, got 'many'"),

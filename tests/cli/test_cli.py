@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from kvjax.generation.continuation import Continuation
 from kvjax.models import demo
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from tests.cli.commands import error, output
+from tests.generation.test_generate import KeepsTooMuch
 
 ROOT = Path(__file__).parents[2]
 LILY = ", a little girl named Lily lived in a small house with her mom, dad, and her dog, Spot"
@@ -57,25 +57,17 @@ def test_known_continuation(capsys, tinystories):
     assert " · cache " in err and err.endswith("(100.0%)\n") and err.count("\n") == 1
 
 
-@dataclasses.dataclass(frozen=True)
-class KeepsTooMuch(kvjax.KVTransform):
-    """Promises seven slots and evicts nothing."""
-
-    def extent(self, extent: kvjax.Extent) -> kvjax.Extent:
-        return extent.keep(4).hold(7)
-
-
 def test_lost_tokens_are_told(capsys, monkeypatch, tinystories):
     monkeypatch.setitem(METHODS, "keeps_too_much", KeepsTooMuch)
-    args = story(tinystories, "--method", "keeps_too_much", "--max-new", "3")
+    args = story(tinystories, "--method", "keeps_too_much(slots=4)", "--max-new", "12")
     record = json.loads(output(capsys, *args, "--json"))
-    # Six tokens of the prompt and two new ones.
+    # Six tokens of the prompt and eleven new ones take one slot more than it promises.
     config = models.read_config(tinystories)
     assert record["dropped"] == config.num_layers * config.kv_heads
     assert main(args) == 0
     figures, lost = capsys.readouterr().err.splitlines()
-    assert figures.startswith("6 + 3 tokens")
-    assert lost.startswith(f"keeps_too_much lost {record['dropped']} tokens"), lost
+    assert figures.startswith("6 + 12 tokens")
+    assert lost.startswith(f"keeps_too_much(slots=4) lost {record['dropped']} tokens"), lost
 
 
 @pytest.mark.slow
@@ -132,22 +124,15 @@ class Pieces:
         return "".join(f" w{i}" for i in ids).removeprefix(" ")
 
 
+@pytest.mark.parametrize("decode", [Pieces.bytes, Pieces.fallback])
 @given(st.text(min_size=1), st.text(), st.integers(1, 5))
-def test_pieces_join_to_whole_characters(prompt, text, size):
-    new = list(text.encode())
-    continuation = Continuation(Pieces.bytes, list(prompt.encode()))
+def test_pieces_join_to_whole_characters(decode, prompt, text, size):
+    new, before = list(text.encode()), list(prompt.encode()) if decode is Pieces.bytes else []
+    continuation = Continuation(decode, before)
     pieces = [continuation.add(new[i : i + size]) for i in range(0, len(new), size)]
     assert "".join([*pieces, continuation.finish()]) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
-
-
-@given(st.text(), st.integers(1, 5))
-def test_pieces_of_a_byte_fallback_decoder(text, size):
-    new = list(text.encode())
-    continuation = Continuation(Pieces.fallback, [])
-    pieces = [continuation.add(new[i : i + size]) for i in range(0, len(new), size)]
-    assert "".join([*pieces, continuation.finish()]) == text
 
 
 def test_an_incomplete_end_is_shown():
@@ -165,76 +150,38 @@ def test_the_space_before_the_first_word_stays():
 
 # The bundled model
 
-ASKED = {"question", "expected", "correct", "full"}
-
-
-@pytest.fixture
-def short_document(monkeypatch):
-    """A document that is read quickly, with an answer that it does not have."""
-    text = "The code of the amber falcon is 482130. The sky is blue. " * 4
-    short = demo.Document(text, "\n\nAnswer: The code of the amber falcon is", "999999")
-    monkeypatch.setattr(demo, "document", lambda: short)
-
 
 def rows(text: str, first: str) -> list[list[str]]:
     """The words of all lines that start with one word."""
     return [line.split() for line in text.splitlines() if line.split()[:1] == [first]]
 
 
-def ask(capsys) -> dict:
-    """What `kvjax generate` tells about its own question, as JSON and as text that agree."""
+@pytest.mark.parametrize("answer", ["482130", pytest.param("999999", marks=pytest.mark.slow)])
+def test_the_question_of_the_bundled_model(capsys, monkeypatch, answer):
+    """JSON and text agree, and a wrong answer is called wrong."""
+    text = "The code of the amber falcon is 482130. The sky is blue. " * 4
+    document = demo.Document(text, "\n\nAnswer: The code of the amber falcon is", answer)
+    monkeypatch.setattr(demo, "document", lambda: document)
+    monkeypatch.setenv("COLUMNS", "60")
     record = json.loads(output(capsys, "generate", "--json"))
-    document = demo.document()
-    assert set(record) == FIELDS | ASKED
+    assert set(record) == FIELDS | {"question", "expected", "correct", "full"}
     assert set(record["full"]) == FIELDS - {"model"} | {"correct"}
     assert record["model"] == "bundled" and record["method"] == "snapkv"
     assert record["budget"] == 0.1 and record["full"]["budget"] is None
-    assert record["question"] == document.question.strip()
-    assert record["expected"] == document.answer
+    assert record["question"] == document.question.strip() and record["expected"] == answer
     assert record["prompt_tokens"] == record["full"]["prompt_tokens"]
     assert record["full"]["cache_bytes"] == record["full_cache_bytes"]
+    assert record["full"]["correct"] is (answer == "482130")
 
-    text = output(capsys, "generate")
-    assert f"{record['prompt_tokens']:,} tokens" in text and record["question"] in text
-    assert rows(text, "expected") == [["expected", document.answer]]
-    for name, own in (("full", record["full"]), ("snapkv", record)):
-        answer, figures = rows(text, name)
-        assert answer == [name, "right" if own["correct"] else "wrong", *own["text"].split()]
-        assert figures[1] == ("-" if own["budget"] is None else "0.1")
-        assert ("100.0%" in figures) == (name == "full")
-        assert figures.count("ms") + figures.count("s") == 2, figures
-    return record
-
-
-@pytest.mark.slow
-def test_the_question_is_answered(capsys):
-    record = ask(capsys)
-    assert 3500 < record["prompt_tokens"] < 4500
-    assert record["cache_bytes"] < 0.15 * record["full"]["cache_bytes"]
-    assert record["correct"] and record["full"]["correct"]
-    assert record["text"].strip().startswith(demo.document().answer)
-
-
-def test_a_short_question_is_answered(capsys, monkeypatch, short_document):
-    right = demo.document()._replace(answer="482130")
-    monkeypatch.setattr(demo, "document", lambda: right)
-    assert ask(capsys)["full"]["correct"]
-
-
-@pytest.mark.parametrize("columns", [60, 120])
-@pytest.mark.slow
-def test_a_wrong_answer_is_called_wrong(capsys, monkeypatch, short_document, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    args = ["generate", "--method", "streaming_llm(sinks=2)", "--budget", "8", "--max-new", "40"]
-    text = output(capsys, *args)
-    assert max(map(len, text.splitlines())) <= columns
-    assert "…" not in text
-    assert rows(text, "expected") == [["expected", "999999"]]
-    assert rows(text, "full")[0][1] == "wrong"
-    assert rows(text, "streaming_llm(sinks=2)")[0][1] == "wrong"
-    record = json.loads(output(capsys, *args, "--json"))
-    assert record["correct"] is record["full"]["correct"] is False
-    assert record["text"] != record["full"]["text"]
+    shown = output(capsys, "generate")
+    assert max(map(len, shown.splitlines())) <= 60 and "…" not in shown
+    words = " ".join(shown.split())
+    assert f"{record['prompt_tokens']:,} tokens" in words
+    assert " ".join(record["question"].split()) in words
+    assert rows(shown, "expected") == [["expected", answer]]
+    for name, result in (("full", record["full"]), ("snapkv", record)):
+        answered = rows(shown, name)[0]
+        assert answered[:2] == [name, "right" if result["correct"] else "wrong"]
 
 
 # Lists and help
@@ -242,10 +189,11 @@ def test_a_wrong_answer_is_called_wrong(capsys, monkeypatch, short_document, col
 
 def test_methods_as_json(capsys):
     listed = json.loads(output(capsys, "methods", "--json"))
-    for kinds, names in (("methods", METHODS), ("wrappers", WRAPPERS), ("storage", STORAGE)):
-        assert set(listed.pop(kinds)) == set(names)
-    assert not listed
-    snapkv = json.loads(output(capsys, "methods", "--json"))["methods"]["snapkv"]
+    known = {"methods": METHODS, "wrappers": WRAPPERS, "storage": STORAGE}
+    assert {kind: set(names) for kind, names in listed.items()} == {
+        kind: set(names) for kind, names in known.items()
+    }
+    snapkv = listed["methods"]["snapkv"]
     assert snapkv["paper"] == kvjax.SnapKV.paper and snapkv["summary"].startswith(
         "Keeps the prompt"
     )
@@ -260,11 +208,9 @@ def test_methods_as_json(capsys):
     ("args", "budget", "transform"),
     [
         ([], 0.1, kvjax.SnapKV(0.1)),
-        (["--budget", "256"], 256, kvjax.SnapKV(256)),
         (["--budget", "1.0", "--method", "h2o"], 1.0, kvjax.H2O(1.0)),
         (["--method", "full", "--budget", "64"], None, kvjax.Full()),
         (["--method", "h2o(budget=64)"], None, kvjax.H2O(64)),
-        (["--method", "every(snapkv, steps=4)"], 0.1, kvjax.Every(kvjax.SnapKV(0.1), 4)),
         (
             ["--method", "chain(snapkv(window=16), h2o(budget=64))", "--budget", "99"],
             99,
@@ -285,7 +231,6 @@ def test_which_method_and_budget(args, budget, transform):
         (["--method", "full", "--budget", "0.1"], "--budget 0.1 changes nothing: full takes no"),
         (["--method", "h2o(budget=64)", "--budget", "32"], "--budget 32 changes nothing: h2o("),
         (["--method", "full", "--budget", "0.1", "--json"], ""),
-        (["--method", "full"], ""),
         (["--method", "h2o", "--budget", "0.1"], ""),
     ],
 )
@@ -304,12 +249,8 @@ def test_a_budget_that_changes_nothing(capsys, args, said):
         (["--method", "nope"], "unknown method 'nope'"),
         (["--method", "\x1b[2J"], r"got '\x1b[2J'"),
         (["--budget", "20%"], "number of slots (256) or a share of the prompt (0.2), got '20%'"),
-        (["--budget", "8"], "budget must be at least 17"),
         (["--model", "\x1b[2J", "--prompt", "a"], r"\x1b[2J is not a directory"),
-        (["--max-new", "0"], "--max-new must be at least 1"),
         (["--max-new", "many"], "--max-new"),
-        (["--temperature", "-1"], "temperature"),
-        (["--top-k", "3"], "--top-k needs a temperature"),
         (["--seed", "4294967296"], "--seed"),
         (["--prompt", " \n"], "the prompt is empty"),
         (["--prompt", "a\udcff"], "not UTF-8"),
@@ -322,8 +263,6 @@ def test_a_budget_that_changes_nothing(capsys, args, said):
         (["--prompt", "a", "--prompt", " "], "prompt 2 is empty"),
         (["--chat", "--prompt", "a"], "--chat needs a chat template: the model's tokenizer has no"),
         (["--system", "Be brief.", "--raw", "--prompt", "a"], "--raw leaves it out"),
-        (["--chat", "--raw", "--prompt", "a"], "not allowed with"),
-        (["--promt", "a"], "did you mean --prompt?"),
         (["--max", "5"], "--max"),
         (["--prompt", "one two " * 5000], "8448 positions"),
         (["--max-new", "8440"], "8448 positions"),
@@ -344,10 +283,7 @@ def test_errors_of_the_command_itself(capsys):
     ("changes", "said"),
     [
         ({"config.json": None}, "config.json: No such file"),
-        ({"config.json": b"{"}, "config.json is not JSON"),
-        ({"config.json": b'{"model_type": "gpt2"}'}, "model_type 'gpt2' is not supported"),
         ({"model.safetensors": None}, "has no model.safetensors"),
-        ({"model.safetensors": b"x" * 100}, "cannot read"),
         ({"tokenizer.json": b"{{{"}, "cannot load the tokenizer"),
         ({"tokenizer.json": None}, "has no vocabulary"),
         ({"tokenizer.json": None, "tokenizer_config.json": None}, "cannot load the tokenizer"),
@@ -368,20 +304,12 @@ def test_bugs_are_not_hidden(monkeypatch):
         main(["methods"])
 
 
-@pytest.mark.parametrize("name", ["generate", "compare", "read", "ask", "chat"])
-def test_weights_that_are_not_finite_need_a_flag(capsys, monkeypatch, tmp_path, name):
+@pytest.mark.parametrize(
+    "args", [["generate", "--prompt", "a"], ["compare", "--lengths", "256", "--out", "out"]]
+)
+def test_weights_that_are_not_finite_need_a_flag(capsys, monkeypatch, tmp_path, args):
     """The flag reaches `from_pretrained`, which stops here."""
-    (tmp_path / "text.txt").write_text("Once upon a time. " * 1000)
-    about = {"model": None, "document": "a", "method": "full", "budget": None, "raw": True}
-    monkeypatch.setattr(kvjax, "context_about", lambda folder: about)
     monkeypatch.chdir(tmp_path)
-    args = {
-        "generate": ["--prompt", "a"],
-        "compare": ["--lengths", "256", "--out", "out"],
-        "read": ["text.txt", "--out", "new"],
-        "ask": ["folder", "why"],
-        "chat": [],
-    }[name]
     given = []
 
     def load(folder, **options):
@@ -390,5 +318,5 @@ def test_weights_that_are_not_finite_need_a_flag(capsys, monkeypatch, tmp_path, 
 
     monkeypatch.setattr(models, "from_pretrained", load)
     for flag in ([], ["--allow-nonfinite"]):
-        assert "no weights today" in error(capsys, name, *args, *flag)
+        assert "no weights today" in error(capsys, *args, *flag)
     assert given == [{"allow_nonfinite": False}, {"allow_nonfinite": True}]

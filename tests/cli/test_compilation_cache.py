@@ -52,14 +52,11 @@ def settings():
         jax.config.update(name, value)
 
 
-def test_it_can_be_switched_off(settings, monkeypatch):
+def test_where_it_is(settings, monkeypatch, tmp_path):
     monkeypatch.setenv("KVJAX_CACHE", "OFF")
     assert compilation_cache.home() is None
     compilation_cache.enable()
     assert settings.jax_compilation_cache_dir is None
-
-
-def test_where_it_is(monkeypatch, tmp_path):
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "own"))
     assert compilation_cache.home() == tmp_path / "own"
     monkeypatch.delenv("KVJAX_CACHE")
@@ -87,21 +84,18 @@ def test_a_folder_that_the_user_has_set_stays(settings, monkeypatch, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def entry(folder: Path, name: str, data: bytes) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}-cache"
-    path.write_bytes(data)
-    return path
-
-
 def test_what_is_used_least_goes(settings, monkeypatch, tmp_path):
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
     monkeypatch.setattr(compilation_cache, "_MOST_BYTES", 100)
+    for name in ("mine", "jaxlib-0.0.1-cpu-0123456789ab"):
+        (tmp_path / name).mkdir()
+    strange = tmp_path / "mine" / "a-cache"
+    strange.write_bytes(b"not ours" * 99)
     new, older, oldest = (
-        entry(tmp_path / "jaxlib-0.0.1-cpu-0123456789ab", name, bytes(60)) for name in "abc"
+        tmp_path / "jaxlib-0.0.1-cpu-0123456789ab" / f"{name}-cache" for name in "abc"
     )
-    strange = entry(tmp_path / "mine", "a", b"not ours" * 99)
     for age, path in enumerate((new, older, oldest)):
+        path.write_bytes(bytes(60))
         os.utime(path, (10**9 - age, 10**9 - age))
     compilation_cache.enable()
     assert [path.exists() for path in (new, older, oldest)] == [True, False, False]
@@ -110,17 +104,11 @@ def test_what_is_used_least_goes(settings, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_code_is_there_in_the_next_process(tmp_path):
+    """Garbage, as what a killed process has written, is no error."""
     assert run(tmp_path) == "12.0 False"
     assert run(tmp_path) == "12.0 True"
-
-
-@pytest.mark.parametrize("garbage", [b"", b"garbage", zlib.compress(b"garbage" * 9)])
-@pytest.mark.slow
-def test_garbage_is_no_error(tmp_path, garbage):
-    """As what a killed process has written."""
-    run(tmp_path)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert files
-    for path in files:
-        path.write_bytes(garbage)
-    assert run(tmp_path).startswith("12.0")
+    for garbage in (b"", b"garbage", zlib.compress(b"garbage" * 9)):
+        for path in files:
+            path.write_bytes(garbage)
+        assert run(tmp_path).startswith("12.0")

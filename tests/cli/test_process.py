@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kvjax.cli import generate_command
+from kvjax.cli.lines import lines
 from kvjax.cli.main import main
-from tests.cli.commands import command, one_line, output
-from tests.cli.pseudo_terminal import Terminal
+from tests.cli.commands import one_line, output
 
 ROOT = Path(__file__).parents[2]
 posix = pytest.mark.skipif(os.name != "posix", reason="shells, signals and terminals of POSIX")
@@ -68,7 +71,10 @@ def test_a_closed_pipe():
 
 
 def test_a_terminal_that_knows_ascii_only():
-    done = command("methods", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(
+        [sys.executable, "-m", "kvjax", "methods"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
     assert done.returncode == 0 and done.stderr == "" and done.stdout.isascii()
 
 
@@ -113,6 +119,83 @@ def test_an_interrupt_while_no_python_runs(rounds, ignored, code, said):
     assert process.returncode == code
 
 
+# Terminals
+
+# The terminal sends a Ctrl-C to the processes that it is the controlling one of.
+_CONTROLLED = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+class Terminal:
+    """A process of Python at a terminal of its own, with further variables."""
+
+    def __init__(self, *command: str, **env: str):
+        import pty
+
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CONTROLLED, *map(str, command)],
+            stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", **env},
+        )  # fmt: skip
+        os.close(theirs)
+        self._shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 120) -> str:
+        """What is shown from the last call on until the text has come."""
+        end = time.monotonic() + seconds
+        while text not in self._shown:
+            ready, _, _ = select.select([self._ours], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{text!r} has not come: {self._shown!r}"
+            self._shown += self._read()
+        before, found, self._shown = self._shown.partition(text)
+        return before + found
+
+    def interrupt_until(self, text: str, seconds: float = 120, again: float = 10) -> None:
+        """Types Ctrl-C, and once more every `again` seconds, until the text is shown.
+
+        Python's readline notices a Ctrl-C only while it waits for a key. One that comes while it
+        still handles the key before is noticed with the next key, or the next Ctrl-C.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            self.type("\x03")
+            try:
+                self.wait_for(text, again)
+                return
+            except AssertionError:
+                if time.monotonic() > end:
+                    raise
+
+    def end(self, seconds: float = 120) -> tuple[int, str]:
+        """The exit code, and what is shown from the last call on."""
+        shown = self._shown
+        while piece := self._read():
+            shown += piece
+        code = self.process.wait(seconds)
+        os.close(self._ours)
+        self._ours = -1
+        return code, shown
+
+    def kill(self) -> None:
+        """Ends it, if it has not ended."""
+        if self._ours >= 0:
+            self.process.kill()
+            self.end()
+
+    def _read(self) -> str:
+        try:
+            return os.read(self._ours, 2**16).decode(errors="replace")
+        except OSError:  # the process has ended
+            return ""
+
+
 SHORT_DOCUMENT = """if True:
     import sys
     from kvjax.models import demo
@@ -140,17 +223,6 @@ def test_progress_at_a_terminal():
     assert code == 0 and json.loads(shown)["new_tokens"] == 1, "nothing but JSON"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["methods"]])
-@pytest.mark.slow
-def test_lists_import_nothing_heavy(args):
-    code = (
-        "import sys; from kvjax.cli.main import main; main(sys.argv[1:]);"
-        "print({'torch', 'transformers', 'kvjax.models', 'huggingface_hub'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
-    assert done.stdout.endswith("set()\n") and done.stderr == ""
-
-
 @pytest.mark.parametrize("value", [None, "0"])
 def test_the_compiler_is_silent_unless_it_is_asked(value):
     env = {name: x for name, x in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
@@ -165,3 +237,76 @@ def test_the_compiler_is_silent_unless_it_is_asked(value):
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=env)
     assert (done.stdout.strip(), done.stderr) == (value or "3", "")
+
+
+# Lines
+
+TYPED = """
+import signal
+from kvjax.cli.lines import lines
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the command does
+try:
+    for line in lines():
+        print("said", repr(line), flush=True)
+    print("done", flush=True)
+except KeyboardInterrupt:
+    raise SystemExit(130)
+"""
+
+
+@pytest.fixture
+def terminal():
+    """Starts processes at terminals."""
+    pytest.importorskip("readline")
+    made: list[Terminal] = []
+
+    def start(*command: str, **env: str) -> Terminal:
+        made.append(Terminal(*command, **env))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.kill()
+
+
+@posix
+def test_lines_that_are_pasted_together_are_one(terminal):
+    if "libedit" in (__import__("readline").__doc__ or ""):
+        pytest.skip("libedit knows no bracketed paste")
+    shell = terminal("-c", TYPED)
+    shell.wait_for("> ")
+    shell.type("\x1b[200~First paragraph.\r\rSecond: é.\r\x1b[201~\r")
+    shell.wait_for(r"said 'First paragraph.\n\nSecond: é.'")
+    shell.type("one\rtwo\r")
+    shell.wait_for("said 'one'")
+    shell.wait_for("said 'two'")
+    shell.wait_for("> ")  # before it the terminal itself takes a Ctrl-D
+    shell.type("\x04")
+    shell.wait_for("done")
+    assert shell.end()[0] == 0
+
+
+@posix
+def test_an_interrupt_clears_the_line(terminal):
+    shell = terminal("-c", TYPED)
+    shell.wait_for("> ")
+    for _ in range(2):
+        shell.type("half a li")
+        shell.wait_for("half a li")
+        shell.interrupt_until("> ")
+    shell.type("whole\r")
+    shell.wait_for("said 'whole'")
+    shell.wait_for("> ")
+    shell.type("\x03")
+    assert shell.end()[0] == 130
+
+
+def test_lines_of_a_file(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
+    assert list(lines()) == ["one", "", "two"]
+
+
+def test_no_standard_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed"):
+        next(lines())

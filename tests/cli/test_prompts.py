@@ -40,7 +40,6 @@ def stdin(monkeypatch):
 @pytest.mark.parametrize(
     ("data", "prompts"),
     [
-        (b"one\ntwo\n", ["one", "two"]),
         (b"\xef\xbb\xbfone\r\ntwo\r\n", ["one", "two"]),
         (b"one\rtwo\r", ["one", "two"]),
         (b'"one"\r\n"two"\r\n', ["one", "two"]),
@@ -59,45 +58,36 @@ def test_files_of_prompts(tmp_path, stdin, data, prompts):
     assert inputs.read_prompts("-") == prompts
 
 
-@pytest.mark.parametrize("how", ["--prompt", "--prompt-file", "--prompts", "--system"])
+@pytest.mark.parametrize("how", ["--prompt", "--prompt-file", "--prompts"])
 def test_line_ends_of_windows_do_not_reach_the_model(monkeypatch, tmp_path, how):
     """Whatever way a text comes."""
-    given = []
-
-    class Stop(Exception):
-        pass
 
     class Dialogue:
         def __init__(self, tokenizer, *, system, raw, chat):
-            given.append(system)
+            assert system == "one\ntwo\n"
 
         def prompt(self, text):
-            given.append(text)
-            raise Stop
+            assert text == "one\ntwo\n"
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(opened, "Dialogue", Dialogue)
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     (tmp_path / "json").write_bytes(b'{"prompt": "one\\r\\ntwo\\r\\n"}\r\n')
-    args = {
-        "--prompt": ["one\r\ntwo\r\n"],
-        "--prompt-file": [tmp_path / "text"],
-        "--prompts": [tmp_path / "json"],
-        "--system": ["one\r\ntwo\r\n", "--prompt", "one\ntwo\n"],
-    }[how]
-    with pytest.raises(Stop):
-        main(["generate", how, *map(str, args)])
-    assert given == ["one\ntwo\n" if how == "--system" else None, "one\ntwo\n"]
+    windows = "one\r\ntwo\r\n"
+    given = {
+        "--prompt": windows,
+        "--prompt-file": tmp_path / "text",
+        "--prompts": tmp_path / "json",
+    }
+    assert main(["generate", "--system", windows, how, str(given[how])]) == 130
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "is empty"),
         (b"\n \n", "is empty"),
         (b'{"text": "a"}', "line 1 of"),
-        (b"{", "line 1 of"),
         (b'\n"a"\nb', "line 3 of"),
-        (b'"a"\n{"prompt": 3}', "line 2 of"),
         (b'"a"\n""', "prompt 2 is empty"),
         (b"\xff", "is not UTF-8 text"),
     ],
@@ -108,16 +98,10 @@ def test_files_that_are_no_prompts(capsys, tmp_path, no_weights, data, said):
     assert said in error(capsys, "generate", "--prompts", file)
 
 
-def test_standard_input_is_a_prompt(capsys, stdin, no_weights):
-    stdin(b"\xff")
-    said = error(capsys, "generate", "--prompt-file", "-")
-    assert "standard input is not UTF-8 text: byte 0 is 0xff" in said
-
-
 # Batches
 
 
-def test_several_prompts(capsys, tinystories, tmp_path):
+def test_several_prompts(capsys, monkeypatch, tinystories, tmp_path):
     texts = ["Once upon a time", "Lily and Ben went to the park"]
     alone = [
         json.loads(output(capsys, *story(tinystories, "--prompt", text, "--json")))["text"]
@@ -129,10 +113,21 @@ def test_several_prompts(capsys, tinystories, tmp_path):
     assert [one["text"] for one in record["results"]] == alone
     assert "text" not in record and record["compile_s"] > 0
 
-    assert main(args) == 0
+    pieces, plain = [], Stream.__next__
+
+    def next_and_look(self):
+        pieces.append(capsys.readouterr().out)
+        return plain(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "__next__", next_and_look)
+        assert main(args) == 0
     out, err = capsys.readouterr()
-    first, second = (f"--- {n}/2: {text}\n" for n, text in enumerate(texts, 1))
-    assert out == f"{first}{alone[0]}\n{second}{alone[1]}\n"
+    pieces.append(out)
+    first, second = (f"--- {n}/2: {texts[n - 1]}\n{alone[n - 1]}\n" for n in (1, 2))
+    assert "".join(pieces) == first + second
+    early = "".join(pieces[: len(pieces) // 2])
+    assert len(early) > len(f"--- 1/2: {texts[0]}\n") and first.startswith(early)
     tokens = [sum(one[k] for one in record["results"]) for k in ("prompt_tokens", "new_tokens")]
     assert err.startswith(f"{tokens[0]} + {tokens[1]} tokens")
 
@@ -143,18 +138,6 @@ def test_several_prompts(capsys, tinystories, tmp_path):
 
 
 # Stop strings
-
-
-def stopped(text: str, stops: list[str], size: int) -> tuple[str, list[str]]:
-    """The text of a row and its pieces, for tokens that are bytes."""
-    pieces: list[str] = []
-    row = Row(lambda ids: bytes(ids).decode(errors="replace"), [], stops, pieces.append)
-    data = list(text.encode())
-    for start in range(0, len(data), size):
-        row.add(data[start : start + size])
-    row.finish()
-    assert row.over and row.text == "".join(pieces)
-    return row.text, pieces
 
 
 @given(
@@ -169,7 +152,12 @@ def test_a_row_ends_where_a_stop_string_is_complete(text, stops, size):
     for stop in stops:
         if stop in complete:
             expected = min(expected, complete[: complete.find(stop)], key=len)
-    assert stopped(text, stops, size)[0] == expected
+    pieces: list[str] = []
+    row = Row(lambda ids: bytes(ids).decode(errors="replace"), [], stops, pieces.append)
+    for start in range(0, len(text), size):
+        row.add(text[start : start + size].encode())
+    row.finish()
+    assert row.over and row.text == "".join(pieces) == expected
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +172,6 @@ def chat_tokenizer():
 @pytest.mark.parametrize(
     ("stops", "text"),
     [
-        (["<|im_end|>"], "Paris."),
         (["<|im_start|>"], "Paris. Rome."),
         (["</s>", "<|im_end|>"], "Paris."),
         (["<|im_end|> Rome"], "Paris."),
@@ -212,16 +199,14 @@ def test_special_tokens_in_stop_strings(chat_tokenizer, stops, text, at_once):
     assert row.text == "".join(pieces) == text
 
 
-def test_the_name_of_a_special_token_in_letters_is_a_stop_string_too(chat_tokenizer):
+def test_an_end_token_completes_a_stop_string(chat_tokenizer):
+    """And so does its name in letters."""
     letters = chat_tokenizer(
         "Paris.<|im_end|> Rome", add_special_tokens=False, split_special_tokens=True
     ).input_ids
     row = Row(decoder(chat_tokenizer), [1], stops=["<|im_end|>"])
     row.add(letters)
     assert (row.text, row.over) == ("Paris.", True)
-
-
-def test_an_end_token_completes_a_stop_string(chat_tokenizer):
     end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
     paris = chat_tokenizer("It is Paris.", add_special_tokens=False).input_ids
     for came, text in ((end, "It is"), (1, "It is Paris."), (None, "It is Paris.")):
@@ -247,18 +232,14 @@ def test_stop_strings_are_not_printed(capsys, tinystories):
     assert out == before + "\n" and err.startswith(f"6 + {record['new_tokens']} tokens")
 
 
-def without_end(folder, **changes):
-    """A model whose configuration names another end token than it was trained with."""
-    for name in ("config.json", "generation_config.json"):
-        raw = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**raw, "eos_token_id": 0, **changes}))
-    return folder
-
-
 def test_what_follows_an_answer_in_the_template_ends_it(capsys, broken_copy, tinystories):
+    """Also where the configuration names another end token than the model was trained with."""
     args = ("--prompt", "Once upon a time", "--max-new", "150", "--json")
     whole = json.loads(output(capsys, *story(tinystories, *args)))
-    (without_end(broken_copy) / "chat_template.jinja").write_text(
+    for name in ("config.json", "generation_config.json"):
+        raw = json.loads((broken_copy / name).read_text())
+        (broken_copy / name).write_text(json.dumps({**raw, "eos_token_id": 0}))
+    (broken_copy / "chat_template.jinja").write_text(
         "{{ bos_token }} {% for m in messages %}{{ m['content'] }}"
         "{{ '' if loop.last else '<|end_story|>' }}{% endfor %}"
     )
@@ -320,22 +301,3 @@ def test_texts_come_in_their_order(texts, size):
         expected += headers[first] + rows[first].text + "\n" * over[first]
         assert "".join(shown) == expected
     assert all(shown)
-
-
-def test_several_answers_come_as_they_are_written(capsys, monkeypatch, tinystories):
-    texts = ["Once upon a time", "One day Tom"]
-    args = story(tinystories, "--prompt", texts[0], "--prompt", texts[1])
-    results = json.loads(output(capsys, *args, "--json"))["results"]
-    pieces, plain = [], Stream.__next__
-
-    def next_and_look(self):
-        pieces.append(capsys.readouterr().out)
-        return plain(self)
-
-    monkeypatch.setattr(Stream, "__next__", next_and_look)
-    assert main(args) == 0
-    pieces.append(capsys.readouterr().out)
-    first, second = (f"--- {n}/2: {texts[n - 1]}\n{results[n - 1]['text']}\n" for n in (1, 2))
-    assert "".join(pieces) == first + second
-    early = "".join(pieces[: len(pieces) // 2])
-    assert len(early) > len(f"--- 1/2: {texts[0]}\n") and first.startswith(early)

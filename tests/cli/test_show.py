@@ -42,26 +42,17 @@ def test_a_folder_is_shown(folder, capsys):
     assert written == {"settings.json", "cells.jsonl", "results.csv", "report.html"}
 
 
-def test_another_folder_is_written(folder, tmp_path, capsys):
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    out = tmp_path / "a" / "page"
-    output(capsys, "show", folder, "--out", out)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert {path.name for path in out.iterdir()} == {"results.csv", "report.html"}
-
-
-def test_json_has_every_row(folder, capsys):
-    printed = output(capsys, "show", folder, "--json")
-    assert printed.count("\n") == 1
-    assert json.loads(printed) == results(folder)
-
-
-def test_pictures_are_drawn(tmp_path, capsys):
+def test_pictures_are_drawn_in_another_folder(tmp_path, capsys):
     candidates = [("full", None), ("h2o", 0.25)]
     folder = write_journal(comparison(["perplexity"], [128], candidates), tmp_path / "found")
-    output(capsys, "show", folder)
-    names = {path.name for path in folder.glob("*.png")}
-    assert names == {"perplexity_128.png"}
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    out = tmp_path / "a" / "page"
+    printed = output(capsys, "show", folder, "--out", out, "--json")
+    assert printed.count("\n") == 1 and json.loads(printed) == results(folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name for path in out.iterdir()} == {
+        "results.csv", "report.html", "perplexity_128.png",
+    }  # fmt: skip
 
 
 def test_an_unfinished_comparison(folder, capsys):
@@ -81,30 +72,22 @@ def test_lost_tokens_are_told(folder, capsys, tmp_path):
     assert json.loads(out)["rows"] and err.startswith("h2o 32 lost 6 tokens")
 
 
-def test_a_damaged_line(folder, capsys):
-    path = folder / "cells.jsonl"
-    path.write_bytes(b"{}\n" + path.read_bytes())
-    assert "cells.jsonl is damaged in line 1: " in error(capsys, "show", folder)
-    assert not (folder / "report.html").exists()
-
-
 def test_folders_that_cannot_be_shown(folder, tmp_path, capsys):
     assert "is not a directory" in error(capsys, "show", tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     assert "holds no comparison" in error(capsys, "show", tmp_path / "empty")
     (tmp_path / "empty" / "cells.jsonl").write_text("")
     assert "of something else" in error(capsys, "show", tmp_path / "empty")
-    (folder / "cells.jsonl").write_text("")
+    said = error(capsys, "show", folder, "--out", folder / "cells.jsonl" / "page")
+    assert "is not a directory" in said
+    path = folder / "cells.jsonl"
+    path.write_bytes(b"{}\n" + path.read_bytes())
+    assert "cells.jsonl is damaged in line 1: " in error(capsys, "show", folder)
+    assert not (folder / "report.html").exists()
+    path.write_text("")
     assert "holds no finished cell yet" in error(capsys, "show", folder)
     (folder / "settings.json").write_text("[]")
     assert "settings.json" in error(capsys, "show", folder)
-
-
-def test_a_place_that_cannot_be_written_to(folder, capsys):
-    assert "is not a directory" in error(
-        capsys, "show", folder, "--out", folder / "cells.jsonl" / "page"
-    )
-    assert "FOLDER" in error(capsys, "show")
 
 
 # The table
@@ -138,20 +121,15 @@ def test_inside_and_after_stand_side_by_side():
     assert half[-4:] == ["50", "29-71", "failed", "128"]
 
 
-def test_colours():
+def test_colours_and_what_is_told_below_the_table():
     own = console(200)
     print_report(own, comparison(["needle", "vt"], [256]), Path("folder"))
-    lines = own.export_text(styles=True).splitlines()
+    lines = own.export_text(styles=True, clear=False).splitlines()
     (infinigen,) = [line for line in lines if "infinigen" in line]
     green = "\x1b[32m"
     assert infinigen.count(green) == 2, "needles inside and after, and not what is at the floor"
     (half,) = [line for line in lines if "h2o" in line and " 0.5" in line and "failed:" not in line]
     assert re.search(r"\x1b\[31m *failed", half) and green not in half
-
-
-def test_what_is_told_below_the_table():
-    own = console(200)
-    print_report(own, comparison(["needle", "vt"], [256]), Path("folder"))
     text = own.export_text()
     assert f"failed: {FAILED}: {REASON}" in text
     assert "*: the full cache is at the floor" in text and "inside *" in text

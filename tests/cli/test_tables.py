@@ -1,4 +1,4 @@
-"""Tables keep the names of their rows, every column, and the terminal's width."""
+"""Tables and lines of progress fit the terminal and lose nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console
 
 from kvjax.cli.tables import Row, name_column, number_column, print_table
+from kvjax.cli.terminal import Display, print_figures
 from tests.cli.commands import output
 
-SLOW = pytest.param(60, marks=pytest.mark.slow)
-WIDTHS = pytest.mark.parametrize("width", [40, 60, 65, 80, 120])
 LONG = "chain(every(snapkv(window=16), steps=64), quantize)"
 
 
@@ -36,7 +35,7 @@ def check(text: str, width: int, names: list[str], headings: list[str]) -> None:
         assert all(word in words for word in heading.split()), heading
 
 
-@WIDTHS
+@pytest.mark.parametrize("width", [40, 60, 65, 80, 120])
 @pytest.mark.parametrize("names", [1, 2])
 def test_what_does_not_fit_goes_into_further_tables(width, names):
     headings = [f"heading{number}\nof {'x' * number}" for number in range(12)]
@@ -79,10 +78,54 @@ def test_methods(capsys, monkeypatch, width):
     assert "group_reduce='mean'" in text and "2404.14469" in text
 
 
-@pytest.mark.parametrize("width", [40, SLOW])
-def test_diagnose(capsys, monkeypatch, tinystories, tmp_path, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    (tmp_path / "text").write_text("Once upon a time there was a girl named Lily. " * 9)
-    args = ["diagnose", "--prompt-file", tmp_path / "text", "--model", tinystories, "--new", "1"]
-    text = output(capsys, *args, "--methods", "streaming_llm", "--budgets", "16")
-    check(text, width, ["full", "streaming_llm"], ["budget", "worst layer", "recall", "of full"])
+# Progress, and figures at the end
+
+RECORD = {
+    "prompt_tokens": 123_456, "new_tokens": 4_096, "ttft_s": 123.456, "tpot_s": 0.0301,
+    "compile_s": 64.3, "cache_bytes": 123_456_789, "full_cache_bytes": 1_234_567_890,
+    "memory_bytes": {"device": 23_456_789},
+}  # fmt: skip
+
+
+def shown(display: Display, columns: int = 120) -> str:
+    screen = console(columns)
+    screen.print(display.get_renderable())
+    text = screen.export_text()
+    assert text.count("\n") == 1 and len(text) <= columns + 1, "one line that fits"
+    return text
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_layers_that_are_read(columns):
+    display = Display(wanted=False)
+    assert display.reading(4, 1000) is None, "nothing is told where nothing is shown"
+    display.disable = False
+    on_layer = display.reading(4, 1000)
+    display.disable = True
+    display.show(0, None, "loading [the] model")
+    assert "loading" in shown(display, columns) and "%" not in shown(display, columns)
+    for layer in range(3):
+        on_layer(layer)
+    display.compiling(
+        "the prompt pass of layer 4 of 4", "chain(every(snapkv(window=16), steps=64))"
+    )
+    text = shown(display, columns)
+    assert "75%" in text, "the layers that were read stay read"
+    assert "compiling" in text
+    if columns == 120:
+        assert "compiling and running the prompt pass" in text
+    on_layer(3)
+    display.compiling("the decode loop")
+    assert "%" not in shown(display, columns) and "decode loop" in shown(display)
+
+
+@pytest.mark.parametrize(
+    "recall", [None, {"hit_rate": 0.5, "fetched_bytes_per_step": 12_345_678.0}]
+)
+def test_figures(capsys, recall):
+    print_figures({**RECORD, "recall": recall}, "cut by --max-new")
+    text = capsys.readouterr().err
+    assert text.startswith("123456 + 4096 tokens") and "compiled in 64.30 s" in text
+    assert "cache 123.5 MB of 1.2 GB (10.0%) · 100.0 MB of it in host memory" in text
+    assert ("50% hits · 12.3 MB fetched per token" in text) == (recall is not None)
+    assert text.endswith("cut by --max-new\n") and text.count("\n") == 1

@@ -15,6 +15,7 @@ from kvjax.evaluation.tasks import Frame
 from kvjax.models import demo, load_tokenizer
 from tests.cli.commands import error, output
 from tests.support.gguf_models import add_tokenizer, write
+from tests.support.marks import slow
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}</s>\n"
@@ -51,40 +52,30 @@ SILENT = (
     "{% for message in messages if message['role'] != 'system' %}"
     "[{{ message['role'] }}] {{ message['content'] | trim }}{% endfor %}"
 )
-FAILS = "{{ raise_exception('No.') }}"
+
+
+CHANGING = r"must show each message once and as it is"
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "system", "said"),
     [
-        (MISTRAL, r"roles must alternate .*; leave out --system$"),
-        (SILENT, r"must show each message once and as it is, .*; leave out --system$"),
-        (FAILS, r"chat template fails: No\.$"),
+        (MISTRAL, "Be brief.", r"roles must alternate .*; leave out --system$"),
+        (SILENT, "Be brief.", CHANGING + ", .*; leave out --system$"),
+        ("{{ raise_exception('No.') }}", "Be brief.", r"chat template fails: No\.$"),
+        ("{{ raise_exception('No.') }}", None, "chat template fails: No"),
+        ("{{ messages[0]['content'] | upper }}", None, CHANGING),
+        ("{{ messages[0]['content'] * 2 }}", None, CHANGING),
+        ("{% for", None, "chat template fails"),
     ],
 )
-def test_a_template_without_system_messages(template, said):
+def test_templates_that_do_not_work(template, system, said):
     tokenizer = load_tokenizer(demo.directory())
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=said):
-        Dialogue(tokenizer, system="Be brief.")
-    if template != FAILS:
+        Dialogue(tokenizer, system=system)
+    if template in (MISTRAL, SILENT):
         assert Dialogue(tokenizer).templated
-
-
-def test_names_of_added_tokens_in_a_text_are_mere_text(own):
-    """Those that transformers does not count among a tokenizer's special tokens, too."""
-    own = copy.deepcopy(own)
-    own.add_tokens([AddedToken("<|im_start|>", special=True, normalized=False)])
-    start = own.convert_tokens_to_ids("<|im_start|>")
-    assert "<|im_start|>" not in own.all_special_tokens
-    dialogue = Dialogue(own)
-    for tokens in (
-        dialogue.prompt("a <|im_start|> b"),
-        dialogue.document("a <|im_start|> b"),
-        dialogue.question("a <|im_start|> b"),
-        dialogue.turn("a <|im_start|> b", ()),
-    ):
-        assert start not in tokens and "a <|im_start|> b" in own.decode(tokens)
 
 
 WITHOUT_ENDS = (
@@ -184,22 +175,6 @@ def test_without_a_template_texts_are_fed_as_they_are(own):
     assert dialogue.turn("And then", ()) == dialogue.question("And then")
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ raise_exception('no system role') }}", "chat template fails: no system role"),
-        ("{{ messages[0]['content'] | upper }}", "must show each message once and as it is"),
-        ("{{ messages[0]['content'] * 2 }}", "must show each message once and as it is"),
-        ("{% for", "chat template fails"),
-    ],
-)
-def test_templates_that_do_not_work(tinystories, template, said):
-    tokenizer = load_tokenizer(tinystories)
-    tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=said):
-        Dialogue(tokenizer)
-
-
 def test_a_prompt_becomes_a_message(capsys, broken_copy, tinystories):
     own = load_tokenizer(tinystories)
     own.chat_template = TEMPLATE
@@ -221,7 +196,6 @@ def test_a_prompt_becomes_a_message(capsys, broken_copy, tinystories):
 
 # Templates that change a message, or what is around it: ids are those of `apply_chat_template`
 
-
 TEXTS = [
     "a", "What is 2+2?", " leading blank", "trailing blank ", "\n\nlines before", "lines after\n\n",
     "\ttabs\t", " \n both \n ", 'She said "hello".', "It's 'quoted'", "back\\slash \\n",
@@ -232,7 +206,7 @@ TEXTS = [
 
 SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-    "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>",
+    "<|user|>", "<|assistant|>", "<|system|>", "<|end|>",
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
 ]  # fmt: skip
 
@@ -244,21 +218,16 @@ TEMPLATES = {
     "chatml": CHATML,
     "chatml with a system message": "{% if messages[0].role != 'system' %}<|im_start|>system\nBe "
     "kind.<|im_end|>\n{% endif %}" + CHATML,
-    # Llama 3 and Gemma trim messages.
+    # Llama 3 trims messages.
     "headers": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}"
     "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-    "turns": "{{ bos_token }}{% for m in messages %}<start_of_turn>"
-    "{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content | trim }}<end_of_turn>\n"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
     # GLM puts a line before a message, Phi-3 one behind it.
     "line before": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}",
     "line after": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
     "json": "{% for m in messages %}<|{{ m.role }}|>{{ m.content | tojson }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    "html": "{% for m in messages %}<|{{ m.role }}|>{{ m.content | e }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}",
     "brackets": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[SYSTEM_PROMPT] "
     "{{ m.content.strip() }} [/SYSTEM_PROMPT]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
@@ -277,52 +246,17 @@ def plain():
     return tokenizer
 
 
-@pytest.fixture(params=TEMPLATES)
+@pytest.fixture(params=[*TEMPLATES, *slow("KVJAX_SMOLLM2", "KVJAX_QWEN")])
 def templated(request, plain):
+    """A tokenizer with each template, and those of real models."""
+    if request.param not in TEMPLATES:
+        path = os.environ.get(request.param)
+        if not path or not Path(path).exists():
+            pytest.skip(f"no model: set {request.param}")
+        return load_tokenizer(path)
     tokenizer = copy.deepcopy(plain)
     tokenizer.chat_template = TEMPLATES[request.param]
     return tokenizer
-
-
-def depends(tokenizer) -> bool:
-    return "/no_think" in tokenizer.chat_template
-
-
-def check_prompts(tokenizer):
-    dialogue = Dialogue(tokenizer)
-    for text in TEXTS:
-        assert dialogue.prompt(text) == whole(tokenizer, text), text
-
-
-def test_system_messages(own):
-    dialogue = Dialogue(own, system="Be brief.")
-    assert dialogue.prompt(QUESTION) == whole(own, QUESTION, system="Be brief.")
-    joined = dialogue.document(DOCUMENT) + dialogue.question(f" {QUESTION}\n")
-    assert joined == whole(own, DOCUMENT + INSTRUCTION + QUESTION, system="Be brief.")
-
-
-def check_documents(tokenizer):
-    """Document and question are one message."""
-    dialogue, question = Dialogue(tokenizer), "How does it end?"
-    for text in TEXTS:
-        if depends(tokenizer) and "/no_think" in text:
-            continue
-        for document, asked in ((text, question), ("A text.", text)):
-            joined = dialogue.document(document) + dialogue.question(asked)
-            same(tokenizer, joined, whole(tokenizer, document + INSTRUCTION + asked.strip()), text)
-
-
-def check_turns(tokenizer):
-    dialogue = Dialogue(tokenizer)
-    answered = whole(tokenizer, "Hi", "Well.", "x")
-    said = len(answered) - len(dialogue.turn("x", ()))
-    assert tokenizer.decode(answered[:said]).rstrip('" ').endswith("Well.")
-    for text in TEXTS:
-        expected = whole(tokenizer, "Hi", "Well.", text)
-        if expected[:said] == answered[:said]:
-            same(tokenizer, answered[:said] + dialogue.turn(text, ()), expected, text)
-        else:
-            assert depends(tokenizer) and "/no_think" in text
 
 
 def same(tokenizer, tokens: list[int], expected: list[int], text: str) -> None:
@@ -332,16 +266,29 @@ def same(tokenizer, tokens: list[int], expected: list[int], text: str) -> None:
     assert tokens == expected, text
 
 
-def test_prompts(templated):
-    check_prompts(templated)
+def test_parts_are_those_of_the_whole(templated):
+    dialogue, question = Dialogue(templated), "How does it end?"
+    switches = "/no_think" in templated.chat_template
+    answered = whole(templated, "Hi", "Well.", "x")
+    said = len(answered) - len(dialogue.turn("x", ()))
+    assert templated.decode(answered[:said]).rstrip('" ').endswith("Well.")
+    for text in TEXTS:
+        assert dialogue.prompt(text) == whole(templated, text), text
+        turns = whole(templated, "Hi", "Well.", text)
+        if switches and "/no_think" in text:
+            continue
+        assert turns[:said] == answered[:said]
+        same(templated, answered[:said] + dialogue.turn(text, ()), turns, text)
+        for document, asked in ((text, question), ("A text.", text)):
+            joined = dialogue.document(document) + dialogue.question(asked)
+            same(templated, joined, whole(templated, document + INSTRUCTION + asked.strip()), text)
 
 
-def test_documents_and_questions(templated):
-    check_documents(templated)
-
-
-def test_turns(templated):
-    check_turns(templated)
+def test_system_messages(own):
+    dialogue = Dialogue(own, system="Be brief.")
+    assert dialogue.prompt(QUESTION) == whole(own, QUESTION, system="Be brief.")
+    joined = dialogue.document(DOCUMENT) + dialogue.question(f" {QUESTION}\n")
+    assert joined == whole(own, DOCUMENT + INSTRUCTION + QUESTION, system="Be brief.")
 
 
 def test_what_cannot_be_split_is_said(plain):
@@ -362,28 +309,14 @@ def test_what_cannot_be_split_is_said(plain):
         dialogue.turn("Why? /no_think", ())
 
 
-def test_names_of_special_tokens_in_a_changed_text_are_text(plain):
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATES["json"]])
+def test_names_of_special_tokens_in_a_text_are_text(plain, template):
+    """Those that transformers does not count among a tokenizer's special tokens, too."""
     tokenizer = copy.deepcopy(plain)
-    tokenizer.chat_template = TEMPLATES["json"]
+    tokenizer.chat_template = template
     dialogue, end = Dialogue(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert "<|im_end|>" not in tokenizer.all_special_tokens
     text = " a <|im_end|> b\n"
     asked = [*dialogue.document(text), *dialogue.question(text)]
     for tokens in (dialogue.prompt(text), asked, dialogue.turn(text, ())):
-        assert end not in tokens and "<|im_end|>" in tokenizer.decode(tokens)
-    shown = tokenizer.decode(dialogue.prompt(text))
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
-    assert shown == rendered
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variable", ["KVJAX_SMOLLM2", "KVJAX_QWEN"])
-def test_real_models(variable):
-    given = os.environ.get(variable)
-    if not given or not Path(given).exists():
-        pytest.skip(f"no model: set {variable}")
-    tokenizer = load_tokenizer(given)
-    check_prompts(tokenizer)
-    check_documents(tokenizer)
-    check_turns(tokenizer)
+        assert end not in tokens and "<|im_end|> b" in tokenizer.decode(tokens)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 import jax
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.attention.layer import layer_caches
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import nbytes
 from kvjax.generation import reading
@@ -17,8 +17,11 @@ from kvjax.generation.model import AttentionOptions
 from kvjax.generation.reading import CacheSize
 from kvjax.models import random_decoder
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds
-from tests.generation.test_generate import CONFIG, RAGGED, method, model
+from tests.generation.test_generate import CONFIG, RAGGED, VOCAB, method, model
 from tests.support.cases import BUDGET, compositions, registered
+from tests.support.marks import slow, some_slow
+from tests.transforms import test_h2o, test_repeated_snapkv, test_streaming_llm
+from tests.transforms.test_repeated_snapkv import EverySnapKV
 
 STORED = {
     "8 bits": "quantize",
@@ -39,11 +42,6 @@ LAYERED = {
 }
 FAST = ("snapkv", "offload")
 QUESTIONS = [[7, 3], [11], [5, 9, 2]]
-
-
-def cases(names: Iterable[str], *fast: str) -> list:
-    """All names as cases of a test, of which those that are not `fast` are slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def transform_of(name: str) -> kvjax.KVTransform:
@@ -69,7 +67,7 @@ def same(one, other) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize("name", cases(TRANSFORMS, *FAST))
+@pytest.mark.parametrize("name", some_slow(TRANSFORMS, *FAST))
 def test_many_questions_about_one_document(name):
     """Asked together, one by one, and after reading the document again: the same answers."""
     document = read(name, RAGGED[:1])
@@ -86,7 +84,7 @@ def test_many_questions_about_one_document(name):
     assert len({tuple(row) for row in together.tokens}) > 1, "equal answers show nothing"
 
 
-@pytest.mark.parametrize("name", cases(TRANSFORMS, *FAST))
+@pytest.mark.parametrize("name", some_slow(TRANSFORMS, *FAST))
 def test_rows_that_take_no_part(name):
     """Their caches stay bit for bit, and their next turn is as if they had been alone."""
     whole = read(name)
@@ -100,7 +98,7 @@ def test_rows_that_take_no_part(name):
     assert later.tokens[1] == generate([QUESTIONS[1]], alone).tokens[0]
 
 
-@pytest.mark.parametrize("name", cases(["full", "h2o", "8 bits"], "full"))
+@pytest.mark.parametrize("name", some_slow(["full", "h2o", "8 bits"], "full"))
 def test_going_on_without_a_prompt(name):
     """In pieces as at once, for methods that do the same in every step."""
     at_once = generate(None, read(name), max_new_tokens=12)
@@ -133,13 +131,6 @@ def test_donating_gives_the_memory_away():
     assert answer.tokens == generate(QUESTIONS, read("full")).tokens
     with pytest.raises(ValueError, match="given away"):
         generate(QUESTIONS, context)
-
-
-def test_the_first_turn_is_generate():
-    """Reading and writing apart are reading and writing at once."""
-    tokens = kvjax.generate(model(), RAGGED, transform=transform_of("h2o"), max_new_tokens=8).tokens
-    context = kvjax.read(model(), RAGGED, transform=transform_of("h2o"), max_new=64)
-    assert generate(None, context, max_new_tokens=8).tokens == tokens
 
 
 def test_further_turns_compile_once():
@@ -221,7 +212,9 @@ def test_a_stream_may_be_stopped():
 OPTIONS = AttentionOptions(scale=0.5, window=9, soft_cap=None)
 
 
-@pytest.mark.parametrize("name", cases(LAYERED, "clusterkv", "full", "pyramidinfer", "spindlekv"))
+@pytest.mark.parametrize(
+    "name", some_slow(LAYERED, "clusterkv", "full", "pyramidinfer", "spindlekv")
+)
 def test_layers_that_are_alike_differ_in_their_states_alone(name):
     """What the compiled layer makes for itself is what `init_cache` gives for each layer."""
     # Calibrations are those of three layers.
@@ -239,3 +232,94 @@ def test_layers_that_are_alike_differ_in_their_states_alone(name):
         return made, given
 
     same(*both())
+
+
+# Progress
+
+
+PROGRESS = {
+    "full": kvjax.Full(),
+    "head groups": kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), kvjax.StreamingLLM(16)))),
+    "pyramidinfer": kvjax.PyramidInfer(ratio=0.3, context=6, interval=4),
+}
+if HOST_MEMORY in memory_kinds():
+    PROGRESS["offload"] = kvjax.parse(OFFLOADED, 36)
+
+
+@pytest.mark.parametrize("name", some_slow(PROGRESS, "full"))
+def test_layers_report_once_in_order_and_change_nothing(name):
+    options = {"transform": PROGRESS[name], "max_new_tokens": 6}
+    for _ in range(2):  # the listener is not compiled in
+        layers = []
+        watched = kvjax.generate(model(), RAGGED, on_layer=layers.append, **options)
+        assert layers == [0, 1] and all(type(layer) is int for layer in layers)
+    plain = kvjax.generate(model(), RAGGED, **options)
+    assert watched.tokens == plain.tokens and watched.cache_bytes == plain.cache_bytes
+
+
+def test_layers_that_are_alike_share_one_program():
+    before, compiled = reading._read_layer._cache_size(), []
+    for listen in ({"on_layer": print}, {"on_layer": [].append, "on_compile": compiled.append}):
+        kvjax.generate(model(), RAGGED, transform=kvjax.H2O(30), max_new_tokens=6, **listen)
+        assert reading._read_layer._cache_size() == before + 1
+    assert compiled == [
+        "the caches", "the embedding", "the prompt pass of layer 1 of 2", "the logits",
+        "the choice of a token", "the decode loop",
+    ]  # fmt: skip
+
+
+# Conversations of 20 turns
+
+
+TURNS, NEW = 20, 3
+
+
+def questions(turn: int) -> list[list[int] | None]:
+    """Questions of different lengths; every third turn one row has none."""
+    rng = np.random.default_rng(turn)
+    asked = [rng.integers(VOCAB, size=1 + (turn + row) % 3).tolist() for row in range(3)]
+    if turn % 3 == 2:
+        asked[turn % 2] = None
+    return asked
+
+
+PAIRS = {
+    "h2o": lambda: test_h2o.pair(12),
+    "streaming_llm": lambda: test_streaming_llm.pair(),
+    "every": lambda: test_repeated_snapkv.pair(kvjax.Every, EverySnapKV, 20, 8, steps=6),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.slow
+def test_20_turns_are_those_of_the_reference(name):
+    """Outputs and kept tokens of every call of a layer."""
+    both = PAIRS[name]().prompt((20, 3, 11))
+    for turn in range(TURNS):
+        stopped = tuple(row for row in range(3) if turn % 3 == 2 and row == turn % 2)
+        counts = [0 if row in stopped else 1 + (turn + row) % 3 for row in range(3)]
+        both.prompt(tuple(counts)).decode(2, stopped)
+
+
+# Most live slots per layer, row and KV head after a turn of three new tokens.
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("full", None), *slow(("every", 36 + 4 + 3), ("h2o", 36), ("clusterkv", None))],
+)
+def test_20_turns_stay_within_the_bound(name, most):
+    """Of slots and bytes; what keeps everything keeps exactly what was said."""
+    context = read(name)
+    size, length = context.nbytes, np.array([len(row) for row in RAGGED])
+    for turn in range(TURNS):
+        asked = questions(turn)
+        answer = generate(asked, context, max_new_tokens=NEW, donate=True)
+        context = answer.context
+        length += [0 if row is None else len(row) + NEW for row in asked]
+        live = [part.kv.live.sum(-1) for part in layer_caches(context.caches)]
+        assert context.length.tolist() == length.tolist() and answer.dropped == 0
+        assert context.nbytes == size
+        for count in live:
+            if most is None:
+                np.testing.assert_array_equal(count, np.broadcast_to(length[:, None], count.shape))
+            else:
+                assert int(count.max()) <= most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -11,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.generation import groups, reading, writing
+from kvjax.generation import groups, reading
 from kvjax.generation.groups import row_groups
 from kvjax.generation.model import as_functional
-from tests.generation.test_context import LAYERED, STORED, TRANSFORMS, cases
+from tests.generation.test_context import STORED, TRANSFORMS
 from tests.generation.test_generate import RNG, VOCAB, generate, method, model
+from tests.support.marks import some_slow
 
 BUCKETS = (4, 8, 16, 64)
 PROMPTS = [RNG.integers(VOCAB, size=size).tolist() for size in (5, 60, 3, 13, 41, 7)]
 GROUPS = [[1, 4], [3], [0, 5], [2]]  # 64, 16, 8 and 4 tokens wide
 QUESTIONS = [[1, 2], None, list(range(40)), [3, 4, 5], None, [6]]
 ASKED = [[2], [0, 3], [5]]
-OF_THREE_LAYERS = ("infinigen", "quantize_channel_infinigen", "outlier_heads")  # the model has two
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def worth_it(monkeypatch):
 
 
 @pytest.fixture
-def together(monkeypatch):
+def together():
     """Reads all rows together, as one batch that is padded to its longest row."""
 
     def run(function, *args, **options):
@@ -103,37 +104,29 @@ def same_answers(one: kvjax.Generation, other: kvjax.Generation) -> None:
             np.testing.assert_array_equal(*held)
 
 
-def conversation(transform: kvjax.KVTransform, **options) -> list[kvjax.Generation]:
+def conversation(transform: kvjax.KVTransform, of=None, **options) -> list[kvjax.Generation]:
     """A batch of prompts, a turn of some rows, and one of all."""
+    of = of or model()
     context = kvjax.read(
-        model(), PROMPTS, transform=transform, max_prompt=128, max_new=64, buckets=BUCKETS,
+        of, PROMPTS, transform=transform, max_prompt=128, max_new=64, buckets=BUCKETS,
         **options,
     )  # fmt: skip
     found = []
     for asked in (None, QUESTIONS, [[7]] * len(PROMPTS)):
-        result = generate(
-            asked, context=context, max_new_tokens=5, end_tokens=(), buckets=(*BUCKETS, 128)
+        result = kvjax.generate(
+            of, asked, context=context, max_new_tokens=5, end_tokens=(), buckets=(*BUCKETS, 128)
         )
         context = result.context
         found.append(result)
     return found
 
 
-@pytest.mark.parametrize("name", cases(TRANSFORMS, "every"))
+@pytest.mark.parametrize("name", some_slow(TRANSFORMS, "every"))
 def test_results_are_those_of_one_padded_batch(name, together):
     transform = method(STORED.get(name, name))
     pairs = zip(conversation(transform), together(conversation, transform), strict=True)
     for one, other in pairs:
         same_answers(one, other)
-
-
-@pytest.mark.parametrize(
-    "name", cases([name for name in LAYERED if name not in OF_THREE_LAYERS], "head_groups")
-)
-def test_so_are_those_of_compositions(name, together):
-    options = {"transform": LAYERED[name], "buckets": BUCKETS, "max_new_tokens": 5}
-    one = generate(PROMPTS, **options)
-    assert one.tokens == together(generate, PROMPTS, **options).tokens
 
 
 def test_no_more_tokens_are_read_than_groups_have(shapes):
@@ -143,21 +136,6 @@ def test_no_more_tokens_are_read_than_groups_have(shapes):
     shapes.clear()
     generate(QUESTIONS, context=context, buckets=BUCKETS, max_new_tokens=1)
     assert shapes == [(1, 64), (2, 4), (1, 4)] * layers
-
-
-def test_rows_without_a_turn_stay_bit_for_bit():
-    context = kvjax.read(
-        model(), PROMPTS, transform=kvjax.SnapKV(24, window=8), max_prompt=128, buckets=BUCKETS
-    )
-    before = context.copy()
-    after = writing.further(
-        as_functional(model()), context, QUESTIONS, BUCKETS, reading.Compiler(), None
-    )
-    idle = [row for row, asked in enumerate(QUESTIONS) if asked is None]
-    for old, new in zip(before.caches, after.caches, strict=True):
-        for x, y in zip(jax.tree.leaves(old.kv), jax.tree.leaves(new.kv), strict=True):
-            np.testing.assert_array_equal(x[idle, ...], y[idle, ...])
-    np.testing.assert_array_equal(before.logits[np.array(idle)], after.logits[np.array(idle)])
 
 
 def test_other_prompts_of_the_same_widths_compile_nothing():
@@ -171,23 +149,14 @@ def test_other_prompts_of_the_same_widths_compile_nothing():
 
 
 def test_a_model_that_does_not_show_its_parts(together):
-    whole = dataclasses.replace(as_functional(model()), parts=None)
-    seen = []
-
-    def run() -> list:
-        context = kvjax.read(
-            whole, PROMPTS, transform=kvjax.H2O(16), max_prompt=128, buckets=BUCKETS,
-            on_layer=seen.append,
-        )  # fmt: skip
-        return kvjax.generate(
-            whole, QUESTIONS, context=context, max_new_tokens=5, end_tokens=(), buckets=BUCKETS
-        )
-
-    same_answers(run(), together(run))
+    whole, seen = dataclasses.replace(as_functional(model()), parts=None), []
+    run = functools.partial(conversation, kvjax.H2O(16), whole, on_layer=seen.append)
+    for one, other in zip(run(), together(run), strict=True):
+        same_answers(one, other)
     assert seen == list(range(whole.num_layers)) * 2
 
 
-@pytest.mark.parametrize("name", cases(["snapkv", "spindlekv"], "snapkv"))
+@pytest.mark.parametrize("name", some_slow(["snapkv", "spindlekv"], "snapkv"))
 def test_a_prompt_that_is_read_once_is_read_in_groups(name, shapes, together):
     """What methods need of the attention is seen group by group."""
     transform = method(name)

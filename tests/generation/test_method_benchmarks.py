@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from pathlib import Path
 
@@ -66,13 +65,6 @@ def test_tokens_are_those_of_generate(run, text):
     assert run["tokens"].tolist() == run["fed"].tolist() == result.tokens
 
 
-def test_log_probabilities_are_those_of_the_best_token(run):
-    """A margin bounds the best token's probability: at least 1 / V, and above 1/2 beyond log V."""
-    assert (run["log_probability"] < 0).all() and (run["margin"] >= 0).all()
-    assert (run["log_probability"] >= -np.log(CONFIG.vocab_size)).all()
-    assert (run["log_probability"] >= -np.log1p(63 * np.exp(-run["margin"])) - 1e-6).all()
-
-
 def test_it_feeds_the_tokens_of_another_run(kept_tokens, run, text):
     other = (run["fed"] + 1) % CONFIG.vocab_size
     found = kept_tokens.record(kvjax.StreamingLLM(BUDGET, sinks=4), text, other)
@@ -86,10 +78,6 @@ def test_it_feeds_the_tokens_of_another_run(kept_tokens, run, text):
 def everything_equal() -> tuple:
     sets = 3 * CONFIG.num_layers * len(LENGTHS) * 2
     return (len(LENGTHS) * STEPS,) * 2 + (None, None, 0) + (sets,) * 4 + (None, 0)
-
-
-def test_equal_runs_compare_equal(kept_tokens, run):
-    assert kept_tokens.compare(run, run) == everything_equal()
 
 
 def test_differences_are_counted(kept_tokens, run):
@@ -118,34 +106,6 @@ def test_sets_of_different_sizes_are_compared(kept_tokens, run):
     assert kept_tokens.compare(run, wider) == everything_equal()
     wider["positions_0"][0, 0, 0, -1] = 99
     assert kept_tokens.compare(run, wider).sets == everything_equal()[5] - 1
-
-
-def test_different_runs_are_refused(kept_tokens, run):
-    other = {**run, "tokens": run["tokens"][:1]}
-    with pytest.raises(ValueError, match="the same rows, steps, checkpoints and heads"):
-        kept_tokens.compare(run, other)
-
-
-def test_head_groups_are_joined(kept_tokens):
-    """Groups of heads have caches of different sizes, with slots in any order."""
-    groups = kvjax.HeadGroups((((1,), kvjax.Full()), ((0,), kvjax.StreamingLLM(4, sinks=1))))
-    wide, narrow = kvjax.init_cache(
-        groups, batch=1, kv_heads=2, head_dim=4, max_prompt=6, max_new=1, dtype="float32"
-    )
-    free = -np.inf
-    cache = (
-        with_slots(wide, [5, 1, 2, 4, 3, 7, 0], [0.0, 0.5, 0.0, 0.0, 0.0, free, 0.0]),
-        with_slots(narrow, [-1, 3, 0, 5, 4], [free, 1.0, 0.0, 0.0, 0.0]),
-    )
-    positions, log_mass = kept_tokens.kept(cache)
-    assert positions.tolist() == [[[0, 1, 2, 3, 4, 5], [0, 3, 4, 5, -1, -1]]]
-    assert log_mass.tolist() == [[[0, 0.5, 0, 0, 0, 0], [0, 1, 0, 0, free, free]]]
-
-
-def with_slots(cache, positions: list[int], log_mass: list[float]):
-    """A cache whose slots hold tokens of these positions and masses, for one row and head."""
-    slots = {"position": np.int32([[positions]]), "log_mass": np.float32([[log_mass]])}
-    return dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, **slots))
 
 
 def test_every_registered_method_has_a_setting(kept_tokens):

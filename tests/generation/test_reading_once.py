@@ -12,9 +12,10 @@ import pytest
 import kvjax
 from kvjax.generation import reading
 from kvjax.generation.model import as_functional
-from tests.generation.test_context import TRANSFORMS, cases, transform_of
+from tests.generation.test_context import TRANSFORMS, transform_of
 from tests.generation.test_generate import RAGGED, model
 from tests.generation.test_rings import model as model_with_windows
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 SIZES = {"max_prompt": 96, "max_new": 32}
@@ -55,7 +56,7 @@ def once() -> kvjax.ReadOnce:
     return kvjax.ReadOnce(model(), RAGGED, [made(name) for name in NAMES], **SIZES)
 
 
-@pytest.mark.parametrize("name", cases(NAMES, *FAST))
+@pytest.mark.parametrize("name", some_slow(NAMES, *FAST))
 def test_a_context_equals_the_one_that_read_gives(once, name):
     transform = made(name)
     shared, alone = (

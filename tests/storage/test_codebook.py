@@ -99,13 +99,3 @@ def test_more_entries_take_wider_indices():
 def test_bad_input(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         kvjax.Codebook(**bad)
-
-
-def test_what_cannot_follow():
-    book = kvjax.Codebook()
-    with pytest.raises(ValueError, match="merges slots while decoding"):
-        kvjax.chain(kvjax.CaM(kvjax.StreamingLLM(budget=8)), book)
-    with pytest.raises(ValueError, match="unrotated"):
-        kvjax.chain(book, kvjax.Quest(budget=64, dense_layers=()))
-    with pytest.raises(ValueError, match="represent"):
-        kvjax.chain(book, kvjax.H2O(budget=8))

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 from kvjax import ClusterKV, Offload, chain
 from kvjax.attention.prompt import begin
-from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.storage.offload import HOST_MEMORY, memory_kinds, recall_statistics
 from tests.support import attending
 from tests.support.attending import attend, new_cache, right, structure
@@ -91,9 +89,7 @@ def both_ways(recent=1, dtype="float32", steps=STEPS, stops=(), before=(), **cha
     return out
 
 
-OFFLOADED = chain(clusterkv(), Offload(recent_steps=2))  # one method, so that it is compiled once
-
-
+OFFLOADED = chain(clusterkv(), Offload(recent_steps=2))
 # --- the same as without --------------------------------------------------------------------------
 
 # Whole intervals: a loop of another length would be compiled too.
@@ -163,14 +159,6 @@ def test_hits_and_misses(name):
     assert given.fetched_bytes_per_step == 2 * fetched[-1].sum() * row_bytes / steps
 
 
-@pytest.mark.slow
-def test_more_recent_steps_find_more():
-    one, two = (both_ways(**CASES[name])[1][1].resident for name in ("one step", "two steps"))
-    np.testing.assert_array_equal(one[0], two[0])
-    assert (two[1][-1] >= one[1][-1]).all() and two[1][-1, 0] > one[1][-1, 0]
-    assert (two[2][-1] <= one[2][-1]).all()
-
-
 def test_no_statistics_without_offloaded_steps():
     plain = new_cache(clusterkv(), 1, **sizes())
     offloaded = new_cache(chain(clusterkv(), Offload()), 1, **sizes())
@@ -197,35 +185,6 @@ def test_a_further_turn_forgets_what_was_resident():
         outs.append([one.out, np.asarray(out), two.out, two.index])
     for mine, expected in zip(*outs, strict=True):
         close(mine, expected, "exact")
-
-
-# --- in generate ----------------------------------------------------------------------------------
-
-CONFIG = DecoderConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4, kv_heads=2,
-    head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512,
-)  # fmt: skip
-
-
-@functools.cache
-def model():
-    decoder = random_decoder(CONFIG, seed=3)
-    graph, state = nnx.split(decoder)
-    return nnx.merge(graph, jax.tree.map(lambda x: x * 2.0 if x.ndim > 1 else x, state))
-
-
-@pytest.mark.slow
-def test_generate_token_for_token():
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(64, size=size).tolist() for size in (120, 3, 77)]
-    tx = clusterkv(24, interval=8)
-    plain, offloaded, full = (
-        kvjax.generate(model(), prompts, transform=each, max_new_tokens=48, end_tokens=(7,))
-        for each in (tx, chain(tx, Offload(recent_steps=2)), None)
-    )
-    assert offloaded.tokens == plain.tokens and offloaded.ended == plain.ended
-    assert len(set(plain.tokens[0])) > 3
-    assert full.tokens != plain.tokens, "a budget that changes nothing shows nothing"
 
 
 # --- what moves, and what is held -----------------------------------------------------------------
@@ -294,15 +253,14 @@ def test_a_flush_writes_a_block_per_row_and_head():
 @pytest.mark.slow
 def test_an_empty_store_stays_where_it_is():
     """`generate` begins with empty caches; the caches that come out are the same."""
-    transform = OFFLOADED
-    cache, prompt = new_cache(transform, 3, **sizes(60)), tokens(steps=60)[0]
+    cache, prompt = new_cache(OFFLOADED, 3, **sizes(60)), tokens(steps=60)[0]
 
     def read(cache, *prompt):
-        return kvjax.attend(transform, begin(cache, empty=True), *prompt, phase="prompt")[1]
+        return kvjax.attend(OFFLOADED, begin(cache, empty=True), *prompt, phase="prompt")[1]
 
     traced = jax.make_jaxpr(read)(cache, *prompt)
     assert not uses_of_stores(traced.jaxpr, cache.kv.k.store.size)
-    _, expected = attend(transform, cache, *prompt, phase="prompt")
+    _, expected = attend(OFFLOADED, cache, *prompt, phase="prompt")
     found = jax.jit(read)(cache, *prompt)
     assert structure(found) == structure(expected)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -310,16 +268,6 @@ def test_an_empty_store_stays_where_it_is():
         if jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
             mine, theirs = jax.random.key_data(mine), jax.random.key_data(theirs)
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
-
-
-def test_a_copied_store_would_be_seen():
-    cache = new_cache(chain(clusterkv(), Offload()), 3, **sizes())
-
-    def copied(cache, again):
-        return jax.lax.cond(again, lambda: cache.kv.k.read(), lambda: jnp.zeros(cache.kv.k.shape))
-
-    traced = jax.make_jaxpr(copied)(cache, jnp.array(True))
-    assert "device_put" in {name for name, _ in uses_of_stores(traced.jaxpr, cache.kv.k.store.size)}
 
 
 @pytest.mark.slow
@@ -351,14 +299,6 @@ def test_bytes_by_memory(case):
     assert both < (0.3 if recent > 1 else 0.08) * 2 * store, "keys and values on the device"
 
 
-@pytest.mark.slow
-def test_everything_but_the_stores_is_on_the_device():
-    _, (cache, _) = both_ways(**CASES["one step"])
-    for path, leaf in jax.tree_util.tree_leaves_with_path(cache):
-        kind = leaf.sharding.memory_kind
-        assert (kind == HOST_MEMORY) == (".store" in jax.tree_util.keystr(path)), path
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -370,7 +310,6 @@ REFUSED = [
         (NEEDED, lambda tx=tx: new_cache(tx, 1))
         for tx in (Offload(), chain(kvjax.Full(), Offload()))
     ),
-    (NEEDED, lambda: kvjax.generate(model(), [[1, 2]], transform=Offload(), max_new_tokens=2)),
     ("stands once", lambda: chain(clusterkv(), Offload(), Offload())),
     ("evict or merge → represent → recall → place", lambda: chain(Offload(), clusterkv())),
     ("index would go stale", lambda: chain(kvjax.H2O(64), clusterkv(), Offload())),
@@ -389,18 +328,11 @@ def test_what_is_refused(message, call):
         call()
 
 
-def test_the_interval_is_the_methods():
-    cache = new_cache(chain(clusterkv(), Offload(interval=INTERVAL)), 1, max_new=64)
-    assert cache.kv.interval == cache.kv.k.recent.size == INTERVAL
-
-
 def test_a_platform_without_host_memory(monkeypatch):
     monkeypatch.setattr(sys.modules["kvjax.storage.offload"], "memory_kinds", lambda: ("device",))
     transform = chain(clusterkv(), Offload())
     with pytest.raises(ValueError, match=r"pinned_host memory, which the platform .* has device"):
         new_cache(transform, 1)
-    with pytest.raises(ValueError, match="pinned_host"):
-        kvjax.generate(model(), [[1, 2]], transform=transform, max_new_tokens=2)
 
 
 def test_one_token_a_step():
@@ -413,20 +345,17 @@ def test_one_token_a_step():
         kvjax.attend(transform, cache, *two, positions, phase="decode")
 
 
-@functools.cache
-def more_than_there_is_room_for(transform) -> attending.Run:
-    """Three steps beyond `max_new`."""
-    row = attending.Tokens.random(rows=1)
-    return attending.run(transform, row, right([0], [5], 5), attending.MAX_NEW + 3)
-
-
 @pytest.mark.parametrize("offload", [(), (kvjax.Offload(),)], ids=["alone", "offloaded"])
 @pytest.mark.parametrize("interval", [4, 100])
 @pytest.mark.slow
 def test_what_comes_after_the_last_step(interval, offload):
     """A short prompt leaves slots free. What is clustered makes room; what is not is counted."""
     own = kvjax.ClusterKV(32, tokens_per_cluster=4, sinks=2, interval=interval, dense_layers=())
-    steps, full = (more_than_there_is_room_for(tx) for tx in (chain(own, *offload), kvjax.Full()))
+    row, beyond = attending.Tokens.random(rows=1), attending.MAX_NEW + 3
+    steps, full = (
+        attending.run(tx, row, right([0], [5], 5), beyond)
+        for tx in (chain(own, *offload), kvjax.Full())
+    )
     seen = attending.MAX_NEW + 3 * (interval == 4)
     for out, expected in zip(steps.outs[:seen], full.outs, strict=False):
         close(out, expected)
