@@ -69,13 +69,7 @@ ENTRY %%main (cache: bf16[4,8], q: bf16[1,8]) -> bf16[4,8] {
 """  # noqa: E501
 
 
-COPIES, TO_HOST, UPDATED_THERE, TALKS, WAITS = (
-    "copies",
-    "to host",
-    "updated there",
-    "talks",
-    "waits",
-)
+COPIES, TO_HOST, UPDATED_THERE, TALKS, WAITS = "copies", "to host", "updated", "talks", "waits"
 
 
 def program(line: str = "") -> Program:

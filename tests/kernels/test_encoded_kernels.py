@@ -19,12 +19,10 @@ from pallas_kernels import (
     quantise_slots,
     quantized_attention,
 )
-from pallas_kernels.attention.call import join_attention, stored_attention
-from pallas_kernels.attention.forms import dense_rows, quantized_rows
 from pallas_kernels.attention.rotation import cos_sin_of_turns, fixed_point, turns_of
 from tests.references import quantised
 from tests.references.rope import inverse_frequencies, rope
-from tests.support.attention_cases import SLOTS, Case, Shape, check, run, use_small_tiles
+from tests.support.attention_cases import Case, Shape, check, run, use_small_tiles
 from tests.support.implementations import each_way
 
 ENTRIES = 40  # of a book
@@ -194,33 +192,6 @@ def test_attention_over_what_is_stored(form, shape, rotation, implementation):
     check(case, case.attention(implementation), case.expected(rows=case.rows))
 
 
-def test_newest_rows_in_an_array_of_their_own():
-    """Slots from 21 on as they came, the others encoded, in more rows than slots; joined."""
-    case, start = Case(Shape(group=2)), 21
-    encoded, k = Form("4 bits", 16).encode(case.k, case.free)
-    k[:, :, start:] = np.asarray(case.k, np.float64)[:, :, start:]
-    body = Encoded(*(np.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in encoded))
-
-    @jax.jit
-    def joined(q, body, tail, v, bias, query, position):
-        first = jnp.full((2, 2), start, jnp.int32)
-        kind = {
-            **case.options, "window": None, "soft_cap": None, "chosen": "interpret",
-            "dtype": jnp.float32, "probabilities": True,
-        }  # fmt: skip
-        keys = quantized_rows(body, jnp.float32)
-        rest = dense_rows(v), bias, query, position
-        old = stored_attention("quantized_attention", q, keys, *rest, end=first, **kind)
-        rest = dense_rows(v[:, :, start:]), bias[..., start:], query, position[..., start:]
-        new = stored_attention("quantized_attention", q, dense_rows(tail), *rest, **kind)
-        out, lse, weights = join_attention([old[:2], new[:2]])
-        p = old[2] * weights[0][..., None]
-        return out, lse, p.at[..., start:].add(new[2] * weights[1][..., None])
-
-    actual = joined(case.q, body, np.asarray(case.k)[:, :, start:], case.v, *case.args[3:])
-    check(case, actual, case.expected(rows=(k, np.asarray(case.v, np.float64))))
-
-
 def test_cosines_and_sines_of_turns():
     """As exact as 32 bits of a turn allow: those of each position count as often as it says."""
     position = np.array([0, 1, 2, 3, 1000, 4097, 131_071], np.int32)
@@ -250,41 +221,3 @@ def test_small_values_survive_float16():
     expected = case.expected(rows=(k_rows, v_rows))[0]
     error = np.abs(np.asarray(out, np.float64) - expected).max()
     assert error < 0.01 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"k": 32}, r"k.values must have shape \(2, 2, 45, 64\), got \(2, 2, 45, 32\)"),
-        ({"query": (2, 3)}, r"query_position must have shape \(2, 1\), got \(2, 3\)"),
-        ({"used": (2,)}, r"used must be \[B, H\] = \(2, 2\), got \(2,\)"),
-        ({"implementation": "triton"}, r"\('xla', 'pallas', 'interpret'\), got 'triton'"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_bad_arguments_of_quantised_attention(changes, message):
-    case = Case(Shape())
-    k, v = (Encoded(*to_8_bits(finite(x))) for x in (case.k, case.v))
-    k = k._replace(values=np.asarray(k.values)[..., : changes.get("k", 64)])
-    query = np.zeros(changes.get("query", (2, 1)), np.int32)
-    used = np.zeros(changes["used"], np.int32) if "used" in changes else None
-    with pytest.raises(ValueError, match=message):
-        quantized_attention(
-            case.q, k, v, case.bias, query, case.position, scale=1.0, used=used,
-            implementation=changes.get("implementation"),
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("part", "shape", "message"),
-    [
-        ("entries", (2, 2, 9, 64), r"k.entries must be \[B, 1, E, D\]"),
-        ("index", (2, 2, 44), r"k.index must have the shape of bias, \(2, 2, 45\), got \(2, 2, 4"),
-    ],
-)
-def test_bad_arguments_of_codebook_attention(part, shape, message):
-    case = Case(Shape())
-    v = References(np.zeros((2, 1, 9, 64), np.float32), np.zeros((2, 2, SLOTS), np.uint16))
-    k = v._replace(**{part: np.zeros(shape, np.uint16 if part == "index" else np.float32)})
-    with pytest.raises(ValueError, match=message):
-        codebook_attention(case.q, k, v, *case.args[3:], scale=1.0)

@@ -31,27 +31,6 @@ def test_against_the_matrix(dim, dtype):
     close(rows, reference.rotate(x.astype(np.float64)))
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_it_is_its_own_inverse_and_keeps_inner_products(dim):
-    q, k = normal(9, dim), normal(40, dim, seed=1)
-    close(transform(transform(k)), k, "accumulated")
-    close(transform(q) @ transform(k).T, q @ k.T, "accumulated")
-
-
-def test_a_large_channel_is_spread_over_its_block():
-    x = np.zeros((1, 96), np.float32)
-    x[0, 40] = 8
-    rows = np.abs(transform(x))[0]
-    close(rows, np.where(np.arange(96) // 32 == 1, 8 / np.sqrt(32), 0.0))
-
-
-def test_nothing_of_one_row_reaches_another():
-    x = normal(3, 64)
-    x[1] = np.nan
-    rows = np.asarray(transform(x))
-    assert np.isfinite(rows[[0, 2]]).all() and np.isnan(rows[1]).all()
-
-
 def test_it_lowers_for_cuda_as_one_product():
     text = lower_for_cuda(hadamard_transform, jnp.zeros((2, 4, 3, 128)))
     assert text.count("dot_general") == 1 and "HIGHEST" in text

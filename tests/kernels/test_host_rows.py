@@ -67,19 +67,15 @@ def runs(lengths) -> np.ndarray:
     return np.array(out)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
-def test_one_run(length):
-    """Pieces of 16, and what is left over, up to the last slot of the store."""
-    index = np.full((ROWS, HEADS, 100), -1)
-    index[:, :, :length] = np.arange(length)
-    index[1, 1, :length] = np.arange(100 - length, 100)
-    check(index, index >= 0)
-
-
-@pytest.mark.parametrize("lengths", [(1, 16, 1), (15, 16, 17), (5, 20, 3, 7), (16, 16, 32)])
-def test_several_runs(lengths):
+@pytest.mark.parametrize(
+    "lengths",
+    [*((n,) for n in (1, 15, 16, 17, 31, 32, 33, 100)), (1, 16, 1), (5, 20, 3, 7), (16, 16, 32)],
+)
+def test_runs(lengths):
+    """Pieces of 16, and the rest of a run, up to the last slot of the store."""
     index = runs(lengths)
     index = np.broadcast_to(index, (ROWS, HEADS, index.size)).copy()
+    index[1, 1] += SLOTS - 1 - index[1, 1, -1]
     index[0, 1] = index[0, 1, ::-1]  # nothing follows anything
     check(index, index >= 0)
 
@@ -113,41 +109,38 @@ def test_lists_and_stores_of_other_kinds(index, options):
 
 
 KINDS = {
-    "plain": {},
-    "one store": {"lists": 2, "stores": 1, "dim": 64},
-    "bfloat16": {"lists": 6, "dim": 96, "dtype": jnp.bfloat16, "into": jnp.bfloat16},
-    "bfloat16 into float32": {"dim": 128, "dtype": jnp.bfloat16},
-    "one slot": {"entries": 1, "slots": 1, "stores": 3, "dim": 5},
-}
+    # name: lists, entries of each, and options of `check`
+    "plain": (4, 45, {"slots": 50, "dim": 80}),
+    "one store": (2, 45, {"slots": 50, "stores": 1, "dim": 64}),
+    "bfloat16": (
+        6, 45, {"slots": 50, "dim": 96, "dtype": jnp.bfloat16, "into": jnp.bfloat16}
+    ),
+    "bfloat16 into float32": (4, 45, {"slots": 50, "dim": 128, "dtype": jnp.bfloat16}),
+    "one slot": (4, 1, {"slots": 1, "stores": 3, "dim": 5}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "implementation"),
-    each_way({x: (KINDS[x],) for x in KINDS}, fast=["one slot", "one store"], xla=False),
-)
-def test_by_the_kernel(kind, implementation, small_tiles):
-    for share in (0.0, 0.1, 1.0):
-        check(*drawn(share, kind), implementation, **options_of(kind))
-
-
-def drawn(share, kind):
+def drawn(share, lists, entries, slots):
     """Entries of lists that are missing, there already, or none."""
-    rng = np.random.default_rng(kind.get("lists", 4))
-    index = rng.integers(
-        0, kind.get("slots", 50), (2, kind.get("lists", 4), kind.get("entries", 45))
-    )
+    rng = np.random.default_rng(lists)
+    index = rng.integers(0, slots, (2, lists, entries))
     missing = rng.random(index.shape) < share
     return np.where(missing | (rng.random(index.shape) < 0.5), index, -1), missing
 
 
-def options_of(kind):
-    return {"slots": 50, "dim": 80} | {x: kind[x] for x in kind if x not in ("lists", "entries")}
+@pytest.mark.parametrize(
+    ("lists", "entries", "options", "implementation"),
+    each_way(KINDS, fast=["one slot", "one store"], xla=False),
+)
+def test_by_the_kernel(lists, entries, options, implementation, small_tiles):
+    for share in (0.0, 0.1, 1.0):
+        check(*drawn(share, lists, entries, options["slots"]), implementation, **options)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_slots_that_the_store_does_not_have_are_not_fetched(implementation):
     """Memory that is not the store's must not be read, on a GPU least of all. Tiles as they are."""
-    index, missing = drawn(1.0, {"entries": 70})
+    index, missing = drawn(1.0, 4, 70, 50)
     index[0, 0, :3] = [-1, 50, 2**31 - 1]
     check(index, missing, implementation, slots=50, dim=80)
 
@@ -215,40 +208,3 @@ def test_pieces_are_as_few_as_can_be(monkeypatch):
     index, missing = jnp.asarray(index, jnp.int32), jnp.ones(index.shape, bool)
     host_rows((store,), (rows,), index, missing, implementation="xla")
     assert counted == [(16, 2), (1, 2 + 8 + 2)]
-
-
-def test_inside_a_loop():
-    rng = np.random.default_rng(1)
-    data = rng.normal(size=(ROWS, HEADS, SLOTS, 4)).astype(np.float32)
-    index = rng.integers(SLOTS, size=(5, ROWS, HEADS, 20)).astype(np.int32)
-
-    @jax.jit
-    def loop(store, index):
-        def step(store, index):
-            rows = jnp.zeros((*index.shape, 4))
-            return store, host_rows((store,), (rows,), index, index >= 0)[0]
-
-        return jax.lax.scan(step, store, index)
-
-    store, rows = loop(to_host(jnp.asarray(data)), jnp.asarray(index))
-    assert store.sharding.memory_kind == HOST_MEMORY
-    assert rows.sharding.memory_kind != HOST_MEMORY
-    expected = np.take_along_axis(data[None], index[..., None], axis=3)
-    close(rows, expected, "exact")
-
-
-@pytest.mark.parametrize(
-    ("stores", "rows", "index", "options", "message"),
-    [
-        ([], [], (1, 2, 3), {}, "at least 1, got 0 and 0"),
-        ([(1, 2, 5, 4)], [(1, 3, 6, 4)], (1, 3, 6), {}, r"K a multiple of 2, got \(1, 3, 6\)"),
-        ([(1, 2, 5, 4)], [(1, 2, 6, 3)], (1, 2, 6), {},
-         r"rows must have shape \(1, 2, 6, 4\), got \(1, 2, 6, 3\)"),
-        ([(1, 1, 4, 2)], [(1, 1, 2, 2)], (1, 1, 2), {"implementation": "cuda"}, "got 'cuda'"),
-    ],
-)  # fmt: skip
-def test_refused(stores, rows, index, options, message):
-    stores, rows = (tuple(map(jnp.zeros, x)) for x in (stores, rows))
-    index = jnp.zeros(index, jnp.int32)
-    with pytest.raises(ValueError, match=message):
-        host_rows(stores, rows, index, index >= 0, **options)

@@ -170,25 +170,6 @@ def test_it_ends_when_no_label_changes():
     assert label[0, 0].tolist() == [0, 1, 2] and len(moves) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"metric": "dot"}, r"'cosine', 'l2', 'inner_product'.*'dot'"),
-        ({"rounds": -1}, "at least 0, got -1"),
-        ({"implementation": "cuda"}, r"\('xla', 'pallas', 'interpret'\), got 'cuda'"),
-        ({"keys": (1, 5, 2)}, r"keys must be \[B, H, S, D\] .* got \(1, 5, 2\) and"),
-        ({"members": (1, 1, 4)}, r"members must have shape \(1, 1, 5\), got \(1, 1, 4\)"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_refused(changes, message):
-    given = {"keys": (1, 1, 5, 2), "members": (1, 1, 5), "centroids": (1, 1, 3, 2),
-             "there": (1, 1, 3), **changes}  # fmt: skip
-    given = {name: jnp.ones(x) if isinstance(x, tuple) else x for name, x in given.items()}
-    with pytest.raises(ValueError, match=message):
-        kmeans(**given)
-
-
 # --- the kernels ----------------------------------------------------------------------------------
 
 

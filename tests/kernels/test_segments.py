@@ -126,13 +126,3 @@ def test_long_segments_and_rows_that_are_not_numbers(implementation):
     close(found[40], own @ rows[0, 0, members].astype(np.float64) / own.sum(), "reference")
     others = np.arange(size) != 40
     np.testing.assert_array_equal(found[others], rows[0, 0, others])
-
-
-def test_shapes_are_checked():
-    ones, into = jnp.ones((1, 1, 4)), jnp.zeros((1, 1, 4), jnp.int32)
-    with pytest.raises(ValueError, match=r"same B, H and N, got \(1, 1, 4\) and \(1, 1, 3\)"):
-        segment_sum(ones, into[..., 1:])
-    with pytest.raises(ValueError, match="implementation must be None or one of"):
-        segment_sum(ones, into, implementation="cuda")
-    with pytest.raises(ValueError, match=r"weights must have shape \(1, 1, 4\), got \(4,\)"):
-        segment_merge(ones[..., None], into, jnp.ones(4))

@@ -84,13 +84,3 @@ def test_anchors(implementation):
     for row in range(2):
         expected = similar_pairs(keys[row, 0].astype(float), list(free[row, 0]), 0.8, "anchor")
         assert set(np.flatnonzero(joins[row, 0])) == expected
-
-
-def test_shapes_are_checked():
-    keys, slots = jnp.ones((1, 2, 4, 3)), jnp.zeros((1, 2, 5), jnp.int32)
-    with pytest.raises(ValueError, match=r"first must have shape \(1, 2\) and a length, got"):
-        pair_cosine(keys, slots[:, :1], slots)
-    with pytest.raises(ValueError, match=r"second must have shape \(1, 2, 5\), got \(1, 2, 4\)"):
-        pair_distance(keys, slots, slots[..., 1:])
-    with pytest.raises(ValueError, match=r"pairs must have shape \(1, 2, 5\), got \(1, 2, 4\)"):
-        join_anchors(keys, slots, slots[..., 1:] > 0, 0.5)

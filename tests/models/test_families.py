@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.models import from_pretrained, read_config
 from kvjax.models.families import FAMILIES
-from tests.models.family_cases import LLAMAS, NAMED, SEEDS, drawn
+from tests.models.family_cases import LLAMAS, NAMED
 from tests.support.decoders import assert_equal
 from tests.support.hf_models import LENGTHS, SIZES, Stepper, both_logits, reference_logits
 from tests.support.hf_models import save_reference as save
@@ -27,9 +27,6 @@ CASES = {
     f"{family}-{name}": (family, changes)
     for family, cases in {**LLAMAS, **NAMED}.items()
     for name, changes in cases.items()
-}
-DRAWN = {
-    f"{family}-{seed}": (family, drawn(family, seed)) for family in NAMED for seed in range(SEEDS)
 }
 
 
@@ -47,12 +44,6 @@ def compare(folder, family, changes) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_named_models(tmp_path, name):
     compare(tmp_path, *CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DRAWN)
-def test_logits_of_drawn_models(tmp_path, name):
-    compare(tmp_path, *DRAWN[name])
 
 
 FAST = ("phi3", "gemma3_text", "olmo3")
@@ -77,7 +68,7 @@ def test_every_token_through_the_cache(tmp_path, family):
 def test_every_parameter_has_a_tensor(tmp_path, family):
     """The names of a family cover the decoder's parameters, each once, and nothing else."""
     if family == "chatglm":
-        (tmp_path / "config.json").write_text(json.dumps(chatglm_config()))
+        (tmp_path / "config.json").write_text(json.dumps(CHATGLM))
     else:
         changes = list(NAMED[family].values())[-1]
         transformers_config(family, changes).save_pretrained(tmp_path)
@@ -122,10 +113,6 @@ CHATGLM = {
 }  # fmt: skip
 
 
-def chatglm_config(**changes) -> dict:
-    return {**CHATGLM, **changes}
-
-
 def as_chatglm(tensors: dict) -> dict:
     """The tensors of a GLM checkpoint by ChatGLM's names, fused as there."""
     named = {
@@ -152,16 +139,18 @@ def as_chatglm(tensors: dict) -> dict:
     return named
 
 
+HALF_ROTATED = {"rope_type": "default", "partial_rotary_factor": 0.5}
+GLM = {
+    "head_dim": 16, "rms_norm_eps": 1.5625e-7, "eos_token_id": [3, 4],
+    "rope_parameters": {**HALF_ROTATED, "rope_theta": 500_000.0},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def glm_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("glm")
-    reference = save_reference(
-        folder, "glm", head_dim=16, rms_norm_eps=1.5625e-7, eos_token_id=[3, 4],
-        rope_parameters={
-            "rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5,
-        },
-    )  # fmt: skip
-    return folder, reference
+    save_reference(folder, "glm", **GLM)
+    return folder
 
 
 @pytest.fixture
@@ -169,30 +158,24 @@ def chatglm_folder(tmp_path, glm_folder):
     """`chatglm_folder(change, **options)`: the same model in ChatGLM's format."""
 
     def make(change=None, **options):
-        tensors = as_chatglm(load_file(glm_folder[0] / "model.safetensors"))
+        tensors = as_chatglm(load_file(glm_folder / "model.safetensors"))
         if change is not None:
             change(tensors)
         save_file(tensors, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text(json.dumps(chatglm_config(**options)))
+        (tmp_path / "config.json").write_text(json.dumps({**CHATGLM, **options}))
         return tmp_path
 
     return make
 
 
 def test_chatglm_is_glm_by_other_names(glm_folder, chatglm_folder):
-    folder, reference = glm_folder
-    model, same = from_pretrained(chatglm_folder()), from_pretrained(folder)
+    model, same = from_pretrained(chatglm_folder()), from_pretrained(glm_folder)
     assert model.config == same.config
     assert_equal(model, same)
-    tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 12)
-    logits = Stepper(model, 1, 12, 1)(tokens[None], np.arange(12)[None], "prompt")[0]
-    close(logits, reference_logits(reference, tokens, 12), "accumulated")
 
 
-GLM = {"head_dim": 16, "rms_norm_eps": 1.5625e-7}
-HALF_ROTATED = {"rope_type": "default", "partial_rotary_factor": 0.5}
-EDITS = [
-    # of ChatGLM's file, and the same of GLM's
+@pytest.mark.parametrize(("edit", "same"), [
+    # Of ChatGLM's file, and of GLM's.
     ({"num_layers": 3}, {"num_hidden_layers": 3}),
     ({"padded_vocab_size": 99}, {"vocab_size": 99}),
     ({"hidden_size": 64}, {"hidden_size": 64}),
@@ -204,28 +187,14 @@ EDITS = [
     ({"add_qkv_bias": False}, {"attention_bias": False}),
     ({"rope_ratio": 0.1}, {"rope_parameters": {**HALF_ROTATED, "rope_theta": 1000.0}}),
     ({"rope_ratio": 1}, {"rope_parameters": {**HALF_ROTATED, "rope_theta": 10_000.0}}),
-    (
-        {"seq_length": 4096, "hidden_dropout": 0.5, "apply_query_key_layer_scaling": True},
-        {"max_position_embeddings": 4096},
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("edit", "same"), [EDITS[3], *(pytest.param(*edit, marks=pytest.mark.slow) for edit in EDITS)]
-)
-def test_logits_of_an_edited_chatglm(tmp_path, edit, same):
-    own = {"rope_parameters": {**HALF_ROTATED, "rope_theta": 500_000.0}}
-    reference = save_reference(tmp_path / "glm", "glm", **{**GLM, **own, **same})
-    folder = tmp_path / "chatglm"
-    folder.mkdir()
-    tensors = load_file(tmp_path / "glm" / "model.safetensors")
-    save_file(as_chatglm(tensors), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(chatglm_config(**edit)))
-    tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 12)
-    step = Stepper(from_pretrained(folder), 1, 12, 1)
-    logits = step(tokens[None], np.arange(12)[None], "prompt")[0]
-    close(logits, reference_logits(reference, tokens, 12), "accumulated")
+    ({"seq_length": 4096, "hidden_dropout": 0.5, "apply_query_key_layer_scaling": True},
+     {"max_position_embeddings": 4096}),
+])  # fmt: skip
+def test_an_edited_chatglm_is_an_edited_glm(tmp_path, edit, same):
+    (tmp_path / "config.json").write_text(json.dumps({**CHATGLM, **edit}))
+    chatglm = read_config(tmp_path)
+    transformers_config("glm", {**GLM, **same}).save_pretrained(tmp_path)
+    assert read_config(tmp_path) == chatglm
 
 
 def test_chatglm_without_its_head(glm_folder, chatglm_folder):
@@ -237,7 +206,7 @@ def test_chatglm_without_its_head(glm_folder, chatglm_folder):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         tensors["output_layer.weight"] = head
 
-    assert_equal(from_pretrained(chatglm_folder(base)), from_pretrained(glm_folder[0]))
+    assert_equal(from_pretrained(chatglm_folder(base)), from_pretrained(glm_folder))
 
 
 QKV = "transformer.encoder.layers.1.self_attention.query_key_value.weight"
@@ -279,19 +248,12 @@ def test_a_sharding_rule_is_asked_for_each_part(chatglm_folder):
     ("options", "message"),
     [
         ({"rmsnorm": False}, "rmsnorm must be true, got False"),
-        ({"add_bias_linear": True}, "add_bias_linear must be false, got True"),
-        ({"multi_query_attention": False}, "multi_query_attention must be true"),
         ({"quantization_bit": 4}, "quantization_bit must be 0, got 4"),
         ({"kv_channels": None}, "kv_channels is missing"),
         ({"rope_ratio": "x"}, "rope_ratio must be a finite number above 0, got 'x'"),
-        ({"pre_seq_len": 8}, "pre_seq_len must be null, got 8"),
-        ({"is_causal": False}, "is_causal must be true, got False"),
-        ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
         ({"multi_query_group_num": 3}, "must be a multiple of multi_query_group_num, got 4"),
-        ({"layernorm_epsilon": 0}, "layernorm_epsilon must be a finite number above 0, got 0"),
         ({"kv_channels": 6}, "of kv_channels = 6 channels must be an even number, got 3"),
         ({"add_qkv_bias": "yes"}, "add_qkv_bias must be true or false, got 'yes'"),
-        ({"seq_length": -1}, "seq_length must be an integer of at least 1"),
         ({"num_layers": 5}, "num_layers is 5, but the checkpoint has tensors of 2 layers"),
     ],
 )
@@ -303,19 +265,16 @@ def test_other_chatglm_models_are_refused(chatglm_folder, options, message):
 # Generation
 
 
-def small_model(family, folder):
-    changes = {"max_position_embeddings": 256, **next(iter(NAMED[family].values()))}
-    reference = save_reference(folder, family, **changes)
-    return from_pretrained(folder), reference
-
-
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     made = {}
 
     def model(family):
         if family not in made:
-            made[family] = small_model(family, tmp_path_factory.mktemp(family))
+            folder = tmp_path_factory.mktemp(family)
+            changes = {"max_position_embeddings": 256, **next(iter(NAMED[family].values()))}
+            reference = save_reference(folder, family, **changes)
+            made[family] = from_pretrained(folder), reference
         return made[family]
 
     return model
@@ -349,6 +308,8 @@ def method(name: str, model) -> kvjax.KVTransform:
     return kvjax.calibrated(kvjax.parse(own.get(name, name), 36), model, [PROMPTS[0]])
 
 
+ALIKE, FEW = ("qwen3", "glm4", "olmo2", "olmo3", "ministral"), ("snapkv", "infinigen")
+"""Families whose caches hold what those of another family do: so that few methods run on them."""
 QUICK = {
     ("smollm3", "reposition"), ("gemma3_text", "snapkv"), ("phi3", "h2o"), ("olmo3", "infinigen"),
 }  # fmt: skip
@@ -359,7 +320,7 @@ QUICK = {
     [
         pytest.param(family, name, marks=[pytest.mark.slow] * ((family, name) not in QUICK))
         for family in NAMED
-        for name in (*kvjax.METHODS, "reposition", "quantize")
+        for name in (FEW if family in ALIKE else (*kvjax.METHODS, "reposition", "quantize"))
     ],
 )
 def test_every_method_writes_text(model_of, family, name):

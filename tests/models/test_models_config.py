@@ -47,10 +47,8 @@ def parameters(config: DecoderConfig) -> int:
 # Of the files in the data folder, as their publishers count them, and what else is known of them.
 PUBLISHED = {
     "Llama-2-7b-hf": (6_738_415_616, {
-        "vocab_size": 32000, "intermediate_size": 11008, "kv_heads": 32, "hidden_size": 4096,
-        "num_layers": 32, "query_heads": 32, "head_dim": 128, "rope": RopeConfig(rotary_dim=128),
-        "max_positions": 4096, "bos_token_id": 1, "eos_token_ids": (2,), "mlp_bias": False,
-        "tie_embeddings": False, "attention_bias": False,
+        "kv_heads": 32, "rope": RopeConfig(rotary_dim=128), "max_positions": 4096,
+        "bos_token_id": 1, "eos_token_ids": (2,), "tie_embeddings": False,
     }),
     "Llama-3.1-8B-Instruct": (8_030_261_248, {
         "rope": RopeConfig(
@@ -59,8 +57,7 @@ PUBLISHED = {
         "max_positions": 131072, "eos_token_ids": (128001, 128008, 128009),
     }),
     "Meta-Llama-3-8B-Instruct": (8_030_261_248, {
-        "vocab_size": 128256, "kv_heads": 8, "rope": RopeConfig(rotary_dim=128, theta=500000.0),
-        "max_positions": 8192, "eos_token_ids": (128009,),
+        "rope": RopeConfig(rotary_dim=128, theta=500000.0), "eos_token_ids": (128009,),
     }),
     "Mistral-7B-Instruct-v0.1": (7_241_732_096, {
         "sliding_window": 4096, "max_positions": 32768, "kv_heads": 8,
@@ -77,10 +74,9 @@ PUBLISHED = {
     }),
     "Qwen2-7B-Instruct": (7_615_616_512, {}),
     "glm-4-9b-chat.chatglm": (9_399_951_360, {
-        "rope": RopeConfig(rotary_dim=64, theta=5e6, interleaved=True), "query_heads": 32,
-        "kv_heads": 2, "head_dim": 128, "attention_bias": True, "output_bias": False,
-        "mlp_bias": False, "max_positions": 131072, "norm_eps": 1.5625e-7,
-        "eos_token_ids": (151329, 151336, 151338), "tie_embeddings": False,
+        "rope": RopeConfig(rotary_dim=64, theta=5e6, interleaved=True), "kv_heads": 2,
+        "attention_bias": True, "output_bias": False, "max_positions": 131072,
+        "norm_eps": 1.5625e-7, "eos_token_ids": (151329, 151336, 151338),
     }),
     "GlmForCausalLM.defaults": (9_399_951_360, {
         "rope": RopeConfig(rotary_dim=64, interleaved=True),
@@ -189,7 +185,6 @@ def test_end_tokens_of_generation_win(read, generation, expected):
         ({"model_type": "qwen2"}, [None] * 4),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3},
          [None, None, None, 4096]),
-        ({"model_type": "qwen2", "use_sliding_window": True}, [None] * 4),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None,
           "max_window_layers": 0}, [None] * 4),
         ({"model_type": "gemma2"}, [4096, None, 4096, None]),
@@ -197,7 +192,6 @@ def test_end_tokens_of_generation_win(read, generation, expected):
          [9, None, 9, None]),
         ({"model_type": "gemma3_text", "num_hidden_layers": 7}, [4096] * 5 + [None, 4096]),
         ({"model_type": "olmo3"}, [4096] * 3 + [None]),
-        ({"model_type": "ministral"}, [4096] * 4),
         ({"model_type": "ministral", "sliding_window": None}, [None] * 4),
         ({"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 5},
          [None] * 3 + [5]),
@@ -234,7 +228,6 @@ WIDE = {"model_type": "phi3", "hidden_size": 64, "partial_rotary_factor": 0.75}
         ({"rope_theta": None}, RopeConfig(rotary_dim=8), 64),
         ({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 8.0}},
          LINEAR_ROPE, 512),
-        ({"rope_theta": 500.0, "rope_scaling": LINEAR}, LINEAR_ROPE, 512),
         ({"rope_scaling": {**LINEAR, "type": "other", "rope_theta": 500}}, LINEAR_ROPE, 512),
         ({"rope_parameters": {**LINEAR, "rope_theta": 500.0}}, LINEAR_ROPE, 512),
         ({"rope_theta": 500.0, "rope_parameters": LINEAR}, LINEAR_ROPE, 512),
@@ -300,13 +293,10 @@ MANY = {"rope_type": "longrope", "short_factor": np.linspace(1, 2, 48).tolist(),
     ("kind", "scaling", "lengths"),
     [
         ("llama", {"rope_type": "default", "rope_theta": 10000.0}, [1]),
-        ("llama", {"rope_type": "default", "rope_theta": 500000.0}, [1]),
         ("llama", {"rope_type": "linear", "factor": 4.0}, [1]),
         ("llama", {**LLAMA3, "factor": 8.0, "rope_theta": 500000.0}, [1]),
-        ("llama", {**LLAMA3, "factor": 32.0, "rope_theta": 500000.0}, [1]),
         ("llama", {"rope_type": "dynamic", "factor": 4.0}, [1, 4096, 4097, 9000, 16384]),
         ("llama", YARN, [1]),
-        ("llama", {**YARN, "rope_theta": 5e5, "factor": 8.0}, [1]),
         ("llama", {**YARN, "attention_factor": 1.25, "truncate": False}, [1]),
         ("llama", {**YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.5}, [1]),
         ("llama", {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -350,50 +340,38 @@ def test_frequencies_of_published_sizes(read, kind, scaling, lengths, head_dim):
         ({"model_type": ["llama"]}, "model_type .* is not supported"),
         ({"model_type": "\x1b[2J"}, r"model_type '\\x1b\[2J' is not supported"),
         ({"model_type": "mixtral"}, "'mixtral' is not supported: mixtures of experts are not"),
-        ({"model_type": "qwen3_moe"}, "mixtures of experts are not supported; supported: llama"),
         ({"model_type": "new", "num_local_experts": 8}, "'new' .*: mixtures of experts are not"),
-        ({"model_type": "qwen3_next"}, "linear attention and state spaces are not supported"),
         ({"model_type": "gemma3", "text_config": {}}, "images and sound .*gemma3_text"),
-        ({"model_type": "ministral3"}, "queries that grow with their position are not"),
-        ({"model_type": "gemma4"}, "'gemma4' is not supported"),
         ({"hidden_act": []}, r"config\.json: hidden_act must be text such as 'silu', got \[\]"),
         ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
         ({"rope_scaling": {"type": ["linear"]}}, r"rope type \['linear'\] is not supported"),
-        ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' needs factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "needs low_freq_factor, high"),
         ({"rope_scaling": {"full": {"rope_type": "default"}}}, "one object for all layers"),
-        ({"rope_scaling": "linear"}, "one object for all layers"),
         ({"rope_parameters": [1]}, r"one object for all layers, got rope_parameters: \[1\]"),
         ({"rope_scaling": {"type": "dynamic", "factor": 1e308}}, "factor must be .*, got 1e.308"),
         ({"rope_scaling": {"type": "dynamic", "factor": 1e30}}, "rope factor .* got .* of 1e.30"),
         ({"rope_theta": "10000"}, "rope_theta must be a finite number above 0, got '10000'"),
         ({"rope_theta": 10**400},
          r"rope_theta must be .*, got 10+\.\.\. \(float32 ends at 3.4e\+38\)"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
          "partial_rotary_factor must be 1"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "32"}, "hidden_size must be an integer of at least 1, got '32'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer of at most 10000"),
         ({"vocab_size": 10**400}, r"vocab_size must be an integer of at most 2147483647, got 10+"),
-        ({"num_attention_heads": 5}, "hidden_size must be a multiple of num_attention_heads"),
         ({"rms_norm_eps": 10**400}, r"rms_norm_eps must be a finite number above 0, got 10+\.\.\."),
         ({"eos_token_id": 10**400}, "eos_token_id must be an integer .* of 32 bits, got 10"),
         ({"eos_token_id": "2"}, "eos_token_id must be an integer or a list of integers"),
         ({"model_type": "gemma3_text", "rope_parameters": {FULL: [1]}}, "rope parameters must be"),
         ({"model_type": "gemma3_text", "rope_scaling": [1]}, r"must be objects.*rope_scaling"),
-        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must"),
         ({"model_type": "qwen2", "layer_types": [FULL]}, "num_hidden_layers = 4 names"),
         ({"model_type": "qwen2", "layer_types": [FULL] * 3 + ["linear_attention"]},
          "layer_types: layer type 'linear_attention' is not supported; supported: full_att"),
         ({"model_type": "qwen2", "max_window_layers": "x"}, "max_window_layers must be an integer"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 0},
-         "sliding_window must be an integer of at least 1, got 0"),
         ({"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 0.5}},
          "beta_fast must be at least beta_slow"),
         ({"model_type": "glm", "partial_rotary_factor": 1.5}, "above 0 and at most 1, got 1.5"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2, 0, 1]}, "a list of 0 and 1 for 4"),
-        ({"model_type": "smollm3", "no_rope_layers": [1]}, "a list of 0 and 1 for 4 layers"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}},
          "rope type 'longrope' needs short_factor, long_factor"),
         ({"model_type": "phi3", "rope_scaling": {**FOUR, "type": "su", "short_factor": [1.0]}},
@@ -461,13 +439,5 @@ def test_values_are_checked_without_a_file_too(changes, message):
 def test_rope_parameters_are_checked(changes, message):
     with pytest.raises(ValueError, match=message):
         RopeConfig(**{"rotary_dim": 8, **changes})
-
-
-def test_a_window_of_a_layer_is_checked():
     with pytest.raises(ValueError, match="window must be an integer of at least 1, got 0"):
         LayerConfig(None, window=0)
-
-
-def test_configurations_are_hashable(read):
-    configs = {read({**SIZES, "model_type": kind}) for kind in FAMILIES if kind != "chatglm"}
-    assert len(configs) >= 10

@@ -24,7 +24,6 @@ from kvjax.models import checkpoints, demo, from_pretrained, load_tokenizer, loa
 from kvjax.models.safetensors_files import open_tensors
 from tests.support.decoders import assert_equal, parameters
 from tests.support.hf_models import Stepper, reference_logits, save_reference
-from tests.support.tolerances import close
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -60,11 +59,7 @@ def test_one_file_and_shards_hold_the_same_model(tmp_path, saved):
     folder, reference = saved[False]
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    model = from_pretrained(tmp_path)
-    assert_equal(model, from_pretrained(str(folder)))
-    tokens = np.arange(9)
-    logits = Stepper(model, 1, 9, 1)(tokens[None], tokens[None], "prompt")[0]
-    close(logits, reference_logits(reference, tokens, 9))
+    assert_equal(from_pretrained(tmp_path), from_pretrained(str(folder)))
 
 
 def test_a_tied_table_may_have_either_name_or_both(checkpoint, saved):
@@ -82,6 +77,8 @@ def test_a_tied_table_may_have_either_name_or_both(checkpoint, saved):
 
     assert_equal(from_pretrained(checkpoint(only_head, tied=True)), expected)
     assert_equal(from_pretrained(checkpoint(both, tied=True)), expected)
+    with pytest.raises(ValueError, match=f"1 tensors are missing: {TABLE} or {HEAD}"):
+        from_pretrained(checkpoint(remove(TABLE), tied=True))
     with pytest.raises(ValueError, match=f"{HEAD} and {TABLE} differ"):
         from_pretrained(checkpoint(different, tied=True))
 
@@ -135,7 +132,6 @@ BIAS, BEYOND = "model.layers.0.mlp.up_proj.bias", "model.layers.2.mlp.up_proj.we
     ("change", "message"),
     [
         (remove(UP), "1 tensors are missing: " + UP),
-        (remove(HEAD), "1 tensors are missing: " + HEAD),
         (put("model.extra.weight", np.ones(3, np.float32)), "model.extra.weight .*unknown"),
         (put(BIAS, np.ones(48, np.float32)), f"{BIAS} .*unknown"),
         (
@@ -155,11 +151,6 @@ BIAS, BEYOND = "model.layers.0.mlp.up_proj.bias", "model.layers.2.mlp.up_proj.we
 def test_every_tensor_is_accounted_for(checkpoint, change, message):
     with pytest.raises(ValueError, match=message):
         from_pretrained(checkpoint(change))
-
-
-def test_a_tied_table_must_be_there(checkpoint):
-    with pytest.raises(ValueError, match=f"1 tensors are missing: {TABLE} or {HEAD}"):
-        from_pretrained(checkpoint(remove(TABLE), tied=True))
 
 
 @pytest.mark.parametrize(
@@ -309,7 +300,6 @@ def test_damaged_files_are_named(checkpoint, kept):
         ({"weight_map": {UP: "model-9.safetensors"}}, r"cannot read .*model-9\.safetensors"),
         ({"weight_map": {"other": "model-1.safetensors"}}, "tensor other is missing: .*model-1"),
         ({"weight_map": {UP: "../model-1.safetensors"}}, "must hold a weight_map"),
-        ({"weight_map": {UP: "pytorch_model.bin"}}, "must hold a weight_map"),
         ({}, "must hold a weight_map"),
     ],
 )
@@ -331,12 +321,8 @@ def test_a_tensor_in_two_shards_is_refused(checkpoint):
 # Element types and values
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), jnp.float16]
-)
-def test_dtypes(saved, dtype):
-    model = from_pretrained(saved[False][0], dtype=dtype)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}
+def test_logits_of_narrow_weights(saved):
+    model = from_pretrained(saved[False][0], dtype=jnp.float16)
     tokens = np.arange(9)
     logits = Stepper(model, 1, 9, 1)(tokens[None], tokens[None], "prompt")[0]
     expected = reference_logits(saved[False][1], tokens, 9)
@@ -352,12 +338,11 @@ def test_bfloat16_checkpoints(checkpoint, saved):
             tensors[name] = value.astype(ml_dtypes.bfloat16)
 
     folder = checkpoint(rounded_off)
-    model = from_pretrained(folder, dtype="float32")
-    narrow = parameters(from_pretrained(folder, dtype="bfloat16"))
-    for name, value in parameters(from_pretrained(saved[False][0])).items():
-        rounded = value.astype(jnp.bfloat16)
-        np.testing.assert_array_equal(parameters(model)[name], rounded.astype(jnp.float32))
-        np.testing.assert_array_equal(narrow[name], rounded)
+    exact = parameters(from_pretrained(saved[False][0]))
+    for dtype in ("float32", "bfloat16"):
+        for name, value in parameters(from_pretrained(folder, dtype=dtype)).items():
+            assert value.dtype == dtype
+            np.testing.assert_array_equal(value, exact[name].astype(jnp.bfloat16).astype(dtype))
 
 
 @pytest.mark.parametrize("stated", ["dtype", "torch_dtype", None])
@@ -385,9 +370,14 @@ def test_other_dtypes_are_refused(saved, dtype):
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"), [(np.nan, "float32"), (np.inf, "bfloat16"), (-np.inf, "float16")]
+    ("value", "dtype", "read"),
+    [
+        (np.nan, "float32", np.nan),
+        (-np.inf, "bfloat16", -np.inf),
+        (1e6, "float16", np.inf),  # more than it knows
+    ],
 )
-def test_weights_that_are_not_finite(checkpoint, value, dtype):
+def test_weights_that_are_not_finite(checkpoint, value, dtype, read):
     def damage(tensors):
         tensors[UP][-1, -1] = value
 
@@ -396,17 +386,7 @@ def test_weights_that_are_not_finite(checkpoint, value, dtype):
         from_pretrained(folder, dtype)
     model = from_pretrained(folder, dtype, allow_nonfinite=True)
     last = np.asarray(model.layers[0].mlp.up_proj.kernel.get_value(), np.float32)[-1, -1]
-    np.testing.assert_array_equal(last, value)
-
-
-def test_weights_that_a_cast_makes_infinite(checkpoint):
-    def enlarge(tensors):
-        tensors[UP][0, 0] = 1e6
-
-    folder = checkpoint(enlarge)
-    from_pretrained(folder)
-    with pytest.raises(ValueError, match=f"{UP} of .* in float16: allow_nonfinite=True"):
-        from_pretrained(folder, "float16")
+    np.testing.assert_array_equal(last, read)
 
 
 # Devices
@@ -609,14 +589,3 @@ def test_no_word_on_spaces_that_are_not_cleaned_up(tokenizer_folder):
     assert not tokenizer.clean_up_tokenization_spaces, "what transformers warns of"
     ids = tokenizer("It rains , he said .").input_ids
     assert tokenizer.batch_decode([ids], skip_special_tokens=True) == ["It rains , he said ."]
-
-
-@pytest.mark.slow
-def test_tokenizers_are_loaded_quietly():
-    code = (
-        "import sys; sys.modules['torch'] = None; "
-        "from kvjax.models import demo, load_tokenizer; "
-        "load_tokenizer(demo.directory()).batch_decode([[5, 6]])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

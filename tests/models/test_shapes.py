@@ -16,15 +16,12 @@ PUBLISHED = {
     "qwen2-7b": "Qwen2-7B",
     "glm-4-9b-chat": "glm-4-9b-chat.chatglm",
 }
-# What the models' cards and papers say, embedding included, a tied one once.
+# As the models' cards and papers say, embedding included, a tied one once. The others are those of
+# published files, whose sizes are tested with them.
 PARAMETERS = {
-    "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
-    "mistral-7b-v0.2": 7_241_732_096,
-    "qwen2-7b": 7_615_616_512,
-    "glm-4-9b-chat": 9_399_951_360,
     "smollm2-135m": 134_515_008,
 }
 
@@ -40,7 +37,12 @@ def test_a_shape_is_that_of_the_published_configuration(name, data_dir):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("405b" in name)) for name in SHAPES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * ("405b" in name))
+        for name in SHAPES
+        if name not in PUBLISHED
+    ],
 )
 def test_a_shape_has_as_many_parameters_as_the_model(name):
     model = abstract_decoder(shape_config(name))

@@ -92,6 +92,14 @@ def add_rope(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
+def replace(writer: gguf.GGUFWriter, key: str, method: str | None = None, *value: Any) -> None:
+    """Gives a metadata entry another value by this method of the writer, or takes it away."""
+    for data in writer.kv_data:
+        data.pop(key, None)
+    if method is not None:
+        getattr(writer, method)(key, *value)
+
+
 def write(
     path: Path,
     arch: str,
