@@ -53,7 +53,7 @@ def shapes(monkeypatch):
         lower = read_layer.lower
 
         def __call__(self, *args):
-            found.append(args[5].shape[:2])
+            found.append(args[6].shape[:2])
             return read_layer(*args)
 
     monkeypatch.setattr(reading, "_read_layer", Watched())
