@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.slots import opened, widen
 from kvjax.decisions import carry_out
 from kvjax.protocol import Logits
 from tests.support.attending import (
@@ -41,7 +42,8 @@ def full_cache(transform: kvjax.KVTransform) -> kvjax.LayerCache:
     _, k, v, positions = tokens._replace(k=np.cumsum(tokens.k, axis=2)).at(
         right([0] * 3, LENGTHS, TOKENS)
     )
-    kv, _ = kvjax.append(kvjax.cache.slots.widen(cache.kv, TOKENS), k, v, positions)
+    kv, _ = opened(cache.kv)
+    kv, _ = kvjax.append(widen(kv, TOKENS), k, v, positions)
     if "attention" in kv.columns:
         received = np.random.default_rng(0).random(kv.column("attention").shape)
         kv = kv.with_column("attention", jnp.asarray(received, jnp.float32))
