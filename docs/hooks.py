@@ -1,4 +1,4 @@
-"""What MkDocs is told beside `mkdocs.yml`: files outside of `docs/`, and commands.
+"""Hooks for MkDocs, beside `mkdocs.yml`: files outside of `docs/`, and commands.
 
 Pages link to files of the repository as they are read there (`../RESULTS.md`). Every file that is
 linked becomes part of the site, at its place in the repository, and links follow it there.

@@ -30,19 +30,6 @@ def is_hidden(path: Path) -> bool:
     return path.name.startswith(".") or path.name.lower() in _HIDDEN
 
 
-def visible_files(folder: Path) -> list[Path]:
-    """All that a folder and those within it hold, but directories and what is hidden, sorted."""
-    files = []
-    for place in sorted(folder.iterdir()):
-        if is_hidden(place):
-            continue
-        if place.is_dir() and not place.is_symlink():
-            files += visible_files(place)
-        else:
-            files.append(place)
-    return files
-
-
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
     """Raises unless a path, links resolved, leads to a regular file of at most so many bytes.
 

@@ -169,7 +169,7 @@ def _tensor(reader: _Reader, path: Path) -> tuple[str, StoredTensor, int, int]:
 def _offsets(
     reader: _Reader, metadata: Mapping[str, Any], places: list[tuple[int, int, str]]
 ) -> dict[str, int]:
-    """Where each tensor begins, once every one has bytes of its own in the file."""
+    """Gives where each tensor begins, once every one has bytes of its own in the file."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**20:
         raise ValueError(f"general.alignment must be from 1 to {2**20}, got {brief(alignment)}")

@@ -63,7 +63,7 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
 
 
 def _method(quantization: Any) -> str:
-    """What a `quantization_config` calls its method."""
+    """Gives the name of the method in a `quantization_config`."""
     stated = quantization if isinstance(quantization, dict) else {}
     if any("load_in_" in name for name in stated):
         return str(stated.get("quant_method") or "bitsandbytes")

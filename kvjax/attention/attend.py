@@ -21,6 +21,7 @@ from kvjax.attention.layer import (
     check_layer_cache,
     check_logits,
     check_rope,
+    for_keeping,
     layer_caches,
     map_parts,
 )
@@ -130,8 +131,7 @@ def attend(
     logits = _logits(cache, scale, window, soft_cap)
     if sinks is not None:
         _check_sinks(sinks, q.shape[1])
-        # A cache may keep the sinks and is donated: it must not get the model's own array.
-        sinks = jnp.asarray(sinks, jnp.float32) + 0
+        sinks = for_keeping(jnp.asarray(sinks, jnp.float32))
     logits = dataclasses.replace(logits, sinks=sinks)
     call = Call(rope, logits, phase == "prompt", last, implementation)
     _check_cache(transform, cache, tokens, call)
@@ -232,7 +232,9 @@ def _attend_rectangle(
         return decode(cache, tokens, call)
     reading = cache if isinstance(cache, Reading) else begin(cache)
     out, reading = read(reading, tokens, call)
-    return out, compress(reading, call.implementation) if call.last else reading
+    if call.last:
+        return out, compress(reading, call.implementation)
+    return out, dataclasses.replace(reading, rope=for_keeping(reading.rope))
 
 
 def _check_tokens(tokens: Tokens) -> None:

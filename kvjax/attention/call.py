@@ -1,4 +1,4 @@
-"""What a call of `attend` is given, as two values: the new tokens, and how they are attended to."""
+"""A call of `attend` as two values: the new tokens, and how they are attended to."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def query_heads(kv_heads: Sequence[int], group: int) -> Int[Array, " N"]:
 
 
 def key_positions(needs: Needs, kv: KVCache) -> Int[Array, "B H S"]:
-    """What stored keys are rotated at: their position, or their rank among the live slots."""
+    """Gives where each stored key is rotated: at its position, or its rank among live slots."""
     return ranks(kv.live, kv.position) if needs.reposition else kv.position
 
 
 def query_positions(
     needs: Needs, kv: KVCache, slots: Int[Array, "B H T"], positions: Int[Array, "B T"]
 ) -> Int[Array, "B T"] | Int[Array, "B Q T"]:
-    """What the queries of new tokens are rotated at, which stand in these slots."""
+    """Gives the numbers at which the queries of the new tokens in these slots are rotated."""
     if not needs.reposition:
         return positions
     rank = take_slots(key_positions(needs, kv), jnp.minimum(slots, kv.slots - 1))

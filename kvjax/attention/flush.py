@@ -72,11 +72,13 @@ def flush(
     if steps is None:
         return caches
     check_count("steps", steps, 1)
-    own = functools.partial(_flush_layer, steps=steps, implementation=implementation)
+    flush_layer = functools.partial(_flush_layer, steps=steps, implementation=implementation)
     if (mesh := explicit_mesh(caches)) is None:
-        return map_parts(own, caches)
+        return map_parts(flush_layer, caches)
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, caches)
-    return in_automatic_mode(functools.partial(map_parts, own), mesh, (caches,), lambda _: specs)
+    return in_automatic_mode(
+        functools.partial(map_parts, flush_layer), mesh, (caches,), lambda _: specs
+    )
 
 
 def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
@@ -92,12 +94,12 @@ def flush_interval(caches: Cache | tuple[Cache, ...]) -> int | None:
 
 def _flush_layer(cache: LayerCache, steps: int, implementation: str | None) -> LayerCache:
     placement = cache.placement
-    own = functools.partial(_flush, steps=steps, implementation=implementation)
+    flush_part = functools.partial(_flush, steps=steps, implementation=implementation)
     if cache.kv.interval is None:
         return cache
     if placement is None:
-        return own(cache)
-    return on_each_device(own, placement, (cache,), (cache_specs(cache),), cache_specs)
+        return flush_part(cache)
+    return on_each_device(flush_part, placement, (cache,), (cache_specs(cache),), cache_specs)
 
 
 def _flush(cache: LayerCache, steps: int, implementation: str | None) -> LayerCache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.export
@@ -37,6 +37,7 @@ from kvjax.protocol import (
 from kvjax.rope import Rope
 from kvjax.transforms.ring import Ring
 
+T = TypeVar("T")
 # Flushes at which a value may be rounded again and again. Each adds several tokens at once, which
 # are not lost as a whole, and errors add up like a random walk: after 64 to some 8 roundings.
 MOST_WRITES = 64
@@ -450,7 +451,12 @@ def kept_rope(transform: KVTransform, rope: Rope | None) -> Rope | None:
     """A copy of a rope, as the cache is donated, or None where no flush looks at unrotated keys."""
     if not (transform.needs.unrotated_keys and looks_at_keys(transform)):
         return None
-    return jax.tree.map(lambda x: jnp.asarray(x) + 0, rope)
+    return for_keeping(rope)
+
+
+def for_keeping(arrays: T) -> T:
+    """Copies a model's arrays for a cache, which is donated and must not hold the originals."""
+    return jax.tree.map(lambda x: jnp.asarray(x) + 0, arrays)
 
 
 def _writes_often(transform: KVTransform, kv: KVCache) -> bool:

@@ -157,7 +157,7 @@ def rope_specs(rope: Rope | None, rows: str | None) -> Rope | None:
 
 
 def sinks_specs(logits: Logits, heads: Any) -> Logits:
-    """What divides the sinks of an attention: its heads."""
+    """Divides the sinks of an attention by its heads."""
     return jax.tree.map(lambda _: P(heads), logits)
 
 

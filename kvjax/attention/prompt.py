@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -84,11 +83,9 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
     queries = reading.queries
     if queries is not None:
         queries = queries.add(q, positions)
-    # The reading is donated to the next call: it must not get the model's own array.
-    rope = jax.tree.map(lambda x: jnp.asarray(x) + 0, call.rope)
     reading = Reading(
         dataclasses.replace(reading.cache, kv=kv), reading.stored,
-        reading.rows | (positions >= 0).any(1), queries, rope, call.logits,
+        reading.rows | (positions >= 0).any(1), queries, call.rope, call.logits,
     )  # fmt: skip
     return out.reshape(q.shape).astype(q.dtype), reading
 

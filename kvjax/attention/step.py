@@ -57,8 +57,8 @@ def _attention(
     kv, index = view.cache, view.index
     lists = kv.shape[1] if index is None else index.shape[1]
     grouped = q.reshape(q.shape[0], lists, -1, *q.shape[2:])
-    wanted = needs.accumulated_attention or needs.decode_mass
-    options = {"probabilities": wanted, "sinks": call.logits.sinks, **call.options}
+    asked = needs.accumulated_attention or needs.decode_mass
+    options = {"probabilities": asked, "sinks": call.logits.sinks, **call.options}
     seen = Seen(kv.log_mass, kv.position, kv.used, rotation)
     if view.rows is None:
         out, found = kv.k.attention(kv.v, grouped, seen, positions, index=index, **options)
@@ -66,6 +66,6 @@ def _attention(
         keys, values = map(Dense, view.rows)
         out, found = keys.attention(values, grouped, seen.of(index), positions, **options)
     mass = None
-    if wanted:
+    if asked:
         mass = view.to_slots(found.sum(3)).reshape(q.shape[0], -1, kv.slots)
     return out.reshape(q.shape), mass

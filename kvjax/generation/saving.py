@@ -158,14 +158,14 @@ def load_context(
         layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     shapes = _context_shapes(functional, transform, layers, size, fingerprint)
     expected = jax.tree.leaves(shapes)
-    own = [arrays[name] for name in sorted(arrays) if name.isdigit()]
-    if [_kind(x) for x in own] != [_kind(_plain_shape(x)) for x in expected]:
+    stored = [arrays[name] for name in sorted(arrays) if name.isdigit()]
+    if [_kind(x) for x in stored] != [_kind(_plain_shape(x)) for x in expected]:
         raise ValueError(
             f"{folder} was written by kvjax {content['kvjax']} with jax {content['jax']}, whose "
             f"caches of {content['method']} are made otherwise than those of kvjax "
             f"{kvjax.__version__} with jax {jax.__version__}"
         )
-    parts = zip(own, expected, content["memories"], strict=True)
+    parts = zip(stored, expected, content["memories"], strict=True)
     leaves = [_placed(x, like, memory) for x, like, memory in parts]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves).placed()
 

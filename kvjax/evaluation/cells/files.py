@@ -204,14 +204,14 @@ def write(results: Results, folder: Path) -> None:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """What `--json` prints: a function of model, text, settings and seed, without times."""
+    """Gives what `--json` prints: a function of model, text, settings and seed, without times."""
     floors = [list(panel) for panel in results.panels() if results.at_floor(panel)]
     rows = [_plain(row._asdict()) for row in results.rows()]
     return {"settings": _plain(results.settings), "at_floor": floors, "rows": rows}
 
 
 def _machine() -> dict[str, Any]:
-    """What cells are measured on."""
+    """Describes the machine that cells are measured on."""
     return {
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),

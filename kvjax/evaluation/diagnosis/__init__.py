@@ -1,1 +1,1 @@
-"""What methods do to the attention over a given text."""
+"""Diagnoses: how far methods change the attention over a given text."""

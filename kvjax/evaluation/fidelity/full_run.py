@@ -127,7 +127,7 @@ def _compressed(readings: tuple[Reading, ...]) -> tuple[Cache, ...]:
 
 @compiled()
 def _turn(reading: Reading) -> Turn:
-    """What a layer was given of the prompt that it has read last."""
+    """Reads off what a layer was given of its last prompt."""
     kv, queries = reading.kv, reading.queries
     # The window of queries has its free places first.
     order = jnp.argsort(queries.position < 0, axis=1, stable=True)
