@@ -28,12 +28,8 @@ from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 ROOT = Path(__file__).parents[2]
-# Kinds of state, of stored forms and of flushes.
 FOUR = ("snapkv", "h2o", "clusterkv", "quantize")
-OTHERS = (
-    "chelsea", "every", "head_groups", "h2o_codebook", "infinigen", "kvcrush_h2o", "pyramidinfer",
-    "quest_offload", "reposition", "snapkv_quantize_channel", "spindlekv",
-)  # fmt: skip
+OTHERS = tuple(sorted({*CASES} - {*FOUR}))
 
 
 def written(x) -> jax.export.Exported:
@@ -145,7 +141,7 @@ def test_programs_run_in_another_process(names, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", some_slow((*FOUR, *(x for x in OTHERS if "offload" not in x)), "h2o")
+    "name", some_slow([x for x in CASES if "Offload" not in repr(CASES[x])], "h2o")
 )
 def test_a_program_for_any_number_of_rows(name):
     """Of three rows, and of one of them."""

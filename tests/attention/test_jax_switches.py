@@ -37,6 +37,9 @@ SWITCHES = {
     "x64": lambda: jax.enable_x64(True),
     "NaNs": lambda: jax.debug_nans(True),
     "rbg": lambda: jax.default_prng_impl("rbg"),
+    "no jit": lambda: jax.disable_jit(True),
+    "checks": lambda: jax.enable_checks(True),
+    "precision": lambda: jax.default_matmul_precision("highest"),
     "leaks": lambda: jax.check_tracer_leaks(True),
     "transfers": lambda: jax.transfer_guard("disallow"),
 }
@@ -106,6 +109,9 @@ UNDER = {
     "rbg": ("draws", "recalls", "merges"),
     "leaks": ("evicts", "recalls"),
     "transfers": ("recalls", "places"),
+    "no jit": ("evicts", "recalls", "shares", "places"),
+    "checks": ("evicts", "merges", "encodes"),
+    "precision": ("evicts", "merges", "recalls", "encodes"),
 }
 QUICK = ("draws", "rbg"), ("recalls", "transfers")
 

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import kvjax
@@ -95,14 +96,60 @@ def test_a_prompt_leaves_the_structure_of_a_cache(name):
     assert structure(cache) == structure(empty)
 
 
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+@pytest.mark.parametrize("name", names(["every(snapkv)", "clusterkv", "late"], "every(snapkv)"))
+def test_a_restored_cache_goes_on_as_the_saved_one(name, sinks, tmp_path):
+    """With the sinks and the rope of its prompt, which a flush has to know."""
+    transform = (METHODS | LATE)[name]
+    _, cache = prompt(transform, new_cache(transform, **OPTIONS), sinks=sinks)
+
+    def plain(cache):  # Orbax takes no random keys
+        return [
+            x for x in jax.tree.leaves(cache) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        ]
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "cache", plain(cache))
+        checkpointer.wait_until_finished()
+        found = checkpointer.restore(tmp_path / "cache", plain(cache))
+    template, arrays = new_cache(transform, **OPTIONS, rope=the_rope()), iter(found)
+    restored = jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else next(arrays), template
+    )
+    pairs = zip(*(steps(transform, x, 8, sinks=sinks) for x in (cache, restored)), strict=True)
+    for a, b in pairs:
+        for x, y in zip(plain(a), plain(b), strict=True):
+            close(x, y, "exact")
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        (jnp.float32(0.25), TypeError, r"scale=16 \*\* -0.5 in place of"),
+        (np.ones(1), TypeError, "a Python number"),
+        ("1", TypeError, "must be a number"),
+        (True, TypeError, "must be a number"),
+        (0.0, ValueError, "above 0"),
+        (float("nan"), ValueError, "above 0"),
+    ],
+)
+def test_a_scale_is_a_python_number(scale, error, message):
+    with pytest.raises(error, match=message):
+        kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=4, max_new=4,
+                         scale=scale)  # fmt: skip
+    cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=4, max_new=4)
+    rows = jnp.ones((1, 1, 4, 4))
+    with pytest.raises(error, match=message):
+        kvjax.attend(kvjax.Full(), cache, rows, rows, rows, jnp.arange(4)[None], phase="prompt",
+                     scale=scale)  # fmt: skip
+
+
 SMALL = {"batch": 1, "kv_heads": 1, "head_dim": 4, "max_prompt": 4, "max_new": 4}
 
 
 @pytest.mark.parametrize(
     ("option", "value", "error", "message"),
     [
-        ("scale", jnp.float32(0.25), TypeError, r"scale=16 \*\* -0.5 in place of"),
-        ("scale", float("nan"), ValueError, "above 0"),
         ("rope", [1.0], TypeError, "rope must be a kvjax.Rope, got list"),
         ("rope", kvjax.Rope(np.ones(3, np.float32)), ValueError, "rotates 6 channels, got head_di"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,7 +17,9 @@ import pytest
 
 import kvjax
 from kvjax.attention.layer import layer_caches
+from kvjax.registry import METHODS
 from tests.compose.test_conformance import (
+    ARGUMENTS,
     CASES,
     LENGTHS,
     STEPS,
@@ -27,6 +31,7 @@ from tests.compose.test_conformance import (
 from tests.support.attending import (
     HEAD_DIM,
     KV_HEADS,
+    SIZE,
     decode,
     decoded,
     flushed,
@@ -65,6 +70,33 @@ def same_arrays(caches, other) -> None:
     assert kinds(caches) == kinds(other) and memories(caches) == memories(other)
     for x, y in zip(jax.tree.leaves(caches), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(numbers(x), numbers(y))
+
+
+def with_rows(name: str) -> list[bool]:
+    """Which arrays of an empty cache grow with its batch."""
+    make = functools.partial(kvjax.init_cache, CASES[name])
+    one, other = (
+        kinds(jax.eval_shape(lambda batch=batch: make(**{**SIZE, "batch": batch})))
+        for batch in (7, 9)
+    )
+    return [x != y for x, y in zip(one, other, strict=True)]
+
+
+@every_case
+def test_rows_that_are_taken_have_all_that_they_had(name):
+    """Repeated, left out and in another order, by arrays of JAX and by lists, with donation."""
+    caches = standard(name).prompt_cache
+    permuted = take(copy(caches), jnp.array([2, 0, 1]))
+    same_arrays(permuted, kvjax.take_rows(caches, [2, 0, 1]))
+    index = [2, 0, 0, 1, 2]
+    taken = kvjax.take_rows(caches, index)
+    assert memories(taken) == memories(caches)
+    plain = jax.tree.leaves(new_cache(CASES[name]))
+    if len(plain) == len(jax.tree.leaves(caches)):  # else a prompt leaves frequencies of RoPE
+        found = zip(with_rows(name), *map(jax.tree.leaves, (caches, taken)), strict=True)
+        for has, old, new in found:
+            rows = numbers(old)[index] if has else numbers(old)
+            np.testing.assert_array_equal(numbers(new), rows)
 
 
 @every_case
@@ -174,7 +206,12 @@ SMALL = {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_prompt": 8, "max_new":
     ("index", "error", "words"),
     [
         ([3], ValueError, "below 3"),
+        ([-1], ValueError, "below 3"),
+        ([], ValueError, "at least one"),
+        ([0.5], TypeError, "whole numbers"),
         ([True, False, True], TypeError, "whole numbers"),
+        ([[0]], TypeError, "whole numbers"),
+        (1, TypeError, "whole numbers"),
     ],
 )
 def test_what_is_no_index(index, error, words):
@@ -191,8 +228,11 @@ def test_what_cannot_be_put():
     for new, index, words in (
         (one, [0, 1], "a row for each one"),
         (other(rows=2), [1, 1], "different rows"),
+        ([one], [0], "same structure"),
         (other(kvjax.StreamingLLM(8)), [0], "for transform=Full"),
         (other(max_new=3), [0], "for max_length=10, got 11"),
+        (other(max_new=3, max_length=10), [0], "for capacity=10, got 11"),
+        (other(scale=2.0), [0], "for scale="),
         (other(dtype=jnp.bfloat16), [0], "of one dtype"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -250,3 +290,47 @@ def test_rows_of_a_mesh():
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+# Beams
+
+
+@pytest.fixture(scope="module")
+def beams():
+    path = ROOT / "examples" / "beam_search.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def of_beams(name: str) -> kvjax.KVTransform:
+    """A method for the two layers of the example."""
+    arguments = dict(ARGUMENTS[name])
+    if name == "infinigen":
+        found = np.random.default_rng(0).normal(size=(2, KV_HEADS, HEAD_DIM, 3))
+        arguments["calibration"] = kvjax.InfiniGenCalibration(found)
+    return METHODS[name](**arguments)
+
+
+@pytest.mark.lenient
+@pytest.mark.parametrize("name", list(ARGUMENTS))
+@pytest.mark.slow
+def test_beams_are_rows_that_run_alone(name, beams):
+    """Each text has the probability, and at its end the caches, that it has without a search."""
+    weights = beams.random_weights()
+    asked = jax.random.randint(jax.random.key(1), (1, beams.PROMPT), 0, beams.VOCABULARY)
+    texts, scores, caches = beams.search(weights, asked, of_beams(name))
+    assert len({tuple(text) for text in texts.tolist()}) == beams.BEAMS
+    layers = kvjax.bind(of_beams(name), beams.LAYERS)
+    found, alone = beams.read(weights, asked, layers)
+    every, expected = np.arange(beams.BEAMS), found[0][texts[:, 0]]
+    interval = kvjax.flush_interval(alone)
+    for number in range(1, beams.NEW):
+        at = beams.PROMPT + number - 1
+        found, alone = beams.step(weights, every, texts[:, number - 1], at, alone, layers)
+        expected = expected + found[every, texts[:, number]]
+        if interval is not None and number % interval == 0:
+            alone = beams.flush(alone)
+    np.testing.assert_array_equal(scores, expected)
+    same_arrays(caches, alone)

@@ -87,38 +87,29 @@ def compare(name: str, dtype: str, implementation: str | None = None) -> dict[st
     return {path: roundings(own[path], expected[path], jnp.dtype(dtype)) for path in own}
 
 
-OTHERS = (
-    ("quantize", "float16", None), ("full", "float16", "interpret"),
-    ("chelsea", "float16", None), ("clusterkv", "float16", "interpret"),
-    ("spindlekv", "float16", None), ("h2o", "bfloat16", "interpret"),
-    ("snapkv_quantize_channel", "float16", None), ("quest", "bfloat16", "interpret"),
-)  # fmt: skip
+DTYPES = ("bfloat16", "float16")
+QUICK = ("full", "bfloat16"), ("chelsea", "bfloat16"), ("quantize", "float16")
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "implementation"),
-    some_slow(
-        [*((name, "bfloat16", None) for name in METHODS), *OTHERS],
-        ("full", "bfloat16", None),
-        ("chelsea", "bfloat16", None),
-        ("quantize", "float16", None),
-    ),
-)
-def test_every_method(name, dtype, implementation):
-    apart = compare(name, dtype, implementation)
+@pytest.mark.parametrize(("name", "dtype"), some_slow(itertools.product(METHODS, DTYPES), *QUICK))
+def test_every_method(name, dtype):
+    apart = compare(name, dtype)
     assert max(apart.values()) <= ENCODED.get(name, MOST), apart
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["full", "h2o", "chelsea", "clusterkv", "quest", "quantize"])
+@pytest.mark.slow
+def test_interpreted_kernels(name, dtype):
+    apart = compare(name, dtype, "interpret")
+    assert max(apart.values()) <= MOST, apart
+
+
 @pytest.mark.parametrize(
-    ("share", "dtype", "phase", "implementation"),
+    ("share", "phase", "implementation", "dtype"),
     some_slow(
-        [
-            (share, dtype, phase, implementation)
-            for share, dtype in ((0.996, "bfloat16"), (0.9998, "float16"))
-            for phase in ("prompt", "decode")
-            for implementation in ("xla", "interpret")
-        ],
-        (0.9998, "float16", "decode", "xla"),
+        itertools.product((0.996, 0.9998), ("prompt", "decode"), ("xla", "interpret"), DTYPES),
+        (0.9998, "decode", "xla", "float16"),
     ),
 )
 def test_beside_a_token_that_takes_nearly_all_attention(share, phase, implementation, dtype):

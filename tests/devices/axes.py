@@ -22,8 +22,6 @@ from tests.docs.test_pages import GUIDES, run
 from tests.support.tolerances import TOLERANCES
 
 ROWS, KV_HEADS, QUERY_HEADS, HEAD_DIM, PROMPT, NEW = 4, 2, 4, 32, 48, 8
-# Whether a mesh is set, given to the cache, and has the arrays.
-WAYS = (True, True, True), (True, False, True), (False, True, False)
 MESHES = {"rows": ((4,), ("data",)), "rows and heads": ((2, 2), ("data", "tensor"))}
 
 
@@ -70,7 +68,7 @@ def each_way(method: str, computed: bool) -> dict[str, bool]:
     kinds = (AxisType.Explicit, AxisType.Auto)
     for (name, (sizes, axes)), kind in itertools.product(MESHES.items(), kinds):
         mesh = jax.make_mesh(sizes, axes, (kind,) * len(axes))
-        for is_set, given, placed in WAYS:
+        for is_set, given, placed in itertools.product((True, False), repeat=3):
             with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
                 outs = call(
                     tx, mesh if given else None, *arrays(place(mesh) if placed else jnp.asarray)

@@ -6,10 +6,10 @@ import pytest
 
 from tests.devices.test_mesh import finished, start
 
-# Kinds of methods that take other paths on a mesh than evicting does.
+# One of each kind: evicting, merging, drawing, selecting, encoding, and in host memory.
 TRACED = (
-    "kvmerger", "cam(snapkv, expected=False)", "codebook",
-    "chain(clusterkv(dense_layers=()), offload)",
+    "h2o", "kvmerger", "cam(snapkv, expected=False)", "clusterkv(dense_layers=())",
+    "chain(snapkv, quantize)", "codebook", "chain(clusterkv(dense_layers=()), offload)",
 )  # fmt: skip
 
 
