@@ -31,7 +31,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
 
     import kvjax
     from kvjax.evaluation.memory import forget_peak, resident
-    from kvjax.generation import reading
+    from kvjax.generation import prompt_pass
     from kvjax.models import from_pretrained, load_tokenizer
 
     model, tokenizer = from_pretrained(model_folder), load_tokenizer(model_folder)
@@ -40,7 +40,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
         raise ValueError(f"the text must have {tokens} tokens, got {len(prompt)}")
     transform = kvjax.parse(method, budget)
     kvjax.read(model, [prompt[:64]], transform=transform, max_new=64)
-    found, read_layer = [], reading._read_layer
+    found, read_layer = [], prompt_pass._read_layer
 
     class Watched:
         """The compiled function of a layer, and what XLA says of each that is compiled."""
@@ -54,7 +54,7 @@ def worker(model_folder: str, text: str, method: str, budget: float, tokens: int
         def __call__(self, *args):
             return read_layer(*args)
 
-    reading._read_layer = Watched()
+    prompt_pass._read_layer = Watched()
     forget_peak()
     before = resident("VmRSS")
     context = kvjax.read(model, [prompt], transform=transform, max_new=64)

@@ -13,18 +13,18 @@ from .decisions import Keep, Mark, Merge, Order, Retain
 from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from .generation.chat import chat_end_tokens
 from .generation.context import Context
+from .generation.context_files import context_about, load_context, save_context
+from .generation.decode_loop import Generation
 from .generation.generate import generate, read, stream
 from .generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
-from .generation.reading_once import ReadOnce
+from .generation.read_once import ReadOnce
 from .generation.sampling import Sampling
-from .generation.saving import context_about, load_context, save_context
-from .generation.writing import Generation
 from .protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
 from .registry import METHODS, parse, register, unparse
 from .rope import Rope
-from .storage.codebook import Codebook
-from .storage.offload import Offload
-from .storage.quantize import Quantize
+from .storage.codebook.transform import Codebook
+from .storage.offload.transform import Offload
+from .storage.quantize.transform import Quantize
 from .transforms.cam import CaM
 from .transforms.chelsea.chelsea import Chelsea
 from .transforms.chelsea.outlier_heads import OutlierHeads
@@ -34,7 +34,7 @@ from .transforms.infinigen.infinigen import InfiniGen
 from .transforms.infinigen.projections import InfiniGenCalibration
 from .transforms.kvcrush.kvcrush import KVCrush
 from .transforms.kvmerger.kvmerger import KVMerger
-from .transforms.pyramidinfer import PyramidInfer
+from .transforms.pyramidinfer.pyramidinfer import PyramidInfer
 from .transforms.pyramidkv import PyramidKV
 from .transforms.quest import Quest
 from .transforms.ring import Ring

@@ -3,18 +3,11 @@
 See `docs/writing-a-method.md`.
 """
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_choice,
-    check_count,
-    check_number,
-    most_slots,
-    rows_budget,
-)
+from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import Column, KVCache
+from kvjax.checks import check_choice, check_count, check_number
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.devices import all_heads
 from kvjax.protocol import (

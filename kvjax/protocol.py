@@ -157,25 +157,27 @@ class Needs(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Logits:
-    """Options of attention, as given to `attend`.
+class AttentionOptions:
+    """How a layer's attention makes its logits and weights.
 
     Args:
-      scale, window, soft_cap: how logits are made (static).
+      scale: factor of `q·k`; None: `head_dim ** -0.5` (static).
+      window: a query sees the newest `window` positions; None: all of them (static).
+      soft_cap: c of `c · tanh(logit / c)`; None: logits are not capped (static).
       sinks: one more logit of each query head, in float32; None: there are none.
     """
 
-    scale: float = field(metadata={"static": True})
+    scale: float | None = field(default=None, metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
     sinks: Float[Array, " Q"] | None = None
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Static options by name, as the operations of `pallas_kernels` take them."""
+    def static(self) -> dict[str, Any]:
+        """Scale, window and soft cap by name, as `init_cache` and `pallas_kernels` take them."""
         return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
 
-    def of_heads(self, index: Int[Array, " N"]) -> Logits:
+    def of_heads(self, index: Int[Array, " N"]) -> AttentionOptions:
         """Takes the sinks of some of the query heads."""
         sinks = None if self.sinks is None else self.sinks[index]
         return dataclasses.replace(self, sinks=sinks)
@@ -201,7 +203,7 @@ class Step:
       query_position: their positions, -1 where there were fewer, `[B, W]`.
       rope: as given to `attend`; None where q and k came rotated.
       moment: `"prompt"`, `"flush"` or `"step"` (static).
-      logits: of the attention.
+      options: scale, window, soft cap and sinks of the attention.
       room: at a flush, the decode steps until the next one, for whose tokens there must be free
         slots afterwards (static).
       implementation: of the operations in `pallas_kernels`, as given to `attend` or `flush`
@@ -217,7 +219,7 @@ class Step:
     query_position: Int[Array, "B W"] | None = None
     rope: Rope | None = None
     moment: Moment = field(metadata={"static": True})
-    logits: Logits
+    options: AttentionOptions
     room: int = field(default=0, metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
     output: Float[Array, "B Q T D"] | None = None

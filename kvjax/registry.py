@@ -13,9 +13,9 @@ from kvjax.compose.chain import chain, parts_of
 from kvjax.compose.wrappers import Every, Everywhere, WhenFull
 from kvjax.messages import brief, did_you_mean
 from kvjax.protocol import Full, KVTransform, Stage
-from kvjax.storage.codebook import Codebook
-from kvjax.storage.offload import Offload
-from kvjax.storage.quantize import Quantize
+from kvjax.storage.codebook.transform import Codebook
+from kvjax.storage.offload.transform import Offload
+from kvjax.storage.quantize.transform import Quantize
 from kvjax.transforms.cam import CaM
 from kvjax.transforms.chelsea.chelsea import Chelsea
 from kvjax.transforms.clusterkv.clusterkv import ClusterKV
@@ -23,7 +23,7 @@ from kvjax.transforms.h2o import H2O
 from kvjax.transforms.infinigen.infinigen import InfiniGen
 from kvjax.transforms.kvcrush.kvcrush import KVCrush
 from kvjax.transforms.kvmerger.kvmerger import KVMerger
-from kvjax.transforms.pyramidinfer import PyramidInfer
+from kvjax.transforms.pyramidinfer.pyramidinfer import PyramidInfer
 from kvjax.transforms.pyramidkv import PyramidKV
 from kvjax.transforms.quest import Quest
 from kvjax.transforms.snapkv import SnapKV

@@ -23,42 +23,49 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.attention.layer import LayerCache, QueryWindow, Reading
 from kvjax.budgets.budgets import Share
-from kvjax.budgets.layers import CosineBudget, LayerBudget, SpindleBudget, TokensEntering
+from kvjax.budgets.layers import LayerBudget
 from kvjax.cache.payload import Dense
 from kvjax.cache.slots import Column, KVCache
 from kvjax.compose.chain import Chain
 from kvjax.compose.wrappers import HeadGroups, Repeated
 from kvjax.devices import Placement
 from kvjax.messages import brief
-from kvjax.protocol import Logits, Wrapped
+from kvjax.protocol import AttentionOptions, Wrapped
 from kvjax.registry import METHODS, STORAGE, WRAPPERS
 from kvjax.rope import Rope
-from kvjax.storage.channels import Channels
-from kvjax.storage.offload import Offloaded, Resident
-from kvjax.storage.quantized import Form, Quantized
+from kvjax.storage.codebook.payload import Book, CodebookPayload
+from kvjax.storage.offload.payload import Offloaded
+from kvjax.storage.offload.transform import Resident
+from kvjax.storage.quantize.channels import Channels
+from kvjax.storage.quantize.payload import Form, Quantized
 from kvjax.storage.recent import Recent
-from kvjax.storage.references import Book, CodebookPayload
 from kvjax.transforms.cam import CaMState
 from kvjax.transforms.chelsea.chelsea import Passes
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads, RemainingBudget
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.kvcrush.kvcrush import KVCrushState
-from kvjax.transforms.pyramidinfer import Generated, PyramidInferLayer, PyramidInferPrompt
+from kvjax.transforms.pyramidinfer.pyramidinfer import (
+    Generated,
+    PyramidInferLayer,
+    PyramidInferPrompt,
+)
+from kvjax.transforms.pyramidinfer.schedule import CosineBudget, TokensEntering
 from kvjax.transforms.pyramidkv import PyramidBudget
 from kvjax.transforms.quest import Pages
 from kvjax.transforms.ring import Ring
 from kvjax.transforms.spindlekv.layer_budget_eviction import LayerEviction
 from kvjax.transforms.spindlekv.reserve import Reserve
+from kvjax.transforms.spindlekv.schedule import SpindleBudget
 from pallas_kernels.formats.bits import Encoded
 
 # Names in programs: what is written with them is to be read by later versions.
 NODES = {
     f"kvjax.{node.__name__}": node
     for node in (
-        CaMState, Channels, Clusters, CodebookPayload, Column, Dense, Encoded, Generated, KVCache,
-        KVCrushState, LayerCache, Logits, Offloaded, Pages, Passes, Quantized, QueryWindow, Reading,
-        Recent, Repeated, Resident, Rope, Wrapped,
+        AttentionOptions, CaMState, Channels, Clusters, CodebookPayload, Column, Dense, Encoded,
+        Generated, KVCache, KVCrushState, LayerCache, Offloaded, Pages, Passes, Quantized,
+        QueryWindow, Reading, Recent, Repeated, Resident, Rope, Wrapped,
     )
 }  # fmt: skip
 # Classes of static values, by their own names. Methods have those of the registry.

@@ -16,11 +16,7 @@ from kvjax.attention.layer import (
     Cache,
     LayerCache,
     Reading,
-    as_scale,
-    check_array,
     check_layer_cache,
-    check_logits,
-    check_rope,
     for_keeping,
     layer_caches,
     map_parts,
@@ -35,13 +31,13 @@ from kvjax.attention.parts import (
 )
 from kvjax.attention.prompt import begin, compress, read
 from kvjax.attention.step import decode
-from kvjax.budgets.budgets import check_choice
 from kvjax.cache.slots import as_positions
+from kvjax.checks import as_scale, check_array, check_choice, check_logits, check_rope
 from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import explicit_mesh, in_automatic_mode
-from kvjax.protocol import KVTransform, Logits, Phase, check_transform
+from kvjax.protocol import AttentionOptions, KVTransform, Phase, check_transform
 from kvjax.rope import Rope
 from pallas_kernels.base.varying import varying
 
@@ -128,12 +124,12 @@ def attend(
     tokens = Tokens(q, k, v, as_positions(positions), predicted_query)
     _check_tokens(tokens)
     check_rope(rope, q.shape[3])
-    logits = _logits(cache, scale, window, soft_cap)
+    options = _options(cache, scale, window, soft_cap)
     if sinks is not None:
         _check_sinks(sinks, q.shape[1])
         sinks = for_keeping(jnp.asarray(sinks, jnp.float32))
-    logits = dataclasses.replace(logits, sinks=sinks)
-    call = Call(rope, logits, phase == "prompt", last, implementation)
+    options = dataclasses.replace(options, sinks=sinks)
+    call = Call(rope, options, phase == "prompt", last, implementation)
     _check_cache(transform, cache, tokens, call)
     # Not of the cache: what it holds has come from a call before.
     tokens, call = _without_gradient((tokens, call))
@@ -197,7 +193,7 @@ def _attend_placed(
         cache_specs(cache),
         Tokens(by_head, by_head, by_head, by_row, predicted),
         dataclasses.replace(
-            call, rope=rope_specs(call.rope, rows), logits=sinks_specs(call.logits, heads)
+            call, rope=rope_specs(call.rope, rows), options=sinks_specs(call.options, heads)
         ),
     )
     return on_each_device(
@@ -268,8 +264,8 @@ def _check_tokens(tokens: Tokens) -> None:
             )
 
 
-def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
-    """How the cache makes logits; raises ValueError where a call of `attend` says otherwise."""
+def _options(cache: Cache, scale, window, soft_cap) -> AttentionOptions:
+    """Returns the cache's options; raises ValueError where a call of `attend` gives others."""
     check_layer_cache(cache, "attend")
     part = layer_caches(cache)[0]
     check_logits(window, soft_cap)
@@ -277,14 +273,14 @@ def _logits(cache: Cache, scale, window, soft_cap) -> Logits:
         "scale": None if scale is None else as_scale(scale), "window": window, "soft_cap": soft_cap,
     }  # fmt: skip
     for name, value in given.items():
-        made_for = getattr(part.logits, name)
+        made_for = getattr(part.options, name)
         if value is not None and value != made_for:
             raise ValueError(
                 f"the cache was made for {name}={made_for}, got {name}={value}: give it to "
                 "init_cache, or to generate as an attribute of the model (see "
                 "kvjax.LanguageModel)"
             )
-    return part.logits
+    return part.options
 
 
 def _check_sinks(sinks, query_heads: int) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.payload import take_slots
 from kvjax.cache.slots import KVCache, ranks
-from kvjax.protocol import Logits, Needs
+from kvjax.protocol import AttentionOptions, Needs
 from kvjax.rope import Rope
 
 
@@ -55,27 +55,27 @@ class Call:
 
     Args:
       rope: rotates queries and keys; None: they come rotated.
-      logits: scale, window, soft cap and sinks.
+      options: scale, window, soft cap and sinks.
       prompt: whether the tokens are those of a prompt (static).
       last: whether they complete it (static).
       implementation: of the operations in `pallas_kernels` (static).
     """
 
     rope: Rope | None
-    logits: Logits
+    options: AttentionOptions
     prompt: bool = field(metadata={"static": True})
     last: bool = field(metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
 
     @property
-    def options(self) -> dict:
+    def kernel_options(self) -> dict:
         """Static options by name, as the operations of `pallas_kernels` take them."""
-        return {**self.logits.options, "implementation": self.implementation}
+        return {**self.options.static, "implementation": self.implementation}
 
     def of_heads(self, kv_heads: Sequence[int], group: int) -> Call:
         """The call for some KV heads: with the sinks of their query heads."""
-        logits = self.logits.of_heads(query_heads(kv_heads, group))
-        return dataclasses.replace(self, logits=logits)
+        options = self.options.of_heads(query_heads(kv_heads, group))
+        return dataclasses.replace(self, options=options)
 
 
 def query_heads(kv_heads: Sequence[int], group: int) -> Int[Array, " N"]:

@@ -18,7 +18,7 @@ from kvjax.attention.layer import (
     map_parts,
 )
 from kvjax.attention.parts import cache_specs, on_each_device
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compose.chain import decide_parts
 from kvjax.devices import explicit_mesh, in_automatic_mode
 from kvjax.protocol import Step
@@ -114,7 +114,7 @@ def _flush(cache: LayerCache, steps: int, implementation: str | None) -> LayerCa
         query_position=query_position,
         rope=cache.rope,
         moment="flush",
-        logits=cache.logits,
+        options=cache.options,
         room=steps,
         implementation=implementation,
     )

@@ -10,24 +10,23 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import check_count, check_number
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.payload import Payload
 from kvjax.cache.remainders import with_remainders
 from kvjax.cache.slots import KVCache, check_not_stacked, empty_cache
+from kvjax.checks import as_scale, check_count, check_logits, check_rope, floating
 from kvjax.compose.chain import parts_of
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import Placement, check_mesh
 from kvjax.protocol import (
     PASSED,
+    AttentionOptions,
     Extent,
     KVTransform,
-    Logits,
     Stage,
     State,
     check_transform,
@@ -89,7 +88,7 @@ class LayerCache:
       max_length: tokens of a row that it was made for, prompt and new ones together (static). What
         a model decides by the length of a text, it decides by this number, so that the same text
         gives the same result in one call, in turns, in chunks and token by token.
-      logits: how its attention makes logits: scale, window and soft cap (static). Where the cache
+      options: scale, window and soft cap of its attention (static). Where the cache
         is to be flushed it holds the sinks of the last prompt, -inf where there were none.
       placement: the devices that it is divided among (static); None: `attend` divides nothing.
     """
@@ -100,7 +99,7 @@ class LayerCache:
     rope: Rope | None
     transform: KVTransform = field(metadata={"static": True})
     max_length: int = field(metadata={"static": True})
-    logits: Logits
+    options: AttentionOptions
     placement: Placement | None = field(default=None, metadata={"static": True})
 
 
@@ -120,7 +119,7 @@ class Reading:
       rows: the rows that had tokens in the prompt so far.
       queries: each row's last W queries, where the transform looks at them; None otherwise.
       rope: the last chunk's.
-      logits: how its attention makes logits.
+      options: scale, window, soft cap and sinks of its attention.
       begun: whether a chunk has been read (static).
     """
 
@@ -129,7 +128,7 @@ class Reading:
     rows: Bool[Array, " B"]
     queries: QueryWindow | None
     rope: Rope | None
-    logits: Logits
+    options: AttentionOptions
     begun: bool = field(default=True, metadata={"static": True})
 
     kv = property(lambda self: self.cache.kv)
@@ -220,71 +219,9 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
     return jnp.where(common == none, -1, common)
 
 
-def floating(dtype: DTypeLike) -> jnp.dtype:
-    """A dtype of keys and values; raises TypeError for what is none."""
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError as error:
-        raise TypeError(f"dtype must be a floating dtype, got {dtype!r:.40}") from error
-    if not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"dtype must be floating, got {found.name}")
-    return found
-
-
 def default_dtype() -> DTypeLike:
     """Of keys and values: float32 on CPU, where bfloat16 is several times slower."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-
-
-def as_scale(scale: object) -> float:
-    """A scale of logits as a Python number; raises for what is none.
-
-    A traced value would get into the static part of a cache, and an array cannot be compared.
-
-    Raises:
-      TypeError: an array, or no number.
-      ValueError: it is not finite, or not above 0.
-
-    Example:
-      >>> from kvjax.attention.layer import as_scale
-      >>> as_scale(0.25)
-      0.25
-    """
-    if isinstance(scale, jax.Array | np.ndarray):
-        raise TypeError(
-            f"scale must be a Python number, such as scale=16 ** -0.5 in place of "
-            f"1 / jnp.sqrt(16), got an array ({type(scale).__name__})"
-        )
-    check_number("scale", scale, above=0)
-    return float(scale)
-
-
-def check_logits(window: object, soft_cap: object) -> None:
-    """Raises unless a window and a soft cap are numbers that `init_cache` takes, or None."""
-    if window is not None:
-        check_count("window", window, 1)
-    if soft_cap is not None:
-        check_number("soft_cap", soft_cap, above=0)
-
-
-def check_array(name: str, x: object) -> None:
-    """Raises TypeError unless it is an array of JAX or NumPy."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(x).__name__}")
-
-
-def check_rope(rope: object, head_dim: int) -> None:
-    """Raises unless it is None or a `Rope` of no more than `head_dim` channels."""
-    if rope is None:
-        return
-    if not isinstance(rope, Rope):
-        raise TypeError(f"rope must be a kvjax.Rope, got {type(rope).__name__}")
-    check_array("inv_freq of rope", rope.inv_freq)
-    shape = rope.inv_freq.shape
-    if len(shape) not in (1, 2):
-        raise ValueError(f"inv_freq of rope must be [R] or [B, R], got shape {shape}")
-    if 2 * shape[-1] > head_dim:
-        raise ValueError(f"rope rotates {2 * shape[-1]} channels, got head_dim {head_dim}")
 
 
 def check_layer_cache(cache: Any, who: str) -> None:
@@ -436,10 +373,10 @@ def init_cache(
         )
     # From the beginning, since a prompt may not change the structure of a cache.
     sinks = None if extent.interval is None else jnp.full((query_heads,), -jnp.inf, jnp.float32)
-    logits = Logits(scale, window, soft_cap, sinks)
+    options = AttentionOptions(scale, window, soft_cap, sinks)
     placement = Placement.of(mesh, kv_heads, divisible=True)
     rope = kept_rope(transform, rope)
-    return LayerCache(kv, state, last_queries, rope, transform, max_length, logits, placement)
+    return LayerCache(kv, state, last_queries, rope, transform, max_length, options, placement)
 
 
 def looks_at_keys(transform: KVTransform) -> bool:

@@ -24,9 +24,9 @@ from kvjax.attention.layer import (
 )
 from kvjax.budgets.layers import layers_of
 from kvjax.devices import Placement
-from kvjax.protocol import KVTransform, Logits
+from kvjax.protocol import AttentionOptions, KVTransform
 from kvjax.rope import Rope
-from kvjax.storage.offload import HOST_MEMORY
+from kvjax.storage.offload.payload import HOST_MEMORY
 
 
 def placement_of(cache: Cache) -> Placement | None:
@@ -52,12 +52,13 @@ def has_rows(cache: Part) -> Part:
 
     # Only frequencies that depend on a row's length have an axis of rows.
     rope = jax.tree.map(lambda x: x.ndim == 2, cache.rope)
-    logits = every(cache.logits, False)
+    options = every(cache.options, False)
     if isinstance(cache, Reading):
         whole, stored, queries = has_rows(cache.cache), every(cache.stored), every(cache.queries)
         return dataclasses.replace(
-            cache, cache=whole, stored=stored, rows=True, queries=queries, rope=rope, logits=logits
-        )  # pyright: ignore[reportArgumentType]
+            cache, cache=whole, stored=stored, rows=True, queries=queries, rope=rope,
+            options=options,
+        )  # pyright: ignore[reportArgumentType]  # fmt: skip
     kv = cache.kv
     flags = _rows_of_state(
         cache.transform, kv.shape[1] // kv.unfolded, kv.shape[1] * kv.group, kv.k.shape[3],
@@ -65,7 +66,7 @@ def has_rows(cache: Part) -> Part:
     )  # fmt: skip
     state = jax.tree.unflatten(jax.tree.structure(cache.state), flags)
     return dataclasses.replace(
-        cache, kv=every(kv), state=state, window=every(cache.window), rope=rope, logits=logits
+        cache, kv=every(kv), state=state, window=every(cache.window), rope=rope, options=options
     )
 
 
@@ -122,7 +123,7 @@ def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
         return P(rows, heads) if x.ndim > 1 and x.shape[1] in lists else P(rows)
 
     specs = jax.tree.map(spec, cache, has_rows(cache))
-    changed = {"rope": rope_specs(cache.rope, rows), "logits": sinks_specs(cache.logits, heads)}
+    changed = {"rope": rope_specs(cache.rope, rows), "options": sinks_specs(cache.options, heads)}
     window = QueryWindow(P(rows, heads), P(rows))  # the number of its queries may be that of heads
     if isinstance(cache, Reading):
         queries = None if cache.queries is None else window
@@ -156,9 +157,9 @@ def rope_specs(rope: Rope | None, rows: str | None) -> Rope | None:
     return jax.tree.map(lambda x: P(rows) if x.ndim == 2 else P(), rope)
 
 
-def sinks_specs(logits: Logits, heads: Any) -> Logits:
+def sinks_specs(options: AttentionOptions, heads: Any) -> AttentionOptions:
     """Divides the sinks of an attention by its heads."""
-    return jax.tree.map(lambda _: P(heads), logits)
+    return jax.tree.map(lambda _: P(heads), options)
 
 
 def placed(cache: Cache) -> Cache:

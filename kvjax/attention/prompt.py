@@ -53,7 +53,7 @@ def _begin(cache: LayerCache, empty: bool) -> Reading:
     if size and queries is None:
         queries = QueryWindow.empty(batch, heads * kv.group, size, kv.k.shape[3], kv.k.dtype)
     cache, rows = dataclasses.replace(cache, kv=kv, window=None), jnp.zeros(batch, bool)
-    return Reading(cache, stored, rows, queries, None, cache.logits, begun=False)
+    return Reading(cache, stored, rows, queries, None, cache.options, begun=False)
 
 
 def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B Q T D"], Reading]:
@@ -74,18 +74,18 @@ def read(reading: Reading, tokens: Tokens, call: Call) -> tuple[Float[Array, "B 
         keys = call.rope.rotate(keys, key_positions(needs, kv))
         q = call.rope.rotate(q, query_positions(needs, kv, slots, positions))
     grouped = q.reshape(q.shape[0], kv.shape[1], -1, *q.shape[2:])
-    where = positions, kv.position
-    out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *where, **call.options)
-    lse, out = beside_sinks(call.logits.sinks, lse, out)
+    where, options = (positions, kv.position), call.kernel_options
+    out, lse = prompt_attention(grouped, keys, kv.v.read(), kv.log_mass, *where, **options)
+    lse, out = beside_sinks(call.options.sinks, lse, out)
     if needs.accumulated_attention:
-        mass = column_sums(grouped, keys, kv.log_mass, lse, *where, **call.options)
+        mass = column_sums(grouped, keys, kv.log_mass, lse, *where, **options)
         kv = add_attention(kv, mass.reshape(q.shape[0], -1, kv.slots))
     queries = reading.queries
     if queries is not None:
         queries = queries.add(q, positions)
     reading = Reading(
         dataclasses.replace(reading.cache, kv=kv), reading.stored,
-        reading.rows | (positions >= 0).any(1), queries, call.rope, call.logits,
+        reading.rows | (positions >= 0).any(1), queries, call.rope, call.options,
     )  # fmt: skip
     return out.reshape(q.shape).astype(q.dtype), reading
 
@@ -107,7 +107,7 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     query, query_position = reading.queries or (None, None)
     step = Step(
         rows=reading.rows, keys=keys, query=query, query_position=query_position, rope=rope,
-        moment="prompt", logits=reading.logits, implementation=implementation,
+        moment="prompt", options=reading.options, implementation=implementation,
     )  # fmt: skip
     parts, states = parts_of(transform), states_of_parts(transform, cache.state)
     first = sum(part.stage == Stage.EVICT for part in parts)
@@ -117,11 +117,11 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     kv, others, _ = decide(parts[first:], kv, states[first:], step)
     kv = closed(kv, reading.stored, step.rows, rope if kv.unrotated_keys else None)
     if kv.interval is not None:  # what a flush has to know of this attention
-        sinks = reading.logits.sinks
+        sinks = reading.options.sinks
         if sinks is None:
-            sinks = jnp.full_like(cache.logits.sinks, -jnp.inf)
-        logits = dataclasses.replace(reading.logits, sinks=sinks)
-        cache = dataclasses.replace(cache, logits=logits, rope=kept_rope(transform, rope))
+            sinks = jnp.full_like(cache.options.sinks, -jnp.inf)
+        options = dataclasses.replace(reading.options, sinks=sinks)
+        cache = dataclasses.replace(cache, options=options, rope=kept_rope(transform, rope))
     return dataclasses.replace(
         cache, kv=kv, state=state_of_parts(transform, (*evicting, *others)),
         window=reading.queries if needs.decode_queries else None,
@@ -167,5 +167,5 @@ def _read_for(cache: LayerCache, reading: Reading, heads: Sequence[int]) -> Read
         last = last[:, query, -size:].astype(queries.query.dtype)
         queries = QueryWindow(last, position[:, -size:])
     cache = dataclasses.replace(begun.cache, kv=kv)
-    logits = reading.logits.of_heads(query)
-    return Reading(cache, begun.stored, reading.rows, queries, reading.rope, logits)
+    options = reading.options.of_heads(query)
+    return Reading(cache, begun.stored, reading.rows, queries, reading.rope, options)

@@ -18,7 +18,7 @@ from kvjax.attention.parts import has_rows, placed
 from kvjax.compiled_code import compiled
 from kvjax.messages import brief
 from kvjax.rope import Rope
-from kvjax.storage.offload import to_host
+from kvjax.storage.offload.payload import to_host
 
 Caches = TypeVar("Caches")  # a LayerCache, or a pytree of them
 Rows = Int[Array, " N"] | Int[np.ndarray, " N"] | Sequence[int]
@@ -153,11 +153,11 @@ def _put(cache: Part, rows: Int[Array, " N"], new: Part) -> Part:
     if isinstance(cache, Reading) and isinstance(new, Reading):
         rope = _rope_of(cache.cache, rows, new.cache)
         return dataclasses.replace(done, cache=dataclasses.replace(done.cache, rope=rope))  # pyright: ignore[reportAttributeAccessIssue]
-    sinks = cache.logits.sinks
+    sinks = cache.options.sinks
     if sinks is None:
         return done
-    sinks = jnp.where(jnp.isneginf(new.logits.sinks), sinks, new.logits.sinks)
-    return dataclasses.replace(done, logits=dataclasses.replace(cache.logits, sinks=sinks))
+    sinks = jnp.where(jnp.isneginf(new.options.sinks), sinks, new.options.sinks)
+    return dataclasses.replace(done, options=dataclasses.replace(cache.options, sinks=sinks))
 
 
 def _without_rope(cache: Part) -> Part:
@@ -258,7 +258,7 @@ def _check_alike(cache: Part, new: Part) -> None:
 def _settings(cache: Part, new: Part) -> list[tuple[str, Any, Any]]:
     """Pairs of what both were made for, by name."""
     layers = tuple(x.cache if isinstance(x, Reading) else x for x in (cache, new))
-    pairs = layers, (cache.kv, new.kv), (cache.logits, new.logits)
+    pairs = layers, (cache.kv, new.kv), (cache.options, new.options)
     return [
         (field.name, getattr(one, field.name), getattr(other, field.name))
         for one, other in pairs

@@ -28,7 +28,7 @@ def decode(
     kv, slots = append(cache.kv, cache.kv.unfold(tokens.k), cache.kv.unfold(tokens.v), positions)
     view = View(
         kv, slots, predicted=tokens.predicted,
-        window=call.logits.window, implementation=call.implementation,
+        window=call.options.window, implementation=call.implementation,
     )  # fmt: skip
     view, state = transform.select(view, cache.state, q)
     kv, rotation = view.cache, None
@@ -43,7 +43,7 @@ def decode(
     query, query_position = window or (None, None)
     step = Step(
         rows=(positions >= 0).any(1), slots=slots, mass=mass, query=query,
-        query_position=query_position, rope=call.rope, moment="step", logits=call.logits,
+        query_position=query_position, rope=call.rope, moment="step", options=call.options,
         implementation=call.implementation, output=out,
     )  # fmt: skip
     kv, state = decide_parts(transform, kv, state, step)
@@ -58,7 +58,7 @@ def _attention(
     lists = kv.shape[1] if index is None else index.shape[1]
     grouped = q.reshape(q.shape[0], lists, -1, *q.shape[2:])
     asked = needs.accumulated_attention or needs.decode_mass
-    options = {"probabilities": asked, "sinks": call.logits.sinks, **call.options}
+    options = {"probabilities": asked, "sinks": call.options.sinks, **call.kernel_options}
     seen = Seen(kv.log_mass, kv.position, kv.used, rotation)
     if view.rows is None:
         out, found = kv.k.attention(kv.v, grouped, seen, positions, index=index, **options)

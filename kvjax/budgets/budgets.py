@@ -8,7 +8,6 @@ row looks its own up.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.messages import brief, did_you_mean
+from kvjax.checks import MOST_COUNT
+from kvjax.messages import brief
 
 Budget = int | float | Callable[[np.ndarray], np.ndarray]
 """Slots per list: a number, a share of a row's tokens, or a function of rows' lengths."""
-
-MOST_COUNT = 2**31 - 1
-"""The largest count that fits into the int32 of positions and slots."""
-
-_MOST_NUMBER = float(np.finfo(np.float32).max)  # what is larger is infinite on a device
 
 
 def check_budget(budget: Budget, minimum: int, why: str) -> None:
@@ -53,49 +48,6 @@ def check_budget(budget: Budget, minimum: int, why: str) -> None:
         raise ValueError(f"budget must be at least {minimum} ({why}), got {brief(budget)}")
     elif budget > MOST_COUNT:
         raise ValueError(f"budget must be at most {MOST_COUNT} slots, got {brief(budget)}")
-
-
-def check_count(name: str, value: int, minimum: int, most: float = MOST_COUNT) -> None:
-    """Raises unless `value` is an integer from `minimum` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int, got {brief(value)}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {brief(value)}")
-    if value > most:
-        raise ValueError(f"{name} must be at most {most}, got {brief(value)}")
-
-
-def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
-    """Raises unless `value` is a number in (above, most] that is finite in float32."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number, got {brief(value)}")
-    if not above < value <= min(most, _MOST_NUMBER):
-        bounds = (
-            f"lie in ({above:g}, {most:g}]" if most < math.inf else f"be finite and above {above:g}"
-        )
-        raise ValueError(f"{name} must {bounds}, got {brief(value)}")
-
-
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raises unless `value` is one of the known names."""
-    if value not in known:
-        raise ValueError(
-            f"{name} must be one of {known}, got {brief(value)}{did_you_mean(value, known)}"
-        )
-
-
-def check_flag(name: str, value: bool) -> None:
-    """Raises TypeError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {brief(value)}")
-
-
-def check_layers(name: str, layers: tuple[int, ...]) -> None:
-    """Raises unless `layers` is a tuple of layer numbers."""
-    if not isinstance(layers, tuple):
-        raise TypeError(f"{name} must be a tuple of layer numbers, got {brief(layers)}")
-    for layer in layers:
-        check_count(f"a layer of {name}", layer, 0)
 
 
 def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.ndarray:

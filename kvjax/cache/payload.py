@@ -164,7 +164,7 @@ class Payload(Protocol):
 
         Attention is to all slots (K = H, N = S), or with `index` to N of each of K lists, one per
         KV head or per query head; -1 is none. List k reads head `k // (K / H)`. `sinks` and
-        `logits` are those of `Logits`.
+        `options` are those of `AttentionOptions`.
         """
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from jaxtyping import Array
 
-from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count
 from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding, rewrites
 from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
 from kvjax.decisions import Changed, Decision, Mark, Retain, decide
@@ -28,8 +28,8 @@ from kvjax.protocol import (
     check_transform,
     takes_part,
 )
-from kvjax.storage.codebook import Codebook
-from kvjax.storage.quantize import Quantize
+from kvjax.storage.codebook.transform import Codebook
+from kvjax.storage.quantize.transform import Quantize
 from kvjax.transforms.clusterkv.clusterkv import ClusterKV
 from kvjax.transforms.ring import Ring
 

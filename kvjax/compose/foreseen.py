@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import empty_cache, opened
 from kvjax.decisions import Decision, Mark, made_by
-from kvjax.protocol import Extent, KVTransform, Logits, Moment, Stage, Step, takes_part
+from kvjax.protocol import AttentionOptions, Extent, KVTransform, Moment, Stage, Step, takes_part
 
 MAX_PROMPT, MAX_NEW, HEAD_DIM = 16, 8, 8  # of a cache that is never made
 
@@ -55,7 +55,7 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
             query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,
             query_position=jnp.zeros((1, window), jnp.int32) if window else None,
             moment=moment,
-            logits=Logits(1.0),
+            options=AttentionOptions(1.0),
             room=1 if moment == "flush" else 0,
         )
         return made_by(transform, cache, state, now)[0]

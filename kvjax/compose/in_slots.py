@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.budgets.budgets import check_count, slots_for
+from kvjax.budgets.budgets import slots_for
+from kvjax.checks import check_count
 from kvjax.compose.chain import map_methods
 from kvjax.protocol import KVTransform, check_transform
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count
 from kvjax.compose.foreseen import frees_while_decoding, rewrites
 from kvjax.decisions import Decision
 from kvjax.devices import all_heads

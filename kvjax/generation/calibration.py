@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets.budgets import check_count, check_number
+from kvjax.checks import check_count, check_number
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.devices import automatic
-from kvjax.generation.checks import check_prompts
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.reading_once import Observe
+from kvjax.generation.prompt_checks import check_prompts
+from kvjax.generation.read_once import Observe
 from kvjax.generation.steps import pad, read_at_once
 from kvjax.protocol import Full, KVTransform, Needs, check_transform
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads

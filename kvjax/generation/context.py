@@ -17,7 +17,7 @@ from kvjax.cache.slots import nbytes
 from kvjax.compose.chain import bind
 from kvjax.devices import put, put_rows
 from kvjax.generation.fingerprints import Fingerprint
-from kvjax.generation.reading import CacheSize
+from kvjax.generation.prompt_pass import CacheSize
 from kvjax.protocol import Full, KVTransform
 
 

@@ -8,16 +8,18 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compose.chain import bind
 from kvjax.devices import automatic
-from kvjax.generation.checks import Rows, as_rows, bucket, check_prompts
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
+from kvjax.generation.decode_loop import Generation, Writing
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.reading import CacheSize, Compiler
+from kvjax.generation.prompt_checks import Rows, as_rows, bucket, check_prompts
+from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.sampling import Sampling
-from kvjax.generation.writing import Generation, Writing, begin
+from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform
 
 

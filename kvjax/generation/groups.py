@@ -17,7 +17,7 @@ from kvjax.compose.chain import walk
 from kvjax.devices import put_rows
 from kvjax.generation.steps import pad
 from kvjax.protocol import KVTransform
-from kvjax.storage.offload import Offload
+from kvjax.storage.offload.transform import Offload
 
 _WORTH = 512  # tokens that take about as long as compiling for one more shape
 

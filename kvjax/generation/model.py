@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.layer import Cache
-from kvjax.protocol import KVTransform, Phase
+from kvjax.protocol import AttentionOptions, KVTransform, Phase
 
 _PARTS = ("layers", "embed_tokens", "head")
 _COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
@@ -123,14 +123,6 @@ class ModelParts:
     split: Callable[[Any], Sequence[Any]]
     blocks: tuple[Callable[..., tuple[Array, Cache]], ...]
     head: Callable[..., Array]
-
-
-class AttentionOptions(NamedTuple):
-    """The arguments of `init_cache` that a layer's attention decides."""
-
-    scale: float | None
-    window: int | None
-    soft_cap: float | None
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from jax.typing import DTypeLike
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import cache_specs
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compose.chain import bind, map_methods
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import DATA, Placement, check_mesh
 from kvjax.generation.calibration import WithCalibration
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.reading import CacheSize, cache_shapes
+from kvjax.generation.prompt_pass import CacheSize, cache_shapes
 from kvjax.protocol import KVTransform, check_transform
-from kvjax.storage.offload import Offloaded
+from kvjax.storage.offload.payload import Offloaded
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 
 _CHANNELS = 0.2  # of queries and of keys, the share that `calibrate_infinigen` takes

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.budgets.budgets import check_count, check_number
+from kvjax.checks import check_count, check_number
 from kvjax.messages import brief
 
 _ALL = 2**31 - 1  # a `top_k` that cuts nothing

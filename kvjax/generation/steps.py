@@ -53,7 +53,7 @@ def init_caches(
             dtype=dtype,
             layer=layer,
             **sizes,
-            **model.attention(layer)._asdict(),
+            **model.attention(layer).static,
         )
         for layer, transform in enumerate(layers)
     )

@@ -10,7 +10,7 @@ from matplotlib.legend import Legend
 from matplotlib.patches import Patch, Polygon, Rectangle
 
 from kvjax.attention.layer import Cache, LayerCache, layer_caches
-from kvjax.budgets.budgets import check_choice, check_count
+from kvjax.checks import check_choice, check_count
 from kvjax.messages import brief
 
 COLOURS = {"gone": "#f2f2f2", "pale": "#b5b5b5", "kept": "#1f3b73", "other": "#E69F00"}

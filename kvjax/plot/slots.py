@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PathCollection
 
 from kvjax.attention.layer import Cache, LayerCache
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.transforms.clusterkv.labels import cluster_labels
 
 from .looks import COLOURS, check_axes, parts_of

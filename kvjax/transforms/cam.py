@@ -8,11 +8,11 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import check_count, check_flag
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.remainders import exact_values
 from kvjax.cache.selection import oldest
 from kvjax.cache.slots import KVCache, sorted_slots
+from kvjax.checks import check_count, check_flag
 from kvjax.compose.foreseen import foreseen, frees_while_decoding
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Decision, Keep, Mark, Retain, carry_out

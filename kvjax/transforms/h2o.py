@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from kvjax.budgets.budgets import Budget, check_budget, check_choice
+from kvjax.budgets.budgets import Budget, check_budget
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_choice
 from kvjax.decisions import Keep
 from kvjax.protocol import GroupReduce, Needs, Step, accumulated_attention
 from kvjax.transforms.held_budget import Budgets, HeldBudget

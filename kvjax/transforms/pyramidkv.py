@@ -9,8 +9,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.budgets.budgets import MOST_COUNT, Budget, slots_for
+from kvjax.budgets.budgets import Budget, slots_for
 from kvjax.budgets.layers import LayerBudget, layers_alike
+from kvjax.checks import MOST_COUNT
 from kvjax.messages import brief
 from kvjax.protocol import GroupReduce, KVTransform
 from kvjax.transforms.snapkv import SnapKV

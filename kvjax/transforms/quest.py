@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_count, check_flag, most_slots
+from kvjax.budgets.budgets import Budget, check_budget, most_slots
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import NEG_INF, KVCache
+from kvjax.checks import check_count, check_flag
 from kvjax.protocol import Step, View
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels import page_bounds, page_scores

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.devices import head_numbers
 from kvjax.messages import brief
 

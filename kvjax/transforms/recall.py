@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.budgets.budgets import Budget, check_flag, check_layers, rows_budget
+from kvjax.budgets.budgets import Budget, rows_budget
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_flag, check_layers
 from kvjax.protocol import Full, KVTransform, Stage
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvjax.budgets.budgets import check_count
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count
 from kvjax.decisions import Retain
 from kvjax.protocol import Extent, KVTransform, State, Step
 

@@ -9,11 +9,12 @@ from typing import ClassVar, Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.budgets.budgets import Budget, check_budget, check_choice, check_count
+from kvjax.budgets.budgets import Budget, check_budget
 from kvjax.budgets.layers import Table
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache, sorted_slots
+from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Keep
 from kvjax.protocol import GroupReduce, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
@@ -122,13 +123,13 @@ def window_attention(
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
-    kind = {**step.logits.options, "implementation": step.implementation}
+    kind = {**step.options.static, "implementation": step.implementation}
     position = step.query_position[:, -window:]
     if weight is not None:
         position = jnp.where(weight > 0, position, -1)
     rows = (position, cache.position)
     _, lse = prompt_attention(q, step.keys, None, cache.log_mass, *rows, **kind)
-    (lse,) = beside_sinks(step.logits.sinks, lse)
+    (lse,) = beside_sinks(step.options.sinks, lse)
     if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
         lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
     return column_sums(q, step.keys, cache.log_mass, lse, *rows, **kind)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvjax.budgets.budgets import Budget, check_budget, check_count, check_flag
+from kvjax.budgets.budgets import Budget, check_budget
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count, check_flag
 from kvjax.decisions import Keep
 from kvjax.protocol import Needs, Step
 from kvjax.transforms.held_budget import Budgets, HeldBudget

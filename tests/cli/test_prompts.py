@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from kvjax.cli import inputs, opened
+from kvjax.cli.answers import InOrder, Row
 from kvjax.cli.main import main
-from kvjax.cli.writing import InOrder, Row
 from kvjax.generation.continuation import decoder
 from kvjax.generation.generate import Stream
 from kvjax.models import demo, load_tokenizer

@@ -12,10 +12,11 @@ import pytest
 
 import kvjax
 from kvjax.cache.payload import Dense
-from kvjax.storage.offload import Offloaded, Resident, to_host
-from kvjax.storage.quantized import Quantized
+from kvjax.storage.codebook.payload import CodebookPayload
+from kvjax.storage.offload.payload import Offloaded, to_host
+from kvjax.storage.offload.transform import Resident
+from kvjax.storage.quantize.payload import Quantized
 from kvjax.storage.recent import Recent
-from kvjax.storage.references import CodebookPayload
 from tests.compose.test_conformance import (
     CASES,
     LENGTHS,

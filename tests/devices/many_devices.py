@@ -17,9 +17,8 @@ import numpy as np
 
 import kvjax
 from kvjax.attention.layer import layer_caches
-from kvjax.generation import reading
 from kvjax.models import demo, from_pretrained, load_tokenizer
-from kvjax.storage.offload import Offloaded
+from kvjax.storage.offload.payload import Offloaded
 
 LENGTHS, NEW = (200, 190, 164, 240), 40
 MOVES = re.compile(r" = (.*) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(")
@@ -53,18 +52,18 @@ class Programs:
 
     def __enter__(self):
         self.text: dict[str, str] = {}
-        self.before = reading.Compiler.compile
+        self.before = compiler.Compiler.compile
 
         def compile(own, what, key, function, *args, **options):
             if key not in own._done:
                 own._done.add(key)
                 self.text[what] = function.lower(*args, **options).compile().as_text()
 
-        reading.Compiler.compile = compile
+        compiler.Compiler.compile = compile
         return self
 
     def __exit__(self, *error):
-        reading.Compiler.compile = self.before
+        compiler.Compiler.compile = self.before
 
     def moved(self) -> dict[str, int]:
         """Elements of the largest array that devices gather or exchange, by program."""

@@ -12,11 +12,11 @@ import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import nbytes
-from kvjax.generation import reading
-from kvjax.generation.model import AttentionOptions
-from kvjax.generation.reading import CacheSize
+from kvjax.generation import prompt_pass
+from kvjax.generation.prompt_pass import CacheSize
 from kvjax.models import random_decoder
-from kvjax.storage.offload import HOST_MEMORY, memory_kinds
+from kvjax.protocol import AttentionOptions
+from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
 from tests.generation.test_generate import CONFIG, RAGGED, VOCAB, method, model
 from tests.support.cases import BUDGET, compositions, registered
 from tests.support.marks import slow, some_slow
@@ -135,10 +135,10 @@ def test_donating_gives_the_memory_away():
 
 def test_further_turns_compile_once():
     answer = generate(QUESTIONS, read("snapkv"))
-    before = reading._read_layer._cache_size()
+    before = prompt_pass._read_layer._cache_size()
     for turn in range(3):
         answer = generate([[turn], [1, 2], [3] * 9], answer.context)
-    assert reading._read_layer._cache_size() == before
+    assert prompt_pass._read_layer._cache_size() == before
     assert answer.compile_s < 0.5
 
 
@@ -223,9 +223,9 @@ def test_layers_that_are_alike_differ_in_their_states_alone(name):
 
     @jax.jit
     def both():
-        states = reading.states_of_layers(layers, size)
+        states = prompt_pass.states_of_layers(layers, size)
         made = [
-            reading.new_cache(one, size, OPTIONS, own)
+            prompt_pass.new_cache(one, size, OPTIONS, own)
             for one, own in zip(layers, states, strict=True)
         ]
         given = [size.cache(one, layer, OPTIONS) for layer, one in enumerate(layers)]
@@ -258,10 +258,10 @@ def test_layers_report_once_in_order_and_change_nothing(name):
 
 
 def test_layers_that_are_alike_share_one_program():
-    before, compiled = reading._read_layer._cache_size(), []
+    before, compiled = prompt_pass._read_layer._cache_size(), []
     for listen in ({"on_layer": print}, {"on_layer": [].append, "on_compile": compiled.append}):
         kvjax.generate(model(), RAGGED, transform=kvjax.H2O(30), max_new_tokens=6, **listen)
-        assert reading._read_layer._cache_size() == before + 1
+        assert prompt_pass._read_layer._cache_size() == before + 1
     assert compiled == [
         "the caches", "the embedding", "the prompt pass of layer 1 of 2", "the logits",
         "the choice of a token", "the decode loop",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.generation import groups, reading
+from kvjax.generation import groups, prompt_pass
 from kvjax.generation.groups import row_groups
 from kvjax.generation.model import as_functional
 from tests.generation.test_context import STORED, TRANSFORMS
@@ -47,7 +47,7 @@ def together():
 @pytest.fixture
 def shapes(monkeypatch):
     """The shape of what each call of a layer is given: rows and tokens."""
-    found, read_layer = [], reading._read_layer
+    found, read_layer = [], prompt_pass._read_layer
 
     class Watched:
         lower = read_layer.lower
@@ -56,7 +56,7 @@ def shapes(monkeypatch):
             found.append(args[6].shape[:2])
             return read_layer(*args)
 
-    monkeypatch.setattr(reading, "_read_layer", Watched())
+    monkeypatch.setattr(prompt_pass, "_read_layer", Watched())
     return found
 
 
@@ -141,11 +141,11 @@ def test_no_more_tokens_are_read_than_groups_have(shapes):
 def test_other_prompts_of_the_same_widths_compile_nothing():
     """Whatever the order of the rows, and for another number of rows of one width."""
     generate(PROMPTS, buckets=BUCKETS, transform=kvjax.H2O(8))
-    before = reading._read_layer._cache_size()
+    before = prompt_pass._read_layer._cache_size()
     generate([*PROMPTS[::-1], [1, 2]], buckets=BUCKETS, transform=kvjax.H2O(8))
-    assert reading._read_layer._cache_size() == before + 1, "two rows of 4 tokens are new"
+    assert prompt_pass._read_layer._cache_size() == before + 1, "two rows of 4 tokens are new"
     generate(PROMPTS[2:] + PROMPTS[:2], buckets=BUCKETS, transform=kvjax.H2O(8))
-    assert reading._read_layer._cache_size() == before + 1
+    assert prompt_pass._read_layer._cache_size() == before + 1
 
 
 def test_a_model_that_does_not_show_its_parts(together):

@@ -12,7 +12,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.cache.slots import nbytes
-from kvjax.generation import reading
+from kvjax.generation import prompt_pass
 from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
 from tests.generation.test_context import STORED
@@ -161,9 +161,9 @@ def test_everywhere_and_short_texts():
 
 
 def test_rings_are_one_kind():
-    before = reading._read_layer._cache_size()
+    before = prompt_pass._read_layer._cache_size()
     read("gemma", transform=kvjax.SnapKV(40, window=8), max_new=77)
-    assert reading._read_layer._cache_size() == before + 2, "local layers and global ones"
+    assert prompt_pass._read_layer._cache_size() == before + 2, "local layers and global ones"
 
 
 # --- what is said and kept ------------------------------------------------------------------------

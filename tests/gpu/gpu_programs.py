@@ -19,7 +19,7 @@ import kvjax
 import pallas_kernels as ops
 from kvjax.cache.slots import widen
 from kvjax.decisions import carry_out
-from kvjax.protocol import Logits
+from kvjax.protocol import AttentionOptions
 from pallas_kernels.formats.bits import quantise_groups, quantise_slots
 from tests.support.ahead_of_time import Program, on_host
 
@@ -287,7 +287,8 @@ def compression(
     def compress(kv, state, keys, query, position):
         step = kvjax.Step(
             rows=jnp.ones(1, bool), keys=keys, query=query, query_position=position,
-            moment="prompt", logits=Logits(0.1), implementation="pallas" if kernel else "xla",
+            moment="prompt", options=AttentionOptions(0.1),
+            implementation="pallas" if kernel else "xla",
         )  # fmt: skip
         decision, state = transform.on_prompt(kv, state, step)
         kv = carry_out(decision, kv, step)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvjax.storage.offload import HOST_MEMORY, memory_kinds
+from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
 from tests.gpu import gpu_programs
 from tests.gpu.gpu_programs import SLOTS, Heads, kernels, merging
 from tests.support.ahead_of_time import Program

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.generation import reading, writing
+from kvjax.generation import decode_loop, prompt_pass
 from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, RopeConfig, from_pretrained, random_decoder, read_config
 from kvjax.models.config import ROPE_TYPES
@@ -133,13 +133,13 @@ def test_turns_and_answers_are_those_of_one_prompt(kind):
 def test_what_was_asked_for_decides_and_not_its_padding(monkeypatch):
     """Short factors up to the original context, whatever the caches have room for."""
     seen = []
-    begin = writing.begin
+    begin = decode_loop.begin
 
     def spy(*args):
         seen.append(args[5])
         return begin(*args)
 
-    monkeypatch.setattr(writing, "begin", spy)
+    monkeypatch.setattr(decode_loop, "begin", spy)
     for new in (4, 5):
         kvjax.generate(model(), [IDS[:12], IDS[:3]], max_new_tokens=new)
     assert [size.max_length for size in seen] == [1, ORIGINAL + 1]
@@ -153,10 +153,10 @@ def test_what_was_asked_for_decides_and_not_its_padding(monkeypatch):
 
 def test_lengths_that_compute_alike_share_compiled_code():
     kvjax.read(model(), [IDS[:17]], max_new=4)
-    before = reading._read_layer._cache_size()
+    before = prompt_pass._read_layer._cache_size()
     for length in (18, 20, 23):
         kvjax.read(model(), [IDS[:length]], max_new=4)
-    assert reading._read_layer._cache_size() == before
+    assert prompt_pass._read_layer._cache_size() == before
 
 
 def test_a_saved_context_goes_on_as_it_began(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.payload import Seen
-from kvjax.storage.references import Book, CodebookPayload
+from kvjax.storage.codebook.payload import Book, CodebookPayload
 from tests.kernels.test_greedy_cover import around
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate

@@ -13,7 +13,8 @@ import pytest
 import kvjax
 from kvjax import ClusterKV, Offload, chain
 from kvjax.attention.prompt import begin
-from kvjax.storage.offload import HOST_MEMORY, memory_kinds, recall_statistics
+from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
+from kvjax.storage.offload.transform import recall_statistics
 from tests.support import attending
 from tests.support.attending import attend, new_cache, right, structure
 from tests.support.decode_loops import Watched, decode_loop, read_prompt
@@ -329,7 +330,9 @@ def test_what_is_refused(message, call):
 
 
 def test_a_platform_without_host_memory(monkeypatch):
-    monkeypatch.setattr(sys.modules["kvjax.storage.offload"], "memory_kinds", lambda: ("device",))
+    monkeypatch.setattr(
+        sys.modules["kvjax.storage.offload.transform"], "memory_kinds", lambda: ("device",)
+    )
     transform = chain(clusterkv(), Offload())
     with pytest.raises(ValueError, match=r"pinned_host memory, which the platform .* has device"):
         new_cache(transform, 1)

@@ -15,11 +15,11 @@ import pytest
 
 import kvjax
 from kvjax.cache.payload import Dense, Seen, Slots
+from kvjax.storage.codebook.payload import Book, CodebookPayload
 from kvjax.storage.encoded_attention import EncodedPayload
-from kvjax.storage.offload import Offloaded
-from kvjax.storage.quantized import Form
+from kvjax.storage.offload.payload import Offloaded
+from kvjax.storage.quantize.payload import Form
 from kvjax.storage.recent import Recent
-from kvjax.storage.references import Book, CodebookPayload
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 from tests.support.attending import INV_FREQ, structure, the_rope

@@ -15,8 +15,8 @@ import pytest
 import kvjax
 from kvjax import Quantize, chain
 from kvjax.cache.payload import Dense, Seen, Slots
-from kvjax.storage.channels import Channels
-from kvjax.storage.quantized import Form
+from kvjax.storage.quantize.channels import Channels
+from kvjax.storage.quantize.payload import Form
 from pallas_kernels import (
     dequantise_groups,
     dequantise_slots,

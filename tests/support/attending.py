@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.storage.quantized import Quantized
+from kvjax.storage.quantize.payload import Quantized
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 
@@ -242,7 +242,7 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
     out = np.zeros(q.shape)
     for part in parts(transform, before):
         late, kv = part.transform.needs.reposition, part.cache.kv
-        options.setdefault("window", part.cache.logits.window)
+        options.setdefault("window", part.cache.options.window)
         for row in range(len(q)):
             for own, head in enumerate(part.heads):
 

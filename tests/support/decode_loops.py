@@ -11,7 +11,7 @@ import numpy as np
 
 import kvjax
 from kvjax.protocol import Wrapper
-from kvjax.storage.offload import Resident
+from kvjax.storage.offload.transform import Resident
 from kvjax.transforms.clusterkv.clusters import Clusters
 from tests.support.attending import flushed
 

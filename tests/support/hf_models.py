@@ -116,7 +116,7 @@ class Stepper:
         }  # fmt: skip
         attention = as_functional(model).attention
         self.caches = tuple(
-            init_cache(layer, **size, dtype=jnp.float32, **attention(number)._asdict())
+            init_cache(layer, **size, dtype=jnp.float32, **attention(number).static)
             for number, layer in enumerate(self.layers)
         )
         self._jitted = jax.jit(self._run, static_argnames="phase")

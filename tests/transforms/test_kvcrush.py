@@ -25,7 +25,7 @@ from kvjax import (
 )
 from kvjax.cache.slots import append, compact, widen
 from kvjax.decisions import Keep, carry_out
-from kvjax.protocol import Logits, Step, accumulated_attention
+from kvjax.protocol import AttentionOptions, Step, accumulated_attention
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
 from kvjax.transforms.kvcrush.representatives import cut, nearest_to_centroids
 from tests.references import kvcrush as reference
@@ -89,7 +89,7 @@ def one_prompt(tx, cache, k, v, positions, attention, query, query_position):
     rows = (positions >= 0).any(1)
     step = Step(
         rows=rows, slots=slots, mass=None, keys=kv.k.read(), query=query,
-        query_position=query_position, rope=None, moment="prompt", logits=Logits(0.5),
+        query_position=query_position, rope=None, moment="prompt", options=AttentionOptions(0.5),
     )  # fmt: skip
     base, _ = tx.split
     before = kv.replace(pinned=kv.pinned & ~kv.column(REPRESENTATIVE))

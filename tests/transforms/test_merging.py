@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.cache.slots import opened, widen
 from kvjax.decisions import carry_out
-from kvjax.protocol import Logits
+from kvjax.protocol import AttentionOptions
 from tests.support.attending import (
     Tokens,
     new_cache,
@@ -56,7 +56,8 @@ def compressed(name: str, implementation: str, moment: str = "prompt"):
     def compress(kv, state):
         step = kvjax.Step(
             rows=jnp.array([True, True, False]), keys=kv.k.read(), rope=the_rope(), moment=moment,
-            logits=Logits(0.25), room=12 * (moment == "flush"), implementation=implementation,
+            options=AttentionOptions(0.25), room=12 * (moment == "flush"),
+            implementation=implementation,
         )  # fmt: skip
         decision, state = getattr(METHODS[name], f"on_{moment}")(kv, state, step)
         return carry_out(decision, kv, step), state

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import CaM, Every, Extent, KVCrush, PyramidInfer, SnapKV, bind, chain
-from kvjax.budgets.layers import CosineBudget, TokensEntering
+from kvjax.transforms.pyramidinfer.schedule import CosineBudget, TokensEntering
 from tests.references import pyramidinfer as reference
 from tests.references.budgets import rows_budget
 from tests.support.attending import Tokens, one_layer, right, run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.storage.offload import Offload, recall_statistics
+from kvjax.storage.offload.transform import Offload, recall_statistics
 from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference
 from tests.support.attending import Tokens, new_cache, right, run

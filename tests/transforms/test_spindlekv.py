@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.budgets.layers import SpindleBudget
+from kvjax.transforms.spindlekv.schedule import SpindleBudget
 from tests.references import spindlekv
 from tests.references.codebook import paper_ratios, reserve_ratio
 from tests.references.rope import rope as rotate

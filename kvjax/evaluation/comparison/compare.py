@@ -23,13 +23,13 @@ from kvjax.evaluation.memory import drop_compiled_code
 from kvjax.extras import extra_module
 from kvjax.generation.calibration import calibrated
 from kvjax.generation.chat import chat_end_tokens
-from kvjax.generation.checks import bucket
 from kvjax.generation.context import Context
 from kvjax.generation.continuation import decoder, new_text
 from kvjax.generation.fingerprints import Fingerprint, checksum
 from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.reading_once import ReadOnce
+from kvjax.generation.prompt_checks import bucket
+from kvjax.generation.read_once import ReadOnce
 from kvjax.protocol import KVTransform
 
 from .material import Material

@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention.attend import attend
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.devices import automatic
-from kvjax.generation.checks import check_prompts
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.steps import scan_steps
 from kvjax.protocol import Full, KVTransform
 
@@ -306,7 +306,7 @@ def _judge_layer(
     if turn is not None:
         _, cache = attend(
             layer, cache, turn.query, turn.key, turn.value, turn.position,
-            phase="prompt", rope=turn.rope, sinks=turn.logits.sinks, **turn.logits.options,
+            phase="prompt", rope=turn.rope, sinks=turn.options.sinks, **turn.options.static,
         )  # fmt: skip
 
     def step(position, cache, truth):
@@ -322,8 +322,8 @@ def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget
     own = truth.record
     out, cache = attend(
         recorded(layer), record(cache), own.query, own.key, own.value, position[:, None],
-        phase="decode", rope=own.rope, predicted_query=own.predicted, sinks=own.logits.sinks,
-        **own.options,
+        phase="decode", rope=own.rope, predicted_query=own.predicted, sinks=own.options.sinks,
+        **own.kernel_options,
     )  # fmt: skip
     cache, records = unrecord(cache)
     held = looked_at(layer, records, truth.attention.shape[-1])

@@ -16,13 +16,13 @@ from kvjax.attention.prompt import compress
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import Everywhere, by_head_groups
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.reading import Compiler
-from kvjax.generation.reading_once import Observe, ReadOnce
+from kvjax.generation.read_once import Observe, ReadOnce
 from kvjax.generation.steps import decode_step
-from kvjax.generation.writing import further
-from kvjax.protocol import KVTransform, Logits, Needs
+from kvjax.generation.turns import further
+from kvjax.protocol import AttentionOptions, KVTransform, Needs
 from kvjax.rope import Rope
 
 from .recording import Record, attend_to_all, record, recorded, unrecord
@@ -37,7 +37,7 @@ class Turn:
       query, key, value: of the questions' tokens; rotated where `rope` is None.
       position: of the tokens, -1 = padding.
       rope: what rotates query and key.
-      logits: of the attention.
+      options: of the attention.
     """
 
     query: Float[Array, "B Q T D"]
@@ -45,7 +45,7 @@ class Turn:
     value: Float[Array, "B H T D"]
     position: Int[Array, "B T"]
     rope: Rope | None
-    logits: Logits
+    options: AttentionOptions
 
 
 class Truth(NamedTuple):
@@ -139,7 +139,7 @@ def _turn(reading: Reading) -> Turn:
         query = back.rotate(query, position)
     places = jnp.maximum(position, 0)[:, None]
     slots = jnp.broadcast_to(places, (len(position), kv.shape[1], position.shape[1]))
-    return Turn(query, kv.k.read(slots), kv.v.read(slots), position, rope, reading.logits)
+    return Turn(query, kv.k.read(slots), kv.v.read(slots), position, rope, reading.options)
 
 
 @compiled(static_argnums=(0, 1))

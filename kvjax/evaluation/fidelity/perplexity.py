@@ -9,13 +9,13 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.devices import automatic
-from kvjax.generation.checks import check_turn
 from kvjax.generation.context import Context
 from kvjax.generation.generate import read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.prompt_checks import check_turn
 from kvjax.generation.steps import decode_step, scan_steps
 from kvjax.protocol import KVTransform
 

@@ -15,7 +15,7 @@ from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import Decision
-from kvjax.protocol import KVTransform, Logits, State, Step, View, Wrapper
+from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
 from kvjax.rope import Rope
 from pallas_kernels import decode_attention
 from pallas_kernels.attention.call import beside_sinks
@@ -33,7 +33,7 @@ class Record:
       seen: token positions of the slots that attention looked at, the new tokens' included; -1 =
         none. K lists, one per KV head or one per query head.
       rope: what rotates query and key.
-      logits: of the attention.
+      options: of the attention.
       implementation: of its operations (static).
     """
 
@@ -43,13 +43,13 @@ class Record:
     predicted: Float[Array, "B Q T D"] | None
     seen: Int[Array, "B K N"]
     rope: Rope | None
-    logits: Logits
+    options: AttentionOptions
     implementation: str | None = field(metadata={"static": True})
 
     @property
-    def options(self) -> dict:
+    def kernel_options(self) -> dict:
         """Static options by name, as the operations of `pallas_kernels` take them."""
-        return {**self.logits.options, "implementation": self.implementation}
+        return {**self.options.static, "implementation": self.implementation}
 
 
 class Recording(NamedTuple):
@@ -78,7 +78,7 @@ class Recorded(Wrapper):
         rope = step.rope if self.needs.unrotated_keys else None
         own = Record(
             query, cache.k.read(slots), cache.v.read(slots), predicted, seen, rope,
-            step.logits, step.implementation,
+            step.options, step.implementation,
         )  # fmt: skip
         decision, state = super().on_step(cache, state, step)
         return decision, state._replace(record=own)
@@ -138,9 +138,9 @@ def attend_to_all(
     batch, kv_heads, slots = kv.shape
     out, lse, attention = decode_attention(
         query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
-        kv.log_mass, position[:, None], kv.position, **record.options,
+        kv.log_mass, position[:, None], kv.position, **record.kernel_options,
     )  # fmt: skip
-    _, out, attention = beside_sinks(record.logits.sinks, lse, out, attention)
+    _, out, attention = beside_sinks(record.options.sinks, lse, out, attention)
     return out.reshape(query.shape).astype(query.dtype), attention.reshape(batch, -1, slots)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvjax.budgets.budgets import check_choice, check_count
+from kvjax.checks import check_choice, check_count
 from kvjax.messages import brief, one_line, printable
 
 from . import metrics

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.messages import brief, did_you_mean
 
 from .task import Case, Frame, Task

@@ -12,17 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_count,
-    check_layers,
-    most_slots,
-    rows_budget,
-)
+from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
+from kvjax.checks import check_count, check_layers
 from kvjax.decisions import Merge
 from kvjax.messages import brief
 from kvjax.protocol import Extent, KVTransform, Needs, Step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.protocol import Full, KVTransform
 

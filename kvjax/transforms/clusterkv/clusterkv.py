@@ -11,16 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_choice,
-    check_count,
-    most_slots,
-    slots_for,
-)
+from kvjax.budgets.budgets import Budget, check_budget, most_slots, slots_for
 from kvjax.cache.payload import take_slots, write_slots
 from kvjax.cache.slots import STORED_SLOT, KVCache
+from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View

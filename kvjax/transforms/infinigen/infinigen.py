@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_budget, check_number, most_slots, rows_budget
+from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import write_slots
 from kvjax.cache.selection import keep_best, newest
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_number
 from kvjax.decisions import Mark
 from kvjax.devices import all_heads
 from kvjax.protocol import KVTransform, Needs, Step, View

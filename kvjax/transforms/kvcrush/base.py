@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.budgets.budgets import Budget, Share, check_count
+from kvjax.budgets.budgets import Budget, Share
 from kvjax.budgets.layers import LayerBudget
+from kvjax.checks import check_count
 from kvjax.protocol import KVTransform
 
 

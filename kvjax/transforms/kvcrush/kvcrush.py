@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.budgets.budgets import Budget, check_choice, check_flag, most_slots, rows_budget
+from kvjax.budgets.budgets import Budget, most_slots, rows_budget
 from kvjax.budgets.layers import Table, layer_table
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
+from kvjax.checks import check_choice, check_flag
 from kvjax.compose.chain import walk
 from kvjax.compose.foreseen import foreseen
 from kvjax.compose.wrappers import check_evicts

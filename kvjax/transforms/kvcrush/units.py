@@ -7,10 +7,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.budgets.budgets import check_choice, check_count
 from kvjax.cache.selection import keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
+from kvjax.checks import check_choice, check_count
 from kvjax.decisions import group_scores
 from kvjax.protocol import GroupReduce
 

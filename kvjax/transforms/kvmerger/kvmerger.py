@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.budgets.budgets import Budget, check_choice, check_number
+from kvjax.budgets.budgets import Budget
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import KVCache, sorted_slots
+from kvjax.checks import check_choice, check_number
 from kvjax.decisions import Merge
 from kvjax.protocol import Extent, Needs, Step
 from kvjax.transforms.kvmerger.unmerged import Unmerged

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.budgets.budgets import check_budget, check_count, check_number, slots_for
+from kvjax.budgets.budgets import check_budget, slots_for
 from kvjax.budgets.layers import ROUNDING
+from kvjax.checks import check_count, check_number
 from kvjax.transforms.held_budget import PromptBudget
 
 # The paper's shares of the prompt at these budgets; linear between them, scaled with the budget

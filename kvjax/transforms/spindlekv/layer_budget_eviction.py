@@ -7,14 +7,15 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.budgets.budgets import check_count, check_flag, check_number
-from kvjax.budgets.layers import LayerBudget, SpindleBudget, Table, layers_alike
+from kvjax.budgets.layers import LayerBudget, Table, layers_alike
 from kvjax.cache.selection import newest
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count, check_flag, check_number
 from kvjax.decisions import Keep
 from kvjax.protocol import KVTransform, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
 from kvjax.transforms.snapkv import MOST_WINDOW, by_query_head, window_attention
+from kvjax.transforms.spindlekv.schedule import SpindleBudget
 
 
 @dataclass(frozen=True)

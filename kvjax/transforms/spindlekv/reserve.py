@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from kvjax.attention.layer import LayerCache
 from kvjax.cache.slots import KVCache, nbytes
-from kvjax.storage.references import CodebookPayload
+from kvjax.storage.codebook.payload import CodebookPayload
 
 
 @dataclass(frozen=True)

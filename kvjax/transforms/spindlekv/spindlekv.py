@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvjax.compose.chain import chain
 from kvjax.protocol import KVTransform, Stage
-from kvjax.storage.codebook import Codebook
+from kvjax.storage.codebook.transform import Codebook
 from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.generation import reading
+from kvjax.generation import prompt_pass
 from kvjax.generation.model import as_functional
 from tests.generation.test_context import TRANSFORMS, transform_of
 from tests.generation.test_generate import RAGGED, model
@@ -74,9 +74,9 @@ def test_a_context_equals_the_one_that_read_gives(once, name):
 def test_the_prompt_is_read_once(monkeypatch):
     """One pass, whatever the number of methods; those that change the pass make their own."""
     calls = []
-    read_prompt = kvjax.generation.writing.read_prompt
+    read_prompt = kvjax.generation.turns.read_prompt
     monkeypatch.setattr(
-        kvjax.generation.writing, "read_prompt",
+        kvjax.generation.turns, "read_prompt",
         lambda *args, **options: calls.append(args[1]) or read_prompt(*args, **options),
     )  # fmt: skip
     transforms = [made(name) for name in ("full", "snapkv", "h2o")]
@@ -135,9 +135,12 @@ def test_a_second_prompt_compiles_nothing():
 
     run(1)
     before = (
-        reading._read_layer._cache_size(),
-        kvjax.generation.reading_once._compress._cache_size(),
+        prompt_pass._read_layer._cache_size(),
+        kvjax.generation.read_once._compress._cache_size(),
     )
     run(2)
-    after = reading._read_layer._cache_size(), kvjax.generation.reading_once._compress._cache_size()
+    after = (
+        prompt_pass._read_layer._cache_size(),
+        kvjax.generation.read_once._compress._cache_size(),
+    )
     assert before == after

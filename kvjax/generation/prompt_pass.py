@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,24 +14,19 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import (
-    Cache,
-    floating,
-    init_cache,
-    kept_tokens,
-    layer_caches,
-    map_parts,
-)
+from kvjax.attention.layer import Cache, init_cache, kept_tokens, layer_caches, map_parts
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import begin
 from kvjax.attention.rows import put_rows, take_rows
 from kvjax.budgets.layers import layers_of
-from kvjax.compiled_code import compiled, leave_memory_maps
+from kvjax.checks import floating
+from kvjax.compiled_code import compiled
 from kvjax.devices import by_rows, mesh_of
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.groups import Group, joined
-from kvjax.generation.model import AttentionOptions, FunctionalModel
+from kvjax.generation.model import FunctionalModel
 from kvjax.generation.pruning import drops_tokens, pass_on, states_at
-from kvjax.protocol import KVTransform
+from kvjax.protocol import AttentionOptions, KVTransform
 
 T = TypeVar("T")
 
@@ -76,35 +70,8 @@ class CacheSize(NamedTuple):
         self, transform: KVTransform, layer: int, attention: AttentionOptions | None = None
     ) -> Cache:
         """An empty cache of one layer; None: of any attention, where only its size is asked for."""
-        options = {} if attention is None else attention._asdict()
+        options = {} if attention is None else attention.static
         return init_cache(transform, layer=layer, **self._asdict(), **options)
-
-
-class Compiler:
-    """Compiles jitted functions before they are called, and adds up the seconds that this takes.
-
-    Where this process has too many compiled functions, kvjax's are dropped first.
-
-    Args:
-      on_compile: is told what is about to be compiled; None: nobody is.
-    """
-
-    def __init__(self, on_compile: Callable[[str], None] | None = None) -> None:
-        leave_memory_maps()
-        self.seconds = 0.0
-        self._on_compile = on_compile
-        self._done: set[Hashable] = set()
-
-    def compile(self, what: str, key: Hashable, function: Any, *args: Any, **options: Any) -> None:
-        """Compiles `function` for these arguments, unless that has been done for `key`."""
-        if key in self._done:
-            return
-        if self._on_compile is not None:
-            self._on_compile(what)
-        start = time.perf_counter()
-        function.lower(*args, **options).compile()
-        self.seconds += time.perf_counter() - start
-        self._done.add(key)
 
 
 def read_prompt(

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.payload import Moves, Slots, of_rows, take_slots, write_slots
-from kvjax.storage.channels import Channels
 from kvjax.storage.encoded_attention import EncodedPayload
+from kvjax.storage.quantize.channels import Channels
 from kvjax.storage.recent import Recent
 from pallas_kernels import (
     dequantise_groups,

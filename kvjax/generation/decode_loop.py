@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,15 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.attention.flush import flush, flush_interval
+from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.attention.parts import mesh_of_cache, placed
-from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import memory_bytes
+from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
-from kvjax.devices import by_rows, divided, mesh_of, put, put_rows
-from kvjax.generation.checks import (
+from kvjax.devices import by_rows, divided, mesh_of, put
+from kvjax.generation.compiler import Compiler
+from kvjax.generation.context import Context
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.prompt_checks import (
     Rows,
     as_rows,
     bucket,
@@ -31,14 +34,12 @@ from kvjax.generation.checks import (
     check_turn,
     end_token_array,
 )
-from kvjax.generation.context import Context
-from kvjax.generation.groups import grouped
-from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.reading import CacheSize, Compiler, read_prompt
+from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.sampling import Numbers, Sampling, most_likely
 from kvjax.generation.steps import decode_step
+from kvjax.generation.turns import begin, compile_flush, flush_all, further
 from kvjax.protocol import Full, KVTransform
-from kvjax.storage.offload import RecallStatistics, recall_statistics
+from kvjax.storage.offload.transform import RecallStatistics, recall_statistics
 from kvjax.transforms.random import GENERATOR, check_seed
 
 _STREAM_SECONDS = 0.1  # how often a streaming loop comes back to the host, about
@@ -204,26 +205,6 @@ def _decode(
     return dataclasses.replace(loop, caches=caches, **rows, **replicated)
 
 
-# Of one layer: layers whose caches are alike share the compiled code.
-_flush_layer = compiled(static_argnums=1, donate_argnums=0)(flush)
-
-
-def _kind(cache: Cache) -> Hashable:
-    """What caches that share compiled code have in common."""
-    return jax.tree.structure(cache), tuple(x.shape for x in jax.tree.leaves(cache))
-
-
-def _compile_flush(compiler: Compiler, caches: tuple[Cache, ...], interval: int) -> None:
-    """Compiles the flush of each kind of layer."""
-    for cache in caches:
-        compiler.compile("the flush", _kind(cache), _flush_layer, cache, interval)
-
-
-def _flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
-    """Every layer's cache flushed; the given ones are donated."""
-    return tuple(_flush_layer(cache, interval) for cache in caches)
-
-
 def _key(seed: int, mesh: Mesh | None) -> Key[Array, ""]:
     """The key of the draws, on every device."""
     if mesh is None:
@@ -352,7 +333,7 @@ class Writing:
         self._compiler.compile("the decode loop", "loop", _decode, *given)
         interval = flush_interval(self._loop.caches)
         if interval is not None and self._waiting + self._most > interval:
-            _compile_flush(self._compiler, self._loop.caches, interval)
+            compile_flush(self._compiler, self._loop.caches, interval)
 
     def _go_on(self, until: int) -> None:
         """Decode steps up to `until` new tokens, or up to the next flush, which comes first."""
@@ -360,7 +341,7 @@ class Writing:
         step = int(loop.step)
         if interval is not None:
             if self._waiting >= interval:
-                flushed = _flush_all(loop.caches, interval)
+                flushed = flush_all(loop.caches, interval)
                 loop, self._waiting = dataclasses.replace(loop, caches=flushed), 0
             until = min(until, step + interval - self._waiting)
         until = put(np.int32(until), self._mesh)
@@ -417,80 +398,3 @@ class Writing:
             ended_by=ended_by,
         )
         self._loop = self._context = None  # frees the caches
-
-
-def begin(
-    model: FunctionalModel,
-    prompts: Sequence[Sequence[int]],
-    widths: Sequence[int],
-    transform: KVTransform,
-    layers: tuple[KVTransform, ...],
-    size: CacheSize,
-    compiler: Compiler,
-    on_layer: Callable[[int], None] | None,
-    last: bool = True,
-) -> Context:
-    """A context of new caches that hold these prompts.
-
-    Args:
-      widths: what each prompt is padded to alone.
-      last: whether the caches are compressed; else they are readings, as of `attend`.
-    """
-    groups = grouped(prompts, widths, layers, size.mesh)
-    logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer, last)
-    length = np.array([len(prompt) for prompt in prompts], np.int32)
-    none, never = np.zeros_like(length), np.int32(0)
-    # Two arrays of the same numbers: who donates a context donates every array once.
-    read, length, none, never = (put(x, size.mesh) for x in (length, length, none, never))
-    seen = put_rows(_tokens_of(prompts, model.vocab_size), size.mesh)
-    return Context(
-        caches, logits, seen, length, read, none, never, transform, layers, size, model.windows
-    )
-
-
-def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
-    """Which tokens of the vocabulary each prompt has."""
-    seen = np.zeros((len(prompts), vocab_size), bool)
-    for row, prompt in zip(seen, prompts, strict=True):
-        row[np.asarray(prompt or (), np.int64)] = True
-    return seen
-
-
-def further(
-    model: FunctionalModel,
-    context: Context,
-    prompts: Rows,
-    buckets: Sequence[int] | None,
-    compiler: Compiler,
-    on_layer: Callable[[int], None] | None,
-    last: bool = True,
-) -> Context:
-    """A context that has read one more prompt of each row that has one; donates the given one.
-
-    Args:
-      last: whether the caches are compressed; else they are readings, as of `attend`, of all rows.
-    """
-    rows = [np.asarray(row or (), np.int32) for row in prompts]
-    count = np.array([row.size for row in rows], np.int32)
-    widths = [bucket(row.size, None, buckets) if row.size else 0 for row in rows]
-    length, mesh = np.asarray(context.length), context.size.mesh
-    groups = grouped(rows, widths, context.layers, mesh, length)
-    logits, caches = read_prompt(
-        model, context.layers, groups, context.caches, compiler, on_layer, last
-    )
-    active, waiting = count > 0, context.waiting
-    if active.all():
-        waiting = put(np.int32(0), mesh)  # a prompt's end is a flush of its rows
-    elif (interval := flush_interval(caches)) is not None:
-        _compile_flush(compiler, caches, interval)
-        caches = _flush_all(caches, interval)
-        waiting = put(np.int32(0), mesh)
-    return dataclasses.replace(
-        context,
-        caches=caches,
-        logits=jnp.where(active[:, None], logits, context.logits),
-        seen=context.seen | put_rows(_tokens_of(prompts, model.vocab_size), mesh),
-        length=put(length + count, mesh),
-        prompt_tokens=context.prompt_tokens + count,
-        waiting=waiting,
-    )

@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from kvjax.files import is_hidden
-from kvjax.generation import saving
+from kvjax.generation import context_files
 from kvjax.models import random_decoder
 from tests.generation.test_context import QUESTIONS, TRANSFORMS, generate, read, same
 from tests.generation.test_generate import CONFIG, RAGGED, model
@@ -114,8 +114,8 @@ def test_a_killed_save_leaves_the_old_one_or_the_new_one(moments):
     assert len(moments) > 20
     seen = []
     for folder in moments:
-        saving.check_free(folder)  # nothing is in the way of the next save
-        if saving._steps(folder):
+        context_files.check_free(folder)  # nothing is in the way of the next save
+        if context_files._steps(folder):
             seen.append(kvjax.context_about(folder)["number"])
         else:
             seen.append(0)
@@ -184,7 +184,7 @@ def test_folders_that_are_none(saved, tmp_path):
     with pytest.raises(ValueError, match="what JSON can hold"):
         kvjax.save_context(tmp_path / "own", saved[1], model=model(), about={"x": {1, 2}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "FORMAT", 2)
+        patch.setattr(context_files, "FORMAT", 2)
         save(tmp_path / "old", saved[1])
     with pytest.raises(ValueError, match=r"has format 2, written by kvjax .*; kvjax .* reads"):
         kvjax.load_context(tmp_path / "old", model())

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvjax.budgets.budgets import check_count, check_flag, check_number
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count, check_flag, check_number
 from kvjax.protocol import Extent, KVTransform, Needs, Stage, State
-from kvjax.storage.references import Book, CodebookPayload
+from kvjax.storage.codebook.payload import Book, CodebookPayload
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Channels:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from kvjax.storage.channels import Channels
+      >>> from kvjax.storage.quantize.channels import Channels
       >>> keys = jnp.array([[[[300.0, 1.0], [302.0, -1.0]]]])
       >>> channels = Channels.of(keys, jnp.ones((1, 1, 2), bool))
       >>> channels.mean.tolist(), channels.inside(keys).round(3).tolist()

@@ -16,19 +16,15 @@ from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import automatic
-from kvjax.generation.checks import as_rows
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.generate import read, size_to_read
-from kvjax.generation.model import (
-    AttentionOptions,
-    FunctionalModel,
-    LanguageModel,
-    as_functional,
-)
-from kvjax.generation.reading import CacheSize, Compiler, new_cache, states_of_layers
-from kvjax.generation.writing import begin
-from kvjax.protocol import Extent, KVTransform, Needs
+from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.prompt_checks import as_rows
+from kvjax.generation.prompt_pass import CacheSize, new_cache, states_of_layers
+from kvjax.generation.turns import begin
+from kvjax.protocol import AttentionOptions, Extent, KVTransform, Needs
 
 
 @dataclass(frozen=True)

@@ -10,30 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.budgets.budgets import (
-    Budget,
-    check_budget,
-    check_count,
-    check_number,
-    most_slots,
-    rows_budget,
-)
-from kvjax.budgets.layers import (
-    CosineBudget,
-    LayerBudget,
-    Table,
-    TokensEntering,
-    generated_kept,
-    layer_table,
-    layers_alike,
-)
+from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
+from kvjax.budgets.layers import LayerBudget, Table, layer_table, layers_alike
 from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
+from kvjax.checks import check_count, check_number
 from kvjax.decisions import Keep, Mark, Retain, group_scores, over_heads
 from kvjax.devices import all_heads
 from kvjax.protocol import PASSED, Extent, KVTransform, Needs, Step
 from kvjax.transforms.held_budget import PromptBudget
+from kvjax.transforms.pyramidinfer.schedule import CosineBudget, TokensEntering, generated_kept
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
 Tables = tuple[Table, Table]  # of what stays in a layer's cache, and of what goes on

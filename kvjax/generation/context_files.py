@@ -21,15 +21,15 @@ import kvjax
 from kvjax.compose.chain import bind, map_methods
 from kvjax.devices import automatic, mesh_of
 from kvjax.files import is_hidden
-from kvjax.generation.checks import check_same_model
 from kvjax.generation.context import Context
 from kvjax.generation.fingerprints import Fingerprint, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.reading import CacheSize, cache_shapes
+from kvjax.generation.prompt_checks import check_same_model
+from kvjax.generation.prompt_pass import CacheSize, cache_shapes
 from kvjax.messages import quiet
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse, unparse
-from kvjax.storage.offload import HOST_MEMORY
+from kvjax.storage.offload.payload import HOST_MEMORY
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.random import GENERATOR

@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
-from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count
 from kvjax.messages import did_you_mean
 from kvjax.protocol import Extent, KVTransform, Stage, State
-from kvjax.storage.quantized import EIGHT_BITS, Axis, Bits, Form
+from kvjax.storage.quantize.payload import EIGHT_BITS, Axis, Bits, Form
 
 GROUP, RESIDUAL = 32, 128  # KIVI's
 

@@ -1,0 +1,124 @@
+"""Checks of arguments, before any computation: errors say what was given and what expected."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from kvjax.messages import brief, did_you_mean
+from kvjax.rope import Rope
+
+MOST_COUNT = 2**31 - 1
+"""The largest count that fits into the int32 of positions and slots."""
+
+
+_MOST_NUMBER = float(np.finfo(np.float32).max)  # what is larger is infinite on a device
+
+
+def check_count(name: str, value: int, minimum: int, most: float = MOST_COUNT) -> None:
+    """Raises unless `value` is an integer from `minimum` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an int, got {brief(value)}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {brief(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {brief(value)}")
+
+
+def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
+    """Raises unless `value` is a number in (above, most] that is finite in float32."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {brief(value)}")
+    if not above < value <= min(most, _MOST_NUMBER):
+        bounds = (
+            f"lie in ({above:g}, {most:g}]" if most < math.inf else f"be finite and above {above:g}"
+        )
+        raise ValueError(f"{name} must {bounds}, got {brief(value)}")
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises unless `value` is one of the known names."""
+    if value not in known:
+        raise ValueError(
+            f"{name} must be one of {known}, got {brief(value)}{did_you_mean(value, known)}"
+        )
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raises TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {brief(value)}")
+
+
+def check_layers(name: str, layers: tuple[int, ...]) -> None:
+    """Raises unless `layers` is a tuple of layer numbers."""
+    if not isinstance(layers, tuple):
+        raise TypeError(f"{name} must be a tuple of layer numbers, got {brief(layers)}")
+    for layer in layers:
+        check_count(f"a layer of {name}", layer, 0)
+
+
+def floating(dtype: DTypeLike) -> jnp.dtype:
+    """A dtype of keys and values; raises TypeError for what is none."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype must be a floating dtype, got {dtype!r:.40}") from error
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"dtype must be floating, got {found.name}")
+    return found
+
+
+def as_scale(scale: object) -> float:
+    """A scale of logits as a Python number; raises for what is none.
+
+    A traced value would get into the static part of a cache, and an array cannot be compared.
+
+    Raises:
+      TypeError: an array, or no number.
+      ValueError: it is not finite, or not above 0.
+
+    Example:
+      >>> from kvjax.attention.layer import as_scale
+      >>> as_scale(0.25)
+      0.25
+    """
+    if isinstance(scale, jax.Array | np.ndarray):
+        raise TypeError(
+            f"scale must be a Python number, such as scale=16 ** -0.5 in place of "
+            f"1 / jnp.sqrt(16), got an array ({type(scale).__name__})"
+        )
+    check_number("scale", scale, above=0)
+    return float(scale)
+
+
+def check_logits(window: object, soft_cap: object) -> None:
+    """Raises unless a window and a soft cap are numbers that `init_cache` takes, or None."""
+    if window is not None:
+        check_count("window", window, 1)
+    if soft_cap is not None:
+        check_number("soft_cap", soft_cap, above=0)
+
+
+def check_array(name: str, x: object) -> None:
+    """Raises TypeError unless it is an array of JAX or NumPy."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(x).__name__}")
+
+
+def check_rope(rope: object, head_dim: int) -> None:
+    """Raises unless it is None or a `Rope` of no more than `head_dim` channels."""
+    if rope is None:
+        return
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope must be a kvjax.Rope, got {type(rope).__name__}")
+    check_array("inv_freq of rope", rope.inv_freq)
+    shape = rope.inv_freq.shape
+    if len(shape) not in (1, 2):
+        raise ValueError(f"inv_freq of rope must be [R] or [B, R], got shape {shape}")
+    if 2 * shape[-1] > head_dim:
+        raise ValueError(f"rope rotates {2 * shape[-1]} channels, got head_dim {head_dim}")

@@ -1,0 +1,36 @@
+"""Compiling functions before they are called, with the seconds that it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from kvjax.compiled_code import leave_memory_maps
+
+
+class Compiler:
+    """Compiles jitted functions before they are called, and adds up the seconds that this takes.
+
+    Where this process has too many compiled functions, kvjax's are dropped first.
+
+    Args:
+      on_compile: is told what is about to be compiled; None: nobody is.
+    """
+
+    def __init__(self, on_compile: Callable[[str], None] | None = None) -> None:
+        leave_memory_maps()
+        self.seconds = 0.0
+        self._on_compile = on_compile
+        self._done: set[Hashable] = set()
+
+    def compile(self, what: str, key: Hashable, function: Any, *args: Any, **options: Any) -> None:
+        """Compiles `function` for these arguments, unless that has been done for `key`."""
+        if key in self._done:
+            return
+        if self._on_compile is not None:
+            self._on_compile(what)
+        start = time.perf_counter()
+        function.lower(*args, **options).compile()
+        self.seconds += time.perf_counter() - start
+        self._done.add(key)

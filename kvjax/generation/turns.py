@@ -1,0 +1,119 @@
+"""Prompts that are read into contexts: the first one, and further turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool
+
+from kvjax.attention.flush import flush, flush_interval
+from kvjax.attention.layer import Cache
+from kvjax.compiled_code import compiled
+from kvjax.devices import put, put_rows
+from kvjax.generation.compiler import Compiler
+from kvjax.generation.context import Context
+from kvjax.generation.groups import grouped
+from kvjax.generation.model import FunctionalModel
+from kvjax.generation.prompt_checks import Rows, bucket
+from kvjax.generation.prompt_pass import CacheSize, read_prompt
+from kvjax.protocol import KVTransform
+
+# Of one layer: layers whose caches are alike share the compiled code.
+_flush_layer = compiled(static_argnums=1, donate_argnums=0)(flush)
+
+
+def _kind(cache: Cache) -> Hashable:
+    """What caches that share compiled code have in common."""
+    return jax.tree.structure(cache), tuple(x.shape for x in jax.tree.leaves(cache))
+
+
+def compile_flush(compiler: Compiler, caches: tuple[Cache, ...], interval: int) -> None:
+    """Compiles the flush of each kind of layer."""
+    for cache in caches:
+        compiler.compile("the flush", _kind(cache), _flush_layer, cache, interval)
+
+
+def flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
+    """Every layer's cache flushed; the given ones are donated."""
+    return tuple(_flush_layer(cache, interval) for cache in caches)
+
+
+def begin(
+    model: FunctionalModel,
+    prompts: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    transform: KVTransform,
+    layers: tuple[KVTransform, ...],
+    size: CacheSize,
+    compiler: Compiler,
+    on_layer: Callable[[int], None] | None,
+    last: bool = True,
+) -> Context:
+    """A context of new caches that hold these prompts.
+
+    Args:
+      widths: what each prompt is padded to alone.
+      last: whether the caches are compressed; else they are readings, as of `attend`.
+    """
+    groups = grouped(prompts, widths, layers, size.mesh)
+    logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer, last)
+    length = np.array([len(prompt) for prompt in prompts], np.int32)
+    none, never = np.zeros_like(length), np.int32(0)
+    # Two arrays of the same numbers: who donates a context donates every array once.
+    read, length, none, never = (put(x, size.mesh) for x in (length, length, none, never))
+    seen = put_rows(_tokens_of(prompts, model.vocab_size), size.mesh)
+    return Context(
+        caches, logits, seen, length, read, none, never, transform, layers, size, model.windows
+    )
+
+
+def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
+    """Which tokens of the vocabulary each prompt has."""
+    seen = np.zeros((len(prompts), vocab_size), bool)
+    for row, prompt in zip(seen, prompts, strict=True):
+        row[np.asarray(prompt or (), np.int64)] = True
+    return seen
+
+
+def further(
+    model: FunctionalModel,
+    context: Context,
+    prompts: Rows,
+    buckets: Sequence[int] | None,
+    compiler: Compiler,
+    on_layer: Callable[[int], None] | None,
+    last: bool = True,
+) -> Context:
+    """A context that has read one more prompt of each row that has one; donates the given one.
+
+    Args:
+      last: whether the caches are compressed; else they are readings, as of `attend`, of all rows.
+    """
+    rows = [np.asarray(row or (), np.int32) for row in prompts]
+    count = np.array([row.size for row in rows], np.int32)
+    widths = [bucket(row.size, None, buckets) if row.size else 0 for row in rows]
+    length, mesh = np.asarray(context.length), context.size.mesh
+    groups = grouped(rows, widths, context.layers, mesh, length)
+    logits, caches = read_prompt(
+        model, context.layers, groups, context.caches, compiler, on_layer, last
+    )
+    active, waiting = count > 0, context.waiting
+    if active.all():
+        waiting = put(np.int32(0), mesh)  # a prompt's end is a flush of its rows
+    elif (interval := flush_interval(caches)) is not None:
+        compile_flush(compiler, caches, interval)
+        caches = flush_all(caches, interval)
+        waiting = put(np.int32(0), mesh)
+    return dataclasses.replace(
+        context,
+        caches=caches,
+        logits=jnp.where(active[:, None], logits, context.logits),
+        seen=context.seen | put_rows(_tokens_of(prompts, model.vocab_size), mesh),
+        length=put(length + count, mesh),
+        prompt_tokens=context.prompt_tokens + count,
+        waiting=waiting,
+    )

@@ -1,0 +1,1 @@
+"""Codebook: keys and values as references to few directions."""

@@ -1,0 +1,1 @@
+"""Offload: keys and values in host memory."""

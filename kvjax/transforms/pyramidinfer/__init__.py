@@ -1,0 +1,1 @@
+"""PyramidInfer: fewer tokens in every further layer."""
