@@ -254,7 +254,7 @@ def kept(cache) -> tuple[np.ndarray, np.ndarray]:
     return _joined([p for p, _ in groups], -1, 1), _joined([m for _, m in groups], -np.inf, 1)
 
 
-def _sorted_slots(kv: kvjax.KVCache) -> tuple[np.ndarray, np.ndarray]:
+def _sorted_slots(kv: kvjax.kit.KVCache) -> tuple[np.ndarray, np.ndarray]:
     position, log_mass = np.asarray(kv.position), np.asarray(kv.log_mass)
     live = log_mass > -np.inf
     order = np.argsort(np.where(live, position, np.iinfo(np.int32).max), axis=-1, kind="stable")

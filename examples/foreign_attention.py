@@ -28,22 +28,22 @@ SCALE = HEAD_DIM**-0.5
 SHAPES = {"q": (WIDTH, QUERY_HEADS, HEAD_DIM), "k": (WIDTH, KV_HEADS, HEAD_DIM),
           "v": (WIDTH, KV_HEADS, HEAD_DIM), "out": (QUERY_HEADS, HEAD_DIM, WIDTH)}  # fmt: skip
 
-Keep = Callable[[kvjax.KVCache, jax.Array], jax.Array]
+Keep = Callable[[kvjax.kit.KVCache, jax.Array], jax.Array]
 """A cache and the attention that each slot received, `[rows, KV heads, slots]` → what stays."""
 
 
-def keep_all(cache: kvjax.KVCache, received: jax.Array) -> jax.Array:
+def keep_all(cache: kvjax.kit.KVCache, received: jax.Array) -> jax.Array:
     """Everything."""
     return cache.live
 
 
-def keep_newest(cache: kvjax.KVCache, received: jax.Array) -> jax.Array:
+def keep_newest(cache: kvjax.kit.KVCache, received: jax.Array) -> jax.Array:
     """The first tokens and the newest ones, BUDGET together."""
     newest = cache.position >= (cache.length - (BUDGET - SINKS))[:, None, None]
     return cache.live & (newest | (cache.position < SINKS))
 
 
-def keep_heaviest(cache: kvjax.KVCache, received: jax.Array) -> jax.Array:
+def keep_heaviest(cache: kvjax.kit.KVCache, received: jax.Array) -> jax.Array:
     """The BUDGET tokens that received the most attention."""
     count = jnp.full((ROWS,), BUDGET)
     return kvjax.kit.keep_best(received, cache.live, cache.position, count)
@@ -62,12 +62,12 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def attention(
-    weights: dict, x: jax.Array, positions: jax.Array, cache: kvjax.KVCache
-) -> tuple[jax.Array, kvjax.KVCache, jax.Array]:
+    weights: dict, x: jax.Array, positions: jax.Array, cache: kvjax.kit.KVCache
+) -> tuple[jax.Array, kvjax.kit.KVCache, jax.Array]:
     """What attention adds, the cache with the new tokens, and what its slots received."""
     q, k, v = (jnp.einsum("btc,chd->bhtd", x, weights[name]) for name in "qkv")
     q, k = rotate(q, positions), rotate(k, positions)
-    cache, _ = kvjax.append(cache, k, v, positions)
+    cache, _ = kvjax.kit.append(cache, k, v, positions)
     q = q.reshape(ROWS, KV_HEADS, -1, *q.shape[2:])  # the query heads of each KV head
     logits = jnp.einsum("bhgtd,bhsd->bhgts", q, cache.k.read()) * SCALE
     logits = CAP * jnp.tanh(logits / CAP) + cache.log_mass[:, :, None, None, :]
@@ -86,9 +86,9 @@ def forward(
     for layer, cache in zip(weights["layers"], caches, strict=True):
         normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
         added, cache, received = attention(layer, normed, positions, cache)
-        cache = kvjax.evict(cache, keep(cache, received))
+        cache = kvjax.kit.evict(cache, keep(cache, received))
         if cache.slots != slots:  # once, behind the prompt; a step finds a slot that is free
-            cache = kvjax.compact(cache, slots)
+            cache = kvjax.kit.compact(cache, slots)
         x = x + added
         written.append(cache)
     return (x[:, -1:] @ weights["embed"].T).argmax(-1), written

@@ -5,22 +5,20 @@ from .attention.attend import attend
 from .attention.flush import flush, flush_interval
 from .attention.layer import LayerCache, init_cache, kept_tokens
 from .attention.rows import put_rows, take_rows
-from .cache.slots import KVCache, append, compact, evict, memory_bytes, merge, nbytes
+from .cache.slots import nbytes
 from .compose.chain import bind, chain
 from .compose.in_slots import in_slots
 from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
-from .decisions import Keep, Mark, Merge, Order, Retain
 from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from .generation.chat import chat_end_tokens
 from .generation.context import Context
-from .generation.context_files import context_about, load_context, save_context
+from .generation.context_files import load_context, save_context
 from .generation.decode_loop import Generation
 from .generation.generate import generate, read, stream
 from .generation.model import FunctionalModel, LanguageModel, LayeredModel, ModelParts
-from .generation.read_once import ReadOnce
 from .generation.sampling import Sampling
-from .protocol import Extent, Full, KVTransform, Needs, Stage, Step, View
-from .registry import METHODS, parse, register, unparse
+from .protocol import Full, KVTransform
+from .registry import parse, register, unparse
 from .rope import Rope
 from .storage.codebook.transform import Codebook
 from .storage.offload.transform import Offload
@@ -40,7 +38,6 @@ from .transforms.quest import Quest
 from .transforms.ring import Ring
 from .transforms.snapkv import SnapKV
 from .transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
-from .transforms.spindlekv.reserve import reserve_ratio
 from .transforms.spindlekv.spindlekv import SpindleKV
 from .transforms.streaming_llm import StreamingLLM
 
@@ -48,7 +45,6 @@ __version__: str
 
 __all__ = [
     "H2O",
-    "METHODS",
     "CaM",
     "Chelsea",
     "ClusterKV",
@@ -56,47 +52,34 @@ __all__ = [
     "Context",
     "Every",
     "Everywhere",
-    "Extent",
     "Full",
     "FunctionalModel",
     "Generation",
     "HeadGroups",
     "InfiniGen",
     "InfiniGenCalibration",
-    "KVCache",
     "KVCrush",
     "KVMerger",
     "KVTransform",
-    "Keep",
     "LanguageModel",
     "LayerBudgetEviction",
     "LayerCache",
     "LayeredModel",
-    "Mark",
-    "Merge",
     "ModelParts",
-    "Needs",
     "Offload",
-    "Order",
     "OutlierHeads",
     "PerLayer",
     "PyramidInfer",
     "PyramidKV",
     "Quantize",
     "Quest",
-    "ReadOnce",
-    "Retain",
     "Ring",
     "Rope",
     "Sampling",
     "SnapKV",
     "SpindleKV",
-    "Stage",
-    "Step",
     "StreamingLLM",
-    "View",
     "WhenFull",
-    "append",
     "attend",
     "bind",
     "calibrate_infinigen",
@@ -104,9 +87,6 @@ __all__ = [
     "calibrated",
     "chain",
     "chat_end_tokens",
-    "compact",
-    "context_about",
-    "evict",
     "flush",
     "flush_interval",
     "generate",
@@ -115,14 +95,11 @@ __all__ = [
     "kept_tokens",
     "kit",
     "load_context",
-    "memory_bytes",
-    "merge",
     "nbytes",
     "parse",
     "put_rows",
     "read",
     "register",
-    "reserve_ratio",
     "save_context",
     "stream",
     "take_rows",

@@ -191,7 +191,7 @@ class Retain(Decision):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Merge(Decision):
-    """Merge slots: see `kvjax.merge`.
+    """Merge slots: see `kvjax.kit.merge`.
 
     Args:
       into: target slot of every slot, itself if it stays.

@@ -6,7 +6,7 @@ See `docs/writing-a-method.md`.
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
-from kvjax.cache.slots import Column, KVCache
+from kvjax.cache.slots import Column, KVCache, append, compact, evict, merge
 from kvjax.checks import check_choice, check_count, check_number
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.devices import all_heads
@@ -21,7 +21,12 @@ from kvjax.protocol import (
     Wrapper,
     accumulated_attention,
 )
-from kvjax.transforms.held_budget import decoding_budget, decoding_extent
+from kvjax.transforms.held_budget import (
+    HeldBudget,
+    PromptBudget,
+    decoding_budget,
+    decoding_extent,
+)
 from kvjax.transforms.snapkv import by_query_head, window_attention
 
 __all__ = [
@@ -29,6 +34,7 @@ __all__ = [
     "Column",
     "Decision",
     "Extent",
+    "HeldBudget",
     "KVCache",
     "KVTransform",
     "Keep",
@@ -36,6 +42,7 @@ __all__ = [
     "Merge",
     "Needs",
     "Order",
+    "PromptBudget",
     "Retain",
     "Stage",
     "State",
@@ -44,16 +51,20 @@ __all__ = [
     "Wrapper",
     "accumulated_attention",
     "all_heads",
+    "append",
     "by_query_head",
     "check_budget",
     "check_choice",
     "check_count",
     "check_number",
+    "compact",
     "decoding_budget",
     "decoding_extent",
+    "evict",
     "evictable",
     "group_scores",
     "keep_best",
+    "merge",
     "most_slots",
     "newest",
     "rows_budget",

@@ -70,7 +70,7 @@ class Extent:
 
     Example:
       >>> import kvjax
-      >>> kvjax.H2O(budget=64).extent(kvjax.Extent(prompt=4096, new=100)).total
+      >>> kvjax.H2O(budget=64).extent(kvjax.kit.Extent(prompt=4096, new=100)).total
       65
     """
 
@@ -321,8 +321,27 @@ class KVTransform:
                     f"{cls.__bases__[0].__name__}: name it otherwise"
                 )
 
+    @property
+    def reorders_slots(self) -> bool:
+        """Whether a prompt's end moves slots of earlier prompts without freeing any."""
+        return False
+
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The transform of one layer: layer budgets and dense layers live here."""
+        """Returns the transform of one layer: layer budgets and dense layers live here."""
+        return self
+
+    def in_chain(
+        self, before: tuple[KVTransform, ...], after: tuple[KVTransform, ...]
+    ) -> KVTransform:
+        """Returns the transform as it works between these parts of a chain.
+
+        Raises:
+          ValueError: it cannot work there.
+        """
+        return self
+
+    def by_slot(self) -> KVTransform:
+        """Returns the stored form in which each slot is encoded by itself, as rings need it."""
         return self
 
     def extent(self, extent: Extent) -> Extent:

@@ -130,7 +130,7 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
     Example:
       >>> import kvjax
       >>> tx = kvjax.parse("every(snapkv(window=16), steps=64)", budget=256)
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=999)).total
+      >>> tx.extent(kvjax.kit.Extent(prompt=4096, new=999)).total
       320
     """
     if not isinstance(text, str):

@@ -168,8 +168,8 @@ plt.show()
 # ## Bytes
 #
 # Arrays have a fixed size, so a book has room for as many entries as `capacity` says, used or not.
-# Half of the vectors is the default. `kvjax.reserve_ratio` says what is stored, what of it is used,
-# and what the paper's equation 15 counts.
+# Half of the vectors is the default. `kvjax.evaluation.reserve_ratio` says what is stored, what
+# of it is used, and what the paper's equation 15 counts.
 
 # %%
 import jax.numpy as jnp
@@ -180,7 +180,7 @@ figure, axes = plt.subplots(figsize=(7.2, 2.4))
 named = {"full": full, "eviction alone": evicted, "spindlekv": small}
 plot.layer_bytes(axes, {name: context.caches for name, context in named.items()})
 plt.show()
-reserve = kvjax.reserve_ratio(small.caches, jnp.array([len(prompt)]))
+reserve = kvjax.evaluation.reserve_ratio(small.caches, jnp.array([len(prompt)]))
 print(
     f"stored {reserve.stored:.0%}, used {reserve.used:.0%}, equation 15 {reserve.equation_15:.0%}"
 )

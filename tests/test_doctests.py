@@ -53,7 +53,7 @@ SLOW = {
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in modules()]
 )
 def test_examples_run(name):
-    with mock.patch.dict(kvjax.METHODS):  # what an example registers is forgotten
+    with mock.patch.dict(kvjax.registry.METHODS):  # what an example registers is forgotten
         result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
 

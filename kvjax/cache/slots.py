@@ -180,7 +180,7 @@ def check_cache(cache: object, where: str) -> None:
     """Raises unless it is the slots of one layer."""
     if not isinstance(cache, KVCache):
         hint = ": give its kv" if hasattr(cache, "kv") else ""
-        raise TypeError(f"{where} takes a kvjax.KVCache, got {type(cache).__name__}{hint}")
+        raise TypeError(f"{where} takes a kvjax.kit.KVCache, got {type(cache).__name__}{hint}")
     check_not_stacked(cache, where)
 
 
@@ -235,7 +235,7 @@ def append(
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=4,
       ...                          max_new=0).kv
       >>> rows = jnp.ones((1, 1, 3, 4))
-      >>> cache, slots = jax.jit(kvjax.append)(cache, rows, rows, jnp.array([[0, -1, 1]]))
+      >>> cache, slots = jax.jit(kvjax.kit.append)(cache, rows, rows, jnp.array([[0, -1, 1]]))
       >>> slots.tolist(), cache.position.tolist()
       ([[[0, 4, 1]]], [[[0, 1, -1, -1]]])
     """
@@ -293,8 +293,8 @@ def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=3,
       ...                          max_new=0).kv
       >>> rows = jnp.ones((1, 1, 3, 4))
-      >>> cache, slots = jax.jit(kvjax.append)(cache, rows, rows, jnp.arange(3)[None])
-      >>> jax.jit(kvjax.evict)(cache, keep=cache.position != 1).position.tolist()
+      >>> cache, slots = jax.jit(kvjax.kit.append)(cache, rows, rows, jnp.arange(3)[None])
+      >>> jax.jit(kvjax.kit.evict)(cache, keep=cache.position != 1).position.tolist()
       [[[0, -1, 2]]]
     """
     check_cache(cache, "evict")
@@ -347,8 +347,8 @@ def merge(
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=1, max_prompt=3,
       ...                          max_new=0).kv
       >>> rows = jnp.array([[[[1.0], [3.0], [8.0]]]])
-      >>> cache, _ = jax.jit(kvjax.append)(cache, rows, rows, jnp.arange(3)[None])
-      >>> merged = jax.jit(kvjax.merge)(cache, into=jnp.array([[[1, 1, 2]]]))
+      >>> cache, _ = jax.jit(kvjax.kit.append)(cache, rows, rows, jnp.arange(3)[None])
+      >>> merged = jax.jit(kvjax.kit.merge)(cache, into=jnp.array([[[1, 1, 2]]]))
       >>> merged.position.tolist(), merged.k.read()[0, 0, 1:, 0].tolist()
       ([[[-1, 1, 2]]], [2.0, 8.0])
     """
@@ -394,9 +394,9 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=4, max_prompt=3,
       ...                          max_new=0).kv
       >>> rows = jnp.ones((1, 1, 3, 4))
-      >>> cache, _ = jax.jit(kvjax.append)(cache, rows, rows, jnp.arange(3)[None])
-      >>> evicted = jax.jit(kvjax.evict)(cache, keep=cache.position != 1)
-      >>> jax.jit(kvjax.compact, static_argnums=1)(evicted, 2).position.tolist()
+      >>> cache, _ = jax.jit(kvjax.kit.append)(cache, rows, rows, jnp.arange(3)[None])
+      >>> evicted = jax.jit(kvjax.kit.evict)(cache, keep=cache.position != 1)
+      >>> jax.jit(kvjax.kit.compact, static_argnums=1)(evicted, 2).position.tolist()
       [[[0, 2]]]
     """
     check_cache(cache, "compact")
@@ -544,7 +544,7 @@ def memory_bytes(tree) -> dict[str, int]:
     Example:
       >>> import kvjax
       >>> size = {"batch": 1, "kv_heads": 2, "head_dim": 16, "max_prompt": 64, "max_new": 8}
-      >>> kvjax.memory_bytes(kvjax.init_cache(kvjax.Full(), **size))
+      >>> kvjax.evaluation.memory_bytes(kvjax.init_cache(kvjax.Full(), **size))
       {'device': 19748}
     """
     held: dict[str, int] = {}

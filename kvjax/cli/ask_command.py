@@ -14,6 +14,7 @@ from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, figures, print_dropped
+from kvjax.generation.context_files import context_about
 from kvjax.generation.model import as_functional
 from kvjax.generation.prompt_checks import check_turn
 
@@ -100,7 +101,7 @@ def _model(args: argparse.Namespace, about: dict) -> str | None:
 
 def _about(folder: str) -> dict:
     """What `kvjax read` has written beside the context."""
-    about = kvjax.context_about(folder)
+    about = context_about(folder)
     if missing := {"model", "document", "method", "budget", "raw"} - about.keys():
         raise ValueError(
             f"{folder} was not written by kvjax read: it does not say its "

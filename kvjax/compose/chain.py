@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count
-from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding, rewrites
+from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
 from kvjax.decisions import Changed, Decision, Mark, Retain, decide
 from kvjax.messages import brief
@@ -28,9 +28,6 @@ from kvjax.protocol import (
     check_transform,
     takes_part,
 )
-from kvjax.storage.codebook.transform import Codebook
-from kvjax.storage.quantize.transform import Quantize
-from kvjax.transforms.clusterkv.clusterkv import ClusterKV
 from kvjax.transforms.ring import Ring
 
 
@@ -42,6 +39,11 @@ class Chain(KVTransform):
 
     def __post_init__(self):
         _check_parts(self.parts)
+        parts = (
+            part.in_chain(self.parts[:number], self.parts[number + 1 :])
+            for number, part in enumerate(self.parts)
+        )
+        object.__setattr__(self, "parts", tuple(parts))
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Each part for this layer. Where one turns dense, only the form of storage remains."""
@@ -254,9 +256,8 @@ def chain(*transforms: KVTransform) -> KVTransform:
     """Applies transforms one after the other: evict or merge → represent → recall → place.
 
     Nested chains are flattened and `Full` parts drop out, so that equal chains are equal values.
-    With a method that frees slots at a prompt's end, or clusters all of them anew, keys of 4 bits
-    are grouped within a token where `Quantize` does not say how: groups of slots would come apart
-    in every further turn.
+    Each part says how it works beside the others (`KVTransform.in_chain`): `Quantize` groups keys
+    of 4 bits within a token where groups of slots would come apart in every further turn.
 
     Raises:
       TypeError: something is not a transform.
@@ -266,7 +267,7 @@ def chain(*transforms: KVTransform) -> KVTransform:
     Example:
       >>> import kvjax
       >>> tx = kvjax.chain(kvjax.SnapKV(budget=768), kvjax.H2O(budget=512))
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=64)).total
+      >>> tx.extent(kvjax.kit.Extent(prompt=4096, new=64)).total
       513
     """
     parts: list[KVTransform] = []
@@ -276,22 +277,11 @@ def chain(*transforms: KVTransform) -> KVTransform:
     parts = [part for part in parts if not isinstance(part, Full)]
     if len(parts) == 1:
         return parts[0]
-    open_axis = any(
-        isinstance(x, Quantize) and x.groups_slots and x.key_axis is None for x in parts
-    )
-    if open_axis and any(map(_rearranges, parts)) and not any(map(frees_while_decoding, parts)):
-        parts = [_slot_by_slot(part) for part in parts]
     return Chain(tuple(parts)) if parts else Full()
 
 
-def _rearranges(part: KVTransform) -> bool:
-    """Whether it frees slots of earlier prompts at a prompt's end, or puts them into new order."""
-    if isinstance(part, ClusterKV):
-        return part.clusters is not None  # it clusters everything anew
-    return frees_at_prompts_end(part)
-
-
 def _check_parts(parts: tuple[KVTransform, ...]) -> None:
+    """Raises ValueError where the stages of these parts cannot follow each other."""
     for before, after in itertools.pairwise(parts):
         if after.stage < before.stage:
             raise ValueError(
@@ -323,32 +313,13 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
             f"{indexes[0]!r} selects by keys as they are stored, and {late[0]!r} stores them "
             "unrotated"
         )
-    for before, after in itertools.product(evicting, storing + reading):
-        if not frees_while_decoding(before):
-            continue
-        if after.stage == Stage.RECALL:
+    for before, after in itertools.product(evicting, reading):
+        if frees_while_decoding(before):
             raise ValueError(
                 f"{after!r} indexes the slots of the prompt, and {before!r} frees slots while "
                 "decoding: the index would go stale. Put a method that compresses only the prompt "
                 "first"
             )
-        if isinstance(after, Quantize) and after.groups_slots:
-            raise ValueError(
-                f"{after!r} encodes groups of slots together, and {before!r} frees slots "
-                "while decoding: take key_axis='token'"
-            )
-        if isinstance(after, Codebook) and rewrites(before, "flush", "step"):
-            raise ValueError(
-                f"{after!r} stores references, and {before!r} merges slots while decoding, "
-                "which would make a new book at every step: merge at the prompt's end only"
-            )
-    in_groups = [part for part in storing if isinstance(part, Quantize) and part.groups_slots]
-    for stored, part in itertools.product(in_groups, filter(_rearranges, parts)):
-        raise ValueError(
-            f"{stored!r} encodes groups of slots together, which {part!r} breaks up at the end of "
-            "every prompt, so that they would be rounded again in every turn: take "
-            "key_axis='token', which is the default here, or 8 bits"
-        )
 
 
 def bind(
@@ -419,11 +390,4 @@ def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> K
     # A method that brings a form of storage of its own (SpindleKV) becomes a chain: it is replaced.
     stored = (part.for_layer(layer, num_layers) for part in methods)
     forms = (part for part in stored if not isinstance(part, Chain))
-    return chain(Ring(window), *(_slot_by_slot(part) for part in forms))
-
-
-def _slot_by_slot(part: KVTransform) -> KVTransform:
-    """A form of storage of which slots can be freed one by one."""
-    if isinstance(part, Quantize) and part.groups_slots:
-        return dataclasses.replace(part, key_axis="token", residual=None)
-    return part
+    return chain(Ring(window), *(part.by_slot() for part in forms))

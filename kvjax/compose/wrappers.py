@@ -231,7 +231,7 @@ class Every(_Again):
     Example:
       >>> import kvjax
       >>> tx = kvjax.Every(kvjax.SnapKV(budget=512), steps=128)
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=10_000)).total
+      >>> tx.extent(kvjax.kit.Extent(prompt=4096, new=10_000)).total
       640
     """
 
@@ -284,7 +284,7 @@ class WhenFull(_Again):
     Example:
       >>> import kvjax
       >>> tx = kvjax.WhenFull(kvjax.SnapKV(budget=512), room=64)
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=10_000)).total
+      >>> tx.extent(kvjax.kit.Extent(prompt=4096, new=10_000)).total
       576
     """
 

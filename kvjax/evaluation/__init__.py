@@ -1,5 +1,8 @@
 """Measures of what a compressed cache does to a model."""
 
+from ..cache.slots import memory_bytes
+from ..generation.read_once import ReadOnce
+from ..transforms.spindlekv.reserve import reserve_ratio
 from .cells.estimates import Estimate, Proportion
 from .cells.files import read_results
 from .cells.grid import Cell, Grid, Unit
@@ -33,6 +36,7 @@ __all__ = [
     "Grid",
     "Haystack",
     "Proportion",
+    "ReadOnce",
     "Results",
     "Row",
     "Speed",
@@ -48,6 +52,8 @@ __all__ = [
     "measure_fidelities",
     "measure_fidelity",
     "measure_speed",
+    "memory_bytes",
     "read_results",
     "recall_rate",
+    "reserve_ratio",
 ]

@@ -21,7 +21,7 @@ def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:
     """Whether a layer's transform passes only some prompt tokens to the next layer."""
     if isinstance(cache, tuple):  # each head group would pass on other tokens
         return False
-    extent = kvjax.Extent(cache.kv.max_prompt, cache.kv.max_new)
+    extent = kvjax.kit.Extent(cache.kv.max_prompt, cache.kv.max_new)
     return layer.extent(extent).passed is not None
 
 

@@ -64,7 +64,7 @@ class ReadOnce:
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=512))
       >>> methods = [kvjax.SnapKV(40), kvjax.H2O(8)]
-      >>> once = kvjax.ReadOnce(model, [list(range(64))], methods)
+      >>> once = kvjax.evaluation.ReadOnce(model, [list(range(64))], methods)
       >>> [once.context(tx).caches[0].kv.live.sum(-1).tolist() for tx in methods]
       [[[40, 40]], [[8, 8]]]
     """

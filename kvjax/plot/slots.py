@@ -35,8 +35,8 @@ def masses(axes: Axes, cache: Cache, *, head: int = 0, row: int = 0) -> LineColl
       >>> cache = kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, head_dim=1, max_prompt=3,
       ...                          max_new=0)
       >>> rows = jnp.array([[[[1.0], [3.0], [8.0]]]])
-      >>> kv, _ = jax.jit(kvjax.append)(cache.kv, rows, rows, jnp.arange(3)[None])
-      >>> kv = jax.jit(kvjax.merge)(kv, into=jnp.array([[[1, 1, 2]]]))
+      >>> kv, _ = jax.jit(kvjax.kit.append)(cache.kv, rows, rows, jnp.arange(3)[None])
+      >>> kv = jax.jit(kvjax.kit.merge)(kv, into=jnp.array([[[1, 1, 2]]]))
       >>> lines = plot.masses(Figure().subplots(), dataclasses.replace(cache, kv=kv))
       >>> [line[1].round(3).tolist() for line in lines.get_segments()]
       [[1.0, 2.0], [2.0, 1.0]]

@@ -62,7 +62,7 @@ class CaM(Wrapper):
     Example:
       >>> import kvjax
       >>> tx = kvjax.CaM(kvjax.StreamingLLM(budget=256), merge_tokens=16)
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=1000)).total
+      >>> tx.extent(kvjax.kit.Extent(prompt=4096, new=1000)).total
       257
 
     References:

@@ -33,7 +33,7 @@ class H2O(HeldBudget):
 
     Example:
       >>> import kvjax
-      >>> kvjax.H2O(budget=512).extent(kvjax.Extent(prompt=4096, new=1000)).total
+      >>> kvjax.H2O(budget=512).extent(kvjax.kit.Extent(prompt=4096, new=1000)).total
       513
 
     References:

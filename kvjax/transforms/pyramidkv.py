@@ -42,7 +42,7 @@ class PyramidKV(KVTransform):
     Example:
       >>> import kvjax
       >>> layers = kvjax.bind(kvjax.PyramidKV(budget=128), num_layers=4)
-      >>> [layer.extent(kvjax.Extent(4096, 0)).prompt for layer in layers]
+      >>> [layer.extent(kvjax.kit.Extent(4096, 0)).prompt for layer in layers]
       [242, 166, 128, 128]
 
     References:

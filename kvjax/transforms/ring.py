@@ -34,9 +34,9 @@ class Ring(KVTransform):
 
     Example:
       >>> import kvjax
-      >>> kvjax.Ring(window=1024).extent(kvjax.Extent(prompt=32_768, new=512)).total
+      >>> kvjax.Ring(window=1024).extent(kvjax.kit.Extent(prompt=32_768, new=512)).total
       1024
-      >>> kvjax.Ring(window=1024).extent(kvjax.Extent(prompt=200, new=64)).total
+      >>> kvjax.Ring(window=1024).extent(kvjax.kit.Extent(prompt=200, new=64)).total
       264
     """
 

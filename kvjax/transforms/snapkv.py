@@ -54,7 +54,7 @@ class SnapKV(PromptBudget):
 
     Example:
       >>> import kvjax
-      >>> kvjax.SnapKV(budget=0.25).extent(kvjax.Extent(prompt=4096, new=100)).total
+      >>> kvjax.SnapKV(budget=0.25).extent(kvjax.kit.Extent(prompt=4096, new=100)).total
       1124
 
     References:

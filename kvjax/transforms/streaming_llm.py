@@ -32,7 +32,7 @@ class StreamingLLM(HeldBudget):
 
     Example:
       >>> import kvjax
-      >>> kvjax.StreamingLLM(budget=256).extent(kvjax.Extent(prompt=4096, new=1000)).total
+      >>> kvjax.StreamingLLM(budget=256).extent(kvjax.kit.Extent(prompt=4096, new=1000)).total
       257
 
     References:

@@ -34,7 +34,8 @@ ENCODED = {
 METHODS = {
     name: COVERING[name] if "infinigen" in name else CASES[name]
     for name in (
-        *kvjax.METHODS, "cam", "cam_prompt", "kvcrush_h2o", "every", "reposition", "h2o_codebook",
+        *kvjax.registry.METHODS, "cam", "cam_prompt", "kvcrush_h2o", "every", "reposition",
+        "h2o_codebook",
         "clusterkv_offload", *quantised(BUDGET),
     )
 }  # fmt: skip

@@ -20,8 +20,8 @@ from tests.support.tolerances import close
 ROWS, HEADS, SLOTS, DIM, NEW = 2, 2, 6, 3, 4
 SHAPE = (ROWS, HEADS, SLOTS)
 
-append, evict, merge = jax.jit(kvjax.append), jax.jit(kvjax.evict), jax.jit(kvjax.merge)
-compact = jax.jit(kvjax.compact, static_argnums=1)
+append, evict, merge = jax.jit(kvjax.kit.append), jax.jit(kvjax.kit.evict), jax.jit(kvjax.kit.merge)
+compact = jax.jit(kvjax.kit.compact, static_argnums=1)
 widen = jax.jit(widen_slots, static_argnums=1)
 examples = settings(max_examples=60, deadline=None)
 
@@ -102,7 +102,7 @@ class Model:
             slots.extend([None] * (size - len(slots)))
 
 
-def agree(cache: kvjax.KVCache, model: Model) -> None:
+def agree(cache: kvjax.kit.KVCache, model: Model) -> None:
     """Slot by slot: what is live, where, with what, and the bookkeeping around it."""
     found = {
         "k": cache.k.read(), "v": cache.v.read(), "mass": np.exp(np.asarray(cache.log_mass)),
@@ -131,7 +131,7 @@ def agree(cache: kvjax.KVCache, model: Model) -> None:
                 close(x[b, h][live], np.stack(tokens), what=f"{at}, {name}")
 
 
-def start() -> kvjax.KVCache:
+def start() -> kvjax.kit.KVCache:
     cache = empty_cache(
         ROWS, HEADS, DIM, SLOTS, max_prompt=64, max_new=0, dtype=jnp.float32, group=2
     )
@@ -240,7 +240,7 @@ def test_sequences_in_other_sizes(sequence, size):
 # --- laws -----------------------------------------------------------------------------------------
 
 
-def filled(seed: int, duplicates: np.ndarray | None = None) -> kvjax.KVCache:
+def filled(seed: int, duplicates: np.ndarray | None = None) -> kvjax.kit.KVCache:
     """A full cache of random tokens; slots with equal `duplicates` have equal keys."""
     rng = np.random.default_rng(seed)
     k, v = rng.normal(size=(2, *SHAPE, DIM)).astype(np.float32)

@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from kvjax.cli.main import main
 from kvjax.cli.templates import Dialogue
+from kvjax.generation.context_files import context_about
 from kvjax.generation.continuation import decoder, new_text
 from kvjax.models import demo, from_pretrained, load_tokenizer
 from tests.cli.commands import error, output
@@ -80,7 +81,7 @@ def test_an_earlier_context_is_replaced(read, tmp_path):
         parents=True
     )
     assert read("--method", "streaming_llm", "--budget", "16")["method"] == "streaming_llm"
-    assert kvjax.context_about(tmp_path / "out")["method"] == "streaming_llm"
+    assert context_about(tmp_path / "out")["method"] == "streaming_llm"
 
 
 def test_other_folders_are_refused(capsys, no_weights, document, tmp_path):

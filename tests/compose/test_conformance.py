@@ -66,7 +66,7 @@ LENGTHS, WIDTH, STEPS = (24, 17, 5), 24, 8
 
 def merges(transform) -> bool:
     """Whether a slot may come to stand for several tokens."""
-    evicting = [part for part in parts_of(transform) if part.stage == kvjax.Stage.EVICT]
+    evicting = [part for part in parts_of(transform) if part.stage == kvjax.kit.Stage.EVICT]
     everything = any(rewrites(part, "prompt", "flush", "step") for part in evicting)
     return everything and not isinstance(transform, CaM)
 
@@ -80,7 +80,7 @@ DECODING_BUDGET = {
 SELECTING = {
     name
     for name, tx in CASES.items()
-    if any(part.stage == kvjax.Stage.RECALL for part in parts_of(tx))
+    if any(part.stage == kvjax.kit.Stage.RECALL for part in parts_of(tx))
 }
 KEEPING = SELECTING - {"snapkv_clusterkv"} | {"quantize"}
 # With a codebook that has room for every vector.
@@ -603,8 +603,8 @@ def test_a_share_of_every_length(fraction, minimum):
 
 def test_a_numpy_budget_is_a_budget():
     numpy_budget = dataclasses.replace(snapkv(), budget=np.int64(16))
-    assert numpy_budget.extent(kvjax.Extent(32, 1)).prompt == 16
-    assert kvjax.H2O(budget=np.float32(0.5)).extent(kvjax.Extent(32, 9)).total == 17
+    assert numpy_budget.extent(kvjax.kit.Extent(32, 1)).prompt == 16
+    assert kvjax.H2O(budget=np.float32(0.5)).extent(kvjax.kit.Extent(32, 9)).total == 17
 
 
 # --- a prompt in pieces, and dtypes that must not leak into the cache -----------------------------

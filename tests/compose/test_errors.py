@@ -46,7 +46,7 @@ class Merges(kvjax.KVTransform):
     """Merges slots at every moment; nothing says so but what it returns."""
 
     def on_prompt(self, cache, state, step):
-        return kvjax.Merge(jnp.zeros(cache.shape, jnp.int32)), state
+        return kvjax.kit.Merge(jnp.zeros(cache.shape, jnp.int32)), state
 
     on_flush = on_step = on_prompt
 
@@ -367,10 +367,10 @@ def test_caches_that_are_stacked_by_layer():
         "attend": lambda: kvjax.attend(EVERY, stacked, q, k, v, positions, phase="prompt"),
         "flush": lambda: kvjax.flush(stacked),
         "kept_tokens": lambda: kvjax.kept_tokens(stacked),
-        "append": lambda: kvjax.append(kv, k, v, positions),
-        "evict": lambda: kvjax.evict(kv, slots),
-        "merge": lambda: kvjax.merge(kv, slots.astype(jnp.int32)),
-        "compact": lambda: kvjax.compact(kv, 8),
+        "append": lambda: kvjax.kit.append(kv, k, v, positions),
+        "evict": lambda: kvjax.kit.evict(kv, slots),
+        "merge": lambda: kvjax.kit.merge(kv, slots.astype(jnp.int32)),
+        "compact": lambda: kvjax.kit.compact(kv, 8),
     }.items():
         with pytest.raises(ValueError, match=rf"{name} takes the cache of one layer.*\(2, 2, "):
             call()
@@ -379,8 +379,8 @@ def test_caches_that_are_stacked_by_layer():
 def test_a_layers_cache_in_place_of_its_slots():
     cache, (_, k, v, positions) = new_cache(SNAP, 2), arguments()
     for call in (
-        lambda: kvjax.append(cache, k, v, positions), lambda: kvjax.evict(cache, True),
-        lambda: kvjax.merge(cache, positions), lambda: kvjax.compact(cache, 8),
+        lambda: kvjax.kit.append(cache, k, v, positions), lambda: kvjax.kit.evict(cache, True),
+        lambda: kvjax.kit.merge(cache, positions), lambda: kvjax.kit.compact(cache, 8),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=r"takes a kvjax\.KVCache, got LayerCache: give its kv"):
             call()
@@ -406,5 +406,5 @@ def test_positions_and_frequencies_may_be_lists():
         np.testing.assert_array_equal(other, expected)
     rotated = kvjax.Rope(tuple(frequencies)).rotate(q, at.tolist())
     np.testing.assert_array_equal(rotated, kvjax.Rope(jnp.array(frequencies)).rotate(q, positions))
-    kv, _ = kvjax.append(cache.kv, k, v, at.tolist())
+    kv, _ = kvjax.kit.append(cache.kv, k, v, at.tolist())
     np.testing.assert_array_equal(kv.length, at.max(1) + 1)

@@ -14,10 +14,8 @@ import kvjax
 from kvjax import (
     H2O,
     Every,
-    Extent,
     Full,
     HeadGroups,
-    Mark,
     PerLayer,
     PyramidKV,
     SnapKV,
@@ -28,6 +26,7 @@ from kvjax import (
 )
 from kvjax.budgets.layers import LayerBudget
 from kvjax.compose.chain import Chain
+from kvjax.kit import Extent, Mark
 from kvjax.protocol import Needs, Stage
 from kvjax.registry import METHODS
 from kvjax.transforms.pyramidkv import PyramidBudget
@@ -265,8 +264,8 @@ def tokens():
 def selected(transform, before, q, k, v, positions):
     """The slots that `select` chooses once the new tokens are in, by calling it directly."""
     rope = the_rope()
-    kv, slots = kvjax.append(before.kv, rope.rotate(k, positions), v, positions)
-    view, _ = transform.select(kvjax.View(kv, slots), before.state, rope.rotate(q, positions))
+    kv, slots = kvjax.kit.append(before.kv, rope.rotate(k, positions), v, positions)
+    view, _ = transform.select(kvjax.kit.View(kv, slots), before.state, rope.rotate(q, positions))
     return kv, view.index
 
 
@@ -317,7 +316,7 @@ def test_views_compose_indices_only():
     cache = kvjax.init_cache(Full(), batch=1, kv_heads=1, head_dim=2, max_prompt=6, max_new=0).kv
     position = jnp.arange(6, dtype=jnp.int32)[None, None] * 10
     cache = cache.replace(position=position, log_mass=jnp.zeros((1, 1, 6)))
-    view = kvjax.View(cache, jnp.zeros((1, 1, 1), jnp.int32))
+    view = kvjax.kit.View(cache, jnp.zeros((1, 1, 1), jnp.int32))
     assert view.per_slot(position, -1) is position
     first = view.take(jnp.array([[[5, -1, 2, 0]]]))
     second = first.take(jnp.array([[[3, 1, 0, -1]]]))

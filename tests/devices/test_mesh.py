@@ -63,7 +63,7 @@ def check(found: dict, methods: tuple[str, ...]) -> None:
 
 
 def test_every_method_is_in_the_list():
-    assert set(kvjax.METHODS) <= set(re.findall(r"\w+", " ".join(METHODS)))
+    assert set(kvjax.registry.METHODS) <= set(re.findall(r"\w+", " ".join(METHODS)))
 
 
 @pytest.mark.slow

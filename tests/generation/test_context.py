@@ -34,7 +34,7 @@ STORED = {
 OFFLOADED = "chain(clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=()), offload)"
 if HOST_MEMORY in memory_kinds():
     STORED["offload"] = OFFLOADED
-TRANSFORMS = [*kvjax.METHODS, *STORED]
+TRANSFORMS = [*kvjax.registry.METHODS, *STORED]
 LAYERED = {
     name: tx
     for name, tx in {**registered(), **compositions(BUDGET)}.items()

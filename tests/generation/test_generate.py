@@ -408,7 +408,7 @@ class KeepsTooMuch(kvjax.KVTransform):
 
     slots: int
 
-    def extent(self, extent: kvjax.Extent) -> kvjax.Extent:
+    def extent(self, extent: kvjax.kit.Extent) -> kvjax.kit.Extent:
         return extent.keep(self.slots).hold(self.slots + NEW)
 
 

@@ -162,7 +162,7 @@ def test_a_prompt_that_is_read_once_is_read_in_groups(name, shapes, together):
     transform = method(name)
 
     def run() -> kvjax.Generation:
-        once = kvjax.ReadOnce(model(), PROMPTS, [transform], max_new=64, buckets=BUCKETS)
+        once = kvjax.evaluation.ReadOnce(model(), PROMPTS, [transform], max_new=64, buckets=BUCKETS)
         return generate(None, context=once.context(transform), max_new_tokens=5, end_tokens=())
 
     one = run()

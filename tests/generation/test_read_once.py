@@ -1,4 +1,4 @@
-"""`kvjax.ReadOnce`: one prompt pass, compressed by many methods, equals a pass for each of them."""
+"""`ReadOnce`: one prompt pass, compressed by many methods, equals a pass for each of them."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def equal(one: kvjax.Context, other: kvjax.Context) -> None:
 
 
 @pytest.fixture(scope="module")
-def once() -> kvjax.ReadOnce:
-    return kvjax.ReadOnce(model(), RAGGED, [made(name) for name in NAMES], **SIZES)
+def once() -> kvjax.evaluation.ReadOnce:
+    return kvjax.evaluation.ReadOnce(model(), RAGGED, [made(name) for name in NAMES], **SIZES)
 
 
 @pytest.mark.parametrize("name", some_slow(NAMES, *FAST))
@@ -80,7 +80,7 @@ def test_the_prompt_is_read_once(monkeypatch):
         lambda *args, **options: calls.append(args[1]) or read_prompt(*args, **options),
     )  # fmt: skip
     transforms = [made(name) for name in ("full", "snapkv", "h2o")]
-    once = kvjax.ReadOnce(model(), RAGGED, [*transforms, kvjax.PyramidInfer()], **SIZES)
+    once = kvjax.evaluation.ReadOnce(model(), RAGGED, [*transforms, kvjax.PyramidInfer()], **SIZES)
     for transform in [*transforms, *transforms]:
         once.context(transform)
     assert len(calls) == 1
@@ -100,26 +100,26 @@ def test_contexts_are_independent(once):
 
 
 def test_a_method_that_needs_more_is_refused(once):
-    few = kvjax.ReadOnce(model(), RAGGED, [kvjax.Full(), kvjax.SnapKV(36)], **SIZES)
+    few = kvjax.evaluation.ReadOnce(model(), RAGGED, [kvjax.Full(), kvjax.SnapKV(36)], **SIZES)
     with pytest.raises(ValueError, match="needs more of the prompt than was observed"):
         few.context(kvjax.H2O(budget=12))
     few.context(kvjax.SnapKV(40))
     with pytest.raises(ValueError, match="max_prompt must hold the prompt of 53 tokens, got 5"):
-        kvjax.ReadOnce(model(), RAGGED, [kvjax.Full()], max_prompt=5)
+        kvjax.evaluation.ReadOnce(model(), RAGGED, [kvjax.Full()], max_prompt=5)
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "8 bits"])
 @pytest.mark.parametrize("which", ["gemma", "mistral"])
 def test_windows_are_rings(which, name):
     given, transform = model_with_windows(which), made(name)
-    once = kvjax.ReadOnce(given, RAGGED, [transform], **SIZES)
+    once = kvjax.evaluation.ReadOnce(given, RAGGED, [transform], **SIZES)
     equal(once.context(transform), kvjax.read(given, RAGGED, transform=transform, **SIZES))
 
 
 def test_a_model_that_does_not_show_its_parts():
     whole = dataclasses.replace(as_functional(model()), parts=None)
     transforms = [made(name) for name in ("full", "h2o", "clusterkv")]
-    once = kvjax.ReadOnce(whole, RAGGED, transforms, **SIZES)
+    once = kvjax.evaluation.ReadOnce(whole, RAGGED, transforms, **SIZES)
     for transform in transforms:
         equal(once.context(transform), kvjax.read(whole, RAGGED, transform=transform, **SIZES))
 
@@ -129,7 +129,7 @@ def test_a_second_prompt_compiles_nothing():
 
     def run(seed: int) -> None:
         rows = [np.random.default_rng(seed).integers(64, size=53).tolist()]
-        once = kvjax.ReadOnce(model(), rows, transforms, **SIZES)
+        once = kvjax.evaluation.ReadOnce(model(), rows, transforms, **SIZES)
         for transform in transforms:
             once.context(transform)
 

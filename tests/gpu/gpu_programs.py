@@ -285,14 +285,14 @@ def compression(
         return widen(cache.kv, SLOTS), cache.state
 
     def compress(kv, state, keys, query, position):
-        step = kvjax.Step(
+        step = kvjax.kit.Step(
             rows=jnp.ones(1, bool), keys=keys, query=query, query_position=position,
             moment="prompt", options=AttentionOptions(0.1),
             implementation="pallas" if kernel else "xla",
         )  # fmt: skip
         decision, state = transform.on_prompt(kv, state, step)
         kv = carry_out(decision, kv, step)
-        return kvjax.compact(kv, kv.capacity), state
+        return kvjax.kit.compact(kv, kv.capacity), state
 
     kv, state = jax.eval_shape(full)
     keys = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)

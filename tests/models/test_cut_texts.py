@@ -125,7 +125,9 @@ def test_turns_and_answers_are_those_of_one_prompt(kind):
     result = kvjax.generate(model(kind), turn, context=first, max_new_tokens=1, end_tokens=())
     expected = kvjax.read(model(kind), [IDS[:23] + result.tokens[0]], **sizes)
     close(result.context.logits, expected.logits)
-    once = kvjax.ReadOnce(model(kind), [IDS], [kvjax.Full()], **sizes).context(kvjax.Full())
+    once = kvjax.evaluation.ReadOnce(model(kind), [IDS], [kvjax.Full()], **sizes).context(
+        kvjax.Full()
+    )
     close(once.logits, whole.logits)
     assert decided(whole) == decided(first) == decided(once) == decided(result.context)
 

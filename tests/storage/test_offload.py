@@ -293,7 +293,7 @@ def test_bytes_by_memory(case):
         "slots": batch * KV_HEADS * (slots * (4 + 4 + 1) + 8) + 4 * batch,
         "sinks": 4 * KV_HEADS * GROUP,
     }
-    held = kvjax.memory_bytes(cache)
+    held = kvjax.evaluation.memory_bytes(cache)
     assert held == {HOST_MEMORY: 2 * store, "device": sum(expected.values())}
     assert kvjax.nbytes(cache) == sum(held.values())
     both = expected["resident"] + expected["recent"]

@@ -190,9 +190,9 @@ class Part(NamedTuple):
     cache: kvjax.LayerCache
 
     @property
-    def extent(self) -> kvjax.Extent:
+    def extent(self) -> kvjax.kit.Extent:
         kv = self.cache.kv
-        return self.transform.extent(kvjax.Extent(kv.max_prompt, kv.max_new))
+        return self.transform.extent(kvjax.kit.Extent(kv.max_prompt, kv.max_new))
 
 
 def parts(transform, cache) -> list[Part]:
@@ -301,6 +301,6 @@ class Pin(kvjax.KVTransform):
     def extent(self, extent):
         return extent.pin(len(self.positions))
 
-    def on_prompt(self, cache, state, step) -> tuple[kvjax.Retain, tuple]:
+    def on_prompt(self, cache, state, step) -> tuple[kvjax.kit.Retain, tuple]:
         pinned = jnp.isin(cache.position, jnp.array(self.positions)) & cache.live
-        return kvjax.Retain(cache.live, pinned=pinned), state
+        return kvjax.kit.Retain(cache.live, pinned=pinned), state

@@ -13,7 +13,6 @@ import pytest
 import kvjax
 from kvjax import (
     Every,
-    Extent,
     HeadGroups,
     KVCrush,
     LayerBudgetEviction,
@@ -26,6 +25,7 @@ from kvjax import (
     init_cache,
 )
 from kvjax.compose.foreseen import foreseen
+from kvjax.kit import Extent
 from tests.references import pyramidinfer
 from tests.references.budgets import rows_budget
 from tests.references.pyramidkv import layer_budgets

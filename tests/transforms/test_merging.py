@@ -43,7 +43,7 @@ def full_cache(transform: kvjax.KVTransform) -> kvjax.LayerCache:
         right([0] * 3, LENGTHS, TOKENS)
     )
     kv, _ = opened(cache.kv)
-    kv, _ = kvjax.append(widen(kv, TOKENS), k, v, positions)
+    kv, _ = kvjax.kit.append(widen(kv, TOKENS), k, v, positions)
     if "attention" in kv.columns:
         received = np.random.default_rng(0).random(kv.column("attention").shape)
         kv = kv.with_column("attention", jnp.asarray(received, jnp.float32))
@@ -54,7 +54,7 @@ def compressed(name: str, implementation: str, moment: str = "prompt"):
     """A function of a cache and a state that gives both as the method leaves them."""
 
     def compress(kv, state):
-        step = kvjax.Step(
+        step = kvjax.kit.Step(
             rows=jnp.array([True, True, False]), keys=kv.k.read(), rope=the_rope(), moment=moment,
             options=AttentionOptions(0.25), room=12 * (moment == "flush"),
             implementation=implementation,

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CaM, Every, Extent, KVCrush, PyramidInfer, SnapKV, bind, chain
+from kvjax import CaM, Every, KVCrush, PyramidInfer, SnapKV, bind, chain
+from kvjax.kit import Extent
 from kvjax.transforms.pyramidinfer.schedule import CosineBudget, TokensEntering
 from tests.references import pyramidinfer as reference
 from tests.references.budgets import rows_budget

@@ -100,7 +100,7 @@ def test_offloaded(per_query_head):
     both.prompt(LENGTHS).decode(3).decode(2, (0, 2)).decode(40)
     assert 0.1 < recall_statistics(both.cache).hit_rate < 0.9
     both.prompt((9, 30, 25)).decode(15)
-    kinds = kvjax.memory_bytes(both.cache)
+    kinds = kvjax.evaluation.memory_bytes(both.cache)
     assert kinds["pinned_host"] == 2 * both.cache.kv.k.store.nbytes
 
 

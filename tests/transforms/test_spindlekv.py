@@ -160,7 +160,7 @@ def test_reserve_ratio():
     """Counted by hand from what the caches hold; stored bytes are those of the arrays."""
     tokens = Tokens.random(length=128)
     cache = prompted(0.6, 100, Tokens(tokens.q, around(tokens.k, 1), around(tokens.v, 2)))
-    got, kv = kvjax.reserve_ratio([cache, cache], np.array(LENGTHS)), cache.kv
+    got, kv = kvjax.evaluation.reserve_ratio([cache, cache], np.array(LENGTHS)), cache.kv
     tokens, kept = sum(LENGTHS), int(kv.live.sum())
     entries = int(kv.k.count.sum() + kv.v.count.sum())
     size = {"kv_heads": KV_HEADS, "dim": HEAD_DIM, "index_bytes": 2}
@@ -175,7 +175,7 @@ def test_reserve_ratio():
     assert kvjax.nbytes(cache) == pytest.approx(whole)
     assert got.overflow == 0
     with pytest.raises(TypeError, match="codebooks"):
-        kvjax.reserve_ratio([new_cache(kvjax.Full())], np.array(LENGTHS))
+        kvjax.evaluation.reserve_ratio([new_cache(kvjax.Full())], np.array(LENGTHS))
 
 
 def test_overflow_is_a_share_of_the_vectors():
@@ -195,7 +195,9 @@ def test_overflow_is_a_share_of_the_vectors():
             far += cosine <= theta
         kept += len(seen)
     assert 0 < far < kept
-    assert kvjax.reserve_ratio([cache], np.array(LENGTHS)).overflow == pytest.approx(far / kept)
+    assert kvjax.evaluation.reserve_ratio([cache], np.array(LENGTHS)).overflow == pytest.approx(
+        far / kept
+    )
 
 
 @pytest.mark.parametrize("bad", [{"reserve": 1.5}, {"beta": 2.0}], ids=str)

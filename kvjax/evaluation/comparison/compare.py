@@ -64,8 +64,8 @@ def compare(
     and attention error while an answer is given (`measure_fidelity`). Every method sees the same
     cases and windows.
 
-    A prompt is read once for all methods that differ only afterwards (`kvjax.ReadOnce`), several
-    rows at a time; how many follows from the model's sizes.
+    A prompt is read once for all methods that differ only afterwards
+    (`kvjax.evaluation.ReadOnce`), several rows at a time; how many follows from the model's sizes.
 
     A method that needs a calibration (InfiniGen) gets it from the first 2,048 tokens of the text,
     or as many as the model has positions.

@@ -192,13 +192,13 @@ def measure_fidelities(
 ) -> list[Fidelity]:
     """Recall and attention error of methods at the first tokens after a prompt.
 
-    The model reads the prompts once, for all methods together (see `kvjax.ReadOnce`), and goes on
-    greedily with the full cache. In each layer of that run the new token's query, key and value go
-    to the full cache and to each method's cache of the same layer, and with them the query that the
-    layer below predicts, for methods that select by it. So every layer is judged alone:
-    what a lower layer gets wrong does not reach the queries of a higher one and is not counted
-    again. (A method that drops hidden states between layers, as PyramidInfer does, still changes
-    what its higher layers read.)
+    The model reads the prompts once, for all methods together (see `kvjax.evaluation.ReadOnce`),
+    and goes on greedily with the full cache. In each layer of that run the new token's query, key
+    and value go to the full cache and to each method's cache of the same layer, and with them the
+    query that the layer below predicts, for methods that select by it. So every layer is judged
+    alone: what a lower layer gets wrong does not reach the queries of a higher one and is not
+    counted again. (A method that drops hidden states between layers, as PyramidInfer does, still
+    changes what its higher layers read.)
 
     Recall compares with what attention looked at before anything was evicted for the new token: all
     live slots and the new token's own, or those that the method selected. A merged slot counts as

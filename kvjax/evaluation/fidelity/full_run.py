@@ -65,7 +65,7 @@ class Truth(NamedTuple):
 class FullRun:
     """A model reads prompts once, goes on greedily with the full cache, and is recorded.
 
-    The same prompt pass serves the caches of several methods, see `kvjax.ReadOnce`.
+    The same prompt pass serves the caches of several methods, see `kvjax.evaluation.ReadOnce`.
 
     Args:
       model: the model.

@@ -84,7 +84,7 @@ def context_nll(
 
     Args:
       model: the one that has read it.
-      context: from `kvjax.read` or `kvjax.ReadOnce`, with room for the tokens.
+      context: from `kvjax.read` or `kvjax.evaluation.ReadOnce`, with room for the tokens.
       tokens: token ids `[B, M]`, without padding, a row for each of the context's.
 
     Raises:
@@ -113,7 +113,7 @@ def context_nll(
     check_turn(functional, context, None, tokens.shape[1])
     if flush_interval(context.caches) is not None and int(context.waiting):
         raise ValueError(
-            "context must be from kvjax.read or kvjax.ReadOnce, got one in which "
+            "context must be from kvjax.read or kvjax.evaluation.ReadOnce, got one in which "
             f"{int(context.waiting)} written tokens wait for a flush"
         )
     given = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count, check_flag, check_number
+from kvjax.compose.foreseen import frees_while_decoding, rewrites
 from kvjax.protocol import Extent, KVTransform, Needs, Stage, State
 from kvjax.storage.codebook.payload import Book, CodebookPayload
 
@@ -79,6 +80,16 @@ class Codebook(KVTransform):
             check_number("capacity", self.capacity, 0.0, 1.0)
         else:
             check_count("capacity", self.capacity, 1)
+
+    def in_chain(self, before: tuple[KVTransform, ...], after: tuple[KVTransform, ...]) -> Codebook:
+        """Raises ValueError behind a part that merges slots while decoding."""
+        for part in before:
+            if frees_while_decoding(part) and rewrites(part, "flush", "step"):
+                raise ValueError(
+                    f"{self!r} stores references, and {part!r} merges slots while decoding, "
+                    "which would make a new book at every step: merge at the prompt's end only"
+                )
+        return self
 
     def extent(self, extent: Extent) -> Extent:
         """New tokens are encoded every `interval` steps."""

@@ -85,7 +85,7 @@ class Offload(KVTransform):
       >>> import kvjax
       >>> tx = kvjax.chain(kvjax.ClusterKV(budget=64, dense_layers=()), kvjax.Offload())
       >>> cache = kvjax.init_cache(tx, batch=1, kv_heads=2, head_dim=16, max_prompt=2048, max_new=8)
-      >>> sorted(kvjax.memory_bytes(cache))
+      >>> sorted(kvjax.evaluation.memory_bytes(cache))
       ['device', 'pinned_host']
 
     References:

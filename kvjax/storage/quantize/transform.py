@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.slots import KVCache
 from kvjax.checks import check_count
+from kvjax.compose.foreseen import frees_at_prompts_end, frees_while_decoding
 from kvjax.messages import did_you_mean
 from kvjax.protocol import Extent, KVTransform, Stage, State
 from kvjax.storage.quantize.payload import EIGHT_BITS, Axis, Bits, Form
@@ -152,6 +153,34 @@ class Quantize(KVTransform):
                     f"{name} is an option of {kind}, got {name}={value!r} with "
                     f"bits={self.bits!r}, key_axis={self.key_axis!r}"
                 )
+
+    def by_slot(self) -> Quantize:
+        """Returns the form that encodes every slot by itself, so that slots can be freed."""
+        if not self.groups_slots:
+            return self
+        return dataclasses.replace(self, key_axis="token", residual=None)
+
+    def in_chain(self, before: tuple[KVTransform, ...], after: tuple[KVTransform, ...]) -> Quantize:
+        """Keeps groups of slots away from parts that would break them up, or refuses them."""
+        if not self.groups_slots:
+            return self
+        for part in before:
+            if frees_while_decoding(part):
+                raise ValueError(
+                    f"{self!r} encodes groups of slots together, and {part!r} frees slots "
+                    "while decoding: take key_axis='token'"
+                )
+        for part in (*before, *after):
+            if not (part.reorders_slots or frees_at_prompts_end(part)):
+                continue
+            if self.key_axis is None:
+                return self.by_slot()
+            raise ValueError(
+                f"{self!r} encodes groups of slots together, which {part!r} breaks up at the end "
+                "of every prompt, so that they would be rounded again in every turn: take "
+                "key_axis='token', which is the default here, or 8 bits"
+            )
+        return self
 
     def extent(self, extent: Extent) -> Extent:
         """New tokens are encoded every `residual` steps where slots are encoded in groups."""

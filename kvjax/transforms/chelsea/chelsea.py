@@ -88,7 +88,7 @@ class Chelsea(KVTransform):
 
     Example:
       >>> import kvjax
-      >>> kvjax.Chelsea(budget=0.2).extent(kvjax.Extent(prompt=4096, new=1000)).total
+      >>> kvjax.Chelsea(budget=0.2).extent(kvjax.kit.Extent(prompt=4096, new=1000)).total
       1147
 
     References:

@@ -142,6 +142,11 @@ class ClusterKV(Recall):
         check_seed(self.seed)
         check_budget(self.budget, self.minimum, "sinks + 1, the smallest cluster")
 
+    @property
+    def reorders_slots(self) -> bool:
+        """Whether every prompt's end clusters all tokens anew."""
+        return self.clusters is not None
+
     def extent(self, extent: Extent) -> Extent:
         """Everything; its own interval, whatever a method before has."""
         return dataclasses.replace(extent, interval=self.interval)

@@ -96,10 +96,10 @@ class KVCrush(Wrapper):
     Example:
       >>> import kvjax
       >>> tx = kvjax.KVCrush(kvjax.SnapKV(budget=1024))  # 768 + 256
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=100)).total
+      >>> tx.extent(kvjax.kit.Extent(prompt=4096, new=100)).total
       1124
       >>> tx = kvjax.KVCrush(kvjax.H2O(budget=512), representatives=128)
-      >>> tx.extent(kvjax.Extent(prompt=4096, new=100)).total
+      >>> tx.extent(kvjax.kit.Extent(prompt=4096, new=100)).total
       641
 
     References:

@@ -70,7 +70,7 @@ class KVMerger(Unmerged):
 
     Example:
       >>> import kvjax
-      >>> kvjax.KVMerger(budget=0.5).extent(kvjax.Extent(prompt=4096, new=100)).total
+      >>> kvjax.KVMerger(budget=0.5).extent(kvjax.kit.Extent(prompt=4096, new=100)).total
       2148
 
     References:

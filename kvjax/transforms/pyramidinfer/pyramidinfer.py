@@ -72,10 +72,10 @@ class PyramidInfer(KVTransform):
     Example:
       >>> import kvjax
       >>> layers = kvjax.bind(kvjax.PyramidInfer(), num_layers=32)
-      >>> [layer.extent(kvjax.Extent(4096, 0)).prompt for layer in layers[::8]]
+      >>> [layer.extent(kvjax.kit.Extent(4096, 0)).prompt for layer in layers[::8]]
       [4096, 3985, 3313, 2256]
       >>> layers = kvjax.bind(kvjax.PyramidInfer(budget=0.5), num_layers=4)
-      >>> [layer.extent(kvjax.Extent(1024, 0)).prompt for layer in layers]
+      >>> [layer.extent(kvjax.kit.Extent(1024, 0)).prompt for layer in layers]
       [748, 610, 414, 276]
 
     References:

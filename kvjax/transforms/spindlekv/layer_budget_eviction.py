@@ -47,7 +47,7 @@ class LayerBudgetEviction(KVTransform):
     Example:
       >>> import kvjax
       >>> layers = kvjax.bind(kvjax.LayerBudgetEviction(reserve=0.5), num_layers=3)
-      >>> [layer.extent(kvjax.Extent(1024, 0)).prompt for layer in layers]
+      >>> [layer.extent(kvjax.kit.Extent(1024, 0)).prompt for layer in layers]
       [942, 512, 81]
 
     References:

@@ -59,7 +59,7 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
       >>> rows = jnp.ones((1, 2, 16, 8))
       >>> _, cache = kvjax.attend(tx, cache, rows, rows, rows, jnp.arange(16)[None],
       ...                         phase="prompt", rope=rope)
-      >>> reserve = kvjax.reserve_ratio([cache], jnp.array([16]))
+      >>> reserve = kvjax.evaluation.reserve_ratio([cache], jnp.array([16]))
       >>> round(reserve.stored, 4), round(reserve.used, 4), round(reserve.equation_15, 4)
       (0.3125, 0.2188, 0.0391)
     """
