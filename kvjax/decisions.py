@@ -1,4 +1,4 @@
-"""What a method decides, as values that the library carries out.
+"""Decisions of methods, as values that the library carries out.
 
 A transform's `on_prompt`, `on_flush` and `on_step` return one of these or None. Wrappers such as
 `CaM` and `KVCrush` see the decision of the method that they go around and return another one.
@@ -27,7 +27,9 @@ Rows = Bool[Array, " B"] | Bool[Array, "B H"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What all decisions have. They are pytrees, so that `foreseen` can have them without numbers.
+    """Base of all decisions.
+
+    Decisions are pytrees, so that `foreseen` can have them without numbers.
 
     Args:
       columns: new values of the method's own columns, `[B, H, S, ...]` each, by name.
@@ -43,14 +45,14 @@ class Decision:
     rewrites: ClassVar[bool] = False
 
     def concerning(self, rows: Rows) -> Decision:
-        """The same decision about these rows, or rows and KV heads, alone."""
+        """Returns the decision about these rows, or rows and KV heads, alone."""
         if self.rows is not None:
-            own, rows = (x.reshape(x.shape[0], -1) for x in (self.rows, rows))
-            rows = own & rows
+            before, rows = (x.reshape(x.shape[0], -1) for x in (self.rows, rows))
+            rows = before & rows
         return dataclasses.replace(self, rows=rows)
 
     def concerned(self) -> Bool[Array, "B N 1"]:
-        """Which slots it concerns."""
+        """Marks the slots that it concerns."""
         if self.rows is None:
             return jnp.ones((1, 1, 1), bool)
         return self.rows.reshape(self.rows.shape[0], -1, 1)
@@ -103,17 +105,17 @@ class Keep(Decision):
             ("always", [*lists, (batch, 1, slots), (1, heads, slots)], "[B, H, S]"),
             ("newest", rows, "[B]"),
         ):
-            given = getattr(self, name)
-            if given is None and name != "budget":
+            value = getattr(self, name)
+            if value is None and name != "budget":
                 continue
-            if not hasattr(given, "shape"):
+            if not hasattr(value, "shape"):
                 raise TypeError(
-                    f"{whose}: {name} of Keep must be an array {letters}, got {given!r:.40}"
+                    f"{whose}: {name} of Keep must be an array {letters}, got {value!r:.40}"
                 )
-            if given.shape not in shapes:
+            if value.shape not in shapes:
                 raise ValueError(
                     f"{whose}: {name} of Keep must be {letters} with B = {batch}, H = {heads}, "
-                    f"Q = {query_heads} and S = {slots}, got shape {given.shape}"
+                    f"Q = {query_heads} and S = {slots}, got shape {value.shape}"
                 )
 
     def stays(self, cache: KVCache) -> Bool[Array, "B H S"]:
@@ -258,7 +260,7 @@ class Changed(Decision):
     rewrites: ClassVar[bool] = True
 
     def apply(self, cache: KVCache, step: Step) -> KVCache:
-        """That cache."""
+        """Returns that cache."""
         return self.cache
 
 

@@ -1,4 +1,4 @@
-"""What authors of methods need beside `kvjax.KVTransform`: the helpers of the shipped methods.
+"""Names for authors of methods, beside `kvjax.KVTransform`: the helpers of shipped methods.
 
 See `docs/writing-a-method.md`.
 """

@@ -45,7 +45,7 @@ PASSED = "passed"  # the column in which a transform marks prompt tokens that go
 
 
 class Stage(IntEnum):
-    """Where a transform stands in a chain; a chain is sorted by it."""
+    """Place of a transform in a chain, whose parts are sorted by it."""
 
     EVICT = 0  # evicts or merges
     REPRESENT = 1  # stores keys and values in another form
@@ -116,7 +116,7 @@ class Extent:
 
 
 class Needs(NamedTuple):
-    """What a transform wants to know of an attention call; `attend` computes nothing else.
+    """Requests of a transform to an attention call; `attend` computes nothing else.
 
     Args:
       accumulated_attention: the column "attention", `[B, H, S, G]`, that sum over all calls.
@@ -146,7 +146,7 @@ class Needs(NamedTuple):
     writes_values: bool = False
 
     def union(self, other: Needs) -> Needs:
-        """What serves both."""
+        """Returns what serves both."""
         return Needs(*(max(a, b) for a, b in zip(self, other, strict=True)))
 
     def queries(self, max_prompt: int) -> int:
@@ -158,7 +158,7 @@ class Needs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How a layer's attention makes its logits and weights.
+    """Options by which a layer's attention makes its logits and weights.
 
     Args:
       scale: factor of `q·k`; None: `head_dim ** -0.5` (static).
@@ -186,7 +186,7 @@ class AttentionOptions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What has just happened, when a transform is asked to decide.
+    """Account of what has just happened, for a transform that is asked to decide.
 
     Args:
       rows: the rows that it concerns: those that had tokens in the prompt or in the step; at a
@@ -232,7 +232,7 @@ class Step:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class View:
-    """What attention will see of a cache: all slots, or a selection of N.
+    """View of a cache that attention will have: all slots, or a selection of N.
 
     A selection has K lists: one per KV head, or one per query head (K = Q).
 
@@ -274,7 +274,7 @@ class View:
         return jnp.where(self.index >= 0, take_slots(x, jnp.maximum(self.index, 0)), fill)
 
     def to_slots(self, x: Float[Array, "B K G N"]) -> Float[Array, "B K G S"]:
-        """What the view's entries received, at their slots; 0 for slots that were not read."""
+        """Brings what entries received to their slots; slots that were not read get 0."""
         if self.index is None:
             return x
         slots = self.cache.slots
@@ -282,13 +282,12 @@ class View:
         return jnp.moveaxis(sum_into(index, jnp.moveaxis(x, 2, 3), slots), 3, 2)
 
 
-def _equal(one: KVTransform, other: object) -> bool:
-    """Whether two transforms have equal fields, and floats in the same ones."""
-    if type(other) is not type(one):
+def _equal(first: KVTransform, second: object) -> bool:
+    """Tells whether two transforms have equal fields, and floats in the same ones."""
+    if type(second) is not type(first):
         return NotImplemented
-    pairs = [
-        (getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)
-    ]
+    names = [field.name for field in dataclasses.fields(first)]
+    pairs = [(getattr(first, name), getattr(second, name)) for name in names]
     return all(a == b and isinstance(a, float) == isinstance(b, float) for a, b in pairs)
 
 
@@ -313,8 +312,8 @@ class KVTransform:
         super().__init_subclass__(**kwargs)
         if "__eq__" not in cls.__dict__:
             cls.__eq__ = _equal
-        for name, kind in inspect.get_annotations(cls).items():
-            new = name not in cls.__dataclass_fields__ and "ClassVar" not in str(kind)
+        for name, annotation in inspect.get_annotations(cls).items():
+            new = name not in cls.__dataclass_fields__ and "ClassVar" not in str(annotation)
             if new and any(hasattr(base, name) for base in cls.__bases__):
                 raise TypeError(
                     f"{cls.__name__} has a field {name!r}, which is a member of "
@@ -323,7 +322,7 @@ class KVTransform:
 
     @property
     def reorders_slots(self) -> bool:
-        """Whether a prompt's end moves slots of earlier prompts without freeing any."""
+        """Tells whether a prompt's end moves slots of earlier prompts without freeing any."""
         return False
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
@@ -345,23 +344,24 @@ class KVTransform:
         return self
 
     def extent(self, extent: Extent) -> Extent:
-        """Static bound on live slots, given the bound before this transform."""
+        """Returns a static bound on live slots, given the bound before this transform."""
         return extent
 
     @property
     def needs(self) -> Needs:
-        """What `attend` must compute for it."""
+        """Requests to `attend`, which computes nothing else."""
         return Needs()
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
         """Adds columns, chooses the payload, and makes the transform's own state.
 
-        Whatever differs between layers only as a number (seeds, projections) belongs into the
-        state, so that layers are equal values and share compiled code.
+        Numbers that differ between layers (seeds, projections) belong into the state, so that
+        layers are equal values and share compiled code.
 
-        Arrays of the state are `[B, ...]`, and `[B, H, ...]` where they differ by head; or the same
-        for all rows, and then `[H, ...]` of two axes or more where they differ by head. So a mesh
-        can divide them. What looks across heads at other moments asks `kvjax.kit.all_heads`.
+        Arrays of the state are `[B, ...]`, and `[B, H, ...]` where they differ by head. An array
+        that all rows share is `[H, ...]` of two axes or more where it differs by head. So a mesh
+        can divide them. A method that looks across heads at other moments asks
+        `kvjax.kit.all_heads`.
         """
         return cache, ()
 
@@ -372,22 +372,25 @@ class KVTransform:
         return view, state
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What to do when a prompt is complete."""
+        """Decides what to do when a prompt is complete."""
         return None, state
 
     def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What to do with the tokens that have come since the last flush."""
+        """Decides what to do with the tokens that have come since the last flush."""
         return None, state
 
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What to do after the attention of a decode step: of scalars only."""
+        """Decides what to do after the attention of a decode step.
+
+        It runs at every step, so it evicts one slot at most, and makes no pass over keys.
+        """
         return None, state
 
 
 class Wrapped(NamedTuple):
-    """The state of a wrapper that remembers nothing itself: its base's.
+    """State of a wrapper that remembers nothing itself: its base's.
 
-    A wrapper that does has a NamedTuple of its own, which has its base's state as `base` too.
+    A wrapper that does remember something has a NamedTuple of its own with a field `base`.
     """
 
     base: State
@@ -401,7 +404,7 @@ class Wrapper(KVTransform):
 
     @property
     def inner(self) -> KVTransform:
-        """What is forwarded to: the base, or what the wrapper makes of it."""
+        """Transform that calls are forwarded to: the base, or what the wrapper makes of it."""
         return self.base
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
@@ -410,12 +413,12 @@ class Wrapper(KVTransform):
         return base if isinstance(base, Full) else dataclasses.replace(self, base=base)
 
     def extent(self, extent: Extent) -> Extent:
-        """What the base promises."""
+        """Bounds slots as the base does."""
         return self.inner.extent(extent)
 
     @property
     def needs(self) -> Needs:
-        """What the base needs."""
+        """Needs of the base."""
         return self.inner.needs
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
@@ -424,12 +427,12 @@ class Wrapper(KVTransform):
         return cache, Wrapped(base)
 
     def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
-        """What the base selects."""
+        """Selects as the base does."""
         view, base = self.inner.select(view, state.base, query)
         return view, state._replace(base=base)
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What the base decides at the moment of the step; so do `on_flush` and `on_step`."""
+        """Decides as the base does at the moment of the step; so do `on_flush` and `on_step`."""
         decision, base = getattr(self.inner, f"on_{step.moment}")(cache, state.base, step)
         return decision, state._replace(base=base)
 
@@ -437,16 +440,16 @@ class Wrapper(KVTransform):
 
 
 def takes_part(transform: KVTransform, moment: Moment) -> bool:
-    """Whether a transform, or the base of a wrapper, overrides the method of a moment."""
+    """Tells whether a transform, or the base of a wrapper, overrides the method of a moment."""
     name = f"on_{moment}"
-    own = getattr(type(transform), name)
-    if isinstance(transform, Wrapper) and own is getattr(Wrapper, name):
+    method = getattr(type(transform), name)
+    if isinstance(transform, Wrapper) and method is getattr(Wrapper, name):
         return takes_part(transform.base, moment)
-    return own is not getattr(KVTransform, name)
+    return method is not getattr(KVTransform, name)
 
 
 def is_bound(transform: KVTransform) -> bool:
-    """Whether `for_layer` has nothing left to decide: whether it gives the transform itself."""
+    """Tells whether `for_layer` has nothing left to decide and gives the transform itself."""
     if type(transform).for_layer is KVTransform.for_layer:
         return True
     try:

@@ -131,18 +131,18 @@ def attend(
     options = dataclasses.replace(options, sinks=sinks)
     call = Call(rope, options, phase == "prompt", last, implementation)
     _check_cache(transform, cache, tokens, call)
-    # Not of the cache: what it holds has come from a call before.
+    # The cache needs none: what it holds has come from an earlier call.
     tokens, call = _without_gradient((tokens, call))
     if (mesh := explicit_mesh(tokens.q, tokens.k, tokens.v, cache)) is not None:
         return _attend_in_automatic_mode(mesh, transform, cache, tokens, call)
     out, cache = _attend_placed(transform, cache, tokens, call)
-    # In a shard_map of one's own, of one type from the first call on, as a loop's carry must be.
+    # Inside a user's shard_map a loop's carry must have one type from the first call on.
     return out, varying(cache, tokens.q, tokens.k, tokens.v)
 
 
 @jax.custom_jvp
 def _without_gradient(arrays: Any) -> Any:
-    """The same arrays, which cannot be differentiated."""
+    """Returns the arrays, which cannot be differentiated any more."""
     return arrays
 
 
@@ -157,7 +157,7 @@ def _refuse_gradient(primals: tuple, tangents: tuple) -> NoReturn:
 def _attend_in_automatic_mode(
     mesh: Any, transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
 ) -> tuple[Array, Cache]:
-    """Divides what comes out as the cache is, or as `q` and `k` where that has no mesh."""
+    """Divides the results as the cache is divided, or as `q` and `k` where that has no mesh."""
     placement = placement_of(cache)
     queries, keys = (jax.typeof(x).sharding.spec for x in (tokens.q, tokens.k))
     rows, heads = queries[0], keys[1]
@@ -182,7 +182,7 @@ def _attend_in_automatic_mode(
 def _attend_placed(
     transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
 ) -> tuple[Array, Cache]:
-    """Every device's rows and heads by themselves: no part of a cache goes to another device."""
+    """Attends to each device's rows and heads by themselves: no part of a cache moves."""
     placement, attend = placement_of(cache), functools.partial(_attend_layer, transform)
     if placement is None:
         return attend(cache, tokens, call)
@@ -205,7 +205,7 @@ def _attend_placed(
 def _attend_layer(
     transform: KVTransform, cache: Cache, tokens: Tokens, call: Call
 ) -> tuple[Array, Cache]:
-    """Every head group on its own rectangle of slots; heads come back in their order."""
+    """Attends with every head group over its own rectangle of slots, and restores their order."""
     if not isinstance(transform, HeadGroups):
         return _attend_rectangle(cache, tokens, call)
     group = tokens.q.shape[1] // tokens.k.shape[1]
@@ -223,7 +223,7 @@ def _attend_layer(
 def _attend_rectangle(
     cache: LayerCache | Reading, tokens: Tokens, call: Call
 ) -> tuple[Array, LayerCache | Reading]:
-    """A decode step, or a chunk of a prompt, which the last one completes."""
+    """Makes a decode step, or reads a chunk of a prompt, which the last one completes."""
     if not call.prompt:
         return decode(cache, tokens, call)
     reading = cache if isinstance(cache, Reading) else begin(cache)
@@ -269,10 +269,10 @@ def _options(cache: Cache, scale, window, soft_cap) -> AttentionOptions:
     check_layer_cache(cache, "attend")
     part = layer_caches(cache)[0]
     check_logits(window, soft_cap)
-    given = {
+    call_options = {
         "scale": None if scale is None else as_scale(scale), "window": window, "soft_cap": soft_cap,
     }  # fmt: skip
-    for name, value in given.items():
+    for name, value in call_options.items():
         made_for = getattr(part.options, name)
         if value is not None and value != made_for:
             raise ValueError(
@@ -299,10 +299,10 @@ def _check_cache(transform: KVTransform, cache: Cache, tokens: Tokens, call: Cal
     (batch, query_heads, *rest), kv_heads = tokens.q.shape, tokens.k.shape[1]
     transform.check_heads(kv_heads)
     if not isinstance(cache, tuple) or len(cache) != len(transform.groups):
-        given = f"{len(cache)} of them" if isinstance(cache, tuple) else type(cache).__name__
+        actual = f"{len(cache)} of them" if isinstance(cache, tuple) else type(cache).__name__
         raise ValueError(
             f"{transform!r} needs a tuple of {len(transform.groups)} caches, one per head group, "
-            f"got {given}"
+            f"got {actual}"
         )
     group = query_heads // kv_heads
     for (heads, part_of), part in zip(transform.groups, cache, strict=True):

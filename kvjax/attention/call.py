@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Call:
-    """How a call of `attend` attends.
+    """Options of a call of `attend`.
 
     Args:
       rope: rotates queries and keys; None: they come rotated.

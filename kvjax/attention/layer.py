@@ -1,4 +1,4 @@
-"""What one attention layer carries from call to call, and how it starts."""
+"""The cache of one attention layer: what it carries from call to call, and how it is made."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class QueryWindow(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, query_heads: int, size: int, head_dim: int, dtype) -> QueryWindow:
-        """A window without queries."""
+        """Makes a window without queries."""
         query = jnp.zeros((batch, query_heads, size, head_dim), dtype)
         return cls(query, jnp.full((batch, size), -1, jnp.int32))
 
     def add(self, q: Float[Array, "B Q T D"], positions: Int[Array, "B T"]) -> QueryWindow:
-        """The last W valid queries after T more."""
+        """Returns the last W valid queries after T more."""
         size = self.position.shape[1]
         position = jnp.concatenate((self.position, positions), axis=1)
         last = jnp.argsort(position >= 0, axis=1, stable=True)[:, -size:]
@@ -75,7 +75,9 @@ class QueryWindow(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Everything that one attention layer carries from call to call. A pytree; donate it.
+    """Everything that one attention layer carries from call to call.
+
+    It is a pytree. Donate it.
 
     Args:
       kv: the slots.
@@ -85,9 +87,9 @@ class LayerCache:
       rope: the last prompt's, and that of `init_cache` before, where a method looks at unrotated
         keys at a flush; None otherwise.
       transform: what it was made for (static).
-      max_length: tokens of a row that it was made for, prompt and new ones together (static). What
-        a model decides by the length of a text, it decides by this number, so that the same text
-        gives the same result in one call, in turns, in chunks and token by token.
+      max_length: tokens of a row that it was made for, prompt and new ones together (static). A
+        model that decides by the length of a text decides by this number, so that one text gives
+        the same result in one call, in turns, in chunks and token by token.
       options: scale, window and soft cap of its attention (static). Where the cache
         is to be flushed it holds the sinks of the last prompt, -inf where there were none.
       placement: the devices that it is divided among (static); None: `attend` divides nothing.
@@ -142,12 +144,12 @@ Cache = Part | tuple[Part, ...]  # a tuple: one per head group
 
 
 def layer_caches(caches: Cache | tuple[Cache, ...]) -> list[LayerCache]:
-    """The caches of one layer or of several, one for each head group, in order."""
+    """Lists the rectangles of slots in the caches of one layer or of several, in order."""
     return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Part))
 
 
 def map_parts(function: Callable[[Any], Any], caches: Cache | tuple[Cache, ...]) -> Any:
-    """`function` of each rectangle of slots in the caches of one layer or of several."""
+    """Applies `function` to each rectangle of slots in the caches of one layer or of several."""
     return jax.tree.map(function, caches, is_leaf=lambda x: isinstance(x, Part))
 
 
@@ -220,7 +222,10 @@ def kept_tokens(cache: Cache) -> Int[Array, "B T"]:
 
 
 def default_dtype() -> DTypeLike:
-    """Of keys and values: float32 on CPU, where bfloat16 is several times slower."""
+    """Returns the default dtype of keys and values: float32 on CPU, else bfloat16.
+
+    On CPUs bfloat16 is several times slower.
+    """
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
@@ -228,11 +233,11 @@ def check_layer_cache(cache: Any, who: str) -> None:
     """Raises unless it is a cache of one layer, as `init_cache` makes it."""
     parts = cache if isinstance(cache, tuple) else (cache,)
     if not parts or not all(isinstance(part, Part) for part in parts):
-        given = type(cache).__name__
+        actual = type(cache).__name__
         if isinstance(cache, tuple):
             kinds = sorted({type(part).__name__ for part in parts})
-            given = f"a tuple of {', '.join(kinds) or 'nothing'}"
-        raise TypeError(f"{who} takes a cache from init_cache, got {given}")
+            actual = f"a tuple of {', '.join(kinds) or 'nothing'}"
+        raise TypeError(f"{who} takes a cache from init_cache, got {actual}")
     for part in parts:
         check_not_stacked(part.kv, who)
 
@@ -380,7 +385,7 @@ def init_cache(
 
 
 def looks_at_keys(transform: KVTransform) -> bool:
-    """Whether a part may evict or merge at a flush; only such methods look at all keys."""
+    """Tells whether a part may evict or merge at a flush; only such methods look at all keys."""
     return any(p.stage == Stage.EVICT and takes_part(p, "flush") for p in parts_of(transform))
 
 
@@ -397,7 +402,7 @@ def for_keeping(arrays: T) -> T:
 
 
 def _writes_often(transform: KVTransform, kv: KVCache) -> bool:
-    """Whether a part of it may write a value in decode steps, or at many flushes."""
+    """Tells whether a part may write values in decode steps, or at many flushes."""
     parts = [part for part in parts_of(transform) if part.needs.writes_values]
     if kv.max_new and any(takes_part(part, "step") for part in parts):
         return True

@@ -30,7 +30,7 @@ from kvjax.storage.offload.payload import HOST_MEMORY
 
 
 def placement_of(cache: Cache) -> Placement | None:
-    """Where a layer's cache is; None: on one device, or wherever XLA puts it."""
+    """Returns the placement of a layer's cache; None: on one device, or wherever XLA puts it."""
     parts = layer_caches(cache)
     return parts[0].placement if parts and isinstance(parts[0], Part) else None
 
@@ -42,9 +42,10 @@ def mesh_of_cache(cache: Cache) -> Mesh | None:
 
 
 def has_rows(cache: Part) -> Part:
-    """Which arrays of a cache have an axis of rows, their first: `True` and `False` as leaves.
+    """Marks the arrays of a cache whose first axis counts rows: `True` and `False` as leaves.
 
-    All of the slots' have. Of a transform's state, it is those that grow with the number of rows.
+    All arrays of the slots have one. In a transform's state it is the arrays that grow with the
+    number of rows.
     """
 
     def every(tree: Any, has: bool = True) -> Any:
@@ -80,7 +81,7 @@ def _rows_of_state(
     max_new: int,
     dtype: DTypeLike,
 ) -> tuple[bool, ...]:
-    """Which arrays of the state of one layer's transform grow with the number of rows."""
+    """Marks the arrays of a transform's state that grow with the number of rows."""
 
     def state(rows: int) -> list[jax.ShapeDtypeStruct]:
         make = functools.partial(
@@ -91,14 +92,15 @@ def _rows_of_state(
         made: Any = jax.eval_shape(make)
         return jax.tree.leaves(made.state)
 
-    return tuple(one.shape != two.shape for one, two in zip(state(1), state(2), strict=True))
+    pairs = zip(state(1), state(2), strict=True)
+    return tuple(of_one_row.shape != of_two_rows.shape for of_one_row, of_two_rows in pairs)
 
 
 def cache_specs(cache: Cache) -> Cache:
-    """What divides each array of a layer's cache: `PartitionSpec` in place of arrays.
+    """Returns a cache with a `PartitionSpec` in the place of each array.
 
-    Rows are the first axis. Heads, or lists of slots, are the second one; of what a state has for
-    all rows alike, the first of two axes or more.
+    Rows are the first axis and heads, or lists of slots, the second one. Arrays of a state that
+    hold for all rows alike have heads as the first of two axes or more.
 
     Args:
       cache: of one layer, arrays or shapes, whole.
@@ -112,7 +114,7 @@ def _specs(cache: Part) -> Part:
 
 
 def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
-    """`cache_specs` of a cache whose rows and heads are divided by these axes."""
+    """Returns the `cache_specs` of a cache whose rows and heads are divided by these axes."""
     kv = cache.kv
     lists = kv.shape[1], kv.shape[1] * kv.group  # per KV head, or per query head
 
@@ -136,14 +138,14 @@ def divided_by(cache: Part, rows: Any, heads: Any) -> Part:
 def on_each_device(
     function: Callable[..., tuple], placement: Placement, args: tuple, specs: tuple, out: Callable
 ) -> Any:
-    """A function of arrays, called on each device's part of them.
+    """Calls a function of arrays on each device's part of them.
 
     Args:
       function: of `args`; its parts depend on each other through `kvjax.devices.all_heads` alone.
       placement: the devices.
       args: pytrees of whole arrays.
-      specs: what divides them.
-      out: the same for the function's result, whose shapes it is given.
+      specs: their partition specs.
+      out: returns the specs of the function's result, whose shapes it is given.
     """
     shapes = jax.eval_shape(function, *args)
     mapped = jax.shard_map(
@@ -153,7 +155,7 @@ def on_each_device(
 
 
 def rope_specs(rope: Rope | None, rows: str | None) -> Rope | None:
-    """What divides frequencies: rows, where they depend on them."""
+    """Returns the specs of frequencies, which are divided by rows where they depend on them."""
     return jax.tree.map(lambda x: P(rows) if x.ndim == 2 else P(), rope)
 
 
@@ -163,7 +165,7 @@ def sinks_specs(options: AttentionOptions, heads: Any) -> AttentionOptions:
 
 
 def placed(cache: Cache) -> Cache:
-    """A layer's cache, brought to its place; on one device, as it is.
+    """Brings a layer's cache to its place; on one device it stays as it is.
 
     Outside of `jit` arrays are moved, inside of it XLA is told where they belong.
     """

@@ -239,11 +239,11 @@ def _tree(caches: Any) -> Any:
 
 def _check_alike(cache: Part, new: Part) -> None:
     """Raises ValueError unless rows of one cache can be those of the other."""
-    for name, one, other in _settings(cache, new):
-        if one != other:
+    for name, expected, actual in _settings(cache, new):
+        if expected != actual:
             raise ValueError(
                 f"the other caches must be made as those that get their rows, for {name}="
-                f"{one!r:.200}, got {other!r:.200}"
+                f"{expected!r:.200}, got {actual!r:.200}"
             )
     (first, tree), (second, new_tree) = (jax.tree.flatten(_without_rope(x)) for x in (cache, new))
     kinds = [[(x.shape[1:], x.dtype) for x in arrays] for arrays in (first, second)]
@@ -256,12 +256,12 @@ def _check_alike(cache: Part, new: Part) -> None:
 
 
 def _settings(cache: Part, new: Part) -> list[tuple[str, Any, Any]]:
-    """Pairs of what both were made for, by name."""
+    """Lists what both were made for, by name."""
     layers = tuple(x.cache if isinstance(x, Reading) else x for x in (cache, new))
     pairs = layers, (cache.kv, new.kv), (cache.options, new.options)
     return [
-        (field.name, getattr(one, field.name), getattr(other, field.name))
-        for one, other in pairs
-        for field in dataclasses.fields(one)
+        (field.name, getattr(part, field.name), getattr(new_part, field.name))
+        for part, new_part in pairs
+        for field in dataclasses.fields(part)
         if field.metadata.get("static")
     ]

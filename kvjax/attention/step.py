@@ -18,7 +18,7 @@ from pallas_kernels import Turn
 def decode(
     cache: LayerCache, tokens: Tokens, call: Call
 ) -> tuple[Float[Array, "B Q T D"], LayerCache]:
-    """The attention of the new tokens over what the transform selects, and the cache after it."""
+    """Appends, selects, attends, and carries out what the transform decides about the step."""
     transform, needs, positions = cache.transform, cache.transform.needs, tokens.positions
     if not needs.predicted_query:
         tokens = tokens._replace(predicted=None)
@@ -53,7 +53,7 @@ def decode(
 def _attention(
     needs: Needs, view: View, q: Array, rotation: Turn | None, positions: Array, call: Call
 ) -> tuple[Float[Array, "B Q T D"], Float[Array, "B Q S"] | None]:
-    """Output and, where needed, the probability that each slot received per query head."""
+    """Returns the output and, where needed, the probability of each slot per query head."""
     kv, index = view.cache, view.index
     lists = kv.shape[1] if index is None else index.shape[1]
     grouped = q.reshape(q.shape[0], lists, -1, *q.shape[2:])
@@ -61,11 +61,11 @@ def _attention(
     options = {"probabilities": asked, "sinks": call.options.sinks, **call.kernel_options}
     seen = Seen(kv.log_mass, kv.position, kv.used, rotation)
     if view.rows is None:
-        out, found = kv.k.attention(kv.v, grouped, seen, positions, index=index, **options)
+        out, probabilities = kv.k.attention(kv.v, grouped, seen, positions, index=index, **options)
     else:
         keys, values = map(Dense, view.rows)
-        out, found = keys.attention(values, grouped, seen.of(index), positions, **options)
+        out, probabilities = keys.attention(values, grouped, seen.of(index), positions, **options)
     mass = None
     if asked:
-        mass = view.to_slots(found.sum(3)).reshape(q.shape[0], -1, kv.slots)
+        mass = view.to_slots(probabilities.sum(3)).reshape(q.shape[0], -1, kv.slots)
     return out.reshape(q.shape), mass

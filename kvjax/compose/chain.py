@@ -46,27 +46,30 @@ class Chain(KVTransform):
         object.__setattr__(self, "parts", tuple(parts))
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Each part for this layer. Where one turns dense, only the form of storage remains."""
+        """Joins the parts for this layer; where one turns dense, only stored forms remain."""
         return _joined(part.for_layer(layer, num_layers) for part in self.parts)
 
     def extent(self, extent: Extent) -> Extent:
-        """The parts' bounds, composed."""
+        """Composes the bounds of the parts."""
         for part in self.parts:
             extent = part.extent(extent)
         return extent
 
     @property
     def needs(self) -> Needs:
-        """The union over the parts."""
+        """Union of what the parts need."""
         return functools.reduce(Needs.union, (part.needs for part in self.parts))
 
     @property
     def stage(self) -> Stage:
-        """That of its last part."""
+        """Stage of the last part."""
         return self.parts[-1].stage
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """Every part's columns and state. Those that select come first: they say how many rows."""
+        """Makes every part's columns and state.
+
+        Parts that select come first: a stored form and `Offload` ask how many rows they read.
+        """
         states: list[State] = [()] * len(self.parts)
         order = sorted(range(len(self.parts)), key=lambda i: self.parts[i].stage != Stage.RECALL)
         for number in order:
@@ -74,18 +77,19 @@ class Chain(KVTransform):
         return cache, tuple(states)
 
     def select(self, view: View, state: State, query: Array) -> tuple[View, State]:
-        """Every part's selection, each within the one before."""
+        """Selects part by part, each within the selection of the one before."""
         states = []
-        for part, own in zip(self.parts, state, strict=True):
-            view, own = part.select(view, own, query)
-            states.append(own)
+        for part, part_state in zip(self.parts, state, strict=True):
+            view, part_state = part.select(view, part_state, query)
+            states.append(part_state)
         return view, tuple(states)
 
     def on_prompt(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What the parts come to, one after the other; so do `on_flush` and `on_step`.
+        """Joins the decisions of the parts into one, for wrappers around a chain.
 
-        It is a part's own decision where no other decides. Within a wrapper alone: `attend` carries
-        out what the parts decide one by one.
+        `attend` does not call it: it carries out the decisions of the parts one by one, since a
+        part decides about what the parts before it have left. Where only one part decides, the
+        decision is its own. `on_flush` and `on_step` do the same.
         """
         after, states, made = decide(self.parts, cache, state, step)
         if len(made) <= 1:
@@ -101,17 +105,17 @@ class Chain(KVTransform):
 
 
 def parts_of(transform: KVTransform) -> tuple[KVTransform, ...]:
-    """The parts of a chain, or the transform alone."""
+    """Returns the parts of a chain, or the transform alone."""
     return transform.parts if isinstance(transform, Chain) else (transform,)
 
 
 def states_of_parts(transform: KVTransform, state: State) -> tuple[State, ...]:
-    """The states of a chain's parts, or of the transform alone."""
+    """Returns the states of a chain's parts, or of the transform alone."""
     return state if isinstance(transform, Chain) else (state,)
 
 
 def state_of_parts(transform: KVTransform, states: tuple[State, ...]) -> State:
-    """The state of a chain whose parts have these, or of the transform alone."""
+    """Returns the state of a chain from those of its parts, or that of the transform alone."""
     return states if isinstance(transform, Chain) else states[0]
 
 
@@ -124,7 +128,9 @@ def decide_parts(
 
 
 def walk(transform: KVTransform) -> Iterator[KVTransform]:
-    """A composition and everything that it is made of, but for what `PerLayer` chooses.
+    """Walks over a composition and everything that it is made of.
+
+    What `PerLayer` chooses is not walked over: it depends on the layer.
 
     Example:
       >>> import kvjax
@@ -139,7 +145,7 @@ def walk(transform: KVTransform) -> Iterator[KVTransform]:
 
 
 def _inner(transform: KVTransform) -> tuple[KVTransform, ...]:
-    """What a composition is made of; of a method nothing."""
+    """Returns the transforms that a composition is made of; none for a method."""
     if isinstance(transform, Chain):
         return transform.parts
     if isinstance(transform, HeadGroups):
@@ -149,7 +155,9 @@ def _inner(transform: KVTransform) -> tuple[KVTransform, ...]:
 
 
 def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
-    """A composition for a layer, not yet bound to it: without `PerLayer`, head groups outside.
+    """Returns a composition for a layer, not yet bound to it.
+
+    `PerLayer` has chosen, and head groups stand outside.
 
     Example:
       >>> import kvjax
@@ -179,7 +187,7 @@ def map_methods(
     function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
     transform: KVTransform,
 ) -> KVTransform:
-    """The composition with `function(method, heads)` in the place of each method in it.
+    """Replaces each method in a composition by `function(method, heads)`.
 
     Methods are what contains no other transform. What `PerLayer` chooses is replaced when it
     chooses, so that `function` must be hashable and pure, as `choose` is.
@@ -202,7 +210,7 @@ def map_methods(
 
 @dataclass(frozen=True)
 class _Mapped:
-    """A layer's choice in which every method has been replaced: `choose` of a `PerLayer`."""
+    """Function of a `PerLayer` whose choices have every method replaced."""
 
     transform: KVTransform
     function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform]
@@ -216,9 +224,11 @@ def _mapped(
     transform: KVTransform,
     heads: tuple[int, ...] | None,
 ) -> KVTransform:
-    """`map_methods` of a composition without `PerLayer`, whose head groups are outside."""
+    """Does `map_methods` for a composition without `PerLayer`, whose head groups are outside."""
     if isinstance(transform, HeadGroups):
-        return HeadGroups(tuple((own, _mapped(function, tx, own)) for own, tx in transform.groups))
+        return HeadGroups(
+            tuple((group, _mapped(function, tx, group)) for group, tx in transform.groups)
+        )
     inner = [_mapped(function, part, heads) for part in _inner(transform)]
     if isinstance(transform, Chain):
         return chain(*inner)
@@ -226,19 +236,19 @@ def _mapped(
 
 
 def _regrouped(groups: HeadGroups, inner: Iterable[KVTransform]) -> HeadGroups:
-    """The same heads with other transforms, in the same order."""
+    """Replaces the transforms of head groups, in their order."""
     pairs = zip(groups.groups, inner, strict=True)
     return HeadGroups(tuple((heads, tx) for (heads, _), tx in pairs))
 
 
 def _joined(parts: Iterable[KVTransform]) -> KVTransform:
-    """The parts of a chain for one layer as one transform, head groups outside.
+    """Joins the parts of a chain for one layer into one transform, head groups outside.
 
     Where a part is `Full`, only the form of storage remains.
     """
     parts = tuple(parts)
     if any(isinstance(part, Full) for part in parts):
-        flat = [one for part in parts for one in parts_of(part)]
+        flat = [inner for part in parts for inner in parts_of(part)]
         return chain(*(part for part in flat if part.stage == Stage.REPRESENT))
     split = [part for part in parts if isinstance(part, HeadGroups)]
     if not split:
@@ -328,7 +338,9 @@ def bind(
     windows: Sequence[int | None] = (),
     max_tokens: int | None = None,
 ) -> tuple[KVTransform, ...]:
-    """One transform per layer, `tuple(transform.for_layer(i, num_layers))`, and rings for windows.
+    """Returns one transform per layer, and rings for layers with sliding windows.
+
+    Layer i has `transform.for_layer(i, num_layers)`.
 
     A layer with a sliding window that is shorter than a text may become is a `Ring`, whatever the
     method does in other layers: it holds the tokens of its window, exactly, and no others. How the
@@ -378,7 +390,7 @@ def bind(
 
 
 def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
-    """A layer's ring, stored as the transform's parts say; the method itself under `Everywhere`."""
+    """Returns a layer's ring in the stored form of the transform; under `Everywhere` the method."""
     transform = chosen(transform, layer, num_layers)
     if isinstance(transform, HeadGroups):
         rings = [_ring(window, tx, layer, num_layers) for tx in by_head_groups(transform)]

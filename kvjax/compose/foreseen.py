@@ -1,4 +1,4 @@
-"""What a method will decide, found out before anything is computed."""
+"""Finds out what a method will decide before anything is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PROMPT, MAX_NEW, HEAD_DIM = 16, 8, 8  # of a cache that is never made
 
 @functools.lru_cache(maxsize=128)
 def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
-    """A transform's decision at a moment, by abstract evaluation: its arrays are shapes.
+    """Returns a transform's decision at a moment by abstract evaluation: its arrays are shapes.
 
     It is evaluated over a cache of one row and one KV head, with 8 channels and few slots, so that
     budgets that cover a short prompt alone are no error.
@@ -68,18 +68,18 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
 
 
 def rewrites(transform: KVTransform, *moments: Moment) -> bool:
-    """Whether a transform merges or moves slots, or changes values, at one of these moments."""
+    """Tells whether a transform merges or moves slots, or changes values, at these moments."""
     decisions = [foreseen(transform, moment) for moment in moments]
     return any(decision.rewrites for decision in decisions if decision is not None)
 
 
 def frees_while_decoding(transform: KVTransform) -> bool:
-    """Whether it evicts or merges slots between prompts, so that an index would go stale."""
+    """Tells whether it evicts or merges slots between prompts: an index would go stale."""
     return _frees(transform, "flush", "step")
 
 
 def frees_at_prompts_end(transform: KVTransform) -> bool:
-    """Whether it evicts or merges slots when a prompt is complete, of earlier prompts too."""
+    """Tells whether a prompt's end evicts or merges slots, of earlier prompts too."""
     return _frees(transform, "prompt")
 
 

@@ -56,13 +56,13 @@ class PerLayer(KVTransform):
             )
 
     def chosen(self, layer: int, num_layers: int) -> KVTransform:
-        """What the function gives; raises TypeError if that is no transform."""
+        """Returns what the function gives; raises TypeError if that is no transform."""
         chosen = self.choose(layer, num_layers)
         check_transform(chosen, "PerLayer's function")
         return chosen
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The chosen transform, itself for this layer."""
+        """Returns the chosen transform for this layer."""
         return self.chosen(layer, num_layers).for_layer(layer, num_layers)
 
 
@@ -114,7 +114,7 @@ class HeadGroups(KVTransform):
             raise ValueError(f"{self!r} names {named} KV heads, got {kv_heads}")
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The same groups, each with its transform for this layer."""
+        """Returns the groups, each with its transform for this layer."""
         return HeadGroups(
             tuple((group, tx.for_layer(layer, num_layers)) for group, tx in self.groups)
         )
@@ -127,7 +127,7 @@ class HeadGroups(KVTransform):
 
 
 def by_head_groups(layer: KVTransform) -> tuple[KVTransform, ...]:
-    """The transforms of a bound layer's head groups, or the one of all its heads."""
+    """Returns the transforms of a bound layer's head groups, or the one of all its heads."""
     return tuple(tx for _, tx in layer.groups) if isinstance(layer, HeadGroups) else (layer,)
 
 
@@ -156,7 +156,7 @@ class Everywhere(Wrapper):
         check_transform(self.base, "Everywhere")
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The base of this layer."""
+        """Returns the base of this layer."""
         return self.base.for_layer(layer, num_layers)
 
 
@@ -179,24 +179,24 @@ class _Again(Wrapper):
 
     @property
     def needs(self) -> Needs:
-        """What the base needs; its window of queries goes on while decoding."""
+        """Needs of the base, whose window of queries goes on while decoding."""
         needs = self.base.needs
         return needs._replace(decode_queries=needs.queries(max_prompt=1) > 0)
 
     def _hold(self, extent: Extent, spare: int, interval: int) -> Extent:
-        """What the base keeps of everything, and at most `spare` slots more."""
+        """Bounds slots by what the base keeps of everything, and `spare` more."""
         most = self._most(extent.longest_prompt, extent.new)
         held = self.base.extent(extent).hold(most.prompt - most.pinned + spare)
         return dataclasses.replace(held.every(interval), passed=None)
 
     def _most(self, longest: int, new: int) -> Extent:
-        """What the base keeps and pins at most when everything live is compressed."""
+        """Returns what the base keeps and pins at most when everything live is compressed."""
         return self.base.extent(Extent(prompt=longest + new, new=0, longest=longest))
 
     def _compress(
         self, due: Bool[Array, "B H"], cache: KVCache, state: State, step: Step
     ) -> tuple[Decision | None, State]:
-        """What the base decides about everything live, in the rows and heads that are due."""
+        """Lets the base decide about everything live, in the rows and heads that are due."""
         due &= step.rows[:, None]
         rows = all_heads(due, cache.heads).any(-1)
         as_prompt = dataclasses.replace(step, moment="prompt", rows=rows)
@@ -205,7 +205,7 @@ class _Again(Wrapper):
 
 
 class Repeated(NamedTuple):
-    """What `Every` remembers: its base's state, and how long each row was when last compressed."""
+    """State of `Every`: its base's, and how long each row was when it was last compressed."""
 
     base: State
     length: Int[Array, " B"]
@@ -238,25 +238,25 @@ class Every(_Again):
     steps: int
 
     def extent(self, extent: Extent) -> Extent:
-        """What the base keeps of everything, and at most `steps` tokens more."""
+        """Bounds slots by what the base keeps of everything, and `steps` more."""
         return self._hold(extent, self.steps, self.steps)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Repeated]:
-        """The base's state, and the length of each row."""
+        """Makes the base's state, and notes the length of each row."""
         cache, state = super().init(cache, layer)
         return cache, Repeated(state.base, cache.length + 0)  # not the cache's own array
 
     def on_prompt(
         self, cache: KVCache, state: Repeated, step: Step
     ) -> tuple[Decision | None, Repeated]:
-        """What the base decides; the rows of the prompt have been compressed."""
+        """Lets the base decide, and notes that the rows of the prompt have been compressed."""
         decision, state = super().on_prompt(cache, state, step)
         return decision, state._replace(length=step.of_rows(cache.length, state.length))
 
     def on_flush(
         self, cache: KVCache, state: Repeated, step: Step
     ) -> tuple[Decision | None, Repeated]:
-        """What the base decides about rows to which more tokens than may wait would come."""
+        """Lets the base decide about rows to which more tokens than may wait would come."""
         due = step.rows & (cache.length - state.length + step.room > self.steps)
         heads = jnp.broadcast_to(due[:, None], cache.shape[:2])
         decision, state = self._compress(heads, cache, state, step)
@@ -291,11 +291,11 @@ class WhenFull(_Again):
     room: int
 
     def extent(self, extent: Extent) -> Extent:
-        """What the base keeps of everything, and at most `room` tokens more."""
+        """Bounds slots by what the base keeps of everything, and `room` more."""
         return self._hold(extent, self.room, max(self.room // 4, 1))
 
     def on_flush(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """What the base decides about rows and heads that have not room for the next tokens."""
+        """Lets the base decide about rows and heads that lack room for the next tokens."""
         most = self._most(cache.max_prompt, cache.max_new)
         others_pins = jnp.maximum(cache.pinned.sum(-1) - most.pinned, 0)
         held = cache.live.sum(-1) - others_pins
