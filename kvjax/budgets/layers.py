@@ -39,7 +39,8 @@ class LayerBudget:
 
     Example:
       >>> import numpy as np
-      >>> from kvjax.budgets.layers import CosineBudget, LayerBudget, layers_alike
+      >>> from kvjax.budgets.layers import LayerBudget, layers_alike
+      >>> from kvjax.transforms.pyramidinfer.schedule import CosineBudget
       >>> budget = LayerBudget(CosineBudget(100, 10, num_layers=8), layers_alike(2, num_layers=8))
       >>> budget.layers, budget(np.array([1000])).tolist()
       (range(2, 4), [128])

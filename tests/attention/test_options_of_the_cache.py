@@ -173,7 +173,7 @@ def test_a_traced_scale_is_refused_and_leaves_nothing_behind():
         read(new_cache(transform), *given)
     cache = new_cache(transform, scale=np.float64(0.25))
     _, cache = prompt(transform, cache, scale=0.25)
-    assert flush(cache, 4).logits.scale == 0.25
+    assert flush(cache, 4).options.scale == 0.25
 
 
 CONFIG = DecoderConfig(

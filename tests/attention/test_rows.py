@@ -188,7 +188,7 @@ def test_what_a_flush_has_to_know_comes_with_the_last_prompt():
     rope = kvjax.Rope(jnp.ones((3, HEAD_DIM // 2)))
     read = standard("every").prompt_cache
     read = dataclasses.replace(
-        read, rope=rope, logits=dataclasses.replace(read.logits, sinks=sinks)
+        read, rope=rope, options=dataclasses.replace(read.options, sinks=sinks)
     )
     empty = new_cache(transform, 4)
     done = kvjax.put_rows(empty, [3, 1], kvjax.take_rows(read, [0, 2]))

@@ -189,7 +189,7 @@ def test_a_cache_keeps_a_copy_for_its_flushes():
 
     def kept(sinks):
         cache, given = new_cache(transform), tokens().at(right([0, 0, 0], LENGTHS, max(LENGTHS)))
-        return kvjax.attend(transform, cache, *given, phase="prompt", sinks=sinks)[1].logits.sinks
+        return kvjax.attend(transform, cache, *given, phase="prompt", sinks=sinks)[1].options.sinks
 
     jaxpr = jax.make_jaxpr(kept)(sinks()).jaxpr
     assert jaxpr.outvars[0].aval.shape == SINKS.shape and jaxpr.outvars[0] not in jaxpr.invars

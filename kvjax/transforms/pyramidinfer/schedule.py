@@ -25,7 +25,7 @@ class TokensEntering:
 
     Example:
       >>> import numpy as np
-      >>> from kvjax.budgets.layers import TokensEntering
+      >>> from kvjax.transforms.pyramidinfer.schedule import TokensEntering
       >>> TokensEntering(0.2, 0.9, 64, num_layers=4)(np.array([1000])).ravel().tolist()
       [1000, 1000, 988, 948, 884]
     """
@@ -62,7 +62,7 @@ class CosineBudget:
 
     Example:
       >>> import numpy as np
-      >>> from kvjax.budgets.layers import CosineBudget
+      >>> from kvjax.transforms.pyramidinfer.schedule import CosineBudget
       >>> CosineBudget(100, 10, num_layers=4)(np.array([1000])).ravel().tolist()
       [146, 119, 81, 54]
     """
@@ -87,7 +87,7 @@ def generated_kept(interval: int, num_layers: int, layer: int) -> int:
     """Generated tokens that PyramidInfer keeps of every `interval`, fewer in each layer.
 
     Example:
-      >>> from kvjax.budgets.layers import generated_kept
+      >>> from kvjax.transforms.pyramidinfer.schedule import generated_kept
       >>> [generated_kept(16, num_layers=4, layer=i) for i in range(4)]
       [14, 12, 7, 3]
     """

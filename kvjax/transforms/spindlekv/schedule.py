@@ -22,7 +22,7 @@ class SpindleBudget:
 
     Example:
       >>> import numpy as np
-      >>> from kvjax.budgets.layers import SpindleBudget
+      >>> from kvjax.transforms.spindlekv.schedule import SpindleBudget
       >>> SpindleBudget(0.5, 32, 0.05, num_layers=3)(np.array([132])).ravel().tolist()
       [95, 66, 37]
     """
