@@ -4,7 +4,7 @@ See `docs/writing-a-method.md`.
 """
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
-from kvjax.cache.payload import sum_into, take_slots, write_slots
+from kvjax.cache.payload import Dense, Payload, sum_into, take_slots, write_slots
 from kvjax.cache.selection import evictable, keep_best, newest
 from kvjax.cache.slots import Column, KVCache, append, compact, evict, merge
 from kvjax.checks import check_choice, check_count, check_number
@@ -33,6 +33,7 @@ __all__ = [
     "Budget",
     "Column",
     "Decision",
+    "Dense",
     "Extent",
     "HeldBudget",
     "KVCache",
@@ -42,6 +43,7 @@ __all__ = [
     "Merge",
     "Needs",
     "Order",
+    "Payload",
     "PromptBudget",
     "Retain",
     "Stage",
