@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pickle
 
@@ -235,16 +234,6 @@ def test_without_a_calibration_it_says_how_to_get_one():
         kvjax.init_cache(kvjax.bind(InfiniGen(), 3)[2], **size)
     with pytest.raises(ValueError, match=r"kvjax\.bind"):
         kvjax.init_cache(InfiniGen(), **size)
-
-
-def test_what_is_not_calibrated_becomes_so():
-    tokens = [list(range(32))]
-    model, given = decoder(), InfiniGen(budget=0.5)
-    found = kvjax.calibrated(kvjax.chain(given, kvjax.Offload()), model, tokens)
-    calibration = kvjax.calibrate_infinigen(model, tokens)
-    own = dataclasses.replace(given, calibration=calibration)
-    assert found == kvjax.chain(own, kvjax.Offload())
-    assert kvjax.calibrated(own, None, []) == own
 
 
 def test_layers_have_their_own_projections():
