@@ -167,9 +167,9 @@ def read(transform, implementation, **logits):
 @pytest.mark.parametrize(
     ("name", "logits"),
     [
-        ("h2o", "plain"), ("chelsea", "plain"),
+        ("h2o", "plain"),
         *slow(
-            *((name, "plain") for name in READERS if name not in ("h2o", "chelsea")),
+            *((name, "plain") for name in READERS if name != "h2o"),
             ("snapkv", "window and soft cap"), ("head groups", "window and soft cap"),
             ("full", "sinks"), ("h2o", "sinks"), ("pyramidinfer", "sinks"),
         ),

@@ -582,6 +582,7 @@ def test_repositioned_keys_go_beyond_the_models_positions():
     assert len(result.tokens[0]) == NEW
 
 
+@pytest.mark.slow
 def test_bytes():
     """Of one layer's cache: three rows, 2 KV heads of 8 channels, and what is kept of a slot."""
     full, half = (generate(model=plain_model(), dtype=t) for t in (jnp.float32, jnp.bfloat16))

@@ -140,6 +140,7 @@ def test_no_more_tokens_are_read_than_groups_have(shapes):
     assert shapes == [(1, 64), (2, 4), (1, 4)] * layers
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_show_its_parts(together):
     whole, seen = dataclasses.replace(as_functional(model()), parts=None), []
     run = functools.partial(conversation, kvjax.H2O(16), whole, on_layer=seen.append)

@@ -1,4 +1,4 @@
-"""The decoder with PyramidInfer at the paper's ratios, against a loop in NumPy, row by row."""
+"""The decoder with PyramidInfer at the paper's ratios, against a loop, row by row."""
 
 from __future__ import annotations
 

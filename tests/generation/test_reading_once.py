@@ -119,6 +119,7 @@ def test_windows_are_rings(which, name):
     equal(once.context(transform), kvjax.read(given, RAGGED, transform=transform, **SIZES))
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_show_its_parts():
     whole = dataclasses.replace(as_functional(model()), parts=None)
     transforms = [made(name) for name in ("full", "h2o", "clusterkv")]

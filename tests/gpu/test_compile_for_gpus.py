@@ -120,6 +120,14 @@ def test_what_is_written_in_place_is_none_of_them():
     assert program().kernels("split_attention") == 1 and not program().kernels("join_parts")
 
 
+def test_launches_are_counted():
+    """Two in each of four rounds; in a loop of unknown length once, with its predicate's none."""
+    assert program().launches() == 8
+    assert program("  %more_work = bf16[1,8]{1,0} copy(%new)").launches() == 12
+    unknown = LOOP.replace(', backend_config={"known_trip_count":{"n":"4"}}', "") % ""
+    assert Program(unknown).launches() == 2
+
+
 @pytest.mark.parametrize(
     ("command", "needs"),
     [(compile_for_gpus, "jax[cuda13] 0.11 or newer, on Python 3.12 or newer, and no GPU"),
