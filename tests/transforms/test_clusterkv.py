@@ -299,6 +299,10 @@ def test_the_budget_of_a_row_is_a_share_of_its_prompt_and_not_of_what_is_left():
     both.decode(4)
 
 
+def test_the_first_two_layers_are_dense():
+    assert kvjax.bind(ClusterKV(24), 3)[:2] == (kvjax.Full(), kvjax.Full())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -20,7 +20,7 @@ from tests.support.attending import (
     right,
 )
 from tests.support.marks import some_slow
-from tests.support.watched import Seen, Watched, found
+from tests.support.watched import Seen, Watched, found, unseen
 
 LENGTHS, WIDTH, STEPS, WINDOW = (32, 9, 20), 32, 12, 9
 CLUSTERS = kvjax.ClusterKV(
@@ -38,7 +38,7 @@ def test_clusters_outside_the_window_are_passed_over(per_query_head):
     for step in range(STEPS):
         now, clusters = np.array(LENGTHS) + step, found(cache, Clusters)
         _, after = decode(transform, cache, tokens, now, **options)
-        cache = flushed(after, step + 1)
+        cache = flushed(unseen(after), step + 1)
         seen, position = found(after, Seen).positions, np.asarray(after.kv.position)
         for row, head in np.ndindex(3, KV_HEADS):
             sizes, starts = (np.asarray(x)[row, head] for x in (clusters.sizes, clusters.starts))
