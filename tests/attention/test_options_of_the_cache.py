@@ -190,7 +190,7 @@ def test_a_model_says_them():
     prompts = [np.random.default_rng(0).integers(64, size=30).tolist()]
     context = kvjax.read(model, prompts, transform=METHODS["every(snapkv)"])
     for cache in context.caches:
-        assert (cache.logits.scale, cache.logits.soft_cap) == (0.9, 3.0)
+        assert (cache.options.scale, cache.options.soft_cap) == (0.9, 3.0)
     silent = random_decoder(dataclasses.replace(CONFIG), seed=1)
     silent.__class__ = Silent
     with pytest.raises(ValueError, match=r"made for scale=.*an attribute of the model"):

@@ -182,10 +182,10 @@ def test_what_a_flush_has_to_know_comes_with_the_last_prompt():
     )
     empty = new_cache(transform, 4)
     done = kvjax.put_rows(empty, [3, 1], kvjax.take_rows(read, [0, 2]))
-    np.testing.assert_array_equal(done.logits.sinks, sinks)
+    np.testing.assert_array_equal(done.options.sinks, sinks)
     np.testing.assert_array_equal(done.rope.inv_freq.sum(1), [0, 4, 0, 4])
     done = kvjax.put_rows(done, [3], kvjax.take_rows(empty, [0]))  # frees the row
-    np.testing.assert_array_equal(done.logits.sinks, sinks)
+    np.testing.assert_array_equal(done.options.sinks, sinks)
     assert done.kv.length.tolist() == [0, LENGTHS[2], 0, 0]
 
 

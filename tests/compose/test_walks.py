@@ -207,7 +207,7 @@ def test_layers_with_windows_are_rings_unless_everywhere_is_in_them(name):
 @pytest.mark.slow
 def test_a_prompt_that_is_read_once_serves_it(name):
     """As if it had been read for this method alone."""
-    once = kvjax.ReadOnce(model(), RAGGED[:1], [calibrated(name)], max_new=64)
+    once = kvjax.evaluation.ReadOnce(model(), RAGGED[:1], [calibrated(name)], max_new=64)
     result = generate(None, context=once.context(calibrated(name)), max_new_tokens=4)
     assert result.tokens == generate(RAGGED[:1], calibrated(name), max_new_tokens=4).tokens
 

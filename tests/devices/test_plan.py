@@ -51,7 +51,7 @@ def test_a_plan_counts_what_a_context_holds(method):
     model = random_decoder(CONFIG)
     tx = _with_stand_ins(planned.transform, as_functional(model))  # for a missing calibration
     context = kvjax.read(model, ROWS, transform=tx, dtype="float32", **size)
-    held = kvjax.memory_bytes(context.caches)
+    held = kvjax.evaluation.memory_bytes(context.caches)
     caches = planned.caches(len(ROWS))
     assert caches.device == held["device"] and caches.host == held.get("pinned_host", 0)
     assert 0 < caches.read <= caches.device

@@ -10,13 +10,13 @@ import pytest
 
 import kvjax
 from kvjax import compiled_code
-from kvjax.generation import reading, writing
+from kvjax.generation import decode_loop, prompt_pass
 from tests.generation.test_generate import model
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/maps").exists(), reason="memory maps are counted on Linux"
 )
-PROGRAMS = [reading._read_layer, writing._decode]
+PROGRAMS = [prompt_pass._read_layer, decode_loop._decode]
 
 
 def programs() -> list[int]:

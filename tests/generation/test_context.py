@@ -12,11 +12,11 @@ import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.budgets.layers import layers_of
 from kvjax.cache.slots import nbytes
-from kvjax.generation import reading
-from kvjax.generation.model import AttentionOptions
-from kvjax.generation.reading import CacheSize
+from kvjax.generation import prompt_pass
+from kvjax.generation.prompt_pass import CacheSize
 from kvjax.models import random_decoder
-from kvjax.storage.offload import HOST_MEMORY, memory_kinds
+from kvjax.protocol import AttentionOptions
+from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
 from tests.generation.test_generate import CONFIG, RAGGED, VOCAB, method, model
 from tests.support.attending import same_arrays
 from tests.support.cases import BUDGET, compositions, registered
@@ -33,7 +33,7 @@ STORED = {
 OFFLOADED = "chain(clusterkv(tokens_per_cluster=8, sinks=4, interval=5, dense_layers=()), offload)"
 if HOST_MEMORY in memory_kinds():
     STORED["offload"] = OFFLOADED
-TRANSFORMS = [*kvjax.METHODS, *STORED]
+TRANSFORMS = [*kvjax.registry.METHODS, *STORED]
 LAYERED = {
     name: tx
     for name, tx in {**registered(), **compositions(BUDGET)}.items()
@@ -204,9 +204,9 @@ def test_layers_that_are_alike_differ_in_their_states_alone(name):
 
     @jax.jit
     def both():
-        states = reading.states_of_layers(layers, size)
+        states = prompt_pass.states_of_layers(layers, size)
         made = [
-            reading.new_cache(one, size, OPTIONS, own)
+            prompt_pass.new_cache(one, size, OPTIONS, own)
             for one, own in zip(layers, states, strict=True)
         ]
         given = [size.cache(one, layer, OPTIONS) for layer, one in enumerate(layers)]
@@ -239,10 +239,10 @@ def test_layers_report_once_in_order_and_change_nothing(name):
 
 
 def test_layers_that_are_alike_share_one_program():
-    before, compiled = reading._read_layer._cache_size(), []
+    before, compiled = prompt_pass._read_layer._cache_size(), []
     for listen in ({"on_layer": print}, {"on_layer": [].append, "on_compile": compiled.append}):
         kvjax.generate(model(), RAGGED, transform=kvjax.H2O(30), max_new_tokens=6, **listen)
-        assert reading._read_layer._cache_size() == before + 1
+        assert prompt_pass._read_layer._cache_size() == before + 1
     assert compiled == [
         "the caches", "the embedding", "the prompt pass of layer 1 of 2", "the logits",
         "the choice of a token", "the decode loop",

@@ -116,7 +116,7 @@ def test_weights_that_have_changed(context):
 
 def test_every_way_to_a_context(context):
     """All know their model, through `jax.jit` with donation too."""
-    once = kvjax.ReadOnce(model(), RAGGED, [kvjax.Full()], max_prompt=128, max_new=16)
+    once = kvjax.evaluation.ReadOnce(model(), RAGGED, [kvjax.Full()], max_prompt=128, max_new=16)
     passed = jax.jit(lambda x: x, donate_argnums=0)(context.copy())
     result = kvjax.generate(model(), None, context=passed, max_new_tokens=2, donate=True)
     own = Fingerprint.of(as_functional(model()))

@@ -14,9 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.generation import checks, reading, writing
-from kvjax.generation.checks import check_prompts
+from kvjax.generation import decode_loop, prompt_checks, prompt_pass
 from kvjax.generation.model import as_functional
+from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.sampling import unsupported_settings
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 
@@ -80,8 +80,8 @@ def by_hand(functional: kvjax.FunctionalModel, prompt: list[int], new: int = NEW
 
 
 def compiled() -> tuple[int, int]:
-    prompts = reading._read_layer._cache_size() + reading._read_whole._cache_size()
-    return prompts, writing._decode._cache_size()
+    prompts = prompt_pass._read_layer._cache_size() + prompt_pass._read_whole._cache_size()
+    return prompts, decode_loop._decode._cache_size()
 
 
 def test_greedy_equals_a_plain_loop():
@@ -150,13 +150,13 @@ def test_one_new_token():
 
 def loops_of(monkeypatch) -> list:
     """What the decode loops of all calls from now on end with."""
-    loops, finish = [], writing.Writing._finish
+    loops, finish = [], decode_loop.Writing._finish
 
     def finished(one):
         loops.append(one._loop)
         finish(one)
 
-    monkeypatch.setattr(writing.Writing, "_finish", finished)
+    monkeypatch.setattr(decode_loop.Writing, "_finish", finished)
     return loops
 
 
@@ -406,7 +406,7 @@ class KeepsTooMuch(kvjax.KVTransform):
 
     slots: int
 
-    def extent(self, extent: kvjax.Extent) -> kvjax.Extent:
+    def extent(self, extent: kvjax.kit.Extent) -> kvjax.kit.Extent:
         return extent.keep(self.slots).hold(self.slots + NEW)
 
 
@@ -597,12 +597,12 @@ def test_bytes():
 
 
 def test_buckets():
-    at = [checks.bucket(n, None, None) for n in (1, 64, 65, 256, 257, 511, 513, 1025, 4097)]
+    at = [prompt_checks.bucket(n, None, None) for n in (1, 64, 65, 256, 257, 511, 513, 1025, 4097)]
     assert at == [64, 64, 128, 256, 320, 512, 640, 1280, 5120]
     for length in range(256, 5000):
-        assert length <= checks.bucket(length, None, None) <= 1.25 * length + 1
-    assert checks.bucket(30, None, (128, 32, 64)) == 32
-    assert checks.bucket(250, POSITIONS, None) == POSITIONS
+        assert length <= prompt_checks.bucket(length, None, None) <= 1.25 * length + 1
+    assert prompt_checks.bucket(30, None, (128, 32, 64)) == 32
+    assert prompt_checks.bucket(250, POSITIONS, None) == POSITIONS
 
 
 def test_committed_parameters_compile_the_loop_once(caplog):

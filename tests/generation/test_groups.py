@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.generation import groups, reading
+from kvjax.generation import groups, prompt_pass
 from kvjax.generation.groups import row_groups
 from kvjax.generation.model import as_functional
 from tests.generation.test_context import STORED
@@ -45,7 +45,7 @@ def together():
 @pytest.fixture
 def shapes(monkeypatch):
     """The shape of what each call of a layer is given: rows and tokens."""
-    found, read_layer = [], reading._read_layer
+    found, read_layer = [], prompt_pass._read_layer
 
     class Watched:
         lower = read_layer.lower
@@ -54,7 +54,7 @@ def shapes(monkeypatch):
             found.append(args[6].shape[:2])
             return read_layer(*args)
 
-    monkeypatch.setattr(reading, "_read_layer", Watched())
+    monkeypatch.setattr(prompt_pass, "_read_layer", Watched())
     return found
 
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_is_read_once_is_read_in_groups(name, shapes, together):
     transform = method(name)
 
     def run() -> kvjax.Generation:
-        once = kvjax.ReadOnce(model(), PROMPTS, [transform], max_new=64, buckets=BUCKETS)
+        once = kvjax.evaluation.ReadOnce(model(), PROMPTS, [transform], max_new=64, buckets=BUCKETS)
         return generate(None, context=once.context(transform), max_new_tokens=5, end_tokens=())
 
     one = run()

@@ -84,7 +84,7 @@ def test_differences_are_counted(kept_tokens, run):
 
 
 def test_every_registered_method_has_a_setting(kept_tokens):
-    assert set(kvjax.METHODS) <= set(kept_tokens.METHODS)
+    assert set(kvjax.registry.METHODS) <= set(kept_tokens.METHODS)
     for given in kept_tokens.METHODS.values():
         if isinstance(given, str):
             kvjax.bind(kvjax.parse(given, kept_tokens.BUDGET), 4)

@@ -1,4 +1,4 @@
-"""`kvjax.ReadOnce`: one prompt pass, compressed by many methods, equals a pass for each of them."""
+"""`kvjax.evaluation.ReadOnce`: one prompt pass, compressed by many methods, equals a pass for each of them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def equal(one: kvjax.Context, other: kvjax.Context) -> None:
 
 
 @pytest.fixture(scope="module")
-def once() -> kvjax.ReadOnce:
-    return kvjax.ReadOnce(model(), RAGGED, [made(name) for name in NAMES], **SIZES)
+def once() -> kvjax.evaluation.ReadOnce:
+    return kvjax.evaluation.ReadOnce(model(), RAGGED, [made(name) for name in NAMES], **SIZES)
 
 
 @pytest.mark.parametrize("name", some_slow(NAMES, *FAST))
@@ -72,13 +72,13 @@ def test_a_context_equals_the_one_that_read_gives(once, name):
 def test_the_prompt_is_read_once(monkeypatch):
     """One pass, whatever the number of methods; those that change the pass make their own."""
     calls = []
-    read_prompt = kvjax.generation.writing.read_prompt
+    read_prompt = kvjax.generation.decode_loop.read_prompt
     monkeypatch.setattr(
-        kvjax.generation.writing, "read_prompt",
+        kvjax.generation.decode_loop, "read_prompt",
         lambda *args, **options: calls.append(args[1]) or read_prompt(*args, **options),
     )  # fmt: skip
     transforms = [made(name) for name in ("full", "snapkv", "h2o")]
-    once = kvjax.ReadOnce(model(), RAGGED, [*transforms, kvjax.PyramidInfer()], **SIZES)
+    once = kvjax.evaluation.ReadOnce(model(), RAGGED, [*transforms, kvjax.PyramidInfer()], **SIZES)
     for transform in [*transforms, *transforms]:
         once.context(transform)
     assert len(calls) == 1
@@ -98,12 +98,12 @@ def test_contexts_are_independent(once):
 
 
 def test_a_method_that_needs_more_is_refused(once):
-    few = kvjax.ReadOnce(model(), RAGGED, [kvjax.Full(), kvjax.SnapKV(36)], **SIZES)
+    few = kvjax.evaluation.ReadOnce(model(), RAGGED, [kvjax.Full(), kvjax.SnapKV(36)], **SIZES)
     with pytest.raises(ValueError, match="needs more of the prompt than was observed"):
         few.context(kvjax.H2O(budget=12))
     few.context(kvjax.SnapKV(40))
     with pytest.raises(ValueError, match="max_prompt must hold the prompt of 53 tokens, got 5"):
-        kvjax.ReadOnce(model(), RAGGED, [kvjax.Full()], max_prompt=5)
+        kvjax.evaluation.ReadOnce(model(), RAGGED, [kvjax.Full()], max_prompt=5)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_method_that_needs_more_is_refused(once):
 )
 def test_windows_are_rings(which, name):
     given, transform = model_with_windows(which), made(name)
-    once = kvjax.ReadOnce(given, RAGGED, [transform], **SIZES)
+    once = kvjax.evaluation.ReadOnce(given, RAGGED, [transform], **SIZES)
     equal(once.context(transform), kvjax.read(given, RAGGED, transform=transform, **SIZES))
 
 
@@ -123,6 +123,6 @@ def test_windows_are_rings(which, name):
 def test_a_model_that_does_not_show_its_parts():
     whole = dataclasses.replace(as_functional(model()), parts=None)
     transforms = [made(name) for name in ("full", "h2o", "clusterkv")]
-    once = kvjax.ReadOnce(whole, RAGGED, transforms, **SIZES)
+    once = kvjax.evaluation.ReadOnce(whole, RAGGED, transforms, **SIZES)
     for transform in transforms:
         equal(once.context(transform), kvjax.read(whole, RAGGED, transform=transform, **SIZES))

@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from kvjax.files import is_hidden
-from kvjax.generation import saving
+from kvjax.generation import context_files
 from kvjax.models import random_decoder
 from tests.generation.test_context import QUESTIONS, TRANSFORMS, generate, read
 from tests.generation.test_generate import CONFIG, RAGGED, model
@@ -32,7 +32,10 @@ def test_loading_is_never_having_saved(name, tmp_path):
     kvjax.save_context(tmp_path / "own", context, model=model(), about={"text": "ä", "n": [1, 2]})
     loaded = kvjax.load_context(tmp_path / "own", model())
     same_arrays(loaded, context)
-    assert kvjax.context_about(tmp_path / "own") == {"text": "ä", "n": [1, 2]}
+    assert kvjax.generation.context_files.context_about(tmp_path / "own") == {
+        "text": "ä",
+        "n": [1, 2],
+    }
     expected, found = (generate(QUESTIONS[::-1], each) for each in (context, loaded))
     assert found.tokens == expected.tokens
     same_arrays(found.context, expected.context)
@@ -116,13 +119,13 @@ def test_a_killed_save_leaves_the_old_one_or_the_new_one(moments):
     assert len(moments) > 20
     seen = []
     for folder in moments:
-        saving.check_free(folder)  # nothing is in the way of the next save
-        if saving._steps(folder):
-            seen.append(kvjax.context_about(folder)["number"])
+        context_files.check_free(folder)  # nothing is in the way of the next save
+        if context_files._steps(folder):
+            seen.append(kvjax.generation.context_files.context_about(folder)["number"])
         else:
             seen.append(0)
             with pytest.raises(ValueError, match="it holds none"):
-                kvjax.context_about(folder)
+                kvjax.generation.context_files.context_about(folder)
     assert seen == sorted(seen) and set(seen) == {0, 1, 2}
 
 
@@ -133,7 +136,10 @@ def test_a_save_goes_on_from_what_a_killed_one_left(moments, saved, tmp_path, pa
     for number, folder in enumerate(moments[part]):
         own = shutil.copytree(folder, tmp_path / str(number))
         save(own, saved[1], 3)
-        assert kvjax.context_about(own) == {"number": 3} and len(names(own)) == 1
+        assert (
+            kvjax.generation.context_files.context_about(own) == {"number": 3}
+            and len(names(own)) == 1
+        )
         same_arrays(kvjax.load_context(own, model()), saved[1])
 
 
@@ -186,7 +192,7 @@ def test_folders_that_are_none(saved, tmp_path):
     with pytest.raises(ValueError, match="what JSON can hold"):
         kvjax.save_context(tmp_path / "own", saved[1], model=model(), about={"x": {1, 2}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "FORMAT", 2)
+        patch.setattr(context_files, "FORMAT", 2)
         save(tmp_path / "old", saved[1])
     with pytest.raises(ValueError, match=r"has format 2, written by kvjax .*; kvjax .* reads"):
         kvjax.load_context(tmp_path / "old", model())

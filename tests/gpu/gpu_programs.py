@@ -19,7 +19,7 @@ import kvjax
 import pallas_kernels as ops
 from kvjax.cache.slots import widen
 from kvjax.decisions import carry_out
-from kvjax.protocol import Logits
+from kvjax.protocol import AttentionOptions
 from pallas_kernels.formats.bits import quantise_groups, quantise_slots
 from tests.support.ahead_of_time import Program, on_host
 
@@ -285,13 +285,13 @@ def compression(
         return widen(cache.kv, SLOTS), cache.state
 
     def compress(kv, state, keys, query, position):
-        step = kvjax.Step(
+        step = kvjax.kit.Step(
             rows=jnp.ones(1, bool), keys=keys, query=query, query_position=position,
-            moment="prompt", logits=Logits(0.1), implementation="pallas" if kernel else "xla",
+            moment="prompt", options=AttentionOptions(0.1), implementation="pallas" if kernel else "xla",
         )  # fmt: skip
         decision, state = transform.on_prompt(kv, state, step)
         kv = carry_out(decision, kv, step)
-        return kvjax.compact(kv, kv.capacity), state
+        return kvjax.kit.compact(kv, kv.capacity), state
 
     kv, state = jax.eval_shape(full)
     keys = struct((1, heads.kv, SLOTS, heads.dim), heads.dtype)

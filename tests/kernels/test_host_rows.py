@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.storage.offload import HOST_MEMORY, memory_kinds, to_host
+from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds, to_host
 from pallas_kernels import host_rows
 from tests.support.implementations import KERNELS, each_way
 from tests.support.tolerances import close

@@ -14,9 +14,9 @@ import pytest
 import kvjax
 import pallas_kernels as kernels
 from kvjax.budgets.budgets import slots_for
-from kvjax.budgets.layers import SpindleBudget
 from kvjax.transforms.infinigen.projections import partial_projection
 from kvjax.transforms.pyramidkv import PyramidBudget
+from kvjax.transforms.spindlekv.schedule import SpindleBudget
 from pallas_kernels.formats.bits import pack_int4, unpack_int4
 from tests.references import (
     attention,

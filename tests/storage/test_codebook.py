@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.storage.references import Book, CodebookPayload
+from kvjax.storage.codebook.payload import Book, CodebookPayload
 
 
 def test_more_entries_take_wider_indices():

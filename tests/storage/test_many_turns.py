@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import Codebook, Quantize, chain
-from kvjax.storage.references import CodebookPayload
+from kvjax.storage.codebook.payload import CodebookPayload
 from tests.support import attending
 from tests.support.attending import Tokens, new_cache, one_layer, right
 from tests.support.marks import some_slow

@@ -13,7 +13,8 @@ import pytest
 import kvjax
 from kvjax import ClusterKV, Offload, chain
 from kvjax.attention.prompt import begin
-from kvjax.storage.offload import HOST_MEMORY, Resident, memory_kinds, recall_statistics
+from kvjax.storage.offload.payload import HOST_MEMORY, memory_kinds
+from kvjax.storage.offload.transform import Resident, recall_statistics
 from kvjax.transforms.clusterkv.clusters import Clusters
 from tests.support.attending import (
     HEAD_DIM,
@@ -249,7 +250,7 @@ def test_bytes_by_memory(recent, per_query_head):
     """Little of the keys and values is on the device: what a list has, and new tokens."""
     transform = chain(clusterkv(per_query_head=per_query_head), Offload(recent_steps=recent))
     cache = new_cache(transform, 2, max_prompt=1024, max_new=40)
-    held = kvjax.memory_bytes(cache)
+    held = kvjax.evaluation.memory_bytes(cache)
     # And a place that no block belongs to.
     assert held[HOST_MEMORY] == 2 * (2 * KV_HEADS * (1064 + INTERVAL) * HEAD_DIM * 4)
     assert kvjax.nbytes(cache) == sum(held.values())
@@ -287,7 +288,9 @@ def test_what_is_refused(message, call):
 
 
 def test_a_platform_without_host_memory(monkeypatch):
-    monkeypatch.setattr(sys.modules["kvjax.storage.offload"], "memory_kinds", lambda: ("device",))
+    monkeypatch.setattr(
+        sys.modules["kvjax.storage.offload.transform"], "memory_kinds", lambda: ("device",)
+    )
     transform = chain(clusterkv(), Offload())
     with pytest.raises(ValueError, match=r"pinned_host memory, which the platform .* has device"):
         new_cache(transform, 1)

@@ -13,8 +13,8 @@ import pytest
 import kvjax
 from kvjax import Quantize, chain
 from kvjax.cache.payload import Dense, Seen, Slots
-from kvjax.storage.channels import Channels
-from kvjax.storage.quantized import Form
+from kvjax.storage.quantize.channels import Channels
+from kvjax.storage.quantize.payload import Form
 from pallas_kernels import dequantise_groups, dequantise_slots, quantise_groups, quantise_slots
 from tests.references import hadamard
 from tests.references import quantised as reference

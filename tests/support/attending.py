@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.storage.quantized import Quantized
+from kvjax.storage.quantize.payload import Quantized
 from tests.references.attention import softmax_attention
 from tests.references.rope import rope as rotate
 
@@ -190,9 +190,9 @@ class Part(NamedTuple):
     cache: kvjax.LayerCache
 
     @property
-    def extent(self) -> kvjax.Extent:
+    def extent(self) -> kvjax.kit.Extent:
         kv = self.cache.kv
-        return self.transform.extent(kvjax.Extent(kv.max_prompt, kv.max_new))
+        return self.transform.extent(kvjax.kit.Extent(kv.max_prompt, kv.max_new))
 
 
 def parts(transform, cache) -> list[Part]:
@@ -242,7 +242,7 @@ def attended(transform, before, tokens: Tokens, positions, **options) -> np.ndar
     out = np.zeros(q.shape)
     for part in parts(transform, before):
         late, kv = part.transform.needs.reposition, part.cache.kv
-        options.setdefault("window", part.cache.logits.window)
+        options.setdefault("window", part.cache.options.window)
         for row in range(len(q)):
             for own, head in enumerate(part.heads):
 
@@ -316,6 +316,6 @@ class Pin(kvjax.KVTransform):
     def extent(self, extent):
         return extent.pin(len(self.positions))
 
-    def on_prompt(self, cache, state, step) -> tuple[kvjax.Retain, tuple]:
+    def on_prompt(self, cache, state, step) -> tuple[kvjax.kit.Retain, tuple]:
         pinned = jnp.isin(cache.position, jnp.array(self.positions)) & cache.live
-        return kvjax.Retain(cache.live, pinned=pinned), state
+        return kvjax.kit.Retain(cache.live, pinned=pinned), state

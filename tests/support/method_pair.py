@@ -128,7 +128,7 @@ class Pair:
             head_dim=head_dim, max_prompt=max_prompt, max_new=max_new, dtype=dtype, layer=layer,
             **{name: options[name] for name in OPTIONS if name in options},
         )  # fmt: skip
-        self.capacity = transform.extent(kvjax.Extent(max_prompt, max_new)).total
+        self.capacity = transform.extent(kvjax.kit.Extent(max_prompt, max_new)).total
 
     def held(self, x: np.ndarray) -> np.ndarray:
         """The numbers as the dtype of the tokens holds them, in float32."""

@@ -118,7 +118,9 @@ class ClusterPair(RecallingPair):
 
     def __init__(self, lengths, *, before=None, steps=STEPS, seed=0, **changes):
         tx = clusterkv(**changes)
-        capacity = chain(before or kvjax.Full(), tx).extent(kvjax.Extent(MAX_PROMPT, steps)).total
+        capacity = (
+            chain(before or kvjax.Full(), tx).extent(kvjax.kit.Extent(MAX_PROMPT, steps)).total
+        )
         most = most_clusters(tx, capacity, steps)
         super().__init__(
             tx, lambda: Row(tx, most), before=before, rows=len(lengths), heads=(KV_HEADS, GROUP),

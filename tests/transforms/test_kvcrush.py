@@ -25,7 +25,7 @@ from kvjax import (
 )
 from kvjax.cache.slots import append, compact, widen
 from kvjax.decisions import Keep, carry_out
-from kvjax.protocol import Logits, Step, accumulated_attention
+from kvjax.protocol import AttentionOptions, Step, accumulated_attention
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE
 from kvjax.transforms.kvcrush.representatives import cut, nearest_to_centroids
 from tests.references import kvcrush as reference
@@ -73,10 +73,10 @@ class Seen(NamedTuple):
     """A prompt's end: the cache before, what the base alone makes of it, and KVCrush."""
 
     rows: jax.Array
-    before: kvjax.KVCache
-    alone: kvjax.KVCache
+    before: kvjax.kit.KVCache
+    alone: kvjax.kit.KVCache
     score: jax.Array | None
-    after: kvjax.KVCache
+    after: kvjax.kit.KVCache
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -89,7 +89,7 @@ def one_prompt(tx, cache, k, v, positions, attention, query, query_position):
     rows = (positions >= 0).any(1)
     step = Step(
         rows=rows, slots=slots, mass=None, keys=kv.k.read(), query=query,
-        query_position=query_position, rope=None, moment="prompt", logits=Logits(0.5),
+        query_position=query_position, rope=None, moment="prompt", options=AttentionOptions(0.5),
     )  # fmt: skip
     base, _ = tx.split
     before = kv.replace(pinned=kv.pinned & ~kv.column(REPRESENTATIVE))
@@ -243,7 +243,7 @@ def test_granularity(name, unit):
     for head in crushing.chosen[1]:
         assert 0 < len(head) <= 70 // size * size
     kept = live_count(crushing.cache)[1]
-    assert (kept <= crushing.tx.extent(kvjax.Extent(128, 0)).prompt).all()
+    assert (kept <= crushing.tx.extent(kvjax.kit.Extent(128, 0)).prompt).all()
 
 
 def test_granularity_over_a_base_without_a_score():
@@ -318,7 +318,7 @@ def test_a_share_adds_up(name, share):
     for row, length in enumerate(PROMPTS):
         assert (live[row] == min(length, 16)).all()
         assert (pinned[row] == np.clip(length - (16 - count), 0, count)).all()
-    assert transform.extent(kvjax.Extent(30, 0)).total == 16
+    assert transform.extent(kvjax.kit.Extent(30, 0)).total == 16
     for cache in after.caches:
         assert (np.asarray(cache.kv.dropped) == 0).all()
         assert (live_count(cache)[0] <= 16 + more).all()
@@ -340,7 +340,7 @@ def test_layers_add_up(base):
         wanted = np.rint(0.3 * whole.budget(lengths))
         spare = np.maximum(kept + taken - whole.minimum, 0)
         np.testing.assert_array_equal(taken, np.minimum(wanted, spare))
-        extent = kvjax.Extent(200, 0)
+        extent = kvjax.kit.Extent(200, 0)
         assert layer.extent(extent).total == whole.extent(extent).total
         total = total + kept + taken
     assert (total == 4 * base.budget).all()
@@ -409,7 +409,7 @@ def test_every_chooses_anew():
     ids=str,
 )
 def test_representatives_come_on_top(transform, total):
-    assert transform.extent(kvjax.Extent(prompt=100, new=20)).total == total
+    assert transform.extent(kvjax.kit.Extent(prompt=100, new=20)).total == total
 
 
 ERRORS = {

@@ -118,7 +118,7 @@ def _filled(keys, attention, positions):
     ).kv  # fmt: skip
     cache = widen(cache, MOST)
     rows = keys[None, None]
-    cache, _ = kvjax.append(cache, rows, rows[..., ::-1], positions[None])
+    cache, _ = kvjax.kit.append(cache, rows, rows[..., ::-1], positions[None])
     pad = (0, cache.slots - MOST)
     column = jnp.pad(attention, pad)[None, None, :, None]
     return cache.with_column("attention", column)

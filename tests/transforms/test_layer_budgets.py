@@ -13,7 +13,6 @@ import pytest
 import kvjax
 from kvjax import (
     Every,
-    Extent,
     HeadGroups,
     KVCrush,
     LayerBudgetEviction,
@@ -25,6 +24,7 @@ from kvjax import (
     chain,
     init_cache,
 )
+from kvjax.kit import Extent
 from tests.references import pyramidinfer
 from tests.references.budgets import rows_budget
 from tests.references.pyramidkv import layer_budgets

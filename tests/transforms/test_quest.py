@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.storage.offload import Offload, recall_statistics
+from kvjax.storage.offload.transform import Offload, recall_statistics
 from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference
 from tests.support.attending import Tokens, new_cache, right, run
@@ -100,7 +100,7 @@ def test_offloaded(per_query_head):
     both.prompt(LENGTHS).decode(3).decode(2, (0, 2)).decode(40)
     assert 0.1 < recall_statistics(both.cache).hit_rate < 0.9
     both.prompt((9, 30, 25)).decode(15)
-    kinds = kvjax.memory_bytes(both.cache)
+    kinds = kvjax.evaluation.memory_bytes(both.cache)
     assert kinds["pinned_host"] == 2 * both.cache.kv.k.store.nbytes
 
 
