@@ -75,8 +75,12 @@ SOME_SLOW = some_slow(TRANSFORMS, *(TRANSFORMS[number] for number in (1, 6, 10))
 
 
 def held(cache):
-    """What is left, and the attention that it received."""
-    return jax.tree.leaves([(x.kv.columns, x.kv.position) for x in layer_caches(cache)])
+    """What is left, what that has become, and the attention that it received."""
+    kept = []
+    for kv in (x.kv for x in layer_caches(cache)):
+        rows = (jnp.where(kv.live[..., None], x.read(), 0) for x in (kv.k, kv.v))
+        kept += [kv.columns, kv.position, kv.log_mass, *rows]
+    return jax.tree.leaves(kept)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -127,6 +131,14 @@ READERS = {
     "head groups": kvjax.HeadGroups(
         (((0,), kvjax.H2O(budget=12)), ((1,), kvjax.SnapKV(8, window=4)))
     ),
+    "kvmerger": kvjax.KVMerger(10, recent=4, heavy=2),
+    "kvmerger, anchors": kvjax.KVMerger(epsilon=0.2, against="anchor", recent=4, heavy=2),
+    "chelsea": kvjax.Chelsea(12, sinks=2, recent=4, chunk=8, interval=4),
+    "chelsea, whole": kvjax.Chelsea(12, sinks=2, recent=4, chunk="whole", interval=4),
+    "cam": kvjax.CaM(kvjax.StreamingLLM(10), prompt=True, expected=True, merge_tokens=5),
+    "clusterkv": kvjax.ClusterKV(8, sinks=3, chunk=8, tokens_per_cluster=3, dense_layers=()),
+    "clusterkv, l2": kvjax.ClusterKV(8, sinks=3, clusters=4, metric="l2", dense_layers=()),
+    "kvcrush": kvjax.KVCrush(kvjax.StreamingLLM(8, sinks=2), 6, kmeans=True),
 }
 LOGITS = {
     "plain": {}, "window and soft cap": {"window": 9, "soft_cap": 2.0},
@@ -201,9 +213,3 @@ def test_a_prompt_lowers_for_cuda_without_a_loop_of_attention(name):
     found = control_flow(jax.make_jaxpr(prompt)(cache, *chunk).jaxpr)
     assert "while" not in found, "a loop whose length the device knows alone"
     assert KERNEL in lower_for_cuda(prompt, cache, *chunk)
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel runs there")
-def test_a_named_kernel_does_not_fall_back_in_a_prompt():
-    with pytest.raises(ValueError, match="interpret"):
-        jax.block_until_ready(read(kvjax.Full(), "pallas"))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from tests.support.conversations import arrays, conversation
 from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
@@ -49,38 +50,16 @@ def transform(method: str, budget: float = 32) -> kvjax.KVTransform:
     return kvjax.bind(kvjax.parse(method, budget), 2)[1]
 
 
+# A prompt in two chunks, two steps, and a further turn.
+CALLS = (
+    (20, "prompt", False), (18, "prompt", True), (1, "decode", True), (1, "decode", True),
+    (3, "prompt", True),
+)  # fmt: skip
+
+
 @functools.cache
 def tokens() -> list[jax.Array]:
-    """Queries, keys, values and positions of all tokens of two rows, and inverse frequencies."""
-    rng = np.random.default_rng(0)
-    sizes = [(ROWS, heads, PROMPT + NEW, HEAD_DIM) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)]
-    position = np.broadcast_to(np.arange(PROMPT + NEW, dtype=np.int32), (ROWS, PROMPT + NEW))
-    frequencies = 1e4 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    arrays = *(rng.normal(size=size) for size in sizes), frequencies
-    q, k, v, frequencies = (jnp.asarray(x, jnp.float32) for x in arrays)
-    return [q, k, v, jnp.asarray(position), frequencies]
-
-
-def conversation(tx, q, k, v, position, frequencies):
-    """A prompt in two chunks, a step, a flush, another step, and a further turn: all outputs."""
-    cache = kvjax.init_cache(
-        tx, batch=ROWS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS, head_dim=HEAD_DIM,
-        max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32,
-    )  # fmt: skip
-    rope = kvjax.Rope(frequencies) if tx.needs.unrotated_keys else None
-    outs, seen = [], 0
-    for count, phase, last in (
-        (20, "prompt", False), (18, "prompt", True), (1, "decode", True), (1, "decode", True),
-        (3, "prompt", True),
-    ):  # fmt: skip
-        own = slice(seen, seen + count)
-        new = (x[:, :, own] for x in (q, k, v))
-        out, cache = kvjax.attend(
-            tx, cache, *new, position[:, own], phase=phase, last=last, rope=rope
-        )
-        outs.append(out)
-        cache, seen = kvjax.flush(cache) if phase == "decode" else cache, seen + count
-    return outs, cache
+    return arrays(ROWS, KV_HEADS, QUERY_HEADS, PROMPT + NEW, HEAD_DIM)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +69,14 @@ def test_nothing_becomes_64_bits_wide(method):
     """Nothing relies on an implicit promotion either: tests forbid those."""
     budget = 0.4 if method in SHARES else 48 if "quest" in method else 32
     with jax.enable_x64(True):
-        made = jax.eval_shape(functools.partial(conversation, transform(method, budget)), *tokens())
+        call = functools.partial(conversation, transform(method, budget), CALLS, PROMPT)
+        made = jax.eval_shape(call, *tokens())
     assert not [x for x in jax.tree.leaves(made) if "64" in str(x.dtype)]
 
 
 def outputs(kind: str) -> list[np.ndarray]:
-    run = jax.jit(conversation, static_argnums=0)
-    return jax.device_get(run(transform(KINDS[kind]), *tokens())[0])
+    run = jax.jit(conversation, static_argnums=(0, 1, 2))
+    return jax.device_get(run(transform(KINDS[kind]), CALLS, PROMPT, *tokens())[0])
 
 
 without_switches = functools.cache(outputs)
@@ -113,12 +93,11 @@ UNDER = {
     "checks": ("evicts", "merges", "encodes"),
     "precision": ("evicts", "merges", "recalls", "encodes"),
 }
-QUICK = ("draws", "rbg"), ("recalls", "transfers")
 
 
 @pytest.mark.parametrize(
     ("kind", "switch"),
-    some_slow([(kind, switch) for switch in SWITCHES for kind in UNDER[switch]], *QUICK),
+    some_slow([(kind, switch) for switch in SWITCHES for kind in UNDER[switch]], ("draws", "rbg")),
 )
 def test_numbers_are_the_same_under_every_switch(kind, switch):
     """A method draws the same numbers with JAX's other generator and in 64 bits."""
@@ -145,7 +124,7 @@ def test_steps_with_offload_cannot_be_mapped():
         cache = prompt(q, k, v, position)
         return kvjax.attend(tx, cache, *new, position[:, :1], phase="decode")
 
-    *new, position, _ = tokens()
+    *new, position = tokens()
     rows = *(x[:, None, :, :PROMPT] for x in new), position[:, None, :PROMPT]
     jax.eval_shape(jax.vmap(prompt), *rows)
     for call in (step, lambda *row: kvjax.flush(prompt(*row))):

@@ -13,7 +13,8 @@ import pytest
 import kvjax
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.compose.test_conformance import names
-from tests.support.attending import Tokens, attend, flush, new_cache, right, structure, the_rope
+from tests.support import attending
+from tests.support.attending import Tokens, flush, new_cache, right, structure, the_rope
 from tests.support.tolerances import close
 
 OPTIONS = {"scale": 1.5, "window": 9, "soft_cap": 2.0}
@@ -34,27 +35,23 @@ LATE = {  # whose flushes look at unrotated keys, and need the rope for them
     "late": kvjax.chain(
         kvjax.Every(kvjax.SnapKV(8, window=4), steps=4),
         kvjax.Codebook(0.9, 0.9, capacity=0.5, interval=4),
-    ),
+    )
 }
 LATE["late groups"] = kvjax.HeadGroups((((0,), LATE["late"]), ((1,), kvjax.Full())))
 SINKS = np.array([0.7, 3.0, -2.5, 1.0], np.float32)
 
 
+PROMPT = right(np.zeros(3, int), LENGTHS, max(LENGTHS))
+
+
 def prompt(transform, cache, **options):
-    given = Tokens.random().at(right(np.zeros(3, int), LENGTHS, max(LENGTHS)))
-    return attend(transform, cache, *given, phase="prompt", rope=the_rope(), **options)
+    return attending.prompt(transform, cache, Tokens.random(), PROMPT, **options)
 
 
 def steps(transform, cache, count: int, **options):
     """Outputs of decode steps, and the cache after them and its flushes."""
-    outs, interval = [], kvjax.flush_interval(cache)
-    for step in range(count):
-        given = Tokens.random().at((LENGTHS + step)[:, None])
-        out, cache = attend(transform, cache, *given, phase="decode", rope=the_rope(), **options)
-        outs.append(out)
-        if interval is not None and (step + 1) % interval == 0:
-            cache = flush(cache, interval)
-    return jnp.concatenate(outs, axis=2), cache
+    outs, caches = attending.decoded(transform, cache, Tokens.random(), LENGTHS, count, **options)
+    return np.concatenate(outs, axis=2), caches[-1]
 
 
 @pytest.mark.parametrize("name", names(METHODS, "every(snapkv)", "groups"))
@@ -89,7 +86,7 @@ def test_a_prompt_leaves_the_structure_of_a_cache(name):
 
         return jax.lax.cond(new, read, lambda cache: cache, cache)
 
-    given = Tokens.random().at(right(np.zeros(3, int), LENGTHS, max(LENGTHS)))
+    given = Tokens.random().at(PROMPT)
     cache = maybe(True, empty, *given)
     assert structure(cache) == structure(empty)
     _, cache = steps(transform, cache, 4, sinks=sinks)
@@ -168,7 +165,7 @@ def test_a_traced_scale_is_refused_and_leaves_nothing_behind():
         scale = 1 / jnp.sqrt(16)
         return kvjax.attend(transform, cache, *given, phase="prompt", scale=scale)
 
-    given = Tokens.random().at(right(np.zeros(3, int), LENGTHS, max(LENGTHS)))
+    given = Tokens.random().at(PROMPT)
     with pytest.raises(TypeError, match=r"1 / jnp\.sqrt"):
         read(new_cache(transform), *given)
     cache = new_cache(transform, scale=np.float64(0.25))

@@ -36,8 +36,10 @@ from tests.support.attending import (
     decoded,
     flushed,
     new_cache,
+    numbers,
     prompt,
     right,
+    same_arrays,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -51,11 +53,6 @@ def copy(caches):
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), caches)
 
 
-def numbers(x) -> np.ndarray:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
-
-
 def kinds(caches) -> list:
     """Of each array its shape and its dtype."""
     return [(x.shape, x.dtype) for x in jax.tree.leaves(caches)]
@@ -63,13 +60,6 @@ def kinds(caches) -> list:
 
 def memories(caches) -> list:
     return [x.sharding.memory_kind for x in jax.tree.leaves(caches)]
-
-
-def same_arrays(caches, other) -> None:
-    assert jax.tree.structure(caches) == jax.tree.structure(other)
-    assert kinds(caches) == kinds(other) and memories(caches) == memories(other)
-    for x, y in zip(jax.tree.leaves(caches), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(numbers(x), numbers(y))
 
 
 def with_rows(name: str) -> list[bool]:

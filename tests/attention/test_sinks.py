@@ -16,11 +16,9 @@ from tests.compose.test_conformance import CASES, COVERING, SELECTING
 from tests.references.attention import softmax_attention
 from tests.support import attending
 from tests.support.attending import (
-    HEAD_DIM,
     INV_FREQ,
     KV_HEADS,
     OPTIONS,
-    QUERY_HEADS,
     Tokens,
     attended,
     decoded,
@@ -133,30 +131,6 @@ def test_a_query_that_sees_nothing_gives_nothing():
         assert not rows.any() and (after == sink).all()
 
 
-@pytest.mark.slow
-def test_as_gpt_oss_in_transformers():
-    import torch
-    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
-
-    class Layer:
-        num_key_value_groups = QUERY_HEADS // KV_HEADS
-        sinks = torch.tensor(SINKS, dtype=torch.float32)
-        training = False
-
-    row, at = tokens().rows([0]), np.arange(20)
-    q, k, v, positions = row.at(at[None])
-    mask = np.where((at <= at[:, None]) & (at > at[:, None] - 7), 0, -1e30).astype(np.float32)
-    theirs, _ = eager_attention_forward(
-        Layer, *(torch.tensor(np.asarray(x)) for x in (q, k, v)), torch.tensor(mask)[None, None],
-        scaling=HEAD_DIM**-0.5,
-    )  # fmt: skip
-    cache = new_cache(kvjax.Full(), batch=1, window=7)
-    ours, _ = attending.attend(
-        kvjax.Full(), cache, q, k, v, positions, phase="prompt", sinks=sinks()
-    )
-    close(ours, theirs.numpy().transpose(0, 2, 1, 3))
-
-
 # --- what methods see -----------------------------------------------------------------------------
 
 
@@ -193,3 +167,27 @@ def test_a_cache_keeps_a_copy_for_its_flushes():
 
     jaxpr = jax.make_jaxpr(kept)(sinks()).jaxpr
     assert jaxpr.outvars[0].aval.shape == SINKS.shape and jaxpr.outvars[0] not in jaxpr.invars
+
+
+@pytest.mark.slow
+def test_as_gpt_oss_in_transformers():
+    import torch
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    class Layer:
+        num_key_value_groups = QUERY_HEADS // KV_HEADS
+        sinks = torch.tensor(SINKS, dtype=torch.float32)
+        training = False
+
+    row, at = tokens().rows([0]), np.arange(20)
+    q, k, v, positions = row.at(at[None])
+    mask = np.where((at <= at[:, None]) & (at > at[:, None] - 7), 0, -1e30).astype(np.float32)
+    theirs, _ = eager_attention_forward(
+        Layer, *(torch.tensor(np.asarray(x)) for x in (q, k, v)), torch.tensor(mask)[None, None],
+        scaling=HEAD_DIM**-0.5,
+    )  # fmt: skip
+    cache = new_cache(kvjax.Full(), batch=1, window=7)
+    ours, _ = attending.attend(
+        kvjax.Full(), cache, q, k, v, positions, phase="prompt", sinks=sinks()
+    )
+    close(ours, theirs.numpy().transpose(0, 2, 1, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -12,60 +13,27 @@ import pytest
 
 import kvjax
 from kvjax.testing import OWN_CONDITIONS, control_flow
-from tests.compose.test_conformance import CASES, names, snapkv
+from tests.compose.test_conformance import CASES, names
 from tests.conftest import AS_USERS
 from tests.support.attending import Tokens, new_cache, parts, the_rope
 from tests.support.hlo_text import Program
-from tests.support.marks import some_slow
 
 # Rows of a store in host memory come run by run; sums in which a free slot's NaN is are made again,
 # and so is a ranking of clusters whose first ones do not fill a list.
 OWN = ("_fetch", *OWN_CONDITIONS)
-CHAINS = {
-    "chain of three": kvjax.chain(
-        snapkv(14), kvjax.H2O(budget=12), kvjax.Quantize(4, group=4, key_axis="token")
-    ),
-}
-
-
-def jaxpr_of_a_step(transform, implementation):
-    tokens = Tokens.random()
-
-    def step(cache, *tokens):
-        return kvjax.attend(
-            transform, cache, *tokens, phase="decode", rope=the_rope(),
-            implementation=implementation,
-        )  # fmt: skip
-
-    cache = jax.eval_shape(lambda: new_cache(transform))  # a prompt changes no shape of it
-    return jax.make_jaxpr(step)(cache, *tokens.at(np.full((3, 1), 24)))
-
-
 FAST = ("chain", "full", "kvcrush", "kvmerger", "when_full")
-WITH_KERNELS = (
-    "full", "quantize_clusterkv", "h2o", "chelsea", "quantize", "every", "h2o_codebook",
-    "snapkv_quantize_channel", "clusterkv_per_query_head", "clusterkv_offload", "quest_offload",
-    "quantize_quest", "infinigen", "h2o_quantize_token", "chain of three",
-)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    some_slow(
-        [
-            *((name, "xla") for name in (*CASES, *CHAINS)),
-            *((name, "pallas") for name in WITH_KERNELS),
-        ],
-        *((name, "xla") for name in FAST),
-        ("full", "pallas"),
-        ("quantize_clusterkv", "pallas"),
-    ),
-)
-def test_a_step_holds_no_loop_and_no_condition(name, implementation):
-    """With kernels, nor a loop of known length, which XLA would run from the host."""
-    step = jaxpr_of_a_step({**CASES, **CHAINS}[name], implementation)
-    found = control_flow(step.jaxpr, lambda inner: inner in OWN)
-    assert set(found) <= ({"scan"} if implementation == "xla" else set()), name
+@pytest.mark.parametrize("name", names(CASES, *FAST))
+def test_a_step_holds_no_loop_and_no_condition(name):
+    """By XLA, whose loops of known length are none; `kvjax.testing.check` looks at kernels."""
+    tokens = Tokens.random().at(np.full((3, 1), 24))
+    cache = jax.eval_shape(lambda: new_cache(CASES[name]))  # a prompt changes no shape of it
+    step = functools.partial(
+        kvjax.attend, CASES[name], phase="decode", rope=the_rope(), implementation="xla"
+    )
+    found = control_flow(jax.make_jaxpr(step)(cache, *tokens).jaxpr, lambda inner: inner in OWN)
+    assert set(found) <= {"scan"}
 
 
 # One pass each that is the method's own: CaM adds to the values of many tokens, and keys that are

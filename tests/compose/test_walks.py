@@ -16,8 +16,8 @@ from kvjax.generation.planning import plan
 from kvjax.models.blocks import wants_prediction
 from kvjax.protocol import Wrapper
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
-from tests.generation.test_context import same
 from tests.generation.test_generate import RAGGED, generate, model
+from tests.support.attending import same_arrays
 from tests.support.marks import some_slow
 
 LAYERS, WINDOW = 2, 8
@@ -239,7 +239,7 @@ def test_a_context_is_saved_with_its_calibrations(name, tmp_path):
     save()
     loaded = kvjax.load_context(tmp_path / "own", model())
     assert loaded.transform == calibrated(name)
-    same(loaded, context)
+    same_arrays(loaded, context)
 
 
 def test_kvcrush_finds_another_one_anywhere():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import sys
@@ -19,44 +20,32 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from kvjax.models import DecoderConfig, RopeConfig, on_mesh, random_decoder
 from tests.docs.test_pages import GUIDES, run
+from tests.support import conversations
+from tests.support.conversations import conversation
 from tests.support.tolerances import TOLERANCES
 
-ROWS, KV_HEADS, QUERY_HEADS, HEAD_DIM, PROMPT, NEW = 4, 2, 4, 32, 48, 8
+ROWS, KV_HEADS, QUERY_HEADS, HEAD_DIM, PROMPT = 4, 2, 4, 32, 48
 MESHES = {"rows": ((4,), ("data",)), "rows and heads": ((2, 2), ("data", "tensor"))}
 
 
-def conversation(tx, mesh, q, k, v, position):
-    """A prompt, a step, a flush and a step; whether a step changes the types of a cache."""
-    cache = kvjax.init_cache(
-        tx, batch=len(q), kv_heads=k.shape[1], query_heads=q.shape[1], head_dim=HEAD_DIM,
-        max_prompt=PROMPT, max_new=NEW, dtype=jnp.float32, mesh=mesh,
-    )  # fmt: skip
-    frequencies = 1e4 ** -(jnp.arange(0, HEAD_DIM, 2, dtype=jnp.float32) / HEAD_DIM)
-    rope = kvjax.Rope(frequencies) if tx.needs.unrotated_keys else None
-    outs, types = [], []
-    starts = ((0, PROMPT, "prompt"), (PROMPT, 1, "decode"), (PROMPT + 1, 1, "decode"))
-    for start, count, phase in starts:
-        own = slice(start, start + count)
-        new = (x[:, :, own] for x in (q, k, v))
-        out, cache = kvjax.attend(tx, cache, *new, position[:, own], phase=phase, rope=rope)
-        cache = kvjax.flush(cache)
-        outs.append(out)
-        types.append([str(jax.typeof(x)) for x in jax.tree.leaves(cache)])
+CALLS = (PROMPT, "prompt", True), (1, "decode", True), (1, "decode", True)
+
+
+def outputs(tx, mesh, *new):
+    """Those of a prompt and two steps, none of which changes the types of a cache."""
+    outs, caches = conversation(tx, CALLS, PROMPT, *new, mesh=mesh)
+    types = [[str(jax.typeof(x)) for x in jax.tree.leaves(cache)] for cache in caches]
     assert types[0] == types[1] == types[2]
     return outs
 
 
-def arrays(put=jnp.asarray) -> list:
-    rng = np.random.default_rng(0)
-    sizes = [(ROWS, heads, PROMPT + NEW, HEAD_DIM) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)]
-    position = np.broadcast_to(np.arange(PROMPT + NEW, dtype=np.int32), (ROWS, PROMPT + NEW))
-    return [*(put(rng.normal(size=size).astype(np.float32)) for size in sizes), put(position)]
+arrays = functools.partial(conversations.arrays, ROWS, KV_HEADS, QUERY_HEADS, PROMPT + 2, HEAD_DIM)
 
 
 def each_way(method: str, computed: bool) -> dict[str, bool]:
     """A method on meshes of both kinds, set and not, given to the cache and not, arrays placed."""
     tx = kvjax.bind(kvjax.parse(method, 24), 2)[1]
-    call = jax.jit(conversation, static_argnums=(0, 1)) if computed else traced
+    call = jax.jit(outputs, static_argnums=(0, 1)) if computed else traced
     expected, found = call(tx, None, *arrays()), {}
 
     def compare(name: str, outs: list) -> None:
@@ -80,7 +69,7 @@ def each_way(method: str, computed: bool) -> dict[str, bool]:
     for is_set in (True, False):
         with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
             mapped = jax.shard_map(
-                lambda *x: conversation(tx, None, *x), mesh=mesh, in_specs=P("data"),
+                lambda *x: outputs(tx, None, *x), mesh=mesh, in_specs=P("data"),
                 out_specs=P("data"),
             )  # fmt: skip
             new = arrays(place(mesh))
@@ -90,7 +79,7 @@ def each_way(method: str, computed: bool) -> dict[str, bool]:
 
 
 def traced(tx, mesh, *new) -> list:
-    return jax.eval_shape(lambda *x: conversation(tx, mesh, *x), *new)
+    return jax.eval_shape(lambda *x: outputs(tx, mesh, *x), *new)
 
 
 def place(mesh):

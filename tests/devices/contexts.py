@@ -11,6 +11,7 @@ import numpy as np
 
 import kvjax
 from tests.devices.many_devices import generate, model, prompts, transform
+from tests.support.conversations import arrays, conversation
 from tests.support.tolerances import TOLERANCES
 
 QUESTIONS = [[5, 6, 7], [8, 9], [10] * 12, [11]]
@@ -95,23 +96,6 @@ def refused() -> bool:
     return False
 
 
-def attended(tx: kvjax.KVTransform, implementation: str, mesh, sinks=None) -> list[np.ndarray]:
-    """Outputs of a layer's prompt and steps, without a model; flushed after each step."""
-    size = {"batch": 2, "kv_heads": 4, "query_heads": 8, "head_dim": 16, "mesh": mesh}
-    cache = kvjax.init_cache(tx, max_prompt=64, max_new=8, dtype="float32", **size)
-    attend = jax.jit(kvjax.attend, static_argnums=0, static_argnames=("phase", "implementation"))
-    rng, outs = np.random.default_rng(0), []
-    for at, count in ((0, 64), (64, 1), (65, 1)):
-        q, k, v = (rng.normal(size=(2, heads, count, 16)).astype(np.float32) for heads in (8, 4, 4))
-        positions = np.broadcast_to(at + np.arange(count, dtype=np.int32), (2, count))
-        how = {"phase": "decode" if at else "prompt", "implementation": implementation}
-        new = map(jnp.asarray, (q, k, v, positions))
-        out, cache = attend(tx, cache, *new, sinks=sinks, **how)
-        cache = jax.jit(kvjax.flush)(cache) if at else cache
-        outs.append(np.asarray(out))
-    return outs
-
-
 def kernels() -> bool:
     """Kernels run on each device's part of a cache."""
     return same_layer(kvjax.chain(kvjax.SnapKV(40), kvjax.Quantize(bits=8)), "interpret")
@@ -127,9 +111,16 @@ def sinks() -> bool:
 
 
 def same_layer(tx: kvjax.KVTransform, implementation: str, sinks=None) -> bool:
-    """Whether a layer's outputs on eight devices are those on one."""
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
-    one, many = (attended(tx, implementation, where, sinks) for where in (None, mesh))
+    """Whether a layer's outputs on eight devices are those on one, without a model."""
+    calls = (64, "prompt", True), (1, "decode", True), (1, "decode", True)
+    run = jax.jit(
+        conversation, static_argnums=(0, 1, 2), static_argnames=("mesh", "implementation")
+    )
+    (one, _), (many, _) = (
+        run(tx, calls, 64, *arrays(2, 4, 8, 66, 16), mesh=mesh, implementation=implementation,
+            sinks=sinks)
+        for mesh in (None, jax.make_mesh((2, 4), ("data", "tensor")))
+    )  # fmt: skip
     return all(np.allclose(a, b, **TOLERANCES["float32"]) for a, b in zip(one, many, strict=True))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 
 import gguf
@@ -10,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.sharding import AbstractMesh
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvjax
 from kvjax.cli.main import main
@@ -20,6 +21,7 @@ from kvjax.generation.steps import read_at_once
 from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_decoder
 from kvjax.models.shapes import shape_config
 from kvjax.registry import METHODS
+from tests.support.gguf_models import add_sizes, gguf_names
 from tests.support.marks import slow, some_slow
 
 LAYERS, HEADS = 5, 2
@@ -151,41 +153,27 @@ def test_a_request_beyond_the_models_positions_is_told(capsys):
 @pytest.mark.parametrize("name", ["model.gguf", "blob"])
 def test_a_gguf_file_is_planned_by_its_header(capsys, tmp_path, name):
     """The file has no weights: it is 13 GB of nothing on a disk that stores holes."""
-    sizes = {"hidden": 4096, "inner": 14336, "vocab": 32000, "kv": 1024}
-    shapes = {"token_embd": ("vocab", "hidden"), "output": ("vocab", "hidden")}
-    shapes |= {"output_norm": ("hidden",)}
-    for layer in range(12):
-        shapes |= {f"blk.{layer}.{name}": ("hidden",) for name in ("attn_norm", "ffn_norm")}
-        linears = {
-            "attn_q": ("hidden", "hidden"), "attn_k": ("kv", "hidden"), "attn_v": ("kv", "hidden"),
-            "attn_output": ("hidden", "hidden"), "ffn_gate": ("inner", "hidden"),
-            "ffn_up": ("inner", "hidden"), "ffn_down": ("hidden", "inner"),
-        }  # fmt: skip
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in linears.items()}
-    shapes = {f"{key}.weight": [sizes[one] for one in shape] for key, shape in shapes.items()}
-    counts = {key: math.prod(shape) for key, shape in shapes.items()}
-
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=12, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32000, max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        weights = LlamaForCausalLM(config).state_dict()
+    count, name_of = sum(x.numel() for x in weights.values()), gguf_names("llama", 12)
     writer = gguf.GGUFWriter(tmp_path / name, "llama")
-    writer.add_context_length(4096)
-    writer.add_embedding_length(sizes["hidden"])
-    writer.add_block_count(12)
-    writer.add_feed_forward_length(sizes["inner"])
-    writer.add_head_count(32)
-    writer.add_head_count_kv(8)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(sizes["vocab"])
-    for key, shape in shapes.items():
-        writer.add_tensor_info(key, shape, np.dtype("float32"), 4 * counts[key])
+    add_sizes(writer, config)
+    for key, x in weights.items():
+        writer.add_tensor_info(name_of(key), list(x.shape), np.dtype("float32"), 4 * x.numel())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
     header = (tmp_path / name).stat().st_size
-    os.truncate(tmp_path / name, -(-header // 32) * 32 + 4 * sum(counts.values()))
+    os.truncate(tmp_path / name, -(-header // 32) * 32 + 4 * count)
 
     words = ["plan", "--model", str(tmp_path / name), "--method", "full", "--tokens", "4096"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["weight_bytes"] == 2 * sum(counts.values())
+    assert found["weight_bytes"] == 2 * count
     assert found["positions"] == 4096
     assert found["methods"]["full"]["requests_that_fit"] > 0

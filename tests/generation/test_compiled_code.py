@@ -57,17 +57,3 @@ def test_generate_drops_its_own_programs_before_maps_run_out(limit):
     limit(10**9)
     assert generate(10) == first and programs() == [1, 1]
     assert not compiled_code._compiled_since.is_set()
-
-
-def test_maps_are_counted_where_something_was_compiled(limit, monkeypatch):
-    counted = []
-    monkeypatch.setattr(compiled_code, "memory_maps", lambda: counted.append(1) or 0)
-    limit(100)
-    generate(10)
-    generate(10)
-    counted.clear()
-    generate(10)
-    assert not counted
-    jax.jit(lambda x: x * 3.5)(jnp.zeros(7))
-    generate(10)
-    assert counted == [1]

@@ -16,29 +16,29 @@ import pytest
 import kvjax
 from kvjax.files import is_hidden
 from kvjax.generation import context_files
-from kvjax.generation.context_files import context_about
 from kvjax.models import random_decoder
-from tests.generation.test_context import QUESTIONS, TRANSFORMS, generate, read, same
+from tests.generation.test_context import QUESTIONS, TRANSFORMS, generate, read
 from tests.generation.test_generate import CONFIG, RAGGED, model
+from tests.support.attending import same_arrays
 from tests.support.marks import some_slow
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", some_slow(TRANSFORMS, "full", "infinigen", "offload"))
+@pytest.mark.parametrize("name", some_slow(TRANSFORMS, "full", "infinigen"))
 def test_loading_is_never_having_saved(name, tmp_path):
     """Token for token and array for array, in the middle of a conversation."""
     context = generate(QUESTIONS, read(name), max_new_tokens=3).context
     kvjax.save_context(tmp_path / "own", context, model=model(), about={"text": "ä", "n": [1, 2]})
     loaded = kvjax.load_context(tmp_path / "own", model())
-    same(loaded, context)
-    assert context_about(tmp_path / "own") == {
+    same_arrays(loaded, context)
+    assert kvjax.generation.context_files.context_about(tmp_path / "own") == {
         "text": "ä",
         "n": [1, 2],
     }
     expected, found = (generate(QUESTIONS[::-1], each) for each in (context, loaded))
     assert found.tokens == expected.tokens
-    same(found.context, expected.context)
+    same_arrays(found.context, expected.context)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,7 @@ def saved(tmp_path_factory):
     return folder, context
 
 
+@pytest.mark.slow
 def test_another_process_goes_on(saved, tmp_path):
     """What was computed in this process plays no part."""
     folder, context = saved
@@ -82,10 +83,10 @@ def test_a_new_one_takes_the_place_of_the_old(saved, tmp_path):
     for place in (own, *(place for place in own.rglob("*") if place.is_dir())):
         for name in HIDDEN:
             (place / name).write_bytes(b"\0")
-    same(kvjax.load_context(own, model()), context)
+    same_arrays(kvjax.load_context(own, model()), context)
     later = generate(QUESTIONS, context).context
     save(own, later, 2)
-    same(kvjax.load_context(own, model()), later)
+    same_arrays(kvjax.load_context(own, model()), later)
     assert names(own) == ["2"] and set(HIDDEN) <= {place.name for place in own.iterdir()}
 
 
@@ -120,11 +121,11 @@ def test_a_killed_save_leaves_the_old_one_or_the_new_one(moments):
     for folder in moments:
         context_files.check_free(folder)  # nothing is in the way of the next save
         if context_files._steps(folder):
-            seen.append(context_about(folder)["number"])
+            seen.append(kvjax.generation.context_files.context_about(folder)["number"])
         else:
             seen.append(0)
             with pytest.raises(ValueError, match="it holds none"):
-                context_about(folder)
+                kvjax.generation.context_files.context_about(folder)
     assert seen == sorted(seen) and set(seen) == {0, 1, 2}
 
 
@@ -135,8 +136,11 @@ def test_a_save_goes_on_from_what_a_killed_one_left(moments, saved, tmp_path, pa
     for number, folder in enumerate(moments[part]):
         own = shutil.copytree(folder, tmp_path / str(number))
         save(own, saved[1], 3)
-        assert context_about(own) == {"number": 3} and len(names(own)) == 1
-        same(kvjax.load_context(own, model()), saved[1])
+        assert (
+            kvjax.generation.context_files.context_about(own) == {"number": 3}
+            and len(names(own)) == 1
+        )
+        same_arrays(kvjax.load_context(own, model()), saved[1])
 
 
 # Where a file is gone, Orbax fails with reads under way, which find their event loop closed.
@@ -160,7 +164,7 @@ def test_damaged_folders_are_refused(how, saved, tmp_path):
             assert str(own) in str(error) and "\n" not in str(error), file
             refused += 1
         else:
-            same(loaded, context)
+            same_arrays(loaded, context)
     assert refused >= 3, "the JSON, and the arrays with their index"
 
 
@@ -194,7 +198,7 @@ def test_folders_that_are_none(saved, tmp_path):
         kvjax.load_context(tmp_path / "old", model())
     own = shutil.copytree(saved[0], tmp_path / "with notes")
     (own / "README.txt").write_text("what this is")
-    same(kvjax.load_context(own, model()), saved[1])
+    same_arrays(kvjax.load_context(own, model()), saved[1])
 
 
 def test_another_model_or_tokenizer(saved, tmp_path):

@@ -26,8 +26,8 @@ from kvjax.generation import fingerprints
 from kvjax.generation.fingerprints import Fingerprint, describe, describe_tokenizer, differences
 from kvjax.generation.model import FunctionalModel, as_functional
 from kvjax.models import Decoder, DecoderConfig, LayerConfig, RopeConfig
-from tests.generation.test_context import same
 from tests.generation.test_generate import CONFIG, RAGGED, model
+from tests.support.attending import same_arrays
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,7 +102,7 @@ def test_every_field_is_described_or_computes_nothing():
 def test_an_equal_model_is_the_same(context, folder):
     """Made anew, with other end tokens, or with arrays in other places."""
     for other in (copied(), with_config(changed(eos_token_ids=(3,)))):
-        same(kvjax.load_context(folder, other), context)
+        same_arrays(kvjax.load_context(folder, other), context)
         kvjax.generate(other, None, context=context, max_new_tokens=2)
 
 

@@ -15,15 +15,13 @@ import kvjax
 from kvjax.generation import groups, prompt_pass
 from kvjax.generation.groups import row_groups
 from kvjax.generation.model import as_functional
-from tests.generation.test_context import STORED, TRANSFORMS
+from tests.generation.test_context import STORED
 from tests.generation.test_generate import RNG, VOCAB, generate, method, model
 from tests.support.marks import some_slow
 
 BUCKETS = (4, 8, 16, 64)
 PROMPTS = [RNG.integers(VOCAB, size=size).tolist() for size in (5, 60, 3, 13, 41, 7)]
-GROUPS = [[1, 4], [3], [0, 5], [2]]  # 64, 16, 8 and 4 tokens wide
 QUESTIONS = [[1, 2], None, list(range(40)), [3, 4, 5], None, [6]]
-ASKED = [[2], [0, 3], [5]]
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +119,11 @@ def conversation(transform: kvjax.KVTransform, of=None, **options) -> list[kvjax
     return found
 
 
-@pytest.mark.parametrize("name", some_slow(TRANSFORMS, "every"))
+# What is decided by scores, by all heads, by layers and by groups of slots, and what is flushed.
+KINDS = ("h2o", "snapkv", "pyramidinfer", "chelsea", "clusterkv", "spindlekv", "4 bits", "every")
+
+
+@pytest.mark.parametrize("name", some_slow(KINDS))
 def test_results_are_those_of_one_padded_batch(name, together):
     transform = method(STORED.get(name, name))
     pairs = zip(conversation(transform), together(conversation, transform), strict=True)
@@ -138,16 +140,7 @@ def test_no_more_tokens_are_read_than_groups_have(shapes):
     assert shapes == [(1, 64), (2, 4), (1, 4)] * layers
 
 
-def test_other_prompts_of_the_same_widths_compile_nothing():
-    """Whatever the order of the rows, and for another number of rows of one width."""
-    generate(PROMPTS, buckets=BUCKETS, transform=kvjax.H2O(8))
-    before = prompt_pass._read_layer._cache_size()
-    generate([*PROMPTS[::-1], [1, 2]], buckets=BUCKETS, transform=kvjax.H2O(8))
-    assert prompt_pass._read_layer._cache_size() == before + 1, "two rows of 4 tokens are new"
-    generate(PROMPTS[2:] + PROMPTS[:2], buckets=BUCKETS, transform=kvjax.H2O(8))
-    assert prompt_pass._read_layer._cache_size() == before + 1
-
-
+@pytest.mark.slow
 def test_a_model_that_does_not_show_its_parts(together):
     whole, seen = dataclasses.replace(as_functional(model()), parts=None), []
     run = functools.partial(conversation, kvjax.H2O(16), whole, on_layer=seen.append)

@@ -65,21 +65,6 @@ def test_tokens_are_those_of_generate(run, text):
     assert run["tokens"].tolist() == run["fed"].tolist() == result.tokens
 
 
-def test_it_feeds_the_tokens_of_another_run(kept_tokens, run, text):
-    other = (run["fed"] + 1) % CONFIG.vocab_size
-    found = kept_tokens.record(kvjax.StreamingLLM(BUDGET, sinks=4), text, other)
-    assert np.array_equal(found["fed"], other)
-    assert np.array_equal(found["tokens"][:, 0], run["tokens"][:, 0]), "chosen by the prompt"
-    assert not np.array_equal(found["tokens"], run["tokens"])
-    same = kept_tokens.record(kvjax.StreamingLLM(BUDGET, sinks=4), text, run["fed"])
-    assert kept_tokens.compare(run, same)._replace(log_probability=0) == everything_equal()
-
-
-def everything_equal() -> tuple:
-    sets = 3 * CONFIG.num_layers * len(LENGTHS) * 2
-    return (len(LENGTHS) * STEPS,) * 2 + (None, None, 0) + (sets,) * 4 + (None, 0)
-
-
 def test_differences_are_counted(kept_tokens, run):
     other = {name: each.copy() for name, each in run.items()}
     other["tokens"][1, 17] += 1
@@ -96,16 +81,6 @@ def test_differences_are_counted(kept_tokens, run):
     assert (found.sets, found.of_sets) == (22, 24)
     assert (found.fed_sets, found.of_fed_sets, found.first_set) == (19, 20, 16)
     assert found.log_mass == pytest.approx(0.25)
-
-
-def test_sets_of_different_sizes_are_compared(kept_tokens, run):
-    wider = dict(run)
-    for layer in range(CONFIG.num_layers):
-        for name, fill in ((f"positions_{layer}", -1), (f"log_mass_{layer}", -np.inf)):
-            wider[name] = np.pad(run[name], ((0, 0),) * 3 + ((0, 2),), constant_values=fill)
-    assert kept_tokens.compare(run, wider) == everything_equal()
-    wider["positions_0"][0, 0, 0, -1] = 99
-    assert kept_tokens.compare(run, wider).sets == everything_equal()[5] - 1
 
 
 def test_every_registered_method_has_a_setting(kept_tokens):

@@ -1,4 +1,4 @@
-"""The decoder with PyramidInfer at the paper's ratios, against a loop in NumPy, row by row."""
+"""The decoder with PyramidInfer at the paper's ratios, against a loop, row by row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.references.pyramidinfer import PyramidInfer as Reference
 from tests.references.pyramidinfer import entering
 from tests.references.rope import rope
-from tests.support.attending import init_cache
+from tests.support.attending import init_cache, middle, right
 from tests.support.tolerances import close
 
 CONFIG = DecoderConfig(
@@ -27,8 +27,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 PAPER = PyramidInfer(context=6, ratio=0.6, interval=4)
 LENGTHS, WIDTH, NEW = (40, 23, 6), 40, 12
-RNG = np.random.default_rng(0)
-TOKENS = RNG.integers(0, 64, (3, WIDTH + NEW))
+TOKENS = np.random.default_rng(0).integers(0, 64, (3, WIDTH + NEW))
 
 
 @functools.cache
@@ -46,13 +45,7 @@ def _call(state, *args, **how):
     return nnx.merge(nnx.graphdef(model()), state)(*args, **how)
 
 
-def layouts() -> dict[str, np.ndarray]:
-    """Positions `[3, WIDTH]`, padded on the right and all over the place."""
-    right, scattered = np.full((2, 3, WIDTH), -1)
-    for row, length in enumerate(LENGTHS):
-        right[row, :length] = np.arange(length)
-        scattered[row, np.sort(RNG.permutation(WIDTH)[:length])] = np.arange(length)
-    return {"right": right, "scattered": scattered}
+LAYOUTS = {"right": right([0] * 3, LENGTHS, WIDTH), "scattered": middle(LENGTHS, WIDTH)}
 
 
 class Run(NamedTuple):
@@ -64,39 +57,35 @@ class Run(NamedTuple):
     after: tuple
 
 
-def run(transform=PAPER, positions=None, rows=(0, 1, 2), new=NEW, logits_at=None, chunks=1) -> Run:
-    positions = layouts()["right"] if positions is None else positions
-    positions = positions[list(rows)]
-    layers = kvjax.bind(transform, CONFIG.num_layers)
-    size = {"batch": len(rows), "kv_heads": 2, "query_heads": 4, "head_dim": 8}
+def run(layout="right", new=NEW, chunks=1) -> Run:
+    positions = LAYOUTS[layout]
+    layers = kvjax.bind(PAPER, CONFIG.num_layers)
+    size = {"batch": 3, "kv_heads": 2, "query_heads": 4, "head_dim": 8}
     caches = tuple(
         init_cache(layer, **size, max_prompt=WIDTH, max_new=NEW, dtype=jnp.float32)
         for layer in layers
     )
-    own = TOKENS[list(rows)]
-    tokens = np.take_along_axis(own, np.maximum(positions, 0), axis=1)
+    tokens = np.take_along_axis(TOKENS, np.maximum(positions, 0), axis=1)
     logits, parts = [], np.split(np.arange(WIDTH), chunks)
     for part in parts:
         out, caches = call(
             tokens[:, part], positions[:, part], caches,
-            layers=layers, phase="prompt", last=part is parts[-1], logits_at=logits_at,
+            layers=layers, phase="prompt", last=part is parts[-1],
         )  # fmt: skip
         logits.append(out)
     prompt, steps = caches, []
     for step in range(new):
         now = positions.max(1, keepdims=True) + 1 + step
-        token = np.take_along_axis(own, now, axis=1)
+        token = np.take_along_axis(TOKENS, now, axis=1)
         out, caches = call(token, now, caches, layers=layers, phase="decode")
         steps.append(np.asarray(out)[:, 0])
     return Run(np.concatenate(logits, 1), prompt, steps, caches)
 
 
 class Loop:
-    """One row through all layers in float64; each layer has a reference for its attention."""
+    """One row through all layers; each has a reference in float64 for its attention."""
 
     def __init__(self) -> None:
-        weights = nnx.to_pure_dict(nnx.state(model()))
-        self.weights = jax.tree.map(lambda x: np.asarray(x, np.float64), weights)
         options = {"context": PAPER.context, "ratio": PAPER.ratio, "interval": PAPER.interval}
         self.layers = [
             Reference(None, layer, CONFIG.num_layers, CONFIG.kv_heads, **options)
@@ -105,47 +94,28 @@ class Loop:
 
     def __call__(self, tokens, positions, decode=False) -> tuple[np.ndarray, list[int]]:
         """Logits of the tokens that come out of the last layer, and their positions."""
-        x, positions = self.weights["embed"]["embedding"][tokens], list(positions)
-        for number, layer in enumerate(self.layers):
-            x = self.block(x, positions, number, layer, decode)
-            if not decode and number + 1 < len(self.layers):
-                going = [i for i, p in enumerate(positions) if p in layer.passed]
-                x, positions = x[going], [positions[i] for i in going]
-        return self.norm(x, self.weights["norm"]) @ self.weights["lm_head"]["kernel"], positions
-
-    def block(self, x, positions, number, layer, decode):
-        weights = self.weights["layers"][number]
-        inner = self.norm(x, weights["attention_norm"])
-        q, k, v = (
-            self.heads(inner @ weights["attention"][f"{name}_proj"]["kernel"]) for name in "qkv"
-        )
+        x, positions = model().embed(jnp.array([tokens])), list(positions)
         inv_freq = 100.0 ** (-np.arange(0, 8, 2) / 8)
-        q, k = (rope(y, positions, inv_freq) for y in (q, k))
-        if decode:
-            out = layer.decode(q[:, 0], k[:, 0], v[:, 0], positions[0])[:, None]
-        else:
-            out = layer.prompt(q, k, v, positions)
-        out = out.transpose(1, 0, 2).reshape(len(x), -1)
-        x = x + out @ weights["attention"]["o_proj"]["kernel"]
-        inner, mlp = self.norm(x, weights["mlp_norm"]), weights["mlp"]
-        gate = inner @ mlp["gate_proj"]["kernel"]
-        hidden = gate / (1 + np.exp(-gate)) * (inner @ mlp["up_proj"]["kernel"])
-        return x + hidden @ mlp["down_proj"]["kernel"]
-
-    @staticmethod
-    def heads(x):
-        return x.reshape(len(x), -1, CONFIG.head_dim).transpose(1, 0, 2)
-
-    @staticmethod
-    def norm(x, weights):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + CONFIG.norm_eps) * weights["scale"]
+        for number, (block, layer) in enumerate(zip(model().layers, self.layers, strict=True)):
+            projected = block.attention.project(block.attention_norm(x))
+            q, k, v = (np.asarray(heads[0], np.float64) for heads in projected)
+            q, k = (rope(heads, positions, inv_freq) for heads in (q, k))
+            if decode:
+                out = layer.decode(q[:, 0], k[:, 0], v[:, 0], positions[0])[:, None]
+            else:
+                out = layer.prompt(q, k, v, positions)
+            x = x + block.attention.merge(jnp.asarray(out[None], jnp.float32))
+            x = x + block.mlp(block.mlp_norm(x))
+            if not decode and number + 1 < len(self.layers):
+                going = [i for i, position in enumerate(positions) if position in layer.passed]
+                x, positions = x[:, np.array(going)], [positions[i] for i in going]
+        return np.asarray(model().lm_head(model().norm(x))[0]), positions
 
 
-@pytest.mark.parametrize("layout", ["right", "scattered"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.slow
 def test_decoder_equals_the_loop(layout):
-    positions = layouts()[layout]
-    mine = run(positions=positions)
+    mine, positions = run(layout), LAYOUTS[layout]
     for row, length in enumerate(LENGTHS):
         loop = Loop()
         logits, came_out = loop(TOKENS[row, :length], range(length))
@@ -181,12 +151,6 @@ def test_layers_compute_what_they_promise():
     assert [c.kv.slots for c in mine.caches] == sorted(
         (c.kv.slots for c in mine.caches), reverse=True
     )
-
-
-def test_logits_at():
-    last = np.array(LENGTHS)[:, None] - 1
-    every, some = run(new=0), run(new=0, logits_at=jnp.asarray(last))
-    close(some.logits, np.take_along_axis(every.logits, last[:, :, None], axis=1), "float32")
 
 
 @pytest.mark.slow

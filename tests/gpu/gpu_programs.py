@@ -454,11 +454,7 @@ def _prompt_kernels(heads: Heads) -> Iterator[Program]:
 
 
 def chunk(
-    name: str,
-    transform: kvjax.KVTransform,
-    heads: Heads,
-    last: bool = False,
-    sinks: bool = False,
+    name: str, transform: kvjax.KVTransform, heads: Heads, last: bool = False, sinks: bool = False
 ) -> Program:
     """One of several chunks of a prompt; behind the last one it is compressed."""
 

@@ -8,9 +8,11 @@ import jax
 import pytest
 
 from tests.gpu import compile_for_gpus
+from tests.gpu.gpu_programs import methods
 from tests.support import ahead_of_time
 from tests.support.hlo_text import Program
 from tests.tpu import compile_for_tpus
+from tests.tpu.tpu_programs import KNOWN, PROMPTS, programs
 
 # A loop that writes a row into a store of 4 x 8 in place; `%s` stands for one more line of it.
 LOOP = """\
@@ -126,11 +128,6 @@ def test_launches_are_counted():
     assert Program(unknown).launches() == 2
 
 
-def test_what_is_no_hlo_is_refused():
-    with pytest.raises(ValueError, match="expected the text of an HLO module, got 'nothing'"):
-        Program("nothing")
-
-
 @pytest.mark.parametrize(
     ("command", "needs"),
     [(compile_for_gpus, "jax[cuda13] 0.11 or newer, on Python 3.12 or newer, and no GPU"),
@@ -151,3 +148,13 @@ def test_devices_are_described():
     for command in (compile_for_gpus, compile_for_tpus):
         with pytest.raises(SystemExit):
             command.main(["--devices", "t4"])
+
+
+def test_every_kind_of_cache_has_a_step_for_tpus():
+    found = list(programs())
+    names = {one.name for one in found}
+    assert len(names) == len(found)
+    assert {f"step of {name}" for name in methods()} <= names
+    assert set(PROMPTS) | set(KNOWN) <= set(methods())
+    assert all(one.kernel for one in found if "kernel" in one.name)
+    assert all(one.store_bytes > 1e5 for one in found)

@@ -95,16 +95,6 @@ def test_ties_go_to_the_lower_and_empty_clusters_come_last(clusters, implementat
 
 
 @pytest.mark.parametrize("implementation", EVERY)
-def test_ranks_with_the_tiles_as_they_are(implementation):
-    """More clusters than are compared at a time, many of them equal."""
-    rng = np.random.default_rng(5)
-    q = rng.integers(-3, 4, (1, 1, 2, 8)).astype(np.float32)
-    centroids = rng.integers(-3, 4, (1, 1, 1100, 8)).astype(np.float32)
-    sizes = rng.integers(0, 5, (1, 1, 1100)).astype(np.int32)
-    check_order(q, centroids, sizes, "max", implementation)
-
-
-@pytest.mark.parametrize("implementation", EVERY)
 def test_every_cluster_has_a_rank_whatever_the_scores(implementation, small_tiles):
     """A place of the order that nobody writes would name a cluster that does not exist."""
     ranks = jitted(rank_clusters, implementation=implementation)
@@ -121,28 +111,6 @@ def test_every_cluster_has_a_rank_whatever_the_scores(implementation, small_tile
         empty = np.take_along_axis(sizes, order, axis=-1) == 0
         if np.isnan(bad):
             assert (np.diff(empty.astype(int), axis=-1) >= 0).all(), "what is empty comes last"
-
-
-@pytest.mark.parametrize("most", [1, 7, 50])
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
-def test_the_first_of_a_ranking(most, implementation):
-    rng = np.random.default_rng(0)
-    q = rng.integers(-2, 3, (2, 2, 3, 4)).astype(np.float32)
-    centroids = rng.integers(-2, 3, (2, 2, 50, 4)).astype(np.float32)
-    sizes = rng.integers(0, 3, (2, 2, 50)).astype(np.int32)
-    whole = rank_clusters(q, centroids, sizes)
-    first = rank_clusters(q, centroids, sizes, most=most, implementation=implementation)
-    np.testing.assert_array_equal(first, whole[..., :most])
-    count = np.full((2, 1), 5, np.int32)
-    got, expected = (
-        build_indices(x, sizes, sizes.cumsum(-1) - sizes, count, 5, implementation=implementation)
-        for x in (first, whole)
-    )
-    there = np.minimum(np.take_along_axis(sizes, np.asarray(first), -1).sum(-1), 5)
-    for row, head in np.ndindex(2, 2):
-        stop = there[row, head]
-        np.testing.assert_array_equal(got[row, head, :stop], expected[row, head, :stop])
-        assert (got[row, head, stop:] == -1).all()
 
 
 # --- lists ----------------------------------------------------------------------------------------
@@ -191,16 +159,6 @@ def test_lists(lists, clusters, most, length, implementation, small_tiles):
         np.repeat([[0], [length]], lists, axis=1), np.arange(2 * lists).reshape(2, lists) * 29
     ):  # fmt: skip
         check_list(lists_of, *arrays, count.astype(np.int32), length)
-
-
-@pytest.mark.parametrize("implementation", EVERY)
-def test_lists_with_the_tiles_as_they_are(implementation):
-    order, sizes, starts = draw_clusters(1, 2, 150, 40)
-    count = np.array([[700], [9999]], np.int32)
-    for length in (128, 1000):
-        lists_of = jitted(build_indices, length=length, implementation=implementation)
-        check_list(lists_of, order, sizes, starts, count, length)
-        check_list(lists_of, order, 0 * sizes, starts, count, length)
 
 
 @pytest.mark.parametrize("implementation", EVERY)

@@ -117,19 +117,6 @@ def test_what_has_no_room_goes_to_the_nearest(cover_with, capacity):
     assert int(got.overflow[0]) > 0
 
 
-def test_equal_vectors_are_apart_at_a_threshold_of_one():
-    vectors = np.concatenate([around(30), around(30)[:4]])[None]
-    ones = np.ones((1, 34), np.int32)
-    got = cover_of(vectors, ones > 0, ones, theta=1.0, capacity=34)
-    assert got.index.tolist() == [list(range(34))] == got.centers.tolist()
-
-
-def test_nothing_to_cover():
-    zeros, ones = np.zeros((1, 5, 3), np.float32), np.ones((1, 5), np.int32)
-    got = cover_of(zeros, ones > 0, ones, theta=0.5, capacity=2)
-    assert (got.index.tolist(), got.count.tolist(), got.overflow.tolist()) == ([[0] * 5], [0], [0])
-
-
 def test_tiny_vectors_have_a_direction():
     vectors = (1e-30 * around(20)[None]).astype(np.float32)
     ones = np.ones((1, 20), np.int32)
@@ -137,30 +124,6 @@ def test_tiny_vectors_have_a_direction():
         cover_of(x, ones > 0, ones, theta=0.9, capacity=20) for x in (vectors, around(20)[None])
     )
     np.testing.assert_array_equal(small.index, large.index)
-
-
-def test_no_square_of_floats():
-    """N x N numbers exist in blocks only, whatever stands inside loops; the graph is bits."""
-    size = 4096
-    shapes = [(1, size, 8), (1, size), (1, size)]
-    dtypes = jnp.float32, bool, jnp.int32
-    args = map(jax.ShapeDtypeStruct, shapes, dtypes)
-    jaxpr = jax.make_jaxpr(functools.partial(greedy_cover, theta=0.9, capacity=64))(*args)
-    assert largest(jaxpr.jaxpr) <= 2**20  # a block of cosines, and as many bits in words are fewer
-    assert largest(jaxpr.jaxpr) < size * size // 8
-
-
-def largest(jaxpr) -> int:
-    """Numbers in the largest array that a computation makes, loops and branches included."""
-    most = 0
-    for equation in jaxpr.eqns:
-        most = max([most, *(x.aval.size for x in equation.outvars)])
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    most = max(most, largest(inner))
-    return most
 
 
 # --- by kernels -----------------------------------------------------------------------------------

@@ -51,23 +51,6 @@ def test_keys_that_differ_by_rounding_are_equal(dtype, implementation):
     close(apart[0, 0], [0.0, 0.0, 16 * eps])
 
 
-@pytest.mark.parametrize(
-    ("dim", "implementation"), each_way({str(n): (n,) for n in (64, 80, 128)}, fast=["80"])
-)
-def test_equal_keys_have_a_cosine_of_1(dim, implementation):
-    """So do multiples of each other, and an anchor joins neither them nor what equals epsilon."""
-    rng = np.random.default_rng(dim)
-    keys = np.repeat(rng.normal(size=(1, 1, 1, dim)), 9, axis=2)
-    keys *= 2.0 ** np.arange(9)[:, None] / 3
-    keys, slots = keys.astype(np.float32), np.arange(9, dtype=np.int32)[None, None]
-    cosine_of = functools.partial(run, implementation=implementation)
-    assert (cosine_of(pair_cosine, keys, slots, slots[..., ::-1]) == 1.0).all()
-    pairs = slots < 8
-    assert not cosine_of(join_anchors, keys, slots, pairs, threshold=1.0).any()
-    joins = cosine_of(join_anchors, keys, slots, pairs, threshold=0.9999)
-    np.testing.assert_array_equal(joins, pairs)
-
-
 @pytest.mark.parametrize("implementation", EVERY)
 def test_anchors(implementation):
     """Slots in any order, pairs that may not be: the runs of the reference."""

@@ -53,8 +53,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunk", "implementation"),
-    each_way(EDGES, fast=["1 in 2", "21 in 3", "21 in 256"]),
+    ("tokens", "chunk", "implementation"), each_way(EDGES, fast=["1 in 2", "21 in 3", "21 in 256"])
 )
 def test_edges(tokens, chunk, implementation):
     """Chunks that don't fill up, heads with fewer tokens than there is room for, and none."""

@@ -80,9 +80,12 @@ def test_the_cosine_of_parallel_keys_is_1(dim, dtype):
     keys = keys.reshape(1, 2, -1, dim)
     expected = np.array([1.0, -1.0])[None, :, None]
     first = jnp.broadcast_to(jnp.arange(0, keys.shape[2], 2, dtype=jnp.int32), (1, 2, 512))
-    cosine = np.asarray(pair_cosine(keys, first, first + 1))
-    np.testing.assert_array_equal(cosine, np.broadcast_to(expected, cosine.shape))
+    slots = jnp.broadcast_to(jnp.arange(keys.shape[2], dtype=jnp.int32), keys.shape[:3])
     for implementation in ("xla", "interpret"):
+        by = {"implementation": implementation}
+        cosine = np.asarray(pair_cosine(keys, first, first + 1, **by))
+        np.testing.assert_array_equal(cosine, np.broadcast_to(expected, cosine.shape))
+        assert not join_anchors(keys, slots, slots % 2 == 0, 1.0, **by).any()
         similarity, _ = soft_matching(
             keys[:, :1], jnp.full((1, 1), keys.shape[2]), chunk=256, implementation=implementation
         )

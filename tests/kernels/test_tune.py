@@ -37,13 +37,6 @@ def test_a_block_is_a_power_of_two_that_fits(row_bytes, slots, block):
 
 
 @pytest.mark.parametrize(
-    ("programs", "slots", "splits"), [(1, 10_000, 6), (4, 10_000, 2), (100, 10_000, 1), (1, 130, 3)]
-)
-def test_splits_fill_the_device_but_leave_each_some_blocks(programs, slots, splits):
-    assert SIZES.splits(programs, slots, block=16) == splits
-
-
-@pytest.mark.parametrize(
     ("capability", "there"), [(None, jax.default_backend()), ((7, 5), r"a GPU of 7\.5")]
 )
 def test_tuning_needs_a_gpu_that_runs_the_kernels(monkeypatch, capsys, tmp_path, capability, there):
@@ -74,23 +67,6 @@ def test_what_was_found_replaces_its_row_alone(tmp_path):
     assert new.pop("later") == {"decode_attention": new["hopper"]["gather_attention"]}
     new["hopper"]["gather_attention"] = old["hopper"]["gather_attention"]
     assert new == old, "and the table in memory is not touched"
-
-
-def test_candidates_differ_in_what_their_kernels_look_at():
-    few, prompt, grouping = (
-        {(tile.programs, tile.query_bytes) for tile in tune.candidates(work, cores=3)}
-        for work in (Attention(1, 40), Attention(1, 40, queries=24), GROUPINGS["pairs"])
-    )
-    default = Tile(1, 4, 2, 1, 1).query_bytes
-    assert few == {(1, default), (2, default), (4, default)}
-    assert prompt == {(2, 16_384), (2, 32_768)} and grouping == {(1, default)}
-
-
-@pytest.mark.parametrize(
-    ("row_bytes", "rows", "tile"), [(256, 1000, 64), (256, 20, 32), (256, 3, 16), (2048, 99, 16)]
-)
-def test_a_tile_of_queries_is_a_power_of_two_that_fits(row_bytes, rows, tile):
-    assert SIZES.rows(row_bytes, rows) == tile
 
 
 ROWS = {"heads": 2, "channels": 32, "dtype": "float32"}

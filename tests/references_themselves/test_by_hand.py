@@ -20,17 +20,13 @@ from kvjax.transforms.spindlekv.schedule import SpindleBudget
 from pallas_kernels.formats.bits import pack_int4, unpack_int4
 from tests.references import (
     attention,
-    best_match,
     clusterkv,
     codebook,
     column_sums,
     hadamard,
     infinigen,
-    merge,
     quantised,
     quest,
-    slots,
-    snapkv,
     spindlekv,
 )
 from tests.references import budgets as row_budgets
@@ -41,6 +37,7 @@ from tests.references.rope import inverse_frequencies, rope
 from tests.references.snapkv import SnapKV
 from tests.references.streaming_llm import StreamingLLM
 from tests.support.attending import attend, new_cache, slots_of
+from tests.support.implementations import EVERY
 from tests.support.tolerances import close
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -112,37 +109,6 @@ def test_figures_of_the_spindlekv_paper():
     assert unshared == pytest.approx(codebook.reserve_ratio(100, 50, 100, 1, 128))
 
 
-def test_reserve_ratio():
-    """Each kept key or value of 16 numbers takes 8 bytes, an eighth of 4 bytes a number."""
-    assert codebook.reserve_ratio(0, 10, 10, kv_heads=1, dim=16) == 1 / 8
-    assert codebook.reserve_ratio(20, 10, 10, kv_heads=1, dim=16, magnitude_bytes=0) == 1 + 1 / 16
-    # 2 heads of 100 tokens in bfloat16, 50 entries, 120 slots: (50 * 64 * 2 + 240 * 6) / 51200
-    ratio = codebook.reserve_ratio(50, 120, 100, 2, 64, vector_bytes=2, magnitude_bytes=2)
-    assert ratio == pytest.approx(7840 / 51200)
-
-
-COUNTS = [
-    (quest.page_budget, [((48, 10), 3), ((1024, 10), 64), ((0.5, 1000), 31), ((0.1, 1000), 6),
-                         ((0.1, 100), 3), ((0.5, 0), 3)]),
-    # 10 tokens would be two more than a twelfth; 10.5 is rounded up; 85 is a twelfth.
-    (clusterkv.tokens_per_cluster, [((0, 17), 8), ((1000, 100), 8), ((2000, 200), 10),
-                                    ((2100, 200), 11), ((32768, 1024), 32), ((131072, 1024), 85)]),
-    # tokens, size, sinks, clusters, chunk; 1.5 is rounded up; of ten and six sinks in chunks of 10
-    (clusterkv.cluster_counts, [
-        ((0, 80), []), ((16, 80), [0]), ((17, 80), [1]), ((119, 80), [1]), ((120, 80), [2]),
-        ((32768, 80), [410]), ((20, 1), [4]), ((20, 80, 16, 3), [3]), ((20, 80, 16, 400), [4]),
-        ((16, 80, 16, 3), []), ((5, 2, 0), [3]), ((241, 80, 16, None, 120), [2, 2, 1]),
-        ((25, 80, 16, 3, 10), [3]), ((25, 2, 16, None, 10), [0, 4, 3])]),
-    (quantised.quantised_keys, [((0,), 0), ((127,), 0), ((128,), 128), ((300,), 256)]),
-    (quantised.quantised_values, [((0,), 0), ((128,), 0), ((300,), 172)]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("count", "cases"), COUNTS)
-def test_counts(count, cases):
-    assert [count(*given) for given, _ in cases] == [expected for _, expected in cases]
-
-
 # --- attention ------------------------------------------------------------------------------------
 
 HALF_CAPPED = math.exp(3 * math.tanh(math.log(3) / 3))
@@ -177,12 +143,6 @@ def test_attention(at, places, mass, options, expected):
     close(sums[0], np.sum(expected, 0), "rounding")
 
 
-def test_the_default_scale():
-    q, k = np.full((1, 1, 4), 2.0), np.array([[1.0] * 4, [0.0] * 4])
-    _, p = attention.softmax_attention(q, k, k, [1], [0, 1])
-    np.testing.assert_allclose(p[0, 0, 0], math.exp(4) / (1 + math.exp(4)))  # 4 * 2 / sqrt(4) = 4
-
-
 def test_rotation():
     x = np.array([[1.0, 10.0, 0.0, 0.0, 7.0]])
     expected = [2 * np.cos(1.5), 20 * np.cos(0.3), 2 * np.sin(1.5), 20 * np.sin(0.3), 7]
@@ -199,32 +159,6 @@ def test_hadamard_rotation():
     x = np.concatenate([np.zeros((4, 8)), np.eye(4)], axis=1)  # blocks of 4 are by themselves
     for rotated in (hadamard.rotate(x), kernels.hadamard_transform(jnp.asarray(x, jnp.float32))):
         np.testing.assert_array_equal(rotated, np.concatenate([np.zeros((4, 8)), expected], axis=1))
-
-
-def test_merging():
-    keys, log_mass = np.array([[1.0], [4.0], [10.0], [9.0]]), np.log([1.0, 2.0, 1.0, 1.0])
-    log_mass[3] = -np.inf
-    place, into = np.array([3, 5, 6, -1]), np.array([1, 1, 2, 3])
-    k, v, mass, position = merge.merge(keys, -keys, log_mass, place, into)
-    np.testing.assert_allclose(k[:, 0], [0, 3, 10, 0])
-    np.testing.assert_allclose(v, -k)
-    np.testing.assert_allclose(mass, [-np.inf, np.log(3), 0, -np.inf])
-    np.testing.assert_array_equal(position, [-1, 5, 6, -1])
-    k, *_ = merge.merge(keys, keys, log_mass, place, into, np.array([3, 1, 1, 1]))
-    np.testing.assert_allclose(k[1], 7 / 4)
-    with pytest.raises(ValueError, match="target"):
-        merge.merge(keys[:3], keys[:3], np.zeros(3), np.arange(3), np.array([1, 2, 2]))
-
-
-def test_scores_of_tokens():
-    scores = np.array([[3.0, 0.0, 0.0, 6.0, 0.0]])
-    np.testing.assert_allclose(snapkv.pool(scores, 3, "avg"), [[1, 1, 2, 2, 2]])
-    np.testing.assert_allclose(snapkv.pool(scores, 3, "max"), [[3, 3, 6, 6, 6]])
-    np.testing.assert_allclose(snapkv.pool(scores[:, :2], 7, "max"), [[3, 3]])
-    assert slots.best(np.array([1.0, 2.0, 1.0, 2.0, 1.0]), 3) == [0, 1, 3]  # the lower of equals
-    of_heads = np.array([[4.0, 7, 0], [4, 0, 0]])
-    reduced = {how: slots.reduce_group(of_heads, how).tolist() for how in ("mean", "sum", "max")}
-    assert reduced == {"mean": [4, 3.5, 0], "sum": [8, 7, 0], "max": [4, 7, 0]}
 
 
 # --- methods that evict ---------------------------------------------------------------------------
@@ -326,67 +260,7 @@ def test_what_is_kept(name):
         first += count
 
 
-def test_scores_while_decoding():
-    values = np.arange(6.0)[:, None]
-    method = H2O(4, scale=1.0)
-    method.prompt(np.ones((1, 6, 1)), np.log(LETTERS)[:, None], values, np.arange(6))
-    np.testing.assert_allclose(method.slots.scores[0, 1], 1 / 2 + 4 / 9 + 4 / 10)
-    out = method.decode(np.ones((1, 1)), np.log([2.0]), np.array([6.0]), 6)
-    np.testing.assert_allclose(out, [[(0 + 3 * 4 + 4 + 5 + 6 * 2) / 9]])
-    np.testing.assert_allclose(method.slots.scores[0, 2:], [1 / 10 + 1 / 9, 2 / 9])
-    method = SnapKV(9, observation=2, kernel=1, scale=1.0)  # softmax over prefix and window
-    method.prompt(np.ones((1, 4, 1)), np.log([1, 2, 3, 4])[:, None], values[:4], np.arange(4))
-    np.testing.assert_allclose(method.prefix_scores(), [(1 / 6 + 0.1) / 2, (2 / 6 + 0.2) / 2])
-
-
-def test_spindlekv_divides_by_age():
-    """By equation 2, the token at `a` of L tokens has been received by L - a queries."""
-
-    def prompt(weights, query=(1.0,)):
-        q = np.broadcast_to(np.reshape(query, (-1, 1, 1)), (len(query), len(weights), 1))
-        k = np.log(np.array(weights, float))[None, :, None]
-        return q, k, np.ones_like(k), np.arange(len(weights))
-
-    options = {"observation": 2, "scale": 1.0}
-    method = spindlekv.LayerBudgetEviction(1.0, 0, 1, 1, **options)
-    method.prompt(*prompt([1, 3, 4, 2]))
-    p = np.array([[1, 3, 4, 0], [1, 3, 4, 2]]) / np.array([[8], [10]])
-    np.testing.assert_allclose(method.scores()[0], p.sum(0) / [4, 3, 2, 1])
-
-    method = spindlekv.LayerBudgetEviction(0.5, 0, 1, 1, **options)
-    method.prompt(*prompt([16, 1, 1, 16, 1, 1, 2, 4]))
-    assert method.kept == [[0, 3, 6, 7]]
-    one = np.ones((1, 1, 1))
-    method.prompt(one, np.log(8 * one), one, np.array([8]), last=False)
-    expected = np.array([16, 16, 2, 4, 8]) / 46 / [9, 6, 3, 2, 1]
-    np.testing.assert_allclose(method.scores()[0], expected)
-
-    # One query head likes what the other does not.
-    tokens, folded = prompt([8, 1, 8, 1, 1, 1, 1, 1, 1, 1], (1.0, -1.0)), {"unfold": False}
-    alone = spindlekv.LayerBudgetEviction(0.4, 0, 1, 1, **options)
-    together = spindlekv.LayerBudgetEviction(0.4, 0, 1, 1, **options, **folded)
-    for method in (alone, together):
-        method.prompt(*tokens)
-    assert alone.kept == [[0, 2, 8, 9], [6, 7, 8, 9]] and together.kept == [[2, 7, 8, 9]]
-    assert alone.weights() == {(0, 0): 1, (2, 0): 1, (6, 0): 1, (7, 0): 1, (8, 0): 2, (9, 0): 2}
-
-
-def test_spindlekv_shares_a_book_among_heads():
-    """Vertices come by position; both heads have the first direction, each another one."""
-    k = np.array([[[2.0, 0, 0], [0, 0, 3]], [[0, 5.0, 0], [7, 0, 0]]])
-    method = spindlekv.SpindleKV(1.0, 0, 1, 2, observation=1)
-    method.prompt(np.zeros((2, 2, 3)), k, k, np.arange(2))
-    np.testing.assert_array_equal(method.key_book.entries, np.eye(3))
-    assert method.key_codes == {(0, 0): (0, 2), (0, 1): (1, 5), (1, 0): (2, 3), (1, 1): (0, 7)}
-    method.decode(np.zeros((2, 3)), np.array([[0, 2.0, 0], [-1, 0, 0]]), k[:, 0], 2)
-    assert (method.key_codes[2, 0], method.key_codes[2, 1]) == ((1, 2), (3, 1))
-    assert (len(method.key_book), len(method.value_book), method.slots) == (4, 3, 6)
-
-
 # --- methods that select --------------------------------------------------------------------------
-
-MEAN = {"scale": 0.0}
-"""Attention with equal weights: an output is the mean of the values of the selected tokens."""
 
 
 def read(method, keys) -> None:
@@ -395,16 +269,6 @@ def read(method, keys) -> None:
     place = np.arange(keys.shape[1])
     values = np.broadcast_to(place[:, None].astype(float), keys.shape)
     method.prompt(np.zeros(keys.shape), keys, values, place)
-
-
-def step(method, position, q, k, **more) -> list[list[int]]:
-    """Decodes one token with q [Q, D] and k [H, D]; the output must be that of its selection."""
-    q, k = np.array(q, float), np.array(k, float)
-    out, selected = method.decode(q, k, np.full(k.shape, float(position)), position, **more)
-    if method.options == MEAN:
-        means = np.repeat([np.mean(chosen) for chosen in selected], len(q) // len(selected))
-        np.testing.assert_allclose(out, np.repeat(means[:, None], q.shape[1], axis=1))
-    return selected
 
 
 @pytest.mark.parametrize(
@@ -428,7 +292,8 @@ def step(method, position, q, k, **more) -> list[list[int]]:
          [[0, 0], [0, -1]]),
     ],
 )  # fmt: skip
-def test_kmeans(keys, start, options, labels, centroids):
+@pytest.mark.parametrize("implementation", EVERY)
+def test_kmeans(keys, start, options, labels, centroids, implementation):
     given = {"metric": "cosine", "rounds": 20, **options}
     keys, start = np.array(keys, float), np.array(start, float)
     centroids = start if centroids is None else centroids
@@ -436,7 +301,7 @@ def test_kmeans(keys, start, options, labels, centroids):
     members, there = every
     library = kernels.kmeans(
         jnp.asarray(keys, jnp.float32)[None, None], members,
-        jnp.asarray(start, jnp.float32)[None, None], there, **given,
+        jnp.asarray(start, jnp.float32)[None, None], there, **given, implementation=implementation,
     )  # fmt: skip
     for label, moved in (
         clusterkv.kmeans(keys, start, given["metric"], given["rounds"]),
@@ -473,75 +338,6 @@ def test_selected_clusters(scores, room, expected):
     assert [members[slot] for slot in listed.tolist() if slot >= 0] == expected
 
 
-X, Y, Z = np.eye(3)
-FIGURE_8_KEYS = [X, 3 * Z, 2 * X, Y, Y, 2 * Y, Z]  # a sink, then the figure's keys at 1 to 6
-
-
-def figure_8(budget, draws=((2, 3, 6),), **options):
-    """The figure's clusters start from positions 2, 3 and 6, generated ones as `draws` says."""
-    drawn = iter(draws)
-    method = clusterkv.ClusterKV(
-        budget, lambda *_: list(next(drawn)), sinks=1, clusters=3, **options, **MEAN
-    )
-    read(method, [FIGURE_8_KEYS])
-    return method
-
-
-@pytest.mark.parametrize(
-    ("q", "budget", "expected"),
-    [
-        # Centroids are 2X, 4/3 Y and 2 Z.
-        ([2, 1, 3], 4, [0, 1, 6, 2, 7]),
-        ([1, 2, 3], 5, [0, 1, 6, 3, 4, 7]),
-        ([2, 2.9, 1], 3, [0, 2, 3, 7]),  # 4, 3.87, 2: a dot product with the mean, not a cosine
-        ([2, 3.1, 1], 3, [0, 3, 4, 7]),
-        ([-2, -3.1, -1], 4, [0, 1, 6, 2, 7]),
-        ([1, 0, 1], 4, [0, 2, 1, 6, 7]),  # a tie
-        ([1, 2, 3], 100, [0, 1, 6, 3, 4, 5, 2, 7]),
-    ],
-)
-def test_clusterkv_selects(q, budget, expected):
-    assert step(figure_8(budget), 7, [q], [X]) == [expected]
-
-
-def test_clusterkv_clusters_generated_tokens():
-    # Cluster 3 starts from the key at 8, cluster 4 from that at 7.
-    method = figure_8(5, ((2, 3, 6), (8, 7), (12, 11)), interval=4, new_clusters=2)
-    keys, q = [4 * X, 9 * Y, X, Y, 20 * Y, Z, Z, Z, X], [0, 1, 0]
-    selected = [step(method, 7 + i, [q], [key])[0] for i, key in enumerate(keys)]
-    old = [0, 3, 4, 5, 2]  # scores of clusters 0 to 2 are 0, 4/3 and 0
-    assert selected[:4] == [[*old, *range(7, 8 + i)] for i in range(4)]
-    # Clusters 3 (8 and 10, mean 5 Y) and 4 (7 and 9, mean 2.5 X) are there now, within the budget.
-    new = [0, 8, 10, 3, 4]
-    assert selected[4:8] == [[*new, *range(11, 12 + i)] for i in range(4)]
-    # Cluster 5 started from Z, the key at 12, and cluster 6 from that at 11, 20 Y.
-    assert selected[8] == [0, 11, 8, 10, 3, 15]
-    assert step(method, 16, [[0, 0, 1]], [X]) == [[0, 1, 6, 12, 13, 15, 16]]  # 2 Z before Z
-
-
-def test_clusterkv_clusters_a_further_prompt_anew():
-    method = figure_8(4, ((2, 3, 6), (7, 9, 5)), interval=5)
-    assert step(method, 7, [X], [-X]) == [[0, 2, 3, 4, 7]]
-    keys = np.array([[X, -2 * X]])
-    method.prompt(np.zeros(keys.shape), keys, keys, np.arange(8, 10))
-    # From -X, -2X and Y: first Z and -X are together, cluster 1 is empty; its centroid stays, and
-    # is nearer to -X than their mean, (-3/4, 0, 1).
-    assert [c.members for c in method.indices[0].clusters] == [[1, 6], [7, 9], [2, 3, 4, 5, 8]]
-
-
-@pytest.mark.parametrize(
-    ("options", "q", "expected"),
-    [
-        # Scores of the clusters along X and Y: 8 and 4 of one query, -4 and 4 of the other.
-        ({"group_reduce": "max"}, [[4, 3, 0], [-2, 3, 0]], [[0, 2, 7]]),
-        ({"group_reduce": "mean"}, [[4, 3, 0], [-2, 3, 0]], [[0, 3, 7]]),
-        ({"per_query_head": True}, [[4, 0, 0], [0, 4, 0]], [[0, 2, 7], [0, 3, 7]]),
-    ],
-)
-def test_clusterkv_for_groups_of_queries(options, q, expected):
-    assert step(figure_8(2, **options), 7, q, [X]) == expected
-
-
 def test_bounds_of_pages():
     keys = np.array([[1, 5], [-2, 3], [0, 0], [4, -1], [7, 7]], float)
     low, high, score = [[-2, 3], [0, -1], [7, 7]], [[1, 5], [4, 0], [7, 7]], [-5, 6, -7]
@@ -558,29 +354,6 @@ def test_bounds_of_pages():
             np.testing.assert_array_equal(got, expected)
 
 
-def pages(levels) -> np.ndarray:
-    """Pages of two tokens, the first of them with this key in one of two channels."""
-    return np.array([key for level in levels for key in (level, [-50, -50])], float)[None, :9]
-
-
-def test_quest_selects():
-    method = quest.Quest(6, page=2, first_page=False, **MEAN)
-    read(method, pages([[1, 0], [3, 0], [0, 9], [3, 0], [2, 0]]))
-    # The last page has position 8 and takes the new 9: it is always there.
-    assert step(method, 9, [[1, 0]], [[-70, -70]]) == [[2, 3, 6, 7, 8, 9]]
-    # The new 10 is a page of its own; of two equal pages the lower one is taken.
-    assert step(method, 10, [[0, 1]], [[0, 0]]) == [[0, 1, 4, 5, 10]]
-    assert step(method, 11, [[0, 1]], [[0, 8]]) == [[0, 1, 4, 5, 10, 11]]
-    # The page of 10 and 11 is an old one now; what came later is in its bounds.
-    assert step(method, 12, [[0, 1]], [[0, 0]]) == [[4, 5, 10, 11, 12]]
-    # A negative channel is bounded by the smallest key: 70 of page 4, 50 of the others.
-    assert step(method, 13, [[-1, 0]], [[0, 0]]) == [[0, 1, 8, 9, 12, 13]]
-    # By the bounds, the pages of 4 and of 6 come before the first one.
-    method = quest.Quest(6, page=2, **MEAN)
-    read(method, pages([[1, 0], [2, 0], [8, 0], [9, 0], [1, 0]]))
-    assert step(method, 9, [[1, 0]], [[-50, -50]]) == [[0, 1, 6, 7, 8, 9]]
-
-
 @pytest.mark.parametrize(
     ("share", "expected"),
     [(0.1, [0, 1]), (0.2, [0, 1]), (0.39, [0, 1]), (0.4, [0, 1, 3]), (1.0, [0, 1, 2, 3, 4])],
@@ -592,47 +365,6 @@ def test_partial_channels(share, expected):
     assert infinigen.partial_channels(q, k, np.eye(5), share) == expected
     library = np.abs(partial_projection(q, k, share))
     np.testing.assert_allclose(library, np.eye(5)[:, expected], atol=1e-12)
-
-
-ROWS = [np.array([5, 4, 3, 0, 0, 0, 0, 0, 0, 0.0]), np.array([1, 1, 1, 1, 1, 0, 0, -9, -9, -9.0])]
-
-
-@pytest.mark.parametrize(
-    ("rows", "alpha", "budget", "count"),
-    [
-        (ROWS, 0.0, 0.9, 3),  # 1 and 5
-        (ROWS, 1.0, 0.9, 4),  # 2 and 7: int(4.5)
-        (ROWS, 1.0, 3, 3), (ROWS, 1.0, 0.39, 3), (ROWS, 1.0, 0.05, 1),
-        (ROWS, 9.9, 1.0, 8),  # 10 and 7: int(8.5)
-        (ROWS, None, 0.2, 2), (ROWS, None, 99, 99),
-        ([ROWS[0], np.ones(3)], 0.0, 0.5, 2),  # 1 and 3
-        ([ROWS[0], np.ones(3)], None, 0.5, 5),
-        ([np.array([])] * 2, 5.0, 0.2, 1),
-    ],
-)  # fmt: skip
-def test_tokens_that_infinigen_takes(rows, alpha, budget, count):
-    assert infinigen.token_count(rows, budget, alpha) == count
-
-
-def test_infinigen_selects():
-    """The score of a token is the first of its four channels; the others must not count."""
-    scores = np.array([[0, 5, 4, 3, 0, 5, 0, 0, 0, 0], [1, 0, 1, 1, 1, 1, -9, -9, 0, -9]], float)
-    keys = np.concatenate([scores[..., None], np.full((2, 10, 3), 100.0)], axis=-1)
-    projections = np.broadcast_to(np.eye(4)[:, :1], (2, 4, 1))
-    q, new = np.repeat([[2.0, 0, 0, 7]], 4, axis=0), np.array([[9.0, 100, 100, 100]] * 2)
-    for alpha, budget, expected in (
-        (0.0, 0.9, [[1, 2, 5], [0, 2, 3]]),  # 2 and 5
-        (1.0, 0.9, [[0, 1, 2, 3, 5], [0, 2, 3, 4, 5]]),  # 3 and 7
-        (None, 1, [[1], [0]]),
-    ):
-        method = infinigen.InfiniGen(projections, budget, alpha, **MEAN)
-        read(method, keys)
-        assert step(method, 10, q, new) == [[*chosen, 10] for chosen in expected]
-    # Another query predicts, and attention is by the token's own.
-    method = infinigen.InfiniGen(projections, 1, None, **MEAN)
-    read(method, keys)
-    assert step(method, 10, q, new, predicting_query=-q) == [[0, 10], [6, 10]]
-    assert step(method, 11, q, new) == [[10, 11], [10, 11]]
 
 
 # --- the codebook ---------------------------------------------------------------------------------
@@ -691,21 +423,6 @@ def test_covering(vectors, theta, weights, capacity, centers, index, overflow):
     assert library.index[0, :count].tolist() == index and int(library.overflow[0]) == overflow
 
 
-def test_adding_to_a_book():
-    book = codebook.Codebook(TEN, capacity=3)
-    index, norms = book.encode(at(0, 20, norms=[2, 3]))
-    np.testing.assert_allclose(book.entries, at(0, 20))
-    np.testing.assert_allclose(book.read(index, norms), at(0, 20, norms=[2, 3]))
-    index, norms = book.append(at(8, 12, 40, 45, 180, norms=[2, 2, 5, 5, 7]))
-    # 8 is near both; 12 nearer to 20; 40 becomes an entry, which 45 finds; 180 has no room.
-    assert index.tolist() == [0, 1, 2, 2, 2] and book.overflow == 1
-    np.testing.assert_allclose(book.entries, at(0, 20, 40))
-    np.testing.assert_allclose(book.read(index, norms)[3], at(40)[0] * 5)
-    raw = codebook.Codebook(TEN, magnitude=False)
-    assert raw.append(np.array([[0.0, 0], [0, 3], [0, 0], [0, 9]]))[0].tolist() == [0, 0, 0, 0]
-    np.testing.assert_array_equal(raw.read([0], [9.0]), [[0, 3]])
-
-
 # --- 8 and 4 bits ---------------------------------------------------------------------------------
 
 
@@ -746,20 +463,3 @@ def test_two_numbers_a_byte():
         np.testing.assert_array_equal(unpack(jnp.asarray(packed)), q)
     with pytest.raises(ValueError, match="even number of channels; given 3"):
         quantised.pack(q[:, :3])
-
-
-@pytest.mark.parametrize(
-    ("x", "expected"),
-    # From 1 on, bfloat16 has steps of 2 ** -7: 1 + 2 ** -8 lies half-way, and goes to the even 1.
-    [(1 + 2**-8, 1), (1 + 3 * 2**-8, 1 + 2**-6), (1 + 2**-8 + 2**-20, 1 + 2**-7), (-3.0, -3)],
-)
-def test_rounding_to_bfloat16(x, expected):
-    assert quantised.rounded(np.array([x]), "bfloat16").tolist() == [expected]
-
-
-def test_best_matches():
-    a, b = np.array([[1.0], [2.0], [-1.0], [5.0]]), np.array([[3.0], [3.0], [-4.0]])
-    chunks = [([0, 2], [0, 1, 2]), ([3], [])]
-    best, match, margin = best_match.best_match(a, b, chunks, lambda x, y: float(x @ y))
-    assert best.tolist() == [3, -np.inf, 4, -np.inf]
-    assert match.tolist() == [0, 0, 2, 0] and margin == 7

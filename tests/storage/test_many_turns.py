@@ -158,35 +158,23 @@ MANY = {
     "4 bits, token": ("streaming_llm", "when_full", "reposition"),
     "codebook": ("snapkv", "every", "kvmerger", "head_groups"),
 }
+CASES = [
+    *((name, form) for form, chosen in MANY.items() for name in chosen),
+    *(("full", form) for form in FORMS),
+    ("quest", "4 bits"), ("clusterkv", "8 bits"), ("clusterkv", "4 bits"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    some_slow(
-        [(name, form) for form, chosen in MANY.items() for name in chosen], ("snapkv", "4 bits")
-    ),
-)
-def test_behind_what_frees_slots(name, form):
-    script = Script(turns=6, new=2, steps=1)
-    check(one_layer(chain(EVICTING[name], FORMS[form])), script, of_form(form, script))
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    some_slow(
-        [
-            *(("full", form) for form in FORMS),
-            ("quest", "4 bits"),
-            ("clusterkv", "8 bits"),
-            ("clusterkv", "4 bits"),
-        ],
-        ("full", "8 bits"),
-    ),
-)
-def test_where_slots_stay(name, form):
-    """Turns of one token; for ClusterKV of a whole cluster, for which it always has room."""
-    script = Script(turns=12, new=4 if name == "clusterkv" else 1, steps=0)
-    check(one_layer(chain(FORMS[form], KEEPING[name])), script, of_form(form, script))
+@pytest.mark.parametrize(("name", "form"), some_slow(CASES, ("snapkv", "4 bits")))
+def test_what_is_encoded_stays_as_it_is(name, form):
+    """Where slots stay, in turns of one token; for ClusterKV of a whole cluster, for which it
+    always has room."""
+    if name in EVICTING:
+        parts, script = (EVICTING[name], FORMS[form]), Script(turns=6, new=2, steps=1)
+    else:
+        parts = FORMS[form], KEEPING[name]
+        script = Script(turns=12, new=4 if name == "clusterkv" else 1, steps=0)
+    check(one_layer(chain(*parts)), script, of_form(form, script))
 
 
 def test_what_cannot_be_stored_so():

@@ -286,6 +286,21 @@ def of_heads(options: dict, heads: slice) -> dict:
     return {**options, "sinks": options["sinks"][heads]}
 
 
+def numbers(x) -> np.ndarray:
+    """Those of an array, which may be one of random keys."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def same_arrays(caches, other) -> None:
+    """Two pytrees have one structure and the same arrays, bit for bit, in the same memories."""
+    assert jax.tree.structure(caches) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(caches), jax.tree.leaves(other), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert x.sharding.memory_kind == y.sharding.memory_kind
+        np.testing.assert_array_equal(numbers(x), numbers(y))
+
+
 def structure(cache) -> tuple:
     """Everything about a cache that must not change between calls."""
     leaves, tree = jax.tree.flatten(cache)

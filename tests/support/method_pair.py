@@ -30,8 +30,8 @@ from tests.references import (
 from tests.references.rope import rope as rotate
 from tests.references.slots import Slots
 from tests.support.attending import OPTIONS, attend, flushed, init_cache, of_heads, slots_of
-from tests.support.decode_loops import Seen, Watched, found, listed, unseen
 from tests.support.tolerances import close, within_roundings
+from tests.support.watched import Seen, Watched, found, listed, unseen
 
 LENGTHS = (37, 5, 52)  # the second row is shorter than every budget used with them
 WIDTH = 56  # prompt calls of one width, over and over, so that tests share compiled code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -66,21 +65,6 @@ def test_encoded(form, shape, monkeypatch):
         check(case, case.attention("pallas"), case.expected(rows=case.rows))
 
 
-@pytest.mark.slow
-def test_lengths_are_where_reading_ends(monkeypatch):
-    """Two slots more in every head would be seen by anybody who looked there."""
-    case = Case(Shape(group=1, slots=300))
-    fewer = np.maximum(np.asarray(case.used) - 2, 0)
-    call = functools.partial(decode_attention, used=fewer)
-    with interpreted(monkeypatch):
-        out, lse, p = run(call, case.args, **case.options, probabilities=False)
-        jax.block_until_ready(out)
-    assert p is None
-    case.bias = np.where(np.arange(300) < fewer[..., None], case.bias, -np.inf)
-    close(out, case.expected()[0])
-    close(lse, case.expected()[1])
-
-
 def test_a_live_number_that_is_none_stays_one(monkeypatch):
     case = Case(Shape(group=1, slots=300))
     live = np.argwhere(~case.free[1, 0])[0][0]
@@ -89,28 +73,6 @@ def test_a_live_number_that_is_none_stays_one(monkeypatch):
         out, _, _ = run(decode_attention, case.args, **case.options)
         bad = np.isnan(np.asarray(out))
     assert bad[1, 0, ..., 3].all() and bad.sum() == bad[1, 0, ..., 3].size
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("first", "end"), [(0, 0), (0, 1), (0, 1000), (130, 131), (300, 700), (900, 1000), (1000, 0)]
-)
-def test_only_blocks_with_slots_that_are_looked_at_are_fetched(first, end, parts):
-    block, blocks = 128, 8
-    plan = SimpleNamespace(block=block, parts=parts)
-    wanted = {i for i in range(blocks) if i * block < end and (i + 1) * block > first}
-    for part in range(parts):
-        rounds = range(-(-blocks // parts))
-        at = [
-            int(tpu_kernel._block_at(part, i, np.int32(first), np.int32(end), plan=plan,
-                                     blocks=blocks))
-            for i in rounds
-        ]  # fmt: skip
-        own = {i for i in wanted if i % parts == part}
-        assert all(i % parts == part and i < blocks for i in at)
-        # One block is fetched in any case, before it is known that there is nothing to do.
-        assert set(at) == own or (not own and len(set(at)) == 1)
-        assert all(at[i // parts] == i for i in own)
 
 
 @pytest.mark.parametrize(("form", "unit"), [("dense", 128), ("int8", 128), ("4 bits", 256)])

@@ -133,7 +133,6 @@ REFUSED = {
     "full": (lambda: CaM(kvjax.Full()), ValueError, "Full.*"),
     "itself": (lambda: CaM(CaM(H2O(8))), ValueError, "evicts tokens.*CaM"),
     "groups": (lambda: CaM(kvjax.HeadGroups((((0,), H2O(8)),))), ValueError, "HeadGroups"),
-    "class": (lambda: CaM(H2O), TypeError, "instance"),
     "no tokens": (lambda: CaM(H2O(8), merge_tokens=0), ValueError, "at least 1, got 0"),
     "no window": (
         lambda: kvjax.init_cache(CaM(Newest()), **SIZE), ValueError, "must be given.*Newest"

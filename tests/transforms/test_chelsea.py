@@ -116,7 +116,6 @@ def test_a_cache_of_one_slot(chunk):
 
 BAD = {
     "budget": (lambda: kvjax.Chelsea(80), ValueError, "80", "at least 81", "sinks + recent + 1"),
-    "share": (lambda: kvjax.Chelsea(1.5), ValueError, "1.5", "(0, 1]"),
     "ratio": (lambda: kvjax.Chelsea(128, ratio_0=1.1), ValueError, "1.1", "ratio_0"),
     "halt": (lambda: kvjax.Chelsea(128, decay=0.5, steps=2), ValueError, "above 0", "2 steps"),
     "outliers": (lambda: kvjax.Chelsea(128, outlier_heads=((0, 1),)), TypeError, "(0, 1)"),

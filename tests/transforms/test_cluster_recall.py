@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.transforms.clusterkv import recalled
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.clusterkv.recalled import Ranking, recalled_slots
 from tests.references import cluster_selection as reference
@@ -55,24 +52,3 @@ def test_slots_are_those_of_a_whole_ranking(likely, per_query_head):
         own = query[row, head, choice : choice + 1] if per_query_head else query[row, head]
         expected = expected_slots(own, clusters, row, head, 64)
         assert lists[row, head, choice].tolist() == expected
-
-
-@pytest.mark.parametrize("likely", [3, 16, 30])
-def test_all_are_ranked_only_where_the_first_do_not_fill_the_lists(likely, monkeypatch):
-    """A callback notes that the whole ranking is used."""
-    whole, rank = [], recalled.rank_clusters
-
-    def watched(*args, most, **options):
-        order = rank(*args, most=most, **options)
-        if most == CLUSTERS:
-            jax.debug.callback(lambda: whole.append(most))
-        return order
-
-    monkeypatch.setattr(recalled, "rank_clusters", watched)
-    clusters = some_clusters(np.random.default_rng(0))
-    query = jnp.ones((ROWS, HEADS, GROUP, DIM))
-    jax.jit(
-        functools.partial(recalled_slots, length=64, likely=likely, ranking=Ranking(False, "max"))
-    )(query, clusters)
-    jax.effects_barrier()
-    assert bool(whole) == (likely == 3)

@@ -14,11 +14,11 @@ from kvjax import ClusterKV, chain
 from kvjax.transforms.clusterkv.clusters import Clusters
 from kvjax.transforms.random import layer_key, uniform
 from tests.references import clusterkv as reference
-from tests.support.attending import Tokens, new_cache, right, run
-from tests.support.decode_loops import found
+from tests.support.attending import Tokens, right, run
 from tests.support.marks import some_slow
 from tests.support.method_pair import RecallingPair
 from tests.support.tolerances import close
+from tests.support.watched import found
 
 KV_HEADS, GROUP, DIM = 2, 3, 8
 SINKS, INTERVAL, NEW_CLUSTERS = 5, 16, 3
@@ -301,14 +301,8 @@ def test_the_budget_of_a_row_is_a_share_of_its_prompt_and_not_of_what_is_left():
     both.decode(4)
 
 
-def test_layers_draw_for_themselves():
-    """Layers are equal values; their draws are in their caches."""
-    tx = kvjax.ClusterKV(24, dense_layers=(1,), seed=5)
-    first, dense, third = kvjax.bind(tx, 3)
-    assert dense == kvjax.Full() and first == third
-    for layer in (0, 2):
-        assert new_cache(first, layer=layer).state[1] == layer_key(5, layer)
-    assert kvjax.bind(kvjax.ClusterKV(24), 3)[:2] == (kvjax.Full(), kvjax.Full())
+def test_the_first_two_layers_are_dense():
+    assert kvjax.bind(ClusterKV(24), 3)[:2] == (kvjax.Full(), kvjax.Full())
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,7 @@ import pytest
 
 import kvjax
 from tests.references.h2o import H2O
-from tests.support.attending import (
-    Tokens,
-    decode,
-    live_count,
-    new_cache,
-    prompt,
-    right,
-    slots_of,
-)
+from tests.support.attending import Tokens, decode, live_count, new_cache, prompt, right, slots_of
 from tests.support.marks import some_slow
 from tests.support.method_pair import LENGTHS, Pair
 
@@ -25,7 +17,6 @@ def pair(budget=12, reduce="mean", **options) -> Pair:
     return Pair(transform, lambda **attention: H2O(budget, reduce, **attention), **options)
 
 
-slow = pytest.mark.slow
 SINKS = np.array([0.5, 6.0, -2.0, 3.0])
 CASES = {
     "odd, multi-head": {"budget": 13, "heads": (4, 1)},
@@ -49,28 +40,6 @@ def test_prompt_and_64_decode_steps(name):
 
 def test_no_room_for_new_tokens():
     pair(seed=8, max_prompt=52, max_new=0).prompt(LENGTHS)
-
-
-def hot_first_key(both: Pair) -> Pair:
-    """Every token but the first of each row gets no attention at all, except from itself.
-
-    A logit of -1,000 is a probability of exactly 0 in both precisions.
-    """
-    both.q[:], both.k[:] = 0.0, 0.0
-    both.q[..., 0], both.k[:, :, 0, 0] = 1000.0, 8**0.5
-    return both
-
-
-@pytest.mark.parametrize("side", ["left", pytest.param("scattered", marks=slow)])
-def test_ties_go_to_the_lower_position(side):
-    """All scores but the first token's are 0: the heavy ones are the lowest positions."""
-    both = hot_first_key(pair(12, seed=9)).prompt(LENGTHS, side)
-    assert both.kept(0, 0) == [*range(6), *range(31, 37)]
-    np.testing.assert_array_equal(both.scores(0, 0)[:, 1:], 0)
-    both.decode(8)
-    assert both.kept(0, 0) == [*range(6), *range(39, 45)]
-    # Row 1 has 13 tokens: number 6 is the newest that is not recent.
-    assert both.kept(1, 0) == [*range(6), *range(7, 13)]
 
 
 def test_nan_counts_as_the_lowest_score():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pickle
 
@@ -237,16 +236,6 @@ def test_without_a_calibration_it_says_how_to_get_one():
         kvjax.init_cache(InfiniGen(), **size)
 
 
-def test_what_is_not_calibrated_becomes_so():
-    tokens = [list(range(32))]
-    model, given = decoder(), InfiniGen(budget=0.5)
-    found = kvjax.calibrated(kvjax.chain(given, kvjax.Offload()), model, tokens)
-    calibration = kvjax.calibrate_infinigen(model, tokens)
-    own = dataclasses.replace(given, calibration=calibration)
-    assert found == kvjax.chain(own, kvjax.Offload())
-    assert kvjax.calibrated(own, None, []) == own
-
-
 def test_layers_have_their_own_projections():
     """Layers are equal values; their projections are in their caches."""
     given = InfiniGenCalibration(np.stack([projections(2, seed) for seed in range(4)]))
@@ -287,47 +276,44 @@ def calibrated():
     return calibrate_infinigen(decoder(), SAMPLE)
 
 
-class ByHand:
-    """The decoder with attention in NumPy, over the whole sequence at once."""
+def by_hand(tokens: list[int]):
+    """The decoder with attention in NumPy, over the whole sequence at once.
 
-    def __init__(self, model) -> None:
-        self.model = model
+    Returns logits after the last token; of each layer rotated q, k, v and predicted q.
+    """
+    x, positions = decoder().embed(jnp.array([tokens])), np.arange(len(tokens))
+    inv_freq, below, layers = 100.0 ** (-np.arange(0, DIM, 2) / DIM), None, []
 
-    def read(self, tokens: list[int]):
-        """Logits after the last token; of each layer rotated q, k, v and predicted q."""
-        x, positions = self.model.embed(jnp.array([tokens])), np.arange(len(tokens))
-        inv_freq, below, layers = 100.0 ** (-np.arange(0, DIM, 2) / DIM), None, []
+    def turned(heads):
+        return rotate(np.asarray(heads[0], np.float64), positions, inv_freq)
 
-        def turned(heads):
-            return rotate(np.asarray(heads[0], np.float64), positions, inv_freq)
-
-        for block in self.model.layers:
-            normed = block.attention_norm(x)
-            q, k, v = block.attention.project(normed)
-            q, k, v = turned(q), turned(k), np.asarray(v[0], np.float64)
-            predicted = None if below is None else turned(block.attention.queries(below))
-            layers.append((q, k, v, predicted))
-            outs = [
-                softmax_attention(group, k[head], v[head], positions, positions)[0]
-                for head, group in enumerate(q.reshape(KV_HEADS, -1, *q.shape[1:]))
-            ]
-            outs = jnp.asarray(np.concatenate(outs)[None], jnp.float32)
-            x, below = x + block.attention.merge(outs), normed
-            x = x + block.mlp(block.mlp_norm(x))
-        return self.model.lm_head(self.model.norm(x))[0, -1], layers
+    for block in decoder().layers:
+        normed = block.attention_norm(x)
+        q, k, v = block.attention.project(normed)
+        q, k, v = turned(q), turned(k), np.asarray(v[0], np.float64)
+        predicted = None if below is None else turned(block.attention.queries(below))
+        layers.append((q, k, v, predicted))
+        outs = [
+            softmax_attention(group, k[head], v[head], positions, positions)[0]
+            for head, group in enumerate(q.reshape(KV_HEADS, -1, *q.shape[1:]))
+        ]
+        outs = jnp.asarray(np.concatenate(outs)[None], jnp.float32)
+        x, below = x + block.attention.merge(outs), normed
+        x = x + block.mlp(block.mlp_norm(x))
+    return decoder().lm_head(decoder().norm(x))[0, -1], layers
 
 
 @pytest.mark.slow
 def test_fidelity_is_measured_with_the_prediction():
     """Every layer is given what the full run gave."""
-    by_hand, fields, tokens = ByHand(decoder()), {"budget": 0.3, "alpha": 0.4}, list(PROMPTS[0])
-    length, steps = len(tokens), 2
+    fields, tokens, steps = {"budget": 0.3, "alpha": 0.4}, list(PROMPTS[0]), 2
+    length = len(tokens)
     tx = InfiniGen(calibration=calibrated(), dense_layers=(), **fields)
     found = measure_fidelity(decoder(), tx, [tokens], None, steps)
     for _ in range(steps):
-        tokens.append(int(np.argmax(by_hand.read(tokens)[0])))
+        tokens.append(int(np.argmax(by_hand(tokens)[0])))
     expected = []
-    for layer, (q, k, v, predicted) in enumerate(by_hand.read(tokens)[1]):
+    for layer, (q, k, v, predicted) in enumerate(by_hand(tokens)[1]):
         method = reference.InfiniGen(calibrated().projections[layer], **fields)
         method.prompt(q[:, :length], k[:, :length], v[:, :length], np.arange(length))
         for at in range(length, len(tokens)):

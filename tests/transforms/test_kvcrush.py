@@ -414,19 +414,14 @@ def test_representatives_come_on_top(transform, total):
 
 ERRORS = {
     "full": (lambda: KVCrush(kvjax.Full()), ValueError, "evicts.*Full"),
-    "class": (lambda: KVCrush(H2O), TypeError, "H2O.*instance"),
     "both": (lambda: KVCrush(H2O(16), 4, 0.5), ValueError, "not both: got 4 and 0.5"),
     "share of nothing": (
         lambda: KVCrush(chain(H2O(16), SnapKV(40))), ValueError, "budget.*representatives=",
     ),
-    "share too small": (lambda: KVCrush(H2O(2), share=0.2), ValueError, "at least 1"),
     "share in a wrapper": (
         lambda: KVCrush(Every(SnapKV(17), 4)), ValueError, r"0.25.*17.*window \+ 1",
     ),
     "less than a page": (lambda: KVCrush(H2O(64), granularity="page"), ValueError, "page"),
-    "kmeans of chunks": (
-        lambda: KVCrush(H2O(64), kmeans=True, granularity="chunk"), ValueError, "kmeans.*chunk",
-    ),
 }  # fmt: skip
 
 

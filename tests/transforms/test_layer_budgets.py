@@ -24,19 +24,12 @@ from kvjax import (
     chain,
     init_cache,
 )
-from kvjax.compose.foreseen import foreseen
 from kvjax.kit import Extent
 from tests.references import pyramidinfer
 from tests.references.budgets import rows_budget
 from tests.references.pyramidkv import layer_budgets
 from tests.references.spindlekv import layer_tokens
-from tests.support.attending import (
-    SIZE,
-    Tokens,
-    right,
-    structure,
-    the_rope,
-)
+from tests.support.attending import SIZE, Tokens, right, structure, the_rope
 from tests.support.marks import some_slow
 
 LAYERS, KINDS, WINDOW = 30, 4, 4
@@ -164,8 +157,3 @@ def test_the_layers_number_is_needed():
             init_cache(layers[0], **size, layer=number)
     with pytest.raises(ValueError, match=r"one of \[3, 4\], got 0"):
         init_cache(KVCrush(Every(layers[3], 4)), **size, layer=0)
-
-
-def test_what_a_layer_of_any_kind_will_decide():
-    for layer in bind(KVCrush(PyramidKV(0.6, window=WINDOW), 2), LAYERS):
-        assert foreseen(layer.base, "prompt").score and foreseen(layer, "prompt").newest

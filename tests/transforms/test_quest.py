@@ -14,9 +14,9 @@ from kvjax.storage.offload.transform import Offload, recall_statistics
 from kvjax.transforms.quest import Pages, Quest
 from tests.references import quest as reference
 from tests.support.attending import Tokens, new_cache, right, run
-from tests.support.decode_loops import found
 from tests.support.marks import some_slow
 from tests.support.method_pair import RecallingPair
+from tests.support.watched import found
 
 LENGTHS = (75, 5, 98)
 

@@ -25,7 +25,6 @@ def pair(budget=12, sinks=4, reposition=False, **options) -> Pair:
     return Pair(transform, reference, **options)
 
 
-slow = pytest.mark.slow
 CASES = {
     "int": {"rope": ROPE},
     "no sinks": {"budget": 7, "sinks": 0, "heads": (4, 1)},
