@@ -342,9 +342,9 @@ def test_frequencies_of_published_sizes(read, kind, scaling, lengths, head_dim):
         ({"model_type": "mixtral"}, "'mixtral' is not supported: mixtures of experts are not"),
         ({"model_type": "new", "num_local_experts": 8}, "'new' .*: mixtures of experts are not"),
         ({"model_type": "gemma3", "text_config": {}}, "images and sound .*gemma3_text"),
-        ({"hidden_act": []}, r"config\.json: hidden_act must be text such as 'silu', got \[\]"),
-        ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
-        ({"rope_scaling": {"type": ["linear"]}}, r"rope type \['linear'\] is not supported"),
+        ({"hidden_act": []}, r"hidden_act must be one of 'silu', .*, got \[\]"),
+        ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope type must be .*, got 'axial'"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope type must be .*, got \['linear'\]"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "needs low_freq_factor, high"),
         ({"rope_scaling": {"full": {"rope_type": "default"}}}, "one object for all layers"),
         ({"rope_parameters": [1]}, r"one object for all layers, got rope_parameters: \[1\]"),
@@ -428,7 +428,7 @@ def test_values_are_checked_without_a_file_too(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"type": "su"}, "rope type 'su' is not supported"),
+        ({"type": "su"}, "rope type must be one of 'default', .* got 'su'"),
         ({"type": "dynamic"}, "original_max_positions must be an integer of at least 1, got None"),
         ({"rotary_dim": 2, "type": "dynamic", "original_max_positions": 8}, "rotary_dim of 4"),
         ({"type": "llama3", "original_max_positions": 8, "high_freq_factor": 1.0},
