@@ -136,36 +136,28 @@ class RopeConfig:
         check_size("rotary_dim", self.rotary_dim)
         if self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor"):
+        numbers = ("theta", "factor", "low_freq_factor", "high_freq_factor")
+        for name in (*numbers, "beta_fast", "beta_slow"):
             check_positive(name, getattr(self, name))
-        check_positive("beta_fast", self.beta_fast)
-        check_positive("beta_slow", self.beta_slow)
         if self.attention_factor is not None:
             check_positive("attention_factor", self.attention_factor)
         if self.type in ("dynamic", "llama3", "yarn", "longrope"):
             check_size("original_max_positions", self.original_max_positions)
-        check = getattr(self, f"_check_{self.type}", None)
-        if check is not None:
-            check()
-
-    def _check_dynamic(self) -> None:
-        if self.rotary_dim < 4:
+        if self.type == "dynamic" and self.rotary_dim < 4:
             raise ValueError(f"dynamic rope needs a rotary_dim of 4 or more, got {self.rotary_dim}")
-
-    def _check_llama3(self) -> None:
-        if self.high_freq_factor <= self.low_freq_factor:
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "high_freq_factor must be above low_freq_factor, got "
                 f"{self.high_freq_factor} and {self.low_freq_factor}"
             )
-
-    def _check_yarn(self) -> None:
-        if self.theta <= 1:
+        if self.type == "yarn" and self.theta <= 1:
             raise ValueError(f"yarn rope needs a theta above 1, got {self.theta}")
-        if self.beta_fast < self.beta_slow:
+        if self.type == "yarn" and self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"beta_fast must be at least beta_slow, got {self.beta_fast} and {self.beta_slow}"
             )
+        if self.type == "longrope":
+            self._check_longrope()
 
     def _check_longrope(self) -> None:
         pairs = self.rotary_dim // 2

@@ -7,9 +7,6 @@ from typing import Any
 
 from .config import DecoderConfig
 from .reading import read_decoder, read_flag, read_window
-from .tensor_names import TensorNames
-
-LLAMA_NAMES = TensorNames()
 
 
 def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -16,8 +16,7 @@ from .config import DecoderConfig
 from .reading import read_decoder, read_flag, read_window
 from .tensor_names import QK_NORMS, TensorNames
 
-QWEN2_NAMES = TensorNames()
-QWEN3_NAMES = TensorNames(norms={**QWEN2_NAMES.norms, **QK_NORMS})
+QWEN3_NAMES = TensorNames(norms={**TensorNames().norms, **QK_NORMS})
 
 
 def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -13,9 +13,6 @@ from kvjax.messages import brief
 
 from .config import MOST_LAYERS, DecoderConfig
 from .reading import read_decoder, read_flag, read_rope, read_size, read_window
-from .tensor_names import TensorNames
-
-SMOLLM3_NAMES = TensorNames()
 
 
 def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
