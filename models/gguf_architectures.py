@@ -255,9 +255,9 @@ def architecture_name(header: GgufHeader) -> str:
 def architecture_of(header: GgufHeader) -> Architecture:
     """The architecture of a file."""
     name = architecture_name(header)
-    fused = name == "chatglm" and "blk.0.attn_qkv.weight" in header.tensors
-    names = {"names": _names(_BEFORE, linears=_FUSED)} if fused else {}
-    return ARCHITECTURES[name]._replace(**names)
+    if name == "chatglm" and "blk.0.attn_qkv.weight" in header.tensors:
+        return ARCHITECTURES[name]._replace(names=_names(_BEFORE, linears=_FUSED))
+    return ARCHITECTURES[name]
 
 
 def family_of(header: GgufHeader, raw: Mapping[str, Any]) -> Family:

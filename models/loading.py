@@ -93,7 +93,7 @@ def from_pretrained(
     if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
         raise TypeError(f"sharding must be a Sharding, a function or None, got {sharding!r}")
     if dtype is not None:
-        with contextlib.suppress(TypeError):  # another name is refused below
+        with contextlib.suppress(TypeError):  # what is no dtype is refused below
             dtype = jnp.dtype(dtype).name
         check_choice("dtype", dtype, _DTYPES)
     checkpoint = open_checkpoint(find_model(directory_or_hub_id))
