@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.files import read_json
 from kvjax.messages import brief, did_you_mean
 

@@ -276,7 +276,9 @@ QUICK = {
     [
         pytest.param(family, name, marks=[pytest.mark.slow] * ((family, name) not in QUICK))
         for family in NAMED
-        for name in (FEW if family in ALIKE else (*kvjax.METHODS, "reposition", "quantize"))
+        for name in (
+            FEW if family in ALIKE else (*kvjax.registry.METHODS, "reposition", "quantize")
+        )
     ],
 )
 def test_every_method_writes_text(model_of, family, name):
