@@ -29,37 +29,17 @@ class RMSNorm(nnx.Module):
     rounded to the dtype of `x` before the weight, or after it.
 
     Args:
+      config: of the decoder, whose `norm_eps`, `norm_plus_one` and `norm_in_float32` are taken.
       size: C.
-      eps: added to the mean square.
-      plus_one: the weight is `1 + w`, multiplied in float32.
-      in_float32: the weight is multiplied in float32 in any case.
-      dtype: of w.
+      dtype: of the weight.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        eps: float,
-        dtype: DTypeLike,
-        plus_one: bool = False,
-        in_float32: bool = False,
-    ) -> None:
-        self.scale = nnx.Param((jnp.zeros if plus_one else jnp.ones)((size,), dtype))
-        self.eps = eps
-        self.plus_one = plus_one
-        self.in_float32 = in_float32 or plus_one
-
-    @classmethod
-    def of(cls, config: DecoderConfig, size: int, dtype: DTypeLike) -> RMSNorm:
-        """A norm over `size` channels as the configuration asks for."""
-        return cls(
-            size,
-            eps=config.norm_eps,
-            dtype=dtype,
-            plus_one=config.norm_plus_one,
-            in_float32=config.norm_in_float32,
-        )
+    def __init__(self, config: DecoderConfig, size: int, dtype: DTypeLike) -> None:
+        initial = jnp.zeros if config.norm_plus_one else jnp.ones
+        self.scale = nnx.Param(initial((size,), dtype))
+        self.eps = config.norm_eps
+        self.plus_one = config.norm_plus_one
+        self.in_float32 = config.norm_in_float32 or config.norm_plus_one
 
     def __call__(self, x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
         """The normalised `x`, in its dtype."""
@@ -104,8 +84,8 @@ class Attention(nnx.Module):
         self.o_proj = linear(queries, config.hidden_size, output_biased)
         if config.qk_norm is not None:
             per_head = config.qk_norm == "head"
-            self.q_norm = RMSNorm.of(config, config.head_dim if per_head else queries, dtype)
-            self.k_norm = RMSNorm.of(config, config.head_dim if per_head else keys, dtype)
+            self.q_norm = RMSNorm(config, config.head_dim if per_head else queries, dtype)
+            self.k_norm = RMSNorm(config, config.head_dim if per_head else keys, dtype)
 
     def __call__(
         self,
@@ -151,21 +131,19 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T C"]
     ) -> tuple[Float[Array, "B Q T D"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
         """Queries, keys and values of `x`, not rotated."""
-        k = self.k_proj(x)
-        if self.qk_norm == "width":
-            k = self.k_norm(k)
-        k = self._heads(k)
-        if self.qk_norm == "head":
-            k = self.k_norm(k)
+        k = self._normed_heads(self.k_proj(x), "k_norm")
         return self.queries(x), k, self._heads(self.v_proj(x))
 
     def queries(self, x: Float[Array, "B T C"]) -> Float[Array, "B Q T D"]:
         """Queries of `x` alone, not rotated."""
-        q = self.q_proj(x)
+        return self._normed_heads(self.q_proj(x), "q_norm")
+
+    def _normed_heads(self, projected: Float[Array, "B T N"], norm: str) -> Float[Array, "B N T D"]:
+        """The heads, normalised together, each alone, or not at all."""
         if self.qk_norm == "width":
-            q = self.q_norm(q)
-        q = self._heads(q)
-        return self.q_norm(q) if self.qk_norm == "head" else q
+            projected = getattr(self, norm)(projected)
+        heads = self._heads(projected)
+        return getattr(self, norm)(heads) if self.qk_norm == "head" else heads
 
     def _heads(self, projected: Float[Array, "B T N"]) -> Float[Array, "B N T D"]:
         split = projected.reshape(*projected.shape[:2], -1, self.head_dim)
@@ -221,15 +199,15 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         self.norms = config.norms
         if config.norms != "after":
-            self.attention_norm = RMSNorm.of(config, config.hidden_size, dtype)
+            self.attention_norm = RMSNorm(config, config.hidden_size, dtype)
         self.attention = Attention(config, index, dtype=dtype, rngs=rngs)
         if config.norms != "before":
-            self.attention_post_norm = RMSNorm.of(config, config.hidden_size, dtype)
+            self.attention_post_norm = RMSNorm(config, config.hidden_size, dtype)
         if config.norms != "after":
-            self.mlp_norm = RMSNorm.of(config, config.hidden_size, dtype)
+            self.mlp_norm = RMSNorm(config, config.hidden_size, dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
         if config.norms != "before":
-            self.mlp_post_norm = RMSNorm.of(config, config.hidden_size, dtype)
+            self.mlp_post_norm = RMSNorm(config, config.hidden_size, dtype)
 
     def __call__(
         self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: Cache, **how: Any

@@ -92,7 +92,7 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     """
     path = Path(path)
     if is_gguf(path):
-        return _read_gguf(read_header(path))[1]
+        return _read_gguf(read_header(path))[-1]
     raw = read_raw_config(path)
     return _read_folder(path, raw, tensor_names(path))[1]
 
@@ -129,26 +129,27 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
-def _read_gguf(header: GgufHeader) -> tuple[dict[str, Any], DecoderConfig]:
+def _read_gguf(header: GgufHeader) -> tuple[dict[str, Any], Family, DecoderConfig]:
     raw = config_of(header)
     family = family_of(header, raw)
     config = parse_config(raw, family, header.path)
     check_layers(family, config, header.tensors, header.path)
-    return raw, config
+    return raw, family, config
 
 
 def _open_gguf(path: Path) -> Checkpoint:
     header = read_header(path)
-    raw, config = _read_gguf(header)
+    raw, family, config = _read_gguf(header)
     change = architecture_of(header).change
 
     def read(names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in read_gguf_tensors(header, names):
-            tensor = change(name, tensor, config)
+            if change is not None:
+                tensor = change(name, tensor, config)
             yield name, tensor
             del tensor  # frees the tensor before the next one is read
 
-    weights = family_of(header, raw).names.weights(config)
+    weights = family.names.weights(config)
     theirs: dict[tuple, str] = {}
     for name, weight in FAMILIES[raw["model_type"]].names.weights(config).items():
         theirs.setdefault(weight.parts, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -66,13 +66,15 @@ def check_size(name: str, value: Any, most: int = MOST_SIZE) -> int:
     return value
 
 
-def _check_choice(owner: object, name: str, choices: tuple[str | None, ...]) -> None:
-    value = getattr(owner, name)
+def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> Any:
+    """The value, which must be one of the choices, or raises ValueError."""
+    choices = tuple(choices)
     if value not in choices:
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, choices))}, got {brief(value)}"
             f"{did_you_mean(value, choices)}"
         )
+    return value
 
 
 @dataclass(frozen=True)
@@ -130,43 +132,32 @@ class RopeConfig:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.type not in ROPE_TYPES:
-            raise ValueError(
-                f"rope type {brief(self.type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
-            )
+        check_choice("rope type", self.type, ROPE_TYPES)
         check_size("rotary_dim", self.rotary_dim)
         if self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor"):
+        numbers = ("theta", "factor", "low_freq_factor", "high_freq_factor")
+        for name in (*numbers, "beta_fast", "beta_slow"):
             check_positive(name, getattr(self, name))
-        check_positive("beta_fast", self.beta_fast)
-        check_positive("beta_slow", self.beta_slow)
         if self.attention_factor is not None:
             check_positive("attention_factor", self.attention_factor)
         if self.type in ("dynamic", "llama3", "yarn", "longrope"):
             check_size("original_max_positions", self.original_max_positions)
-        check = getattr(self, f"_check_{self.type}", None)
-        if check is not None:
-            check()
-
-    def _check_dynamic(self) -> None:
-        if self.rotary_dim < 4:
+        if self.type == "dynamic" and self.rotary_dim < 4:
             raise ValueError(f"dynamic rope needs a rotary_dim of 4 or more, got {self.rotary_dim}")
-
-    def _check_llama3(self) -> None:
-        if self.high_freq_factor <= self.low_freq_factor:
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "high_freq_factor must be above low_freq_factor, got "
                 f"{self.high_freq_factor} and {self.low_freq_factor}"
             )
-
-    def _check_yarn(self) -> None:
-        if self.theta <= 1:
+        if self.type == "yarn" and self.theta <= 1:
             raise ValueError(f"yarn rope needs a theta above 1, got {self.theta}")
-        if self.beta_fast < self.beta_slow:
+        if self.type == "yarn" and self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"beta_fast must be at least beta_slow, got {self.beta_fast} and {self.beta_slow}"
             )
+        if self.type == "longrope":
+            self._check_longrope()
 
     def _check_longrope(self) -> None:
         pairs = self.rotary_dim // 2
@@ -301,16 +292,9 @@ class DecoderConfig:
         for name in ("attention_scale", "attention_soft_cap", "logit_soft_cap"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        _check_choice(self, "norms", NORM_PLACES)
-        _check_choice(self, "qk_norm", (None, *QK_NORMS))
-        self._check_heads()
-        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation {brief(self.activation)} is not supported; "
-                f"supported: {', '.join(ACTIVATIONS)}"
-            )
-
-    def _check_heads(self) -> None:
+        check_choice("norms", self.norms, NORM_PLACES)
+        check_choice("qk_norm", self.qk_norm, (None, *QK_NORMS))
+        check_choice("activation", self.activation, ACTIVATIONS)
         if self.query_heads % self.kv_heads:
             raise ValueError(
                 f"query_heads must be a multiple of kv_heads, got {self.query_heads} query heads "

@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(
             [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
-        self.norm = RMSNorm.of(config, hidden, dtype)
+        self.norm = RMSNorm(config, hidden, dtype)
         if not config.tie_embeddings:
             self.lm_head = nnx.Linear(
                 hidden,

@@ -22,13 +22,13 @@ from .glm import (
     glm4_config,
     glm_config,
 )
-from .llama import LLAMA_NAMES, llama_config, mistral_config
+from .llama import llama_config, mistral_config
 from .olmo import OLMO_NAMES, olmo2_config, olmo3_config
 from .phi3 import PHI3_NAMES, phi3_config
 from .plain_weights import check_folder, check_no_adapter
-from .qwen import QWEN2_NAMES, QWEN3_NAMES, qwen2_config, qwen3_config
+from .qwen import QWEN3_NAMES, qwen2_config, qwen3_config
 from .reading import read_token_ids, refuse
-from .smollm3 import SMOLLM3_NAMES, smollm3_config
+from .smollm3 import smollm3_config
 from .tensor_names import TensorNames
 
 
@@ -37,12 +37,12 @@ class Family(NamedTuple):
 
     Attributes:
       config: content of `config.json` → `DecoderConfig`.
-      names: how they name their tensors.
+      names: how they name their tensors; by default as Llama does.
       keys: options of `config.json` → their names in the file, where it is of another format.
     """
 
     config: Callable[[Mapping[str, Any]], DecoderConfig]
-    names: TensorNames
+    names: TensorNames = TensorNames()
     keys: Mapping[str, str] = {}
 
     def as_in_file(self, message: str) -> str:
@@ -80,10 +80,10 @@ _ONLY: dict[str, Any] = {
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(llama_config, LLAMA_NAMES),
-    "mistral": Family(mistral_config, LLAMA_NAMES),
-    "ministral": Family(mistral_config, LLAMA_NAMES),
-    "qwen2": Family(qwen2_config, QWEN2_NAMES),
+    "llama": Family(llama_config),
+    "mistral": Family(mistral_config),
+    "ministral": Family(mistral_config),
+    "qwen2": Family(qwen2_config),
     "qwen3": Family(qwen3_config, QWEN3_NAMES),
     "glm": Family(glm_config, GLM_NAMES),
     "glm4": Family(glm4_config, GLM4_NAMES),
@@ -91,7 +91,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(phi3_config, PHI3_NAMES),
     "gemma2": Family(gemma2_config, GEMMA2_NAMES),
     "gemma3_text": Family(gemma3_text_config, GEMMA3_NAMES),
-    "smollm3": Family(smollm3_config, SMOLLM3_NAMES),
+    "smollm3": Family(smollm3_config),
     "olmo2": Family(olmo2_config, OLMO_NAMES),
     "olmo3": Family(olmo3_config, OLMO_NAMES),
 }
@@ -153,17 +153,13 @@ def read_raw_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     if source.exists():
         generation = read_json(source)
         for name in ("bos_token_id", "eos_token_id"):
+            try:
+                read_token_ids(generation, name)
+            except ValueError as error:
+                raise ValueError(f"{source}: {error}") from error
             if generation.get(name) is not None:
-                _check_token_ids(generation, name, source)
                 raw[name] = generation[name]
     return raw
-
-
-def _check_token_ids(raw: Mapping[str, Any], name: str, source: Path) -> None:
-    try:
-        read_token_ids(raw, name)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
 
 
 def check_model_type(raw: Mapping[str, Any], source: Path) -> None:

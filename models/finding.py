@@ -38,9 +38,8 @@ def find_model(given: str | os.PathLike[str]) -> Path:
     name = os.fspath(given)
     if name == _PACKAGED:
         return _packaged()
-    shown = str(name)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise ValueError(f"{shown} is not a directory, nor the form of a Hugging Face id")
+        raise ValueError(f"{name} is not a directory, nor the form of a Hugging Face id")
     # Imported here: most callers have a folder, and the client takes a while to import.
     from huggingface_hub import snapshot_download
 
@@ -54,7 +53,7 @@ def find_model(given: str | os.PathLike[str]) -> Path:
         )
     except Exception as error:  # the client's failures have no common base
         raise ValueError(
-            f"{shown} is not a directory, and cannot be downloaded from Hugging Face: "
+            f"{name} is not a directory, and cannot be downloaded from Hugging Face: "
             f"{one_line(error)}{did_you_mean(name, [_PACKAGED])}"
         ) from error
 

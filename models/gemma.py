@@ -16,7 +16,6 @@ from typing import Any
 
 from .config import DecoderConfig
 from .reading import (
-    layers_with_windows,
     read_decoder,
     read_flag,
     read_number,
@@ -46,7 +45,7 @@ def gemma2_config(raw: Mapping[str, Any]) -> DecoderConfig:
         max_positions=8192,
         attention_soft_cap=read_optional_number(raw, "attn_logit_softcapping", 50.0),
         logit_soft_cap=read_optional_number(raw, "final_logit_softcapping", 30.0),
-        layers=layers_with_windows(raw, read_window(raw, 4096), lambda index: index % 2 == 0),
+        slides=lambda index: index % 2 == 0,
     )
 
 
@@ -55,14 +54,13 @@ def gemma3_text_config(raw: Mapping[str, Any]) -> DecoderConfig:
     refuse(raw, {"attn_logit_softcapping": None})
     period = read_size(raw, "sliding_window_pattern", 6)
     local_theta = ("rope_local_base_freq", 10_000.0)
-    window = read_window(raw, 4096)
     return _config(
         raw,
         max_positions=131_072,
         logit_soft_cap=read_optional_number(raw, "final_logit_softcapping"),
         qk_norm="head",
         rope=partial(read_rope_of_types, raw, theta=1_000_000.0, local_theta=local_theta),
-        layers=layers_with_windows(raw, window, lambda index: (index + 1) % period != 0),
+        slides=lambda index: (index + 1) % period != 0,
     )
 
 
@@ -76,6 +74,7 @@ def _config(raw: Mapping[str, Any], **family: Any) -> DecoderConfig:
         attention_bias=read_flag(raw, "attention_bias"),
         attention_scale=read_number(raw, "query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=read_size(raw, "hidden_size") ** 0.5,
+        window=read_window(raw, 4096),
         norms="both",
         norm_plus_one=True,
         **family,

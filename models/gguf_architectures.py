@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,15 +38,20 @@ class Architecture(NamedTuple):
     """How the GGUF files of one `general.architecture` are read.
 
     Attributes:
-      options: what its metadata say beyond those that all have, as options of `config.json`, the
-        `model_type` among them.
+      model_type: the Hugging Face name of most of its models.
       names: how its files name their tensors.
-      change: name, stored tensor and configuration → the tensor as Hugging Face has it.
+      biases: options of `config.json` → tensors of which the first layer has one where the option
+        is true.
+      options: further options of `config.json`, from its metadata.
+      change: name, stored tensor and configuration → the tensor as Hugging Face has it, where that
+        is another.
     """
 
-    options: Callable[[Metadata], dict[str, Any]]
+    model_type: str
     names: TensorNames
-    change: Callable[[str, np.ndarray, DecoderConfig], np.ndarray]
+    biases: Mapping[str, Sequence[str]] = {}
+    options: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
+    change: Callable[[str, np.ndarray, DecoderConfig], np.ndarray] | None = None
 
 
 class Metadata:
@@ -223,6 +228,11 @@ _KEYS = {
 }
 """Options of `config.json` → the keys that they come from, behind the architecture's name."""
 
+_SIZES = (
+    "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size",
+    "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
+
 
 def architecture_name(header: GgufHeader) -> str:
     """The architecture of a file that is supported.
@@ -245,8 +255,9 @@ def architecture_name(header: GgufHeader) -> str:
 def architecture_of(header: GgufHeader) -> Architecture:
     """The architecture of a file."""
     name = architecture_name(header)
-    fused = name == "chatglm" and "blk.0.attn_qkv.weight" in header.tensors
-    return _CHATGLM_FUSED if fused else ARCHITECTURES[name]
+    if name == "chatglm" and "blk.0.attn_qkv.weight" in header.tensors:
+        return ARCHITECTURES[name]._replace(names=_names(_BEFORE, linears=_FUSED))
+    return ARCHITECTURES[name]
 
 
 def family_of(header: GgufHeader, raw: Mapping[str, Any]) -> Family:
@@ -274,21 +285,26 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         that the decoder does not compute; names the file and the entry.
     """
     metadata = Metadata(header)
+    channels, values = (metadata.size(f"attention.{x}_length") for x in ("key", "value"))
+    if values != channels:
+        raise metadata.error(
+            f"{metadata.architecture}.attention.value_length must be the {channels} channels of a "
+            f"key ({metadata.architecture}.attention.key_length), got {values}"
+        )
     raw = {
-        "hidden_size": metadata.size("embedding_length"),
-        "intermediate_size": metadata.size("feed_forward_length"),
+        **{option: metadata.size(_KEYS[option]) for option in _SIZES},
         "num_hidden_layers": metadata.layers(),
-        "max_position_embeddings": metadata.size("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "vocab_size": metadata.size("vocab_size"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
-        **_heads(metadata),
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(header.metadata),
     }
-    raw |= _rope(metadata, raw["head_dim"])
-    raw |= architecture_of(header).options(metadata)
+    raw |= _rope(metadata, channels)
+    architecture = architecture_of(header)
+    raw["model_type"] = architecture.model_type
+    raw |= {option: any(map(metadata.has, names)) for option, names in architecture.biases.items()}
+    raw |= architecture.options(metadata)
     metadata.check_all_used()
     return raw
 
@@ -297,20 +313,6 @@ def _dtype(header: GgufHeader) -> str:
     """The dtype of the weights; of those that are quantised, what their models had."""
     types = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get("".join(types), "bfloat16")
-
-
-def _heads(metadata: Metadata) -> dict[str, int]:
-    channels, values = (metadata.size(f"attention.{x}_length") for x in ("key", "value"))
-    if values != channels:
-        raise metadata.error(
-            f"{metadata.architecture}.attention.value_length must be the {channels} channels of a "
-            f"key ({metadata.architecture}.attention.key_length), got {values}"
-        )
-    return {
-        "num_attention_heads": metadata.size("attention.head_count"),
-        "num_key_value_heads": metadata.size("attention.head_count_kv"),
-        "head_dim": channels,
-    }
 
 
 def _rope(metadata: Metadata, channels: int) -> dict[str, Any]:
@@ -406,36 +408,15 @@ def _llama3(factors: list[float], theta: float) -> dict[str, Any]:
     return {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}
 
 
-def _named(model_type: str, *biased: str) -> Callable[[Metadata], dict[str, Any]]:
-    """Options of a model type without further settings, but for a bias where there is one.
-
-    Args:
-      model_type: the type.
-      biased: tensors of which the first layer has one where attention has biases.
-    """
-
-    def options(metadata: Metadata) -> dict[str, Any]:
-        bias = {"attention_bias": any(map(metadata.has, biased))} if biased else {}
-        return {"model_type": model_type, **bias}
-
-    return options
-
-
 def _llama(metadata: Metadata) -> dict[str, Any]:
     window = metadata.size("attention.sliding_window")
-    if window:  # llama.cpp computes none of a Mistral's, which the model was trained with
-        return {"model_type": "mistral", "sliding_window": window}
-    return {**_named("llama", _BIAS)(metadata), "mlp_bias": metadata.has("ffn_up.bias")}
-
-
-def _smollm3(metadata: Metadata) -> dict[str, Any]:
-    return {**_named("smollm3", _BIAS)(metadata), "mlp_bias": metadata.has("ffn_up.bias")}
+    # llama.cpp computes none of a Mistral's, which the model was trained with.
+    return {"model_type": "mistral", "sliding_window": window} if window else {}
 
 
 def _phi3(metadata: Metadata) -> dict[str, Any]:
     original = metadata.size("rope.scaling.original_context_length")
     return {
-        "model_type": "phi3",
         "sliding_window": metadata.size("attention.sliding_window") or None,
         "original_max_position_embeddings": original,
     }
@@ -443,7 +424,6 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
 
 def _gemma2(metadata: Metadata) -> dict[str, Any]:
     return {
-        **_named("gemma2", _BIAS)(metadata),
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
         "final_logit_softcapping": metadata.number("final_logit_softcapping"),
         "sliding_window": metadata.size("attention.sliding_window"),
@@ -456,7 +436,6 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     window = metadata.size("attention.sliding_window")
     types = _layer_types(metadata)
     return {
-        **_named("gemma3_text", _BIAS)(metadata),
         "final_logit_softcapping": metadata.number("final_logit_softcapping") or None,
         "rope_local_base_freq": metadata.number("rope.freq_base_swa"),
         "sliding_window": window or None,
@@ -471,16 +450,15 @@ def _query_scalar(metadata: Metadata, layers: int) -> int:
     It is the width of a head, but in the models of 27 billion parameters, which are known by their
     number of layers, it is the model's width divided by the number of heads.
     """
-    heads = _heads(metadata)
     if metadata.layers() != layers:
-        return heads["head_dim"]
-    return metadata.size("embedding_length") // max(heads["num_attention_heads"], 1)
+        return metadata.size("attention.key_length")
+    return metadata.size("embedding_length") // max(metadata.size("attention.head_count"), 1)
 
 
 def _olmo2(metadata: Metadata) -> dict[str, Any]:
     window, types = metadata.size("attention.sliding_window"), _layer_types(metadata)
-    options = _named("olmo3" if window else "olmo2", _BIAS)(metadata)
-    return options | ({"sliding_window": window, "layer_types": types} if window else {})
+    olmo3 = {"model_type": "olmo3", "sliding_window": window, "layer_types": types}
+    return olmo3 if window else {}
 
 
 def _layer_types(metadata: Metadata) -> list[str]:
@@ -504,10 +482,6 @@ def _layer_types(metadata: Metadata) -> list[str]:
             f"{metadata.architecture}.block_count = {layers} layers, got {len(slides)}"
         )
     return [SLIDING if each else FULL for each in slides]
-
-
-def _as_stored(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
-    return tensor
 
 
 def _halves(name: str, tensor: np.ndarray, config: DecoderConfig) -> np.ndarray:
@@ -550,23 +524,25 @@ _OUT = {"attn_output": ("attention.o_proj",)}
 _PLAIN = _QKV | _OUT | {f"ffn_{x}": (f"mlp.{x}_proj",) for x in ("gate", "up", "down")}
 _FUSED_MLP = _OUT | {"ffn_up": FUSED_GATE_UP, "ffn_down": ("mlp.down_proj",)}
 _FUSED = {"attn_qkv": FUSED_QKV} | _FUSED_MLP
-_BIAS = "attn_q.bias"
-_GLM = _named("glm", _BIAS, "attn_qkv.bias")
+_BIAS = {"attention_bias": ("attn_q.bias",)}
+_BIASES = {**_BIAS, "mlp_bias": ("ffn_up.bias",)}
+_GLM_BIAS = {"attention_bias": ("attn_q.bias", "attn_qkv.bias")}
 
-_CHATGLM_FUSED = Architecture(_GLM, _names(_BEFORE, linears=_FUSED), _as_stored)
+_LLAMA = _names(_BEFORE, linears=_PLAIN)
+_GLM = _QKV | _FUSED_MLP
+_GEMMA2 = _names(_BEFORE, _AFTER, linears=_PLAIN)
+_GEMMA3 = _names(_BEFORE, _AFTER, _QK, linears=_PLAIN)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_llama, _names(_BEFORE, linears=_PLAIN), _halves),
-    "qwen2": Architecture(_named("qwen2"), _names(_BEFORE, linears=_PLAIN), _as_stored),
-    "qwen3": Architecture(_named("qwen3", _BIAS), _names(_BEFORE, _QK, linears=_PLAIN), _as_stored),
-    "phi3": Architecture(_phi3, _names(_BEFORE, linears=_FUSED), _as_stored),
-    "gemma2": Architecture(_gemma2, _names(_BEFORE, _AFTER, linears=_PLAIN), _less_one),
-    "gemma3": Architecture(_gemma3, _names(_BEFORE, _AFTER, _QK, linears=_PLAIN), _less_one),
-    "chatglm": Architecture(_GLM, _names(_BEFORE, linears=_QKV | _FUSED_MLP), _as_stored),
-    "glm4": Architecture(
-        _named("glm4", _BIAS), _names(_BEFORE, _AFTER, linears=_QKV | _FUSED_MLP), _as_stored
-    ),
-    "olmo2": Architecture(_olmo2, _names(_AFTER, _QK, linears=_PLAIN), _as_stored),
-    "smollm3": Architecture(_smollm3, _names(_BEFORE, linears=_PLAIN), _halves),
+    "llama": Architecture("llama", _LLAMA, _BIASES, _llama, _halves),
+    "qwen2": Architecture("qwen2", _LLAMA),
+    "qwen3": Architecture("qwen3", _names(_BEFORE, _QK, linears=_PLAIN), _BIAS),
+    "phi3": Architecture("phi3", _names(_BEFORE, linears=_FUSED), options=_phi3),
+    "gemma2": Architecture("gemma2", _GEMMA2, _BIAS, _gemma2, _less_one),
+    "gemma3": Architecture("gemma3_text", _GEMMA3, _BIAS, _gemma3, _less_one),
+    "chatglm": Architecture("glm", _names(_BEFORE, linears=_GLM), _GLM_BIAS),
+    "glm4": Architecture("glm4", _names(_BEFORE, _AFTER, linears=_GLM), _BIAS),
+    "olmo2": Architecture("olmo2", _names(_AFTER, _QK, linears=_PLAIN), _BIAS, _olmo2),
+    "smollm3": Architecture("smollm3", _LLAMA, _BIASES, change=_halves),
 }
 """Supported architectures, by their `general.architecture`."""

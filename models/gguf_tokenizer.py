@@ -116,8 +116,16 @@ def gguf_tokenizer(path: Path) -> Any:
             )  # fmt: skip
             _add_tokens(made, tokens, types, entries.is_phi3())
             _add_ends(made, special, begins, bool(ends))
-            starts = begins and "bos_token" in special
-            return _as_transformers(made, special, template, starts)
+            # Imported here: models work without a tokenizer, and this takes a while.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast(
+                tokenizer_object=made,
+                chat_template=template,
+                clean_up_tokenization_spaces=False,
+                **{CHAT_STARTS: begins and "bos_token" in special},  # kept by `save_pretrained`
+                **{name: token for name, (token, _) in special.items()},
+            )
     except ValueError:
         raise
     except Exception as error:  # tokenizers raise plain exceptions
@@ -305,29 +313,17 @@ def _add_ends(made: Any, special: Mapping[str, tuple[str, int]], begins: bool, e
     """Puts the first token before a text, and the end token behind it."""
     from tokenizers import processors
 
-    wanted = {"bos_token": begins, "eos_token": ends}
-    added = [name for name, is_added in wanted.items() if is_added and name in special]
-    before, after = (["bos_token"] * ("bos_token" in added), ["eos_token"] * ("eos_token" in added))
+    before = ["bos_token"] if begins and "bos_token" in special else []
+    after = ["eos_token"] if ends and "eos_token" in special else []
+
+    def around(text: str, number: int) -> list[str]:
+        return [f"{piece}:{number}" for piece in (*before, text, *after)]
+
     made.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *(f"{name}:1" for name in before), "$B:1",
-            *(f"{name}:1" for name in after)],
+        single=around("$A", 0),
+        pair=around("$A", 0) + around("$B", 1),
         special_tokens=[
-            {"id": name, "ids": [special[name][1]], "tokens": [special[name][0]]} for name in added
+            {"id": name, "ids": [special[name][1]], "tokens": [special[name][0]]}
+            for name in before + after
         ],
-    )  # fmt: skip
-
-
-def _as_transformers(
-    made: Any, special: Mapping[str, tuple[str, int]], template: str | None, starts: bool
-) -> Any:
-    # Imported here: models work without a tokenizer, and this takes a while.
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-        **{CHAT_STARTS: starts},  # is kept by `save_pretrained`
-        **{name: token for name, (token, _) in special.items()},
     )

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_number, read_rope, read_size, refuse
+from .reading import read_decoder, read_flag, read_number, read_rope, refuse
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, SEPARATE, TensorNames
 
 _FUSED_MLP = {name: linears for name, linears in SEPARATE.items() if "self_attn" in name} | {
@@ -107,9 +107,8 @@ def chatglm_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if missing:
         raise ValueError(f"{missing[0]} is missing")
     renamed = {name: raw[theirs] for theirs, name in _CHATGLM_OPTIONS.items()}
-    for name in ("hidden_size", "num_attention_heads", "bos_token_id", "eos_token_id"):
+    tokens = ("bos_token_id", "eos_token_id")
+    for name in ("hidden_size", "num_attention_heads", "tie_word_embeddings", *tokens):
         renamed[name] = raw.get(name)
-    read_size(renamed, "num_key_value_heads")
     renamed["rope_theta"] = 10000.0 * read_number(raw, "rope_ratio", 1.0)
-    renamed["tie_word_embeddings"] = raw.get("tie_word_embeddings")
     return glm_config(renamed)

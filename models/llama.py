@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import layers_with_windows, read_decoder, read_flag, read_window
-from .tensor_names import TensorNames
-
-LLAMA_NAMES = TensorNames()
+from .reading import read_decoder, read_flag, read_window
 
 
 def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -37,5 +34,6 @@ def mistral_config(raw: Mapping[str, Any]) -> DecoderConfig:
         raw,
         max_positions=131072,
         kv_heads=8,
-        layers=layers_with_windows(raw, window, lambda _: window is not None),
+        window=window,
+        slides=lambda _: window is not None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -17,10 +18,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from kvjax.messages import brief, did_you_mean, one_line, quiet
+from kvjax.messages import brief, one_line, quiet
 
 from .checkpoints import Checkpoint, open_checkpoint
-from .config import DecoderConfig
+from .config import DecoderConfig, check_choice
 from .decoder import Decoder
 from .finding import find_model, is_gguf
 from .gguf_tokenizer import gguf_tokenizer
@@ -92,7 +93,9 @@ def from_pretrained(
     if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
         raise TypeError(f"sharding must be a Sharding, a function or None, got {sharding!r}")
     if dtype is not None:
-        _check_dtype(dtype)
+        with contextlib.suppress(TypeError):  # what is no dtype is refused below
+            dtype = jnp.dtype(dtype).name
+        check_choice("dtype", dtype, _DTYPES)
     checkpoint = open_checkpoint(find_model(directory_or_hub_id))
     rule = None if mesh is None else weight_placement(checkpoint.config, mesh)
     if dtype is None:
@@ -115,18 +118,6 @@ def from_pretrained(
             start += shape[-1] if transpose else shape[0]
         tensor = part = None  # frees the tensor before the next one is read
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
-
-
-def _check_dtype(dtype: DTypeLike) -> None:
-    try:
-        known = jnp.dtype(dtype).name in _DTYPES
-    except TypeError:
-        known = False
-    if not known:
-        raise ValueError(
-            f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}"
-            f"{did_you_mean(dtype, _DTYPES)}"
-        )
 
 
 def _default_dtype(checkpoint: Checkpoint, sharding: Sharding | ShardingRule | None) -> str:
@@ -347,8 +338,7 @@ def load_tokenizer(directory_or_hub_id: str | os.PathLike[str]) -> Any:
         raise ValueError(f"cannot load the tokenizer of {folder}: {one_line(error)}") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         # transformers makes an empty one where a folder describes a tokenizer and lacks it.
-        shown = folder
-        raise ValueError(f"{shown} has no vocabulary: the tokenizer's files are missing")
+        raise ValueError(f"{folder} has no vocabulary: the tokenizer's files are missing")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if type(getattr(backend, "model", None)).__name__ == "BPE":
         # Spaces are cleaned up for other tokenizers. transformers leaves it out for these, and

@@ -13,13 +13,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import (
-    layers_with_windows,
-    read_decoder,
-    read_flag,
-    read_rope_of_types,
-    read_window,
-)
+from .reading import read_decoder, read_flag, read_rope_of_types, read_window
 from .tensor_names import QK_NORMS, TensorNames
 
 OLMO_NAMES = TensorNames(
@@ -55,9 +49,9 @@ def olmo3_config(raw: Mapping[str, Any]) -> DecoderConfig:
     `transformers` 5.24 takes its default, that of the published models, for layers with a window.
     """
     local_theta = ("rope_theta", 500_000.0)
-    window = read_window(raw, 4096)
     return olmo2_config(
         raw,
         rope=partial(read_rope_of_types, raw, theta=500_000.0, local_theta=local_theta),
-        layers=layers_with_windows(raw, window, lambda index: (index + 1) % 4 != 0),
+        window=read_window(raw, 4096),
+        slides=lambda index: (index + 1) % 4 != 0,
     )

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvjax.messages import brief
 
-from .config import DecoderConfig, LayerConfig, RopeConfig
-from .reading import read_decoder, read_rope, read_size, read_sliding, read_window, sliding_layers
+from .config import DecoderConfig
+from .reading import read_decoder, read_rope, read_size, read_window
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 
 PHI3_NAMES = TensorNames(
@@ -34,20 +34,17 @@ def phi3_config(raw: Mapping[str, Any]) -> DecoderConfig:
     original = read_size(raw, "original_max_position_embeddings", 4096)
     scaled = {**raw, "original_max_position_embeddings": original}
     window = read_window(raw, None)
-
-    def layers(count: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
-        sliding = read_sliding(raw, count, lambda _: window is not None)
-        if set(sliding) != {window is not None}:
-            raise ValueError(
-                "layer_types must say of all layers what sliding_window says: layers of this model "
-                f"type have one window, or none has any, got {brief(raw['layer_types'])}"
-            )
-        return sliding_layers(sliding, window, rope)
-
-    return read_decoder(
+    config = read_decoder(
         raw,
         max_positions=4096,
         norm_eps=1e-5,
-        layers=layers,
+        window=window,
+        slides=lambda _: window is not None,
         rope=partial(read_rope, scaled, share=1.0, names=_LONGROPE),
     )
+    if config.layers or config.sliding_window != window:
+        raise ValueError(
+            "layer_types must say of all layers what sliding_window says: layers of this model "
+            f"type have one window, or none has any, got {brief(raw['layer_types'])}"
+        )
+    return config

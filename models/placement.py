@@ -94,15 +94,12 @@ def on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
     """
     rule = weight_placement(model.config, mesh)
     graphdef, state = nnx.split(model)
-    moved = {
-        path: variable.replace(place(variable.get_value(), rule(path)))
-        for path, variable in nnx.to_flat_state(state)
-    }
+    moved = {}
+    for path, variable in nnx.to_flat_state(state):
+        x, sharding = variable.get_value(), rule(path)
+        if sharding.is_fully_addressable:
+            x = jax.device_put(x, sharding)
+        else:  # other processes have a part of the mesh
+            x = put(x, sharding.mesh, *sharding.spec)
+        moved[path] = variable.replace(x)
     return nnx.merge(graphdef, nnx.from_flat_state(moved))
-
-
-def place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array at its place, also where other processes have a part of the mesh."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    return put(x, sharding.mesh, *sharding.spec)

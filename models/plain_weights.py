@@ -65,9 +65,9 @@ def check_folder(folder: Path, raw: Mapping[str, Any]) -> None:
 def _method(quantization: Any) -> str:
     """Gives the name of the method in a `quantization_config`."""
     stated = quantization if isinstance(quantization, dict) else {}
-    if any("load_in_" in name for name in stated):
-        return str(stated.get("quant_method") or "bitsandbytes")
-    return str(stated.get("quant_method") or "a method that is not named")
+    of_bitsandbytes = any("load_in_" in name for name in stated)
+    unnamed = "bitsandbytes" if of_bitsandbytes else "a method that is not named"
+    return str(stated.get("quant_method") or unnamed)
 
 
 def check_no_adapter(folder: Path) -> None:

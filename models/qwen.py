@@ -13,11 +13,10 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import DecoderConfig
-from .reading import Layers, layers_with_windows, read_decoder, read_flag, read_window
+from .reading import read_decoder, read_flag, read_window
 from .tensor_names import QK_NORMS, TensorNames
 
-QWEN2_NAMES = TensorNames()
-QWEN3_NAMES = TensorNames(norms={**QWEN2_NAMES.norms, **QK_NORMS})
+QWEN3_NAMES = TensorNames(norms={**TensorNames().norms, **QK_NORMS})
 
 
 def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -28,7 +27,7 @@ def qwen2_config(raw: Mapping[str, Any]) -> DecoderConfig:
         kv_heads=32,
         attention_bias=True,
         output_bias=False,
-        layers=_windows(raw),
+        **_windows(raw),
     )
 
 
@@ -41,14 +40,14 @@ def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
         head_dim=128,
         attention_bias=read_flag(raw, "attention_bias"),
         qk_norm="head",
-        layers=_windows(raw),
+        **_windows(raw),
     )
 
 
-def _windows(raw: Mapping[str, Any]) -> Layers:
-    """The layers: those from `max_window_layers` on have the window, if there is to be one."""
+def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers from `max_window_layers` on have the window, if there is to be one."""
     window = read_window(raw, 4096) if read_flag(raw, "use_sliding_window") else None
     first = raw.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise ValueError(f"max_window_layers must be an integer, got {brief(first)}")
-    return layers_with_windows(raw, window, lambda index: window is not None and index >= first)
+    return {"window": window, "slides": lambda index: window is not None and index >= first}

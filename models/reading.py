@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvjax.messages import brief
@@ -20,6 +21,7 @@ from .config import (
     DecoderConfig,
     LayerConfig,
     RopeConfig,
+    check_choice,
     check_positive,
     check_size,
     is_finite,
@@ -88,10 +90,6 @@ def refuse(raw: Mapping[str, Any], values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {json.dumps(supported)}, got {brief(raw[name])}")
 
 
-Layers = Callable[..., tuple[LayerConfig, ...]]
-"""`layers(num_layers, rope)`, or with the rope of layers that have a window as a third argument."""
-
-
 def read_decoder(
     raw: Mapping[str, Any],
     *,
@@ -102,7 +100,9 @@ def read_decoder(
     tied: bool = False,
     activation: tuple[str, str] = ("hidden_act", "silu"),
     rope: Callable[[int, int], RopeConfig | tuple[RopeConfig, RopeConfig]] | None = None,
-    layers: Layers | None = None,
+    window: int | None = None,
+    slides: Callable[[int], bool] | None = None,
+    rotated: Sequence[bool] | None = None,
     **family: Any,
 ) -> DecoderConfig:
     """What all families' configurations say in the same words; a family's file adds the rest.
@@ -120,7 +120,10 @@ def read_decoder(
       activation: name and default of the option that names the MLP's activation.
       rope: `rope(head_dim, max_positions)`: the rotary embedding, or two, of layers without and
         with a window; by default the one of the file, of all channels.
-      layers: the layers' own settings; by default they are alike, and none has a window.
+      window: the size of the sliding window of the layers that have one.
+      slides: whether the layer of this number has the window, where the file has no `layer_types`;
+        None: the family has no windows.
+      rotated: whether each layer has a rotary embedding; None: all have.
       family: further fields of `DecoderConfig`.
     """
     hidden, heads = read_size(raw, "hidden_size"), read_size(raw, "num_attention_heads")
@@ -130,49 +133,38 @@ def read_decoder(
             f"hidden_size must be a multiple of num_attention_heads, got {hidden} and {heads}"
         )
     channels = read_size({"head_dim": channels}, "head_dim", max(hidden // heads, 1))
+    kv_default = heads if "num_key_value_heads" in raw else kv_heads or heads
     positions = read_size(raw, "max_position_embeddings", max_positions)
     count = read_size(raw, "num_hidden_layers", most=MOST_LAYERS)
     ropes = read_rope(raw, channels, positions) if rope is None else rope(channels, positions)
     ropes = ropes if isinstance(ropes, tuple) else (ropes,)
-    if layers is None:
-        refuse(raw, {"sliding_window": None})
-        layers = layers_with_windows(raw, None, lambda _: False)
-    each = layers(count, *ropes)
-    alike = all(layer == LayerConfig(ropes[0], each[0].window) for layer in each)
-    family |= {"sliding_window": each[0].window} if alike else {"layers": each}  # pyright: ignore[reportGeneralTypeIssues]
+    name, usual = activation
+    layers = _read_layers(raw, count, ropes, window, slides)
+    if rotated is not None:
+        layers = tuple(
+            layer if has_rope else replace(layer, rope=None)
+            for layer, has_rope in zip(layers, rotated, strict=True)
+        )
+    alike = all(layer == LayerConfig(ropes[0], layers[0].window) for layer in layers)
     return DecoderConfig(
         vocab_size=read_size(raw, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=read_size(raw, "intermediate_size"),
         num_layers=count,
         query_heads=heads,
-        kv_heads=_kv_heads(raw, kv_heads, heads),
+        kv_heads=read_size(raw, "num_key_value_heads", kv_default),
         head_dim=channels,
         rope=ropes[0],
         max_positions=usable_positions(ropes[0], positions),
         norm_eps=read_number(raw, "rms_norm_eps", norm_eps),
         tie_embeddings=read_flag(raw, "tie_word_embeddings", tied),
-        activation=_activation(raw, *activation),
+        activation=check_choice(name, raw.get(name, usual), ACTIVATIONS),
+        sliding_window=layers[0].window if alike else None,
+        layers=() if alike else layers,
         bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
         eos_token_ids=read_token_ids(raw, "eos_token_id"),
         **family,
     )
-
-
-def _activation(raw: Mapping[str, Any], name: str, default: str) -> str:
-    value = raw.get(name, default)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be text such as {default!r}, got {brief(value)}")
-    if value not in ACTIVATIONS:
-        raise ValueError(
-            f"{name} {brief(value)} is not supported; supported: {', '.join(ACTIVATIONS)}"
-        )
-    return value
-
-
-def _kv_heads(raw: Mapping[str, Any], default: int | None, query_heads: int) -> int:
-    name = "num_key_value_heads"
-    return read_size(raw, name, default if default and name not in raw else query_heads)
 
 
 def read_window(raw: Mapping[str, Any], default: int | None) -> int | None:
@@ -181,16 +173,22 @@ def read_window(raw: Mapping[str, Any], default: int | None) -> int | None:
     return None if window is None else read_size({"sliding_window": window}, "sliding_window")
 
 
-def read_sliding(
-    raw: Mapping[str, Any], layers: int, default: Callable[[int], bool]
-) -> tuple[bool, ...]:
-    """Whether each layer has a sliding window: `layer_types`, else `default(index)`."""
+def _read_layers(
+    raw: Mapping[str, Any],
+    count: int,
+    ropes: Sequence[RopeConfig],
+    window: int | None,
+    slides: Callable[[int], bool] | None,
+) -> tuple[LayerConfig, ...]:
+    """The rotary embedding and the window of each layer; `read_decoder` explains the arguments."""
+    if slides is None:
+        refuse(raw, {"sliding_window": None})
     types = raw.get("layer_types")
     if types is None:
-        return tuple(default(index) for index in range(layers))
-    if not isinstance(types, list) or len(types) != layers:
+        types = [SLIDING if slides and slides(index) else FULL for index in range(count)]
+    if not isinstance(types, list) or len(types) != count:
         raise ValueError(
-            f"layer_types must be a list of num_hidden_layers = {layers} names, got {brief(types)}"
+            f"layer_types must be a list of num_hidden_layers = {count} names, got {brief(types)}"
         )
     unknown = [kind for kind in types if kind not in (FULL, SLIDING, _FULL_BEFORE)]
     if unknown:
@@ -198,50 +196,14 @@ def read_sliding(
             f"layer_types: layer type {brief(unknown[0])} is not supported; supported: "
             f"{FULL}, {SLIDING}"
         )
-    return tuple(kind == SLIDING for kind in types)
-
-
-def sliding_layers(
-    sliding: Sequence[bool],
-    window: int | None,
-    rope: RopeConfig | None,
-    local_rope: RopeConfig | None = None,
-) -> tuple[LayerConfig, ...]:
-    """The layers of a decoder, some of which have a sliding window.
-
-    Args:
-      sliding: which have.
-      window: of those.
-      rope: of the layers.
-      local_rope: of those with a window, where they have another one.
-    """
-    if any(sliding) and window is None:
+    if SLIDING in types and window is None:
         raise ValueError(
             f"layers have {SLIDING} (by layer_types, or the model type's own order), but there is "
             "no size: sliding_window is null, or the model type has none, or use_sliding_window is "
             "not true"
         )
-    plain, local = LayerConfig(rope), LayerConfig(local_rope or rope, window)
-    return tuple(local if slides else plain for slides in sliding)
-
-
-def layers_with_windows(
-    raw: Mapping[str, Any], window: int | None, default: Callable[[int], bool]
-) -> Layers:
-    """The argument `layers` of `read_decoder` for families with `layer_types`.
-
-    Args:
-      raw: the content of `config.json`.
-      window: the size.
-      default: whether the layer of this number has it, where the file does not say so.
-    """
-
-    def layers(
-        count: int, rope: RopeConfig, local_rope: RopeConfig | None = None
-    ) -> tuple[LayerConfig, ...]:
-        return sliding_layers(read_sliding(raw, count, default), window, rope, local_rope)
-
-    return layers
+    full, sliding = LayerConfig(ropes[0]), LayerConfig(ropes[-1], window)
+    return tuple(sliding if kind == SLIDING else full for kind in types)
 
 
 _NEEDED = {
@@ -287,10 +249,7 @@ def read_rope(
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if isinstance(kind, str):
         kind = (names or {}).get(kind, kind)
-    if not isinstance(kind, str) or kind not in _NEEDED:
-        raise ValueError(
-            f"rope type {brief(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
+    check_choice("rope type", kind, ROPE_TYPES)
     missing = [name for name in _NEEDED[kind] if scaling.get(name) is None]
     if missing:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}, got {brief(scaling)}")

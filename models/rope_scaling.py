@@ -130,10 +130,6 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _exponents(config: RopeConfig) -> Float[np.ndarray, " R"]:
-    return np.arange(0, config.rotary_dim, 2, dtype=np.float32) / np.float32(config.rotary_dim)
-
-
 def _powers(config: RopeConfig, theta: float) -> Float[np.ndarray, " R"]:
     """`theta ** (2i / rotary_dim)`.
 
@@ -141,7 +137,8 @@ def _powers(config: RopeConfig, theta: float) -> Float[np.ndarray, " R"]:
     the rounding steps are those of the models' training code: exponent, power and reciprocal are
     each rounded to float32. The power itself is taken in float64, which rounds it correctly.
     """
-    return (np.float64(theta) ** _exponents(config).astype(np.float64)).astype(np.float32)
+    exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float32) / np.float32(config.rotary_dim)
+    return (np.float64(theta) ** exponents.astype(np.float64)).astype(np.float32)
 
 
 def _llama3(config: RopeConfig, inv_freq: Float[np.ndarray, " R"]) -> Float[np.ndarray, " R"]:

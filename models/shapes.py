@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +111,15 @@ def _whole_config(given: str | os.PathLike[str]) -> DecoderConfig:
         path /= "config.json"
     if path.is_file() and _begins_as_gguf(path):
         return read_config(path)
-    if path.is_file():
-        raw = read_json(path)
-        check_model_type(raw, path)
-        return _parsed(raw, path)
     name = os.fspath(given)
-    if name not in SHAPES:
+    if not path.is_file() and name not in SHAPES:
         raise ValueError(
             "a shape must be a folder with config.json, such a file, a GGUF file, or one of "
             f"{', '.join(SHAPES)}, got {brief(name)}{did_you_mean(name, SHAPES)}"
         )
-    return _parsed(SHAPES[name], path)
+    raw = read_json(path) if path.is_file() else SHAPES[name]
+    check_model_type(raw, path)
+    return parse_config(raw, FAMILIES[raw["model_type"]], path)
 
 
 def _begins_as_gguf(path: Path) -> bool:
@@ -131,10 +128,6 @@ def _begins_as_gguf(path: Path) -> bool:
             return file.read(4) == b"GGUF"
     except OSError:
         return False  # is said by who reads the file
-
-
-def _parsed(raw: Mapping[str, Any], path: Path) -> DecoderConfig:
-    return parse_config(raw, FAMILIES[raw["model_type"]], path)
 
 
 def abstract_decoder(
@@ -158,11 +151,12 @@ def abstract_decoder(
       (8192, 28672)
     """
     graphdef, parameters = abstract_parameters(config, dtype)
-    rule = None if mesh is None else weight_placement(config, mesh)
-    for path, variable in parameters.items() if rule is not None else ():
-        x = variable.get_value()
-        value = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rule(path))
-        parameters[path] = variable.replace(value)
+    if mesh is not None:
+        rule = weight_placement(config, mesh)
+        for path, variable in parameters.items():
+            x = variable.get_value()
+            placed = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rule(path))
+            parameters[path] = variable.replace(placed)
     return nnx.merge(graphdef, nnx.from_flat_state(parameters))
 
 

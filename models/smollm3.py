@@ -11,33 +11,15 @@ from typing import Any
 
 from kvjax.messages import brief
 
-from .config import DecoderConfig, LayerConfig, RopeConfig
-from .reading import (
-    read_decoder,
-    read_flag,
-    read_rope,
-    read_size,
-    read_sliding,
-    read_window,
-    sliding_layers,
-)
-from .tensor_names import TensorNames
-
-SMOLLM3_NAMES = TensorNames()
+from .config import MOST_LAYERS, DecoderConfig
+from .reading import read_decoder, read_flag, read_rope, read_size, read_window
 
 
 def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """A `SmolLM3ForCausalLM` configuration, from the content of its `config.json`."""
     window = read_window(raw, None) if read_flag(raw, "use_sliding_window") else None
 
-    def layers(count: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
-        rotated = _rotated(raw, count)
-        sliding = read_sliding(raw, count, lambda index: window is not None and not rotated[index])
-        with_rope = sliding_layers(sliding, window, rope)
-        without = sliding_layers(sliding, window, None)
-        chosen = zip(rotated, with_rope, without, strict=True)
-        return tuple(one if has_rope else other for has_rope, one, other in chosen)
-
+    rotated = _rotated(raw, read_size(raw, "num_hidden_layers", most=MOST_LAYERS))
     return read_decoder(
         raw,
         max_positions=32768,
@@ -46,7 +28,9 @@ def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
         attention_bias=read_flag(raw, "attention_bias"),
         mlp_bias=read_flag(raw, "mlp_bias"),
         rope=partial(read_rope, raw, theta=2_000_000.0),
-        layers=layers,
+        window=window,
+        slides=lambda index: window is not None and not rotated[index],
+        rotated=rotated,
     )
 
 

@@ -23,7 +23,7 @@ from kvjax.models import (
     load_tokenizer,
     random_decoder,
 )
-from kvjax.models.demo.training import corpus, export, initial, recipe, train, train_step
+from kvjax.models.demo.training import corpus, export, initial, train
 from kvjax.models.demo.training.tasks import ANSWER, IGNORED, TEXT, Mix, Tasks
 from tests.support.hf_models import Stepper
 from tests.support.tolerances import close
@@ -36,8 +36,8 @@ TINY = DecoderConfig(
     tie_embeddings=True, bos_token_id=0, eos_token_ids=(1,),
 )  # fmt: skip
 STAGES = (
-    recipe.Stage("first", 96, 2, 5, 1e-3, 2e-3, Mix(1.0, 0.0, 0.0, 1, 0)),
-    recipe.Stage("second", 96, 2, 6, 2e-3, 1e-4, Mix(0.5, 0.0, 0.0, 2, 256)),
+    train.Stage("first", 96, 2, 5, 1e-3, 2e-3, Mix(1.0, 0.0, 0.0, 1, 0)),
+    train.Stage("second", 96, 2, 6, 2e-3, 1e-4, Mix(0.5, 0.0, 0.0, 2, 256)),
 )
 TEXTS = tuple(topics[name] + "\n\n" for name in sorted(topics)[:12])
 EXACT = " \n\nQuestion: 482130?\nnaïve 漢字 😀  two  spaces\t\x00\r\n"
@@ -67,7 +67,7 @@ def test_the_bundled_held_out_text_was_held_out():
 
 def test_the_tokenizer_reads_digits_in_pairs_and_keeps_every_text():
     tokenizer = bundled_tokenizer()
-    assert tokenizer.get_vocab_size() == recipe.CONFIG.vocab_size
+    assert tokenizer.get_vocab_size() == train.CONFIG.vocab_size
     assert [tokenizer.id_to_token(token) for token in (0, 1)] == [corpus.BOS, corpus.EOS]
     ids = tokenizer.encode("a12345", add_special_tokens=False).ids
     assert [tokenizer.decode([token]) for token in ids] == ["a", "12", "34", "5"]
@@ -118,17 +118,17 @@ def test_what_is_asked_for_was_told_before(mix, question, free):
     assert asked > 15
 
 
-@pytest.mark.parametrize("stage", recipe.STAGES, ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", train.STAGES, ids=lambda stage: stage.name)
 def test_batches_of_the_stages(stage):
     tasks = train.make_tasks(bundled_tokenizer(), TEXTS)
     batch, again, other = (
         tasks.batch(np.random.default_rng(seed), 3, stage.length, stage.mix) for seed in (5, 5, 6)
     )
     assert batch["tokens"].shape == batch["marks"].shape == (3, stage.length + 1)
-    assert batch["tokens"].max() < recipe.CONFIG.vocab_size
+    assert batch["tokens"].max() < train.CONFIG.vocab_size
     assert (batch["marks"] == ANSWER).any(axis=1).all()
     steps = np.diff(batch["positions"], axis=1)
-    assert (steps >= 1).all() and batch["positions"].max() < recipe.CONFIG.max_positions
+    assert (steps >= 1).all() and batch["positions"].max() < train.CONFIG.max_positions
     assert all((batch[name] == again[name]).all() for name in batch)
     assert (batch["tokens"] != other["tokens"]).any()
 
@@ -178,10 +178,8 @@ def test_forward_and_loss(trained):
 
     @jax.jit
     def loss_and_logits(batch):
-        logits = train_step.forward(
-            nnx.merge(graph, state), batch["tokens"][:, :-1], batch["positions"]
-        )
-        return train_step.loss(state, graph, batch), logits
+        logits = train.forward(nnx.merge(graph, state), batch["tokens"][:, :-1], batch["positions"])
+        return train.loss(state, graph, batch), logits
 
     (total, metrics), logits = loss_and_logits(jax.tree.map(jnp.asarray, batch))
     close(logits, Stepper(trained[0], 2, 150, 1)(tokens[:, :-1], positions, "prompt"))
@@ -194,12 +192,3 @@ def test_forward_and_loss(trained):
     close(total, answers + 0.5 * text)
     right = (logits.argmax(-1) == targets)[kinds == ANSWER].mean()
     assert float(metrics.accuracy) == pytest.approx(right)
-
-
-def test_the_learning_rate_goes_through_the_stages():
-    stages = recipe.STAGES
-    rate = recipe.learning_rate(stages)
-    edges = np.cumsum([0] + [stage.steps for stage in stages])
-    for stage, start, end in zip(stages, edges, edges[1:], strict=False):
-        assert float(rate(start)) == pytest.approx(stage.rate)
-        assert float(rate(end - 1)) == pytest.approx(stage.last_rate, rel=0.03, abs=2e-6)

@@ -7,15 +7,15 @@ import json
 
 import numpy as np
 import pytest
+import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.models import from_pretrained, read_config
-from kvjax.models.families import FAMILIES
+from kvjax.models import abstract_decoder, from_pretrained, read_config
 from tests.models.family_cases import LLAMAS, NAMED
 from tests.support.decoders import assert_equal
-from tests.support.hf_models import LENGTHS, SIZES, Stepper, both_logits, reference_logits
+from tests.support.hf_models import LENGTHS, SIZES, both_logits, reference_logits
 from tests.support.hf_models import save_reference as save
 from tests.support.tolerances import close
 
@@ -30,10 +30,12 @@ CASES = {
 }
 
 
-def compare(folder, family, changes) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_named_models(tmp_path, name):
     """Prompts and decode steps of four rows, padded in all ways, that differ in length."""
-    reference = save_reference(folder, family, **changes)
-    ours, theirs = both_logits(from_pretrained(folder), reference)
+    family, changes = CASES[name]
+    reference = save_reference(tmp_path, family, **changes)
+    ours, theirs = both_logits(from_pretrained(tmp_path), reference)
     assert theirs[0][0].std() > 0.3, "all logits are nearly alike"
     for row, length in enumerate(LENGTHS):
         for part, what in enumerate(("prompt", "decoding")):
@@ -41,61 +43,15 @@ def compare(folder, family, changes) -> None:
             close(ours[row][part], theirs[row][part], "accumulated", what)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logits_of_named_models(tmp_path, name):
-    compare(tmp_path, *CASES[name])
-
-
-FAST = ("phi3", "gemma3_text", "olmo3")
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in NAMED]
-)
-def test_every_token_through_the_cache(tmp_path, family):
-    """From the second token on nothing but decode steps, against `transformers` doing the same."""
-    changes = list(NAMED[family].values())[-1]
-    reference = save_reference(tmp_path, family, **changes)
-    count = 24
-    tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], count)
-    step = Stepper(from_pretrained(tmp_path), 1, 1, count - 1)
-    logits = [step([[tokens[0]]], [[0]], "prompt")]
-    logits += [step([[tokens[t]]], [[t]], "decode") for t in range(1, count)]
-    close(np.concatenate(logits, 1)[0], reference_logits(reference, tokens, 1), "accumulated")
-
-
-@pytest.mark.parametrize("family", [*NAMED, "chatglm"])
-def test_every_parameter_has_a_tensor(tmp_path, family):
-    """The names of a family cover the decoder's parameters, each once, and nothing else."""
-    if family == "chatglm":
-        (tmp_path / "config.json").write_text(json.dumps(CHATGLM))
-    else:
-        changes = list(NAMED[family].values())[-1]
-        transformers_config(family, changes).save_pretrained(tmp_path)
-    config = read_config(tmp_path)
-    parameters = {path for path, _ in nnx.to_flat_state(nnx.state(abstract(config)))}
-    weights = FAMILIES[family].names.weights(config)
-    paths = [path for parts in {w.parts for w in weights.values()} for path in parts]
-    assert sorted(paths, key=str) == sorted(parameters, key=str)
-
-
 def transformers_config(family, changes):
-    import transformers
-
     return transformers.AutoConfig.for_model(family, **{**SIZES, **changes})
-
-
-def abstract(config):
-    from kvjax.models import Decoder
-
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
 def test_layers_that_are_alike_are_equal_as_graphs(tmp_path):
     """They share compiled code: a model has as many kinds of layers as of settings."""
     changes = {"num_hidden_layers": 12, "sliding_window": 7, "head_dim": 8}
     transformers_config("gemma3_text", changes).save_pretrained(tmp_path)
-    model = abstract(read_config(tmp_path))
+    model = abstract_decoder(read_config(tmp_path))
     graphs = [nnx.split(layer)[0] for layer in model.layers]
     assert len(set(graphs)) == 2
     assert graphs[0] == graphs[6] and graphs[5] == graphs[11] and graphs[4] != graphs[5]

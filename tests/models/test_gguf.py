@@ -20,7 +20,7 @@ from kvjax.models import checkpoints, from_pretrained, read_config
 from kvjax.models.gguf_header import read_header
 from kvjax.models.gguf_tensors import read_gguf_tensors
 from kvjax.models.rope_scaling import attention_factor
-from tests.models.family_cases import FULL, LONG, LONGROPE, SHORT, SLIDING, THETA, YARN
+from tests.models.family_cases import LONG, NAMED, SHORT, SLIDING, THETA, YARN
 from tests.support.decoders import assert_equal, parameters
 from tests.support.gguf_models import (
     WITH_ONE,
@@ -80,22 +80,7 @@ def float32(values):
 FACTORS = {"rope_factors_long.weight": float32(LONG), "rope_factors_short.weight": float32(SHORT)}
 TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True}
 LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}}
-HALF = {
-    "hidden_size": 64, "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
-    "original_max_position_embeddings": 16, **TIED,
-}  # fmt: skip
-TWO_ROPES = {
-    "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 16,
-    "layer_types": [SLIDING, FULL], "final_logit_softcapping": 3.0,
-    "rope_parameters": {
-        FULL: {"rope_type": "linear", "factor": 8.0, **THETA},
-        SLIDING: {"rope_type": "default", "rope_theta": 100.0},
-    },
-}  # fmt: skip
-OLMO_YARN = {
-    "sliding_window": 7, "layer_types": [SLIDING, FULL],
-    "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", **THETA}},
-}  # fmt: skip
+TWO_ROPES = {**NAMED["gemma3_text"]["ropes"], "query_pre_attn_scalar": 16}
 
 
 def capped_gemma3(writer, config):
@@ -117,7 +102,7 @@ CASES = {
     "qwen3": ("qwen3", "qwen3", {"head_dim": 16}),
     "qwen3-bias": ("qwen3", "qwen3", {"head_dim": 8, **BIASED}),
     "phi3": ("phi3", "phi3", {"sliding_window": 7}, phi3),
-    "phi3-longrope": ("phi3", "phi3", HALF, phi3, FACTORS),
+    "phi3-longrope": ("phi3", "phi3", NAMED["phi3"]["partial-tied"], phi3, FACTORS),
     "gemma2": ("gemma2", "gemma2", {**GEMMA, "num_hidden_layers": 3}, gemma2),
     "gemma3": ("gemma3", "gemma3_text", {**GEMMA, "num_hidden_layers": 6}, gemma3),
     "gemma3-ropes": ("gemma3", "gemma3_text", TWO_ROPES, capped_gemma3),
@@ -126,7 +111,7 @@ CASES = {
     "glm4-no-bias": ("glm4", "glm4", {"head_dim": 8, "attention_bias": False}),
     "olmo2": ("olmo2", "olmo2", {}),
     "olmo3": ("olmo2", "olmo3", {"sliding_window": 7, "num_hidden_layers": 4}, olmo3),
-    "olmo3-yarn": ("olmo2", "olmo3", OLMO_YARN, olmo3),
+    "olmo3-yarn": ("olmo2", "olmo3", NAMED["olmo3"]["yarn"], olmo3),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}),
 }
 

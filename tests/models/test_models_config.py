@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvjax.models import Decoder, DecoderConfig, LayerConfig, RopeConfig, read_config
 from kvjax.models.families import FAMILIES
 from kvjax.models.rope_scaling import make_rope
+from tests.models.family_cases import FULL, SLIDING
 from tests.support.hf_models import pytorch
 
 SIZES = {
@@ -22,7 +23,6 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 LLAMA = {**SIZES, "model_type": "llama"}
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @pytest.fixture
@@ -342,9 +342,9 @@ def test_frequencies_of_published_sizes(read, kind, scaling, lengths, head_dim):
         ({"model_type": "mixtral"}, "'mixtral' is not supported: mixtures of experts are not"),
         ({"model_type": "new", "num_local_experts": 8}, "'new' .*: mixtures of experts are not"),
         ({"model_type": "gemma3", "text_config": {}}, "images and sound .*gemma3_text"),
-        ({"hidden_act": []}, r"config\.json: hidden_act must be text such as 'silu', got \[\]"),
-        ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
-        ({"rope_scaling": {"type": ["linear"]}}, r"rope type \['linear'\] is not supported"),
+        ({"hidden_act": []}, r"hidden_act must be one of 'silu', .*, got \[\]"),
+        ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope type must be .*, got 'axial'"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope type must be .*, got \['linear'\]"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "needs low_freq_factor, high"),
         ({"rope_scaling": {"full": {"rope_type": "default"}}}, "one object for all layers"),
         ({"rope_parameters": [1]}, r"one object for all layers, got rope_parameters: \[1\]"),
@@ -404,40 +404,40 @@ def test_unreadable_files(tmp_path, content, message):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
-        ({"head_dim": 4}, "rotary_dim must be at most head_dim, got 8 and 4"),
-        ({"vocab_size": True}, "vocab_size must be an integer of at least 1, got True"),
-        ({"norms": "around"}, "norms must be one of 'before', 'after', 'both', got 'around'"),
-        ({"qk_norm": "all"}, "qk_norm must be one of None, 'head', 'width', got 'all'"),
-        ({"logit_soft_cap": 0}, "logit_soft_cap must be a finite number above 0, got 0"),
-        ({"embedding_scale": None}, "embedding_scale must be a finite number above 0"),
-        ({"layers": (LayerConfig(None),)}, "layers must have num_layers = 2 entries, got 1"),
-        ({"layers": (LayerConfig(None), LayerConfig(RopeConfig(rotary_dim=10)))}, "got 10 and 8"),
-    ],
-)
-def test_values_are_checked_without_a_file_too(changes, message):
-    sizes = {"vocab_size": 9, "hidden_size": 16, "intermediate_size": 16, "num_layers": 2}
-    sizes |= {"query_heads": 2, "kv_heads": 1, "head_dim": 8, "max_positions": 8}
-    with pytest.raises(ValueError, match=message):
-        DecoderConfig(**{**sizes, "rope": RopeConfig(rotary_dim=8), **changes})
+SOUND = {
+    DecoderConfig: {
+        "vocab_size": 9, "hidden_size": 16, "intermediate_size": 16, "num_layers": 2,
+        "query_heads": 2, "kv_heads": 1, "head_dim": 8, "max_positions": 8,
+        "rope": RopeConfig(rotary_dim=8),
+    },
+    RopeConfig: {"rotary_dim": 8},
+    LayerConfig: {"rope": None},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("kind", "changes", "message"),
     [
-        ({"type": "su"}, "rope type 'su' is not supported"),
-        ({"type": "dynamic"}, "original_max_positions must be an integer of at least 1, got None"),
-        ({"rotary_dim": 2, "type": "dynamic", "original_max_positions": 8}, "rotary_dim of 4"),
-        ({"type": "llama3", "original_max_positions": 8, "high_freq_factor": 1.0},
+        (DecoderConfig, {"sliding_window": 0}, "sliding_window must be an integer .* 1, got 0"),
+        (DecoderConfig, {"head_dim": 4}, "rotary_dim must be at most head_dim, got 8 and 4"),
+        (DecoderConfig, {"vocab_size": True}, "vocab_size must be an integer .* 1, got True"),
+        (DecoderConfig, {"norms": "around"}, "'before', 'after', 'both', got 'around'"),
+        (DecoderConfig, {"qk_norm": "all"}, "one of None, 'head', 'width', got 'all'"),
+        (DecoderConfig, {"logit_soft_cap": 0}, "logit_soft_cap must be a finite .* 0, got 0"),
+        (DecoderConfig, {"embedding_scale": None}, "embedding_scale must be a finite number above"),
+        (DecoderConfig, {"layers": (LayerConfig(None),)}, "num_layers = 2 entries, got 1"),
+        (DecoderConfig, {"layers": (LayerConfig(None), LayerConfig(RopeConfig(rotary_dim=10)))},
+         "got 10 and 8"),
+        (RopeConfig, {"type": "su"}, "rope type must be one of 'default', .* got 'su'"),
+        (RopeConfig, {"type": "dynamic"}, "original_max_positions must be .* 1, got None"),
+        (RopeConfig, {"rotary_dim": 2, "type": "dynamic", "original_max_positions": 8},
+         "rotary_dim of 4"),
+        (RopeConfig, {"type": "llama3", "original_max_positions": 8, "high_freq_factor": 1.0},
          "high_freq_factor must be above low_freq_factor"),
-        ({"theta": float("nan")}, "theta must be a finite number above 0, got nan"),
+        (RopeConfig, {"theta": float("nan")}, "theta must be a finite number above 0, got nan"),
+        (LayerConfig, {"window": 0}, "window must be an integer of at least 1, got 0"),
     ],
 )  # fmt: skip
-def test_rope_parameters_are_checked(changes, message):
+def test_values_are_checked_without_a_file_too(kind, changes, message):
     with pytest.raises(ValueError, match=message):
-        RopeConfig(**{"rotary_dim": 8, **changes})
-    with pytest.raises(ValueError, match="window must be an integer of at least 1, got 0"):
-        LayerConfig(None, window=0)
+        kind(**{**SOUND[kind], **changes})

@@ -365,7 +365,7 @@ def test_default_dtype(checkpoint, monkeypatch, stated):
 
 @pytest.mark.parametrize("dtype", ["float64", "nonsense"])
 def test_other_dtypes_are_refused(saved, dtype):
-    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got"):
+    with pytest.raises(ValueError, match=r"dtype must be one of 'float32', .*, got"):
         from_pretrained(saved[False][0], dtype=dtype)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import pytest
 
 from kvjax.models import DecoderConfig, LayerConfig, abstract_decoder
 from kvjax.models.shapes import SHAPES, shape_config
+from tests.models.test_models_config import SIZES
 
 PUBLISHED = {
     "llama-3.1-8b": "Llama-3.1-8B-Instruct",
@@ -55,14 +57,8 @@ def test_some_layers_of_a_shape():
 
 
 def test_layers_that_differ_stay_what_they_are(tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "gemma2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, '
-        '"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, '
-        '"head_dim": 8, "max_position_embeddings": 512, "sliding_window": 16, '
-        '"query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh", '
-        '"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6, '
-        '"rope_theta": 10000.0}'
-    )
+    raw = {"model_type": "gemma2", **SIZES, "head_dim": 8, "sliding_window": 16}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     whole, three = shape_config(tmp_path), shape_config(tmp_path, 3)
     assert isinstance(whole.layers[0], LayerConfig) and three.layers == whole.layers[:3]
     assert three.windows == (16, None, 16)

@@ -12,7 +12,7 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer
 
 from kvjax.models import Decoder
-from kvjax.models.llama import LLAMA_NAMES
+from kvjax.models.tensor_names import TensorNames
 
 from .corpus import BOS, EOS
 
@@ -56,7 +56,7 @@ def save_pretrained(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     parameters = dict(nnx.to_flat_state(nnx.state(model)))
     tensors = {}
-    for name, weight in LLAMA_NAMES.weights(config).items():
+    for name, weight in TensorNames().weights(config).items():
         if name == "lm_head.weight":
             continue  # tied: the embedding is stored once
         value = np.asarray(parameters[weight.parts[0]].get_value())
