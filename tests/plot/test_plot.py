@@ -55,12 +55,8 @@ def test_held_marks_live_and_pinned_positions(axes):
     assert np.array_equal(image.get_array(), expected)
     assert {0, 1, 2} == set(expected.ravel())
     assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "1"]
-
-
-def test_held_takes_head_groups_and_evicted_rows(axes):
     groups = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.StreamingLLM(6, sinks=2))))
-    cache, _ = read(groups)
-    image = plot.held(axes, [cache])
+    image = plot.held(Figure().subplots(), [read(groups)[0]])
     assert image.get_array().sum(1).tolist() == [TOKENS - 5, 6]
 
 
@@ -130,8 +126,10 @@ def test_layers_of_head_groups_do_what_they_do_and_are_not_watched(model, watche
     assert [step.token for step in steps] == plain.tokens[0]
     assert [part.kv.live.sum(-1).tolist() for part in context.caches[0]] == [[[12]], [[20]]]
     assert steps[0].marks[0] is None and steps[0].marks[1] is not None
-    with pytest.raises(ValueError, match="by one method for all heads of a layer, got HeadGroups"):
-        plot.watch(model, prompt, split, steps=1)
+    refused = (split, "one method for all heads"), (kvjax.SnapKV(budget=40), "must select")
+    for transform, said in refused:
+        with pytest.raises(ValueError, match=said):
+            plot.watch(model, prompt, transform, steps=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +146,7 @@ class Attention(kvjax.KVTransform):
 
 
 def check_recall(model, prompt, step, layer: int) -> None:
-    """Of the first step in a layer above dense ones, against the attention of the step itself."""
+    """That of the first step in a layer above dense ones, against the attention of the step."""
     context = kvjax.read(model, [prompt], transform=Attention(), max_new=4)
     context = kvjax.generate(model, None, context=context, max_new_tokens=1, end_tokens=()).context
     count = len(prompt) + 1  # a token's slot is its place
@@ -200,9 +198,9 @@ def test_clusters_are_numbered_by_their_first_tokens(axes, watched):
             members.append(sorted(position[start : start + size].tolist()))
     members.sort(key=lambda own: own[0])
     expected = {at: number for number, own in enumerate(members) for at in own}
-    drawn = [dict(dots.get_offsets().astype(int).tolist()) for dots in (others, seen)]
-    assert drawn[0] | drawn[1] == expected and len(expected) == 56
-    assert sorted(drawn[1]) == [at for at in sorted(expected) if marks[at]]
+    others, seen = (dict(dots.get_offsets().astype(int).tolist()) for dots in (others, seen))
+    assert others | seen == expected and len(expected) == 56
+    assert sorted(seen) == [at for at in sorted(expected) if marks[at]]
 
 
 def test_lines_have_a_point_for_each_step_and_layer(axes):
@@ -226,9 +224,8 @@ def test_field_colours_are_lighter_for_less(axes):
 
 
 WRONG = {
-    "no axes": (lambda axes, cache: plot.held(None, [cache]), TypeError, "axes"),
+    "no axes": (lambda axes, cache: plot.similarity(None, [cache]), TypeError, "axes"),
     "no layers": (lambda axes, cache: plot.held(axes, cache), TypeError, "caches"),
-    "row": (lambda axes, cache: plot.held(axes, [cache], row=1), ValueError, "row .* at most 0"),
     "head": (lambda axes, cache: plot.masses(axes, cache, head=2), ValueError, "head .* at most 1"),
     "clusters": (lambda axes, cache: plot.clusters(axes, cache), ValueError, "ClusterKV"),
     "marks": (lambda axes, cache: plot.field(axes, [[0, 3]]), ValueError, "0, 1 and 2"),
@@ -252,8 +249,3 @@ def test_errors_come_before_anything_is_drawn(axes, name):
     with pytest.raises(kind, match=message):
         call(axes, cache)
     assert not axes.has_data() and not axes.texts
-
-
-def test_watching_a_method_that_selects_nothing_is_an_error(model):
-    with pytest.raises(ValueError, match="must select"):
-        plot.watch(model, [1, 2, 3], kvjax.SnapKV(budget=40), steps=1)

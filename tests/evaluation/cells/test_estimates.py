@@ -31,3 +31,6 @@ def test_estimates():
     assert (found.low, found.high) == pytest.approx(expected, abs=0.01)
     assert found == Estimate.of(scores.tolist()), "the same again"
     assert Estimate.of([0.3]) == (0.3, 0.3, 0.3, 1)
+    # Differences have no interval of shares, also where all of them are zero.
+    assert Estimate.resampled([0.0] * 8) == (0.0, 0.0, 0.0, 8)
+    assert Estimate.of([0.0] * 8).high > 0.2
