@@ -68,10 +68,10 @@ examples:
   kvjax bench --shape llama-3.1-8b --layers 2 --tokens 8192"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add = own.add_argument
-    options.add_model(own)
+    add = parser.add_argument
+    options.add_model(parser)
     add("--shape", metavar="DIR_OR_NAME",
         help="folder with config.json, such a file, a GGUF file, or a name such as llama-3.1-8b, "
         "in place of --model: a model of these sizes with random weights reads random "
@@ -82,10 +82,10 @@ def add_options(own: argparse.ArgumentParser) -> None:
         help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
     add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
         help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
-    options.add_list(own, "--batch", kind=options.number_list, default=speed.BATCHES,
+    options.add_list(parser, "--batch", kind=options.number_list, default=speed.BATCHES,
         about="rows at a time")  # fmt: skip
-    options.add_methods(own, METHODS, full=True)
-    options.add_budget(own)
+    options.add_methods(parser, METHODS, full=True)
+    options.add_budget(parser)
     add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
         help="in which every method runs once; the fastest counts (default: "
         f"{speed.ROUNDS})")  # fmt: skip
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
         _check_memory(args, subject, tuple(candidates.values()), dtype)
         model, text = subject.load()
         report = measure_speed(
-            model, {text: own.transform for text, own in candidates.items()},
+            model, {name: candidate.transform for name, candidate in candidates.items()},
             prompt_tokens=args.tokens, new_tokens=args.new, batches=args.batch, rounds=args.rounds,
             text=text, dtype=dtype, looked_up=looked_up_bytes(model),
             on_progress=display.show,
@@ -160,12 +160,12 @@ def _check(args: argparse.Namespace, subject: _Subject, candidates: Sequence[Can
     """Raises ValueError for prompts that cannot be read, and methods that change no layer."""
     config = subject.config
     check_count("--tokens", args.tokens, 1, most=config.max_positions)
-    for own in candidates:
-        layers = kvjax.bind(own.transform, config.num_layers, config.windows)
+    for candidate in candidates:
+        layers = kvjax.bind(candidate.transform, config.num_layers, config.windows)
         check_prompts(config, [[0] * args.tokens], layers, args.new)
-        if own.method != FULL and all(layer == kvjax.Full() for layer in layers):
+        if candidate.method != FULL and all(layer == kvjax.Full() for layer in layers):
             raise ValueError(
-                f"{own.method} leaves all {config.num_layers} layers as they are, so "
+                f"{candidate.method} leaves all {config.num_layers} layers as they are, so "
                 "that nothing would be compared: give it dense_layers=(), or more --layers"
             )
 
@@ -180,14 +180,14 @@ def _check_memory(
     room, rows = cache_room(model, args.tokens, args.new), max(args.batch)
     largest = max(bytes_on_device(x) for x in jax.tree.leaves(model))
     drawing = 0 if args.shape is None else _DRAWING * largest
-    for own in candidates:
-        planned = plan(model, own.transform, dtype=dtype, **room)
+    for candidate in candidates:
+        planned = plan(model, candidate.transform, dtype=dtype, **room)
         caches = planned.caches(rows)
         needed = planned.weights + max(round(caches.device + caches.host), drawing)
         if free is not None and needed > free:
             raise ValueError(
                 f"{subject.name} with {subject.config.num_layers} layers in {dtype} "
-                f"and the caches of {own.method} need {decimal(needed)} of memory, and "
+                f"and the caches of {candidate.method} need {decimal(needed)} of memory, and "
                 f"{decimal(free)} are free: give fewer --layers of a --shape, --tokens or --batch"
             )
 

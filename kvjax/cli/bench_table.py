@@ -58,10 +58,10 @@ def _print_table(
     following = [*(row["batch"] for row in rows[1:]), None]
     lines = [
         Row(
-            [printable(row["method"]), str(row["batch"]), *(value for _, value in own)],
+            [printable(row["method"]), str(row["batch"]), *(value for _, value in of_row)],
             ends=row["batch"] != batch,
         )
-        for row, own, batch in zip(rows, cells, following, strict=True)
+        for row, of_row, batch in zip(rows, cells, following, strict=True)
     ]
     print_table(console, columns, lines, names=2, pad_edge=False)
 

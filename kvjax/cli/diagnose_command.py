@@ -42,27 +42,27 @@ examples:
   kvjax diagnose --prompt-file book.txt --method all --error 0.05 --out pictures"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    options.add_model(own)
-    own.add_argument("--prompt-file", metavar="FILE", required=True,
+    options.add_model(parser)
+    parser.add_argument("--prompt-file", metavar="FILE", required=True,
         help="UTF-8 file with the text; - is standard input")  # fmt: skip
-    own.add_argument("--ask", metavar="TEXT",
+    parser.add_argument("--ask", metavar="TEXT",
         help="a question about the text (default: the last "
         f"{QUESTION_TOKENS} tokens of the text stand for one)")  # fmt: skip
-    own.add_argument("--question", choices=("inside", "after"), default="inside",
+    parser.add_argument("--question", choices=("inside", "after"), default="inside",
         help="whether the question is compressed with the text, or asked afterwards (default: "
         "inside)")  # fmt: skip
-    options.add_template(own, "the text")
-    options.add_methods(own, grid.METHODS, full=False)
-    options.add_budgets(own, diagnosis.BUDGETS)
-    own.add_argument("--error", metavar="E", type=float, default=diagnosis.ERROR,
+    options.add_template(parser, "the text")
+    options.add_methods(parser, grid.METHODS, full=False)
+    options.add_budgets(parser, diagnosis.BUDGETS)
+    parser.add_argument("--error", metavar="E", type=float, default=diagnosis.ERROR,
         help="largest relative error of the recommended cache (default: "
         f"{diagnosis.ERROR})")  # fmt: skip
-    own.add_argument("--new", metavar="N", type=int, default=diagnosis.NEW_TOKENS,
+    parser.add_argument("--new", metavar="N", type=int, default=diagnosis.NEW_TOKENS,
         help="new tokens that errors are means over (default: "
         f"{diagnosis.NEW_TOKENS})")  # fmt: skip
-    own.add_argument("--out", metavar="FOLDER", help="where pictures are drawn")
+    parser.add_argument("--out", metavar="FOLDER", help="where pictures are drawn")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -154,8 +154,8 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(chat, monkeypatch
 def test_a_second_interrupt_ends_the_process():
     code = """if True:
         import os, signal
-        from kvjax.cli import interrupts
-        with interrupts.noticed() as came:
+        from kvjax.cli.lines import interrupt_noticed
+        with interrupt_noticed() as came:
             os.kill(os.getpid(), signal.SIGINT)
             print(came(), flush=True)
             os.kill(os.getpid(), signal.SIGINT)
