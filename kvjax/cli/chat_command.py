@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from rich.filesize import decimal
 
@@ -12,7 +11,6 @@ from kvjax.cli import options
 from kvjax.cli.inputs import check_text, standard_input
 from kvjax.cli.lines import interrupt_noticed, lines
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
-from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 from kvjax.cli.writing import Row, is_cut, write
 
@@ -47,16 +45,7 @@ def run(args: argparse.Namespace) -> None:
     """`kvjax chat`: reads lines and answers them, until /quit or the end of input."""
     check_counts(args, "max_prompt", "max_new")
     standard_input()
-    transform = options.candidate(args).transform
-    check_sampling(args)
-    with Display() as display:
-        opened = OpenedModel(args.model, display)
-        dialogue = opened.dialogue(args)
-        room = _room(args, opened.config.max_positions)
-        transform = kvjax.in_slots(transform, room[0])
-        opened.bind(transform)
-        model = opened.load(args)
-    talk = Conversation(args, opened, dialogue, model, transform, room)
+    talk = Conversation(args)
     if standard_input().isatty():
         print_line(HELP, "dim")
     for line in lines():
@@ -76,26 +65,23 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Conversation:
-    """What has been said, as one context.
+    """What has been said, as one context. Loads the model, once the options have been checked.
 
     Args:
-      args: how to answer: `max_new`, the options of `add_sampling`.
-      opened, dialogue, model: the model and its template.
-      transform: how to compress.
-      room: most tokens that are read, and most that are written.
+      args: the options of the command.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        opened: OpenedModel,
-        dialogue: Dialogue,
-        model: Any,
-        transform: kvjax.KVTransform,
-        room: tuple[int, int],
-    ) -> None:
-        self._args, self._opened, self._dialogue = args, opened, dialogue
-        self._model, self._transform, self._room = model, transform, room
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, transform = args, options.candidate(args).transform
+        check_sampling(args)
+        with Display() as display:
+            self._opened = opened = OpenedModel(args.model, display)
+            self._dialogue = opened.dialogue(args)
+            # Most tokens that are read, and most that are written.
+            self._room = _room(args, opened.config.max_positions)
+            self._transform = kvjax.in_slots(transform, self._room[0])
+            opened.bind(self._transform)
+            self._model = opened.load(args)
         self._sampling = opened.sampling(args)
         self.reset()
 

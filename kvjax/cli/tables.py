@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich import box
@@ -50,21 +50,13 @@ def print_table(
       names: how many columns stand at the beginning of each table.
       look: options of `rich.table.Table`.
     """
-    for table in _tables(console, columns, rows, names, look):
-        console.print(table)
 
-
-def _tables(
-    console: Console, columns: Sequence[Column], rows: Sequence[Row], names: int, look: dict
-) -> Iterator[Table]:
     def table(chosen: Sequence[int], most: int | None = None) -> Table:
-        made = Table(
-            *(columns[place].copy() for place in (*range(names), *chosen)),
-            box=box.SIMPLE_HEAD, **look,
-        )  # fmt: skip
+        shown = [*range(names), *chosen]
+        made = Table(*(columns[place].copy() for place in shown), box=box.SIMPLE_HEAD, **look)
         made.columns[0].max_width = most
         for row in rows:
-            cells = [row.cells[place] for place in (*range(names), *chosen)]
+            cells = [row.cells[place] for place in shown]
             texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
             made.add_row(*texts, style=row.style, end_section=row.ends)
         return made
@@ -75,13 +67,13 @@ def _tables(
         return console.measure(table(chosen, most), options=wide).maximum <= console.width
 
     # Names take what figures leave: rich breaks them where a table would be too wide.
-    places, chosen = range(names, len(columns)), []
+    groups: list[list[int]] = [[]]
+    places, width = range(names, len(columns)), max(_NAME_WIDTH, console.width // 3)
     if fits(places, _NAME_WIDTH):
-        yield table(places)
-        return
+        groups, places = [[*places]], range(0)
     for place in places:
-        if chosen and not fits([*chosen, place], max(_NAME_WIDTH, console.width // 3)):
-            yield table(chosen)
-            chosen = []
-        chosen.append(place)
-    yield table(chosen)
+        if groups[-1] and not fits([*groups[-1], place], width):
+            groups.append([])
+        groups[-1].append(place)
+    for group in groups:
+        console.print(table(group))

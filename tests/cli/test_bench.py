@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 
 import pytest
-from rich.console import Console
 from rich.filesize import decimal
 
-from kvjax import models
 from kvjax.cli import bench_command
 from kvjax.cli.bench_table import print_report
 from kvjax.evaluation.speed.speed import Speed
-from tests.cli.commands import error, output
+from tests.cli.commands import console, error, output
 
 SMALL = ("--tokens", "128", "--new", "4", "--rounds", "1")
 RECORD = {
     "model", "random_weights", "layers", "model_layers", "dtype", "prompt_tokens", "new_tokens",
     "rounds", "environment", "bandwidth_bytes_per_s", "products_per_s", "weight_bytes", "results",
 }  # fmt: skip
-
-
-@pytest.fixture
-def no_weights(monkeypatch):
-    """Fails if weights are loaded or made."""
-
-    def refuse(*args, **options):
-        pytest.fail("weights were made")
-
-    monkeypatch.setattr(models, "from_pretrained", refuse)
-    monkeypatch.setattr(models, "random_decoder", refuse)
 
 
 def test_json_of_a_shape(capsys, tinystories):
@@ -96,10 +82,9 @@ def test_the_tables_say_how_far_rounds_differ():
         "bandwidth_bytes_per_s": 5e10, "products_per_s": 4e11, "weight_bytes": 2 * 10**6,
         "results": [row, {**row, "host_bytes": 10**5}],
     }  # fmt: skip
-    console = Console(width=80, record=True, file=io.StringIO())
-    print_report(console, record)
-    lines = console.export_text().splitlines()
-    shown = " ".join(" ".join(lines).split())
+    terminal = console(80)
+    print_report(terminal, record)
+    shown = " ".join(terminal.export_text().split())
     assert "small, 2 of 32 layers, random weights of 2.0 MB in float32" in shown
     assert "reads 50.0 GB per second and makes 400 Gflop/s" in shown
     assert "of which the slowest took up to 3.0 times as long" in shown

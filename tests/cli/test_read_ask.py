@@ -60,9 +60,10 @@ def test_questions_are_answered_as_after_the_document(capsys, read, tinystories,
     assert " + 5 tokens" in err
     assert before == {path: path.read_bytes() for path in before}, "the folder is untouched"
 
-    said = error(capsys, "ask", tmp_path / "out", "word " * 60)
-    assert "--max-questions" in said
-    assert "--max-new" in error(capsys, "ask", tmp_path / "out", "One", "--max-new", "21")
+    said = error(capsys, "ask", tmp_path / "out", "Who?", "word " * 60)
+    assert "question 2 has " in said and said.endswith("read a larger --max-questions\n")
+    said = error(capsys, "ask", tmp_path / "out", "One", "--max-new", "21")
+    assert "--max-new must be at most 20, got 21: give kvjax read a larger --max-new" in said
 
 
 def test_what_is_kept_is_told(capsys, document, tinystories, tmp_path):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 
 import pytest
-from rich.console import Console
 
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.terminal import Display, print_figures
-from tests.cli.commands import output
+from tests.cli.commands import console, output
 
 LONG = "chain(every(snapkv(window=16), steps=64), quantize)"
-
-
-def console(width: int) -> Console:
-    return Console(width=width, record=True, highlight=False, file=io.StringIO())
 
 
 def check(text: str, width: int, names: list[str], headings: list[str]) -> None:
