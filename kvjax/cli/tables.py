@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +21,10 @@ class Row(NamedTuple):
     Args:
       cells: one for each column; text is shown as it is, without markup.
       style: of the line.
-      ends: whether a section ends with it.
     """
 
     cells: Sequence[str | Text]
     style: str = ""
-    ends: bool = False
 
 
 def name_column(heading: str = "method", **options: Any) -> Column:
@@ -39,7 +38,12 @@ def number_column(heading: str | Text) -> Column:
 
 
 def print_table(
-    console: Console, columns: Sequence[Column], rows: Sequence[Row], names: int = 1, **look: Any
+    console: Console,
+    columns: Sequence[Column],
+    rows: Sequence[Row],
+    names: int = 1,
+    section: int | None = None,
+    **look: Any,
 ) -> None:
     """Prints a table, or several where names and all figures do not fit side by side.
 
@@ -48,6 +52,7 @@ def print_table(
       columns: the first ones are the rows' names, of which the very first may be broken.
       rows: one line each.
       names: how many columns stand at the beginning of each table.
+      section: the column of which another cell begins a section; None: there are none.
       look: options of `rich.table.Table`.
     """
 
@@ -55,10 +60,11 @@ def print_table(
         shown = [*range(names), *chosen]
         made = Table(*(columns[place].copy() for place in shown), box=box.SIMPLE_HEAD, **look)
         made.columns[0].max_width = most
-        for row in rows:
+        for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=rows[-1]):
             cells = [row.cells[place] for place in shown]
             texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
-            made.add_row(*texts, style=row.style, end_section=row.ends)
+            ends = section is not None and row.cells[section] != following.cells[section]
+            made.add_row(*texts, style=row.style, end_section=ends)
         return made
 
     def fits(chosen: Sequence[int], most: int) -> bool:

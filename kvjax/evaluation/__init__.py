@@ -1,6 +1,6 @@
 """Measures of what a compressed cache does to a model."""
 
-from .cells.estimates import Estimate, Proportion
+from .cells.estimates import Estimate
 from .cells.files import read_results
 from .cells.grid import Cell, Grid, Unit
 from .cells.results import Results, Row
@@ -32,7 +32,6 @@ __all__ = [
     "Frame",
     "Grid",
     "Haystack",
-    "Proportion",
     "Results",
     "Row",
     "Speed",

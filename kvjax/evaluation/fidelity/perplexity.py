@@ -116,8 +116,8 @@ def context_nll(
             "context must be from kvjax.read or kvjax.ReadOnce, got one in which "
             f"{int(context.waiting)} written tokens wait for a flush"
         )
-    given = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
-    return np.asarray(_nll(context.layers, functional, *given))
+    state = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
+    return np.asarray(_nll(context.layers, functional, *state))
 
 
 def _checked(model: FunctionalModel, tokens: object, shape: str) -> np.ndarray:

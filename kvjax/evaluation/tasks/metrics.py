@@ -19,21 +19,10 @@ from kvjax.extras import extra_module
 
 Metric = Callable[..., float]
 
+EXTRA = "eval", "scores"
+"""The extra that has the packages of metrics, and what they are for."""
+
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def library(name: str) -> Any:
-    """The module of an extra's package.
-
-    Raises:
-      ValueError: it is not installed; says how it is.
-
-    Example:
-      >>> from kvjax.evaluation.tasks.metrics import library
-      >>> library("rouge").__name__
-      'rouge'
-    """
-    return extra_module(name, "eval", "scores")
 
 
 def f1(text: str, reference: str, **details: Any) -> float:
@@ -85,7 +74,7 @@ def rouge_2(text: str, reference: str, **details: Any) -> float:
 def _rouge(name: str, text: str, reference: str) -> float:
     if not text.strip(".") or not reference.strip("."):  # no sentence, which the package refuses
         return 0.0
-    rouge = library("rouge").Rouge(metrics=[name], stats=["f"])
+    rouge = extra_module("rouge", *EXTRA).Rouge(metrics=[name], stats=["f"])
     with _recursion(len(text.split()) + len(reference.split())):
         return rouge.get_scores(text, reference)[0][name]["f"]
 
@@ -110,8 +99,9 @@ def rouge_geometric_mean(text: str, reference: str, **details: Any) -> float:
       1.0
     """
     names = ["rouge1", "rouge2", "rougeL"]
-    found = library("rouge_score.rouge_scorer").RougeScorer(names).score(reference, text)
-    return math.cbrt(math.prod(found[name].fmeasure for name in names))
+    scorer = extra_module("rouge_score.rouge_scorer", *EXTRA).RougeScorer(names)
+    scores = scorer.score(reference, text)
+    return math.cbrt(math.prod(scores[name].fmeasure for name in names))
 
 
 def classification(
@@ -188,8 +178,8 @@ def choice(text: str, reference: str, **details: Any) -> float:
 
 
 def _letter(text: str) -> str | None:
-    found = re.search(r"\b[A-D]\b", text)
-    return found.group() if found else None
+    letter = re.search(r"\b[A-D]\b", text)
+    return letter.group() if letter else None
 
 
 def exponential_similarity(text: str, reference: str, **details: Any) -> float:
@@ -207,8 +197,8 @@ def exponential_similarity(text: str, reference: str, **details: Any) -> float:
 
 
 def _percentage(text: str) -> float | None:
-    found = re.search(r"(\d+\.?\d*)%", text)
-    return float(found[1]) if found else None
+    share = re.search(r"(\d+\.?\d*)%", text)
+    return float(share[1]) if share else None
 
 
 def concordance(text: str, reference: str, **details: Any) -> float:

@@ -42,7 +42,7 @@ def test_a_budget_that_is_the_default_is_still_a_budget():
         ({"methods": "snapkv"}, TypeError, "methods must be a sequence"),
         ({"methods": [kvjax.SnapKV(64)]}, TypeError, "must be text"),
         ({"lengths": []}, ValueError, "lengths must not be empty"),
-        ({"questions": ["before"]}, ValueError, "asked inside or after, got 'before'"),
+        ({"questions": ["before"]}, ValueError, "question must be one of .*, got 'before'"),
         ({"chat": "no"}, TypeError, "chat must be True or False, got 'no'"),
         ({"budgets": [1, 1.0], "methods": ["streaming_llm(sinks=0)"]}, ValueError, "told apart"),
     ],

@@ -14,8 +14,8 @@ import time
 import pytest
 
 from kvjax.cli.main import main
-from kvjax.evaluation import Proportion
 from kvjax.evaluation.comparison.compare import _Measure
+from tests.support.comparisons import share_interval
 from tests.support.small_comparisons import ARTICLE, CANDIDATES, results
 
 KEY = ("task", "length", "question", "method", "budget")
@@ -32,7 +32,7 @@ def test_files(command, measured, tmp_path, capsys):
     assert len(found["rows"]) == 2 * 3 * 4
     rows = {tuple(row[name] for name in KEY): row for row in found["rows"]}
     row = rows["needle", 256, "inside", "h2o", 0.5]
-    low, high = Proportion(2, 4).interval
+    low, high = share_interval(2, 4)
     assert row["score"] == {"mean": 0.5, "low": round(low, 6), "high": round(high, 6), "cases": 4}
     assert row["difference"]["mean"] == -0.5 and row["slots"] == 128
     assert set(row["depths"]) == {"0.0", "1.0"} and row["depths"]["0.0"]["cases"] == 2

@@ -12,9 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvjax.evaluation import Results
-from kvjax.evaluation.cells.estimates import Proportion
 from kvjax.evaluation.report import plots
-from tests.support.comparisons import CANDIDATES, LONG, comparison
+from tests.support.comparisons import CANDIDATES, LONG, comparison, share_interval
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,10 @@ def test_scores_by_bytes(drawn):
     assert low < 0.125 and high > 1
     (interval,) = axes.containers[0][2]
     ends = interval.get_segments()[1][:, 1]
-    np.testing.assert_allclose(ends, Proportion(5, 20).interval)
+    np.testing.assert_allclose(ends, share_interval(5, 20))
     (band,) = [patch for patch in axes.patches if patch.get_facecolor()[0] == 0.88]
     ends = [band.get_y(), band.get_y() + band.get_height()]
-    np.testing.assert_allclose(ends, Proportion(20, 20).interval)
+    np.testing.assert_allclose(ends, share_interval(20, 20))
     after = axes_of(drawn["scores_by_bytes_256"], "needle, question after")
     assert line(after, "h2o")[0].tolist() == [0.125, 0.25], "what failed is left out"
     perplexity = axes_of(drawn["perplexity_128"], "perplexity")

@@ -10,10 +10,9 @@ import re
 import pytest
 
 from kvjax.evaluation import Results
-from kvjax.evaluation.cells.estimates import Proportion
 from kvjax.evaluation.report import tables
 from kvjax.evaluation.report.report import page, write_report
-from tests.support.comparisons import FAILED, LONG, REASON, comparison
+from tests.support.comparisons import FAILED, LONG, REASON, comparison, share_interval
 
 PAGE = ("needle", "vt", "perplexity")  # tasks of the page
 
@@ -45,7 +44,7 @@ def test_columns_of_a_table():
 
 def test_fields_of_a_table():
     results = comparison()
-    low, high = Proportion(5, 20).interval
+    low, high = share_interval(5, 20)
     assert field(results, 128, "needle", "inside", ("h2o", 0.25)) == (
         "25", f"{math.floor(100 * low)}-{math.ceil(100 * high)}", ""
     )  # fmt: skip
