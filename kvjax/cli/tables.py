@@ -50,7 +50,7 @@ def print_table(
     Args:
       console: where it is printed.
       columns: the first ones are the rows' names, of which the very first may be broken.
-      rows: one line each.
+      rows: one line each, at least one.
       names: how many columns stand at the beginning of each table.
       section: the column of which another cell begins a section; None: there are none.
       look: options of `rich.table.Table`.

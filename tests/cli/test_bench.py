@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import pytest
 from rich.filesize import decimal
 
 from kvjax.cli import bench_command
@@ -33,26 +32,6 @@ def test_json_of_a_shape(capsys, tinystories):
     assert (snapkv["method"], snapkv["budget"]) == ("snapkv", 64)
     assert full["tpot_over_full"] == full["ttft_over_full"] == 1
     assert full["resident_bytes"] == record["weight_bytes"] + full["cache_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--new", "1"], "--new must be at least 2"),
-        (["--batch", "1,0"], "--batch must be at least 1"),
-        (["--batch", "many"], "argument --batch: must be numbers between commas, got 'many'"),
-        (["--layers", "2"], "--layers needs a --shape"),
-        (["--shape", "llama-3.1-8b", "--model", "smollm2"], "give --model or --shape, not both"),
-        (["--shape", "llama-3.1-8b", "--layers", "33"], "layers must be at most 32"),
-        (["--tokens", "1000000000"], "--tokens must be at most 8448"),
-        (
-            ["--shape", "llama-3.1-8b", "--layers", "2", "--method", "quest"],
-            "quest leaves all 2 layers as they are",
-        ),
-    ],
-)
-def test_errors(words, message, capsys, no_weights):
-    assert message in error(capsys, "bench", *words)
 
 
 def test_what_does_not_fit_into_memory(capsys, monkeypatch, no_weights):

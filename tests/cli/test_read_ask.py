@@ -94,22 +94,6 @@ def test_other_folders_are_refused(capsys, no_weights, document, tmp_path):
     assert (out / "letter.txt").read_text() == "a letter"
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["read", "no such file", "--out", "{}/a"], "cannot read no such file"),
-        (["read", "{}/document.txt", "--out", "{}/a", "--max-questions", "0"], "--max-questions"),
-        (["read", "{}/document.txt", "--out", "{}/a", "--max-new", "99999"], "8448 positions"),
-        (["read", "{}/document.txt", "--out", "{}/a", "--chat"], "--chat needs a chat template"),
-        (["ask", "{}/nothing", "why"], "nothing is no folder of a context"),
-        (["ask", "{}", "why"], "is no folder of a context"),
-        (["ask", "{}", "why", "--max-new", "0"], "--max-new must be at least 1"),
-    ],
-)
-def test_errors_before_weights_are_loaded(capsys, no_weights, document, tmp_path, args, said):
-    assert said in error(capsys, *(arg.replace("{}", str(tmp_path)) for arg in args))
-
-
 def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
     monkeypatch.setattr(kvjax, "context_about", lambda folder: {"model": None})
     said = error(capsys, "ask", "somewhere", "why")

@@ -114,6 +114,8 @@ def test_watched_steps_are_those_of_the_method(model, watched):
         assert step.marks[1][:, :4].all()  # sinks
         assert step.marks[1][:, 60:].all()  # new tokens, not clustered yet
         assert (step.marks[1].sum(1) <= 16 + number).all()
+    with pytest.raises(ValueError, match="must select"):
+        plot.watch(model, [1, 2, 3], kvjax.SnapKV(budget=40), steps=1)
 
 
 @pytest.mark.slow
@@ -126,10 +128,8 @@ def test_layers_of_head_groups_do_what_they_do_and_are_not_watched(model, watche
     assert [step.token for step in steps] == plain.tokens[0]
     assert [part.kv.live.sum(-1).tolist() for part in context.caches[0]] == [[[12]], [[20]]]
     assert steps[0].marks[0] is None and steps[0].marks[1] is not None
-    refused = (split, "one method for all heads"), (kvjax.SnapKV(budget=40), "must select")
-    for transform, said in refused:
-        with pytest.raises(ValueError, match=said):
-            plot.watch(model, prompt, transform, steps=1)
+    with pytest.raises(ValueError, match="by one method for all heads of a layer, got HeadGroups"):
+        plot.watch(model, prompt, split, steps=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +226,7 @@ def test_field_colours_are_lighter_for_less(axes):
 WRONG = {
     "no axes": (lambda axes, cache: plot.similarity(None, [cache]), TypeError, "axes"),
     "no layers": (lambda axes, cache: plot.held(axes, cache), TypeError, "caches"),
+    "row": (lambda axes, cache: plot.held(axes, [cache], row=1), ValueError, "row .* at most 0"),
     "head": (lambda axes, cache: plot.masses(axes, cache, head=2), ValueError, "head .* at most 1"),
     "clusters": (lambda axes, cache: plot.clusters(axes, cache), ValueError, "ClusterKV"),
     "marks": (lambda axes, cache: plot.field(axes, [[0, 3]]), ValueError, "0, 1 and 2"),

@@ -321,8 +321,8 @@ class _Measure:
             yield from ((candidate, _failed(error)) for candidate in ready)
             return
         for candidate, transform in ready.items():
-            compress = lambda transform=transform: measure(once.context(transform))  # noqa: E731
-            yield candidate, _try(compress, time.perf_counter())
+            start = time.perf_counter()
+            yield candidate, _try(lambda tx=transform: measure(once.context(tx)), start)
 
 
 def _per_layer(fidelity: Fidelity) -> Found:

@@ -41,6 +41,8 @@ def test_a_budget_that_is_the_default_is_still_a_budget():
     [
         ({"methods": "snapkv"}, TypeError, "methods must be a sequence"),
         ({"methods": [kvjax.SnapKV(64)]}, TypeError, "must be text"),
+        ({"depths": ["0"]}, TypeError, "depth must be a number"),
+        ({"depths": [float("nan")]}, ValueError, "depth must lie between 0 and 1, got nan"),
         ({"lengths": []}, ValueError, "lengths must not be empty"),
         ({"questions": ["before"]}, ValueError, "question must be one of .*, got 'before'"),
         ({"chat": "no"}, TypeError, "chat must be True or False, got 'no'"),

@@ -105,6 +105,7 @@ def test_methods_equal_a_plain_loop(transform):
     [
         ({"tokens": TOKENS[0]}, ValueError, r"tokens must have the shape \[B, N\], got \[40\]"),
         ({"tokens": TOKENS * 1.0}, TypeError, "tokens must be integers, got float64"),
+        ({"tokens": TOKENS - 1}, ValueError, r"tokens must lie in \[0, 64\), got -1"),
         ({"tokens": TOKENS + 2**32}, ValueError, r"tokens must lie in \[0, 64\), got 42949"),
         ({"prompt": LENGTH}, ValueError, "prompt must be below the 40 tokens of a row, got 40"),
         ({"tokens": [[0] * 41]}, ValueError, "the model has 40 positions, got 41 tokens"),
