@@ -13,7 +13,7 @@ from .fidelity.fidelity import (
     measure_fidelity,
     recall_rate,
 )
-from .fidelity.perplexity import context_nll, continuation_nll
+from .fidelity.perplexity import context_nll
 from .speed.speed import Speed, SpeedReport, measure_speed
 from .tasks import ANSWERS, MEASURES, OWN_TASKS, Case, Frame, Haystack, Task, is_right
 
@@ -41,7 +41,6 @@ __all__ = [
     "attention_error",
     "compare",
     "context_nll",
-    "continuation_nll",
     "diagnose",
     "is_right",
     "measure_fidelities",
