@@ -10,7 +10,6 @@ from .fidelity.fidelity import (
     Fidelity,
     attention_error,
     measure_fidelities,
-    measure_fidelity,
     recall_rate,
 )
 from .fidelity.perplexity import context_nll
@@ -44,7 +43,6 @@ __all__ = [
     "diagnose",
     "is_right",
     "measure_fidelities",
-    "measure_fidelity",
     "measure_speed",
     "read_results",
     "recall_rate",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evaluation import measure_fidelity
+from kvjax.evaluation import measure_fidelities
 from kvjax.generation.calibration import calibrate_infinigen
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.storage.offload import recall_statistics
@@ -323,7 +323,7 @@ def test_fidelity_is_measured_with_the_prediction():
     by_hand, fields, tokens = ByHand(decoder()), {"budget": 0.3, "alpha": 0.4}, list(PROMPTS[0])
     length, steps = len(tokens), 2
     tx = InfiniGen(calibration=calibrated(), dense_layers=(), **fields)
-    found = measure_fidelity(decoder(), tx, [tokens], None, steps)
+    (found,) = measure_fidelities(decoder(), [tx], [tokens], new_tokens=steps)
     for _ in range(steps):
         tokens.append(int(np.argmax(by_hand.read(tokens)[0])))
     expected = []

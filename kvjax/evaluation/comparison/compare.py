@@ -61,7 +61,7 @@ def compare(
     of what is compressed, or asked after the text before it has been read and compressed. The task
     `perplexity` is the loss, in nats, of held-out tokens that go through the compressed cache one
     by one (the last 128 of a window of `length` tokens, or a quarter of it); `attention` is recall
-    and attention error while an answer is given (`measure_fidelity`). Every method sees the same
+    and attention error while an answer is given (`measure_fidelities`). Every method sees the same
     cases and windows.
 
     A prompt is read once for all methods that differ only afterwards (`kvjax.ReadOnce`), several

@@ -155,33 +155,6 @@ class Fidelity(NamedTuple):
 
 
 @automatic()
-def measure_fidelity(
-    model: LanguageModel | FunctionalModel,
-    transform: KVTransform,
-    prompts: Sequence[Sequence[int]],
-    budget: int | None = None,
-    new_tokens: int = 1,
-    questions: Sequence[Sequence[int]] | None = None,
-) -> Fidelity:
-    """`measure_fidelities` of one method.
-
-    Example:
-      >>> import kvjax
-      >>> from kvjax.evaluation import measure_fidelity
-      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-      >>> model = random_decoder(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
-      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> fidelity = measure_fidelity(model, kvjax.StreamingLLM(budget=8), [list(range(32))])
-      >>> fidelity.recall.shape, fidelity.error.shape, bool(fidelity.error.min() > 0)
-      ((2, 1, 2), (2, 1), True)
-    """
-    return measure_fidelities(
-        model, [transform], prompts, budget=budget, new_tokens=new_tokens, questions=questions
-    )[0]
-
-
-@automatic()
 def measure_fidelities(
     model: LanguageModel | FunctionalModel,
     transforms: Sequence[KVTransform],
