@@ -8,14 +8,14 @@ from pathlib import Path
 
 import kvjax
 from kvjax.cli import options
+from kvjax.cli.answers import Row, write
 from kvjax.cli.generate_command import on_step, print_rows
 from kvjax.cli.inputs import check_text
 from kvjax.cli.opened import OpenedModel, check_counts, check_sampling
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, figures, print_dropped
-from kvjax.cli.writing import Row, write
-from kvjax.generation.checks import check_turn
 from kvjax.generation.model import as_functional
+from kvjax.generation.prompt_checks import check_turn
 
 DESCRIPTION = """\
 Answers questions about a document that kvjax read has read, all of them in one
@@ -100,7 +100,7 @@ def _model(args: argparse.Namespace, about: dict) -> str | None:
 
 def _about(folder: str) -> dict:
     """What `kvjax read` has written beside the context."""
-    about = kvjax.context_about(folder)
+    about = kvjax.generation.context_files.context_about(folder)
     if missing := {"model", "document", "method", "budget", "raw"} - about.keys():
         raise ValueError(
             f"{folder} was not written by kvjax read: it does not say its "

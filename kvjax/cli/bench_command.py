@@ -15,7 +15,7 @@ from rich.filesize import decimal
 
 import kvjax
 from kvjax.attention.layer import default_dtype
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.cli import options
 from kvjax.cli.bench_table import print_report
 from kvjax.cli.inputs import model_path
@@ -28,8 +28,8 @@ from kvjax.evaluation.speed import speed
 from kvjax.evaluation.speed.floors import cache_room
 from kvjax.evaluation.speed.machine import environment
 from kvjax.evaluation.speed.speed import FULL, measure_speed
-from kvjax.generation.checks import check_prompts
 from kvjax.generation.planning import bytes_on_device, plan
+from kvjax.generation.prompt_checks import check_prompts
 
 # By default Quest leaves the first two layers as they are, and a shape may have no others.
 METHODS = ("snapkv", "quest(dense_layers=())")

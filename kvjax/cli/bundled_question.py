@@ -19,8 +19,8 @@ from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.terminal import Display, figures, host_bytes, print_dropped, seconds, share
 from kvjax.evaluation import is_right
 from kvjax.evaluation.cells.grid import Candidate
-from kvjax.generation.checks import check_prompts
 from kvjax.generation.continuation import new_text
+from kvjax.generation.prompt_checks import check_prompts
 
 if TYPE_CHECKING:
     from kvjax.models.demo import Document

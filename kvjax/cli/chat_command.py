@@ -8,11 +8,11 @@ from rich.filesize import decimal
 
 import kvjax
 from kvjax.cli import options
+from kvjax.cli.answers import Row, is_cut, write
 from kvjax.cli.inputs import check_text, standard_input
 from kvjax.cli.lines import interrupt_noticed, lines
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
 from kvjax.cli.terminal import Display, print_line
-from kvjax.cli.writing import Row, is_cut, write
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
 _MOST_PROMPT = 4096  # tokens, where no other room is given

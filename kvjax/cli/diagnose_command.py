@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from kvjax.budgets.budgets import check_number
+from kvjax.checks import check_number
 from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, check_counts
@@ -29,7 +29,7 @@ from kvjax.evaluation.diagnosis.diagnosis import (
 )
 from kvjax.extras import extra_module
 from kvjax.files import check_folder, writing
-from kvjax.generation.checks import check_prompts
+from kvjax.generation.prompt_checks import check_prompts
 from kvjax.protocol import Full
 
 QUESTION_TOKENS = 32

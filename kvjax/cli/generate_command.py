@@ -9,11 +9,11 @@ from typing import Any
 
 import kvjax
 from kvjax.cli import bundled_question, options
+from kvjax.cli.answers import InOrder, Row, is_cut, write
 from kvjax.cli.inputs import check_text, read_prompts, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
-from kvjax.cli.writing import InOrder, Row, is_cut, write
-from kvjax.generation.checks import check_prompts
+from kvjax.generation.prompt_checks import check_prompts
 
 _NEW_TOKENS = 128  # where none are given
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.cli import compilation_cache
 from kvjax.cli.inputs import model_path
 from kvjax.cli.templates import Dialogue

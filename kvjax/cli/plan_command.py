@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 import kvjax
-from kvjax.budgets.budgets import check_count, check_number
+from kvjax.checks import check_count, check_number
 from kvjax.cli import options
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.generation.planning import Plan, abstract_mesh, bytes_on_device, plan

@@ -13,8 +13,8 @@ from kvjax.cli import options
 from kvjax.cli.inputs import check_text, read_text
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts
 from kvjax.cli.terminal import Display, print_dropped, share
-from kvjax.generation.checks import check_prompts
-from kvjax.generation.saving import check_free
+from kvjax.generation.context_files import check_free
+from kvjax.generation.prompt_checks import check_prompts
 
 DESCRIPTION = """\
 Reads a document into a compressed cache and saves that in a folder, for

@@ -11,7 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.image import AxesImage
 
 from kvjax.attention.layer import Cache, LayerCache
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.messages import brief
 
 from .looks import COLOURS, check_axes, layers_of

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.layer import Cache, layer_caches
-from kvjax.budgets.budgets import check_count
 from kvjax.cache.slots import KVCache
+from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.evaluation.fidelity.fidelity import recall_rate
 from kvjax.evaluation.fidelity.recording import (

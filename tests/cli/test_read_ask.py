@@ -81,7 +81,9 @@ def test_an_earlier_context_is_replaced(read, tmp_path):
         parents=True
     )
     assert read("--method", "streaming_llm", "--budget", "16")["method"] == "streaming_llm"
-    assert kvjax.context_about(tmp_path / "out")["method"] == "streaming_llm"
+    assert (
+        kvjax.generation.context_files.context_about(tmp_path / "out")["method"] == "streaming_llm"
+    )
 
 
 def test_other_folders_are_refused(capsys, no_weights, document, tmp_path):

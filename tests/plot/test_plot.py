@@ -136,7 +136,7 @@ def test_layers_of_head_groups_do_what_they_do_and_are_not_watched(model, watche
 class Attention(kvjax.KVTransform):
     """Leaves the attention of a step in its state."""
 
-    needs = property(lambda self: kvjax.Needs(decode_mass=True))
+    needs = property(lambda self: kvjax.kit.Needs(decode_mass=True))
 
     def init(self, cache, layer):
         return cache, jnp.zeros((cache.shape[0], 4, cache.slots))

@@ -14,7 +14,7 @@ import kvjax
 from kvjax.evaluation import measure_fidelities
 from kvjax.generation.calibration import calibrate_infinigen
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-from kvjax.storage.offload import recall_statistics
+from kvjax.storage.offload.transform import recall_statistics
 from kvjax.transforms.infinigen.infinigen import PARTIAL_KEYS, InfiniGen
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from tests.evaluation.fidelity.test_fidelity import (

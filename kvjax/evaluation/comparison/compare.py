@@ -23,13 +23,13 @@ from kvjax.evaluation.memory import drop_compiled_code
 from kvjax.extras import extra_module
 from kvjax.generation.calibration import calibrated
 from kvjax.generation.chat import chat_end_tokens
-from kvjax.generation.checks import bucket
 from kvjax.generation.context import Context
 from kvjax.generation.continuation import decoder, new_text
 from kvjax.generation.fingerprints import Fingerprint, checksum
 from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
-from kvjax.generation.reading_once import ReadOnce
+from kvjax.generation.prompt_checks import bucket
+from kvjax.generation.read_once import ReadOnce
 from kvjax.protocol import KVTransform
 
 from .material import Material
@@ -64,7 +64,7 @@ def compare(
     and attention error while an answer is given (`measure_fidelities`). Every method sees the same
     cases and windows.
 
-    A prompt is read once for all methods that differ only afterwards (`kvjax.ReadOnce`), several
+    A prompt is read once for all methods that differ only afterwards (`kvjax.evaluation.ReadOnce`), several
     rows at a time; how many follows from the model's sizes.
 
     A method that needs a calibration (InfiniGen) gets it from the first 2,048 tokens of the text,

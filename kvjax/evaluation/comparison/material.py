@@ -22,7 +22,7 @@ from kvjax.evaluation.tasks import (
     retrieval,
     ruler,
 )
-from kvjax.generation.checks import Sized, check_prompts
+from kvjax.generation.prompt_checks import Sized, check_prompts
 from kvjax.protocol import Full
 
 _CONTINUATION = 128  # most tokens of a row that are predicted after the prompt

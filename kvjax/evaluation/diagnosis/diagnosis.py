@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvjax.budgets.budgets import check_choice, check_number
 from kvjax.cache.slots import memory_bytes
+from kvjax.checks import check_choice, check_number
 from kvjax.devices import automatic
 from kvjax.evaluation.cells.grid import METHODS, Candidate, Grid
 from kvjax.evaluation.fidelity.fidelity import Fidelity, check_run, judge

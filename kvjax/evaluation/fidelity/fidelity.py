@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention.attend import attend
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.devices import automatic
-from kvjax.generation.checks import check_prompts
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.prompt_checks import check_prompts
 from kvjax.generation.steps import scan_steps
 from kvjax.protocol import Full, KVTransform
 
@@ -166,7 +166,7 @@ def measure_fidelities(
 ) -> list[Fidelity]:
     """Recall and attention error of methods at the first tokens after a prompt.
 
-    The model reads the prompts once, for all methods together (see `kvjax.ReadOnce`), and goes on
+    The model reads the prompts once, for all methods together (see `kvjax.evaluation.ReadOnce`), and goes on
     greedily with the full cache. In each layer of that run the new token's query, key and value go
     to the full cache and to each method's cache of the same layer, and with them the query that the
     layer below predicts, for methods that select by it. So every layer is judged alone:
@@ -281,7 +281,7 @@ def _judge_layer(
     if turn is not None:
         _, cache = attend(
             layer, cache, turn.query, turn.key, turn.value, turn.position,
-            phase="prompt", rope=turn.rope, sinks=turn.logits.sinks, **turn.logits.options,
+            phase="prompt", rope=turn.rope, sinks=turn.options.sinks, **turn.options.static,
         )  # fmt: skip
 
     def step(position, cache, truth):

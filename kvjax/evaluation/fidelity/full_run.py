@@ -16,13 +16,13 @@ from kvjax.attention.prompt import compress
 from kvjax.compiled_code import compiled
 from kvjax.compose.chain import bind
 from kvjax.compose.wrappers import Everywhere, by_head_groups
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel
-from kvjax.generation.reading import Compiler
-from kvjax.generation.reading_once import Observe, ReadOnce
+from kvjax.generation.read_once import Observe, ReadOnce
 from kvjax.generation.steps import decode_step
-from kvjax.generation.writing import further
-from kvjax.protocol import KVTransform, Logits, Needs
+from kvjax.generation.turns import further
+from kvjax.protocol import AttentionOptions, KVTransform, Needs
 from kvjax.rope import Rope
 
 from .recording import Record, attend_to_all, record, recorded, unrecord
@@ -45,7 +45,7 @@ class Turn:
     value: Float[Array, "B H T D"]
     position: Int[Array, "B T"]
     rope: Rope | None
-    logits: Logits
+    logits: AttentionOptions
 
 
 class Truth(NamedTuple):
@@ -65,7 +65,7 @@ class Truth(NamedTuple):
 class FullRun:
     """A model reads prompts once, goes on greedily with the full cache, and is recorded.
 
-    The same prompt pass serves the caches of several methods, see `kvjax.ReadOnce`.
+    The same prompt pass serves the caches of several methods, see `kvjax.evaluation.ReadOnce`.
 
     Args:
       model: the model.

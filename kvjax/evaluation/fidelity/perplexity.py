@@ -9,12 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.devices import automatic
-from kvjax.generation.checks import check_turn
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.prompt_checks import check_turn
 from kvjax.generation.steps import decode_step, scan_steps
 from kvjax.protocol import KVTransform
 
@@ -34,7 +34,7 @@ def context_nll(
 
     Args:
       model: the one that has read it.
-      context: from `kvjax.read` or `kvjax.ReadOnce`, with room for the tokens.
+      context: from `kvjax.read` or `kvjax.evaluation.ReadOnce`, with room for the tokens.
       tokens: token ids `[B, M]`, without padding, a row for each of the context's.
 
     Raises:
@@ -65,7 +65,7 @@ def context_nll(
     check_turn(functional, context, None, tokens.shape[1])
     if flush_interval(context.caches) is not None and int(context.waiting):
         raise ValueError(
-            "context must be from kvjax.read or kvjax.ReadOnce, got one in which "
+            "context must be from kvjax.read or kvjax.evaluation.ReadOnce, got one in which "
             f"{int(context.waiting)} written tokens wait for a flush"
         )
     state = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits

@@ -15,7 +15,7 @@ from kvjax.attention.layer import Cache, LayerCache
 from kvjax.cache.slots import KVCache
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import Decision
-from kvjax.protocol import KVTransform, Logits, State, Step, View, Wrapper
+from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
 from kvjax.rope import Rope
 from pallas_kernels import decode_attention
 from pallas_kernels.attention.call import beside_sinks
@@ -43,13 +43,13 @@ class Record:
     predicted: Float[Array, "B Q T D"] | None
     seen: Int[Array, "B K N"]
     rope: Rope | None
-    logits: Logits
+    logits: AttentionOptions
     implementation: str | None = field(metadata={"static": True})
 
     @property
     def options(self) -> dict:
         """Static options by name, as the operations of `pallas_kernels` take them."""
-        return {**self.logits.options, "implementation": self.implementation}
+        return {**self.options.static, "implementation": self.implementation}
 
 
 class Recording(NamedTuple):
@@ -140,7 +140,7 @@ def attend_to_all(
         query.reshape(batch, kv_heads, kv.group, *query.shape[2:]), keys, kv.v.read(),
         kv.log_mass, position[:, None], kv.position, **record.options,
     )  # fmt: skip
-    _, out, attention = beside_sinks(record.logits.sinks, lse, out, attention)
+    _, out, attention = beside_sinks(record.options.sinks, lse, out, attention)
     return out.reshape(query.shape).astype(query.dtype), attention.reshape(batch, -1, slots)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from kvjax.generation.checks import bucket
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
+from kvjax.generation.prompt_checks import bucket
 
 
 def cache_room(

@@ -12,16 +12,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.attention.layer import default_dtype
-from kvjax.budgets.budgets import check_count
+from kvjax.checks import check_count
 from kvjax.compose.chain import bind
 from kvjax.devices import mesh_of
 from kvjax.evaluation.memory import with_peak
 from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
-from kvjax.generation.checks import check_prompts
+from kvjax.generation.decode_loop import Generation
 from kvjax.generation.generate import generate
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.planning import Plan, plan
-from kvjax.generation.writing import Generation
+from kvjax.generation.prompt_checks import check_prompts
 from kvjax.protocol import Full, KVTransform
 
 from .floors import cache_room, prompt_flops

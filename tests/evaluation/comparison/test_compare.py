@@ -103,7 +103,7 @@ def test_contexts_are_made_for_their_texts_and_not_for_padding(folder, monkeypat
     """A model that decides by the length of a text sees that of prompt, question and answer."""
     lengths = []
 
-    class Once(kvjax.ReadOnce):
+    class Once(kvjax.evaluation.ReadOnce):
         def __init__(self, *args, max_length, **options):
             lengths.append(max_length)
             raise NotImplementedError

@@ -324,7 +324,7 @@ class Least(kvjax.KVTransform):
 
     count: int
 
-    stage: ClassVar[kvjax.Stage] = kvjax.Stage.RECALL
+    stage: ClassVar[kvjax.kit.Stage] = kvjax.kit.Stage.RECALL
 
     def select(self, view, state, query):
         kv = view.cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.budgets.budgets import check_choice, check_count
+from kvjax.checks import check_choice, check_count
 from kvjax.evaluation.tasks.task import Case, Frame, Task
 
 from .needles import DEPTHS, NEEDLES, needles, sentences_of, variables
