@@ -67,10 +67,9 @@ class Row:
 
     def _take(self, text: str) -> None:
         self._certain += text
-        places = [self._certain.find(stop) for stop in self._stops]
-        found = [place for place in places if place >= 0]
-        if found:
-            self._give(min(found))
+        places = [self._certain.find(stop) for stop in self._stops if stop in self._certain]
+        if places:
+            self._give(min(places))
             self.over = self.stopped = True
             return
         # An end that begins a stop string waits for what follows.

@@ -36,6 +36,8 @@ class Parser(argparse.ArgumentParser):
         """Raises it; a choice that is not known gets a hint."""
         wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if wrong is not None:
+            if message.startswith("argument COMMAND"):
+                message = f"there is no command '{printable(wrong[1], 200)}'"
             message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         raise ValueError(f"{message} (see {self.prog} --help)")
 
@@ -45,28 +47,20 @@ class _Whole(Parser):
 
     commands: dict[str, Parser]
 
-    def error(self, message: str) -> NoReturn:
-        """Raises it; a command that is not known gets a hint."""
-        wrong = re.search(r"argument COMMAND: invalid choice: '(.*?)'", message)
-        if wrong is not None:
-            given = printable(wrong[1], 200)
-            message = f"there is no command '{given}'{did_you_mean(given, self.commands)}"
-        super().error(message)
-
     def parse_args(  # type: ignore[override]  # namespaces of the caller's are not needed
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        """The same as of any parser; an option that is not known gets a hint."""
+        """Parses as any parser does; an option that is not known gets a hint."""
         words = sys.argv[1:] if args is None else args
         command = next((word for word in words if not word.startswith("-")), None)
         if command in self.commands:
             _add_options(command, self.commands[command])
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
-            own = self.commands.get(parsed.command, self)
+            of_command = self.commands.get(parsed.command, self)
             wrong = next((word for word in rest if word.startswith("-")), rest[0])
-            known = [name for action in own._actions for name in action.option_strings]
-            own.error(
+            known = [name for action in of_command._actions for name in action.option_strings]
+            of_command.error(
                 f"unrecognized arguments: {printable(' '.join(rest), 200)}"
                 f"{did_you_mean(wrong.partition('=')[0], known)}"
             )
@@ -118,8 +112,8 @@ def _with_options(message: str, args: argparse.Namespace) -> str:
         if "_" in name:
             message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w./])", option, message)
             continue
-        given = getattr(args, name, None)
-        values = given if isinstance(given, list) else [given]  # which are checked one by one
+        value = getattr(args, name, None)
+        values = value if isinstance(value, list) else [value]  # which are checked one by one
         about = rf"((a|an|float) )*{name.removesuffix('s')}s? must .*, got "
         if re.match(about, message) and message.endswith(
             tuple(f", got {brief(x)}" for x in values)
@@ -128,25 +122,20 @@ def _with_options(message: str, args: argparse.Namespace) -> str:
     return message
 
 
-def _add_options(command: str, own: Parser) -> None:
-    """What the parser of a command lacks before the command is given."""
+def _add_options(command: str, parser: Parser) -> None:
+    """Adds what the parser of a command lacks before the command is given."""
     module = importlib.import_module(f"kvjax.cli.{command}_command")
-    own.description, own.epilog = module.DESCRIPTION, module.EXAMPLES
-    own.set_defaults(run=module.run)
-    module.add_options(own)
-    own.set_defaults(option_names=_option_names(own) | getattr(module, "ARGUMENTS", {}))
-    own.add_argument("--import", metavar="MODULE", action="append", default=[], dest="imports",
+    parser.description, parser.epilog = module.DESCRIPTION, module.EXAMPLES
+    module.add_options(parser)
+    names = {
+        action.dest: next(name for name in action.option_strings if name.startswith("--"))
+        for action in parser._actions
+        if action.option_strings
+    } | getattr(module, "ARGUMENTS", {})
+    parser.set_defaults(run=module.run, option_names=names)
+    parser.add_argument("--import", metavar="MODULE", action="append", default=[], dest="imports",
         help="a module, or a .py file, that registers methods with kvjax.register; may be "
         "given several times")  # fmt: skip
     if command != "chat":
-        own.add_argument("--json", action="store_true",
+        parser.add_argument("--json", action="store_true",
             help="print one JSON object, nothing else")  # fmt: skip
-
-
-def _option_names(own: Parser) -> dict[str, str]:
-    """The option of each argument."""
-    return {
-        action.dest: next(name for name in action.option_strings if name.startswith("--"))
-        for action in own._actions
-        if action.option_strings
-    }

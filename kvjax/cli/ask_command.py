@@ -24,14 +24,14 @@ batch. The folder stays as it is, and no question knows of another."""
 EXAMPLES = ""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    own.add_argument("folder", metavar="FOLDER", help="of kvjax read")
-    own.add_argument("questions", metavar="QUESTION", nargs="+", help="about the document")
-    options.add_model(own, "the one that read the document")
-    own.add_argument("--max-new", metavar="N", type=int,
+    parser.add_argument("folder", metavar="FOLDER", help="of kvjax read")
+    parser.add_argument("questions", metavar="QUESTION", nargs="+", help="about the document")
+    options.add_model(parser, "the one that read the document")
+    parser.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: what kvjax read made room for)")  # fmt: skip
-    options.add_sampling(own)
+    options.add_sampling(parser)
 
 
 def run(args: argparse.Namespace) -> None:

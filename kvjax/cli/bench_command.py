@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from kvjax.evaluation.memory import free_memory
 from kvjax.evaluation.speed import speed
 from kvjax.evaluation.speed.floors import cache_room
 from kvjax.evaluation.speed.machine import environment
-from kvjax.evaluation.speed.speed import FULL, SpeedReport, measure_speed
+from kvjax.evaluation.speed.speed import FULL, measure_speed
 from kvjax.generation.planning import bytes_on_device, plan
 from kvjax.generation.prompt_checks import check_prompts
 
@@ -39,21 +39,9 @@ METHODS = ("snapkv", "quest(dense_layers=())")
 _DRAWING = 3
 
 
-class _Subject(NamedTuple):
-    """The model that is measured.
-
-    Args:
-      name: of it or its shape.
-      config: with the layers that are measured.
-      model_layers: how many it has.
-      load: returns it, and token ids that its prompts are cut from; None: random ones.
-    """
-
-    name: str
-    config: Any
-    model_layers: int
-    load: Callable[[], tuple[Any, list[int] | None]]
-
+# A model: its configuration with the layers that are measured, how many it has, and what returns it
+# with token ids that its prompts are cut from; None: random ones.
+_Subject = tuple[Any, int, Callable[[], tuple[Any, list[int] | None]]]
 
 DESCRIPTION = """\
 Measures methods against the full cache: time to the first token and per further
@@ -68,10 +56,10 @@ examples:
   kvjax bench --shape llama-3.1-8b --layers 2 --tokens 8192"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add = own.add_argument
-    options.add_model(own)
+    add = parser.add_argument
+    options.add_model(parser)
     add("--shape", metavar="DIR_OR_NAME",
         help="folder with config.json, such a file, a GGUF file, or a name such as llama-3.1-8b, "
         "in place of --model: a model of these sizes with random weights reads random "
@@ -82,10 +70,10 @@ def add_options(own: argparse.ArgumentParser) -> None:
         help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
     add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
         help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
-    options.add_list(own, "--batch", kind=options.number_list, default=speed.BATCHES,
+    options.add_list(parser, "--batch", kind=options.number_list, default=speed.BATCHES,
         about="rows at a time")  # fmt: skip
-    options.add_methods(own, METHODS, full=True)
-    options.add_budget(own)
+    options.add_methods(parser, METHODS, full=True)
+    options.add_budget(parser)
     add("--rounds", metavar="N", type=int, default=speed.ROUNDS,
         help="in which every method runs once; the fastest counts (default: "
         f"{speed.ROUNDS})")  # fmt: skip
@@ -107,17 +95,33 @@ def run(args: argparse.Namespace) -> None:
     dtype = jnp.dtype(args.dtype or default_dtype()).name
     with Display(not args.json) as display:
         display.show(0, None, "loading the model")
-        subject = _model(args, dtype) if args.shape is None else _shape(args, dtype)
-        _check(args, subject, tuple(candidates.values()))
-        _check_memory(args, subject, tuple(candidates.values()), dtype)
-        model, text = subject.load()
+        config, layers, load = (_model if args.shape is None else _shape)(args, dtype)
+        _check(args, config, candidates)
+        _check_memory(args, config, candidates, dtype)
+        model, text = load()
         report = measure_speed(
-            model, {text: own.transform for text, own in candidates.items()},
+            model, {name: candidate.transform for name, candidate in candidates.items()},
             prompt_tokens=args.tokens, new_tokens=args.new, batches=args.batch, rounds=args.rounds,
             text=text, dtype=dtype, looked_up=looked_up_bytes(model),
             on_progress=display.show,
         )  # fmt: skip
-    record = _record(args, subject, dtype, candidates, report)
+    record = {
+        "model": args.shape or model_name(args.model),
+        "random_weights": args.shape is not None,
+        "layers": config.num_layers,
+        "model_layers": layers,
+        "dtype": dtype,
+        "prompt_tokens": args.tokens,
+        "new_tokens": args.new,
+        "rounds": args.rounds,
+        "environment": environment(),
+        "bandwidth_bytes_per_s": report.machine.bandwidth,
+        "products_per_s": report.machine.products,
+        "weight_bytes": report.weight_bytes,
+        "results": [
+            {**dataclasses.asdict(row), **candidates[row.method].named()} for row in report.rows
+        ],
+    }
     if args.json:
         print(json.dumps(record))
         return
@@ -139,7 +143,7 @@ def _model(args: argparse.Namespace, dtype: str) -> _Subject:
         text = tokenizer(demo.held_out_text(), add_special_tokens=False).input_ids
         return from_pretrained(path, dtype=dtype, allow_nonfinite=args.allow_nonfinite), text
 
-    return _Subject(model_name(args.model), config, config.num_layers, load)
+    return config, config.num_layers, load
 
 
 def _shape(args: argparse.Namespace, dtype: str) -> _Subject:
@@ -148,72 +152,41 @@ def _shape(args: argparse.Namespace, dtype: str) -> _Subject:
     from kvjax.models.shapes import shape_config
 
     config = shape_config(args.shape, args.layers)
-    whole = shape_config(args.shape).num_layers
-
-    def load() -> tuple[Any, None]:
-        return random_decoder(config, dtype=dtype), None
-
-    return _Subject(args.shape, config, whole, load)
+    layers = shape_config(args.shape).num_layers
+    return config, layers, lambda: (random_decoder(config, dtype=dtype), None)
 
 
-def _check(args: argparse.Namespace, subject: _Subject, candidates: Sequence[Candidate]) -> None:
+def _check(args: argparse.Namespace, config: Any, candidates: Mapping[str, Candidate]) -> None:
     """Raises ValueError for prompts that cannot be read, and methods that change no layer."""
-    config = subject.config
     check_count("--tokens", args.tokens, 1, most=config.max_positions)
-    for own in candidates:
-        layers = kvjax.bind(own.transform, config.num_layers, config.windows)
+    for candidate in candidates.values():
+        layers = kvjax.bind(candidate.transform, config.num_layers, config.windows)
         check_prompts(config, [[0] * args.tokens], layers, args.new)
-        if own.method != FULL and all(layer == kvjax.Full() for layer in layers):
+        if candidate.method != FULL and all(layer == kvjax.Full() for layer in layers):
             raise ValueError(
-                f"{own.method} leaves all {config.num_layers} layers as they are, so "
+                f"{candidate.method} leaves all {config.num_layers} layers as they are, so "
                 "that nothing would be compared: give it dense_layers=(), or more --layers"
             )
 
 
 def _check_memory(
-    args: argparse.Namespace, subject: _Subject, candidates: Sequence[Candidate], dtype: str
+    args: argparse.Namespace, config: Any, candidates: Mapping[str, Candidate], dtype: str
 ) -> None:
     """Raises ValueError where weights and caches, or random weights, do not fit into memory."""
     from kvjax.models import abstract_decoder
 
-    model, free = abstract_decoder(subject.config, dtype=dtype), free_memory()
+    model, free = abstract_decoder(config, dtype=dtype), free_memory()
     room, rows = cache_room(model, args.tokens, args.new), max(args.batch)
     largest = max(bytes_on_device(x) for x in jax.tree.leaves(model))
     drawing = 0 if args.shape is None else _DRAWING * largest
-    for own in candidates:
-        planned = plan(model, own.transform, dtype=dtype, **room)
+    for candidate in candidates.values():
+        planned = plan(model, candidate.transform, dtype=dtype, **room)
         caches = planned.caches(rows)
         needed = planned.weights + max(round(caches.device + caches.host), drawing)
         if free is not None and needed > free:
             raise ValueError(
-                f"{subject.name} with {subject.config.num_layers} layers in {dtype} "
-                f"and the caches of {own.method} need {decimal(needed)} of memory, and "
-                f"{decimal(free)} are free: give fewer --layers of a --shape, --tokens or --batch"
+                f"{args.shape or model_name(args.model)} with {config.num_layers} layers in "
+                f"{dtype} and the caches of {candidate.method} need {decimal(needed)} of memory, "
+                f"and {decimal(free)} are free: give fewer --layers of a --shape, --tokens or "
+                "--batch"
             )
-
-
-def _record(
-    args: argparse.Namespace,
-    subject: _Subject,
-    dtype: str,
-    candidates: Mapping[str, Candidate],
-    report: SpeedReport,
-) -> dict[str, Any]:
-    """Everything that is shown."""
-    return {
-        "model": subject.name,
-        "random_weights": args.shape is not None,
-        "layers": subject.config.num_layers,
-        "model_layers": subject.model_layers,
-        "dtype": dtype,
-        "prompt_tokens": args.tokens,
-        "new_tokens": args.new,
-        "rounds": args.rounds,
-        "environment": environment(),
-        "bandwidth_bytes_per_s": report.machine.bandwidth,
-        "products_per_s": report.machine.products,
-        "weight_bytes": report.weight_bytes,
-        "results": [
-            {**dataclasses.asdict(row), **candidates[row.method].named()} for row in report.rows
-        ],
-    }

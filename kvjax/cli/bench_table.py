@@ -55,15 +55,11 @@ def _print_table(
     """A line per batch and method, with cells of a heading and a value."""
     columns = [name_column(style="bold"), number_column("batch")]
     columns += [number_column(heading) for heading, _ in cells[0]]
-    following = [*(row["batch"] for row in rows[1:]), None]
     lines = [
-        Row(
-            [printable(row["method"]), str(row["batch"]), *(value for _, value in own)],
-            ends=row["batch"] != batch,
-        )
-        for row, own, batch in zip(rows, cells, following, strict=True)
+        Row([printable(row["method"]), str(row["batch"]), *(value for _, value in of_row)])
+        for row, of_row in zip(rows, cells, strict=True)
     ]
-    print_table(console, columns, lines, names=2, pad_edge=False)
+    print_table(console, columns, lines, names=2, section=1, pad_edge=False)
 
 
 def _times(row: Mapping[str, Any]) -> list[tuple[str, str]]:

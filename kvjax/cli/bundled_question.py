@@ -28,24 +28,21 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 16  # where none are given
 
 
-def answer(args: argparse.Namespace) -> None:
-    """`kvjax generate` without a prompt."""
+def answer(args: argparse.Namespace, asked: Candidate) -> None:
+    """`kvjax generate` without a prompt, by a method and by the full cache."""
     from kvjax.models import demo
 
-    candidates = {
-        name: Candidate.of(name, args.budget) for name in dict.fromkeys(("full", args.method))
-    }
+    candidates = {"full": Candidate("full", None, kvjax.Full()), args.method: asked}
     new = args.max_new or _NEW_TOKENS
     with Display(not args.json) as display:
         opened = OpenedModel(None, display)
         document = demo.document()
         prompt = opened.dialogue(args).prompt(document.text + document.question)
-        for one in candidates.values():
-            layers = opened.bind(one.transform)
-            check_prompts(opened.config, [prompt], layers, new)
+        for candidate in candidates.values():
+            check_prompts(opened.config, [prompt], opened.bind(candidate.transform), new)
         choice, model, records = opened.sampling(args), opened.load(args), {}
-        for name, one in candidates.items():
-            transform = calibrated(one.transform, model, prompt)
+        for name, candidate in candidates.items():
+            transform = calibrated(candidate.transform, model, prompt)
             result = kvjax.generate(
                 model, [prompt], transform=transform, max_new_tokens=new, sampling=choice,
                 seed=args.seed, on_compile=lambda what, name=name: display.compiling(what, name),
@@ -53,7 +50,7 @@ def answer(args: argparse.Namespace) -> None:
             )  # fmt: skip
             text = new_text(opened.decode, prompt, result.tokens[0])
             tokens = {"prompt_tokens": len(prompt), "new_tokens": len(result.tokens[0])}
-            records[name] = {"text": text, **one.named(), **tokens, **figures(result)}
+            records[name] = {"text": text, **candidate.named(), **tokens, **figures(result)}
             records[name]["finish_reason"] = "stop" if result.ended[0] else "length"
             records[name]["correct"] = is_right(text, document.answer)
     if args.json:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from rich.filesize import decimal
 
 import kvjax
-from kvjax.cli import interrupts, options
+from kvjax.cli import options
 from kvjax.cli.answers import Row, is_cut, write
 from kvjax.cli.inputs import check_text, standard_input
-from kvjax.cli.lines import lines
+from kvjax.cli.lines import interrupt_noticed, lines
 from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampling
-from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_line
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
@@ -30,33 +28,24 @@ examples:
   kvjax chat --model DIR --method h2o --budget 512 --system 'Be brief.'"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    options.add_model(own)
-    options.add_template(own, "what is said")
-    options.add_method(own, default="quantize", whole="what --max-prompt has room for")
-    own.add_argument("--max-prompt", metavar="TOKENS", type=int,
+    options.add_model(parser)
+    options.add_template(parser, "what is said")
+    options.add_method(parser, default="quantize", whole="what --max-prompt has room for")
+    parser.add_argument("--max-prompt", metavar="TOKENS", type=int,
         help="room for all that is said to the model, and as much again for all that it answers "
         "(default: 4096, or half of the model's positions)")  # fmt: skip
-    own.add_argument("--max-new", metavar="N", type=int, default=512,
+    parser.add_argument("--max-new", metavar="N", type=int, default=512,
         help="most tokens of an answer (default: 512)")  # fmt: skip
-    options.add_sampling(own)
+    options.add_sampling(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """`kvjax chat`: reads lines and answers them, until /quit or the end of input."""
     check_counts(args, "max_prompt", "max_new")
     standard_input()
-    transform = options.candidate(args).transform
-    check_sampling(args)
-    with Display() as display:
-        opened = OpenedModel(args.model, display)
-        dialogue = opened.dialogue(args)
-        room = _room(args, opened.config.max_positions)
-        transform = kvjax.in_slots(transform, room[0])
-        opened.bind(transform)
-        model = opened.load(args)
-    talk = Conversation(args, opened, dialogue, model, transform, room)
+    talk = Conversation(args)
     if standard_input().isatty():
         print_line(HELP, "dim")
     for line in lines():
@@ -76,26 +65,23 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Conversation:
-    """What has been said, as one context.
+    """What has been said, as one context. Loads the model, once the options have been checked.
 
     Args:
-      args: how to answer: `max_new`, the options of `add_sampling`.
-      opened, dialogue, model: the model and its template.
-      transform: how to compress.
-      room: most tokens that are read, and most that are written.
+      args: the options of the command.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        opened: OpenedModel,
-        dialogue: Dialogue,
-        model: Any,
-        transform: kvjax.KVTransform,
-        room: tuple[int, int],
-    ) -> None:
-        self._args, self._opened, self._dialogue = args, opened, dialogue
-        self._model, self._transform, self._room = model, transform, room
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, transform = args, options.candidate(args).transform
+        check_sampling(args)
+        with Display() as display:
+            self._opened = opened = OpenedModel(args.model, display)
+            self._dialogue = opened.dialogue(args)
+            # Most tokens that are read, and most that are written.
+            self._room = _room(args, opened.config.max_positions)
+            self._transform = kvjax.in_slots(transform, self._room[0])
+            opened.bind(self._transform)
+            self._model = opened.load(args)
         self._sampling = opened.sampling(args)
         self.reset()
 
@@ -112,7 +98,7 @@ class Conversation:
         full = context.full_nbytes
         return (
             f"{int(context.length[0]):,} tokens; the cache takes {decimal(context.nbytes)}, "
-            f"{context.nbytes / full:.1%} of a full one; {self._left()}"
+            f"{context.nbytes / full:.1%} of a full one; {self._room_left()}"
         )
 
     def say(self, text: str) -> None:
@@ -126,11 +112,10 @@ class Conversation:
         prompt = (
             self._dialogue.prompt(text) if begins else self._dialogue.turn(text, self._ended_by)
         )
-        left = self._room[1] - (0 if begins else int(context.new_tokens[0]))
-        most = self._room[0] - (0 if begins else int(context.prompt_tokens[0]))
+        most, left = self._left()
         if len(prompt) > most or left < 1:
-            raise ValueError(f"the conversation is full: {len(prompt)} tokens, {self._left()}")
-        with Display() as display, interrupts.noticed() as stopped:
+            raise ValueError(f"the conversation is full: {len(prompt)} tokens, {self._room_left()}")
+        with Display() as display, interrupt_noticed() as stopped:
             said = {
                 "on_compile": display.compiling,
                 "on_layer": display.reading(self._model.num_layers, len(prompt)),
@@ -153,22 +138,21 @@ class Conversation:
         if begins:
             self._opened.print_double_start(self._dialogue, [prompt])
         if is_cut(row, result, 0, new):
-            reason = " by --max-new" if new == args.max_new else f": {self._left()}"
+            reason = " by --max-new" if new == args.max_new else f": {self._room_left()}"
             print_line(f"the answer was cut{reason}", "dim")
         if result.dropped:
             print_line(f"{result.dropped:,} tokens found no free slot", "red")
 
-    def _left(self) -> str:
+    def _left(self) -> tuple[int, int]:
+        """How many more tokens can be read, and how many written."""
+        context = self._context
+        used = (0, 0) if context is None else (context.prompt_tokens[0], context.new_tokens[0])
+        return self._room[0] - int(used[0]), self._room[1] - int(used[1])
+
+    def _room_left(self) -> str:
         """How much room there is, for people."""
-        read, written = (
-            (0, 0)
-            if self._context is None
-            else (int(self._context.prompt_tokens[0]), int(self._context.new_tokens[0]))
-        )
-        return (
-            f"room for {self._room[0] - read:,} more tokens and "
-            f"{self._room[1] - written:,} of answers"
-        )
+        read, written = self._left()
+        return f"room for {read:,} more tokens and {written:,} of answers"
 
 
 def _room(args: argparse.Namespace, positions: int | None) -> tuple[int, int]:

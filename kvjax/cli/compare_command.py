@@ -40,31 +40,31 @@ examples:
   kvjax compare --model DIR --text book.txt --lengths 4096"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_grid_options(own, "kvjax-compare", grid.LENGTHS)
-    options.add_list(own, "--tasks", kind=options.name_list, default=grid.DEFAULT_TASKS,
+    add_grid_options(parser, "kvjax-compare", grid.LENGTHS)
+    options.add_list(parser, "--tasks", kind=options.name_list, default=grid.DEFAULT_TASKS,
         about="see kvjax eval --help")  # fmt: skip
 
 
-def add_grid_options(own: argparse.ArgumentParser, out: str, lengths: tuple[int, ...]) -> None:
+def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[int, ...]) -> None:
     """What both commands take."""
-    options.add_model(own)
-    own.add_argument("--text", metavar="FILE",
+    options.add_model(parser)
+    parser.add_argument("--text", metavar="FILE",
         help="UTF-8 text that the model does not know (default: a bundled one)")  # fmt: skip
-    own.add_argument("--data", metavar="DIR", help="folder with the files of data sets")
-    options.add_methods(own, grid.METHODS, full=True)
-    options.add_budgets(own, grid.BUDGETS)
-    add = functools.partial(options.add_list, own)
+    parser.add_argument("--data", metavar="DIR", help="folder with the files of data sets")
+    options.add_methods(parser, grid.METHODS, full=True)
+    options.add_budgets(parser, grid.BUDGETS)
+    add = functools.partial(options.add_list, parser)
     add("--lengths", kind=options.number_list, default=lengths, about="tokens of a prompt")
     add("--question", kind=options.name_list, default=grid.QUESTIONS, dest="questions",
         about="asked inside of what is compressed, or after it")  # fmt: skip
     add("--depths", kind=options.depth_list, default=grid.DEPTHS,
         about="where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
     add("--cases", kind=int, default=grid.CASES, about="per task, length and question", metavar="N")
-    own.add_argument("--max-new", metavar="N", type=int,
+    parser.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
-    own.add_argument("--chat", action=argparse.BooleanOptionalAction,
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
         help="prompts of published tasks are messages of the model's chat template (default: as "
         "each benchmark has it; RULER has none)")  # fmt: skip
     add("--seed", kind=options.seed, default=0, about="of the cases", metavar="N")

@@ -53,17 +53,13 @@ def _heading(column: Column) -> str:
 def _print_table(console: Console, table: tables.Table) -> None:
     columns = [name_column(style="bold"), number_column("budget")]
     columns += [number_column(Text(_heading(column))) for column in table.columns]
-    methods = [method for method, _ in table.candidates]
-    grouped = len(set(methods)) < len(methods)  # several budgets of a method
     rows = [
-        Row(
-            [method, budget, *(_field(column.fields[number], column) for column in table.columns)],
-            ends=grouped and method != [*methods, None][number + 1],
-        )
+        Row([method, budget, *(_field(column.fields[number], column) for column in table.columns)])
         for number, (method, budget) in enumerate(table.candidates)
     ]
+    several = len(dict(table.candidates)) < len(rows)  # budgets of a method
     look = {"show_edge": False, "padding": (0, int(console.width >= _WIDE))}
-    print_table(console, columns, rows, names=2, **look)
+    print_table(console, columns, rows, names=2, section=0 if several else None, **look)
 
 
 def _field(field: Field, column: Column) -> Text:

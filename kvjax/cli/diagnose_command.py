@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -19,8 +18,15 @@ from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.templates import Dialogue
 from kvjax.cli.terminal import Display, print_dropped
 from kvjax.evaluation.cells import grid
-from kvjax.evaluation.diagnosis import diagnosis
-from kvjax.evaluation.diagnosis.diagnosis import Diagnosis, Finding, diagnose, grid_of
+from kvjax.evaluation.diagnosis.diagnosis import (
+    BUDGETS,
+    ERROR,
+    NEW_TOKENS,
+    Diagnosis,
+    Finding,
+    diagnose,
+    grid_of,
+)
 from kvjax.extras import extra_module
 from kvjax.files import check_folder, writing
 from kvjax.generation.prompt_checks import check_prompts
@@ -42,27 +48,27 @@ examples:
   kvjax diagnose --prompt-file book.txt --method all --error 0.05 --out pictures"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    options.add_model(own)
-    own.add_argument("--prompt-file", metavar="FILE", required=True,
+    options.add_model(parser)
+    parser.add_argument("--prompt-file", metavar="FILE", required=True,
         help="UTF-8 file with the text; - is standard input")  # fmt: skip
-    own.add_argument("--ask", metavar="TEXT",
+    parser.add_argument("--ask", metavar="TEXT",
         help="a question about the text (default: the last "
         f"{QUESTION_TOKENS} tokens of the text stand for one)")  # fmt: skip
-    own.add_argument("--question", choices=("inside", "after"), default="inside",
+    parser.add_argument("--question", choices=("inside", "after"), default="inside",
         help="whether the question is compressed with the text, or asked afterwards (default: "
         "inside)")  # fmt: skip
-    options.add_template(own, "the text")
-    options.add_methods(own, grid.METHODS, full=False)
-    options.add_budgets(own, diagnosis.BUDGETS)
-    own.add_argument("--error", metavar="E", type=float, default=diagnosis.ERROR,
+    options.add_template(parser, "the text")
+    options.add_methods(parser, grid.METHODS, full=False)
+    options.add_budgets(parser, BUDGETS)
+    parser.add_argument("--error", metavar="E", type=float, default=ERROR,
         help="largest relative error of the recommended cache (default: "
-        f"{diagnosis.ERROR})")  # fmt: skip
-    own.add_argument("--new", metavar="N", type=int, default=diagnosis.NEW_TOKENS,
+        f"{ERROR})")  # fmt: skip
+    parser.add_argument("--new", metavar="N", type=int, default=NEW_TOKENS,
         help="new tokens that errors are means over (default: "
-        f"{diagnosis.NEW_TOKENS})")  # fmt: skip
-    own.add_argument("--out", metavar="FOLDER", help="where pictures are drawn")
+        f"{NEW_TOKENS})")  # fmt: skip
+    parser.add_argument("--out", metavar="FOLDER", help="where pictures are drawn")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -81,21 +87,28 @@ def run(args: argparse.Namespace) -> None:
         prompt, question = _turns(dialogue, args, text)
         asked.check_model(opened.config.num_layers)
         check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
-        found = diagnose(
+        diagnosis = diagnose(
             opened.load(args), [prompt], [question], where=args.question, methods=args.methods,
             budgets=args.budgets, new_tokens=args.new, on_progress=display.show,
         )  # fmt: skip
-        pictures = [] if out is None else _draw(found, out, args.error)
+        pictures = []
+        if out is not None:
+            # Imported here: commands start in less time without matplotlib.
+            from kvjax.evaluation.diagnosis.plots import draw
+
+            with writing(out):
+                out.mkdir(parents=True, exist_ok=True)
+            pictures = draw(diagnosis, out, args.error)
     opened.print_double_start(dialogue, [prompt])
-    record = {"model": opened.name, **found.as_json(args.error), "pictures": pictures}
+    record = {"model": opened.name, **diagnosis.as_json(args.error), "pictures": pictures}
     if args.json:
         print(json.dumps(record))
         return
-    _show(Console(highlight=False), found, args.error)
+    _show(Console(highlight=False), diagnosis, args.error)
     if out is not None:
         print(f"Files: {out}/{', '.join(pictures)}")
-    for one in found.findings:
-        print_dropped(one.name, one.dropped)
+    for finding in diagnosis.findings:
+        print_dropped(finding.name, finding.dropped)
 
 
 def _turns(dialogue: Dialogue, args: argparse.Namespace, text: str) -> tuple[list[int], list[int]]:
@@ -111,56 +124,46 @@ def _turns(dialogue: Dialogue, args: argparse.Namespace, text: str) -> tuple[lis
     return tokens[:-QUESTION_TOKENS], tokens[-QUESTION_TOKENS:]
 
 
-def _draw(found: Diagnosis, out: Path, error: float) -> list[str]:
-    """Draws all pictures, in a folder that is made."""
-    # Imported here: commands start in less time without matplotlib.
-    from kvjax.evaluation.diagnosis.plots import draw
-
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    return draw(found, out, error)
-
-
-def _show(console: Console, found: Diagnosis, error: float) -> None:
+def _show(console: Console, diagnosis: Diagnosis, error: float) -> None:
     """The table and the recommendation."""
-    best = found.smallest(error)
+    best = diagnosis.smallest(error)
     headings = "budget", "error", "worst\nlayer", "recall", "cache", "of full"
     rows = [
-        Row(_cells(one), "bold green" if one is best else "green" if one.error <= error else "")
-        for one in found.findings
+        Row(_cells(x), "bold green" if x is best else "green" if x.error <= error else "")
+        for x in diagnosis.findings
     ]
     columns = [name_column(), *map(number_column, headings)]
     print_table(console, columns, rows, names=2, pad_edge=False)
     console.print(
-        f"Of {found.prompt_tokens:,} tokens, with a question of {found.question_tokens} tokens "
-        f"{found.where} what is compressed. error: relative, of the attention outputs, and recall "
-        f"of the most attended tokens, means over layers, heads and {found.new_tokens} new tokens. "
-        "worst layer: the largest error of one, and which it is. cache: bytes in the devices' "
-        f"memory. Green: an error of no more than {error:g}.",
+        f"Of {diagnosis.prompt_tokens:,} tokens, with a question of {diagnosis.question_tokens} "
+        f"tokens {diagnosis.where} what is compressed. error: relative, of the attention outputs, "
+        "and recall of the most attended tokens, means over layers, heads and "
+        f"{diagnosis.new_tokens} new tokens. worst layer: the largest error of one, and which it "
+        "is. cache: bytes in the devices' memory. Green: an error of no more than "
+        f"{error:g}.",
         style="dim",
     )
-    console.print(Text(_recommendation(found, best, error), style="bold"))
+    console.print(Text(_recommendation(diagnosis, best, error), style="bold"))
 
 
-def _cells(one: Finding) -> list[str]:
-    by_layer = one.fidelity.error.mean(1)
+def _cells(finding: Finding) -> list[str]:
+    by_layer = finding.fidelity.error.mean(1)
     worst = int(by_layer.argmax())
-    budget = one.candidate.budget
-    most = "-" if one.candidate.method == "full" else f"{by_layer[worst]:.2f} ({worst})"
+    method, budget = finding.candidate.key
+    most = "-" if method == "full" else f"{by_layer[worst]:.2f} ({worst})"
     return [
-        one.candidate.method, "-" if budget is None else str(budget),
-        f"{one.error:.3f}", most, f"{one.recall:.0%}",
-        decimal(one.cache_bytes), f"{one.share:.1%}",
+        method, "-" if budget is None else str(budget), f"{finding.error:.3f}", most,
+        f"{finding.recall:.0%}", decimal(finding.cache_bytes), f"{finding.share:.1%}",
     ]  # fmt: skip
 
 
-def _recommendation(found: Diagnosis, best: Finding | None, error: float) -> str:
+def _recommendation(diagnosis: Diagnosis, best: Finding | None, error: float) -> str:
     if best is not None:
         return (
             f"The smallest cache with an error of no more than {error:g}: {best.name}, "
             f"{best.share:.1%} of the full cache with an error of {best.error:.3f}."
         )
-    smaller: list[Any] = [one for one in found.findings if one.share < 1]
-    least = min(smaller, key=lambda one: one.error, default=None)
+    smaller = (finding for finding in diagnosis.findings if finding.share < 1)
+    least = min(smaller, key=lambda finding: finding.error, default=None)
     nearest = "" if least is None else f" The least error is {least.error:.3f}, of {least.name}."
     return f"No cache smaller than the full one has an error of no more than {error:g}.{nearest}"

@@ -22,9 +22,9 @@ examples:
   kvjax eval perplexity --model DIR --text book.txt --method h2o,quest --budget 0.1,0.2"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    own.add_argument("tasks", metavar="TASK", nargs="+",
+    parser.add_argument("tasks", metavar="TASK", nargs="+",
         help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
     # Some published tasks need more than the shortest prompts of a comparison.
-    add_grid_options(own, "kvjax-eval", grid.LENGTHS[-1:])
+    add_grid_options(parser, "kvjax-eval", grid.LENGTHS[-1:])

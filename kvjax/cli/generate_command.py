@@ -34,10 +34,10 @@ examples:
   kvjax generate --import mine.py --method mine"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    options.add_model(own)
-    prompt = own.add_mutually_exclusive_group()
+    options.add_model(parser)
+    prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", action="append",
         help="text to continue; may be given several times")  # fmt: skip
     prompt.add_argument("--prompt-file", metavar="FILE",
@@ -45,14 +45,14 @@ def add_options(own: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompts", metavar="FILE",
         help="UTF-8 file with a prompt in each line, as text or as JSON: strings, or objects with "
         "a \"prompt\"; - is standard input")  # fmt: skip
-    options.add_template(own, "the prompt")
-    options.add_method(own)
-    own.add_argument("--max-new", metavar="N", type=int,
+    options.add_template(parser, "the prompt")
+    options.add_method(parser)
+    parser.add_argument("--max-new", metavar="N", type=int,
         help="most new tokens (default: 128, for the bundled question 16)")  # fmt: skip
-    own.add_argument("--stop", metavar="TEXT", type=options.stop_text, action="append", default=[],
-        help="ends the text, and is no part of it, with names of special tokens for these tokens; "
-        "may be given several times")  # fmt: skip
-    options.add_sampling(own)
+    parser.add_argument("--stop", metavar="TEXT", type=options.stop_text, action="append",
+        default=[], help="ends the text, and is no part of it, with names of special tokens for "
+        "these tokens; may be given several times")  # fmt: skip
+    options.add_sampling(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,8 +62,10 @@ def run(args: argparse.Namespace) -> None:
     check_sampling(args)
     candidate = options.candidate(args)
     if texts is None:
-        _check_no_prompt(args)
-        bundled_question.answer(args)
+        for option, value in (("--model", args.model), ("--stop", args.stop)):
+            if value:
+                raise ValueError(f"{option} needs a --prompt, a --prompt-file or --prompts")
+        bundled_question.answer(args, candidate)
         return
     new, several = args.max_new or _NEW_TOKENS, len(texts) > 1 or args.prompts is not None
     with Display(not args.json) as display:
@@ -115,12 +117,10 @@ def print_rows(
     cut = [is_cut(row, result, number, most) for number, row in enumerate(rows)]
     results = [
         {
-            name: given, "text": row.text, "prompt_tokens": tokens, "new_tokens": row.new_tokens,
+            name: text, "text": row.text, "prompt_tokens": tokens, "new_tokens": row.new_tokens,
             "finish_reason": "length" if is_short else "stop",
         }
-        for given, row, tokens, is_short in zip(
-            texts, rows, result.prompt_tokens, cut, strict=True
-        )
+        for text, row, tokens, is_short in zip(texts, rows, result.prompt_tokens, cut, strict=True)
     ]  # fmt: skip
     if as_json:
         if not several:
@@ -128,13 +128,8 @@ def print_rows(
         print(json.dumps({**record, **({"results": results} if several else results[0])}))
         return
     tokens = {name: sum(row[name] for row in results) for name in ("prompt_tokens", "new_tokens")}
-    print_figures({**record, **tokens}, _cuts(cut))
-
-
-def _cuts(cut: Sequence[bool]) -> str:
-    """How many rows were cut, for people; nothing where none was."""
     share = f"{sum(cut)} of {len(cut)} " if len(cut) > 1 else ""
-    return f"{share}cut by --max-new" if any(cut) else ""
+    print_figures({**record, **tokens}, f"{share}cut by --max-new" if any(cut) else "")
 
 
 def on_step(
@@ -148,8 +143,7 @@ def on_step(
       texts: what each row was given.
       several: show each text with what its row was given.
     """
-    count = len(texts)
-    headers = [f"--- {n}/{count}: {_header(text)}\n" for n, text in enumerate(texts, 1)]
+    headers = [f"--- {n}/{len(texts)}: {_header(text)}\n" for n, text in enumerate(texts, 1)]
     shown = InOrder(rows, headers if several else [""], display.text)
 
     def step(tokens: int) -> None:
@@ -178,11 +172,3 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
     if len(texts) == 1:
         return [check_text(texts[0], "the prompt")]
     return [check_text(text, f"prompt {number}") for number, text in enumerate(texts, 1)]
-
-
-def _check_no_prompt(args: argparse.Namespace) -> None:
-    """Raises ValueError where options are given that need a prompt."""
-    if args.model is not None:
-        raise ValueError("--model needs a --prompt, a --prompt-file or --prompts")
-    if args.stop:
-        raise ValueError("--stop needs a --prompt, a --prompt-file or --prompts")

@@ -77,10 +77,10 @@ def read_prompts(path: str) -> list[str]:
 def _prompt_of(line: str) -> str | None:
     """The prompt that a line of JSON holds; None where it holds none."""
     try:
-        given = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    prompt = given.get("prompt") if isinstance(given, dict) else given
+    prompt = record.get("prompt") if isinstance(record, dict) else record
     return prompt if isinstance(prompt, str) else None
 
 
@@ -98,7 +98,7 @@ def check_text(text: str, what: str) -> str:
     return unix_text(text)
 
 
-def model_path(given: str | None) -> Path:
+def model_path(name: str | None) -> Path:
     """The folder or the file of a model; None is the bundled one, an id means files of the hub.
 
     Raises ValueError if there is no such model.
@@ -107,28 +107,28 @@ def model_path(given: str | None) -> Path:
     from kvjax.models import demo
     from kvjax.models.finding import find_model
 
-    return demo.directory() if given is None else find_model(given)
+    return demo.directory() if name is None else find_model(name)
 
 
-def import_module(given: str) -> None:
+def import_module(module: str) -> None:
     """Imports an installed module by its name, or a Python file by a path that ends in `.py`.
 
     Once per process: what has been imported is not run again. Raises ValueError if there is no such
     module or file, or if it raises an exception.
     """
     try:
-        if not given.endswith(".py"):
-            importlib.import_module(given)
-        elif (name := str(Path(given).resolve())) not in sys.modules:
+        if not module.endswith(".py"):
+            importlib.import_module(module)
+        elif (name := str(Path(module).resolve())) not in sys.modules:
             _run_file(name)
     except Exception as error:  # their code may fail in any way
         last = traceback.extract_tb(error.__traceback__)[-1]
-        own = last.filename.startswith("<") or last.filename == __file__
-        where = "" if own else f" ({last.filename}, line {last.lineno})"
+        is_ours = last.filename.startswith("<") or last.filename == __file__
+        where = "" if is_ours else f" ({last.filename}, line {last.lineno})"
         reason = f"{type(error).__name__}: {error}"
-        if (file := Path(f"{given}.py")).is_file():
+        if (file := Path(f"{module}.py")).is_file():
             where = f"; for the file that is here, --import {file}"
-        raise ValueError(f"cannot import {given}: {reason}{where}") from error
+        raise ValueError(f"cannot import {module}: {reason}{where}") from error
 
 
 def _run_file(name: str) -> None:

@@ -20,7 +20,7 @@ DESCRIPTION = "Lists the methods of compression with their parameters and papers
 EXAMPLES = ""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The command has no options of its own."""
 
 
@@ -39,7 +39,12 @@ def run(args: argparse.Namespace) -> None:
         console.print(Padding(Text(heading, style="underline"), (1, 0)))
         for name, method in methods.items():
             console.print(Text(name, style="bold"))
-            console.print(Padding(Group(_parameters(method), _about(method)), (0, 0, 1, 2)))
+            parameters = ", ".join(map(_parameter, method["parameters"])) or "-"
+            about = Text(method["summary"], overflow="fold")
+            if method["paper"]:
+                about.append(f"\n{method['paper']}", style="dim")
+            shown = Group(Text(parameters, overflow="fold"), about)
+            console.print(Padding(shown, (0, 0, 1, 2)))
     console.print(
         "budget: slots per KV head (256), or a share of the prompt (0.2).\n"
         "Compositions: chain(snapkv(window=16), h2o(budget=64)), every(snapkv, steps=64),\n"
@@ -60,19 +65,9 @@ def _description(kind: type[KVTransform]) -> dict[str, Any]:
     return {"parameters": parameters, "summary": summary, "paper": kind.paper}
 
 
-def _parameters(row: Mapping[str, Any]) -> Text:
-    return Text(", ".join(map(_parameter, row["parameters"])) or "-", overflow="fold")
-
-
-def _about(row: Mapping[str, Any]) -> Text:
-    about = Text(row["summary"], overflow="fold")
-    if row["paper"]:
-        about.append(f"\n{row['paper']}", style="dim")
-    return about
-
-
-def _parameter(given: Mapping[str, Any]) -> str:
+def _parameter(parameter: Mapping[str, Any]) -> str:
     """`"window=16"`; what has no default stands alone, a wrapper's base as "method"."""
-    if given["name"] == "base":
+    name = parameter["name"]
+    if name == "base":
         return "method"
-    return f"{given['name']}={given['default']!r}" if "default" in given else given["name"]
+    return f"{name}={parameter['default']!r}" if "default" in parameter else name

@@ -28,17 +28,17 @@ class OpenedModel:
     """The configuration and the tokenizer of a model; `load` reads its weights.
 
     Args:
-      given: a folder, a GGUF file or a hub id; None for the bundled model.
+      name: a folder, a GGUF file or a hub id; None for the bundled model.
       display: says what is done.
     """
 
-    def __init__(self, given: str | None, display: Display) -> None:
+    def __init__(self, name: str | None, display: Display) -> None:
         # Imported here: kvjax does without kvjax.models, and help without what they import.
         from kvjax.models import load_tokenizer, read_config
 
-        self.name = model_name(given)
-        self.path: Path = model_path(given)
-        display.show(0, None, f"loading the {'bundled ' if given is None else ''}model")
+        self.name = model_name(name)
+        self.path: Path = model_path(name)
+        display.show(0, None, f"loading the {'bundled ' if name is None else ''}model")
         self.config = read_config(self.path)  # first: it says what is not supported
         self.tokenizer = load_tokenizer(self.path)
         self.decode = decoder(self.tokenizer)
@@ -101,12 +101,12 @@ class OpenedModel:
         return from_pretrained(self.path, allow_nonfinite=args.allow_nonfinite)
 
 
-def model_name(given: str | None) -> str:
+def model_name(name: str | None) -> str:
     """What results say of a model: an id as it is, of a folder or a file the last part alone."""
-    if given is None:
+    if name is None:
         return BUNDLED
-    path = Path(given).absolute()
-    return path.name if path.exists() else given
+    path = Path(name).absolute()
+    return path.name if path.exists() else name
 
 
 def calibrated(transform: kvjax.KVTransform, model: Any, prompt: Sequence[int]) -> Any:

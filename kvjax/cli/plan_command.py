@@ -34,9 +34,9 @@ ARGUMENTS = {"max_prompt": "--tokens", "max_new": "--new"}
 """What the library calls these options."""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add = own.add_argument
+    add = parser.add_argument
     add("--model", metavar="DIR_OR_SHAPE", required=True,
         help="folder with config.json, such a file, a GGUF file, or a name such as "
         "llama-3.1-8b")  # fmt: skip
@@ -50,10 +50,10 @@ def add_options(own: argparse.ArgumentParser) -> None:
     add("--tokens", metavar="N", type=int, default=131072,
         help="of a request's prompt (default: 131072)")  # fmt: skip
     add("--new", metavar="N", type=int, default=512, help="new tokens (default: 512)")
-    options.add_list(own, "--batch", kind=options.number_list, default=(1, 8, 32),
+    options.add_list(parser, "--batch", kind=options.number_list, default=(1, 8, 32),
         about="requests at a time")  # fmt: skip
-    options.add_methods(own, METHODS, full=False)
-    options.add_budget(own)
+    options.add_methods(parser, METHODS, full=False)
+    options.add_budget(parser)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
         help="of weights, keys and values (default: bfloat16)")  # fmt: skip
 
@@ -123,22 +123,22 @@ def _record(args: argparse.Namespace, made: dict[str, Plan], positions: int) -> 
     memory, second = args.memory * GB, args.bandwidth * GB
     first = next(iter(made.values()))
     methods = {}
-    for text, own in made.items():
+    for text, planned in made.items():
         batches = [
             {
                 "requests": requests,
-                "bytes": own.held(requests),
-                "fits": own.held(requests) <= memory,
-                "step_bytes": own.step_bytes(requests),
-                "step_s": own.step_bytes(requests) / second,
+                "bytes": planned.held(requests),
+                "fits": planned.held(requests) <= memory,
+                "step_bytes": planned.step_bytes(requests),
+                "step_s": planned.step_bytes(requests) / second,
             }
             for requests in args.batch
         ]
         methods[text] = {
-            "request_bytes": round(own.request.device),
-            "request_host_bytes": round(own.request.host),
-            "fixed_bytes": round(own.fixed.device),
-            "requests_that_fit": own.fits(memory),
+            "request_bytes": round(planned.request.device),
+            "request_host_bytes": round(planned.request.host),
+            "fixed_bytes": round(planned.fixed.device),
+            "requests_that_fit": planned.fits(memory),
             "batches": batches,
         }
     return {
@@ -171,17 +171,17 @@ def _show(console: Console, args: argparse.Namespace, record: dict[str, Any]) ->
             f"{args.tokens + args.new:,}: kvjax generate would refuse it.",
             style="bold", markup=False,
         )  # fmt: skip
-    hosted = any(own["request_host_bytes"] for own in record["methods"].values())
+    hosted = any(method["request_host_bytes"] for method in record["methods"].values())
     headings = ["GB per request\nand device", *["and in host\nmemory"] * hosted]
     headings += ["requests\nthat fit"]
     headings += [f"step of {requests}\nms (GB held)" for requests in args.batch]
     rows = []
-    for text, own in record["methods"].items():
-        row = [text, f"{own['request_bytes'] / GB:.3f}"]
+    for text, method in record["methods"].items():
+        row = [text, f"{method['request_bytes'] / GB:.3f}"]
         if hosted:
-            row.append(f"{own['request_host_bytes'] / GB:.3f}")
-        row.append(f"{own['requests_that_fit']:,}")
-        for batch in own["batches"]:
+            row.append(f"{method['request_host_bytes'] / GB:.3f}")
+        row.append(f"{method['requests_that_fit']:,}")
+        for batch in method["batches"]:
             time = f"{batch['step_s'] * 1e3:.2f}" if batch["fits"] else "-"
             row.append(f"{time} ({batch['bytes'] / GB:.1f})")
         rows.append(Row(row))

@@ -25,16 +25,16 @@ examples:
   kvjax ask book 'Who is Ishmael?' 'What is the name of the ship?'"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    own.add_argument("document", metavar="DOCUMENT", help="UTF-8 file; - is standard input")
-    own.add_argument("--out", metavar="FOLDER", required=True, help="where it is saved")
-    options.add_model(own)
-    options.add_template(own, "the document")
-    options.add_method(own, default="quantize")  # questions come later
-    own.add_argument("--max-questions", metavar="TOKENS", type=int, default=256,
+    parser.add_argument("document", metavar="DOCUMENT", help="UTF-8 file; - is standard input")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="where it is saved")
+    options.add_model(parser)
+    options.add_template(parser, "the document")
+    options.add_method(parser, default="quantize")  # questions come later
+    parser.add_argument("--max-questions", metavar="TOKENS", type=int, default=256,
         help="room for the tokens of a question (default: 256)")  # fmt: skip
-    own.add_argument("--max-new", metavar="N", type=int, default=128,
+    parser.add_argument("--max-new", metavar="N", type=int, default=128,
         help="room for the tokens of an answer (default: 128)")  # fmt: skip
 
 

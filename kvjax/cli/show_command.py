@@ -24,10 +24,10 @@ examples:
   kvjax show results --out page"""
 
 
-def add_options(own: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    own.add_argument("folder", metavar="FOLDER", help="of kvjax compare or kvjax eval")
-    own.add_argument("--out", metavar="DIR", help="where it is written (default: FOLDER)")
+    parser.add_argument("folder", metavar="FOLDER", help="of kvjax compare or kvjax eval")
+    parser.add_argument("--out", metavar="DIR", help="where it is written (default: FOLDER)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich import box
@@ -20,12 +21,10 @@ class Row(NamedTuple):
     Args:
       cells: one for each column; text is shown as it is, without markup.
       style: of the line.
-      ends: whether a section ends with it.
     """
 
     cells: Sequence[str | Text]
     style: str = ""
-    ends: bool = False
 
 
 def name_column(heading: str = "method", **options: Any) -> Column:
@@ -39,34 +38,33 @@ def number_column(heading: str | Text) -> Column:
 
 
 def print_table(
-    console: Console, columns: Sequence[Column], rows: Sequence[Row], names: int = 1, **look: Any
+    console: Console,
+    columns: Sequence[Column],
+    rows: Sequence[Row],
+    names: int = 1,
+    section: int | None = None,
+    **look: Any,
 ) -> None:
     """Prints a table, or several where names and all figures do not fit side by side.
 
     Args:
       console: where it is printed.
       columns: the first ones are the rows' names, of which the very first may be broken.
-      rows: one line each.
+      rows: one line each, at least one.
       names: how many columns stand at the beginning of each table.
+      section: the column of which another cell begins a section; None: there are none.
       look: options of `rich.table.Table`.
     """
-    for table in _tables(console, columns, rows, names, look):
-        console.print(table)
 
-
-def _tables(
-    console: Console, columns: Sequence[Column], rows: Sequence[Row], names: int, look: dict
-) -> Iterator[Table]:
     def table(chosen: Sequence[int], most: int | None = None) -> Table:
-        made = Table(
-            *(columns[place].copy() for place in (*range(names), *chosen)),
-            box=box.SIMPLE_HEAD, **look,
-        )  # fmt: skip
+        shown = [*range(names), *chosen]
+        made = Table(*(columns[place].copy() for place in shown), box=box.SIMPLE_HEAD, **look)
         made.columns[0].max_width = most
-        for row in rows:
-            cells = [row.cells[place] for place in (*range(names), *chosen)]
+        for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=rows[-1]):
+            cells = [row.cells[place] for place in shown]
             texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
-            made.add_row(*texts, style=row.style, end_section=row.ends)
+            ends = section is not None and row.cells[section] != following.cells[section]
+            made.add_row(*texts, style=row.style, end_section=ends)
         return made
 
     def fits(chosen: Sequence[int], most: int) -> bool:
@@ -75,13 +73,13 @@ def _tables(
         return console.measure(table(chosen, most), options=wide).maximum <= console.width
 
     # Names take what figures leave: rich breaks them where a table would be too wide.
-    places, chosen = range(names, len(columns)), []
+    groups: list[list[int]] = [[]]
+    places, width = range(names, len(columns)), max(_NAME_WIDTH, console.width // 3)
     if fits(places, _NAME_WIDTH):
-        yield table(places)
-        return
+        groups, places = [[*places]], range(0)
     for place in places:
-        if chosen and not fits([*chosen, place], max(_NAME_WIDTH, console.width // 3)):
-            yield table(chosen)
-            chosen = []
-        chosen.append(place)
-    yield table(chosen)
+        if groups[-1] and not fits([*groups[-1], place], width):
+            groups.append([])
+        groups[-1].append(place)
+    for group in groups:
+        console.print(table(group))

@@ -164,7 +164,7 @@ class Dialogue:
           ValueError: the text has such names, and the template has something else around it, so
             that they cannot be told from the template's own.
         """
-        if not self._count_special(self._tokens(text)):
+        if self._special.isdisjoint(self._tokens(text)):
             return self._tokens(rendered)
         shown = rendered.removeprefix(before).removesuffix(after)
         if before + shown + after != rendered:
@@ -174,9 +174,6 @@ class Dialogue:
             )
         tokens = self._tokenizer(shown, add_special_tokens=False, split_special_tokens=True)
         return [*self._tokens(before), *tokens.input_ids, *self._tokens(after)]
-
-    def _count_special(self, tokens: Sequence[int]) -> int:
-        return sum(token in self._special for token in tokens)
 
     def _following(
         self, anchor: str, rendered: str, text: str, before: str = "", after: str = ""

@@ -3,7 +3,7 @@
 from ..cache.slots import memory_bytes
 from ..generation.read_once import ReadOnce
 from ..transforms.spindlekv.reserve import reserve_ratio
-from .cells.estimates import Estimate, Proportion
+from .cells.estimates import Estimate
 from .cells.files import read_results
 from .cells.grid import Cell, Grid, Unit
 from .cells.results import Results, Row
@@ -13,10 +13,9 @@ from .fidelity.fidelity import (
     Fidelity,
     attention_error,
     measure_fidelities,
-    measure_fidelity,
     recall_rate,
 )
-from .fidelity.perplexity import context_nll, continuation_nll
+from .fidelity.perplexity import context_nll
 from .speed.speed import Speed, SpeedReport, measure_speed
 from .tasks import ANSWERS, MEASURES, OWN_TASKS, Case, Frame, Haystack, Task, is_right
 
@@ -35,7 +34,6 @@ __all__ = [
     "Frame",
     "Grid",
     "Haystack",
-    "Proportion",
     "ReadOnce",
     "Results",
     "Row",
@@ -46,11 +44,9 @@ __all__ = [
     "attention_error",
     "compare",
     "context_nll",
-    "continuation_nll",
     "diagnose",
     "is_right",
     "measure_fidelities",
-    "measure_fidelity",
     "measure_speed",
     "memory_bytes",
     "read_results",

@@ -29,10 +29,10 @@ def free_memory() -> int | None:
 
 def resident(what: str) -> int:
     """Bytes of this process in memory (Linux): `VmRSS` now, `VmHWM` at most since `forget_peak`."""
-    found = _kilobytes(_STATUS, what)
-    if found is None:
+    size = _kilobytes(_STATUS, what)
+    if size is None:
         raise ValueError(f"{_STATUS} says nothing of {what}")
-    return found
+    return size
 
 
 def forget_peak() -> None:
@@ -48,8 +48,8 @@ def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
 
     Example:
       >>> from kvjax.evaluation.memory import with_peak
-      >>> found, grown = with_peak(lambda: len(b"a" * 2**26))
-      >>> found == 2**26, grown is None or grown > 0
+      >>> size, grown = with_peak(lambda: len(b"a" * 2**26))
+      >>> size == 2**26, grown is None or grown > 0
       (True, True)
     """
     if jax.default_backend() != "cpu" or not _FORGET.exists():
@@ -60,8 +60,8 @@ def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
     except OSError:  # some containers forbid it
         return run(), None
     before = resident("VmRSS")
-    found = run()
-    return found, max(resident("VmHWM") - before, 0)
+    result = run()
+    return result, max(resident("VmHWM") - before, 0)
 
 
 def give_back_freed() -> None:
@@ -79,8 +79,8 @@ def drop_compiled_code() -> None:
     again, which takes a second or two.
     """
     total = _kilobytes(_MEMORY, "MemTotal")
-    own = _kilobytes(_STATUS, "VmRSS")
-    if None not in (own, total) and own > total // 2:
+    used = _kilobytes(_STATUS, "VmRSS")
+    if None not in (used, total) and used > total // 2:
         compiled_code.clear_compiled_functions()
         give_back_freed()
     else:
@@ -90,7 +90,7 @@ def drop_compiled_code() -> None:
 def _kilobytes(file: Path, what: str) -> int | None:
     """A figure of one of Linux's tables, in bytes; None where there is no such file or line."""
     try:
-        found = re.search(rf"^{what}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
+        line = re.search(rf"^{what}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return None if found is None else 1024 * int(found[1])
+    return None if line is None else 1024 * int(line[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
@@ -89,10 +89,8 @@ def held(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImage:
       [[1, 0, 0, 1, 1], [1, 0, 0, 1, 1]]
     """
     check_axes(axes)
-    layers = _alike(layers_of(caches, row))
-    tokens = max(int(part.kv.length[row]) for parts in layers for part in parts)
-    marks = np.concatenate([_marks(part, row, tokens) for parts in layers for part in parts])
-    return field(axes, marks, group=len(marks) // len(layers), label="layer (a line per head)")
+    marks = _lines(caches, row, _marks)
+    return field(axes, marks, group=len(marks) // len(caches), label="layer (a line per head)")
 
 
 def selected(axes: Axes, steps: Sequence[Seen], *, layer: int) -> AxesImage:
@@ -115,7 +113,7 @@ def selected(axes: Axes, steps: Sequence[Seen], *, layer: int) -> AxesImage:
       >>> from matplotlib.figure import Figure
       >>> from kvjax import plot
       >>> marks = np.array([[True, False, True]]), np.array([[False, True, False, False]])
-      >>> steps = [plot.Seen(token=5, marks=(own,), recall=(None,)) for own in marks]
+      >>> steps = [plot.Seen(token=5, marks=(seen,), recall=(None,)) for seen in marks]
       >>> plot.selected(Figure().subplots(), steps, layer=0).get_array().tolist()
       [[1, 0, 1, 0], [0, 1, 0, 0]]
     """
@@ -123,12 +121,12 @@ def selected(axes: Axes, steps: Sequence[Seen], *, layer: int) -> AxesImage:
     if not len(steps) or not all(isinstance(step, Seen) for step in steps):
         raise TypeError(f"steps must be those that watch returns, got {brief(steps)}")
     check_count("layer", layer, 0, most=len(steps[0].marks) - 1)
-    own = [step.marks[layer] for step in steps]
-    if own[0] is None:
+    seen_marks = [step.marks[layer] for step in steps]
+    if seen_marks[0] is None:
         raise ValueError(f"in layer {layer} nothing is selected: its steps attend to everything")
-    tokens = own[-1].shape[1]
-    marks = np.zeros((len(own[-1]), len(own), tokens), int)
-    for step, seen in enumerate(own):
+    tokens = seen_marks[-1].shape[1]
+    marks = np.zeros((len(seen_marks[-1]), len(steps), tokens), int)
+    for step, seen in enumerate(seen_marks):
         marks[:, step, : seen.shape[1]] = seen
     return field(axes, marks.reshape(-1, tokens), group=len(steps), label="head (a line per step)")
 
@@ -163,11 +161,10 @@ def similarity(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImag
       [1.0, 0.0]
     """
     check_axes(axes)
-    layers = _alike(layers_of(caches, row))
-    tokens = max(int(part.kv.length[row]) for parts in layers for part in parts)
-    found = np.concatenate([_cosines(part, row, tokens) for parts in layers for part in parts])
-    image = axes.imshow(found, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="Greys")
-    part_lines(axes, len(found), len(found) // len(layers), "layer (a line per head)")
+    cosines = _lines(caches, row, _cosines)
+    look = {"vmin": 0, "vmax": 1, "cmap": "Greys"}
+    image = axes.imshow(cosines, aspect="auto", interpolation="nearest", **look)
+    part_lines(axes, len(cosines), len(cosines) // len(caches), "layer (a line per head)")
     axes.figure.colorbar(image, ax=axes, pad=0.01, label="cosine with the next key", extend="min")
     return image
 
@@ -182,12 +179,17 @@ def part_lines(axes: Axes, lines: int, group: int, label: str) -> None:
     axes.set_xlabel("position of the token")
 
 
-def _alike(layers: list[list[LayerCache]]) -> list[list[LayerCache]]:
-    """The same; raises unless all layers have as many lists of slots."""
+def _lines(
+    caches: Sequence[Cache], row: int, of_part: Callable[[LayerCache, int, int], np.ndarray]
+) -> np.ndarray:
+    """A line for each list of slots; raises unless all layers have as many of them."""
+    layers = layers_of(caches, row)
     counts = [sum(part.kv.shape[1] for part in parts) for parts in layers]
     if len(set(counts)) > 1:
         raise ValueError(f"caches must have as many lists of slots in all layers, got {counts}")
-    return layers
+    parts = [part for parts in layers for part in parts]
+    tokens = max(int(part.kv.length[row]) for part in parts)
+    return np.concatenate([of_part(part, row, tokens) for part in parts])
 
 
 def _marks(cache: LayerCache, row: int, tokens: int) -> Int[np.ndarray, "H T"]:
@@ -195,21 +197,21 @@ def _marks(cache: LayerCache, row: int, tokens: int) -> Int[np.ndarray, "H T"]:
     kv = cache.kv
     position, live, pinned = (np.asarray(x[row]) for x in (kv.position, kv.live, kv.pinned))
     marks = np.full((len(position), tokens), _GONE)
-    for head, own in enumerate(marks):
-        own[position[head, live[head]]] = _HELD
-        own[position[head, live[head] & pinned[head]]] = _PINNED
+    for head, line in enumerate(marks):
+        line[position[head, live[head]]] = _HELD
+        line[position[head, live[head] & pinned[head]]] = _PINNED
     return marks
 
 
 def _cosines(cache: LayerCache, row: int, tokens: int) -> Float[np.ndarray, "H T"]:
-    """Of each live position, the cosine of its key and that of the next live one."""
+    """The cosine of the key of each live position and that of the next live one."""
     kv = cache.kv
     position, live, keys = (np.asarray(x[row]) for x in (kv.position, kv.live, kv.k.read()))
-    found = np.full((len(position), tokens), np.nan, np.float32)
-    for head, own in enumerate(found):
+    cosines = np.full((len(position), tokens), np.nan, np.float32)
+    for head, line in enumerate(cosines):
         order = np.argsort(np.where(live[head], position[head], tokens), kind="stable")
         order = order[: live[head].sum()]
-        own_keys = keys[head, order].astype(np.float32)
-        unit = own_keys / np.maximum(np.linalg.norm(own_keys, axis=-1, keepdims=True), 1e-12)
-        own[position[head, order[:-1]]] = (unit[:-1] * unit[1:]).sum(-1)
-    return found
+        rows = keys[head, order].astype(np.float32)
+        unit = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+        line[position[head, order[:-1]]] = (unit[:-1] * unit[1:]).sum(-1)
+    return cosines

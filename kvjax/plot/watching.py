@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     @property
     def mean_recall(self) -> float:
         """Over all heads of all layers in which something is selected."""
-        return float(np.mean([own for own in self.recall if own is not None]))
+        return float(np.mean([recall for recall in self.recall if recall is not None]))
 
 
 def watch(
@@ -99,8 +99,8 @@ def watch(
         )
     result = generate(model, None, context=context, max_new_tokens=steps, end_tokens=())
     tokens = jnp.asarray(result.tokens[0], jnp.int32)
-    found = _replay(context.layers, as_functional(model), context.caches, tokens, context.length)
-    looks = [None if look is None else tuple(map(np.asarray, look)) for look in found]
+    looks = _replay(context.layers, as_functional(model), context.caches, tokens, context.length)
+    looks = [None if look is None else tuple(map(np.asarray, look)) for look in looks]
     seen = []
     for number, token in enumerate(result.tokens[0]):
         length = len(prompt) + number + 1
@@ -132,8 +132,8 @@ def _replay(
         _, caches = decode_step(model, recording, caches, token[None], position)
         caches, records = zip(*map(unrecord, caches), strict=True)
         looks = tuple(
-            _look(cache.kv, own[0], position) if _selects(cache) else None
-            for cache, own in zip(caches, records, strict=True)
+            _look(cache.kv, of_layer[0], position) if _selects(cache) else None
+            for cache, of_layer in zip(caches, records, strict=True)
         )
         return position + 1, caches, looks
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
+from rich.console import Console
+
 from kvjax.cli.main import main
 
 
@@ -23,3 +27,8 @@ def error(capsys, *args) -> str:
 def one_line(err: str) -> str:
     assert err.startswith("kvjax: error: ") and err.endswith("\n") and err.count("\n") == 1, err
     return err
+
+
+def console(width: int = 100) -> Console:
+    """A terminal whose text can be read afterwards."""
+    return Console(width=width, record=True, highlight=False, file=io.StringIO())

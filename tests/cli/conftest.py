@@ -36,12 +36,13 @@ def broken_copy(tinystories, tmp_path):
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    """Fails if weights are loaded."""
+    """Fails if weights are loaded or made."""
 
     def refuse(*args, **options):
         pytest.fail("weights were loaded")
 
     monkeypatch.setattr(models, "from_pretrained", refuse)
+    monkeypatch.setattr(models, "random_decoder", refuse)
 
 
 @pytest.fixture(scope="session")

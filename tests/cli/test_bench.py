@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 
-import pytest
-from rich.console import Console
 from rich.filesize import decimal
 
-from kvjax import models
 from kvjax.cli import bench_command
 from kvjax.cli.bench_table import print_report
 from kvjax.evaluation.speed.speed import Speed
-from tests.cli.commands import error, output
+from tests.cli.commands import console, error, output
 
 SMALL = ("--tokens", "128", "--new", "4", "--rounds", "1")
 RECORD = {
     "model", "random_weights", "layers", "model_layers", "dtype", "prompt_tokens", "new_tokens",
     "rounds", "environment", "bandwidth_bytes_per_s", "products_per_s", "weight_bytes", "results",
 }  # fmt: skip
-
-
-@pytest.fixture
-def no_weights(monkeypatch):
-    """Fails if weights are loaded or made."""
-
-    def refuse(*args, **options):
-        pytest.fail("weights were made")
-
-    monkeypatch.setattr(models, "from_pretrained", refuse)
-    monkeypatch.setattr(models, "random_decoder", refuse)
 
 
 def test_json_of_a_shape(capsys, tinystories):
@@ -47,26 +32,6 @@ def test_json_of_a_shape(capsys, tinystories):
     assert (snapkv["method"], snapkv["budget"]) == ("snapkv", 64)
     assert full["tpot_over_full"] == full["ttft_over_full"] == 1
     assert full["resident_bytes"] == record["weight_bytes"] + full["cache_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--new", "1"], "--new must be at least 2"),
-        (["--batch", "1,0"], "--batch must be at least 1"),
-        (["--batch", "many"], "argument --batch: must be numbers between commas, got 'many'"),
-        (["--layers", "2"], "--layers needs a --shape"),
-        (["--shape", "llama-3.1-8b", "--model", "smollm2"], "give --model or --shape, not both"),
-        (["--shape", "llama-3.1-8b", "--layers", "33"], "layers must be at most 32"),
-        (["--tokens", "1000000000"], "--tokens must be at most 8448"),
-        (
-            ["--shape", "llama-3.1-8b", "--layers", "2", "--method", "quest"],
-            "quest leaves all 2 layers as they are",
-        ),
-    ],
-)
-def test_errors(words, message, capsys, no_weights):
-    assert message in error(capsys, "bench", *words)
 
 
 def test_what_does_not_fit_into_memory(capsys, monkeypatch, no_weights):
@@ -96,10 +61,9 @@ def test_the_tables_say_how_far_rounds_differ():
         "bandwidth_bytes_per_s": 5e10, "products_per_s": 4e11, "weight_bytes": 2 * 10**6,
         "results": [row, {**row, "host_bytes": 10**5}],
     }  # fmt: skip
-    console = Console(width=80, record=True, file=io.StringIO())
-    print_report(console, record)
-    lines = console.export_text().splitlines()
-    shown = " ".join(" ".join(lines).split())
+    terminal = console(80)
+    print_report(terminal, record)
+    shown = " ".join(terminal.export_text().split())
     assert "small, 2 of 32 layers, random weights of 2.0 MB in float32" in shown
     assert "reads 50.0 GB per second and makes 400 Gflop/s" in shown
     assert "of which the slowest took up to 3.0 times as long" in shown

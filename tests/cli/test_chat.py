@@ -18,7 +18,6 @@ from kvjax.cli.templates import Dialogue
 from kvjax.generation.continuation import decoder, new_text
 from kvjax.generation.generate import Stream
 from kvjax.models import from_pretrained, load_tokenizer
-from tests.cli.commands import error
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends.\n"
 CUT = "the answer was cut by --max-new\n"
@@ -120,18 +119,6 @@ def test_a_turn_follows_the_end_token_that_came(chat, monkeypatch, broken_copy):
     assert ended[1] == cut[1]
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--max-prompt", "0"], "--max-prompt must be at least 1"),
-        (["--max-prompt", "9000"], "--max-prompt must be below the model's 8448 positions"),
-        (["--json"], "unrecognized arguments: --json"),
-    ],
-)
-def test_errors_before_weights_are_loaded(capsys, no_weights, args, said):
-    assert said in error(capsys, "chat", *args)
-
-
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_an_interrupt_ends_the_answer_and_not_the_conversation(chat, monkeypatch):
     whole = chat("Once upon a time")[0]
@@ -154,8 +141,8 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(chat, monkeypatch
 def test_a_second_interrupt_ends_the_process():
     code = """if True:
         import os, signal
-        from kvjax.cli import interrupts
-        with interrupts.noticed() as came:
+        from kvjax.cli.lines import interrupt_noticed
+        with interrupt_noticed() as came:
             os.kill(os.getpid(), signal.SIGINT)
             print(came(), flush=True)
             os.kill(os.getpid(), signal.SIGINT)

@@ -205,71 +205,95 @@ def test_methods_as_json(capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "budget", "transform"),
+    ("args", "budget", "transform", "said"),
     [
-        ([], 0.1, kvjax.SnapKV(0.1)),
-        (["--budget", "1.0", "--method", "h2o"], 1.0, kvjax.H2O(1.0)),
-        (["--method", "full", "--budget", "64"], None, kvjax.Full()),
-        (["--method", "h2o(budget=64)"], None, kvjax.H2O(64)),
+        ([], 0.1, kvjax.SnapKV(0.1), ""),
+        (["--budget", "1.0", "--method", "h2o"], 1.0, kvjax.H2O(1.0), ""),
+        (["--method", "full", "--budget", "0.1"], None, kvjax.Full(), "0.1"),
+        (["--method", "full", "--budget", "0.1", "--json"], None, kvjax.Full(), ""),
+        (["--method", "h2o(budget=64)"], None, kvjax.H2O(64), ""),
+        (["--method", "h2o(budget=64)", "--budget", "64"], None, kvjax.H2O(64), "64"),
         (
             ["--method", "chain(snapkv(window=16), h2o(budget=64))", "--budget", "99"],
             99,
             kvjax.chain(kvjax.SnapKV(99, window=16), kvjax.H2O(64)),
+            "",
         ),
     ],
 )
-def test_which_method_and_budget(args, budget, transform):
-    parsed = arguments.parser().parse_args(["generate", "--max-new", "8", *args])
-    asked = candidate(parsed)
+def test_which_method_and_budget(capsys, args, budget, transform, said):
+    """A line says that a budget which was given changes nothing."""
+    asked = candidate(arguments.parser().parse_args(["generate", *args]))
     assert (asked.budget, asked.transform) == (budget, transform)
     assert type(asked.budget) is type(budget)
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--method", "full", "--budget", "0.1"], "--budget 0.1 changes nothing: full takes no"),
-        (["--method", "h2o(budget=64)", "--budget", "32"], "--budget 32 changes nothing: h2o("),
-        (["--method", "full", "--budget", "0.1", "--json"], ""),
-        (["--method", "h2o", "--budget", "0.1"], ""),
-    ],
-)
-def test_a_budget_that_changes_nothing(capsys, args, said):
-    candidate(arguments.parser().parse_args(["generate", *args]))
     out, err = capsys.readouterr()
-    assert not out and err.startswith(said) and bool(err) == bool(said)
+    assert out == "" and bool(err) == bool(said)
+    assert not said or err.startswith(f"--budget {said} changes nothing: {args[1]} takes no budget")
 
 
 # Errors
 
 
+GENERATE, READ, ASK = ["generate"], ["read", "text.txt", "--out", "out"], ["ask", ".", "why"]
+BENCH, SHAPE = ["bench"], ["bench", "--shape", "llama-3.1-8b"]
+DIAGNOSE = ["diagnose", "--prompt-file", "text.txt"]
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--method", "nope"], "unknown method 'nope'"),
-        (["--method", "\x1b[2J"], r"got '\x1b[2J'"),
-        (["--budget", "20%"], "number of slots (256) or a share of the prompt (0.2), got '20%'"),
-        (["--model", "\x1b[2J", "--prompt", "a"], r"\x1b[2J is not a directory"),
-        (["--max-new", "many"], "--max-new"),
-        (["--seed", "4294967296"], "--seed"),
-        (["--prompt", " \n"], "the prompt is empty"),
-        (["--prompt", "a\udcff"], "not UTF-8"),
-        (["--prompt", "a", "--prompt-file", "b"], "not allowed with"),
-        (["--prompt-file", "no such file"], "cannot read no such file: No such file"),
-        (["--prompt-file", "a\0b"], "null byte"),
-        (["--model", "gpt2"], "needs a --prompt"),
-        (["--stop", "."], "--stop needs a --prompt"),
-        (["--stop", "", "--prompt", "a"], "--stop"),
-        (["--prompt", "a", "--prompt", " "], "prompt 2 is empty"),
-        (["--chat", "--prompt", "a"], "--chat needs a chat template: the model's tokenizer has no"),
-        (["--system", "Be brief.", "--raw", "--prompt", "a"], "--raw leaves it out"),
-        (["--max", "5"], "--max"),
-        (["--prompt", "one two " * 5000], "8448 positions"),
-        (["--max-new", "8440"], "8448 positions"),
+        ([*GENERATE, "--method", "nope"], "unknown method 'nope'"),
+        ([*GENERATE, "--method", "\x1b[2J"], r"got '\x1b[2J'"),
+        ([*GENERATE, "--budget", "20%"], "slots (256) or a share of the prompt (0.2), got '20%'"),
+        ([*GENERATE, "--model", "\x1b[2J", "--prompt", "a"], r"\x1b[2J is not a directory"),
+        ([*GENERATE, "--max-new", "many"], "--max-new"),
+        ([*GENERATE, "--seed", "4294967296"], "--seed"),
+        ([*GENERATE, "--prompt", " \n"], "the prompt is empty"),
+        ([*GENERATE, "--prompt", "a\udcff"], "not UTF-8"),
+        ([*GENERATE, "--prompt", "a", "--prompt-file", "b"], "not allowed with"),
+        ([*GENERATE, "--prompt-file", "no such file"], "cannot read no such file: No such file"),
+        ([*GENERATE, "--prompt-file", "a\0b"], "null byte"),
+        ([*GENERATE, "--model", "gpt2"], "needs a --prompt"),
+        ([*GENERATE, "--stop", "."], "--stop needs a --prompt"),
+        ([*GENERATE, "--stop", "", "--prompt", "a"], "--stop"),
+        ([*GENERATE, "--prompt", "a", "--prompt", " "], "prompt 2 is empty"),
+        ([*GENERATE, "--chat", "--prompt", "a"], "--chat needs a chat template: the model's token"),
+        ([*GENERATE, "--system", "Hi.", "--raw", "--prompt", "a"], "--raw leaves it out"),
+        ([*GENERATE, "--max", "5"], "--max"),
+        ([*GENERATE, "--prompt", "one two " * 5000], "8448 positions"),
+        ([*GENERATE, "--max-new", "8440"], "8448 positions"),
+        (["read", "no such file", "--out", "out"], "cannot read no such file"),
+        ([*READ, "--max-questions", "0"], "--max-questions"),
+        ([*READ, "--max-new", "99999"], "8448 positions"),
+        ([*READ, "--chat"], "--chat needs a chat template"),
+        (["ask", "nothing", "why"], "nothing is no folder of a context"),
+        (ASK, "is no folder of a context"),
+        ([*ASK, "--max-new", "0"], "--max-new must be at least 1"),
+        (["chat", "--max-prompt", "0"], "--max-prompt must be at least 1"),
+        (["chat", "--max-prompt", "9000"], "--max-prompt must be below the model's 8448 positions"),
+        (["chat", "--json"], "unrecognized arguments: --json"),
+        ([*BENCH, "--new", "1"], "--new must be at least 2"),
+        ([*BENCH, "--batch", "1,0"], "--batch must be at least 1"),
+        (
+            [*BENCH, "--batch", "many"],
+            "argument --batch: must be numbers between commas, got 'many'",
+        ),
+        ([*BENCH, "--layers", "2"], "--layers needs a --shape"),
+        ([*BENCH, "--tokens", "1000000000"], "--tokens must be at most 8448"),
+        ([*SHAPE, "--model", "smollm2"], "give --model or --shape, not both"),
+        ([*SHAPE, "--layers", "33"], "layers must be at most 32"),
+        ([*SHAPE, "--layers", "2", "--method", "quest"], "quest leaves all 2 layers as they are"),
+        ([*DIAGNOSE, "--error", "0"], "--error must be finite and above 0, got 0.0"),
+        ([*DIAGNOSE, "--methods", "nothing"], "nothing"),
+        ([*DIAGNOSE, "--budgets", "2.5"], "a float budget must lie in (0, 1], got 2.5"),
+        ([*DIAGNOSE, "--ask", "  "], "the question is empty"),
+        ([*DIAGNOSE, "--out", "text.txt/pictures"], "is not a directory"),
     ],
 )
-def test_errors_before_anything_is_loaded(capsys, no_weights, args, said):
-    assert said in error(capsys, "generate", *args)
+def test_errors_before_weights_are_loaded(capsys, monkeypatch, tmp_path, no_weights, args, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Once upon a time there was a girl. " * 9)
+    assert said in error(capsys, *args)
 
 
 def test_errors_of_the_command_itself(capsys):

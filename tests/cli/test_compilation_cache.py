@@ -68,19 +68,16 @@ def test_where_it_is(settings, monkeypatch, tmp_path):
 
 
 def test_a_folder_of_this_jaxlib_and_cpu(settings, monkeypatch, tmp_path):
-    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "code"))
     compilation_cache.enable()
-    (folder,) = tmp_path.iterdir()
+    (folder,) = (tmp_path / "code").iterdir()
     assert settings.jax_compilation_cache_dir == str(folder)
     assert folder.name.startswith(f"jaxlib-{jaxlib.__version__}-{jax.default_backend()}-")
     assert folder.stat().st_mode & 0o077 == 0, "others could write code into it"
-
-
-def test_a_folder_that_the_user_has_set_stays(settings, monkeypatch, tmp_path):
+    # A folder that has been set stays.
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "other"))
-    settings.update("jax_compilation_cache_dir", str(tmp_path))
     compilation_cache.enable()
-    assert settings.jax_compilation_cache_dir == str(tmp_path)
+    assert settings.jax_compilation_cache_dir == str(folder)
     assert not (tmp_path / "other").exists()
 
 

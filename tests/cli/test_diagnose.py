@@ -58,22 +58,6 @@ def test_the_table_recommends(capsys, tinystories, file):
     assert "The least error is " in found
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--error", "0"], "--error must be finite and above 0, got 0.0"),
-        (["--methods", "nothing"], "nothing"),
-        (["--budgets", "2.5"], "a float budget must lie in (0, 1], got 2.5"),
-        (["--ask", "  "], "the question is empty"),
-        (["--out", "FILE/pictures"], "is not a directory"),
-    ],
-)
-def test_one_line_before_weights_are_read(capsys, no_weights, tinystories, file, options, message):
-    options = [option.replace("FILE", str(file)) for option in options]
-    args = ["diagnose", "--prompt-file", file, "--model", tinystories, *options]
-    assert message in error(capsys, *args)
-
-
 def test_texts_that_do_not_fit(capsys, no_weights, tinystories, tmp_path):
     path = tmp_path / "text.txt"
     args = ["diagnose", "--prompt-file", path, "--model", tinystories]

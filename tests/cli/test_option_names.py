@@ -45,18 +45,6 @@ def test_options_are_named(capsys, no_weights, args, said):
     assert "_" not in found
 
 
-def test_room_for_questions_and_answers(capsys, tinystories, tmp_path):
-    (tmp_path / "text").write_text("Once upon a time there was a girl. " * 4)
-    read = ["read", tmp_path / "text", "--out", tmp_path / "out", "--model", tinystories]
-    assert main([str(x) for x in [*read, "--max-questions", "8", "--max-new", "4"]]) == 0
-    capsys.readouterr()
-    said = error(capsys, "ask", tmp_path / "out", "Who?", "word " * 150)
-    assert "question 2 has " in said
-    assert said.endswith("give kvjax read a larger --max-questions\n")
-    said = error(capsys, "ask", tmp_path / "out", "Who?", "--max-new", "5")
-    assert "--max-new must be at most 4, got 5: give kvjax read a larger --max-new" in said
-
-
 @pytest.mark.parametrize(
     "method", ["h2o(budget=0)", "chain(snapkv, kvmerger(seed=-1))", "snapkv(window=0)"]
 )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from kvjax.cli.compare_table import print_report
 from kvjax.cli.main import main
 from kvjax.evaluation import Results
-from tests.cli.commands import error, output
+from tests.cli.commands import console, error, output
 from tests.support.comparisons import FAILED, LONG, REASON, comparison, draw_nothing, write_journal
 from tests.support.small_comparisons import results
 
@@ -24,10 +22,6 @@ def folder(tmp_path, monkeypatch) -> Path:
     draw_nothing(monkeypatch)
     candidates = [("full", None), ("h2o", 0.25), ("h2o", 0.5)]
     return write_journal(comparison(["needle"], [256], candidates), tmp_path / "found")
-
-
-def console(width: int = 100) -> Console:
-    return Console(width=width, record=True, highlight=False, file=io.StringIO())
 
 
 # The command
@@ -95,9 +89,9 @@ def test_folders_that_cannot_be_shown(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120, 200])
 def test_the_table_fits_the_terminal(columns):
-    own = console(columns)
-    print_report(own, comparison(), Path("folder"))
-    text = own.export_text()
+    terminal = console(columns)
+    print_report(terminal, comparison(), Path("folder"))
+    text = terminal.export_text()
     assert max(map(len, text.splitlines())) <= columns and "…" not in text
     for heading in ("method", "budget", "cache", "slots", "needle", "Δ nats", "recall", "error"):
         assert heading in text
@@ -112,9 +106,9 @@ def test_the_table_fits_the_terminal(columns):
 
 
 def test_inside_and_after_stand_side_by_side():
-    own = console(120)
-    print_report(own, comparison(["needle"], [256]), Path("folder"))
-    rows = [line.split() for line in own.export_text().splitlines()]
+    terminal = console(120)
+    print_report(terminal, comparison(["needle"], [256]), Path("folder"))
+    rows = [line.split() for line in terminal.export_text().splitlines()]
     (quarter,) = [row for row in rows if row[:2] == ["h2o", "0.25"]]
     assert quarter[-5:] == ["25", "11-47", "10", "2-31", "64"]
     (half,) = [row for row in rows if row[:2] == ["h2o", "0.5"]]
@@ -122,15 +116,15 @@ def test_inside_and_after_stand_side_by_side():
 
 
 def test_colours_and_what_is_told_below_the_table():
-    own = console(200)
-    print_report(own, comparison(["needle", "vt"], [256]), Path("folder"))
-    lines = own.export_text(styles=True, clear=False).splitlines()
+    terminal = console(200)
+    print_report(terminal, comparison(["needle", "vt"], [256]), Path("folder"))
+    lines = terminal.export_text(styles=True, clear=False).splitlines()
     (infinigen,) = [line for line in lines if "infinigen" in line]
     green = "\x1b[32m"
     assert infinigen.count(green) == 2, "needles inside and after, and not what is at the floor"
     (half,) = [line for line in lines if "h2o" in line and " 0.5" in line and "failed:" not in line]
     assert re.search(r"\x1b\[31m *failed", half) and green not in half
-    text = own.export_text()
+    text = terminal.export_text()
     assert f"failed: {FAILED}: {REASON}" in text
     assert "*: the full cache is at the floor" in text and "inside *" in text
     without = console(200)
@@ -146,8 +140,8 @@ def test_many_failures_and_strange_names():
         for cell, found in failed.items()
         for number in range(3)
     }
-    own = console(120)
-    print_report(own, Results(whole.settings, many), Path("folder"))
-    text = own.export_text()
+    terminal = console(120)
+    print_report(terminal, Results(whole.settings, many), Path("folder"))
+    text = terminal.export_text()
     assert "\x1b" not in text and "\\x1b[31mno [red]luck" in text
     assert text.count("failed: ") == 5 and "and 7 more that failed" in text

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 
 import pytest
-from rich.console import Console
 
 from kvjax.cli.tables import Row, name_column, number_column, print_table
 from kvjax.cli.terminal import Display, print_figures
-from tests.cli.commands import output
+from tests.cli.commands import console, output
 
 LONG = "chain(every(snapkv(window=16), steps=64), quantize)"
-
-
-def console(width: int) -> Console:
-    return Console(width=width, record=True, highlight=False, file=io.StringIO())
 
 
 def check(text: str, width: int, names: list[str], headings: list[str]) -> None:
@@ -41,9 +35,9 @@ def test_what_does_not_fit_goes_into_further_tables(width, names):
     headings = [f"heading{number}\nof {'x' * number}" for number in range(12)]
     columns = [name_column(), number_column("budget"), *map(number_column, headings)]
     methods = ["full", "snapkv", LONG, "h2o(group_reduce='[red]')"]
-    rows = [Row([name, "0.1", *(f"{n}.5 MB" for n in range(12))], ends=True) for name in methods]
+    rows = [Row([name, "0.1", *(f"{n}.5 MB" for n in range(12))]) for name in methods]
     shown = console(width)
-    print_table(shown, columns, rows, names=names, pad_edge=False)
+    print_table(shown, columns, rows, names=names, section=0, pad_edge=False)
     text = shown.export_text()
     check(text, width, methods, ["method", *headings])
     assert text.count("0.1") == 4 * (text.count("budget"))

@@ -20,23 +20,19 @@ def vs_kvpress():
         yield importlib.import_module("vs_kvpress")
 
 
-def test_equal_positions(vs_kvpress):
-    positions, scores = [[[0, 2], [1, 2]]], [[[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]]]
-    assert vs_kvpress.compare_positions(positions, positions, scores) == {
-        "lists": 2, "equal": 2, "contained": 2, "common": 1.0, "gap": 0.0,
-    }  # fmt: skip
-
-
-def test_a_near_tie_has_a_small_gap(vs_kvpress):
-    theirs, ours = [[[0, 1], [0, 2]]], [[[0, 2], [0, 2]]]
-    scores = [[[9.0, 4.0, 3.0], [9.0, 1.0, 2.0]]]
-    found = vs_kvpress.compare_positions(theirs, ours, scores)
-    assert found == {"lists": 2, "equal": 1, "contained": 1, "common": 0.75, "gap": 0.25}
-
-
-def test_a_set_of_one_slot_more_is_contained(vs_kvpress):
-    found = vs_kvpress.compare_positions([[[0, 1, 2]]], [[[0, 2]]], [[[3.0, 1.0, 2.0]]])
-    assert found == {"lists": 1, "equal": 0, "contained": 1, "common": 1.0, "gap": 0.0}
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        ([[0, 2], [1, 2]], [[0, 2], [1, 2]], (2, 2, 2, 1.0, 0.0)),
+        ([[0, 1], [0, 2]], [[0, 2], [0, 2]], (2, 1, 1, 0.75, 0.25)),  # nearly a tie
+        ([[0, 1, 2]], [[0, 2]], (1, 0, 1, 1.0, 0.0)),  # one slot more
+    ],
+)
+def test_positions_are_compared(vs_kvpress, theirs, ours, expected):
+    scores = [[9.0, 4.0, 3.0], [9.0, 1.0, 2.0]][: len(ours)]
+    found = vs_kvpress.compare_positions([theirs], [ours], [scores])
+    names = "lists", "equal", "contained", "common", "gap"
+    assert found == dict(zip(names, expected, strict=True))
 
 
 def test_heavy_hitters_are_those_of_the_summed_attention(vs_kvpress):

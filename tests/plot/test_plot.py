@@ -55,12 +55,8 @@ def test_held_marks_live_and_pinned_positions(axes):
     assert np.array_equal(image.get_array(), expected)
     assert {0, 1, 2} == set(expected.ravel())
     assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "1"]
-
-
-def test_held_takes_head_groups_and_evicted_rows(axes):
     groups = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.StreamingLLM(6, sinks=2))))
-    cache, _ = read(groups)
-    image = plot.held(axes, [cache])
+    image = plot.held(Figure().subplots(), [read(groups)[0]])
     assert image.get_array().sum(1).tolist() == [TOKENS - 5, 6]
 
 
@@ -118,6 +114,8 @@ def test_watched_steps_are_those_of_the_method(model, watched):
         assert step.marks[1][:, :4].all()  # sinks
         assert step.marks[1][:, 60:].all()  # new tokens, not clustered yet
         assert (step.marks[1].sum(1) <= 16 + number).all()
+    with pytest.raises(ValueError, match="must select"):
+        plot.watch(model, [1, 2, 3], kvjax.SnapKV(budget=40), steps=1)
 
 
 @pytest.mark.slow
@@ -148,7 +146,7 @@ class Attention(kvjax.KVTransform):
 
 
 def check_recall(model, prompt, step, layer: int) -> None:
-    """Of the first step in a layer above dense ones, against the attention of the step itself."""
+    """That of the first step in a layer above dense ones, against the attention of the step."""
     context = kvjax.read(model, [prompt], transform=Attention(), max_new=4)
     context = kvjax.generate(model, None, context=context, max_new_tokens=1, end_tokens=()).context
     count = len(prompt) + 1  # a token's slot is its place
@@ -200,9 +198,9 @@ def test_clusters_are_numbered_by_their_first_tokens(axes, watched):
             members.append(sorted(position[start : start + size].tolist()))
     members.sort(key=lambda own: own[0])
     expected = {at: number for number, own in enumerate(members) for at in own}
-    drawn = [dict(dots.get_offsets().astype(int).tolist()) for dots in (others, seen)]
-    assert drawn[0] | drawn[1] == expected and len(expected) == 56
-    assert sorted(drawn[1]) == [at for at in sorted(expected) if marks[at]]
+    others, seen = (dict(dots.get_offsets().astype(int).tolist()) for dots in (others, seen))
+    assert others | seen == expected and len(expected) == 56
+    assert sorted(seen) == [at for at in sorted(expected) if marks[at]]
 
 
 def test_lines_have_a_point_for_each_step_and_layer(axes):
@@ -226,7 +224,7 @@ def test_field_colours_are_lighter_for_less(axes):
 
 
 WRONG = {
-    "no axes": (lambda axes, cache: plot.held(None, [cache]), TypeError, "axes"),
+    "no axes": (lambda axes, cache: plot.similarity(None, [cache]), TypeError, "axes"),
     "no layers": (lambda axes, cache: plot.held(axes, cache), TypeError, "caches"),
     "row": (lambda axes, cache: plot.held(axes, [cache], row=1), ValueError, "row .* at most 0"),
     "head": (lambda axes, cache: plot.masses(axes, cache, head=2), ValueError, "head .* at most 1"),
@@ -252,8 +250,3 @@ def test_errors_come_before_anything_is_drawn(axes, name):
     with pytest.raises(kind, match=message):
         call(axes, cache)
     assert not axes.has_data() and not axes.texts
-
-
-def test_watching_a_method_that_selects_nothing_is_an_error(model):
-    with pytest.raises(ValueError, match="must select"):
-        plot.watch(model, [1, 2, 3], kvjax.SnapKV(budget=40), steps=1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluation import MEASURES, Cell, Results
+from kvjax.evaluation import MEASURES, Cell, Estimate, Results
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.report import plots
 
@@ -92,6 +92,11 @@ def record(cell: Cell) -> dict[str, Any]:
         "prompt_tokens": [cell.length] * CASES, "new_tokens": [4] * CASES,
         "live_slots": kept * cell.length, "dropped": 3 if cell.budget == 32 else 0, **sizes,
     }  # fmt: skip
+
+
+def share_interval(right: int, cases: int) -> tuple[float, float]:
+    """The interval of a share of right answers."""
+    return Estimate.of([1.0] * right + [0.0] * (cases - right))[1:3]
 
 
 def write_journal(results: Results, folder: Path) -> Path:

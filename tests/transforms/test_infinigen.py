@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evaluation import measure_fidelity
+from kvjax.evaluation import measure_fidelities
 from kvjax.generation.calibration import calibrate_infinigen
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from kvjax.storage.offload.transform import recall_statistics
@@ -309,7 +309,7 @@ def test_fidelity_is_measured_with_the_prediction():
     fields, tokens, steps = {"budget": 0.3, "alpha": 0.4}, list(PROMPTS[0]), 2
     length = len(tokens)
     tx = InfiniGen(calibration=calibrated(), dense_layers=(), **fields)
-    found = measure_fidelity(decoder(), tx, [tokens], None, steps)
+    (found,) = measure_fidelities(decoder(), [tx], [tokens], new_tokens=steps)
     for _ in range(steps):
         tokens.append(int(np.argmax(by_hand(tokens)[0])))
     expected = []

@@ -7,15 +7,14 @@ import importlib.metadata
 import io
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 
+from kvjax.evaluation.speed.machine import environment
 from kvjax.files import check_folder, read_json, read_regular, write_whole, writing
 
 from .estimates import Estimate
@@ -23,7 +22,6 @@ from .grid import CandidateKey, Cell, Unit
 from .results import Results
 
 SETTINGS, CELLS, TABLE = "settings.json", "cells.jsonl", "results.csv"
-_PACKAGES = ("kvjax", "jax", "jaxlib", "numpy")
 _COLUMNS = (  # of `results.csv`
     "task", "length", "question", "method", "budget", "score", "low", "high", "cases",
     "difference", "difference_low", "difference_high", "prompt_tokens", "slots", "live_slots",
@@ -76,36 +74,37 @@ class Journal:
             self._asked = _joined(kept[1], self._asked)
         lines = _journal_lines(self._path)
         self.finished = {
-            cell: found
-            for cell, found in _cells(self._path, lines).items()
-            if "failed" not in found
-            and found.get("transform") == transforms.get(cell.key, found.get("transform"))
+            cell: record
+            for cell, record in _cells(self._path, lines).items()
+            if "failed" not in record
+            and record.get("transform") == transforms.get(cell.key, record.get("transform"))
         }
-        for cell, found in self.finished.items():
-            if found.get("prompts") != prompts.get(cell.unit, found.get("prompts")):
+        for cell, record in self.finished.items():
+            if record.get("prompts") != prompts.get(cell.unit, record.get("prompts")):
                 raise ValueError(
                     f"{folder} holds a comparison with other prompts ({cell.unit}): "
                     "choose another folder or remove this one"
                 )
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        content = {"settings": self._settings, "asked": self._asked, "machine": _machine()}
+        machine = {**environment(), "kvjax": importlib.metadata.version("kvjax")}
+        content = {"settings": self._settings, "asked": self._asked, "machine": machine}
         write_whole(folder / SETTINGS, _dumps(content))
         if self._path.exists():  # the next line would be added to a part of one
             with writing(self._path):
                 os.truncate(self._path, sum(len(line) + 1 for line in lines))
 
-    def add(self, cell: Cell, found: dict[str, Any]) -> None:
+    def add(self, cell: Cell, record: dict[str, Any]) -> None:
         """Keeps a cell; it is on the disk when this returns."""
         if cell.unit in self._prompts:
-            found = {**found, "prompts": self._prompts[cell.unit]}
+            record = {**record, "prompts": self._prompts[cell.unit]}
         if cell.key in self._transforms:
-            found = {**found, "transform": self._transforms[cell.key]}
-        (self._failed if "failed" in found else self.finished)[cell] = found
+            record = {**record, "transform": self._transforms[cell.key]}
+        (self._failed if "failed" in record else self.finished)[cell] = record
         if self._path is None:
             return
         with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"cell": cell, "found": _plain(found)}) + "\n")
+            file.write(json.dumps({"cell": cell, "found": _plain(record)}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -138,7 +137,7 @@ def _results(
     def text(cell: Cell) -> str:
         return json.dumps([*cell.unit, cell.method, str(cell.budget)])
 
-    plain = {cell: _plain(found) for cell, found in records.items()}
+    plain = {cell: _plain(record) for cell, record in records.items()}
     return Results({**settings, **asked}, {cell: plain[cell] for cell in sorted(plain, key=text)})
 
 
@@ -177,8 +176,8 @@ def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None
 
 
 def _check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    given = json.loads(_dumps(settings))
-    if names := [name for name in {**given, **kept} if kept.get(name, ...) != given.get(name, ...)]:
+    new = json.loads(_dumps(settings))
+    if names := [name for name in {**new, **kept} if kept.get(name, ...) != new.get(name, ...)]:
         raise ValueError(
             f"{folder} holds a comparison with other {', '.join(names)}: "
             "choose another folder or remove this one"
@@ -188,7 +187,7 @@ def _check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str
 def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, earlier and now."""
     joined = {
-        name: [*kept[name], *(one for one in asked[name] if one not in kept[name])]
+        name: [*kept[name], *(value for value in asked[name] if value not in kept[name])]
         for name in ("methods", "lengths", "questions")
     }
     tasks, cases = {**kept["tasks"], **asked["tasks"]}, max(kept["cases"], asked["cases"])
@@ -198,11 +197,6 @@ def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]
     return {name: joined[name] for name in asked}
 
 
-def write(results: Results, folder: Path) -> None:
-    """Writes `results.csv`, whole or not at all."""
-    write_whole(folder / TABLE, _as_csv(results))
-
-
 def as_json(results: Results) -> dict[str, Any]:
     """Gives what `--json` prints: a function of model, text, settings and seed, without times."""
     floors = [list(panel) for panel in results.panels() if results.at_floor(panel)]
@@ -210,18 +204,8 @@ def as_json(results: Results) -> dict[str, Any]:
     return {"settings": _plain(results.settings), "at_floor": floors, "rows": rows}
 
 
-def _machine() -> dict[str, Any]:
-    """Describes the machine that cells are measured on."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "platform": jax.default_backend(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-    }
-
-
-def _as_csv(results: Results) -> str:
-    """A line per row."""
+def as_csv(results: Results) -> str:
+    """Gives what `results.csv` has: a line per row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -237,7 +221,7 @@ def _as_csv(results: Results) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The same in dicts and lists, with floats rounded to six decimals: further ones are noise."""
+    """The value in dicts and lists, with floats rounded to six decimals: further ones are noise."""
     if isinstance(value, Estimate):
         value = value._asdict()
     if isinstance(value, Mapping):

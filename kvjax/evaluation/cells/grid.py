@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.budgets.budgets import check_budget
-from kvjax.checks import check_count, check_flag
+from kvjax.checks import check_choice, check_count, check_flag
 from kvjax.compose.chain import bind
 from kvjax.evaluation.tasks import ANSWERS, MEASURES
-from kvjax.messages import brief, did_you_mean
+from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 from kvjax.registry import parse
 
@@ -204,14 +204,13 @@ class Grid:
         Example:
           >>> from kvjax.evaluation import Grid
           >>> grid = Grid.of(methods=["h2o", "snapkv(budget=64)"], budgets=[0.1, 0.2])
-          >>> [(one.method, one.budget) for one in grid.candidates]
+          >>> [candidate.key for candidate in grid.candidates]
           [('full', None), ('h2o', 0.1), ('h2o', 0.2), ('snapkv(budget=64)', None)]
         """
-        given = {
-            "methods": methods, "budgets": budgets, "lengths": lengths, "questions": questions,
-            "depths": depths, "tasks": tasks,
-        }  # fmt: skip
-        for name, values in given.items():
+        for name, values in (
+            ("methods", methods), ("budgets", budgets), ("lengths", lengths),
+            ("questions", questions), ("depths", depths), ("tasks", tasks),
+        ):  # fmt: skip
             if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
                 raise TypeError(f"{name} must be a sequence, got {brief(values)}")
             if not len(values):
@@ -222,18 +221,9 @@ class Grid:
             if not isinstance(method, str):
                 raise TypeError(f"a method must be text such as 'snapkv', got {brief(method)}")
         for task in tasks:
-            if task not in (*ANSWERS, *MEASURES):
-                names = (*ANSWERS, *MEASURES)
-                raise ValueError(
-                    f"unknown task {brief(task)}; there are {', '.join(names)}"
-                    f"{did_you_mean(task, names)}"
-                )
+            check_choice("task", task, (*ANSWERS, *MEASURES))
         for question in questions:
-            if question not in QUESTIONS:
-                raise ValueError(
-                    f"a question is asked inside or after, got {brief(question)}"
-                    f"{did_you_mean(question, QUESTIONS)}"
-                )
+            check_choice("question", question, QUESTIONS)
         for depth in depths:
             if isinstance(depth, bool) or not isinstance(depth, int | float | np.number):
                 raise TypeError(f"depth must be a number, got {brief(depth)}")
@@ -266,8 +256,8 @@ class Grid:
 
     def check_model(self, num_layers: int) -> None:
         """Raises what `kvjax.bind` raises for a model of so many layers."""
-        for one in self.candidates:
-            bind(one.transform, num_layers)
+        for candidate in self.candidates:
+            bind(candidate.transform, num_layers)
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -283,7 +273,7 @@ class Grid:
     def asked(self) -> dict[str, Any]:
         """What the cells are made of, in the form that is written to files."""
         return {
-            "methods": [one.key for one in self.candidates], "lengths": self.lengths,
+            "methods": [candidate.key for candidate in self.candidates], "lengths": self.lengths,
             "questions": self.questions, "cases": self.cases,
         }  # fmt: skip
 

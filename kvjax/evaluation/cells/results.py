@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,38 +95,38 @@ class Results:
 
     def rows(self) -> list[Row]:
         """One row for each task, length, question, method and budget of which there are cells."""
-        return list(self._rows)
+        return list(self._rows.values())
 
     @cached_property
     def _groups(self) -> dict[tuple, dict[Cell, Mapping[str, Any]]]:
         """The cells of each row."""
         groups: dict[tuple, dict[Cell, Mapping[str, Any]]] = {}
-        for cell, found in self.records.items():
+        for cell, record in self.records.items():
             key = cell.task, cell.length, cell.question, cell.method, cell.budget
-            groups.setdefault(key, {})[cell] = found
+            groups.setdefault(key, {})[cell] = record
         return {key: _without_parts(cells) for key, cells in groups.items()}
 
     @cached_property
     def _current(self) -> dict[Cell, Mapping[str, Any]]:
         """The records of the cells that rows are made of, in the order of the records."""
         cells = {cell for group in self._groups.values() for cell in group}
-        return {cell: found for cell, found in self.records.items() if cell in cells}
+        return {cell: record for cell, record in self.records.items() if cell in cells}
 
     @cached_property
-    def _rows(self) -> tuple[Row, ...]:
+    def _rows(self) -> dict[tuple, Row]:
         groups = self._groups
-        return tuple(
-            self._row(key, groups[key], groups.get((*key[:3], "full", None), {}))
+        return {
+            key: self._row(key, groups[key], groups.get((*key[:3], "full", None), {}))
             for key in self._keys()
             if key in groups
-        )
+        }
 
     def panels(self) -> dict[tuple[str, int, str | None], list[Row]]:
         """The rows of each task, length and question, the full cache first."""
-        found: dict[tuple, list[Row]] = {}
+        panels: dict[tuple, list[Row]] = {}
         for row in self.rows():
-            found.setdefault(row.panel, []).append(row)
-        return found
+            panels.setdefault(row.panel, []).append(row)
+        return panels
 
     def at_floor(self, panel: tuple[str, int, str | None]) -> bool:
         """Whether the full cache does no better than without the context.
@@ -142,25 +143,22 @@ class Results:
 
     def dropped(self) -> dict[str, int]:
         """Method and budget → tokens that were lost, where there are any."""
-        found: dict[str, int] = {}
+        dropped: Counter[str] = Counter()
         for cell, record in self._current.items():
             if lost := record.get("dropped", 0):
-                found[cell.candidate] = found.get(cell.candidate, 0) + lost
-        return found
+                dropped[cell.candidate] += lost
+        return dict(dropped)
 
     def missing(self) -> int:
         """How many rows have no cases yet, or fewer than others of their panel."""
-        found = {(*row.panel, *row.candidate): row for row in self.rows()}
         most: dict[tuple, int] = {}
-        for row in found.values():
+        for row in self.rows():
             if row.score is not None:
                 most[row.panel] = max(most.get(row.panel, 0), row.score.cases)
 
         def is_short(key: tuple) -> bool:
-            if key not in found:
-                return True
-            score = found[key].score
-            return score is not None and score.cases < most[key[:3]]
+            row = self._rows.get(key)
+            return row is None or (row.score is not None and row.score.cases < most[row.panel])
 
         return sum(map(is_short, self._keys()))
 
@@ -174,24 +172,28 @@ class Results:
                         yield task, length, question, method, budget
 
     def _row(
-        self, key: tuple, own: Mapping[Cell, Mapping[str, Any]], full: Mapping[Cell, Mapping]
+        self, key: tuple, cells: Mapping[Cell, Mapping[str, Any]], full: Mapping[Cell, Mapping]
     ) -> Row:
         task, length, _, _, budget = key
-        reasons = [f"{cell.unit}: {r['failed']}" for cell, r in own.items() if "failed" in r]
+        reasons = [f"{cell.unit}: {r['failed']}" for cell, r in cells.items() if "failed" in r]
         failed = "; ".join(dict.fromkeys(reasons)) or None
-        found = [own[cell] for cell in sorted(own, key=lambda cell: cell.first)]
+        records = [cells[cell] for cell in sorted(cells, key=lambda cell: cell.first)]
         row = Row(*key, failed=failed)
         if failed is not None:
             return row
-        tokens = [count for record in found for count in record.get("prompt_tokens", [length])]
+        tokens = [count for record in records for count in record.get("prompt_tokens", [length])]
         mean = statistics.fmean(tokens)
         slots = int(budget * mean) if isinstance(budget, float) else budget
         row = row._replace(prompt_tokens=mean, slots=slots)
         if task == "attention":
-            return row._replace(**_attention(found))
-        scores = _scores(own)
-        weights = [len(record["scores"]) for record in found]
-        mean_of = partial(_mean, found, weights)
+            return row._replace(**_attention(records))
+        scores = _scores(cells)
+        weights = [len(record["scores"]) for record in records]
+
+        def mean_of(name: str) -> float:
+            """A mean over the units, each of which counts as often as it has cases."""
+            return float(np.average([record[name] for record in records], weights=weights))
+
         row = row._replace(
             score=Estimate.of(list(scores.values())), cache_bytes=round(mean_of("cache_bytes")),
             full_cache_bytes=round(mean_of("full_cache_bytes")),
@@ -202,48 +204,43 @@ class Results:
             off = [scores[case] - baseline[case] for case in both]
             row = row._replace(difference=Estimate.resampled(off))
         if task == "perplexity":
-            quarters = np.average([r["quarters"] for r in found], axis=0, weights=weights)
+            quarters = np.average([r["quarters"] for r in records], axis=0, weights=weights)
             return row._replace(quarters=tuple(map(float, quarters)))
         depths: dict[float, list[float]] = {}
-        for record in found:
+        for record in records:
             for depth, score in zip(record["depths"], record["scores"], strict=True):
                 if depth is not None:
                     depths.setdefault(depth, []).append(score)
         by_depth = {depth: Estimate.of(depths[depth]) for depth in sorted(depths)}
         return row._replace(
             live_slots=mean_of("live_slots"), depths=by_depth or None,
-            dropped=sum(r["dropped"] for r in found),
+            dropped=sum(r["dropped"] for r in records),
         )  # fmt: skip
 
 
 def _without_parts(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[Cell, Mapping[str, Any]]:
     """The cells whose cases are not all in a larger one, which came with more cases."""
 
-    def inside(one: Cell, other: Cell) -> bool:
-        return one != other and other.first <= one.first and one.stop <= other.stop
+    def inside(cell: Cell, other: Cell) -> bool:
+        return cell != other and other.first <= cell.first and cell.stop <= other.stop
 
-    return {one: cells[one] for one in cells if not any(inside(one, other) for other in cells)}
+    return {cell: cells[cell] for cell in cells if not any(inside(cell, other) for other in cells)}
 
 
 def _scores(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[int, float]:
     """Case number → score, of the cells that did not fail."""
     return {
         cell.first + number: score
-        for cell, found in cells.items()
-        for number, score in enumerate(found.get("scores", ()))
+        for cell, record in cells.items()
+        for number, score in enumerate(record.get("scores", ()))
     }
 
 
-def _mean(found: Sequence[Mapping[str, Any]], weights: Sequence[int], name: str) -> float:
-    """A figure of the units of a method, each of which counts as often as it has cases."""
-    return float(np.average([record[name] for record in found], weights=weights))
-
-
-def _attention(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _attention(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over the units of a method."""
-    weights = [r["cases"] for r in found]
+    weights = [r["cases"] for r in records]
     recall, error = (
-        np.average([r[name] for r in found], axis=0, weights=weights)
+        np.average([r[name] for r in records], axis=0, weights=weights)
         for name in ("recall", "error")
     )
     mean = float(error.mean())

@@ -61,7 +61,7 @@ def compare(
     of what is compressed, or asked after the text before it has been read and compressed. The task
     `perplexity` is the loss, in nats, of held-out tokens that go through the compressed cache one
     by one (the last 128 of a window of `length` tokens, or a quarter of it); `attention` is recall
-    and attention error while an answer is given (`measure_fidelity`). Every method sees the same
+    and attention error while an answer is given (`measure_fidelities`). Every method sees the same
     cases and windows.
 
     A prompt is read once for all methods that differ only afterwards
@@ -145,7 +145,7 @@ def run(
     }
     measure = _Measure(material, functional, end_tokens)
     prompts = {unit: material.digest(unit) for unit in measure.units()}
-    transforms = {one.key: repr(one.transform) for one in grid.candidates}
+    transforms = {candidate.key: repr(candidate.transform) for candidate in grid.candidates}
     journal = files.Journal(
         None if out is None else Path(out), settings, material.asked(), prompts, transforms
     )
@@ -164,23 +164,21 @@ def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) 
     grid = measure.material.grid
     todo = {}
     for unit in measure.units():
-        missing = [one for one in grid.candidates if Cell(*unit, *one.key) not in journal.finished]
+        missing = [c for c in grid.candidates if Cell(*unit, *c.key) not in journal.finished]
         if missing:
             todo[unit] = missing
-    costs = {unit: _cost(unit, missing) for unit, missing in todo.items()}
+    costs = {  # in tokens read
+        unit: round((unit.stop - unit.first) * unit.length * (1 + _COMPRESSING * len(missing)))
+        for unit, missing in todo.items()
+    }
     done, total = 0, sum(costs.values())
     for unit, missing in todo.items():
         report(done, total, str(unit))
-        for one, found in measure.unit(unit, missing):
-            journal.add(Cell(*unit, *one.key), found)  # pyright: ignore[reportCallIssue]
+        for candidate, record in measure.unit(unit, missing):
+            journal.add(Cell(*unit, *candidate.key), record)  # pyright: ignore[reportCallIssue]
             drop_compiled_code()
         done += costs[unit]
     report(total, total, "done")
-
-
-def _cost(unit: Unit, candidates: Sequence[Candidate]) -> int:
-    """What a unit costs, in tokens read."""
-    return round((unit.stop - unit.first) * unit.length * (1 + _COMPRESSING * len(candidates)))
 
 
 class _Measure:
@@ -281,8 +279,8 @@ class _Measure:
         fidelities = measure_fidelities(
             self.model, list(ready.values()), prompts, new_tokens=most_new
         )
-        for one, found in zip(ready, fidelities, strict=True):
-            yield one, _try(functools.partial(_per_layer, found), start)
+        for candidate, fidelity in zip(ready, fidelities, strict=True):
+            yield candidate, _try(functools.partial(_per_layer, fidelity), start)
             start = time.perf_counter()
 
     def _ready(
@@ -290,12 +288,12 @@ class _Measure:
     ) -> Generator[tuple[Candidate, Found], None, dict[Candidate, KVTransform]]:
         """The candidates' transforms, calibrated; yields the candidates of which that failed."""
         ready = {}
-        for one in candidates:
+        for candidate in candidates:
             try:
-                ready[one] = self.calibrated(one.transform)
-                bind(ready[one], self.model.num_layers, self.model.windows)
+                ready[candidate] = self.calibrated(candidate.transform)
+                bind(ready[candidate], self.model.num_layers, self.model.windows)
             except Exception as error:
-                yield one, _failed(error)
+                yield candidate, _failed(error)
         return ready
 
     def _each(
@@ -320,32 +318,28 @@ class _Measure:
                 max_new=bucket(most_new, None, None), max_length=longest + asked + most_new,
             )  # fmt: skip
         except Exception as error:
-            yield from ((one, _failed(error)) for one in ready)
+            yield from ((candidate, _failed(error)) for candidate in ready)
             return
-        for one, transform in ready.items():
-            compress = functools.partial(_after, measure, once, transform)
-            yield one, _try(compress, time.perf_counter())
+        for candidate, transform in ready.items():
+            start = time.perf_counter()
+            yield candidate, _try(lambda tx=transform: measure(once.context(tx)), start)
 
 
-def _after(measure: Callable[[Context], Found], once: ReadOnce, transform: KVTransform) -> Found:
-    return measure(once.context(transform))
-
-
-def _per_layer(found: Fidelity) -> Found:
-    recall = found.recall.astype(np.float64).mean((1, 2))
-    error = found.error.astype(np.float64).mean(1)
+def _per_layer(fidelity: Fidelity) -> Found:
+    recall = fidelity.recall.astype(np.float64).mean((1, 2))
+    error = fidelity.error.astype(np.float64).mean(1)
     if not (np.isfinite(recall).all() and np.isfinite(error).all()):
         raise ValueError(f"recall per layer is {recall}, attention error {error}")
-    return {"recall": recall.tolist(), "error": error.tolist(), "cases": found.error.shape[1]}
+    return {"recall": recall.tolist(), "error": error.tolist(), "cases": fidelity.error.shape[1]}
 
 
 def _try(measure: Callable[[], Found], start: float) -> Found:
     """What was measured, or the reason why nothing was, and the seconds since `start`."""
     try:
-        found = measure()
+        record = measure()
     except Exception as error:
-        found = _failed(error)
-    return {**found, "seconds": time.perf_counter() - start}
+        record = _failed(error)
+    return {**record, "seconds": time.perf_counter() - start}
 
 
 def _failed(error: Exception) -> Found:

@@ -64,13 +64,13 @@ class Material:
     def _task(self, name: str, length: int) -> Task:
         """A task's cases at one length; they follow from the grid's seed alone."""
         grid = self.grid
-        own = {"length": length, "cases": grid.cases}
+        size = {"length": length, "cases": grid.cases}
         if name in OWN_TASKS:
-            return retrieval(name, self._haystack, depths=grid.depths, seed=grid.seed, **own)
+            return retrieval(name, self._haystack, depths=grid.depths, seed=grid.seed, **size)
         if name in RULER_TASKS:
             frame = Frame.of(self.tokenizer, chat=bool(grid.chat))
-            return ruler(name, self.tokenizer, self._text, seed=grid.seed, frame=frame, **own)
-        return dataset(name, self.tokenizer, data=self._data, chat=grid.chat, **own)
+            return ruler(name, self.tokenizer, self._text, seed=grid.seed, frame=frame, **size)
+        return dataset(name, self.tokenizer, data=self._data, chat=grid.chat, **size)
 
     def check(self, model: Sized) -> None:
         """Raises ValueError if a model, of which the configuration is enough, cannot read it."""
@@ -134,13 +134,13 @@ class Material:
         cases = slice(unit.first, unit.stop)
         if unit.task == "perplexity":
             rows, prompt = self.windows(unit.length)
-            given = rows[cases].tolist(), prompt
+            content = rows[cases].tolist(), prompt
         elif unit.task == "attention":
             prompts, most_new = self.attention_prompts(unit.length)
-            given = prompts[cases], most_new
+            content = prompts[cases], most_new
         else:
-            given = self.task(unit.task, unit.length).cases[cases]
-        return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
+            content = self.task(unit.task, unit.length).cases[cases]
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def sample(self, most: int | None = None) -> list[int]:
         """The first 2,048 tokens of the text, or `most`: the same ones whatever the grid."""

@@ -18,7 +18,6 @@ from kvjax.evaluation.fidelity.full_run import FullRun
 from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.messages import brief
-from kvjax.protocol import KVTransform
 
 Rows = Sequence[Sequence[int]]
 Where = Literal["inside", "after"]
@@ -99,11 +98,11 @@ class Diagnosis:
         check_number("error", error, 0.0)
         full = self.findings[0]
         good = [
-            one
-            for one in self.findings[1:]
-            if one.error <= error and one.cache_bytes < full.cache_bytes
+            finding
+            for finding in self.findings[1:]
+            if finding.error <= error and finding.cache_bytes < full.cache_bytes
         ]
-        return min(good, key=lambda one: (one.cache_bytes, one.error), default=None)
+        return min(good, key=lambda finding: (finding.cache_bytes, finding.error), default=None)
 
     def as_json(self, error: float = ERROR) -> dict[str, Any]:
         """Everything, with the recommendation for an error."""
@@ -113,7 +112,7 @@ class Diagnosis:
             "prompt_tokens": self.prompt_tokens,
             "question_tokens": self.question_tokens,
             "new_tokens": self.new_tokens,
-            "findings": [one.as_json() for one in self.findings],
+            "findings": [finding.as_json() for finding in self.findings],
             "wanted_error": error,
             "recommended": None if best is None else best.candidate.named(),
         }
@@ -159,17 +158,17 @@ def diagnose(
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> found = diagnose(
+      >>> diagnosis = diagnose(
       ...     model, [list(range(56))], [[4, 2]], where="after", methods=["streaming_llm", "h2o"],
       ...     budgets=[8, 32])
-      >>> best = found.smallest(error=10.0)
+      >>> best = diagnosis.smallest(error=10.0)
       >>> best.candidate.budget, best.cache_bytes < best.full_cache_bytes
       (8, True)
     """
     check_choice("where", where, ("inside", "after"))
     functional = as_functional(model)
     candidates = grid_of(methods, budgets).candidates
-    transforms = [one.transform for one in candidates]
+    transforms = [candidate.transform for candidate in candidates]
     check_run(functional, transforms, prompts, questions, new_tokens)
     read, asked = _turns(prompts, questions, where)
     report = on_progress or (lambda done, total, what: None)
@@ -177,12 +176,17 @@ def diagnose(
     lengths = [sum(map(len, rows)) for rows in (prompts, questions)]
     report(0, total, f"reading {sum(lengths):,} tokens")
     sample = [row[:CALIBRATION_TOKENS] for row in read]
-    transforms = [calibrated(one, model, sample) for one in transforms]
+    transforms = [calibrated(tx, model, sample) for tx in transforms]
     run = FullRun(functional, read, transforms, new_tokens=new_tokens, questions=asked)
     findings = []
     for done, (candidate, transform) in enumerate(zip(candidates, transforms, strict=True), 1):
         report(done, total, candidate.name)
-        findings.append(_find(run, candidate, transform))
+        context = run.context(transform)
+        finding = Finding(
+            candidate, judge(run, context), memory_bytes(context.caches)["device"],
+            context.full_nbytes, context.dropped,
+        )  # fmt: skip
+        findings.append(finding)
     report(total, total, "done")
     return Diagnosis(tuple(findings), where, lengths[0], lengths[1], new_tokens)
 
@@ -200,15 +204,3 @@ def _turns(prompts: Rows, questions: Rows, where: Where) -> tuple[Rows, Rows | N
     if where == "after":
         return prompts, questions
     return [[*prompt, *question] for prompt, question in zip(prompts, questions, strict=True)], None
-
-
-def _find(run: FullRun, candidate: Candidate, transform: KVTransform) -> Finding:
-    """What one method does."""
-    context = run.context(transform)
-    return Finding(
-        candidate,
-        judge(run, context),
-        cache_bytes=memory_bytes(context.caches)["device"],
-        full_cache_bytes=context.full_nbytes,
-        dropped=context.dropped,
-    )

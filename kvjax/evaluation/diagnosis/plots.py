@@ -43,7 +43,7 @@ def error_vs_bytes(diagnosis: Diagnosis, error: float = ERROR) -> Figure:
     figure = Figure((9.0, 5.0))
     axes = figure.subplots()
     findings = diagnosis.findings[1:]
-    for number, method in enumerate(dict.fromkeys(one.candidate.method for one in findings)):
+    for number, method in enumerate(dict.fromkeys(x.candidate.method for x in findings)):
         points = sorted((x.share, x.error) for x in findings if x.candidate.method == method)
         shares, errors = np.transpose(points)
         axes.plot(shares, np.maximum(errors, _LEAST), label=method, **style(number))
@@ -73,10 +73,10 @@ def error_vs_bytes(diagnosis: Diagnosis, error: float = ERROR) -> Figure:
 def by_head(diagnosis: Diagnosis, what: Literal["error", "recall"]) -> Figure:
     """A line per method and budget, a field per layer and KV head."""
     findings, is_error = diagnosis.findings[1:], what == "error"
-    arrays = [one.fidelity.head_error if is_error else one.fidelity.recall for one in findings]
+    arrays = [x.fidelity.head_error if is_error else x.fidelity.recall for x in findings]
     values = np.stack(arrays).astype(np.float64).mean(2)
     candidates, layers, heads = values.shape
-    longest = max(len(one.name) for one in findings)
+    longest = max(len(finding.name) for finding in findings)
     width = 2.2 + 0.07 * longest + min(max(0.09 * layers * heads, 4.5), 14)
     figure = Figure((width, 1.6 + 0.19 * candidates))
     axes = figure.subplots()
@@ -89,7 +89,7 @@ def by_head(diagnosis: Diagnosis, what: Literal["error", "recall"]) -> Figure:
     axes.set_xticks((shown + 0.5) * heads, shown)
     for layer in range(1, layers):
         axes.axvline(layer * heads, color="white", linewidth=0.4)
-    axes.set_yticks(np.arange(candidates) + 0.5, [one.name for one in findings])
+    axes.set_yticks(np.arange(candidates) + 0.5, [finding.name for finding in findings])
     axes.set_ylim(candidates, 0)
     axes.set_xlabel(f"layer (of each, its {heads} KV heads from left to right)")
     extend = "both" if is_error else None

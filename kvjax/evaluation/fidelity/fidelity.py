@@ -155,32 +155,6 @@ class Fidelity(NamedTuple):
 
 
 @automatic()
-def measure_fidelity(
-    model: LanguageModel | FunctionalModel,
-    transform: KVTransform,
-    prompts: Sequence[Sequence[int]],
-    budget: int | None = None,
-    new_tokens: int = 1,
-    questions: Sequence[Sequence[int]] | None = None,
-) -> Fidelity:
-    """`measure_fidelities` of one method.
-
-    Example:
-      >>> import kvjax
-      >>> from kvjax.evaluation import measure_fidelity
-      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-      >>> model = random_decoder(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
-      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> found = measure_fidelity(model, kvjax.StreamingLLM(budget=8), [list(range(32))])
-      >>> found.recall.shape, found.error.shape, bool(found.error.min() > 0)
-      ((2, 1, 2), (2, 1), True)
-    """
-    given = {"budget": budget, "new_tokens": new_tokens, "questions": questions}
-    return measure_fidelities(model, [transform], prompts, **given)[0]
-
-
-@automatic()
 def measure_fidelities(
     model: LanguageModel | FunctionalModel,
     transforms: Sequence[KVTransform],
@@ -238,9 +212,10 @@ def measure_fidelities(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
       >>> methods = [kvjax.Full(), kvjax.H2O(budget=8)]
-      >>> found = measure_fidelities(model, methods, [list(range(32))], questions=[[4, 2]])
-      >>> [one.head_error.shape for one in found], bool(found[1].error.min() > 0)
-      ([(2, 1, 2), (2, 1, 2)], True)
+      >>> full, h2o = measure_fidelities(
+      ...     model, methods, [list(range(32))], questions=[[4, 2]])
+      >>> full.head_error.shape, bool(h2o.error.min() > 0)
+      ((2, 1, 2), True)
     """
     functional = as_functional(model)
     longest = check_run(functional, transforms, prompts, questions, new_tokens)
@@ -285,11 +260,11 @@ def judge(run: FullRun, context: Context, budget: int | None = None) -> Fidelity
     interval = flush_interval(context.caches)
     turns = run.turns or [None] * len(context.layers)
     of_layers = zip(context.layers, context.caches, turns, run.truth, strict=True)
-    found = [
+    judged = [
         _judge_layer(layer, budget, interval, cache, turn, truth, run.start)
         for layer, cache, turn, truth in of_layers
     ]
-    return Fidelity(*(np.stack(part) for part in zip(*found, strict=True)))
+    return Fidelity(*(np.stack(part) for part in zip(*judged, strict=True)))
 
 
 @compiled(static_argnums=(0, 1, 2))
@@ -310,20 +285,20 @@ def _judge_layer(
         )  # fmt: skip
 
     def step(position, cache, truth):
-        cache, found = _judge_step(layer, cache, truth, position, budget)
-        return position + 1, cache, found
+        cache, figures = _judge_step(layer, cache, truth, position, budget)
+        return position + 1, cache, figures
 
-    _, _, found = scan_steps(step, start, cache, truth, interval)
-    return tuple(x.mean(0) for x in found)
+    _, _, figures = scan_steps(step, start, cache, truth, interval)
+    return tuple(x.mean(0) for x in figures)
 
 
 def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget: int | None):
     """A layer's cache after a new token, its recall, its error and its error by head."""
-    own = truth.record
+    fed = truth.record
     out, cache = attend(
-        recorded(layer), record(cache), own.query, own.key, own.value, position[:, None],
-        phase="decode", rope=own.rope, predicted_query=own.predicted, sinks=own.options.sinks,
-        **own.kernel_options,
+        recorded(layer), record(cache), fed.query, fed.key, fed.value, position[:, None],
+        phase="decode", rope=fed.rope, predicted_query=fed.predicted, sinks=fed.options.sinks,
+        **fed.kernel_options,
     )  # fmt: skip
     cache, records = unrecord(cache)
     held = looked_at(layer, records, truth.attention.shape[-1])

@@ -92,7 +92,8 @@ class FullRun:
         longest = max(map(len, prompts))
         asked = 0 if questions is None else max(map(len, questions))
         of_model = model.num_layers, model.windows, longest + asked + new_tokens
-        late = any(_rotates_late(layer) for tx in transforms for layer in bind(tx, *of_model))
+        layers = (layer for tx in transforms for layer in bind(tx, *of_model))
+        late = any(part.needs.unrotated_keys for x in layers for part in by_head_groups(x))
         # Without rings, so that a token's slot is its position.
         full = Everywhere(Observe(Needs(query_window=asked, unrotated_keys=late)))
         self._once = ReadOnce(
@@ -106,17 +107,13 @@ class FullRun:
             self.turns = tuple(map(_turn, context.caches))
             context = dataclasses.replace(context, caches=_compressed(context.caches))
         self.start = context.length
-        given = context.logits, context.length, context.caches
-        self.truth = _new_tokens(context.layers, new_tokens, model, *given)
+        self.truth = _new_tokens(
+            context.layers, new_tokens, model, context.logits, context.length, context.caches
+        )
 
     def context(self, transform: KVTransform) -> Context:
         """The prompts, without the questions, in caches that one of the methods has compressed."""
         return self._once.context(transform)
-
-
-def _rotates_late(layer: KVTransform) -> bool:
-    """Whether a layer rotates its keys when they are read."""
-    return any(part.needs.unrotated_keys for part in by_head_groups(layer))
 
 
 @compiled(donate_argnums=0)
@@ -162,8 +159,8 @@ def _new_tokens(
         caches, records = zip(*map(unrecord, caches), strict=True)
         # Rows are padded on the right and nothing is evicted: a token's slot is its position.
         truth = tuple(
-            Truth(own, *attend_to_all(cache.kv, own, position))
-            for cache, (own,) in zip(caches, records, strict=True)
+            Truth(step_record, *attend_to_all(cache.kv, step_record, position))
+            for cache, (step_record,) in zip(caches, records, strict=True)
         )
         return (logits, position + 1, caches), truth
 

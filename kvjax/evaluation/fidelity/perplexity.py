@@ -13,62 +13,10 @@ from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.devices import automatic
 from kvjax.generation.context import Context
-from kvjax.generation.generate import read
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import check_turn
 from kvjax.generation.steps import decode_step, scan_steps
 from kvjax.protocol import KVTransform
-
-
-@automatic()
-def continuation_nll(
-    model: LanguageModel | FunctionalModel,
-    transform: KVTransform,
-    tokens: Int[np.ndarray, "B N"],
-    prompt: int,
-) -> Float[np.ndarray, "B M"]:
-    """Negative log-likelihood of each token after a compressed prompt, in nats.
-
-    The first `prompt` tokens are read in one pass and compressed; the M = N − prompt others are fed
-    one at a time through decode steps, so that methods which compress while decoding do so. Entry
-    j is `-log p(tokens[:, prompt + j] | everything before)`. Perplexity is the exponential of the
-    mean.
-
-    Args:
-      model: as for `kvjax.generate`.
-      transform: how to compress; `kvjax.Full()` is what to compare with.
-      tokens: token ids `[B, N]`, without padding.
-      prompt: tokens of the prompt, 1 to N − 1.
-
-    Raises:
-      TypeError: `tokens` or `prompt` are no integers.
-      ValueError: `tokens` is not `[B, N]` or one lies outside the vocabulary, `prompt` is outside
-        its range, or N is more than the model's positions.
-
-    Example:
-      >>> import numpy as np, kvjax
-      >>> from kvjax.evaluation import continuation_nll
-      >>> from kvjax.models import DecoderConfig, RopeConfig, random_decoder
-      >>> model = random_decoder(DecoderConfig(
-      ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
-      ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> tokens = np.arange(40).reshape(1, 40)
-      >>> continuation_nll(model, kvjax.SnapKV(16, window=8), tokens, prompt=32).shape
-      (1, 8)
-    """
-    functional = as_functional(model)
-    tokens = _checked(functional, tokens, "[B, N]")
-    check_count("prompt", prompt, 1)
-    length = tokens.shape[1]
-    if prompt >= length:
-        raise ValueError(f"prompt must be below the {length} tokens of a row, got {prompt}")
-    if functional.max_positions is not None and length > functional.max_positions:
-        raise ValueError(f"the model has {functional.max_positions} positions, got {length} tokens")
-    rows = tokens[:, :prompt].tolist()
-    context = read(
-        functional, rows, transform=transform, max_new=length - int(prompt), buckets=[int(prompt)]
-    )
-    return context_nll(functional, context, tokens[:, prompt:])
 
 
 @automatic()
@@ -79,8 +27,10 @@ def context_nll(
 ) -> Float[np.ndarray, "B M"]:
     """Negative log-likelihood of tokens that follow what a context has read, in nats.
 
-    As `continuation_nll`, for a prompt that has been read. The context stays as it is. Of a method
-    that works every M tokens, nothing may be waiting for a flush.
+    The tokens are fed one at a time through decode steps, so that methods which compress while
+    decoding do so. Entry j is `-log p(tokens[:, j] | everything before)`. Perplexity is the
+    exponential of the mean. The context stays as it is. A method that works every M tokens may
+    have nothing that waits for a flush.
 
     Args:
       model: the one that has read it.
@@ -100,12 +50,14 @@ def context_nll(
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> context = kvjax.read(model, [[1, 2, 3]], max_new=8)
-      >>> context_nll(model, context, np.array([[4, 5, 6]])).shape
-      (1, 3)
+      >>> tokens = np.arange(40).reshape(1, 40)
+      >>> prompts, tx = tokens[:, :32].tolist(), kvjax.SnapKV(16, window=8)
+      >>> context = kvjax.read(model, prompts, transform=tx, max_new=8)
+      >>> context_nll(model, context, tokens[:, 32:]).shape
+      (1, 8)
     """
     functional = as_functional(model)
-    tokens = _checked(functional, tokens, "[B, M]")
+    tokens = _checked(functional, tokens)
     if len(tokens) != context.rows:
         raise ValueError(
             f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
@@ -116,15 +68,15 @@ def context_nll(
             "context must be from kvjax.read or kvjax.evaluation.ReadOnce, got one in which "
             f"{int(context.waiting)} written tokens wait for a flush"
         )
-    given = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
-    return np.asarray(_nll(context.layers, functional, *given))
+    state = context.caches, jnp.asarray(tokens, jnp.int32), context.length, context.logits
+    return np.asarray(_nll(context.layers, functional, *state))
 
 
-def _checked(model: FunctionalModel, tokens: object, shape: str) -> np.ndarray:
+def _checked(model: FunctionalModel, tokens: object) -> np.ndarray:
     """Token ids as an array; raises TypeError or ValueError where they are none of this model."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 2:
-        raise ValueError(f"tokens must have the shape {shape}, got {list(tokens.shape)}")
+        raise ValueError(f"tokens must have the shape [B, M], got {list(tokens.shape)}")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"tokens must be integers, got {tokens.dtype}")
     check_count("batch", len(tokens), 1)

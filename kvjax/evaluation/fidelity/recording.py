@@ -76,12 +76,12 @@ class Recorded(Wrapper):
         query, predicted, seen = state.record
         slots = jnp.minimum(step.slots, cache.slots - 1)
         rope = step.rope if self.needs.unrotated_keys else None
-        own = Record(
+        new = Record(
             query, cache.k.read(slots), cache.v.read(slots), predicted, seen, rope,
             step.options, step.implementation,
         )  # fmt: skip
         decision, state = super().on_step(cache, state, step)
-        return decision, state._replace(record=own)
+        return decision, state._replace(record=new)
 
 
 def recorded(layer: KVTransform) -> KVTransform:
@@ -104,9 +104,9 @@ def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
     """After a decode step: the cache of the transform itself, and each head group's record."""
     if not isinstance(cache, LayerCache):
         caches, records = zip(*map(unrecord, cache), strict=True)
-        return caches, [own for group in records for own in group]
-    state, own = cache.state
-    return dataclasses.replace(cache, transform=cache.transform.base, state=state), [own]  # pyright: ignore[reportAttributeAccessIssue]
+        return caches, [x for group in records for x in group]
+    state, last = cache.state
+    return dataclasses.replace(cache, transform=cache.transform.base, state=state), [last]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Array, "B H L"]:
@@ -114,7 +114,7 @@ def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Ar
 
     Where query heads have lists of their own, a KV head's list joins those of its query heads.
     """
-    marks = [holds(own.seen.reshape(*own.key.shape[:2], -1), length) for own in records]
+    marks = [holds(x.seen.reshape(*x.key.shape[:2], -1), length) for x in records]
     if not isinstance(layer, HeadGroups):
         return marks[0]
     order = np.argsort([head for heads, _ in layer.groups for head in heads])

@@ -138,8 +138,8 @@ def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
     rows, at_floor, loss = results.panels()[key], results.at_floor(key), key[0] == "perplexity"
 
     def estimate(row: Row) -> tuple[float, float, float] | None:
-        found = row.difference if loss else row.score
-        return None if found is None else found[:3]
+        figure = row.difference if loss else row.score
+        return None if figure is None else figure[:3]
 
     full = next((estimate(row) for row in rows if row.method == "full"), None)
     axes.plot([], [], color="black", linewidth=1.2, label="full cache")
@@ -199,8 +199,8 @@ def _heat_map(results: Results, method: str) -> Figure | None:
     columns = [(budget, length) for budget in budgets for length in results.settings["lengths"]]
     rows, bins = results.rows(), {}
     for task in dict.fromkeys(row.task for row in rows):
-        if found := depth_bins(row for row in rows if row.task == task):
-            bins[task] = found
+        if of_task := depth_bins(row for row in rows if row.task == task):
+            bins[task] = of_task
     keys = list(dict.fromkeys((row.task, row.question) for row in rows if row.task in bins))
     if not keys:
         return None
@@ -230,11 +230,11 @@ def _draw_heat_map(
     for x, row in enumerate(rows):
         for y, (_, first, last) in enumerate(bins):
             depths = {} if row is None else row.depths or {}
-            inside = [found for depth, found in depths.items() if first <= depth <= last]
-            cases = sum(found.cases for found in inside)
+            inside = [score for depth, score in depths.items() if first <= depth <= last]
+            cases = sum(score.cases for score in inside)
             text = "-" if row is None or row.failed is None else "failed"
             if cases:
-                scores[y, x] = sum(found.mean * found.cases for found in inside) / cases
+                scores[y, x] = sum(score.mean * score.cases for score in inside) / cases
                 text = f"{percent(scores[y, x])}\nof {cases}"
             colour = "white" if scores[y, x] < 0.5 else "black"
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=colour, fontsize=7)

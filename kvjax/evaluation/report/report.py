@@ -32,11 +32,11 @@ def write_report(results: Results, folder: Path) -> None:
       >>> from pathlib import Path
       >>> from kvjax.evaluation import Cell, Results
       >>> from kvjax.evaluation.report.report import write_report
-      >>> found = {"scores": [1.0, 0.0], "depths": [0.0, 1.0], "live_slots": 64.0, "dropped": 0,
-      ...          "cache_bytes": 1000, "full_cache_bytes": 1000, "seconds": 0.1}
+      >>> record = {"scores": [1.0, 0.0], "depths": [0.0, 1.0], "live_slots": 64.0, "dropped": 0,
+      ...           "cache_bytes": 1000, "full_cache_bytes": 1000, "seconds": 0.1}
       >>> asked = {"methods": [["full", None]], "lengths": [64], "questions": ["inside"],
       ...          "cases": 2, "tasks": {"needle": {"metric": "accuracy", "floor": 0.0}}}
-      >>> results = Results(asked, {Cell("needle", 64, "inside", 0, 2, "full", None): found})
+      >>> results = Results(asked, {Cell("needle", 64, "inside", 0, 2, "full", None): record})
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     write_report(results, Path(folder))
       ...     sorted(path.name for path in Path(folder).glob("*.html"))
@@ -44,7 +44,7 @@ def write_report(results: Results, folder: Path) -> None:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    files.write(results, folder)
+    write_whole(folder / files.TABLE, files.as_csv(results))
     pictures = {name: plots.png(figure) for name, figure in plots.figures(results).items()}
     for name, content in pictures.items():
         path = folder / f"{name}.png"

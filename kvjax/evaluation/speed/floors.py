@@ -52,8 +52,8 @@ def prompt_flops(model: LanguageModel | FunctionalModel, tokens: int) -> int | N
         return None
     total = 0
     windows = functional.windows or (None,) * functional.num_layers
-    for own, window in zip(functional.parts.split(functional.params), windows, strict=True):
-        matrices = sum(x.size for x in jax.tree.leaves(own) if x.ndim >= 2)
+    for of_layer, window in zip(functional.parts.split(functional.params), windows, strict=True):
+        matrices = sum(x.size for x in jax.tree.leaves(of_layer) if x.ndim >= 2)
         most = tokens if window is None else min(window, tokens)
         pairs = most * (most + 1) // 2 + (tokens - most) * most  # of a query and a key that it sees
         total += 2 * tokens * matrices + 4 * pairs * functional.query_heads * functional.head_dim

@@ -156,7 +156,15 @@ def measure_speed(
       >>> [(row.method, row.batch, row.tpot_s > 0) for row in report.rows]
       [('full', 1, True), ('snapkv', 1, True)]
     """
-    _check(methods, prompt_tokens, new_tokens, batches, rounds)
+    check_count("prompt_tokens", prompt_tokens, 1)
+    check_count("new_tokens", new_tokens, 2)
+    check_count("rounds", rounds, 1)
+    if not len(batches):
+        raise ValueError("batches must have at least one number of rows, got none")
+    for batch in batches:
+        check_count("batch", batch, 1)
+    if methods.get(FULL, Full()) != Full():
+        raise ValueError(f"the method named {FULL!r} must be kvjax.Full(), got {methods[FULL]}")
     functional, dtype = as_functional(model), default_dtype() if dtype is None else dtype
     if mesh_of(functional.params) is not None:
         raise ValueError("measure_speed measures one device, got a model on a mesh")
@@ -197,25 +205,6 @@ def measure_speed(
         for (batch, name), of_method in runs.items()
     )
     return SpeedReport(machine, plans[FULL].weights, rows)
-
-
-def _check(
-    methods: Mapping[str, KVTransform],
-    prompt_tokens: int,
-    new_tokens: int,
-    batches: Sequence[int],
-    rounds: int,
-) -> None:
-    """Raises TypeError or ValueError for what `measure_speed` does not take."""
-    check_count("prompt_tokens", prompt_tokens, 1)
-    check_count("new_tokens", new_tokens, 2)
-    check_count("rounds", rounds, 1)
-    if not len(batches):
-        raise ValueError("batches must have at least one number of rows, got none")
-    for batch in batches:
-        check_count("batch", batch, 1)
-    if methods.get(FULL, Full()) != Full():
-        raise ValueError(f"the method named {FULL!r} must be kvjax.Full(), got {methods[FULL]}")
 
 
 def _prompts(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import math
 import re
 import string
@@ -19,21 +20,10 @@ from kvjax.extras import extra_module
 
 Metric = Callable[..., float]
 
+EXTRA = "eval", "scores"
+"""The extra that has the packages of metrics, and what they are for."""
+
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def library(name: str) -> Any:
-    """The module of an extra's package.
-
-    Raises:
-      ValueError: it is not installed; says how it is.
-
-    Example:
-      >>> from kvjax.evaluation.tasks.metrics import library
-      >>> library("rouge").__name__
-      'rouge'
-    """
-    return extra_module(name, "eval", "scores")
 
 
 def f1(text: str, reference: str, **details: Any) -> float:
@@ -61,33 +51,17 @@ def overlap(words: Sequence[str], reference: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def rouge_l(text: str, reference: str, **details: Any) -> float:
-    """F of ROUGE-L over sentences, by the package `rouge`.
-
-    Example:
-      >>> from kvjax.evaluation.tasks.metrics import rouge_l
-      >>> round(rouge_l("the cat sat down", "the cat lay down"), 4)
-      0.75
-    """
-    return _rouge("rouge-l", text, reference)
-
-
-def rouge_1(text: str, reference: str, **details: Any) -> float:
-    """F of ROUGE-1, single words, by the package `rouge`."""
-    return _rouge("rouge-1", text, reference)
-
-
-def rouge_2(text: str, reference: str, **details: Any) -> float:
-    """F of ROUGE-2, pairs of neighbouring words, by the package `rouge`."""
-    return _rouge("rouge-2", text, reference)
-
-
-def _rouge(name: str, text: str, reference: str) -> float:
+def _rouge(name: str, text: str, reference: str, **details: Any) -> float:
     if not text.strip(".") or not reference.strip("."):  # no sentence, which the package refuses
         return 0.0
-    rouge = library("rouge").Rouge(metrics=[name], stats=["f"])
+    rouge = extra_module("rouge", *EXTRA).Rouge(metrics=[name], stats=["f"])
     with _recursion(len(text.split()) + len(reference.split())):
         return rouge.get_scores(text, reference)[0][name]["f"]
+
+
+rouge_1, rouge_2, rouge_l = (functools.partial(_rouge, f"rouge-{part}") for part in "12l")
+"""F by the package `rouge`: of single words, of pairs of neighbouring words, and of ROUGE-L over
+sentences."""
 
 
 @contextlib.contextmanager
@@ -110,8 +84,9 @@ def rouge_geometric_mean(text: str, reference: str, **details: Any) -> float:
       1.0
     """
     names = ["rouge1", "rouge2", "rougeL"]
-    found = library("rouge_score.rouge_scorer").RougeScorer(names).score(reference, text)
-    return math.cbrt(math.prod(found[name].fmeasure for name in names))
+    scorer = extra_module("rouge_score.rouge_scorer", *EXTRA).RougeScorer(names)
+    scores = scorer.score(reference, text)
+    return math.cbrt(math.prod(scores[name].fmeasure for name in names))
 
 
 def classification(
@@ -184,12 +159,8 @@ def choice(text: str, reference: str, **details: Any) -> float:
       >>> choice("Answer: (B) Because of C", "B")
       1.0
     """
-    return float(_letter(text) is not None and _letter(text) == _letter(reference))
-
-
-def _letter(text: str) -> str | None:
-    found = re.search(r"\b[A-D]\b", text)
-    return found.group() if found else None
+    letters = [re.search(r"\b[A-D]\b", part) for part in (text, reference)]
+    return float(None not in letters and letters[0][0] == letters[1][0])
 
 
 def exponential_similarity(text: str, reference: str, **details: Any) -> float:
@@ -200,15 +171,11 @@ def exponential_similarity(text: str, reference: str, **details: Any) -> float:
       >>> exponential_similarity("about 70% of 50 reviews", "60%")
       0.5
     """
-    shares = [_percentage(text), _percentage(reference)]
+    shares = [re.search(r"(\d+\.?\d*)%", part) for part in (text, reference)]
     if None in shares:
         return 0.0
-    return 2.0 ** (-abs(shares[0] - shares[1]) / 10)
-
-
-def _percentage(text: str) -> float | None:
-    found = re.search(r"(\d+\.?\d*)%", text)
-    return float(found[1]) if found else None
+    first, second = (float(share[1]) for share in shares)
+    return 2.0 ** (-abs(first - second) / 10)
 
 
 def concordance(text: str, reference: str, **details: Any) -> float:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.checks import check_count
-from kvjax.messages import brief, did_you_mean
+from kvjax.checks import check_choice, check_count
 
 from .task import Case, Frame, Task
 from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
@@ -107,11 +106,7 @@ class Haystack:
           ValueError: an unknown task, a depth outside 0 to 1, or a length that the pieces and the
             text cannot fill.
         """
-        if task not in OWN_TASKS:
-            raise ValueError(
-                f"task must be one of {', '.join(OWN_TASKS)}, got {brief(task)}"
-                f"{did_you_mean(task, OWN_TASKS)}"
-            )
+        check_choice("task", task, OWN_TASKS)
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must lie between 0 and 1, got {depth}")
         check_count("length", length, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,24 +18,25 @@ from kvjax.evaluation.comparison.compare import _Measure
 from kvjax.evaluation.comparison.material import Material
 from kvjax.generation.model import as_functional
 from kvjax.models import load_tokenizer, random_decoder, read_config
+from tests.evaluation.fidelity.test_fidelity import tiny_model
 from tests.support.small_comparisons import TEXT, material_of, results
 
 
-@pytest.mark.slow
+def measure_of(folder: Path, **grid) -> tuple[_Measure, tuple]:
+    """What measures the cells of a small grid, and its candidates."""
+    grid = {"lengths": [192], "tasks": ["needle"], **grid}
+    grid = Grid.of(methods=["h2o"], budgets=[0.25], **grid)
+    model = random_decoder(read_config(folder))
+    material = Material(grid, load_tokenizer(folder), TEXT)
+    return _Measure(material, as_functional(model), ()), grid.candidates
+
+
 def test_live_slots_are_a_mean_over_lists():
-    """Three heads of a layer hold 8 slots, and the one beside them all 24."""
-    few = kvjax.StreamingLLM(budget=8)
-    groups = kvjax.HeadGroups((((0,), kvjax.Full()), ((1, 2, 3), few)))
-    sizes = {"batch": 1, "kv_heads": 4, "head_dim": 8, "max_prompt": 24, "max_new": 1}
-    rows = np.ones((1, 4, 24, 8), np.float32)
-    caches = [
-        kvjax.attend(
-            tx, kvjax.init_cache(tx, **sizes), rows, rows, rows, np.arange(24)[None], phase="prompt"
-        )[1]
-        for tx in (groups, few)
-    ]
-    live = compare_module._live_slots(SimpleNamespace(caches=tuple(caches)))
-    assert live == np.mean([(24 + 3 * 8) / 4, 8])
+    """One head of a layer holds 8 slots, and the one beside it all 24."""
+    groups = kvjax.HeadGroups((((0,), kvjax.Full()), ((1,), kvjax.StreamingLLM(budget=8))))
+    transform = kvjax.PerLayer(lambda layer, _: groups if layer else kvjax.StreamingLLM(budget=8))
+    context = kvjax.read(tiny_model(), [[1] * 24], transform=transform, max_new=1)
+    assert compare_module._live_slots(context) == np.mean([8, *2 * [(24 + 8) / 2]])
 
 
 def test_a_whole_run(command, tmp_path, capsys):
@@ -54,7 +54,6 @@ def test_a_whole_run(command, tmp_path, capsys):
     assert len(rows) == 2 * 2 + 2 + 2
     full, h2o = (rows["perplexity", None, name] for name in ("full", "h2o"))
     assert full["difference"]["mean"] == 0 and h2o["difference"]["mean"] != 0
-    assert full["score"]["cases"] == 2 and len(full["quarters"]) == 4
     assert full["score"]["mean"] == pytest.approx(np.mean(full["quarters"]), abs=1e-5)
     assert full["cache_bytes"] == full["full_cache_bytes"]
     full, h2o = (rows["attention", None, name] for name in ("full", "h2o"))
@@ -73,13 +72,12 @@ def test_a_whole_run(command, tmp_path, capsys):
 def test_answers_are_those_of_generate(folder):
     """With the question inside: as one call of `generate`. After it: as a further turn."""
     tokenizer, model = load_tokenizer(folder), random_decoder(read_config(folder))
-    grid = Grid.of(methods=["h2o"], budgets=[0.25], lengths=[192], tasks=["needle"], cases=2)
-    material = Material(grid, tokenizer, TEXT)
-    measure = _Measure(material, as_functional(model), ())
+    measure, candidates = measure_of(folder, cases=2)
+    material = measure.material
     cases, new = material.task("needle", 192).cases, material.most_new("needle", 192)
     for question in ("inside", "after"):
         unit = Unit("needle", 192, question, 0, 2)
-        for one, found in measure.unit(unit, grid.candidates):
+        for one, found in measure.unit(unit, candidates):
             options = {"max_new_tokens": new, "end_tokens": ()}
             if question == "inside":
                 prompts = [case.prompt for case in cases]
@@ -111,12 +109,11 @@ def test_contexts_are_made_for_their_texts_and_not_for_padding(folder, monkeypat
             raise NotImplementedError
 
     monkeypatch.setattr(compare_module, "ReadOnce", Once)
-    grid = Grid.of(methods=["h2o"], budgets=[0.25], lengths=[192], tasks=["needle"], cases=1)
-    material = Material(grid, load_tokenizer(folder), TEXT)
-    measure = _Measure(material, as_functional(random_decoder(read_config(folder))), ())
+    measure, candidates = measure_of(folder, cases=1)
+    material = measure.material
     (case, *_), new = material.task("needle", 192).cases, material.most_new("needle", 192)
     for question in ("inside", "after"):
-        found = dict(measure.unit(Unit("needle", 192, question, 0, 1), grid.candidates))
+        found = dict(measure.unit(Unit("needle", 192, question, 0, 1), candidates))
         assert all(cell["failed"].startswith("NotImplementedError") for cell in found.values())
     assert lengths == [len(case.prompt) + new, len(case.context) + len(case.question) + new]
 
@@ -171,20 +168,18 @@ def test_windows_of_the_text(folder):
 
 def test_a_measurement_that_fails_leaves_the_others(folder, monkeypatch):
     """A prompt pass, a calibration, a method: each failure is of its own cells alone."""
-    grid = Grid.of(methods=["h2o"], budgets=[0.25], lengths=[192], tasks=["needle"], cases=2)
-    material = Material(grid, load_tokenizer(folder), TEXT)
-    measure = _Measure(material, as_functional(random_decoder(read_config(folder))), ())
+    measure, candidates = measure_of(folder, cases=2)
     unit = Unit("perplexity", 192, None, 0, 2)
     with monkeypatch.context() as patch:
         patch.setattr(compare_module, "context_nll", lambda *_: np.full((2, 4), np.nan))
-        found = [record["failed"] for _, record in measure.unit(unit, grid.candidates)]
+        found = [record["failed"] for _, record in measure.unit(unit, candidates)]
         assert len(found) == 2 and all("loss is nan" in reason for reason in found)
     with monkeypatch.context() as patch:
         patch.setattr(compare_module, "ReadOnce", lambda *_, **__: 1 / 0)
-        found = [record["failed"] for _, record in measure.unit(unit, grid.candidates)]
+        found = [record["failed"] for _, record in measure.unit(unit, candidates)]
         assert found == ["ZeroDivisionError: division by zero"] * 2
     measure.calibrated = lambda transform: 1 / 0 if transform != kvjax.Full() else transform
-    records = {one.method: record for one, record in measure.unit(unit, grid.candidates)}
+    records = {one.method: record for one, record in measure.unit(unit, candidates)}
     assert "ZeroDivisionError" in records["h2o"]["failed"] and "failed" not in records["full"]
 
 

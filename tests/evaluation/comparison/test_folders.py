@@ -14,9 +14,9 @@ import time
 import pytest
 
 from kvjax.cli.main import main
-from kvjax.evaluation import Proportion
 from kvjax.evaluation.comparison.compare import _Measure
-from tests.support.small_comparisons import ARTICLE, CANDIDATES, one_line, results
+from tests.support.comparisons import share_interval
+from tests.support.small_comparisons import ARTICLE, CANDIDATES, results
 
 KEY = ("task", "length", "question", "method", "budget")
 CSV_KEY = ["needle", "256", "inside", "h2o", "0.5"]
@@ -32,7 +32,7 @@ def test_files(command, measured, tmp_path, capsys):
     assert len(found["rows"]) == 2 * 3 * 4
     rows = {tuple(row[name] for name in KEY): row for row in found["rows"]}
     row = rows["needle", 256, "inside", "h2o", 0.5]
-    low, high = Proportion(2, 4).interval
+    low, high = share_interval(2, 4)
     assert row["score"] == {"mean": 0.5, "low": round(low, 6), "high": round(high, 6), "cases": 4}
     assert row["difference"]["mean"] == -0.5 and row["slots"] == 128
     assert set(row["depths"]) == {"0.0", "1.0"} and row["depths"]["0.0"]["cases"] == 2
@@ -60,56 +60,40 @@ def test_json_on_the_command_line(command, measured, tmp_path, capsys):
     assert results(tmp_path / "out").items() <= record.items()
 
 
-def test_eval_is_the_same_with_tasks_of_ones_own(folder, text, measured, tmp_path, capsys):
-    out = tmp_path / "eval"
+def test_eval_is_the_same_with_tasks_of_ones_own(folder, text, measured, tmp_path):
     command = [
         "eval", "needle", "perplexity", "--model", folder, "--text", text, "--method", "h2o",
-        "--budget", "0.5", "--lengths", "192", "--question", "after", "--cases", "3", "--out", out,
+        "--budget", "0.5", "--lengths", "192", "--question", "after", "--cases", "3", "--out",
+        tmp_path / "eval",
     ]  # fmt: skip
     assert main(list(map(str, command))) == 0
-    assert [(cell.task, cell.question, cell.stop) for cell in measured] == [
-        ("needle", "after", 3), ("needle", "after", 3), ("perplexity", None, 3),
-        ("perplexity", None, 3),
-    ]  # fmt: skip
-    capsys.readouterr()
-    assert main(["eval", "needle", "nothing"]) == 2
-    assert "unknown task 'nothing'; there are needle, " in one_line(capsys)
+    cells = [(cell.task, cell.question, cell.stop) for cell in measured]
+    assert cells == [("needle", "after", 3)] * 2 + [("perplexity", None, 3)] * 2
 
 
-def interrupt_at(monkeypatch, number: int):
-    """The `number`-th cell does not come back."""
-    whole, calls = _Measure.unit, []
+def test_going_on_after_an_interruption(command, measured, monkeypatch, tmp_path, capsys):
+    """The sixth cell does not come back, and half a line of the next one is written."""
+    options, whole = {"cases": 8}, _Measure.unit
 
     def interrupted(self, unit, candidates):
         for found in whole(self, unit, candidates):
-            calls.append(unit)
-            if len(calls) == number:
+            if len(measured) == 6:
                 raise KeyboardInterrupt
             yield found
 
-    monkeypatch.setattr(_Measure, "unit", interrupted)
-
-
-@pytest.mark.parametrize(
-    ("number", "torn"), [pytest.param(1, b"", marks=pytest.mark.slow), (6, b'{"cell": ["nee')]
-)
-def test_going_on_after_an_interruption(
-    command, measured, monkeypatch, tmp_path, capsys, number, torn
-):
-    options = {"cases": 8}
     assert command(out=tmp_path / "whole", **options) == 0
     every = list(measured)
     assert len(every) == 2 * 4 * (2 + 2 + 1)
     measured.clear()
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        interrupt_at(patch, number)
+        patch.setattr(_Measure, "unit", interrupted)
         assert command(**options) == 130
     assert capsys.readouterr().out == ""
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} <= {"settings.json", "cells.jsonl"}
     with open(out / "cells.jsonl", "ab") as file:
-        file.write(torn)
+        file.write(b'{"cell": ["nee')
     before = list(measured)
     measured.clear()
     assert command(**options) == 0

@@ -40,14 +40,11 @@ TABLE = (
 
 
 @pytest.mark.parametrize(
-    ("error", "best"),
-    [(1.0, "snapkv 0.1"), (0.2, "snapkv 0.2"), (0.13, "h2o 0.2"), (0.125, "h2o 0.2"),
-     (0.1, "h2o 0.5")],
-)  # fmt: skip
+    ("error", "best"), [(1.0, "snapkv 0.1"), (0.2, "snapkv 0.2"), (0.125, "h2o 0.2")]
+)
 def test_the_smallest_cache_under_an_error(error, best):
     found = of(*TABLE)
     assert found.smallest(error).name == best
-    assert of(*reversed(TABLE)).smallest(error).name == best, "the order is of no account"
     method, _, budget = best.partition(" ")
     recommended = found.as_json(error)["recommended"]
     assert recommended == {"method": method, "budget": float(budget)}
@@ -62,12 +59,8 @@ def test_no_smaller_cache_holds():
     assert of(finding("snapkv", 0.1, np.nan, 100)).smallest(0.5) is None
     equal = finding("snapkv", 0.2, 0.08, 200), finding("h2o", 0.2, 0.06, 200)
     assert of(*equal).smallest(0.1).name == of(*reversed(equal)).smallest(0.1).name == "h2o 0.2"
-
-
-@pytest.mark.parametrize("error", [0, float("nan")])
-def test_an_error_that_is_none(error):
     with pytest.raises(ValueError, match="error must"):
-        of(*TABLE).smallest(error)
+        of(*TABLE).smallest(float("nan"))
 
 
 def test_numbers_that_json_lacks():
@@ -80,16 +73,14 @@ def test_numbers_that_json_lacks():
 # --- diagnose ---
 
 
-GRID = {"methods": ["snapkv(window=4)", "streaming_llm"], "budgets": [8, 16]}
-
-
 SHOWN: dict[str, list] = {"inside": [], "after": []}
 
 
 @functools.cache
 def diagnosed(where: str) -> Diagnosis:
     return diagnose(
-        tiny_model(), PROMPTS, QUESTIONS, where=where, new_tokens=2, **GRID,
+        tiny_model(), PROMPTS, QUESTIONS, where=where, new_tokens=2,
+        methods=["snapkv(window=4)", "streaming_llm"], budgets=[8, 16],
         on_progress=lambda *what: SHOWN[where].append(what),
     )  # fmt: skip
 
@@ -116,17 +107,13 @@ def test_fidelity_and_bytes(where):
     assert found.findings[0].error == pytest.approx(0, abs=1e-5)
 
 
-def test_progress_is_told():
-    names = [one.name for one in diagnosed("inside").findings]
-    assert names == [
+def test_progress_and_json_are_complete():
+    found = diagnosed("inside")
+    names = [
         "full", "snapkv(window=4) 8", "snapkv(window=4) 16", "streaming_llm 8", "streaming_llm 16"
     ]  # fmt: skip
     expected = ["reading 83 tokens", *names, "done"]
     assert SHOWN["inside"] == [(number, 6, what) for number, what in enumerate(expected)]
-
-
-def test_json_is_complete():
-    found = diagnosed("inside")
     record = json.loads(json.dumps(found.as_json(0.5), allow_nan=False))
     assert record.keys() == {
         "question", "prompt_tokens", "question_tokens", "new_tokens", "findings",
@@ -143,22 +130,21 @@ def test_json_is_complete():
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        ({"where": "before"}, ValueError, "where must be one of"),
-        ({"questions": [[]], "where": "after"}, ValueError, "row 0 is empty"),
-        ({"prompts": [[99]]}, ValueError, "must lie in"),
-        ({"methods": ["full"]}, ValueError, "methods must name one beside full, got \\['full'\\]"),
+        ({"where": "before"}, "where must be one of"),
+        ({"questions": [[]], "where": "after"}, "row 0 is empty"),
+        ({"methods": ["full"]}, r"methods must name one beside full, got \['full'\]"),
     ],
 )
-def test_diagnose_refuses(change, error, message):
+def test_diagnose_refuses(change, message):
     def never(*args, **options):
         pytest.fail("something was computed")
 
     model = dataclasses.replace(tiny_model(), apply=never)
     given = {"prompts": [[1, 2]], "questions": [[3]], "methods": ["h2o"], "budgets": [4]}
     given |= change
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         diagnose(model, given.pop("prompts"), given.pop("questions"), **given)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evaluation import attention_error, measure_fidelities, measure_fidelity, recall_rate
+from kvjax.evaluation import attention_error, measure_fidelities, recall_rate
 from tests.references import recall as reference
 from tests.references.attention import softmax_attention
 from tests.references.h2o import H2O
@@ -174,7 +174,7 @@ def test_error_of_nothing_and_in_bfloat16():
         attention_error(jnp.ones((2, 3)), jnp.ones((2, 4)))
 
 
-# --- measure_fidelity ---
+# --- measure_fidelities ---
 
 
 class Everything:
@@ -258,7 +258,7 @@ def agrees(found, method, budget, new_tokens, questions=None, sinks=None) -> Non
 def test_methods_against_the_reference(name, budget):
     """Ragged rows and grouped queries, every layer on what the full cache's run gives it."""
     transform, method = METHODS[name]
-    found = measure_fidelity(tiny_model(), transform, PROMPTS, budget, new_tokens=2)
+    (found,) = measure_fidelities(tiny_model(), [transform], PROMPTS, budget=budget, new_tokens=2)
     agrees(found, method, budget, 2)
     if name == "full":
         assert (found.recall == 1).all()
@@ -311,8 +311,8 @@ def test_a_model_with_learned_sinks():
 @pytest.mark.slow
 def test_every_compresses_again_between_the_steps():
     """At its second step `Every` makes room, and the third sees less of what was kept before."""
-    again = measure_fidelity(tiny_model(), kvjax.Every(SNAPKV, steps=2), PROMPTS, 20, 3)
-    once = measure_fidelity(tiny_model(), SNAPKV, PROMPTS, 20, 3)
+    transforms = [kvjax.Every(SNAPKV, steps=2), SNAPKV]
+    again, once = measure_fidelities(tiny_model(), transforms, PROMPTS, budget=20, new_tokens=3)
     assert (again.recall[:, 1] == 1).all()  # a row that fits
     assert (again.recall <= once.recall).all()
     assert (again.recall < once.recall)[:, [0, 2]].any()
@@ -338,7 +338,7 @@ class Least(kvjax.KVTransform):
 def test_selected_slots_count_as_kept():
     """With one query head per KV head the least logits are the least attended tokens."""
     heads = {"query_heads": 2, "kv_heads": 2}
-    found = measure_fidelity(tiny_model(**heads), Least(4), PROMPTS, budget=4)
+    (found,) = measure_fidelities(tiny_model(**heads), [Least(4)], PROMPTS, budget=4)
     assert (found.recall == 0).all()
     model = tiny_reference(**heads)
     for row, prompt in enumerate(PROMPTS):
@@ -356,13 +356,13 @@ def test_selected_slots_count_as_kept():
 def test_code_is_compiled_once_for_a_shape_and_the_prompt_is_read_once():
     model = dataclasses.replace(tiny_model(), apply=functools.partial(apply_tiny))
     TRACES.clear()
-    first = measure_fidelity(model, SNAPKV, PROMPTS)
+    (first,) = measure_fidelities(model, [SNAPKV], PROMPTS)
     assert TRACES == ["prompt", "decode"]
     other = [[(token + 1) % VOCAB for token in prompt] for prompt in PROMPTS]
-    second = measure_fidelity(model, dataclasses.replace(SNAPKV), other)
+    (second,) = measure_fidelities(model, [dataclasses.replace(SNAPKV)], other)
     assert len(TRACES) == 2
     assert not np.array_equal(first.error, second.error)
-    measure_fidelity(model, kvjax.H2O(budget=10), PROMPTS)
+    measure_fidelities(model, [kvjax.H2O(budget=10)], PROMPTS)
     assert TRACES[2:] == ["prompt"]  # H2O sums what tokens receive; the new tokens are as before
     TRACES.clear()
     measure_fidelities(tiny_model(), [SNAPKV, kvjax.H2O(10), kvjax.PyramidInfer()], PROMPTS)
@@ -376,13 +376,13 @@ def test_code_is_compiled_once_for_a_shape_and_the_prompt_is_read_once():
         ({"prompts": [[1], []]}, ValueError, "row 1 is empty"),
         ({"prompts": [[1] * 64]}, ValueError, "64 positions"),
         ({"budget": 4}, ValueError, "at most the 3 tokens of the longest row, got 4"),
-        ({"transform": kvjax.SnapKV}, TypeError, "give an instance, not the class"),
+        ({"transforms": [kvjax.SnapKV]}, TypeError, "give an instance, not the class"),
         ({"questions": [[1] * 62]}, ValueError, "64 positions, got a prompt of 64 tokens"),
     ],
 )
 def test_measuring_refuses(change, error, message):
-    given = {"model": tiny_model(), "transform": kvjax.Full(), "prompts": [[1, 2]]}
+    given = {"model": tiny_model(), "transforms": [kvjax.Full()], "prompts": [[1, 2]]}
     TRACES.clear()
     with pytest.raises(error, match=message):
-        measure_fidelity(**{**given, **change})
+        measure_fidelities(**{**given, **change})
     assert not TRACES  # nothing was computed

@@ -1,4 +1,4 @@
-"""`continuation_nll` against one uncompressed pass, and against a plain loop of model calls."""
+"""`context_nll` against one uncompressed pass, and against a plain loop of model calls."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.evaluation import context_nll, continuation_nll
+from kvjax.evaluation import context_nll
 from kvjax.evaluation.fidelity import perplexity
 from kvjax.models import DecoderConfig, RopeConfig, random_decoder
 from tests.support.hf_models import Stepper
+from tests.support.marks import some_slow
 from tests.support.tolerances import close
 
 VOCAB, LENGTH, PROMPT = 64, 40, 30
-POSITIONS = LENGTH
 CONFIG = DecoderConfig(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, query_heads=4,
-    kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=POSITIONS,
+    kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=LENGTH,
 )  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(3, LENGTH))
-METHODS = {
-    "h2o": kvjax.H2O(10),  # compresses while decoding
-    "pyramidkv": kvjax.PyramidKV(12, window=4),  # differs from layer to layer
-}
 
 
 @functools.cache
@@ -45,8 +41,14 @@ def paid(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return total - np.take_along_axis(logits, np.asarray(tokens)[..., None], -1)[..., 0]
 
 
+def compressed_nll(transform: kvjax.KVTransform, prompt: int) -> np.ndarray:
+    rows, new = TOKENS[:, :prompt].tolist(), LENGTH - prompt
+    context = kvjax.read(model(), rows, transform=transform, max_new=new, buckets=[prompt])
+    return context_nll(model(), context, TOKENS[:, prompt:])
+
+
 def by_hand(transform: kvjax.KVTransform, tokens: np.ndarray, prompt: int) -> np.ndarray:
-    """The same, one call of the model per token, through caches made here."""
+    """What `compressed_nll` is, one call of the model per token, through caches made here."""
     layers = kvjax.bind(transform, CONFIG.num_layers)
     batch, length = tokens.shape
     caches = tuple(
@@ -83,19 +85,21 @@ def one_pass() -> np.ndarray:
     return nats
 
 
-@pytest.mark.parametrize("prompt", [1, PROMPT])
 @pytest.mark.slow
-def test_full_equals_one_uncompressed_pass(prompt):
-    nll = continuation_nll(model(), kvjax.Full(), TOKENS, prompt)
-    assert nll.shape == (3, LENGTH - prompt) and isinstance(nll, np.ndarray)
+def test_full_equals_one_uncompressed_pass():
+    nll = compressed_nll(kvjax.Full(), 1)
+    assert nll.shape == (3, LENGTH - 1) and isinstance(nll, np.ndarray)
     assert nll.dtype == np.float32
-    close(nll, one_pass()[:, prompt - 1 :])
+    close(nll, one_pass())
 
 
-@pytest.mark.parametrize("name", ["h2o", pytest.param("pyramidkv", marks=pytest.mark.slow)])
-def test_methods_equal_a_plain_loop(name):
-    nll = continuation_nll(model(), METHODS[name], TOKENS, PROMPT)
-    close(nll, by_hand(METHODS[name], TOKENS, PROMPT))
+@pytest.mark.parametrize(
+    "transform",  # one that compresses while decoding, one that differs from layer to layer
+    some_slow([kvjax.H2O(10), kvjax.PyramidKV(12, window=4)], kvjax.H2O(10)),
+)
+def test_methods_equal_a_plain_loop(transform):
+    nll = compressed_nll(transform, PROMPT)
+    close(nll, by_hand(transform, TOKENS, PROMPT))
     full = one_pass()[:, PROMPT - 1 :]
     # The prompt is read in full: only what comes after its first new token can differ.
     close(nll[:, 0], full[:, 0])
@@ -103,39 +107,20 @@ def test_methods_equal_a_plain_loop(name):
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"tokens": TOKENS[0]}, ValueError, r"tokens must have the shape \[B, N\], got \[40\]"),
-        ({"tokens": TOKENS * 1.0}, TypeError, "tokens must be integers, got float64"),
-        ({"tokens": TOKENS - 1}, ValueError, r"tokens must lie in \[0, 64\), got -1"),
-        ({"tokens": TOKENS + 2**32}, ValueError, r"tokens must lie in \[0, 64\), got 42949"),
-        ({"prompt": 0}, ValueError, "prompt must be at least 1, got 0"),
-        ({"prompt": LENGTH}, ValueError, "prompt must be below the 40 tokens of a row, got 40"),
-        (
-            {"tokens": np.zeros((1, POSITIONS + 1), int)},
-            ValueError,
-            "the model has 40 positions, got 41 tokens",
-        ),
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(changes, error, message, monkeypatch):
-    monkeypatch.setattr(perplexity, "_nll", lambda *args: pytest.fail("something was computed"))
-    given = {"model": model(), "transform": kvjax.Full(), "tokens": TOKENS, "prompt": PROMPT}
-    with pytest.raises(error, match=message):
-        continuation_nll(**{**given, **changes})
-
-
-@pytest.mark.parametrize(
     ("tokens", "error", "message"),
     [
-        ([[]], TypeError, "tokens must be integers, got float64"),
+        ([1, 2], ValueError, r"tokens must have the shape \[B, M\], got \[2\]"),
+        ([[1.0]], TypeError, "tokens must be integers, got float64"),
+        ([[-1]], ValueError, r"tokens must lie in \[0, 64\), got -1"),
+        ([[1 + 2**32]], ValueError, r"tokens must lie in \[0, 64\), got 42949"),
         (np.zeros((1, 0), int), ValueError, "tokens of a row must be at least 1, got 0"),
         ([[1], [2]], ValueError, "tokens must have the context's 1 rows, got 2 of them"),
-        ([[1] * (POSITIONS + 1)], ValueError, "the context has"),
+        ([[1] * (LENGTH + 1)], ValueError, "the context has"),
     ],
 )
-def test_tokens_that_do_not_follow_a_context(tokens, error, message):
+def test_tokens_that_do_not_follow_a_context(tokens, error, message, monkeypatch):
     context = kvjax.read(model(), [[1, 2, 3]], max_new=8)
+    monkeypatch.setattr(perplexity, "_nll", lambda *args: pytest.fail("something was computed"))
     with pytest.raises(error, match=message):
         context_nll(model(), context, tokens)
 

@@ -9,12 +9,10 @@ import re
 
 import pytest
 
-from kvjax.budgets.budgets import slots_for
 from kvjax.evaluation import Results
-from kvjax.evaluation.cells.estimates import Estimate, Proportion
 from kvjax.evaluation.report import tables
 from kvjax.evaluation.report.report import page, write_report
-from tests.support.comparisons import FAILED, LONG, REASON, comparison
+from tests.support.comparisons import FAILED, LONG, REASON, comparison, share_interval
 
 PAGE = ("needle", "vt", "perplexity")  # tasks of the page
 
@@ -46,7 +44,7 @@ def test_columns_of_a_table():
 
 def test_fields_of_a_table():
     results = comparison()
-    low, high = Proportion(5, 20).interval
+    low, high = share_interval(5, 20)
     assert field(results, 128, "needle", "inside", ("h2o", 0.25)) == (
         "25", f"{math.floor(100 * low)}-{math.ceil(100 * high)}", ""
     )  # fmt: skip
@@ -60,35 +58,19 @@ def test_fields_of_a_table():
     assert nats.text == "+0.200" and nats.detail.startswith("+0.") and nats.state == ""
     assert field(results, 128, "error", "", ("h2o", 0.5)).text == "0.375"
     assert field(results, 128, "recall", "", ("h2o", 0.5)).text == "50%"
-
-
-def test_a_share_is_rounded_down_to_slots():
-    """As `kvjax.budgets.budgets.slots_for` does it."""
-    results = comparison(["needle"], [126], [("full", None), ("h2o", 0.25)])
-    assert slots_for(0.25, 126, minimum=1) == 31
-    assert field(results, 126, "slots", "", ("h2o", 0.25)).text == "31"
-
-
-def test_what_is_as_good_as_the_full_cache():
-    results = comparison()
     assert field(results, 128, "needle", "inside", ("infinigen", None)).state == tables.AS_FULL
     assert field(results, 128, "needle", "inside", ("h2o", 0.5)).state == ""
     assert field(results, 128, "vt", "inside", ("infinigen", None)).state == "", "at the floor"
     assert field(results, 128, "needle", "inside", ("full", None)).state == ""
+    # A share is rounded down to slots, as methods do it.
+    results = comparison(["needle"], [126], [("full", None), ("h2o", 0.25)])
+    assert field(results, 126, "slots", "", ("h2o", 0.25)).text == "31"
 
 
 def test_percentages_do_not_round_to_all_or_nothing():
     shown = {0: "0", 1: "100", 1 / 3: "33", 0.999: "99.9", 0.9999: "99.9", 1 / 300: "0.3"}
     for share, text in {**shown, 1e-4: "0.1", 0.995: "99.5"}.items():
         assert tables.percent(share) == text
-
-
-def test_differences_have_no_interval_of_shares():
-    """A method that always loses as much as the full cache has no interval of a proportion."""
-    assert Estimate.resampled([0.0] * 8) == (0.0, 0.0, 0.0, 8)
-    assert Estimate.of([0.0] * 8).high > 0.2
-    low, high = Estimate.resampled([0.0, 1.0] * 10)[1:3]
-    assert 0.2 < low < 0.5 < high < 0.8
 
 
 def test_notes():
@@ -186,7 +168,7 @@ def test_files(tmp_path):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_a_full_cache_that_failed_is_not_at_the_floor():
+def test_no_floor_where_the_full_cache_failed():
     whole = comparison(["needle", "vt"], [128])
     records = {
         cell: {"failed": "no", "seconds": 0.0} if cell.method == "full" else found

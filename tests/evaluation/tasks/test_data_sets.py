@@ -100,8 +100,7 @@ def test_real_tasks(name, data_dir):
     assert 0 <= whole.floor < 0.3
 
 
-@pytest.mark.parametrize("with_template", [False, True])
-@pytest.mark.parametrize("more", [1, 2, 40])
+@pytest.mark.parametrize(("with_template", "more"), [(False, 1), (True, 2), (True, 40)])
 def test_the_middle_is_left_out(with_template, more, tmp_path):
     """The prompt's first and last tokens stay, half and half, and the question stays whole."""
     write(tmp_path / "qasper.jsonl", {**LONGBENCH, "context": LONGBENCH["context"] * 20})

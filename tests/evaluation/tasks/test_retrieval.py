@@ -26,13 +26,6 @@ NEEDLE = re.compile(r" The code of the (\w+ \w+) is (\d+)\.")
 LINK = re.compile(r" The code of the (\w+ \w+) is the code of the (\w+ \w+)\.")
 QUESTION = re.compile(r"\n\nQuestion: What is the code of the (\w+ \w+)\?\nAnswer: .* is\Z")
 ADJECTIVES, NOUNS = set(HELD_OUT_ADJECTIVES), set(HELD_OUT_NOUNS)
-MIXES = {
-    "segments": Mix(1.0, 0.0, 0.0, 4, 0),
-    "lists": Mix(0.0, 1.0, 0.0, 4, 0),
-    "chains": Mix(0.0, 0.0, 1.0, 4, 0),
-    "needles": Mix(0.0, 0.0, 0.0, 4, 0),
-    "free": Mix(0.0, 0.3, 0.3, 4, 0, free=1.0),
-}
 
 
 def start_of(case: Case) -> int:
@@ -54,6 +47,10 @@ def encode(text: str) -> list[int]:
     return tokenizer()(text, add_special_tokens=False).input_ids
 
 
+def decode(tokens: list[int]) -> str:
+    return tokenizer().decode(tokens)
+
+
 @functools.cache
 def filler() -> str:
     """Short sentences without digits, no two windows of them equal."""
@@ -67,12 +64,8 @@ def haystack() -> Haystack:
     return Haystack(tokenizer(), filler())
 
 
-def make(task: str = "needle", *, length: int = 512, depth: float = 0.5, seed: int = 0, **more):
-    return haystack().case(task, length=length, depth=depth, seed=seed, **more)
-
-
-def decode(tokens: list[int]) -> str:
-    return tokenizer().decode(tokens)
+def make(task: str = "needle", **options) -> Case:
+    return haystack().case(task, **{"length": 512, "depth": 0.5, "seed": 0} | options)
 
 
 def asked_key(case: Case, pattern: re.Pattern = QUESTION) -> str:
@@ -103,16 +96,15 @@ def test_prompts_have_exactly_the_length(task, length):
 
 
 @pytest.mark.parametrize("depth", [0, 0.1, 0.5, 0.77, 1])
-@pytest.mark.parametrize("length", [300, pytest.param(2048, marks=pytest.mark.slow)])
-def test_needle_stands_at_its_depth(length, depth):
+def test_needle_stands_at_its_depth(depth):
+    length = 300
     for seed in range(3):
         case = make(length=length, depth=depth, seed=seed)
         key = asked_key(case)
         needle = encode(WORDINGS[0].needle(key, answer_of(case)))
         question = question_of("needle", case)
         end = start_of(case) + len(needle)
-        hidden = decode(case.prompt[start_of(case) : end])
-        assert hidden == f" The code of the {key} is {answer_of(case)}."
+        assert case.prompt[start_of(case) : end] == needle
         before, after = case.prompt[1 : start_of(case)], case.prompt[end : length - len(question)]
         whole = encode(filler())
         window = before + after
@@ -211,43 +203,30 @@ def test_a_case_depends_on_its_arguments_alone():
     for task in OWN_TASKS:
         case = make(task, **base)
         assert again.case(task, length=np.int64(512), depth=0.5, seed=np.int32(3)) == case
-        changes = [{"seed": 4}, {"length": 513}, {"depth": 0.25}, {"depth": 1}]
-        cases = [case, *(make(task, **base | change) for change in changes)]
-        assert len({tuple(one.prompt[-5:-1]) for one in cases}) > 1, "other keys"
-        assert cases[-1] == make(task, **base | {"depth": 1.0})
-        answers |= {answer_of(one) for one in cases}
+        for change in ({}, {"seed": 4}, {"length": 513}, {"depth": 0.25}, {"depth": 1}):
+            answers.add(answer_of(make(task, **base | change)))
     assert len(answers) == 5 * len(OWN_TASKS)
     cases = [make(seed=seed) for seed in range(20)]
     assert len({asked_key(case) for case in cases}) >= 18
     assert len({tuple(case.prompt[1:30]) for case in cases}) == 20, "other windows"
 
 
-def test_the_held_out_wording():
+def test_the_held_out_wording_and_words():
     usual, other = make(), make(wording=HELD_OUT_WORDING)
     key = asked_key(usual)
-    assert answer_of(other) == answer_of(usual)
     question = f"\n\nQuestion: At which page is the {key}?\nAnswer: You will find the {key} at page"
-    assert decode(other.prompt).endswith(question)
+    assert decode(other.prompt).endswith(question) and len(other.prompt) == len(usual.prompt)
     needle = f" You will find the {key} at page {answer_of(usual)}."
     assert decode(other.prompt[start_of(other) :]).startswith(needle)
-    assert len(other.prompt) == len(usual.prompt)
-
-
-def test_held_out_words_are_no_training_words():
-    assert not (ADJECTIVES | NOUNS) & {*TRAINING_ADJECTIVES, *TRAINING_NOUNS}
     for words in (HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, TRAINING_ADJECTIVES, TRAINING_NOUNS):
         assert len(set(words)) == len(words)
-    wordings = " ".join(text for wording in WORDINGS for text in wording).lower()
-    assert not (ADJECTIVES | NOUNS) & set(re.findall(r"\w+", wordings))
-    assert HELD_OUT_WORDING not in WORDINGS
     for task in OWN_TASKS:
         text = decode(make(task, length=1024).prompt)
         keys = re.findall(r"(?:the |\n)(\w+ \w+)(?: is|:)", text)
         assert keys and {*" ".join(keys).split()} <= ADJECTIVES | NOUNS
 
 
-@pytest.mark.parametrize("kind", MIXES)
-def test_training_never_asks_for_what_is_held_out(kind):
+def test_training_never_asks_for_what_is_held_out():
     heard = []
 
     def listen(text: str) -> list[int]:
@@ -258,16 +237,17 @@ def test_training_never_asks_for_what_is_held_out(kind):
     free = FreeWords(whole, ("az", "vi"), ("ure", "vid"), frozenset(ADJECTIVES | NOUNS))
     tasks = Tasks(listen, np.arange(2, 2000), free, vocab=2000, special=2, bos=0, eos=1)
     rng = np.random.default_rng(0)
-    for _ in range(60):
-        tasks.sequence(rng, 512, MIXES[kind])
+    for share_of_free in (0.0, 1.0):
+        for _ in range(100):
+            tasks.sequence(rng, 512, Mix(0.1, 0.3, 0.3, 4, 0, free=share_of_free))
     text = "\n".join(heard)
     words = set(re.findall(r"\w+", text.lower()))
     assert not words & (ADJECTIVES | NOUNS)
     for wording in (HELD_OUT_WORDING.statement, HELD_OUT_WORDING.question):
         for part in wording.split("{key}"):
             assert not part.strip(" ?") or part not in text
-    used = words & {*TRAINING_ADJECTIVES, *TRAINING_NOUNS, *whole}
-    assert kind == "segments" or len(used) > 8, "something was heard at all"
+    for used in ({*TRAINING_ADJECTIVES, *TRAINING_NOUNS}, {*whole}):
+        assert len(words & used) > 4, "something was heard at all"
 
 
 @pytest.mark.parametrize(
@@ -289,62 +269,44 @@ def test_is_right(text, answer, right):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"task": "nedle"}, ValueError, "task must be one of needle, .*chain, got 'nedle'"),
+        ({"task": "nedle"}, ValueError, "task must be one of .*'chain'.*, got 'nedle'"),
         ({"depth": float("nan")}, ValueError, "depth must lie between 0 and 1, got nan"),
         ({"length": 512.0}, TypeError, "length must be an int, got 512.0"),
-        ({"length": 30}, ValueError, "a prompt of 30 tokens is too short: what .* have [3-9]"),
-        ({"length": 10**6}, ValueError, "a prompt of 1000000 tokens needs .* text has"),
         ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
-        ({"needles": 0}, ValueError, "needles must be at least 1, got 0"),
         ({"task": "key_value", "needles": 400}, ValueError, "different keys, .* needs 1600"),
     ],
 )
 def test_bad_input_is_refused(changes, error, message):
-    given = {"task": "needle", "length": 512, "depth": 0.5, "seed": 0, **changes}
     with pytest.raises(error, match=message):
-        haystack().case(given.pop("task"), **given)
+        make(**changes)
 
 
 def test_room_for_filler_is_from_nothing_to_the_whole_text():
     """Keys differ in their tokens, so the limits are looked for among many cases."""
-    text = "One. Two. Three."
-    small, whole, rooms, refused = Haystack(tokenizer(), text), encode(text), set(), set()
+    text, rooms = "One. Two. Three.", set()
+    small, refusals = Haystack(tokenizer(), text), r"too short: what .* have \d+$|the text has \d+$"
     for length, seed in itertools.product(range(40, 90), range(8)):
         try:
             case = small.case("needle", length=length, depth=0.5, seed=seed)
         except ValueError as error:
-            short = re.search(r"too short: what .* have (\d+)$", str(error))
-            long = re.search(r"needs (\d+) tokens of filler, and the text has (\d+)$", str(error))
-            assert short or int(long[2]) == len(whole)
-            refused.add(length - int(short[1]) if short else int(long[1]))
+            assert re.search(refusals, str(error))
             continue
         needle = encode(WORDINGS[0].needle(asked_key(case), answer_of(case)))
-        assert case.prompt[start_of(case) : start_of(case) + len(needle)] == needle
-        end = len(case.prompt) - len(question_of("needle", case))
-        middle = case.prompt[1 : start_of(case)] + case.prompt[start_of(case) + len(needle) : end]
-        assert any(middle == whole[i : i + len(middle)] for i in range(len(whole)))
-        rooms.add(len(middle))
-    assert rooms == set(range(len(whole) + 1))
-    assert not rooms & refused
-    assert {-1, len(whole) + 1} <= refused
+        rooms.add(length - 1 - len(needle) - len(question_of("needle", case)))
+    assert rooms == set(range(len(encode(text)) + 1))
 
 
-@pytest.mark.parametrize("task", ["needle", "chain"])
-def test_another_tokenizer(task, data_dir):
-    folder = data_dir / "tinystories-656k"
-    other = load_tokenizer(folder)
+def test_another_tokenizer(data_dir):
+    other = load_tokenizer(data_dir / "tinystories-656k")
     text = (data_dir / "text" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:40_000]
     haystack = Haystack(other, text)
     start = other("").input_ids
     assert start, "this tokenizer puts a token before a text"
     for depth in (0, 0.5, 1):
-        case = haystack.case(task, length=1500, depth=depth, seed=2)
-        assert len(case.prompt) == 1500
-        assert case.prompt[: len(start)] == start
+        case = haystack.case("needle", length=1500, depth=depth, seed=2)
+        assert len(case.prompt) == 1500 and case.prompt[: len(start)] == start
         words = " ".join(other.decode(case.prompt[len(start) :]).split())
         key = re.search(r"What is the code of the (\w+ \w+)\?", words).group(1)
         assert words.endswith(f"Answer: The code of the {key} is")
         found = " ".join(other.decode(case.prompt[start_of(case) :]).split())
-        expected = "the code of the" if task == "chain" else f"{answer_of(case)}."
-        assert found.startswith(f"The code of the {key} is {expected}")
-        assert f"is {answer_of(case)}." in words
+        assert found.startswith(f"The code of the {key} is {answer_of(case)}.")

@@ -130,13 +130,11 @@ def test_forty_cases_have_forty_depths_and_few_are_spread():
     assert {case.depth for case in make("niah_multivalue").cases} == {None}
 
 
-def test_needles_of_several_stand_at_other_depths():
-    for name in ("niah_multivalue", "niah_multiquery", "niah_multikey_1"):
-        for case in make(name, cases=5).cases:
-            places = [
-                found.start() for found in needle_pattern(name).finditer(decode(case.context))
-            ]
-            assert min(np.diff(places)) > 60, "text stands between them"
+@pytest.mark.parametrize("name", [*SEVERAL_ASKED, "niah_multikey_1"])
+def test_text_stands_between_several_needles(name):
+    for case in make(name, cases=5).cases:
+        needles = needle_pattern(name).finditer(decode(case.context))
+        assert min(np.diff([needle.start() for needle in needles])) > 60
 
 
 def test_a_text_without_ends_of_sentences_is_cut_at_the_depth():

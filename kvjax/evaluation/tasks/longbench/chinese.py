@@ -6,7 +6,8 @@ import functools
 import string
 from typing import Any
 
-from kvjax.evaluation.tasks.metrics import library, overlap, rouge_l
+from kvjax.evaluation.tasks.metrics import EXTRA, overlap, rouge_l
+from kvjax.extras import extra_module
 from kvjax.messages import quiet
 
 from .tables import CHINESE_PUNCTUATION
@@ -38,7 +39,7 @@ def _words_zh(text: str) -> list[str]:
 @functools.cache
 def _jieba() -> Any:
     """The package with its dictionary, of which it would tell on standard error."""
-    jieba = library("jieba")
+    jieba = extra_module("jieba", *EXTRA)
     with quiet():
         jieba.initialize()
     return jieba

@@ -109,13 +109,13 @@ def _asking_for(kind: str, asked: list[tuple[str, str]], body: Hidden, depth: fl
     query = f"{', '.join(keys)}, and {last}" if keys else last
     answers = tuple(value for _, value in asked)
     if len(asked) == 1:
-        one = kind.removesuffix("s")
+        word = kind.removesuffix("s")
         return Prompt(
-            f"A special magic {one} is hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about the {one} afterwards.",
+            f"A special magic {word} is hidden within the following text. Make sure to memorize "
+            f"it. I will quiz you about the {word} afterwards.",
             body,
-            f"\nWhat is the special magic {one} for {query} mentioned in the provided text?",
-            f" The special magic {one} for {query} mentioned in the provided text is",
+            f"\nWhat is the special magic {word} for {query} mentioned in the provided text?",
+            f" The special magic {word} for {query} mentioned in the provided text is",
             answers,
             depth,
         )

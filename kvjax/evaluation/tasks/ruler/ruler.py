@@ -128,5 +128,4 @@ def _case(
 
 def _share_of_answers(text: str, case: Case) -> float:
     """RULER's measure for all of these tasks; without the context it is 0, as answers are drawn."""
-    found = [answer.lower() in text.lower() for answer in case.answers]
-    return sum(found) / len(found)
+    return sum(answer.lower() in text.lower() for answer in case.answers) / len(case.answers)

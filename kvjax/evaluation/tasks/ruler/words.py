@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from string import ascii_lowercase
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,11 +29,7 @@ _DOTS = "..."  # the most frequent word of `fwe`, which is not asked for
 _FREQUENT = 3  # words that `fwe` asks for
 
 
-class _Repeats(NamedTuple):
-    """How often the common words and all others appear."""
-
-    common: int
-    other: int
+_Repeats = tuple[int, int]  # how often the common words appear, and how often all others
 
 
 def common_words(encoder: Encoder, rng: np.random.Generator, length: int) -> Prompt:
@@ -45,9 +40,9 @@ def common_words(encoder: Encoder, rng: np.random.Generator, length: int) -> Pro
     """
     words = np.array(_all_words())[rng.permutation(len(_all_words()))].tolist()
     if length >= LONG:
-        repeats, shown, size = _Repeats(30, 3), _Repeats(10, 3), 40
+        repeats, shown, size = (30, 3), (10, 3), 40
     else:
-        repeats, shown, size = _Repeats(6, 1), _Repeats(3, 1), 20
+        repeats, shown, size = (6, 1), (3, 1), 20
     example, words = words[:size], words[size:]
     listed = _shuffled(rng, example[:_COMMON], example[_COMMON:], shown)
     before = (
@@ -70,7 +65,7 @@ def _numbered(words: Iterable[str]) -> str:
 def _shuffled(
     rng: np.random.Generator, common: Sequence[str], others: Sequence[str], repeats: _Repeats
 ) -> list[str]:
-    words = [*common] * repeats.common + [*others] * repeats.other
+    words = [*common] * repeats[0] + [*others] * repeats[1]
     return [words[index] for index in rng.permutation(len(words))]
 
 
@@ -86,8 +81,8 @@ class _NumberedList:
     ) -> None:
         self._encoder, self._rng, self._repeats = encoder, rng, repeats
         self._common, self._others = words[:_COMMON], words[_COMMON:]
-        self.least = repeats.common * sum(map(self._size, self._common))
-        self.least += self._numbers(0, repeats.common * _COMMON)
+        self.least = repeats[0] * sum(map(self._size, self._common))
+        self.least += self._numbers(0, repeats[0] * _COMMON)
 
     def fill(self, room: int) -> list[int]:
         """Exactly `room` tokens.
@@ -111,11 +106,11 @@ class _NumberedList:
 
     def _others_for(self, room: int) -> int:
         """How many other words there is room for."""
-        used, last = self.least, self._repeats.common * _COMMON
+        (common, other), used = self._repeats, self.least
+        last = common * _COMMON
         for count, word in enumerate(self._others):
-            used += self._repeats.other * self._size(word)
-            used += self._numbers(last, last + self._repeats.other)
-            last += self._repeats.other
+            used += other * self._size(word) + self._numbers(last, last + other)
+            last += other
             if used > room:
                 return count
         return len(self._others)
