@@ -191,8 +191,6 @@ class Step:
     Args:
       rows: the rows that it concerns: those that had tokens in the prompt or in the step; at a
         flush, all of them. Decisions about other rows are not carried out.
-      slots: slot of each new token of a decode step, `[B, H, T]`; `cache.slots` where none was
-        stored. None at other moments.
       mass: attention probability that each slot received in a decode step, per query head,
         `[B, Q, S]` float32; None unless needed, and at other moments.
       keys: rotated keys of all slots as attention sees them, `[B, H, S, D]`; None in a decode step,
@@ -212,7 +210,6 @@ class Step:
     """
 
     rows: Bool[Array, " B"]
-    slots: Int[Array, "B H T"] | None = None
     mass: Float[Array, "B Q S"] | None = None
     keys: Float[Array, "B H S D"] | None = None
     query: Float[Array, "B Q W D"] | None = None

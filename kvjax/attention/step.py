@@ -42,7 +42,7 @@ def decode(
     window = None if cache.window is None else cache.window.add(q, positions)
     query, query_position = window or (None, None)
     step = Step(
-        rows=(positions >= 0).any(1), slots=slots, mass=mass, query=query,
+        rows=(positions >= 0).any(1), mass=mass, query=query,
         query_position=query_position, rope=call.rope, moment="step", options=call.options,
         implementation=call.implementation, output=out,
     )  # fmt: skip

@@ -49,7 +49,6 @@ def foreseen(transform: KVTransform, moment: Moment) -> Decision | None:
             cache, _ = opened(cache)
         now = Step(
             rows=jnp.ones(1, bool),
-            slots=jnp.zeros((1, 1, 1), jnp.int32) if step else None,
             mass=jnp.zeros(cache.shape) if mass else None,
             keys=None if step else jnp.zeros((*cache.shape, HEAD_DIM)),
             query=jnp.zeros((1, 1, window, HEAD_DIM)) if window else None,

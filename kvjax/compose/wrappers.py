@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.slots import KVCache
@@ -129,6 +130,23 @@ class HeadGroups(KVTransform):
 def by_head_groups(layer: KVTransform) -> tuple[KVTransform, ...]:
     """Returns the transforms of a bound layer's head groups, or the one of all its heads."""
     return tuple(tx for _, tx in layer.groups) if isinstance(layer, HeadGroups) else (layer,)
+
+
+def map_head_groups(
+    function: Callable[[KVTransform], KVTransform], layer: KVTransform
+) -> KVTransform:
+    """Replaces the transform of a bound layer, or that of each of its head groups."""
+    if not isinstance(layer, HeadGroups):
+        return function(layer)
+    return HeadGroups(tuple((heads, function(tx)) for heads, tx in layer.groups))
+
+
+def in_head_order(layer: KVTransform, arrays: Sequence[Array]) -> Array:
+    """Joins arrays `[B, H, ...]` of a bound layer's head groups in the order of its heads."""
+    if not isinstance(layer, HeadGroups):
+        return arrays[0]
+    order = np.argsort([head for heads, _ in layer.groups for head in heads])
+    return jnp.concatenate(arrays, axis=1)[:, order]
 
 
 @dataclass(frozen=True)

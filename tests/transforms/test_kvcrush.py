@@ -82,13 +82,13 @@ class Seen(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def one_prompt(tx, cache, k, v, positions, attention, query, query_position):
     kv = widen(cache.kv, cache.kv.slots + k.shape[2])
-    kv, slots = append(kv, k, v, positions)
+    kv, _ = append(kv, k, v, positions)
     if "attention" in kv.columns:
         shape = kv.column("attention").shape
         kv = kv.with_column("attention", jnp.resize(attention, shape))
     rows = (positions >= 0).any(1)
     step = Step(
-        rows=rows, slots=slots, mass=None, keys=kv.k.read(), query=query,
+        rows=rows, mass=None, keys=kv.k.read(), query=query,
         query_position=query_position, rope=None, moment="prompt", options=AttentionOptions(0.5),
     )  # fmt: skip
     base, _ = tx.split

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention.layer import Cache, LayerCache
+from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.cache.slots import KVCache
-from kvjax.compose.wrappers import HeadGroups
+from kvjax.compose.wrappers import in_head_order, map_head_groups
 from kvjax.decisions import Decision
 from kvjax.protocol import AttentionOptions, KVTransform, State, Step, View, Wrapper
 from kvjax.rope import Rope
@@ -66,59 +65,58 @@ class Recorded(Wrapper):
     needs = property(lambda self: self.base.needs._replace(predicted_query=True))
 
     def select(self, view: View, state: Recording, query: Array) -> tuple[View, Recording]:
-        """The base's selection, kept together with the query and the predicted one."""
+        """Selects as the base does, and keeps what `on_step` does not see."""
         view, state = super().select(view, state, query)
         seen = view.per_slot(view.cache.position, -1)
-        return view, state._replace(record=(query, view.predicted, seen))
+        return view, state._replace(record=(query, view.predicted, seen, view.slots))
 
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """The base's decision, after the new tokens have been looked up."""
-        query, predicted, seen = state.record
-        slots = jnp.minimum(step.slots, cache.slots - 1)
+        """Decides as the base does, after the new tokens have been looked up."""
+        query, predicted, seen, slots = state.record
+        slots = jnp.minimum(slots, cache.slots - 1)
         rope = step.rope if self.needs.unrotated_keys else None
-        new = Record(
+        record = Record(
             query, cache.k.read(slots), cache.v.read(slots), predicted, seen, rope,
             step.options, step.implementation,
         )  # fmt: skip
         decision, state = super().on_step(cache, state, step)
-        return decision, state._replace(record=new)
+        return decision, state._replace(record=record)
 
 
 def recorded(layer: KVTransform) -> KVTransform:
-    """A bound transform that records, group by group."""
-    if isinstance(layer, HeadGroups):
-        return HeadGroups(tuple((heads, Recorded(tx)) for heads, tx in layer.groups))
-    return Recorded(layer)
+    """Returns a bound transform that records, group by group."""
+    return map_head_groups(Recorded, layer)
 
 
 def record(cache: Cache) -> Cache:
-    """The cache of a transform, for the same transform `recorded` to decode with."""
-    if not isinstance(cache, LayerCache):
-        return tuple(map(record, cache))
-    return dataclasses.replace(
-        cache, transform=Recorded(cache.transform), state=Recording(cache.state)
-    )
+    """Prepares the cache of a transform for the transform that is `recorded`."""
+
+    def prepared(part: LayerCache) -> LayerCache:
+        return dataclasses.replace(
+            part, transform=Recorded(part.transform), state=Recording(part.state)
+        )
+
+    return map_parts(prepared, cache)
 
 
 def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
-    """After a decode step: the cache of the transform itself, and each head group's record."""
-    if not isinstance(cache, LayerCache):
-        caches, records = zip(*map(unrecord, cache), strict=True)
-        return caches, [x for group in records for x in group]
-    state, last = cache.state
-    return dataclasses.replace(cache, transform=cache.transform.base, state=state), [last]  # pyright: ignore[reportAttributeAccessIssue]
+    """Splits a cache after a decode step into the transform's own and each head group's record."""
+    records = [part.state.record for part in layer_caches(cache)]
+
+    def plain(part: LayerCache) -> LayerCache:
+        base = part.transform.base  # pyright: ignore[reportAttributeAccessIssue]
+        return dataclasses.replace(part, transform=base, state=part.state.base)
+
+    return map_parts(plain, cache), records
 
 
 def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Array, "B H L"]:
-    """Whether each KV head looked at each of `length` positions, from the records of all groups.
+    """Marks which of `length` positions each KV head looked at, from the records of all groups.
 
     Where query heads have lists of their own, a KV head's list joins those of its query heads.
     """
     marks = [holds(x.seen.reshape(*x.key.shape[:2], -1), length) for x in records]
-    if not isinstance(layer, HeadGroups):
-        return marks[0]
-    order = np.argsort([head for heads, _ in layer.groups for head in heads])
-    return jnp.concatenate(marks, axis=1)[:, order]
+    return in_head_order(layer, marks)
 
 
 def attend_to_all(
