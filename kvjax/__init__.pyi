@@ -3,10 +3,13 @@
 from . import kit, testing
 from .attention.attend import attend
 from .attention.flush import flush, flush_interval
-from .attention.layer import LayerCache, init_cache, kept_tokens
+from .attention.init_cache import init_cache
+from .attention.kept_tokens import kept_tokens
+from .attention.layer import LayerCache
 from .attention.rows import put_rows, take_rows
 from .cache.slots import nbytes
-from .compose.chain import bind, chain
+from .compose.bind import bind
+from .compose.chain import chain
 from .compose.in_slots import in_slots
 from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
 from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated

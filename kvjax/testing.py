@@ -15,8 +15,10 @@ import numpy as np
 
 from kvjax.attention.attend import attend
 from kvjax.attention.flush import flush, flush_interval
-from kvjax.attention.layer import Cache, LayerCache, init_cache, layer_caches
-from kvjax.compose.chain import bind, parts_of
+from kvjax.attention.init_cache import init_cache
+from kvjax.attention.layer import Cache, LayerCache, layer_caches
+from kvjax.compose.bind import bind
+from kvjax.compose.chain import parts_of
 from kvjax.compose.foreseen import frees_while_decoding
 from kvjax.protocol import Extent, KVTransform, check_transform
 from kvjax.rope import Rope

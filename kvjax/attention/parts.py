@@ -13,15 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from kvjax.attention.layer import (
-    Cache,
-    Part,
-    QueryWindow,
-    Reading,
-    init_cache,
-    layer_caches,
-    map_parts,
-)
+from kvjax.attention.init_cache import init_cache
+from kvjax.attention.layer import Cache, Part, QueryWindow, Reading, layer_caches, map_parts
 from kvjax.budgets.layers import layers_of
 from kvjax.devices import Placement
 from kvjax.protocol import AttentionOptions, KVTransform

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 import kvjax
-from kvjax.attention.layer import default_dtype
+from kvjax.attention.init_cache import default_dtype
 from kvjax.checks import check_count
 from kvjax.cli import options
 from kvjax.cli.bench_table import print_report

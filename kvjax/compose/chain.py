@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxtyping import Array
 
 from kvjax.cache.slots import KVCache
-from kvjax.checks import check_count
 from kvjax.compose.foreseen import frees_while_decoding
-from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
+from kvjax.compose.wrappers import HeadGroups, by_head_groups
 from kvjax.decisions import Changed, Decision, Mark, Retain, decide
-from kvjax.messages import brief
 from kvjax.protocol import (
     Extent,
     Full,
@@ -28,7 +25,6 @@ from kvjax.protocol import (
     check_transform,
     takes_part,
 )
-from kvjax.transforms.ring import Ring
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Chain(KVTransform):
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
         """Joins the parts for this layer; where one turns dense, only stored forms remain."""
-        return _joined(part.for_layer(layer, num_layers) for part in self.parts)
+        return joined_parts(part.for_layer(layer, num_layers) for part in self.parts)
 
     def extent(self, extent: Extent) -> Extent:
         """Composes the bounds of the parts."""
@@ -127,121 +123,13 @@ def decide_parts(
     return kv, state_of_parts(transform, states)
 
 
-def walk(transform: KVTransform) -> Iterator[KVTransform]:
-    """Walks over a composition and everything that it is made of.
-
-    What `PerLayer` chooses is not walked over: it depends on the layer.
-
-    Example:
-      >>> import kvjax
-      >>> from kvjax.compose.chain import walk
-      >>> tx = kvjax.Everywhere(kvjax.chain(kvjax.SnapKV(64), kvjax.Quantize()))
-      >>> [type(part).__name__ for part in walk(tx)]
-      ['Everywhere', 'Chain', 'SnapKV', 'Quantize']
-    """
-    yield transform
-    for part in _inner(transform):
-        yield from walk(part)
-
-
-def _inner(transform: KVTransform) -> tuple[KVTransform, ...]:
-    """Returns the transforms that a composition is made of; none for a method."""
-    if isinstance(transform, Chain):
-        return transform.parts
-    if isinstance(transform, HeadGroups):
-        return by_head_groups(transform)
-    base = getattr(transform, "base", None)
-    return (base,) if isinstance(base, KVTransform) else ()
-
-
-def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
-    """Returns a composition for a layer, not yet bound to it.
-
-    `PerLayer` has chosen, and head groups stand outside.
-
-    Example:
-      >>> import kvjax
-      >>> from kvjax.compose.chain import chosen
-      >>> first = kvjax.PerLayer(lambda i, n: kvjax.Full() if i < 1 else kvjax.SnapKV(64))
-      >>> type(chosen(kvjax.chain(first, kvjax.Quest(64)), 2, 4)).__name__
-      'Chain'
-    """
-    if isinstance(transform, PerLayer):
-        return chosen(transform.chosen(layer, num_layers), layer, num_layers)
-    inner = [chosen(part, layer, num_layers) for part in _inner(transform)]
-    if isinstance(transform, Chain):
-        return _joined(inner)
-    if isinstance(transform, HeadGroups):
-        return _regrouped(transform, inner)
-    if not inner:
-        return transform
-    (base,) = inner
-    if isinstance(transform, Everywhere):
-        if isinstance(base, HeadGroups):
-            return _regrouped(base, map(Everywhere, by_head_groups(base)))
-        return Everywhere(base)
-    return base if isinstance(base, Full) else dataclasses.replace(transform, base=base)
-
-
-def map_methods(
-    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
-    transform: KVTransform,
-) -> KVTransform:
-    """Replaces each method in a composition by `function(method, heads)`.
-
-    Methods are what contains no other transform. What `PerLayer` chooses is replaced when it
-    chooses, so that `function` must be hashable and pure, as `choose` is.
-
-    Args:
-      function: is given a method, and the KV heads that `HeadGroups` gives it; None: all.
-      transform: any.
-
-    Example:
-      >>> import kvjax
-      >>> from kvjax.compose.chain import map_methods
-      >>> tx = kvjax.Everywhere(kvjax.SnapKV(64))
-      >>> map_methods(lambda method, heads: kvjax.H2O(8), tx)
-      Everywhere(base=H2O(budget=8, group_reduce='mean'))
-    """
-    if any(isinstance(part, PerLayer) for part in walk(transform)):
-        return PerLayer(_Mapped(transform, function))
-    return _mapped(function, chosen(transform, 0, 1), None)
-
-
-@dataclass(frozen=True)
-class _Mapped:
-    """Function of a `PerLayer` whose choices have every method replaced."""
-
-    transform: KVTransform
-    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform]
-
-    def __call__(self, layer: int, num_layers: int) -> KVTransform:
-        return _mapped(self.function, chosen(self.transform, layer, num_layers), None)
-
-
-def _mapped(
-    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
-    transform: KVTransform,
-    heads: tuple[int, ...] | None,
-) -> KVTransform:
-    """Does `map_methods` for a composition without `PerLayer`, whose head groups are outside."""
-    if isinstance(transform, HeadGroups):
-        return HeadGroups(
-            tuple((group, _mapped(function, tx, group)) for group, tx in transform.groups)
-        )
-    inner = [_mapped(function, part, heads) for part in _inner(transform)]
-    if isinstance(transform, Chain):
-        return chain(*inner)
-    return dataclasses.replace(transform, base=inner[0]) if inner else function(transform, heads)
-
-
-def _regrouped(groups: HeadGroups, inner: Iterable[KVTransform]) -> HeadGroups:
+def regrouped(groups: HeadGroups, inner: Iterable[KVTransform]) -> HeadGroups:
     """Replaces the transforms of head groups, in their order."""
     pairs = zip(groups.groups, inner, strict=True)
     return HeadGroups(tuple((heads, tx) for (heads, _), tx in pairs))
 
 
-def _joined(parts: Iterable[KVTransform]) -> KVTransform:
+def joined_parts(parts: Iterable[KVTransform]) -> KVTransform:
     """Joins the parts of a chain for one layer into one transform, head groups outside.
 
     Where a part is `Full`, only the form of storage remains.
@@ -259,7 +147,7 @@ def _joined(parts: Iterable[KVTransform]) -> KVTransform:
         [inner if part is split[0] else part for part in parts]
         for inner in by_head_groups(split[0])
     )
-    return _regrouped(split[0], map(_joined, wholes))
+    return regrouped(split[0], map(joined_parts, wholes))
 
 
 def chain(*transforms: KVTransform) -> KVTransform:
@@ -330,76 +218,3 @@ def _check_parts(parts: tuple[KVTransform, ...]) -> None:
                 "decoding: the index would go stale. Put a method that compresses only the prompt "
                 "first"
             )
-
-
-def bind(
-    transform: KVTransform,
-    num_layers: int,
-    windows: Sequence[int | None] = (),
-    max_tokens: int | None = None,
-) -> tuple[KVTransform, ...]:
-    """Returns one transform per layer, and rings for layers with sliding windows.
-
-    Layer i has `transform.for_layer(i, num_layers)`.
-
-    A layer with a sliding window that is shorter than a text may become is a `Ring`, whatever the
-    method does in other layers: it holds the tokens of its window, exactly, and no others. How the
-    transform stores keys and values (`Quantize`, `Codebook`) holds in rings too, but for keys of 4
-    bits in groups of slots, which are encoded token by token there. Where a window is not shorter
-    than a text may become, no token ever leaves it, and the layer is like any other. `Everywhere`
-    lets a method work in all layers.
-
-    Args:
-      transform: the method.
-      num_layers: of the model.
-      windows: of each layer, None where it has none, as the layer gives it to `attend`; empty: no
-        layer has one.
-      max_tokens: the most tokens of a row, `max_prompt + max_new`; None: more than any window.
-
-    Raises:
-      TypeError: not a transform, a number that is no int, windows that are no tuple.
-      ValueError: fewer than one layer, windows of another number of layers or below 1.
-
-    Example:
-      >>> import kvjax
-      >>> kvjax.bind(kvjax.H2O(budget=64), num_layers=2)
-      (H2O(budget=64, group_reduce='mean'), H2O(budget=64, group_reduce='mean'))
-      >>> kvjax.bind(kvjax.H2O(budget=64), 2, windows=(1024, None), max_tokens=8192)
-      (Ring(window=1024), H2O(budget=64, group_reduce='mean'))
-    """
-    check_transform(transform, "bind")
-    check_count("num_layers", num_layers, 1)
-    if max_tokens is not None:
-        check_count("max_tokens", max_tokens, 1)
-    if not isinstance(windows, tuple | list):
-        raise TypeError(
-            f"windows must be a tuple with an int or None for each layer, got {brief(windows)}"
-        )
-    windows = tuple(windows) or (None,) * num_layers
-    if len(windows) != num_layers:
-        raise ValueError(f"windows must have one entry per layer, {num_layers}, got {len(windows)}")
-    layers = []
-    for layer, window in enumerate(windows):
-        bound = transform.for_layer(layer, num_layers)
-        if window is not None:
-            check_count(f"the window of layer {layer}", window, 1)
-            if max_tokens is None or window < max_tokens:
-                bound = _ring(window, transform, layer, num_layers)
-        layers.append(bound)
-    return tuple(layers)
-
-
-def _ring(window: int, transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
-    """Returns a layer's ring in the stored form of the transform; under `Everywhere` the method."""
-    transform = chosen(transform, layer, num_layers)
-    if isinstance(transform, HeadGroups):
-        rings = [_ring(window, tx, layer, num_layers) for tx in by_head_groups(transform)]
-        return rings[0] if len(set(rings)) == 1 else _regrouped(transform, rings)
-    parts = list(walk(transform))
-    if any(isinstance(part, Everywhere) for part in parts):
-        return transform.for_layer(layer, num_layers)
-    methods = (part for part in parts if part.stage == Stage.REPRESENT and not _inner(part))
-    # A method that brings a form of storage of its own (SpindleKV) becomes a chain: it is replaced.
-    stored = (part.for_layer(layer, num_layers) for part in methods)
-    forms = (part for part in stored if not isinstance(part, Chain))
-    return chain(Ring(window), *(part.by_slot() for part in forms))

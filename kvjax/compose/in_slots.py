@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.budgets.budgets import slots_for
 from kvjax.checks import check_count
-from kvjax.compose.chain import map_methods
+from kvjax.compose.walks import map_methods
 from kvjax.protocol import KVTransform, check_transform
 
 

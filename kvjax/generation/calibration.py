@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.checks import check_count, check_number
 from kvjax.compiled_code import compiled
-from kvjax.compose.chain import chosen, map_methods, walk
+from kvjax.compose.walks import chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.devices import automatic
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional

@@ -14,7 +14,7 @@ from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.parts import placed
 from kvjax.attention.rows import copied, take_rows
 from kvjax.cache.slots import nbytes
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.devices import put, put_rows
 from kvjax.generation.fingerprints import Fingerprint
 from kvjax.generation.prompt_pass import CacheSize

@@ -18,7 +18,8 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array
 
 import kvjax
-from kvjax.compose.chain import bind, map_methods
+from kvjax.compose.bind import bind
+from kvjax.compose.walks import map_methods
 from kvjax.devices import automatic, mesh_of
 from kvjax.files import is_hidden
 from kvjax.generation.context import Context

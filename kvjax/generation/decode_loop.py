@@ -21,7 +21,7 @@ from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.cache.slots import memory_bytes
 from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.devices import by_rows, divided, mesh_of, put
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context

@@ -9,7 +9,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from kvjax.checks import check_count
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context

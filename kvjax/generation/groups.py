@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.rows import map_rows
 from kvjax.compiled_code import compiled
-from kvjax.compose.chain import walk
+from kvjax.compose.walks import walk
 from kvjax.devices import put_rows
 from kvjax.generation.steps import pad
 from kvjax.protocol import KVTransform

@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 from kvjax.attention.layer import Cache, LayerCache, layer_caches, map_parts
 from kvjax.attention.parts import cache_specs
 from kvjax.checks import check_count
-from kvjax.compose.chain import bind, map_methods
+from kvjax.compose.bind import bind
+from kvjax.compose.walks import map_methods
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.devices import DATA, Placement, check_mesh
 from kvjax.generation.calibration import WithCalibration

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.layer import Cache, init_cache, kept_tokens, layer_caches, map_parts
+from kvjax.attention.init_cache import init_cache
+from kvjax.attention.kept_tokens import kept_tokens
+from kvjax.attention.layer import Cache, layer_caches, map_parts
 from kvjax.attention.parts import mesh_of_cache, placed
 from kvjax.attention.prompt import begin
 from kvjax.attention.rows import put_rows, take_rows

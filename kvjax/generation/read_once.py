@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from kvjax.attention.layer import Cache, Reading, map_parts
 from kvjax.attention.prompt import compress, read_for
 from kvjax.compiled_code import compiled
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.compose.wrappers import by_head_groups
 from kvjax.devices import automatic
 from kvjax.generation.compiler import Compiler

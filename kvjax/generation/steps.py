@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.flush import flush, flush_interval
-from kvjax.attention.layer import Cache, init_cache
+from kvjax.attention.init_cache import init_cache
+from kvjax.attention.layer import Cache
 from kvjax.attention.prompt import begin
 from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel

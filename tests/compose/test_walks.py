@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import Everywhere, HeadGroups, InfiniGen, PerLayer, Quantize, SnapKV, chain, plot
-from kvjax.compose.chain import walk
+from kvjax.compose.walks import walk
 from kvjax.generation.calibration import WithCalibration
 from kvjax.generation.planning import plan
 from kvjax.models.blocks import wants_prediction

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.budgets.budgets import check_budget
 from kvjax.checks import check_choice, check_count, check_flag
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.evaluation.tasks import ANSWERS, MEASURES
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform

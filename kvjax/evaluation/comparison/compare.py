@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.attention.layer import layer_caches
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.evaluation.cells import files
 from kvjax.evaluation.cells.grid import Candidate, Cell, Grid, Unit

@@ -15,7 +15,7 @@ from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.devices import automatic
 from kvjax.generation.context import Context
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.layer import Cache, Reading
 from kvjax.attention.prompt import compress
 from kvjax.compiled_code import compiled
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.compose.wrappers import Everywhere, by_head_groups
 from kvjax.generation.compiler import Compiler
 from kvjax.generation.context import Context

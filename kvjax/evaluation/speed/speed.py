@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.attention.layer import default_dtype
+from kvjax.attention.init_cache import default_dtype
 from kvjax.checks import check_count
-from kvjax.compose.chain import bind
+from kvjax.compose.bind import bind
 from kvjax.devices import mesh_of
 from kvjax.evaluation.memory import with_peak
 from kvjax.generation.calibration import CALIBRATION_TOKENS, calibrated

@@ -17,8 +17,8 @@ from kvjax.cache.selection import evictable, keep_best
 from kvjax.cache.slots import KVCache
 from kvjax.cache.units import Units
 from kvjax.checks import check_choice, check_flag
-from kvjax.compose.chain import walk
 from kvjax.compose.foreseen import foreseen
+from kvjax.compose.walks import walk
 from kvjax.compose.wrappers import check_evicts
 from kvjax.decisions import Keep, Mark, Retain
 from kvjax.devices import all_heads

@@ -1,0 +1,122 @@
+"""Walks over compositions: all their parts, the choice of a layer, and methods replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvjax.compose.chain import Chain, chain, joined_parts, regrouped
+from kvjax.compose.wrappers import Everywhere, HeadGroups, PerLayer, by_head_groups
+from kvjax.protocol import (
+    Full,
+    KVTransform,
+)
+
+
+def walk(transform: KVTransform) -> Iterator[KVTransform]:
+    """Walks over a composition and everything that it is made of.
+
+    What `PerLayer` chooses is not walked over: it depends on the layer.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.compose.walks import walk
+      >>> tx = kvjax.Everywhere(kvjax.chain(kvjax.SnapKV(64), kvjax.Quantize()))
+      >>> [type(part).__name__ for part in walk(tx)]
+      ['Everywhere', 'Chain', 'SnapKV', 'Quantize']
+    """
+    yield transform
+    for part in inner_transforms(transform):
+        yield from walk(part)
+
+
+def inner_transforms(transform: KVTransform) -> tuple[KVTransform, ...]:
+    """Returns the transforms that a composition is made of; none for a method."""
+    if isinstance(transform, Chain):
+        return transform.parts
+    if isinstance(transform, HeadGroups):
+        return by_head_groups(transform)
+    base = getattr(transform, "base", None)
+    return (base,) if isinstance(base, KVTransform) else ()
+
+
+def chosen(transform: KVTransform, layer: int, num_layers: int) -> KVTransform:
+    """Returns a composition for a layer, not yet bound to it.
+
+    `PerLayer` has chosen, and head groups stand outside.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.compose.walks import chosen
+      >>> first = kvjax.PerLayer(lambda i, n: kvjax.Full() if i < 1 else kvjax.SnapKV(64))
+      >>> type(chosen(kvjax.chain(first, kvjax.Quest(64)), 2, 4)).__name__
+      'Chain'
+    """
+    if isinstance(transform, PerLayer):
+        return chosen(transform.chosen(layer, num_layers), layer, num_layers)
+    inner = [chosen(part, layer, num_layers) for part in inner_transforms(transform)]
+    if isinstance(transform, Chain):
+        return joined_parts(inner)
+    if isinstance(transform, HeadGroups):
+        return regrouped(transform, inner)
+    if not inner:
+        return transform
+    (base,) = inner
+    if isinstance(transform, Everywhere):
+        if isinstance(base, HeadGroups):
+            return regrouped(base, map(Everywhere, by_head_groups(base)))
+        return Everywhere(base)
+    return base if isinstance(base, Full) else dataclasses.replace(transform, base=base)
+
+
+def map_methods(
+    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
+    transform: KVTransform,
+) -> KVTransform:
+    """Replaces each method in a composition by `function(method, heads)`.
+
+    Methods are what contains no other transform. What `PerLayer` chooses is replaced when it
+    chooses, so that `function` must be hashable and pure, as `choose` is.
+
+    Args:
+      function: is given a method, and the KV heads that `HeadGroups` gives it; None: all.
+      transform: any.
+
+    Example:
+      >>> import kvjax
+      >>> from kvjax.compose.walks import map_methods
+      >>> tx = kvjax.Everywhere(kvjax.SnapKV(64))
+      >>> map_methods(lambda method, heads: kvjax.H2O(8), tx)
+      Everywhere(base=H2O(budget=8, group_reduce='mean'))
+    """
+    if any(isinstance(part, PerLayer) for part in walk(transform)):
+        return PerLayer(_Mapped(transform, function))
+    return _mapped(function, chosen(transform, 0, 1), None)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """Function of a `PerLayer` whose choices have every method replaced."""
+
+    transform: KVTransform
+    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform]
+
+    def __call__(self, layer: int, num_layers: int) -> KVTransform:
+        return _mapped(self.function, chosen(self.transform, layer, num_layers), None)
+
+
+def _mapped(
+    function: Callable[[KVTransform, tuple[int, ...] | None], KVTransform],
+    transform: KVTransform,
+    heads: tuple[int, ...] | None,
+) -> KVTransform:
+    """Does `map_methods` for a composition without `PerLayer`, whose head groups are outside."""
+    if isinstance(transform, HeadGroups):
+        return HeadGroups(
+            tuple((group, _mapped(function, tx, group)) for group, tx in transform.groups)
+        )
+    inner = [_mapped(function, part, heads) for part in inner_transforms(transform)]
+    if isinstance(transform, Chain):
+        return chain(*inner)
+    return dataclasses.replace(transform, base=inner[0]) if inner else function(transform, heads)
