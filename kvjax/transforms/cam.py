@@ -1,4 +1,4 @@
-"""CaM: evicted values live on in the tokens that come next (ICML 2024)."""
+"""CaM: merges the values of evicted tokens into the next kept tokens (ICML 2024)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
 
 
 class CaMState(NamedTuple):
-    """The key of the draws (None where nothing is drawn), and the base's state."""
+    """State of CaM.
+
+    Args:
+      key: random key of the draws; None: nothing is drawn.
+      base: state of the base.
+    """
 
     key: Array | None
     base: State

@@ -1,4 +1,4 @@
-"""Random draws that depend on seed, layer, KV head and position, and on nothing else."""
+"""Random draws that depend only on seed, layer, KV head and position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GENERATOR = "threefry2x32"
 
 
 def check_seed(seed: int) -> None:
-    """Raises unless a seed is an integer in [0, 2**32)."""
+    """Raises unless the seed is an integer in [0, 2**32)."""
     check_count("seed", seed, 0, most=math.inf)
     if seed >= 2**32:  # JAX would drop the upper bits
         raise ValueError(f"seed must be below 2**32, got {brief(seed)}")

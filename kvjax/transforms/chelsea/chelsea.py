@@ -99,11 +99,11 @@ class Chelsea(KVTransform):
       The paper's text gives neither the interval nor the constants of the schedule. The schedule
       falls linearly for `steps` passes and then stays. A pass merges at least one edge. If a chunk
       has an odd number of tokens, the last is in A; a chunk of one token merges nothing. Similarity
-      is that of the keys as they are stored. Cosines are rounded to multiples of the smallest power
-      of two from `2^-21 √D` on (2^-17 with 128 channels) before they are compared, so that they do
-      not depend on the order of a sum. Among pairs that are equally similar on this grid, those of
-      lower tokens come first. A further turn compresses the rows that have tokens in it; a share is
-      then taken anew.
+      is that of the keys as they are stored. Before cosines are compared, they are rounded to a
+      grid, so that they do not depend on the order of a sum. Its step is the smallest power of two
+      that is at least `2^-21 √D` (2^-17 with 128 channels). Among pairs that are equally similar on
+      this grid, those of lower tokens come first. A further turn compresses the rows that have
+      tokens in it; a share is then taken anew.
     """
 
     budget: Budget

@@ -107,10 +107,10 @@ def partial_projection(
 ) -> Float[np.ndarray, "D r"]:
     """Computes P of one KV head: the strongest channels of its skewed queries and keys.
 
-    A is the matrix of the queries' right singular vectors, by descending singular value. P consists
-    of the `n = max(1, int(share · D))` columns of A with the largest `Σ |q A|` and the n columns
-    with the largest `Σ |k A|` (ties go to the lower column), in the order of A. The sign of a
-    column is arbitrary.
+    A is the matrix of the queries' right singular vectors, by descending singular value. With
+    `n = max(1, int(share · D))`, P consists of the n columns of A with the largest `Σ |q A|` and
+    the n columns with the largest `Σ |k A|`, in the order of A. Ties go to the lower column. The
+    sign of a column is arbitrary.
 
     Args:
       queries: rotated queries of all query heads of the group.

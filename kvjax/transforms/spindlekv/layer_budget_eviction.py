@@ -28,9 +28,10 @@ class LayerBudgetEviction(KVTransform):
 
         β < r_c ≤ α:  from min(1, 2·r_c - β) to β         α < r_c:  from 1 to 2·r_c - 1
 
-    For `r_c ≤ β` every layer has `max(r_c, 0)`. A layer keeps the `⌊r_c(layer) · (L - W)⌋` context
-    tokens `a` with the highest accumulated score `Σ_t p[t, a] / (L - a)`, t running over the last W
-    queries, and the W newest tokens. Decoding evicts nothing. Pass the transform to `bind`.
+    For `r_c ≤ β` every layer has `max(r_c, 0)`. A layer keeps the W newest tokens and the
+    `⌊r_c(layer) · (L - W)⌋` context tokens with the highest score. The score of token `a` is
+    `Σ_t p[t, a] / (L - a)`, summed over the last W queries t. Decoding evicts nothing. Pass the
+    transform to `bind`.
 
     Args:
       reserve: r, the share of each row's tokens that the layers keep on average, window included.
