@@ -1,1 +1,1 @@
-"""How many slots a method may keep: numbers, shares, tables over lengths and over layers."""
+"""Numbers of slots that a method may keep: fixed, by share, by prompt length and by layer."""

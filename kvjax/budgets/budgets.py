@@ -1,9 +1,8 @@
-"""Budgets: how many slots a method may keep, for a prompt of each length.
+"""Budgets: the number of slots that a method may keep, for a prompt of each length.
 
 A budget is an `int` (slots), a `float` (share of each row's own prompt), or a function from prompt
-lengths to slots, such as PyramidKV's layer budgets.
-Rows differ in length, so a budget becomes a table over lengths when a function is traced, and each
-row looks its own up.
+lengths to slots, such as PyramidKV's layer budgets. Rows differ in length. Therefore a budget
+becomes a table over lengths when a function is traced, and each row looks up its own length.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ def check_budget(budget: Budget, minimum: int, why: str) -> None:
     """Raises unless the budget is a workable number of slots or a share of a prompt.
 
     Args:
-      budget: what was given.
+      budget: budget to check.
       minimum: smallest workable number of slots.
-      why: what the minimum is made of, for the message.
+      why: explanation of the minimum, for the message.
 
     Raises:
-      TypeError: not a number.
-      ValueError: an int below `minimum` or above `MOST_COUNT`, or a float outside (0, 1].
+      TypeError: the budget is not a number.
+      ValueError: it is an int below `minimum` or above `MOST_COUNT`, or a float outside (0, 1].
     """
     if callable(budget):
         return
@@ -51,9 +50,10 @@ def check_budget(budget: Budget, minimum: int, why: str) -> None:
 
 
 def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.ndarray:
-    """Slots for prompts of these lengths: B, or `min(L, max(⌊f·L⌋, minimum))` for a share f.
+    """Returns the slots for prompts of these lengths.
 
-    `f·L` is the double-precision product.
+    They are B for a number, and `min(L, max(⌊f·L⌋, minimum))` for a share f, where `f·L` is the
+    product in double precision.
 
     Example:
       >>> from kvjax.budgets.budgets import slots_for
@@ -70,7 +70,7 @@ def slots_for(budget: Budget, lengths: np.ndarray | int, minimum: int) -> np.nda
 
 
 def most_slots(budget: Budget, max_length: int, minimum: int) -> int:
-    """The largest budget of any prompt of up to `max_length` tokens."""
+    """Returns the largest budget of any prompt of up to `max_length` tokens."""
     return int(slots_for(budget, np.arange(max_length + 1), minimum).max())
 
 
@@ -81,9 +81,11 @@ def rows_budget(
     minimum: int,
     own: Int[Array, " L"] | tuple[()] = (),
 ) -> Int[Array, " B"]:
-    """Each row's budget, from its own length (at most `max_length`).
+    """Returns each row's budget, from its own length (at most `max_length`).
 
-    A layer that has a table of its `own` (`kvjax.budgets.layers.layer_table`) looks it up there.
+    Args:
+      own: a layer's own budgets over lengths (`kvjax.budgets.layers.layer_table`), which replace
+        `budget`; empty: there are none.
     """
     if isinstance(budget, int | np.integer):
         return jnp.full(length.shape, budget, jnp.int32)
@@ -94,13 +96,13 @@ def rows_budget(
 
 @dataclass(frozen=True)
 class Share:
-    """A share of a budget, `round(share · B)`, or what that leaves; a budget itself.
+    """Share of a budget B, `round(share · B)`, or the remainder of B; it is a budget itself.
 
     Args:
       budget: B.
-      share: which part of it.
-      minimum: smallest workable number of slots, which is always left.
-      rest: give what is left.
+      share: share of B.
+      minimum: smallest workable number of slots, which the remainder always has.
+      rest: True: the remainder; False: the share.
 
     Example:
       >>> import numpy as np
@@ -115,8 +117,8 @@ class Share:
     rest: bool = False
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Slots for prompts of these lengths."""
-        whole = slots_for(self.budget, lengths, self.minimum)
-        taken = np.rint(self.share * whole).astype(np.int64)
-        taken = np.minimum(taken, np.maximum(whole - self.minimum, 0))
-        return whole - taken if self.rest else taken
+        """Returns the slots for prompts of these lengths."""
+        total = slots_for(self.budget, lengths, self.minimum)
+        taken = np.rint(self.share * total).astype(np.int64)
+        taken = np.minimum(taken, np.maximum(total - self.minimum, 0))
+        return total - taken if self.rest else taken

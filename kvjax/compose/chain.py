@@ -1,4 +1,4 @@
-"""Transforms one after the other, and one per layer."""
+"""Transforms one after the other."""
 
 from __future__ import annotations
 

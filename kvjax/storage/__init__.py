@@ -1,1 +1,1 @@
-"""Other forms and places of keys and values: 8 and 4 bits, a codebook, host memory."""
+"""Storage of keys and values in other forms and places: 8 and 4 bits, codebooks, host memory."""

@@ -1,4 +1,4 @@
-"""What encoded payloads share: recent rows beside their body, and attention over both."""
+"""Base class of encoded payloads: recent rows beside an encoded body, and attention over both."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from pallas_kernels.base.mixing import mix_rows
 
 
 class EncodedPayload(ABC):
-    """A body of encoded rows, and the newest rows as they came where it is not written row by row.
+    """Body of encoded rows, with the newest rows unencoded beside it if it encodes rows in groups.
 
     The body's rows may be in another basis than queries, recent rows and outputs: see `_basis`.
-    Where they are, products with its keys may lack something that is the same for all of them: see
+    Products of queries with its keys may then lack a term that is the same for all keys: see
     `_offset`.
 
     Class attributes:
-      operation: of `pallas_kernels`, whose tile sizes attention takes.
+      operation: name of the operation in `pallas_kernels` whose tile sizes attention uses.
     """
 
     operation: ClassVar[str]
     recent: Recent | None
-    dtype: Any  # of the dense rows
+    dtype: Any  # dtype of dense rows
     room = property(lambda self: None if self.recent is None else self.recent.room)
 
     @abstractmethod
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows: all slots, or those of `index`."""
+        """Returns dense rows: all slots, or those of `index`."""
 
     @abstractmethod
     def _rows(self) -> Rows:
-        """The body as the kernel takes it."""
+        """Returns the body in the form that the kernel takes."""
 
     @abstractmethod
     def _logits(self, q: Float[Array, "B H R D"], turn: Turn | None) -> Float[Array, "B H R S"]:
-        """Products of the body's keys, turned or not, with q in float32."""
+        """Multiplies the body's keys, rotated by `turn` if given, with q; in float32."""
 
     @abstractmethod
     def _mix(
         self, weights: Float[Array, "B H R S"], live: Bool[Array, "B H S"]
     ) -> Float[Array, "B H R D"]:
-        """Weighted sums of the body's values in float32; weights are 0 where a slot is not live."""
+        """Sums the body's values by weights, in float32; weights are 0 where a slot is not live."""
 
     def _unchanged(self, rows: Float[Array, "B H S D"], slots: Slots) -> Int[Array, "B H S"]:
-        """The slot of this payload whose row each slot still has at a prompt's end; -1: none's."""
+        """Returns the slot that each slot's row had in this payload before the prompt; -1: none."""
         if slots.source is None:
             return jnp.full(rows.shape[:3], -1, jnp.int32)
         same = self._equal(rows, self.read(jnp.maximum(slots.source, 0)))
@@ -65,22 +65,22 @@ class EncodedPayload(ABC):
     def _equal(
         self, rows: Float[Array, "B K N D"], stored: Float[Array, "B K N D"]
     ) -> Bool[Array, "B K N"]:
-        """Whether rows are those that were read, of which two readings differ in the last digit."""
+        """Returns whether rows equal the stored ones, up to the last digit of two readings."""
         stored = stored.astype(jnp.float32)
         size = jnp.abs(stored)
-        digit = float(jnp.finfo(self.dtype).eps) * size + 1e-5 * size.max(-1, keepdims=True)
-        return (jnp.abs(rows.astype(jnp.float32) - stored) <= digit).all(-1)
+        tolerance = float(jnp.finfo(self.dtype).eps) * size + 1e-5 * size.max(-1, keepdims=True)
+        return (jnp.abs(rows.astype(jnp.float32) - stored) <= tolerance).all(-1)
 
     def _selected(self, index: Int[Array, "B K N"]) -> Float[Array, "B K N D"]:
-        """Decoded rows of the slots of `index`, in the basis of the body."""
+        """Returns decoded rows of the slots of `index`, in the basis of the body."""
         return self.read(index)
 
     def _basis(self, x: Float[Array, "B K *G D"]) -> Float[Array, "B K *G D"]:
-        """Queries in the basis of the body's rows, or outputs from there back."""
+        """Brings queries into the basis of the body's rows, or outputs back from there."""
         return x
 
     def _offset(self, q: Float[Array, "B K *G D"]) -> Float[Array, "B K *G"] | None:
-        """What products of queries with keys of the body lack; None: nothing."""
+        """Returns the term that products of queries with keys of the body lack; None: nothing."""
         return None
 
     def attention(
@@ -96,12 +96,12 @@ class EncodedPayload(ABC):
         sinks: Float[Array, " Q"] | None = None,
         **logits,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
-        """The output and, where asked for, each slot's probability.
+        """Attends in a decode step; returns the output and, if `probabilities`, each slot's.
 
-        Over all slots the body is read as it is encoded. The rows of a selection are gathered and
-        decoded, and stay in the basis of the body: queries and outputs change theirs, and no row.
-        What all products with keys lack changes no softmax, so that only a soft cap and sinks,
-        which are beside them, ask for it.
+        Attention over all slots reads the body as it is encoded. The rows of a selection are
+        gathered and decoded, but stay in the basis of the body: only queries and outputs change
+        their basis. A term that all products with keys lack does not change a softmax. It is
+        computed only for a soft cap and for sinks, which depend on the logits themselves.
         """
         absolute = logits["soft_cap"] is not None or sinks is not None
         shift = self._offset(q) if absolute else None
@@ -111,37 +111,39 @@ class EncodedPayload(ABC):
                 keys, q = Dense(self._selected(slots)), self._basis(q)
             else:
                 keys = Dense(self.read(slots))
-            own = Dense(values._selected(slots))
+            selected_values = Dense(values._selected(slots))
             options = {"probabilities": probabilities, "implementation": implementation}
-            out, found = keys.attention(
-                own, q, seen.of(index), positions, sinks=sinks, **options, **logits
+            out, probability = keys.attention(
+                selected_values, q, seen.of(index), positions, sinks=sinks, **options, **logits
             )
-            return values._basis(out).astype(values.dtype), found
+            return values._basis(out).astype(values.dtype), probability
         recent, rotate = self.recent, seen.rotate
         chosen = choose_implementation(
             implementation, *jax.tree.leaves((self, values)),
             for_tpu=rotate is None and reads(self._rows(), values._rows()),
         )  # fmt: skip
         pieces = [seen]
-        if recent is not None:  # the body without their slots, and they
-            hide = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(-jnp.inf, mode="drop")))
+        if recent is not None:
+            # The body holds no valid rows of the recent slots: they are hidden there, and make a
+            # piece of their own.
+            hide = jax.vmap(jax.vmap(lambda x, slot: x.at[slot].set(-jnp.inf, mode="drop")))
             bias = jnp.where(recent.there, recent.of_slots(seen.bias), -jnp.inf)
             if rotate is not None:
                 rotate = rotate.at(recent.of_slots(rotate.position))
-            new = Seen(bias, recent.of_slots(seen.position), None, rotate)
-            pieces = [seen._replace(bias=hide(seen.bias, recent.slots)), new]
+            recent_piece = Seen(bias, recent.of_slots(seen.position), None, rotate)
+            pieces = [seen._replace(bias=hide(seen.bias, recent.slots)), recent_piece]
         if chosen == "xla":
-            out, lse, found = self._by_products(values, q, shift, pieces, positions, **logits)
+            out, lse, by_piece = self._by_products(values, q, shift, pieces, positions, **logits)
         else:
-            kind = {"probabilities": probabilities, "chosen": chosen}
-            out, lse, found = self._by_kernel(values, q, shift, pieces, positions, **kind, **logits)
-        _, out, *found = beside_sinks(sinks, lse, out, *found)
+            options = {"probabilities": probabilities, "chosen": chosen, **logits}
+            out, lse, by_piece = self._by_kernel(values, q, shift, pieces, positions, **options)
+        _, out, *by_piece = beside_sinks(sinks, lse, out, *by_piece)
         if not probabilities:
             return out, None
-        total, *own = found
-        if own:
-            add = jax.vmap(jax.vmap(lambda x, at, p: x.at[..., at].add(p, mode="drop")))
-            total = add(total, recent.slots, own[0])
+        total, *of_recent = by_piece
+        if of_recent:
+            add = jax.vmap(jax.vmap(lambda x, slot, p: x.at[..., slot].add(p, mode="drop")))
+            total = add(total, recent.slots, of_recent[0])
         return out, total
 
     def _by_products(
@@ -151,20 +153,23 @@ class EncodedPayload(ABC):
         shift: Array | None,
         pieces: list[Seen],
         positions: Array,
-        **kind,
+        **options,
     ) -> tuple[Array, Array, list[Array]]:
-        """By XLA, with one softmax over all pieces: outputs, log-sum-exps and probabilities."""
+        """Attends by XLA, with one softmax over all pieces.
+
+        Returns outputs, log-sum-exps, and the probabilities of each piece.
+        """
         slots = pieces[0].bias.shape[2]
 
-        def multiply(rows: Array) -> Array:
-            found = self._logits(self._basis(rows), pieces[0].rotate)
+        def multiply(q: Array) -> Array:
+            body_logits = self._logits(self._basis(q), pieces[0].rotate)
             if shift is not None:
-                found += shift.reshape(*found.shape[:3], 1)
+                body_logits += shift.reshape(*body_logits.shape[:3], 1)
             if self.recent is None:
-                return found
+                return body_logits
             keys, turn = self.recent.rows, pieces[1].rotate
-            new = products(rows, keys if turn is None else turn.rotate(keys))
-            return jnp.concatenate((found, new), axis=-1)
+            recent_logits = products(q, keys if turn is None else turn.rotate(keys))
+            return jnp.concatenate((body_logits, recent_logits), axis=-1)
 
         def mix(weights: Array, live: Array) -> Array:
             out = values._basis(values._mix(weights[..., :slots], live[..., :slots]))
@@ -174,10 +179,10 @@ class EncodedPayload(ABC):
 
         bias = jnp.concatenate([piece.bias for piece in pieces], axis=2)
         position = jnp.concatenate([piece.position for piece in pieces], axis=2)
-        out, lse, found = attention_by_products(
-            q, multiply, mix, bias, positions, position, dtype=values.dtype, **kind
+        out, lse, probability = attention_by_products(
+            q, multiply, mix, bias, positions, position, dtype=values.dtype, **options
         )
-        return out, lse, jnp.split(found, (slots,), axis=-1)[: len(pieces)]
+        return out, lse, jnp.split(probability, (slots,), axis=-1)[: len(pieces)]
 
     def _by_kernel(
         self,
@@ -186,24 +191,28 @@ class EncodedPayload(ABC):
         shift: Array | None,
         pieces: list[Seen],
         positions: Array,
-        **kind,
+        **options,
     ) -> tuple[Array, Array, list[Array]]:
-        """By the kernel, piece by piece, and joined: outputs, log-sum-exps and probabilities."""
-        rows = [(self._basis(q), shift, self._rows(), values._rows())]
+        """Attends by the kernel to each piece, and joins the results by their log-sum-exps.
+
+        Returns outputs, log-sum-exps, and the probabilities of each piece.
+        """
+        inputs = [(self._basis(q), shift, self._rows(), values._rows())]
         if self.recent is not None:
-            rows.append((q, None, dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
-        found = [
+            inputs.append((q, None, dense_rows(self.recent.rows), dense_rows(values.recent.rows)))
+        results = [
             stored_attention(
-                self.operation, own, k, v, seen.bias, positions, seen.position, end=seen.used,
-                turn=seen.rotate, shift=own_shift, dtype=jnp.float32, **kind,
+                self.operation, piece_q, k, v, seen.bias, positions, seen.position, end=seen.used,
+                turn=seen.rotate, shift=piece_shift, dtype=jnp.float32, **options,
             )
-            for (own, own_shift, k, v), seen in zip(rows, pieces, strict=True)
+            for (piece_q, piece_shift, k, v), seen in zip(inputs, pieces, strict=True)
         ]  # fmt: skip
-        (body, lse, _), *new = found
-        parts = [(values._basis(body), lse), *((out, lse) for out, lse, _ in new)]
+        (body, lse, _), *of_recent = results
+        parts = [(values._basis(body), lse), *((out, lse) for out, lse, _ in of_recent)]
         out, total, weights = join_attention(parts)
         out = out.astype(values.dtype)
-        if not kind["probabilities"]:
+        if not options["probabilities"]:
             return out, total, []
-        parts = zip(found, weights, strict=True)
+        # A piece's probabilities are relative to the piece; its weight makes them absolute.
+        parts = zip(results, weights, strict=True)
         return out, total, [p * weight[..., None] for (_, _, p), weight in parts]

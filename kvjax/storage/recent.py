@@ -1,4 +1,4 @@
-"""New rows that a payload keeps as they came until they are written into its body."""
+"""Recent rows: new rows that a payload keeps unencoded until they are written into its body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.devices import all_heads
 def places(
     held: Int[Array, "B H N"], index: Int[Array, "B K M"], slots: int
 ) -> Int[Array, "B K M"]:
-    """Where each slot of `index` is among those of `held` (S = none); -1 where it is not."""
+    """Returns the place of each slot of `index` in the list `held` (S = none); -1 if not there."""
     place = jax.lax.broadcasted_iota(jnp.int32, held.shape, 2)
     table = write_slots(jnp.full((*held.shape[:2], slots), -1, jnp.int32), held, place)
     return jnp.where(index >= 0, take_slots(table, jnp.maximum(index, 0)), -1)
@@ -26,14 +26,14 @@ def places(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Recent:
-    """The newest rows of every (row, KV head), dense, in the order in which they came.
+    """Newest rows of every (row, KV head), dense, in the order in which they came.
 
     Args:
       rows: R places, of which the first `count` hold a row.
-      slots: the slot of each place; `nowhere` where it has none.
-      count: places that are taken.
-      nowhere: the slot number that is none: S (static).
-      heads: as of `KVCache` (static).
+      slots: slot of each place; `nowhere` where it has none.
+      count: number of places that are taken.
+      nowhere: slot number S, which means no slot (static).
+      heads: as in `KVCache` (static).
 
     Example:
       >>> import jax.numpy as jnp
@@ -54,7 +54,7 @@ class Recent:
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: DTypeLike, size: int) -> Recent:
-        """R = `size` free places beside a body of `shape`."""
+        """Makes R = `size` free places beside a body of `shape`."""
         batch, lists, slots, head_dim = shape
         return cls(
             jnp.zeros((batch, lists, size, head_dim), dtype),
@@ -69,52 +69,52 @@ class Recent:
     there = property(lambda self: self.slots < self.nowhere)  # places whose row is that of a slot
 
     def add(self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]) -> Recent:
-        """T rows more; a token that no KV head of a row stores takes no place.
+        """Adds T rows; a token that no KV head of a row stores takes no place.
 
-        What a slot held before is no longer that slot's.
+        An earlier row of the same slot loses its slot.
         """
-        # Slot number S means none, so that it is no harm where both are S.
-        again = (self.slots[..., None] == slots[:, :, None]).any(-1)
+        # Both may be S, which means no slot: the result is S then too.
+        overwritten = (self.slots[..., None] == slots[:, :, None]).any(-1)
         stored = (slots < self.nowhere).any(1, keepdims=True)
         place = self.count[..., None] + jnp.cumsum(stored, axis=2, dtype=jnp.int32) - 1
         place = jnp.where(stored, place, self.size)
-        # Compared and not scattered: for one token this is one small kernel.
-        at = place[..., None] == jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, self.size), 3)
-        own = jnp.where(at, slots[..., None], -1).max(2)
-        left = jnp.where(again, self.nowhere, self.slots)
+        # Comparison instead of a scatter: for one token this is one small kernel.
+        at_place = place[..., None] == jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, self.size), 3)
+        new_slots = jnp.where(at_place, slots[..., None], -1).max(2)
+        earlier_slots = jnp.where(overwritten, self.nowhere, self.slots)
         return dataclasses.replace(
             self,
             rows=write_slots(self.rows, place, rows),
-            slots=jnp.where(own >= 0, own, left),
+            slots=jnp.where(new_slots >= 0, new_slots, earlier_slots),
             count=self.count + stored.sum(2, dtype=jnp.int32),
         )
 
     def places(self, index: Int[Array, "B K N"]) -> Int[Array, "B K N"]:
-        """The place of each slot of `index`, -1 where its row is not among these."""
+        """Returns the place of each slot of `index`; -1 where its row is not recent."""
         return places(self.slots, index, self.nowhere)
 
     def at(self, place: Int[Array, "B K N"], rows: Array | float) -> Float[Array, "B K N D"]:
-        """The rows at these places, and `rows` where a place is -1."""
-        own = take_slots(self.rows, jnp.maximum(place, 0))
-        return jnp.where(place[..., None] >= 0, own, rows)
+        """Returns the rows at these places, and `rows` where a place is -1."""
+        recent = take_slots(self.rows, jnp.maximum(place, 0))
+        return jnp.where(place[..., None] >= 0, recent, rows)
 
     def over(
         self, rows: Float[Array, "B K N D"], index: Int[Array, "B K N"] | None = None
     ) -> Float[Array, "B K N D"]:
-        """Rows of slots `index` (None: all) from the body, those that are here in their place."""
+        """Replaces rows of the body, of slots `index` (None: all), by recent ones of the slots."""
         if index is None:
             return write_slots(rows, self.slots, self.rows)
         return self.at(self.places(index), rows)
 
     def of_slots(self, x: Array) -> Array:
-        """What `x [B, H, S, ...]` has for the slot of each place; anything where it has none."""
+        """Takes `x [B, H, S, ...]` at the slot of each place; anything where it has no slot."""
         return take_slots(x, jnp.minimum(self.slots, self.nowhere - 1))
 
     def moved(self, moves: Moves) -> Recent:
-        """The same rows under the slot numbers that they have after `moves`."""
+        """Renumbers the slots of the rows as `moves` says."""
         source, slots = moves
         table = jax.lax.broadcasted_iota(jnp.int32, (*self.count.shape, self.nowhere), 2)
-        # Where a move has no target, the slot keeps its number.
+        # A slot keeps its number where its move has no target.
         source = jnp.where(slots < self.nowhere, source, self.nowhere)
         table = write_slots(table, source, slots)
         return dataclasses.replace(
@@ -122,28 +122,29 @@ class Recent:
         )
 
     def by_slot(self) -> Recent:
-        """The same rows in the order of their slots, and no places taken without one."""
+        """Orders the rows by slot, and frees the places that have no slot."""
         ordered = self._take(jnp.argsort(self.slots, axis=2))
         return dataclasses.replace(ordered, count=ordered.there.sum(2, dtype=jnp.int32))
 
     def without_first(self, number: Int[Array, "B H"]) -> Recent:
-        """Without the rows of the first places; those of the others move up."""
+        """Removes the rows of the first `number` places; the other rows move up."""
         place = jax.lax.broadcasted_iota(jnp.int32, self.slots.shape, 2)
-        left = self.count - number
+        remaining = self.count - number
         moved = self._take(jnp.minimum(place + number[..., None], self.size - 1))
-        slots = jnp.where(place < left[..., None], moved.slots, self.nowhere)
-        return dataclasses.replace(moved, slots=slots, count=left)
+        slots = jnp.where(place < remaining[..., None], moved.slots, self.nowhere)
+        return dataclasses.replace(moved, slots=slots, count=remaining)
 
     def _take(self, places: Int[Array, "B H R"]) -> Recent:
+        """Puts the rows and slots of `places` into places 0, 1, …"""
         rows, slots = take_slots(self.rows, places), take_slots(self.slots, places)
         return dataclasses.replace(self, rows=rows, slots=slots)
 
     def due(self, steps: int) -> Bool[Array, " B"]:
-        """The rows that have no room for `steps` more."""
+        """Marks the rows of the batch that have no room for `steps` more tokens."""
         return self.size - all_heads(self.count, self.heads).max(1) < steps
 
     def cleared(self, mask: Bool[Array, " B"]) -> Recent:
-        """Without the rows of the batch that are chosen."""
+        """Frees all places of the chosen rows of the batch."""
         chosen = mask[:, None]
         return dataclasses.replace(
             self,

@@ -1,1 +1,1 @@
-"""The methods, one file per paper."""
+"""Compression methods, one file or folder per paper."""

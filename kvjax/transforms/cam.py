@@ -1,4 +1,4 @@
-"""CaM: evicted values live on in the tokens that come next (ICML 2024)."""
+"""CaM: merges the values of evicted tokens into the next kept tokens (ICML 2024)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from pallas_kernels.base.dispatch import GPU_KERNELS, choose_implementation
 
 
 class CaMState(NamedTuple):
-    """The key of the draws (None where nothing is drawn), and the base's state."""
+    """State of CaM.
+
+    Args:
+      key: random key of the draws; None: nothing is drawn.
+      base: state of the base.
+    """
 
     key: Array | None
     base: State
@@ -33,29 +38,29 @@ class CaM(Wrapper):
     """Adds the values of tokens that its base evicts to those of the next tokens that are kept.
 
     Let `a` be the attention that a slot has received from all queries so far, as in H2O, averaged
-    over the group's query heads. A token i that is evicted while decoding is merged into T_i, the
-    next m kept tokens by position (fewer where fewer are left), with probability
+    over the group's query heads. When token i is evicted while decoding, its targets T_i are the
+    next m kept tokens by position (fewer where fewer remain). It is merged with probability
 
         p_i = clip(a_i / mean_{t in T_i} a_t, 0, 1)        (0 / 0 is 0),
 
-    and then `v_t += v_i / m` for every t in T_i, always divided by m. Its key is dropped, and no
-    mass moves: the targets' logits stay as they are.
+    which means `v_t += v_i / m` for every t in T_i; the divisor is m even where T_i is smaller. The
+    key of i is dropped, and no mass moves: the targets' logits stay as they are.
 
     Over a method that evicts only at the prompt's end (SnapKV), CaM does nothing unless `prompt` is
     set or the method is repeated: `CaM(Every(SnapKV(512), steps=64))`.
 
     Args:
       base: any evicting method.
-      merge_tokens: m. By default the newest tokens that the base always keeps, for each row:
+      merge_tokens: m. By default the number of newest tokens that the base always keeps in a row:
         `budget - sinks` of StreamingLLM, half the budget of H2O, the window of SnapKV. The authors
-        take 16 and 32.
-      expected: add `p_i · v_i / m` instead of drawing.
+        use 16 and 32.
+      expected: add the expectation `p_i · v_i / m` instead of drawing.
       prompt: merge what is evicted at a prompt's end too.
-      seed: of the draws, below 2**32. A draw depends on seed, layer, KV head (within its group of
-        `HeadGroups`) and token position alone.
+      seed: seed of the draws, below 2**32. A draw depends only on seed, layer, KV head (within its
+        group of `HeadGroups`) and token position.
 
     Raises:
-      TypeError: `base` is not a transform, a number is none.
+      TypeError: `base` is not a transform; a number is none.
       ValueError: `base` does not evict, `merge_tokens` below 1, a seed outside [0, 2**32); when a
         cache is made: `base` has no window of newest tokens and `merge_tokens` is not given.
 
@@ -70,12 +75,12 @@ class CaM(Wrapper):
 
     Deviations from the paper:
       Any evicting method may be the base; the authors' code has StreamingLLM. With grouped queries
-      one decision is made per KV head. Received attention counts the prompt's queries, and a token
-      is compared with the mean of its own targets, as in the authors' code for streaming; their
-      code for benchmarks has the last query's attention alone, and the mean of all recent tokens.
-      The targets of a token are the next ones that its own eviction leaves over. Where all targets
-      have received nothing, a token that has received something is merged. What goes at a flush
-      goes all at once, and nothing is merged in rows of which nothing goes.
+      one decision is made per KV head. Received attention includes the prompt's queries, and a
+      token is compared with the mean of its own targets, as in the authors' code for streaming.
+      Their code for benchmarks takes the last query's attention alone, and the mean of all recent
+      tokens. The targets of a token are the next ones that its own eviction leaves. Where no target
+      has received any attention, a token that has received some is merged. All tokens that a flush
+      evicts are merged at once. Rows without an evicted token stay as they are.
     """
 
     merge_tokens: int | None = None
@@ -87,9 +92,9 @@ class CaM(Wrapper):
 
     @property
     def needs(self) -> Needs:
-        """What the base needs, received attention, and remainders where it merges in steps."""
-        own = Needs(accumulated_attention=True, writes_values=frees_while_decoding(self.base))
-        return self.base.needs.union(own)
+        """Needs of the base, received attention, and remainders where values change in steps."""
+        merging = Needs(accumulated_attention=True, writes_values=frees_while_decoding(self.base))
+        return self.base.needs.union(merging)
 
     def __post_init__(self):
         check_evicts(self.base, "CaM")
@@ -100,16 +105,18 @@ class CaM(Wrapper):
         check_seed(self.seed)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, CaMState]:
-        """The key of the draws, and the base's state."""
+        """Makes the key of the draws and the base's state."""
         if self.merge_tokens is None:
             self._check_window()
         cache, state = super().init(cache, layer)
         return cache, CaMState(None if self.expected else layer_key(self.seed, layer), state.base)
 
     def _check_window(self) -> None:
+        """Raises if the base's decisions name no newest tokens from which m could be taken."""
         moments: tuple[Moment, ...] = ("flush", "step", *(("prompt",) if self.prompt else ()))
-        made = [foreseen(self.base, moment) for moment in moments]
-        if any(one.newest is None for one in made if isinstance(one, Keep | Retain)):
+        decisions = [foreseen(self.base, moment) for moment in moments]
+        evicting = [decision for decision in decisions if isinstance(decision, Keep | Retain)]
+        if any(decision.newest is None for decision in evicting):
             raise ValueError(
                 "merge_tokens must be given, since this base has no window of newest tokens that "
                 f"it always keeps: got None over {self.base!r}"
@@ -118,9 +125,9 @@ class CaM(Wrapper):
     def on_prompt(
         self, cache: KVCache, state: CaMState, step: Step
     ) -> tuple[Decision | None, CaMState]:
-        """What the base decides, and values that hold what it evicts.
+        """Merges the values of the tokens that the base evicts into those that it keeps.
 
-        So do `on_flush` and `on_step`, the one token of a KV head that a decode step evicts.
+        `on_flush` and `on_step` do the same at their moments.
         """
         decision, state = super().on_prompt(cache, state, step)
         if step.moment == "prompt" and not self.prompt:
@@ -130,13 +137,12 @@ class CaM(Wrapper):
         kept = carry_out(decision, cache, step).live
         if self.merge_tokens is None:
             newest = decision.newest  # pyright: ignore[reportAttributeAccessIssue]  # it keeps
-            tokens = newest[:, None, None]
+            merge_tokens = newest[:, None, None]
         else:
-            tokens = jnp.full((cache.shape[0], 1, 1), self.merge_tokens, jnp.int32)
-        if step.moment == "step":
-            values = self._merge_one(cache, kept, tokens, state.key, step.implementation)
-        else:
-            values = self._merge_all(cache, kept, tokens, state.key, step.implementation)
+            merge_tokens = jnp.full((cache.shape[0], 1, 1), self.merge_tokens, jnp.int32)
+        # A decode step evicts at most one token per KV head, which needs no sort.
+        merge = self._merge_one if step.moment == "step" else self._merge_all
+        values = merge(cache, kept, merge_tokens, state.key, step.implementation)
         return Retain(
             kept,
             pinned=decision.pinned if isinstance(decision, Retain) else None,
@@ -147,7 +153,7 @@ class CaM(Wrapper):
 
     on_flush = on_step = on_prompt
 
-    def _weigh(
+    def _merge_weight(
         self,
         key: Array | None,
         attention: Float[Array, "B H N"],
@@ -155,81 +161,89 @@ class CaM(Wrapper):
         position: Int[Array, "B H N"],
         heads: int,
     ) -> Float[Array, "B H N"]:
-        """p, or a draw that is 1 with probability p."""
-        some = mean > 0
-        ratio = attention / jnp.where(some, mean, 1.0)
-        p = jnp.where(some, jnp.minimum(ratio, 1.0), (attention > 0).astype(jnp.float32))
+        """Returns p, or a draw that is 1 with probability p."""
+        has_mean = mean > 0
+        ratio = attention / jnp.where(has_mean, mean, 1.0)
+        p = jnp.where(has_mean, jnp.minimum(ratio, 1.0), (attention > 0).astype(jnp.float32))
         return p if self.expected else (uniform(key, position, heads) < p).astype(jnp.float32)
 
     def _merge_one(
         self,
         cache: KVCache,
         kept: Bool[Array, "B H S"],
-        tokens: Int[Array, "B 1 1"],
+        merge_tokens: Int[Array, "B 1 1"],
         key: Array | None,
         implementation: str | None,
     ) -> Float[Array, "B H S D"]:
-        """The values after a decode step, which evicts none or one token of a (row, KV head).
+        """Returns the values after a decode step, which evicts at most one token per KV head.
 
-        No sort, and one pass over the values.
+        It sorts nothing and reads the values once.
         """
         received = cache.column("attention").mean(-1)
-        gone = cache.live & ~kept
-        position = jnp.where(gone, cache.position, -1).max(-1, keepdims=True)
+        evicted = cache.live & ~kept
+        # -1 where nothing is evicted; no kept token is then a target.
+        position = jnp.where(evicted, cache.position, -1).max(-1, keepdims=True)
         later = kept & (cache.position > position) & (position >= 0)
         unroll = choose_implementation(implementation, for_tpu=True) in GPU_KERNELS
-        targets = oldest(later, cache.position, tokens, unroll=unroll)
-        attention = jnp.where(gone, received, 0.0).sum(-1, keepdims=True)
+        targets = oldest(later, cache.position, merge_tokens, unroll=unroll)
+        attention = jnp.where(evicted, received, 0.0).sum(-1, keepdims=True)
         mean = jnp.mean(received, -1, keepdims=True, where=targets)
-        share = self._weigh(key, attention, mean, jnp.maximum(position, 0), cache.heads)
-        share = share / tokens.astype(jnp.float32)
-        evicted = jnp.argmax(gone, axis=-1, keepdims=True)
-        value, rows = (exact_values(cache, x).astype(jnp.float32) for x in (evicted, None))
-        return jnp.where(targets[..., None], rows + share[..., None] * value, rows)
+        weight = self._merge_weight(key, attention, mean, jnp.maximum(position, 0), cache.heads)
+        weight = weight / merge_tokens.astype(jnp.float32)
+        slot = jnp.argmax(evicted, axis=-1, keepdims=True)
+        evicted_value, values = (exact_values(cache, x).astype(jnp.float32) for x in (slot, None))
+        return jnp.where(targets[..., None], values + weight[..., None] * evicted_value, values)
 
     def _merge_all(
         self,
         cache: KVCache,
         kept: Bool[Array, "B H S"],
-        tokens: Int[Array, "B 1 1"],
+        merge_tokens: Int[Array, "B 1 1"],
         key: Array | None,
         implementation: str | None,
     ) -> Float[Array, "B H S D"]:
-        """The values, any number of evicted tokens merged at once, for a prompt's end or a flush.
+        """Returns the values after a prompt or a flush, which evict any number of tokens at once.
 
-        Let n be the number of kept tokens before a token. A token that is gone goes into the kept
-        ones with its n to n + m − 1, and a kept one gets those with its n − m + 1 to n.
+        The rank n of a token is the number of kept tokens before it. An evicted token of rank n is
+        merged into the kept tokens of ranks n to n + m − 1. So a kept token of rank n receives the
+        evicted tokens of ranks n − m + 1 to n.
         """
-        gone = cache.live & ~kept
+        evicted = cache.live & ~kept
         order = sorted_slots(cache.live, cache.position)
-        in_order = take_slots(kept, order).astype(jnp.int32)
-        number = write_slots(order, order, jnp.cumsum(in_order, axis=-1) - in_order)
+        kept_in_order = take_slots(kept, order).astype(jnp.int32)
+        rank = write_slots(order, order, jnp.cumsum(kept_in_order, axis=-1) - kept_in_order)
         nowhere = cache.slots
         received = cache.column("attention").mean(-1)
-        of_kept = sum_into(jnp.where(kept, number, nowhere), received)
-        total = take_slots(_sum_of_next(of_kept, tokens), number)
-        count = jnp.clip(kept.sum(-1, keepdims=True, dtype=jnp.int32) - number, 1, tokens)
+        # Mean attention of a token's targets: the kept tokens of the next m ranks.
+        received_by_rank = sum_into(jnp.where(kept, rank, nowhere), received)
+        total = take_slots(_sum_of_next(received_by_rank, merge_tokens), rank)
+        count = jnp.clip(kept.sum(-1, keepdims=True, dtype=jnp.int32) - rank, 1, merge_tokens)
         mean = total / count.astype(jnp.float32)
         position = jnp.maximum(cache.position, 0)
-        share = self._weigh(key, received, mean, position, cache.heads)
-        share = share / tokens.astype(jnp.float32)
-        rows = exact_values(cache).astype(jnp.float32)
-        moved = share[..., None] * rows
-        into = jnp.where(gone, number, nowhere)
-        moved = sum_into(into, moved, implementation=implementation)
-        sums = jnp.flip(_sum_of_next(jnp.flip(moved, 2), tokens[..., None]), 2)
-        return jnp.where(kept[..., None], rows + take_slots(sums, number), rows)
+        weight = self._merge_weight(key, received, mean, position, cache.heads)
+        weight = weight / merge_tokens.astype(jnp.float32)
+        values = exact_values(cache).astype(jnp.float32)
+        # Sums of the evicted tokens of each rank, then over the m ranks up to a kept token's own.
+        merged = weight[..., None] * values
+        evicted_rank = jnp.where(evicted, rank, nowhere)
+        merged = sum_into(evicted_rank, merged, implementation=implementation)
+        sums = jnp.flip(_sum_of_next(jnp.flip(merged, 2), merge_tokens[..., None]), 2)
+        return jnp.where(kept[..., None], values + take_slots(sums, rank), values)
 
 
 def _sum_of_next(x: Float[Array, "B H N *D"], count: Int[Array, "B 1 1 *1"]) -> Array:
-    """`Σ_{i < count} x[n + i]`, from sums of 1, 2, 4 … entries: prefix sums would cancel."""
+    """Returns `Σ_{i < count} x[n + i]` for every n.
 
-    def later(x: Array, by: int) -> Array:
+    The sum is put together from sums of 1, 2, 4 … entries: differences of prefix sums would cancel.
+    """
+
+    def shifted(x: Array, by: int) -> Array:
         padding = [(0, by if axis == 2 else 0) for axis in range(x.ndim)]
         return jnp.pad(x, padding)[:, :, by:]
 
     total, count = jnp.zeros_like(x), jnp.minimum(count, x.shape[2])
+    # Before round `bit`, x[n] is the sum of 2^bit entries from n on.
     for bit in range(x.shape[2].bit_length()):
-        total = jnp.where(count & (1 << bit) > 0, x + later(total, 1 << bit), total)
-        x = x + later(x, 1 << bit)
+        total = jnp.where(count & (1 << bit) > 0, x + shifted(total, 1 << bit), total)
+        x = x + shifted(x, 1 << bit)
     return total

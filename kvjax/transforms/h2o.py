@@ -17,19 +17,21 @@ from kvjax.transforms.held_budget import Budgets, HeldBudget
 class H2O(HeldBudget):
     """Keeps the newest tokens and those that have received the most attention so far.
 
-    Of a budget B, `⌊B/2⌋` slots are for heavy hitters and the rest for the newest tokens. The score
-    of a slot is `Σ_t p[t, s]`, the attention probability it received from all queries so far, not
-    normalised. After the prompt the sums are exact over its whole causal attention matrix, which
-    never exists in memory. While decoding: append, attend over at most B + 1 slots, add the step's
-    probabilities, and only if more than B are live evict the lowest one that is not recent.
+    A budget of B slots is split: `⌊B/2⌋` are for heavy hitters, the rest for the newest tokens. The
+    score of a slot is `Σ_t p[t, s]`, the attention probability that it has received from all
+    queries so far, not normalised. At the end of the prompt these sums are exact over the causal
+    attention matrix, which is never held in memory as a whole. A decode step appends its token,
+    attends over at most B + 1 slots and adds its probabilities to the scores. If more than B slots
+    are then live, the one with the lowest score that is not recent is evicted.
 
     Args:
-      budget: live slots per KV head, generated tokens included; a float is a share of each row's
+      budget: live slots per KV head, generated tokens included. A float is a share of each row's
         prompt, fixed at its end.
-      group_reduce: how the scores of a KV head's query heads become one; mean by default.
+      group_reduce: how the scores of a KV head's query heads are combined; mean by default.
 
     Raises:
-      TypeError, ValueError: no number, `budget` below 2, a share outside (0, 1], unknown reduction.
+      TypeError, ValueError: `budget` is no number, below 2 or a share outside (0, 1]; an unknown
+        reduction.
 
     Example:
       >>> import kvjax
@@ -42,9 +44,9 @@ class H2O(HeldBudget):
 
     Deviations from the paper:
       With grouped queries one decision is made per KV head. A prompt that is shorter than the
-      budget is left alone, and decoding fills the free slots before anything is evicted. The newest
-      tokens are those of the newest positions: where positions have gaps there are fewer of them,
-      and more heavy hitters. A score that is NaN counts as the lowest.
+      budget is left alone, and decoding fills the free slots before anything is evicted. "Newest"
+      refers to positions: where positions have gaps, fewer recent tokens are kept and more heavy
+      hitters. A score that is NaN counts as the lowest.
     """
 
     budget: Budget

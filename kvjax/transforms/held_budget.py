@@ -1,4 +1,4 @@
-"""Budgets of methods that hold them at a prompt's end alone, or while decoding too."""
+"""Base classes of methods that meet a budget at a prompt's end alone, or while decoding too."""
 
 from __future__ import annotations
 
@@ -17,24 +17,29 @@ Budgets = Int[Array, " B"]  # of each row
 
 
 def decoding_budget(budget: Budget, cache: KVCache, minimum: int) -> Int[Array, " B"]:
-    """What a method that compresses while decoding holds per row, from its tokens so far.
+    """Returns the budget of each row for decoding, computed from its tokens so far.
 
-    A prompt shorter than the smallest workable budget may still grow to that budget. No row gets
-    more than a prompt of `max_prompt` tokens would.
+    A row whose prompt is shorter than the smallest workable budget may still grow to that budget.
+    No row gets more than a prompt of `max_prompt` tokens would.
     """
     return jnp.maximum(rows_budget(budget, cache.length, cache.max_prompt, minimum), minimum)
 
 
 def decoding_extent(extent: Extent, budget: Budget, minimum: int) -> Extent:
-    """Slots of a method that holds its budget while decoding: one more during a step."""
+    """Returns the extent of a method that holds its budget while decoding.
+
+    During a step there is one slot more, for the token that is being added.
+    """
     most = max(most_slots(budget, extent.longest_prompt, minimum), minimum)
     return extent.keep(most).hold(most + 1)
 
 
 class PromptBudget(KVTransform):
-    """A method with a field `budget` and a `minimum`, which compresses prompts alone.
+    """Base class of methods that compress the prompt and leave generated tokens alone.
 
-    Its state is the table of the layer's own budgets.
+    A subclass has a field `budget` and an attribute `minimum`, the smallest workable budget. The
+    state is the layer's table of budgets over prompt lengths; it is empty where layers do not
+    differ.
     """
 
     if TYPE_CHECKING:
@@ -42,22 +47,23 @@ class PromptBudget(KVTransform):
         minimum: int
 
     def extent(self, extent: Extent) -> Extent:
-        """The budget of the prompt; new tokens come on top."""
+        """Bounds the prompt to the budget; new tokens come on top."""
         return extent.keep(most_slots(self.budget, extent.longest_prompt, self.minimum))
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Table]:
-        """The table of the layer's own budgets."""
+        """Makes the layer's table of budgets."""
         return cache, layer_table(self.budget, layer, cache.max_prompt)
 
     def rows_budget(self, cache: KVCache, table: Table = ()) -> Budgets:
-        """Prompt tokens that each row keeps."""
+        """Returns the number of prompt tokens that each row keeps."""
         return rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum, table)
 
 
 class HeldBudget(KVTransform):
-    """A method with a field `budget` and a `minimum`, which it holds from a prompt's end on.
+    """Base class of methods that hold their budget from the prompt's end on.
 
-    Its state is each row's budget. A prompt is treated as a step is: `on_step` says what is kept.
+    A subclass has a field `budget` and an attribute `minimum`, the smallest workable budget. The
+    state is each row's budget. `on_step` decides what is kept after a step and after a prompt.
     """
 
     if TYPE_CHECKING:
@@ -65,14 +71,14 @@ class HeldBudget(KVTransform):
         minimum: int
 
     def extent(self, extent: Extent) -> Extent:
-        """The budget, and one slot for the token that is being added."""
+        """Bounds the cache to the budget, plus one slot for the token that is being added."""
         return decoding_extent(extent, self.budget, self.minimum)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Budgets]:
-        """Each row's budget; a share is known when the prompt ends."""
+        """Makes each row's budget; a share is fixed only when the prompt ends."""
         return cache, decoding_budget(self.budget, cache, self.minimum)
 
     def on_prompt(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:
-        """Keeps each row's budget of its prompt."""
+        """Fixes each row's budget, and keeps as much of its prompt."""
         budget = step.of_rows(decoding_budget(self.budget, cache, self.minimum), state)
         return self.on_step(cache, budget, step)

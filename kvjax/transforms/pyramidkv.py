@@ -21,23 +21,24 @@ from kvjax.transforms.snapkv import SnapKV
 class PyramidKV(KVTransform):
     """SnapKV with a budget per layer that falls linearly from the first layer to the last.
 
-    With `base = budget - W` slots for prefix tokens on average, the last layer gets `base / beta`
-    and the first `2·base - base / beta`; where that is more than a prompt's prefix of `L - W`
-    tokens, the first layer gets the whole prefix and the last `2·base - (L - W)`. Layers in between
-    are linear, rounded by largest remainder, so that they add up to `num_layers · budget` exactly.
-    Layer l is a `SnapKV` with its budget: give the transform to `bind`.
+    On average a layer has `base = budget - W` slots for prefix tokens. The last layer gets
+    `base / beta` of them and the first `2·base - base / beta`. Where that is more than a prompt's
+    prefix of `L - W` tokens, the first layer gets the whole prefix and the last `2·base - (L - W)`.
+    Layers in between lie on the line, rounded by largest remainder, so that all layers add up to
+    `num_layers · budget` exactly. Layer l is a `SnapKV` with its budget: pass the transform to
+    `bind`.
 
     Args:
       budget: average slots per layer and KV head, window included; a float is a share of each
         row's prompt.
       window: observation window W, 8 as in the authors' code.
       kernel, pooling, group_reduce: as in `SnapKV`.
-      beta: how steep the pyramid is, 20 as in the authors' code; 1 is uniform, which may serve a
-        small model better (RESULTS.md has figures). It is read as the nearest fraction with a
-        denominator up to 1,000.
+      beta: steepness of the pyramid, 20 as in the authors' code. 1 makes all layers equal, which
+        may suit a small model better (RESULTS.md has figures). It is read as the nearest fraction
+        with a denominator up to 1,000.
 
     Raises:
-      TypeError, ValueError: as `SnapKV`; `beta` below 1.
+      TypeError, ValueError: as in `SnapKV`; `beta` below 1.
 
     Example:
       >>> import kvjax
@@ -50,11 +51,12 @@ class PyramidKV(KVTransform):
       arXiv 2406.02069.
 
     Deviations from the paper:
-      Layer budgets add up exactly (the authors' code rounds down, overshoots, and is uniform for
-      prompts shorter than twice the budget). A layer's static capacity is the most that any prompt
-      which fits keeps in it or in a layer of its quarter of the model, so the last layers have room
-      for `budget` tokens: a prompt of that length is kept whole. Of 30 layers, 8.5 % of the slots
-      remain free under a budget of 512, and 21 % under one of 0.2. Grouped queries as in `SnapKV`.
+      Layer budgets add up exactly. The authors' code rounds down, overshoots, and is uniform for
+      prompts shorter than twice the budget. A layer's static capacity is the largest number of
+      tokens that any prompt of at most `max_prompt` tokens keeps in a layer of its quarter of the
+      model. So even the last layers have room for `budget` tokens, since a prompt of that length is
+      kept whole. In a model of 30 layers, 8.5 % of the slots remain free under a budget of 512, and
+      21 % under one of 0.2. Grouped queries are handled as in `SnapKV`.
     """
 
     budget: Budget
@@ -78,27 +80,27 @@ class PyramidKV(KVTransform):
             )
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """SnapKV with this layer's budget."""
+        """Returns `SnapKV` with this layer's budget."""
         schedule = PyramidBudget(self.budget, self.window, self.beta, num_layers)
         return self._snapkv(LayerBudget(schedule, layers_alike(layer, num_layers)))
 
     def _snapkv(self, budget: Budget) -> SnapKV:
-        """SnapKV with this budget, which checks what it is given."""
+        """Makes a `SnapKV` with this budget, which checks the options."""
         return SnapKV(budget, self.window, self.kernel, self.pooling, self.group_reduce)
 
 
 @dataclass(frozen=True)
 class PyramidBudget:
-    """PyramidKV's budgets of all layers for prompts of each length.
+    """Schedule of PyramidKV: the budgets of all layers for prompts of each length.
 
-    They add up to `num_layers` times the average budget of that length; where that is no more than
-    the window, every layer has the window. A prompt within the average budget is left alone in
-    every layer, each of which then has that budget.
+    They add up to `num_layers` times the average budget of that length. Where the average is no
+    more than the window, every layer has the window. A prompt within the average budget is left
+    alone in every layer, each of which then has that budget.
 
     Args:
       average: slots per layer on average, or a share of the prompt.
       window, beta: as in `PyramidKV`.
-      num_layers: of the model, N.
+      num_layers: N, the number of layers of the model.
 
     Example:
       >>> import numpy as np
@@ -113,19 +115,23 @@ class PyramidBudget:
     num_layers: int
 
     def __call__(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, "N L"]:
-        """Slots of all layers for prompts of these lengths."""
+        """Returns the slots of all layers for prompts of these lengths."""
         base = np.maximum(slots_for(self.average, lengths, self.window + 1) - self.window, 0)
         prefix = np.maximum(lengths - self.window, 0)
         if self.num_layers == 1:
             return base[None] + self.window
-        # Fractions as integers: rounding noise must not decide which layer gets a slot.
+        # beta = p / q in integers: rounding noise must not decide which layer gets a slot.
         p, q = Fraction(self.beta).limit_denominator(1000).as_integer_ratio()
         layer, steps = np.arange(self.num_layers)[:, None], self.num_layers - 1
-        # high = base · (2p - q) / p and low = base · q / p, weighted by the distance from both ends
-        slots, rest = np.divmod(base * ((2 * p - q) * (steps - layer) + q * layer), p * steps)
-        whole = base * (2 * p - q) > prefix * p
-        capped = np.divmod(prefix * (steps - layer) + (2 * base - prefix) * layer, steps)
-        slots, rest = np.where(whole, capped[0], slots), np.where(whole, capped[1], rest)
+        # The first layer has base · (2p - q) / p and the last base · q / p; a layer weighs both by
+        # its distance from the other end.
+        slots, remainder = np.divmod(base * ((2 * p - q) * (steps - layer) + q * layer), p * steps)
+        # Where the first layer would get more than the prefix, it gets all of the prefix.
+        capped = base * (2 * p - q) > prefix * p
+        flatter = np.divmod(prefix * (steps - layer) + (2 * base - prefix) * layer, steps)
+        slots = np.where(capped, flatter[0], slots)
+        remainder = np.where(capped, flatter[1], remainder)
+        # The slots that rounding down has left over go to the layers with the largest remainders.
         missing = self.num_layers * base - slots.sum(0)
-        rank = np.argsort(np.argsort(-rest, axis=0, kind="stable"), axis=0)
+        rank = np.argsort(np.argsort(-remainder, axis=0, kind="stable"), axis=0)
         return np.where(prefix <= base, base, slots + (rank < missing)) + self.window

@@ -1,4 +1,4 @@
-"""Random draws that depend on seed, layer, KV head and position, and on nothing else."""
+"""Random draws that depend only on seed, layer, KV head and position."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from kvjax.checks import check_count
 from kvjax.devices import head_numbers
 from kvjax.messages import brief
 
-# Whatever `jax_default_prng_impl` says: with "rbg", draws of mapped keys depend on how many are
-# mapped, and so those of a row on the batch.
+# Set here, not taken from `jax_default_prng_impl`: with "rbg", the draws under `vmap` depend on the
+# number of mapped keys, so that a row's draws would depend on the batch.
 GENERATOR = "threefry2x32"
 
 
 def check_seed(seed: int) -> None:
-    """Raises unless a seed is an integer in [0, 2**32)."""
+    """Raises unless the seed is an integer in [0, 2**32)."""
     check_count("seed", seed, 0, most=math.inf)
     if seed >= 2**32:  # JAX would drop the upper bits
         raise ValueError(f"seed must be below 2**32, got {brief(seed)}")
 
 
 def layer_key(seed: int, layer: int) -> Array:
-    """The key of a layer's draws."""
+    """Returns the random key of a layer's draws."""
     return jax.random.fold_in(jax.random.key(seed, impl=GENERATOR), layer)
 
 
 def uniform(
     key: Array, position: Int[Array, "B H N"], heads: int | None = None
 ) -> Float[Array, "B H N"]:
-    """A number in [0, 1) per KV head and position, the same in every row.
+    """Draws a number in [0, 1) per KV head and position, the same in every row.
 
-    `heads` as in `kvjax.devices.all_heads`: a head draws the same numbers on whichever device.
+    With `heads` as in `kvjax.devices.all_heads`, a head draws the same numbers on every device.
     """
     numbers = head_numbers(position.shape[1], heads)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)

@@ -1,4 +1,4 @@
-"""What methods share that keep everything and attend to a selection of it."""
+"""Base of the methods that keep every token and attend to a selection of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from kvjax.protocol import Full, KVTransform, Stage
 
 
 class Recall(KVTransform):
-    """A method with the fields `budget`, `per_query_head` and `dense_layers`, and a `minimum`.
+    """Base class of methods that attend to a selection of the slots in each decode step.
+
+    A subclass has the fields `budget`, `per_query_head` and `dense_layers`.
 
     Class attributes:
       minimum: the smallest workable budget.
@@ -34,19 +36,19 @@ class Recall(KVTransform):
         check_layers("dense_layers", self.dense_layers)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Itself, or `Full` for a dense layer."""
+        """Returns the method itself, or `Full` for a dense layer."""
         return Full() if layer in self.dense_layers else dataclasses.replace(self, dense_layers=())
 
     def with_lists(self, cache: KVCache, length: int) -> KVCache:
-        """The cache for a selection of `length` slots per KV head, or per query head."""
+        """Prepares the cache for a selection of `length` slots per KV head, or per query head."""
         lists = cache.shape[1] * (cache.group if self.per_query_head else 1)
         return cache.replace(lists=(lists, length))
 
     def rows_budget(self, cache: KVCache) -> Int[Array, " B"]:
-        """Slots that each row attends to."""
+        """Returns the number of slots that each row attends to."""
         return rows_budget(self.budget, cache.length, cache.max_prompt, self.minimum)
 
 
 def of_lists(x: Array, cache: KVCache) -> Array:
-    """What KV heads have, `[B, H, ...]`, for every list of theirs."""
+    """Repeats an array of KV heads, `[B, H, ...]`, for each of their lists: `[B, K, ...]`."""
     return jnp.repeat(x, cache.lists[0] // cache.heads, axis=1)

@@ -1,4 +1,4 @@
-"""The ring of a layer with a sliding window: the tokens that a later query can still see."""
+"""Ring buffer of a layer with a sliding window: the tokens that later queries can still see."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvjax.protocol import Extent, KVTransform, State, Step
 class Ring(KVTransform):
     """Keeps the tokens of a sliding window and no others: exact in a layer that has that window.
 
-    A query at position p sees the positions `p - window + 1 … p`. When it has been answered,
-    `p - window + 1` is seen by nobody any more: its slot is free, and the next token takes it. So
-    `window` slots are enough for any text, and a cache has `min(window, max_prompt + max_new)` of
-    them between calls. While a prompt is read it has slots for the prompt too, since the queries of
-    a prompt of T tokens see `window - 1` tokens before it.
+    A query at position p sees the positions `p - window + 1 … p`. No later query sees
+    `p - window + 1`: its slot is free, and the next token takes it. So `window` slots are enough
+    for a text of any length, and a cache has `min(window, max_prompt + max_new)` of them between
+    calls. During a prompt it has slots for the prompt too, since the queries of a prompt of T
+    tokens see `window - 1` tokens before it.
 
-    Which tokens go is a matter of positions, not of their number: where a prompt comes with gaps,
-    fewer than `window` are held.
+    Tokens are dropped by position, not by number: where a prompt has gaps in its positions, fewer
+    than `window` tokens are held.
 
-    `kvjax.bind` gives it to the layers whose `windows` are shorter than a text may become.
+    `kvjax.bind` uses it in the layers whose `windows` are shorter than a text may become.
 
     Args:
-      window: W, as given to `kvjax.attend`; the query's own token is one of them.
+      window: W, as given to `kvjax.attend`; it includes the query's own token.
 
     Raises:
       TypeError, ValueError: `window` is no int, or below 1.
@@ -46,11 +46,11 @@ class Ring(KVTransform):
         check_count("window", self.window, 1)
 
     def extent(self, extent: Extent) -> Extent:
-        """What the next query sees beside its own token, and that token."""
+        """Bounds the cache to the window; between calls the next query's own token is missing."""
         return extent.keep(max(self.window - 1, 1)).hold(self.window)
 
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Retain, State]:
-        """Keeps what the next query sees, at the end of a prompt as after a step."""
+        """Keeps the tokens that the next query sees, after a step and at the end of a prompt."""
         return Retain(newest(cache, self.window - 1)), state
 
     on_prompt = on_step

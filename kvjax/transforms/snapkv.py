@@ -1,4 +1,4 @@
-"""SnapKV: what the end of the prompt looks at (arXiv 2404.14469)."""
+"""SnapKV: keeps the prompt tokens that the end of the prompt attends to (arXiv 2404.14469)."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ from pallas_kernels import column_sums, prompt_attention
 from pallas_kernels.attention.call import beside_sinks
 
 MOST_WINDOW = 2**16
-"""The most last queries of a prompt that are kept to observe it: each attends to all of it."""
+"""Largest observation window: each of its queries attends over the whole prompt."""
 
-_MOST_KERNEL = 4095  # pooling takes a step per position and place of the kernel
+_MOST_KERNEL = 4095  # pooling costs one operation per position and place of the kernel
 
 
 @dataclass(frozen=True)
 class SnapKV(PromptBudget):
     """Keeps the prompt tokens that the last prompt queries attend to, and those queries' own.
 
-    The last W queries of the prompt attend over all keys. A prefix token's score is the mean over
-    the window of the probability it received, `a[s] = 1/W · Σ_t p[t, s]`, pooled along positions
-    over `kernel` neighbours within the prefix, per query head; a KV head takes the mean over its
-    group. The best `budget - W` prefix tokens stay, and the W newest. Decoding evicts nothing.
+    The last W tokens of the prompt are the observation window; the tokens before it are the prefix.
+    The window's queries attend over all keys. A prefix token's score is the mean over the window of
+    the probability that it received, `a[s] = 1/W · Σ_t p[t, s]`. Scores are pooled along positions,
+    over `kernel` neighbours within the prefix, for each query head; a KV head takes the mean over
+    its group. The best `budget - W` prefix tokens stay, and the W newest. Decoding evicts nothing.
 
     Args:
       budget: slots kept of the prompt per KV head, window included; generated tokens come on top. A
         float is a share of each row's tokens so far, of which no more than `max_prompt` count.
-      window: observation window W; 16, where the published LongBench setting is 32: a question is
-        short, and what stands before it looks for other things.
+      window: observation window W. The default is 16, where the published LongBench setting is 32:
+        a question is short, and the text before it attends to other things.
       kernel: pooling width, odd; 7, the published LongBench setting.
       pooling: `"max"` (published LongBench setting) or `"avg"`, which counts the zeros beyond both
-        ends of the prefix. The authors' code defaults to 5 and `"avg"`. The less is pooled, the
-        nearer attention comes to the full cache's, and the fewer answers are found: what stands
-        around an observed token is needed next.
-      group_reduce: how the scores of a KV head's query heads become one; mean by default.
+        ends of the prefix. The authors' code defaults to a kernel of 5 and `"avg"`. Less pooling
+        brings attention nearer to the full cache's, but fewer answers are found, because the
+        neighbours of an observed token are needed next.
+      group_reduce: how the scores of a KV head's query heads are combined; mean by default.
 
     Raises:
-      TypeError, ValueError: no number, `budget` below `window + 1`, a share outside (0, 1], an even
-        kernel or one above 4,095, a window above 65,536, an unknown pooling or reduction.
+      TypeError, ValueError: `budget` is no number, below `window + 1` or a share outside (0, 1]; an
+        even kernel or one above 4,095; a window above 65,536; an unknown pooling or reduction.
 
     Example:
       >>> import kvjax
@@ -62,7 +63,7 @@ class SnapKV(PromptBudget):
 
     Deviations from the paper:
       With grouped queries one decision is made per KV head. On a further turn everything live is
-      compressed as one prompt.
+      compressed as if it were one prompt.
     """
 
     budget: Budget
@@ -92,7 +93,7 @@ class SnapKV(PromptBudget):
         return Keep(budget, by_query_head(score), newest=window, reduce=self.group_reduce), state
 
     def _pool(self, score: Float[Array, "B H G S"], cache: KVCache) -> Float[Array, "B H G S"]:
-        """Pools scores over neighbours in position order, zeros beyond both ends of the prefix."""
+        """Pools scores over neighbours in position order, with zeros beyond both ends."""
         prefix = cache.live & ~newest(cache, self.window)
         order = sorted_slots(prefix, cache.position)
         ordered = jnp.moveaxis(jnp.where(prefix[:, :, None], score, 0.0), 2, 3)
@@ -108,28 +109,29 @@ class SnapKV(PromptBudget):
 
 
 def by_query_head(score: Float[Array, "B H G S"]) -> Float[Array, "B Q S"]:
-    """Scores per query head, groups of KV heads put one after the other."""
+    """Reshapes scores of groups to scores of query heads, `[B, H, G, S]` to `[B, Q, S]`."""
     return score.reshape(score.shape[0], -1, score.shape[-1])
 
 
 def window_attention(
     cache: KVCache, step: Step, window: int, weight: Float[Array, "B W"] | None = None
 ) -> Float[Array, "B H G S"]:
-    """Attention probability that each slot receives from the last `window` queries of the prompt.
+    """Sums the attention that each slot receives from the last `window` queries of the prompt.
 
-    `Step` may hold more of them, for a neighbour in a chain. With `weight`, each query's
-    probabilities count so many times; 0 leaves it out.
+    `Step` may hold more queries, for another part of a chain. With `weight`, each query's
+    probabilities are multiplied by its weight; a weight of 0 leaves the query out.
     """
     batch, kv_heads, _ = cache.shape
     q = step.query[:, :, -window:]
     q = q.reshape(batch, kv_heads, cache.group, *q.shape[2:])
-    kind = {**step.options.static, "implementation": step.implementation}
-    position = step.query_position[:, -window:]
+    options = {**step.options.static, "implementation": step.implementation}
+    query_position = step.query_position[:, -window:]
     if weight is not None:
-        position = jnp.where(weight > 0, position, -1)
-    rows = (position, cache.position)
-    _, lse = prompt_attention(q, step.keys, None, cache.log_mass, *rows, **kind)
+        query_position = jnp.where(weight > 0, query_position, -1)
+    positions = (query_position, cache.position)
+    # Two passes over the keys: a sum over queries needs the log-sum-exp of each query first.
+    _, lse = prompt_attention(q, step.keys, None, cache.log_mass, *positions, **options)
     (lse,) = beside_sinks(step.options.sinks, lse)
     if weight is not None:  # exp(logit - (lse - log weight)) is weight times the probability
         lse = lse - jnp.log(jnp.where(weight > 0, weight, 1.0))[:, None, None]
-    return column_sums(q, step.keys, cache.log_mass, lse, *rows, **kind)
+    return column_sums(q, step.keys, cache.log_mass, lse, *positions, **options)

@@ -17,18 +17,18 @@ from kvjax.transforms.held_budget import Budgets, HeldBudget
 class StreamingLLM(HeldBudget):
     """Keeps the first `sinks` tokens and the newest `budget - sinks`.
 
-    While decoding, each new token pushes out the oldest one that is not a sink, so that the cache
-    never holds more than `budget` tokens after a step, generated ones included.
+    While decoding, each new token replaces the oldest one that is not a sink. After a step the
+    cache therefore never holds more than `budget` tokens, generated ones included.
 
     Args:
       budget: live slots per KV head, sinks included; a float is a share of each row's prompt.
       sinks: tokens at positions 0 … sinks − 1 that always stay; 4 as in the paper.
-      reposition: rotate keys at their rank in the cache instead of at their position, and the query
-        at the last rank, as the paper does; keys are then stored unrotated, and `attend` needs
-        `rope`. False by default: original positions.
+      reposition: rotate keys by their rank in the cache instead of their position, and the query by
+        the last rank, as the paper does. Keys are then stored unrotated, and `attend` needs `rope`.
+        False by default: original positions.
 
     Raises:
-      TypeError, ValueError: no number, `budget` below `sinks + 1` or a share outside (0, 1].
+      TypeError, ValueError: `budget` is no number, below `sinks + 1` or a share outside (0, 1].
 
     Example:
       >>> import kvjax
@@ -39,8 +39,8 @@ class StreamingLLM(HeldBudget):
       Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453.
 
     Deviations from the paper:
-      The prompt attends to itself in full and is evicted at its end; the paper streams it through
-      the window. Positions are the original ones unless `reposition=True`.
+      The whole prompt attends to itself, and eviction happens at its end; the paper streams the
+      prompt through the window. Positions are the original ones unless `reposition=True`.
     """
 
     budget: Budget
@@ -57,6 +57,6 @@ class StreamingLLM(HeldBudget):
         check_budget(self.budget, self.minimum, "sinks + 1")
 
     def on_step(self, cache: KVCache, state: Budgets, step: Step) -> tuple[Keep, Budgets]:
-        """Keeps the sinks and the newest others."""
+        """Keeps the sinks and the newest of the other tokens."""
         sinks = cache.position < self.sinks
         return Keep(state, None, always=sinks, newest=state - self.sinks), state

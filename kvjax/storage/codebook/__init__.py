@@ -1,1 +1,1 @@
-"""Codebook: keys and values as references to few directions."""
+"""Codebook: keys and values stored as references to a few directions."""

@@ -1,4 +1,4 @@
-"""Keys or values as references to a codebook, read by attention as they are (arXiv 2507.06517)."""
+"""Keys or values as references to a codebook, which attention reads directly (arXiv 2507.06517)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from pallas_kernels.grouping.nearest_entries import directions
 
 @dataclass(frozen=True)
 class Book:
-    """How a codebook is made.
+    """Options of a codebook.
 
     Args:
-      theta: a vector is near an entry where their cosine is above it.
-      entries: E, the most that a row has.
-      magnitude: entries are directions, and a vector keeps its norm; False: entries are the vectors
-        that they were made of, and are read for others without a change.
+      theta: a vector is near an entry if their cosine is above theta.
+      entries: E, the largest number of entries of a row.
+      magnitude: entries are directions, and a vector keeps its norm. False: entries are vectors,
+        and are read unchanged for all vectors that refer to them.
       interval: M, new tokens that are kept as they came until they are encoded together.
-      copies: lists of slots that hold the same new tokens (`KVCache.unfolded`).
-      vectors: the most different vectors that a row has at a prompt's end; None: as many as slots.
-        The memory of the cover grows with their square.
-      heads: as of `KVCache`; None: all lists of a row are on one device.
+      copies: number of lists of slots that hold the same new tokens (`KVCache.unfolded`).
+      vectors: largest number of different vectors that a row has at a prompt's end; None: as many
+        as slots. The memory of the cover grows with their square.
+      heads: as in `KVCache`; None: all lists of a row are on one device.
     """
 
     theta: float
@@ -51,21 +51,23 @@ class Book:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CodebookPayload(EncodedPayload):
-    """Vectors as an entry of their row's book and a norm: `entries[index] * magnitude`.
+    """Vectors stored as an entry of their row's book and a norm: `entries[index] * magnitude`.
 
-    A new vector is an entry of its own, as it came and with magnitude 1, until it is encoded. Those
-    are the last N = M · H / copies entries: of token t and head h, number `t * (H / copies) + h`.
-    Where heads are divided among devices, each has the whole book, and the references of its own.
+    Until it is encoded, a new vector is an entry of its own, as it came and with magnitude 1. These
+    are the last N = M · H / copies entries; token t and head h have number `t * (H / copies) + h`
+    among them. Where heads are divided among devices, each device has the whole book, and the
+    references of its own heads.
 
     Args:
       entries: E directions that all heads of a row share, then N places of new vectors.
-      index: the entry of each slot; 16 bits where they suffice.
-      magnitude: the norm of each slot; None where entries are read as they are.
-      count: entries so far, without new vectors.
-      overflow: vectors that found no entry near enough and no room, since the row's first prompt
-        of which anything is left. They are counted once per KV head, and when they are gone too.
-      waiting: tokens whose vectors are not encoded yet.
-      book: how it is made (static).
+      index: entry of each slot; 16 bits where they suffice.
+      magnitude: norm of each slot; None where entries are read as they are.
+      count: number of entries so far, without new vectors.
+      overflow: number of vectors that found no entry near enough, and no room for a new one, since
+        the earliest prompt of the row of which anything remains. A vector counts once per KV head,
+        and still counts when it is gone.
+      waiting: number of tokens whose vectors are not encoded yet.
+      book: options of the book (static).
     """
 
     operation: ClassVar[str] = "codebook_attention"
@@ -83,7 +85,7 @@ class CodebookPayload(EncodedPayload):
     def zeros(
         cls, shape: tuple[int, int, int, int], dtype: DTypeLike, book: Book
     ) -> CodebookPayload:
-        """A payload of zeros, with an empty book."""
+        """Makes a payload of zeros, with an empty book."""
         batch, lists, slots, head_dim = shape
         entries = book.entries + book.interval * (lists // book.copies)
         return cls(
@@ -102,7 +104,7 @@ class CodebookPayload(EncodedPayload):
     _references = property(lambda self: References(self.entries, self.index, self.magnitude))
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Decoded rows: all slots, or those of `index`."""
+        """Decodes rows: all slots, or those of `index`."""
         part = self if index is None else self._with(lambda x: take_slots(x, index))
         flat = part.index.astype(jnp.int32).reshape(part.index.shape[0], 1, -1)
         rows = take_slots(self.entries, flat).reshape(*part.index.shape, -1)
@@ -113,26 +115,26 @@ class CodebookPayload(EncodedPayload):
     def write(
         self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]
     ) -> CodebookPayload:
-        """Replaces a few slots (slot number S writes nothing), whose rows stay as they are.
+        """Writes new rows to a few slots (slot number S writes nothing), unencoded for now.
 
-        Where None, a new book for all slots, in the order of the slots.
+        If `slots` is None, makes a new book for the rows of all slots, in the order of the slots.
         """
         if slots is not None:
             return self._write_new(slots, rows)
         slot = jax.lax.broadcasted_iota(jnp.int32, self.index.shape, 2)
-        # Any two slots may differ, also those of lists that get the same new tokens.
+        # Lists that get the same new tokens may still differ in any slot: no copies are assumed.
         book = dataclasses.replace(self.book, copies=1, vectors=None)
-        alone, rows = dataclasses.replace(self, book=book), rows.astype(self.dtype)[None]
-        none = jnp.full_like(slot, -1)
-        (new,) = make_books((alone,), rows, slot, jnp.ones_like(slot, bool), (none,))
+        without_copies = dataclasses.replace(self, book=book)
+        rows, kept = rows.astype(self.dtype)[None], jnp.full_like(slot, -1)
+        (new,) = make_books((without_copies,), rows, slot, jnp.ones_like(slot, bool), (kept,))
         return dataclasses.replace(new, book=self.book)
 
     def flush(self, steps: int, moves: Moves | None = None) -> CodebookPayload:
-        """Moves rows among slots, then encodes the new rows where room is needed.
+        """Moves rows among slots, then encodes the new rows if room is needed.
 
-        They are encoded token by token, and in a token head by head. A row takes the entry with the
-        highest cosine if that is above theta. Else it becomes an entry, or goes to the nearest one
-        where there is no room.
+        They are encoded token by token, and within a token head by head. A row refers to the entry
+        with the highest cosine if that is above theta. Otherwise it becomes an entry, or refers to
+        the nearest one if there is no room.
         """
         payload = self
         if moves is not None:
@@ -143,26 +145,27 @@ class CodebookPayload(EncodedPayload):
     def encode(
         self, values: CodebookPayload, k: Array, v: Array, slots: Slots
     ) -> tuple[CodebookPayload, CodebookPayload]:
-        """Books of all that is live in `slots.rows`.
+        """Makes books for the live vectors of `slots.rows`.
 
-        What was encoded before the prompt keeps its entry and norm, and entries that nothing refers
-        to are given up.
+        Vectors that were encoded before the prompt keep their entries and norms. Entries without
+        references are dropped.
         """
         live = slots.live & slots.rows[:, None, None]
         rows = jnp.stack([k, v])
-        kept = (x._unchanged(own, slots) for x, own in zip((self, values), rows, strict=True))
-        new = make_books((self, values), rows, slots.position, live, tuple(kept))
-        return of_rows(slots.rows, new, (self, values))
+        payloads = (self, values)
+        kept = (payload._unchanged(x, slots) for payload, x in zip(payloads, rows, strict=True))
+        new = make_books(payloads, rows, slots.position, live, tuple(kept))
+        return of_rows(slots.rows, new, payloads)
 
     def _entries_of(self, slots: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
-        """The entries of slots (-1: none); -1 where a vector is not encoded yet."""
+        """Returns the entries of slots (-1: none); -1 where a vector is not encoded yet."""
         entry = take_slots(self.index, jnp.maximum(slots, 0)).astype(jnp.int32)
         return jnp.where((slots >= 0) & (entry < self.book.entries), entry, -1)
 
     def _write_new(
         self, slots: Int[Array, "B H T"], rows: Float[Array, "B H T D"]
     ) -> CodebookPayload:
-        """T tokens more; one that no list stores takes no place."""
+        """Adds T tokens as they came; a token that no list stores takes no place."""
         copies, (batch, lists, tokens) = self.book.copies, slots.shape
         stored = (slots < self.index.shape[2]).any(1)
         place = self.waiting[:, None] + jnp.cumsum(stored, axis=1, dtype=jnp.int32) - 1
@@ -190,28 +193,28 @@ class CodebookPayload(EncodedPayload):
         )
 
     def _encode_new(self, due: Bool[Array, " B"]) -> CodebookPayload:
-        """The new vectors encoded in the order in which they came, in the rows that are due."""
+        """Encodes the new vectors in the order in which they came, in the rows that are due."""
         vectors, index_lists = self.entries[:, 0, self.book.entries :], self.index.shape[1]
         new = self.index.astype(jnp.int32) - self.book.entries
-        waits = (new >= 0) & due[:, None, None]
+        unencoded = (new >= 0) & due[:, None, None]
         number = vectors.shape[1]
-        # What no slot refers to any more is not encoded.
-        place = jnp.where(waits, new, number).reshape(new.shape[0], 1, -1)
-        there = write_slots(
+        # Vectors that no slot refers to any more are not encoded.
+        place = jnp.where(unencoded, new, number).reshape(new.shape[0], 1, -1)
+        referred = write_slots(
             jnp.zeros((new.shape[0], 1, number), bool), place, jnp.ones(place.shape, bool)
         )
         devices = (self.book.heads or index_lists) // index_lists
-        payload, index = self._add(vectors, all_heads(there, devices).any(1))
+        payload, index = self._add(vectors, all_heads(referred, devices).any(1))
 
-        def of_slots(x: Array, old: Array) -> Array:
-            own = take_slots(x[:, None], jnp.minimum(place, number - 1)).reshape(old.shape)
-            return jnp.where(waits, own.astype(old.dtype), old)
+        def update(slots: Array, of_vectors: Array) -> Array:
+            updated = take_slots(of_vectors[:, None], jnp.minimum(place, number - 1))
+            return jnp.where(unencoded, updated.reshape(slots.shape).astype(slots.dtype), slots)
 
         magnitude = self.magnitude
         if magnitude is not None:
-            magnitude = of_slots(directions(vectors)[1], magnitude)
+            magnitude = update(magnitude, directions(vectors)[1])
         waiting = jnp.where(due, 0, self.waiting)
-        index = of_slots(index, self.index)
+        index = update(self.index, index)
         return dataclasses.replace(payload, index=index, magnitude=magnitude, waiting=waiting)
 
     def _rows(self) -> Rows:
@@ -227,43 +230,44 @@ class CodebookPayload(EncodedPayload):
         return codebook_mix(weights, *self._references, live=live)
 
     def _with(self, change: Callable[[Array], Array]) -> CodebookPayload:
-        """The payload with its per-slot arrays changed."""
+        """Applies `change` to the arrays that are per slot."""
         magnitude = None if self.magnitude is None else change(self.magnitude)
         return dataclasses.replace(self, index=change(self.index), magnitude=magnitude)
 
     def _add(
         self, vectors: Float[Array, "B M D"], valid: Bool[Array, "B M"]
     ) -> tuple[CodebookPayload, Int[Array, "B M"]]:
-        """With entries for M vectors, one after the other, and the entry of each."""
+        """Adds entries for M vectors, one after the other; returns the entry of each too."""
         entries, count = self.entries[:, 0], self.count
         nearest, cosine = nearest_entries(vectors, entries, count)
         units, norms = directions(vectors)
+        # Cosines among the vectors: a new entry can serve the vectors after it.
         mutual = jnp.einsum("bmd,bnd->bmn", units, units, precision="highest")
         mutual = jnp.minimum(mutual, 1.0)
         number, room = vectors.shape[1], self.book.entries
 
-        def one_row(nearest, cosine, mutual, there, count):
+        def add_to_row(nearest, cosine, mutual, nonzero, count):
             def step(carry, m):
-                count, made = carry  # made: the entries of the vectors before, -1 = none
-                among = jnp.where(made >= 0, mutual[m], -jnp.inf)
-                best = jnp.where(among == among.max(), made, room).min()
-                best = jnp.where(among.max() > cosine[m], best, nearest[m])
-                alone = there[m] & ~(jnp.maximum(among.max(), cosine[m]) > self.book.theta)
+                count, new = carry  # new: entries that earlier vectors have become, -1 = none
+                to_new = jnp.where(new >= 0, mutual[m], -jnp.inf)
+                best = jnp.where(to_new == to_new.max(), new, room).min()
+                best = jnp.where(to_new.max() > cosine[m], best, nearest[m])
+                alone = nonzero[m] & ~(jnp.maximum(to_new.max(), cosine[m]) > self.book.theta)
                 becomes = alone & (count < room)
-                made = made.at[m].set(jnp.where(becomes, count, -1))
-                index = jnp.where(becomes, count, jnp.where(there[m], best, 0))
-                return (count + becomes.astype(jnp.int32), made), (index, alone & ~becomes)
+                new = new.at[m].set(jnp.where(becomes, count, -1))
+                index = jnp.where(becomes, count, jnp.where(nonzero[m], best, 0))
+                return (count + becomes.astype(jnp.int32), new), (index, alone & ~becomes)
 
             start = count, jnp.full(number, -1, jnp.int32)
-            start = varying(start, cosine, mutual, there, count)
-            (count, made), (index, over) = jax.lax.scan(
+            start = varying(start, cosine, mutual, nonzero, count)
+            (count, new), (index, over) = jax.lax.scan(
                 step, start, jnp.arange(number, dtype=jnp.int32)
             )
-            return index, made, count, over.sum(dtype=jnp.int32)
+            return index, new, count, over.sum(dtype=jnp.int32)
 
-        there = valid & (norms > 0)
-        index, made, count, over = jax.vmap(one_row)(nearest, cosine, mutual, there, count)
-        place = jnp.where(made >= 0, made, self.entries.shape[2])[:, None]
+        nonzero = valid & (norms > 0)
+        index, new, count, over = jax.vmap(add_to_row)(nearest, cosine, mutual, nonzero, count)
+        place = jnp.where(new >= 0, new, self.entries.shape[2])[:, None]
         stored = units if self.book.magnitude else vectors
         entries = write_slots(self.entries, place, stored[:, None])
         overflow = self.overflow + over
@@ -277,28 +281,29 @@ def make_books(
     live: Bool[Array, "B H S"],
     kept: tuple[Int[Array, "B H S"], ...],
 ) -> tuple[CodebookPayload, ...]:
-    """P payloads with books for their live rows: see `pallas_kernels.greedy_cover`.
+    """Makes P payloads with books for their live rows: see `pallas_kernels.greedy_cover`.
 
-    What is kept has the entry that it had; those entries come first in the new book. What is near
-    enough to one of them refers to it too, and new entries cover the rest. Copies of a token's
-    vector under several lists of a KV head are one vertex, which weighs as many. Of equals, the
-    lowest position comes first, then the lowest head. All covers are rows of one, made one after
-    the other, so that books must have one size. Where heads are divided among devices, each gets
-    the vectors of all of them, and makes the whole books.
+    Kept vectors refer to the same entries as before, which come first in the new book. Vectors near
+    enough to one of these entries refer to it too, and new entries cover the others. If several
+    lists of a KV head hold copies of a token's vector, the copies are one vertex of the graph, with
+    their number as its weight. Ties go to the lowest position, then the lowest head. The covers of
+    all payloads and rows are computed as rows of one batch, so that books must have one size. Where
+    heads are divided among devices, each device gets the vectors of all heads and makes the whole
+    books.
 
     Args:
-      kept: the slot of a payload whose row each slot still has, -1 where it has another row.
+      kept: slot of a payload whose row each slot still has, -1 where it has another row.
     """
-    book, own = payloads[0].book, rows.shape[2]
+    book, lists_here = payloads[0].book, rows.shape[2]
     referred = jnp.stack([x._entries_of(slots) for x, slots in zip(payloads, kept, strict=True)])
-    copied, batch = len(payloads), rows.shape[1]
+    num_payloads, batch = len(payloads), rows.shape[1]
 
     def joined(x: Array) -> Array:
-        """`[P, B, H, ...]` as rows of one batch, with the heads of all devices in one axis."""
+        """Reshapes `[P, B, H, ...]` to rows of one batch, with the heads of all devices."""
         x = all_heads(x, book.heads, axis=2)
-        return x.reshape(copied * batch, -1, *x.shape[4:])
+        return x.reshape(num_payloads * batch, -1, *x.shape[4:])
 
-    shape = copied, *position.shape
+    shape = num_payloads, *position.shape
     lists = all_heads(position, book.heads).shape[1]
     held = joined(referred)
     new = joined(jnp.broadcast_to(live, shape)) & (held < 0)
@@ -315,25 +320,28 @@ def make_books(
     first |= number == 0
     if book.copies == 1:
         first = jnp.ones_like(first)
-    # A copy has the number of the vertex that comes before it.
+    # Copies follow each other in this order, and have the number of the first one's vertex.
     vertex = (first & new).cumsum(1, dtype=jnp.int32) - 1
 
-    def of_vertices(x: Array, chosen: Array) -> Array:
+    def sum_by_vertex(x: Array, chosen: Array) -> Array:
         zeros = jnp.zeros((x.shape[0], room), x.dtype)
-        add = jax.vmap(lambda zeros, at, x: zeros.at[at].add(x, mode="drop"))
+        add = jax.vmap(lambda zeros, vertex, x: zeros.at[vertex].add(x, mode="drop"))
         return add(zeros, jnp.where(chosen, vertex, room), x)
 
-    source = of_vertices(order, first & new)
-    weights = of_vertices(new.astype(jnp.int32), new)
+    source = sum_by_vertex(order, first & new)
+    weights = sum_by_vertex(new.astype(jnp.int32), new)
     stored, norms = directions(rows) if book.magnitude else (rows.astype(jnp.float32), None)
     vectors, stored = (take_slots(joined(x)[:, None], source[:, None]) for x in (rows, stored))
     theta = jnp.repeat(jnp.array([x.book.theta for x in payloads], jnp.float32), batch)
-    old = jnp.concatenate([x.entries[:, 0, : book.entries] for x in payloads])
-    entries, held, had = _without_others(old, held)
-    entries, index, count, overflow = _grown(entries, had, vectors[:, 0], stored, weights, theta)
+    entries = jnp.concatenate([x.entries[:, 0, : book.entries] for x in payloads])
+    entries, held, old_count = _without_unused(entries, held)
+    entries, index, count, overflow = _with_cover(
+        entries, old_count, vectors[:, 0], stored, weights, theta
+    )
+    # From vertices to sorted vectors, and from there to slots.
     index = jnp.take_along_axis(index, jnp.clip(vertex, 0, room - 1), axis=1)
-    put = jax.vmap(lambda at, x: jnp.zeros_like(x).at[at].set(x))
-    index = put(order, jnp.where(new, index, 0))
+    scatter = jax.vmap(lambda slot, x: jnp.zeros_like(x).at[slot].set(x))
+    index = scatter(order, jnp.where(new, index, 0))
     index = jnp.where(held >= 0, held, index)
     entries = jnp.pad(entries, ((0, 0), (0, payloads[0].entries.shape[2] - book.entries), (0, 0)))
 
@@ -343,26 +351,30 @@ def make_books(
             magnitude = jnp.where(live, norms[n], 0.0).astype(old.dtype)
             stays = take_slots(old.magnitude, jnp.maximum(kept[n], 0))
             magnitude = jnp.where(referred[n] >= 0, stays, magnitude)
-        references = own_heads(index[part].reshape(batch, lists, -1), own)
+        references = own_heads(index[part].reshape(batch, lists, -1), lists_here)
         return dataclasses.replace(
             old,
             entries=entries[part, None].astype(old.dtype),
             index=references.astype(old.index.dtype),
             magnitude=magnitude,
             count=count[part],
-            overflow=overflow[part] + jnp.where(had[part] > 0, old.overflow, 0),
+            # Earlier overflow counts only while something of earlier prompts remains.
+            overflow=overflow[part] + jnp.where(old_count[part] > 0, old.overflow, 0),
             waiting=jnp.zeros_like(old.waiting),
         )
 
     return tuple(payload(n, old) for n, old in enumerate(payloads))
 
 
-def _without_others(
+def _without_unused(
     entries: Float[Array, "B E D"], held: Int[Array, "B N"]
 ) -> tuple[Float[Array, "B E D"], Int[Array, "B N"], Int[Array, " B"]]:
-    """The entries that something refers to (-1: to none) in front, what then does, and how many."""
+    """Drops the entries that no reference in `held` (-1: none) points at, and closes the gaps.
 
-    def one_row(entries: Array, held: Array) -> tuple[Array, Array, Array]:
+    Returns the entries, the references to them, and the number of entries.
+    """
+
+    def compact(entries: Array, held: Array) -> tuple[Array, Array, Array]:
         size = len(entries)
         used = jnp.zeros(size, bool).at[jnp.where(held < 0, size, held)].set(True, mode="drop")
         place = jnp.cumsum(used, dtype=jnp.int32) - 1
@@ -370,10 +382,10 @@ def _without_others(
         held = jnp.where(held < 0, -1, place[jnp.maximum(held, 0)])
         return moved, held, used.sum(dtype=jnp.int32)
 
-    return jax.vmap(one_row)(entries, held)
+    return jax.vmap(compact)(entries, held)
 
 
-def _grown(
+def _with_cover(
     entries: Float[Array, "B E D"],
     count: Int[Array, " B"],
     vectors: Float[Array, "B N D"],
@@ -381,36 +393,41 @@ def _grown(
     weights: Int[Array, "B N"],
     theta: Float[Array, " B"],
 ) -> tuple[Float[Array, "B E D"], Int[Array, "B N"], Int[Array, " B"], Int[Array, " B"]]:
-    """`count` entries and new ones, each vector's entry, how many there are, and what found none.
+    """Adds entries that cover the vectors which no existing entry is near to.
+
+    Returns the entries, each vector's entry, the number of entries, and the number of vectors that
+    found neither a near entry nor room for a new one.
 
     Args:
-      stored: what vectors are as entries.
-      weights: of the vectors; 0: it is none.
+      count: number of existing entries.
+      stored: vectors in the form in which they become entries.
+      weights: weights of the vectors; 0: there is no vector.
     """
     members, capacity = weights > 0, entries.shape[1]
-    grows = (count > 0).any()
+    has_entries = (count > 0).any()
 
     def nearest(entries: Array, count: Array) -> tuple[Array, Array]:
         return nearest_entries(vectors, entries, count)
 
-    def none(entries: Array, count: Array) -> tuple[Array, Array]:
+    def no_entry(entries: Array, count: Array) -> tuple[Array, Array]:
         cosine = jnp.full(weights.shape, -jnp.inf, jnp.float32)
         return varying((jnp.zeros(weights.shape, jnp.int32), cosine), vectors, entries, count)
 
-    # Where all books are new there is nothing to look among.
-    index, cosine = jax.lax.cond(grows, nearest, none, entries, count)
+    # The search is skipped where all books are empty, as at the end of a first prompt.
+    index, cosine = jax.lax.cond(has_entries, nearest, no_entry, entries, count)
     near = cosine > theta[:, None]
     cover = greedy_cover(vectors, members & ~near, weights, theta=theta, capacity=capacity)
-    made = jnp.minimum(cover.count, capacity - count)
+    added = jnp.minimum(cover.count, capacity - count)
     number = jax.lax.broadcasted_iota(jnp.int32, cover.centers.shape, 1)
-    place = jnp.where(number < made[:, None], count[:, None] + number, capacity)
+    place = jnp.where(number < added[:, None], count[:, None] + number, capacity)
     center = take_slots(stored, jnp.minimum(cover.centers, stored.shape[2] - 1)[:, None])
     entries = write_slots(entries[:, None], place[:, None], center)[:, 0]
     index = jnp.where(near, index, count[:, None] + cover.index)
-    # An entry for which there is no room beside the old ones is none.
-    beyond = members & ~near & (cover.beyond | (cover.index >= made[:, None]))
-    total = count + made
-    again, _ = jax.lax.cond(grows, nearest, none, entries, total)
-    index = jnp.where(beyond & grows, again, index)
+    # The cover does not know of the existing entries: its last ones may find no room beside them.
+    # Their vectors then refer to the nearest entry.
+    beyond = members & ~near & (cover.beyond | (cover.index >= added[:, None]))
+    total = count + added
+    nearest_index, _ = jax.lax.cond(has_entries, nearest, no_entry, entries, total)
+    index = jnp.where(beyond & has_entries, nearest_index, index)
     beyond &= (vectors != 0).any(-1)
     return entries, index, total, beyond.sum(1, dtype=jnp.int32)

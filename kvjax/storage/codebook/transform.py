@@ -1,4 +1,4 @@
-"""SpindleKV's codebook: keys and values as references to few directions (arXiv 2507.06517)."""
+"""SpindleKV's codebook: keys and values as references to a few directions (arXiv 2507.06517)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from kvjax.storage.codebook.payload import Book, CodebookPayload
 
 @dataclass(frozen=True)
 class Codebook(KVTransform):
-    """Stores keys and values as references to few directions, and their norms.
+    """Stores keys and values as references to a few directions, and their norms.
 
-    A row has one book for its keys, without rotation, and one for its values, which all heads of a
-    layer share. At a prompt's end the live vectors are covered: two are neighbours where their
-    cosine is above theta; again and again the uncovered vector with the most uncovered neighbours,
-    itself included, gives its direction as an entry, and they point at it. A vector is read as
-    `entry · |x|`, and a key then rotated to its position. While decoding, a new vector takes the
-    nearest entry if their cosine is above theta, and becomes an entry otherwise. Where a book is
-    full, vectors go to the nearest entry and are counted in the payload's `overflow`. In a further
-    turn, what is encoded keeps its entry and norm; what is new is covered beside it, by entries
-    that are there and by new ones. An entry that nothing refers to any more is given up when the
-    row's next prompt ends, whatever a method evicts while decoding.
-    Attention multiplies with the book as it is, a block of slots at a time.
+    A row has one book for its keys, without RoPE, and one for its values; all heads of a layer
+    share them. At a prompt's end entries are chosen that cover the live vectors. Two vectors are
+    neighbours if their cosine is above theta. In each round, the uncovered vector with the most
+    uncovered neighbours, itself included, makes its direction an entry, and all of these refer to
+    it. A vector is read as `entry · |x|`; a key is then rotated to its position.
+
+    While decoding, a new vector refers to the nearest entry if their cosine is above theta, and
+    becomes an entry otherwise. Where a book is full, vectors refer to the nearest entry and are
+    counted in the payload's `overflow`. In a further turn, encoded vectors keep their entries and
+    norms, and new ones are covered by existing and new entries. An entry without references is
+    dropped when the row's next prompt ends, also if a method evicts while decoding. Attention
+    multiplies with the book as it is, a block of slots at a time.
 
     Args:
       theta_key: threshold of the keys' cosines, 0.98 as in the paper.
-      theta_value: of the values', 0.95 as in the paper.
-      capacity: most entries of each of a row's two books; a float is a share of the vectors that
-        the cache has slots for. 0.5 by default: about what the paper's ratios of 40 to 50 % leave.
-      interval: steps after which new tokens, kept as they are until then, are encoded; 32, ours.
-      magnitude: store norms; False: entries are vectors as they came, and stand for others so.
+      theta_value: threshold of the values' cosines, 0.95 as in the paper.
+      capacity: most entries of each of a row's two books. A float is a share of the vectors that
+        the cache has slots for. The default of 0.5 is about what the paper's ratios of 40 to 50 %
+        leave.
+      interval: steps after which new tokens are encoded; until then they are kept as they came. 32
+        is ours.
+      magnitude: store norms. False: entries are vectors as they came, and are read unchanged for
+        all vectors that refer to them.
 
     Raises:
-      TypeError, ValueError: a threshold or a share outside (0, 1], a capacity or an interval below
+      TypeError, ValueError: a threshold or a share outside (0, 1]; a capacity or an interval below
         1; in a chain, a method before that merges while decoding.
 
     Example:
@@ -55,10 +59,10 @@ class Codebook(KVTransform):
       Layers, arXiv 2507.06517, section 3.2.
 
     Deviations from the paper:
-      Books have a capacity. Degrees are those of the graph (equation 10); Algorithm 1 sums
+      Books have a capacity. Degrees are those of the graph (equation 10), where Algorithm 1 sums
       similarities. New tokens are encoded every `interval` steps, one after the other: a vector
-      that no entry is near to becomes an entry, for those after it too. The paper covers what is
-      left over anew, as it does a prompt, and has no further turns.
+      without a near entry becomes an entry, which later ones may refer to. The paper covers the
+      remaining vectors anew, as it does a prompt, and has no further turns.
     """
 
     theta_key: float = 0.98
@@ -92,11 +96,11 @@ class Codebook(KVTransform):
         return self
 
     def extent(self, extent: Extent) -> Extent:
-        """New tokens are encoded every `interval` steps."""
+        """Asks for a flush every `interval` steps, which encodes the new tokens."""
         return extent.every(self.interval)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """Payloads with empty books."""
+        """Makes payloads with empty books."""
         shape, dtype = cache.k.shape, cache.k.dtype
         k, v = (
             CodebookPayload.zeros(shape, dtype, self._book(theta, cache))
@@ -105,8 +109,9 @@ class Codebook(KVTransform):
         return cache.replace(k=k, v=v), ()
 
     def _book(self, theta: float, cache: KVCache) -> Book:
+        """Makes the options of one of a row's two books."""
         entries, lists, copies = self.capacity, cache.shape[1], cache.unfolded
-        # The most vectors that a row keeps, copies counted once.
+        # The most vectors that a row keeps, with copies in several lists counted once.
         vectors = min(lists * cache.capacity, lists // copies * cache.max_tokens)
         if not isinstance(entries, int | np.integer):
             entries = max(int(entries * vectors), 1)

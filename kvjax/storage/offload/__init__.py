@@ -1,1 +1,1 @@
-"""Offload: keys and values in host memory."""
+"""Offload: keys and values kept in host memory."""

@@ -1,4 +1,4 @@
-"""Keys and values in host memory, and on the device those that are new since the last flush."""
+"""Payload in host memory; rows that are new since the last flush are on the device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HOST_MEMORY = "pinned_host"
 
 
 def memory_kinds() -> tuple[str, ...]:
-    """Memories that the default device can address."""
+    """Returns the kinds of memory that the default device can address."""
     return tuple(memory.kind for memory in jax.devices()[0].addressable_memories())
 
 
 @custom_vmap
 def not_mapped(store: Array) -> Array:
-    """The same array, which `jax.vmap` cannot map: its slices would be gathers in host memory."""
+    """Returns the array; raises under `jax.vmap`, whose slices would be gathers in host memory."""
     return store
 
 
@@ -40,21 +40,22 @@ def _refuse_vmap(axis_size: int, in_batched: list[bool], store: Array) -> NoRetu
 
 
 def to_host(x: Array) -> Array:
-    """The array in host memory."""
+    """Moves an array to host memory."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Offloaded:
-    """Rows in host memory, and on the device those that are new since the last flush.
+    """Rows in host memory; rows that are new since the last flush are on the device.
 
-    Slots only ever come to the end of a row and head, so that its recent rows are a range of slots,
-    which a flush writes as one block.
+    New slots only come at the end of a row and head. So its recent rows are a range of slots, which
+    a flush writes as one block.
 
     Args:
-      store: all slots but the recent ones, and M more at the end that are none, in host memory.
-      recent: the newest rows, at most M.
+      store: rows of all slots except the recent ones, in host memory. The M rows at the end belong
+        to no slot.
+      recent: newest rows, at most M.
     """
 
     store: Float[Array, "B H S+M D"]
@@ -62,7 +63,7 @@ class Offloaded:
 
     @classmethod
     def zeros(cls, shape: tuple[int, int, int, int], size: int, dtype: DTypeLike) -> Offloaded:
-        """A payload of zeros that takes M = `size` new rows between two flushes."""
+        """Makes a payload of zeros that takes M = `size` new rows between two flushes."""
         recent = Recent.empty(shape, dtype, size)
         return cls(_in_host_memory(jnp.zeros(shape, dtype), size), recent)
 
@@ -71,7 +72,7 @@ class Offloaded:
     room = property(lambda self: self.recent.room)
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows on the device: of all slots, which copies the store, or those of `index`."""
+        """Reads rows to the device: all slots, which copies the store, or those of `index`."""
         if index is None:
             return self.recent.over(
                 jax.device_put(self.store, jax.memory.Space.Device)[:, :, : self.shape[2]]
@@ -81,13 +82,13 @@ class Offloaded:
         return host_rows((store,), (self.recent.at(place, 0),), index, place < 0)[0]
 
     def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Offloaded:
-        """Adds new rows, which stay on the device; replaces all slots where `slots` is None."""
+        """Adds new rows, which stay on the device; if `slots` is None, replaces all slots."""
         if slots is None:
             return self._filled(rows.astype(self.dtype), jnp.ones(self.shape[0], bool))
         return dataclasses.replace(self, recent=self.recent.add(slots, rows))
 
     def flush(self, steps: int, moves: Moves | None = None) -> Offloaded:
-        """Moves recent rows among slots, then makes room for `steps` new ones where there is less.
+        """Moves recent rows among slots, then makes room for `steps` new ones if there is less.
 
         Rows in host memory do not move.
         """
@@ -96,18 +97,21 @@ class Offloaded:
             return dataclasses.replace(self, recent=recent)
         due, ordered = recent.due(steps), recent.by_slot()
         batch, heads, size, head_dim = ordered.rows.shape
-        # A block that is not due goes to the slots at the end that are none.
+        # Blocks that are not due are written too, to the rows at the end that belong to no slot:
+        # every round of the loop does the same.
         starts = jnp.where(due[:, None], ordered.slots[:, :, 0], recent.nowhere).reshape(-1)
 
-        def put(i: Int[Array, ""], store: Array) -> Array:
+        def put_block(i: Int[Array, ""], store: Array) -> Array:
             i = jnp.int32(i)  # as slots are; with x64 loops count in int64
             zero = jnp.zeros_like(i)
-            at = i // heads, i % heads
-            block = jax.lax.dynamic_slice(ordered.rows, (*at, zero, zero), (1, 1, size, head_dim))
+            row_and_head = i // heads, i % heads
+            block = jax.lax.dynamic_slice(
+                ordered.rows, (*row_and_head, zero, zero), (1, 1, size, head_dim)
+            )
             start = jax.lax.dynamic_index_in_dim(starts, i, keepdims=False)
-            return jax.lax.dynamic_update_slice(store, to_host(block), (*at, start, zero))
+            return jax.lax.dynamic_update_slice(store, to_host(block), (*row_and_head, start, zero))
 
-        store = jax.lax.fori_loop(0, batch * heads, put, not_mapped(self.store))
+        store = jax.lax.fori_loop(0, batch * heads, put_block, not_mapped(self.store))
         return Offloaded(store, recent.cleared(due))
 
     def encode(
@@ -117,21 +121,21 @@ class Offloaded:
         v: Float[Array, "B H S D"],
         slots: Slots,
     ) -> tuple[Offloaded, Offloaded]:
-        """All rows in host memory; what is recent stays so in rows that had no prompt."""
+        """Writes all rows to host memory; rows without a prompt keep their recent rows."""
         return self._filled(k, slots.rows), values._filled(v, slots.rows)
 
     def _filled(self, rows: Float[Array, "B H S D"], cleared: Bool[Array, " B"]) -> Offloaded:
-        """With other rows in host memory, and in `cleared` rows of the batch no recent ones."""
+        """Replaces the rows in host memory; `cleared` rows of the batch lose their recent ones."""
         return Offloaded(_in_host_memory(rows, self.recent.size), self.recent.cleared(cleared))
 
     def attention(
         self, values: Payload, q: Array, seen: Seen, positions: Array, **options
     ) -> tuple[Array, Array | None]:
-        """Attention to all slots, which copies the stores to the device."""
+        """Attends to all slots, which copies the stores to the device."""
         keys = Dense(self.read())
         return keys.attention(Dense(values.read()), q, seen, positions, **options)
 
 
-def _in_host_memory(rows: Float[Array, "B H S D"], more: int) -> Float[Array, "B H S+M D"]:
-    """Rows and `more` zeros behind them, in host memory."""
-    return to_host(jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0))))
+def _in_host_memory(rows: Float[Array, "B H S D"], padding: int) -> Float[Array, "B H S+M D"]:
+    """Moves rows, with `padding` zeros behind them, to host memory."""
+    return to_host(jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0))))

@@ -1,4 +1,4 @@
-"""Keys and values in host memory, with a device cache of what the last steps selected."""
+"""Keys and values in host memory, with a device cache of the rows that recent steps selected."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from kvjax.storage.offload.payload import HOST_MEMORY, Offloaded, memory_kinds, 
 from kvjax.storage.recent import places
 from pallas_kernels import host_rows
 
-INTERVAL = 320  # ClusterKV's; behind methods that have none of their own
+INTERVAL = 320  # ClusterKV's interval, used behind methods that have none of their own
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Resident:
-    """What the last R steps selected, on the device; N entries a step, as the lists had them.
+    """Rows on the device that the last R steps selected, with N entries per step.
 
     Args:
-      slots: of each entry, S = none.
-      k, v: their rows.
-      selected: entries of all steps so far that lay in host memory, but for those that every list
-        has and those of rows without a new token; per list.
-      found: how many of them were resident.
-      fetched: entries whose rows have crossed.
-      steps: decode steps so far.
+      slots: slot of each entry; S means none.
+      k, v: rows of the entries.
+      selected: number of selected entries in host memory, over all steps so far, per list. Entries
+        that every list has, and those of rows without a new token, do not count.
+      found: number of these entries that were resident.
+      fetched: number of entries whose rows were copied from the host.
+      steps: number of decode steps so far.
     """
 
     slots: Int[Array, "B K R*N"]
@@ -47,10 +47,10 @@ class Resident:
     steps: Int[Array, ""]
 
     def put(self, slots: Int[Array, "B K N"], k: Array, v: Array) -> Resident:
-        """With a step's entries in place of the oldest step's."""
+        """Replaces the entries of the oldest step by those of a new one."""
         entries = slots.shape[2]
-        at = self.steps * entries % self.slots.shape[2]
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=2)
+        start = self.steps * entries % self.slots.shape[2]
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=2)
         return dataclasses.replace(
             self,
             slots=put(self.slots, slots),
@@ -62,24 +62,24 @@ class Resident:
 
 @dataclass(frozen=True)
 class Offload(KVTransform):
-    """Keeps keys and values in host memory; a step fetches what it selects and does not have.
+    """Keeps keys and values in host memory; a step fetches the selected rows that it lacks.
 
-    Stands behind a method that selects slots: `chain(ClusterKV(...), Offload())`. After the prompt
-    all keys and values go to `pinned_host` memory, in the order of the slots (cluster by cluster,
-    or page by page). The device holds the rows that the last `recent_steps` steps selected, and
-    those of new tokens until `kvjax.flush` moves them to the host, every `interval` steps.
-    Of what a step selects, only the rows cross that are in neither. The result is exactly that of
+    It is placed behind a method that selects slots: `chain(ClusterKV(...), Offload())`. After the
+    prompt all keys and values go to `pinned_host` memory, in the order of the slots (cluster by
+    cluster, or page by page). The device holds the rows that the last `recent_steps` steps
+    selected, and those of new tokens until `kvjax.flush` moves them to the host, every `interval`
+    steps. A step copies only the selected rows that are in neither. The result is exactly that of
     the same method without `Offload`.
 
     Args:
       recent_steps: R; 1 as in ClusterKV.
-      interval: decode steps between moves of new tokens to the host; None: that of the method
-        before, 320 where it has none.
+      interval: decode steps between moves of new tokens to the host; None: the interval of the
+        method before, or 320 if it has none.
 
     Raises:
       TypeError, ValueError: a number out of range; in a chain, no method before that selects slots;
-        from `init_cache`, no chain, a platform without such memory, or an interval that is not the
-        method's; from `attend` and `flush`, steps that `jax.vmap` maps.
+        from `init_cache`, no chain, a platform without such memory, or an interval that differs
+        from the method's; from `attend` and `flush`, steps that `jax.vmap` maps.
 
     Example:
       >>> import kvjax
@@ -93,8 +93,8 @@ class Offload(KVTransform):
       arXiv 2412.03213, section IV-D.
 
     Deviations from the paper:
-      Residency is by token and not by cluster, so a trimmed cluster may be held in part. Sinks
-      cross with the first step and stay, since every list has them. Without a kernel that reads
+      Residency is by token and not by cluster, so that a trimmed cluster may be held in part. Sinks
+      are copied in the first step and stay, since every list has them. Without a kernel that reads
       host memory, missing rows are copied one run of slots after the other.
     """
 
@@ -110,13 +110,13 @@ class Offload(KVTransform):
             check_count("interval", self.interval, 1)
 
     def extent(self, extent: Extent) -> Extent:
-        """Everything; the interval of the method before, if it has one."""
+        """Asks for flushes, unless a method before has an interval."""
         if extent.interval is not None:
             return extent
         return extent.every(INTERVAL if self.interval is None else self.interval)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Resident]:
-        """Host-resident payloads, and nothing resident yet."""
+        """Makes payloads in host memory, and an empty device cache of rows."""
         if HOST_MEMORY not in memory_kinds():
             raise ValueError(
                 f"Offload keeps keys and values in {HOST_MEMORY} memory, which the platform "
@@ -149,53 +149,53 @@ class Offload(KVTransform):
         return cache.replace(k=k, v=v), resident
 
     def select(self, view: View, state: Resident, query: Array) -> tuple[View, Resident]:
-        """The rows of the selection: of the last steps, recent ones, and others from the host."""
+        """Collects the selected rows: recent ones, resident ones, and others from the host."""
         k: Offloaded = view.cache.k
         v: Offloaded = view.cache.v
         index, length = view.index, view.cache.lists[1]
-        recent = k.recent.places(index)
-        stored = (index >= 0) & (recent < 0)
+        recent_place = k.recent.places(index)
+        stored = (index >= 0) & (recent_place < 0)
         place = places(state.slots, index, k.shape[2])
-        held, missing = stored & (place >= 0), stored & (place < 0)
+        resident, missing = stored & (place >= 0), stored & (place < 0)
         place = jnp.maximum(place, 0)
-        near = tuple(
-            payload.recent.at(recent, take_slots(rows, place))
+        on_device = tuple(
+            payload.recent.at(recent_place, take_slots(rows, place))
             for payload, rows in ((k, state.k), (v, state.v))
         )
         stores = not_mapped(k.store), not_mapped(v.store)
-        rows = host_rows(stores, near, index, missing, implementation=view.implementation)
-        # What a list has beyond its length is recent.
-        kept = (x[:, :, :length] for x in (jnp.where(stored, index, k.shape[2]), *rows))
-        state = state.put(*kept)
+        rows = host_rows(stores, on_device, index, missing, implementation=view.implementation)
+        # Entries beyond the length of a list are recent tokens, which need no place.
+        entries = (x[:, :, :length] for x in (jnp.where(stored, index, k.shape[2]), *rows))
+        state = state.put(*entries)
 
         def count(entries: Bool[Array, "B K N"]) -> Int[Array, "B K"]:
             return entries.sum(2, dtype=jnp.int32)
 
-        # Rows without a token in this step have come to their end.
+        # Rows without a token in this step have come to their end: they do not count.
         stepping = (view.slots < view.cache.slots).any((1, 2))
-        chosen = stored & stepping[:, None, None]
+        selected = stored & stepping[:, None, None]
         state = dataclasses.replace(
             state,
-            selected=state.selected + count(chosen[..., view.fixed :]),
-            found=state.found + count((chosen & held)[..., view.fixed :]),
+            selected=state.selected + count(selected[..., view.fixed :]),
+            found=state.found + count((selected & resident)[..., view.fixed :]),
             fetched=state.fetched + count(missing),
         )
         return dataclasses.replace(view, rows=rows), state
 
     def on_prompt(self, cache: KVCache, state: Resident, step: Step) -> tuple[None, Resident]:
-        """Forgets what is resident of rows whose slots a prompt has moved."""
+        """Empties the device cache in rows whose slots a prompt has moved."""
         none = jnp.full_like(state.slots, cache.slots)
         return None, dataclasses.replace(state, slots=of_rows(step.rows, none, state.slots))
 
 
 class RecallStatistics(NamedTuple):
-    """What offloaded caches did while decoding.
+    """Statistics of offloaded caches while decoding.
 
     Args:
-      hit_rate: share of the selected entries in host memory that a step before had brought already,
-        those apart that every list has; None if there were none.
-      fetched_bytes_per_step: bytes that crossed to the device per decode step, all layers and rows.
-      steps: decode steps.
+      hit_rate: share of the selected entries in host memory that were on the device already.
+        Entries that every list has do not count. None if nothing was selected.
+      fetched_bytes_per_step: bytes copied to the device per decode step, over all layers and rows.
+      steps: number of decode steps.
     """
 
     hit_rate: float | None
@@ -204,17 +204,19 @@ class RecallStatistics(NamedTuple):
 
 
 def recall_statistics(caches: object) -> RecallStatistics | None:
-    """Statistics over all offloaded caches in a pytree, of all their decode steps so far.
+    """Returns statistics of all offloaded caches in a pytree, over all their decode steps so far.
 
     Returns:
       None where nothing is offloaded or no step was made.
     """
 
     leaves = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Resident))
-    found = [x for x in leaves if isinstance(x, Resident)]
-    steps = max((int(x.steps) for x in found), default=0)
+    states = [x for x in leaves if isinstance(x, Resident)]
+    steps = max((int(x.steps) for x in states), default=0)
     if not steps:
         return None
-    selected, hits = (sum(int(np.sum(getattr(x, n))) for x in found) for n in ("selected", "found"))
-    moved = sum(int(np.sum(x.fetched)) * 2 * x.k.shape[-1] * x.k.dtype.itemsize for x in found)
+    selected, hits = (
+        sum(int(np.sum(getattr(x, name))) for x in states) for name in ("selected", "found")
+    )
+    moved = sum(int(np.sum(x.fetched)) * 2 * x.k.shape[-1] * x.k.dtype.itemsize for x in states)
     return RecallStatistics(hits / selected if selected else None, moved / steps, steps)

@@ -31,21 +31,21 @@ from pallas_kernels.formats.bits import Encoded
 
 Bits = Literal[8, 4, "float8"]
 Axis = Literal["token", "channel"]
-EIGHT_BITS = {8: "int8", "float8": "float8_e4m3fn"}  # dtypes of numbers with a scale per slot
+EIGHT_BITS = {8: "int8", "float8": "float8_e4m3fn"}  # dtypes that have one scale per slot
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the rows of a payload are encoded.
+    """Encoding of the rows of a payload.
 
     Args:
       bits: 8, 4 or "float8".
-      group, axis: of 4 bits, as in `pallas_kernels.quantise_groups`.
-      recent: R, the new rows that are kept as they came, until whole groups of slots of them are
-        encoded; 0: every row is encoded by itself when it comes.
-      hadamard: rows are encoded after `pallas_kernels.hadamard_transform`.
-      relative: rows are encoded, and rotated, relative to the `Channels` of their head; only where
-        no rows are recent.
+      group, axis: groups of 4-bit values, as in `pallas_kernels.quantise_groups`.
+      recent: R, the number of new rows that are kept as they came until whole groups of slots can
+        be encoded; 0: every row is encoded by itself when it comes.
+      hadamard: apply `pallas_kernels.hadamard_transform` to rows before they are encoded.
+      relative: encode (and transform) rows relative to the `Channels` of their head; only if
+        `recent` is 0.
     """
 
     bits: Bits
@@ -55,38 +55,39 @@ class Form:
     hadamard: bool = False
     relative: bool = False
 
-    # How many slots are encoded together.
+    # Number of slots that are encoded together.
     together = property(lambda self: self.group if self.recent else 1)
 
     def encode(self, rows: Float[Array, "B H S D"], channels: Channels | None = None) -> Encoded:
-        """Dense rows in this form."""
-        own = self.basis(rows if channels is None else channels.inside(rows))
-        if self.bits == 4:  # scales of groups have the dtype of the rows
-            return Encoded(*quantise_groups(own.astype(rows.dtype), self.group, self.axis))
-        return Encoded(*quantise_slots(own, jnp.dtype(EIGHT_BITS[self.bits])))
+        """Encodes dense rows."""
+        x = self.basis(rows if channels is None else channels.inside(rows))
+        if self.bits == 4:  # scales of groups get the dtype of the rows
+            return Encoded(*quantise_groups(x.astype(rows.dtype), self.group, self.axis))
+        return Encoded(*quantise_slots(x, jnp.dtype(EIGHT_BITS[self.bits])))
 
     def decode(self, encoded: Encoded, channels: Channels | None = None) -> Float[Array, "B K N D"]:
-        """Float32 rows."""
+        """Decodes rows to float32."""
         rows = self.basis(self.dequantise(encoded))
         return rows if channels is None else channels.outside(rows)
 
     def basis(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Rows or queries in the basis in which rows are encoded, or from there back."""
+        """Brings rows or queries into the basis in which rows are encoded, or back from there."""
         return hadamard_transform(x) if self.hadamard else x
 
     def dequantise(self, encoded: Encoded) -> Float[Array, "B H S D"]:
-        """Float32 rows in the basis in which they are encoded."""
+        """Decodes rows to float32, in the basis in which they are encoded."""
         if self.bits == 4:
             return dequantise_groups(*encoded, self.axis)
         return dequantise_slots(encoded.values, encoded.scale)
 
     def empty(self, shape: tuple[int, int, int, int], dtype: DTypeLike) -> Quantized:
-        """A payload of zeros: all that is stored of them is 0."""
+        """Makes a payload of zeros."""
         batch, lists, slots, head_dim = shape
         body = batch, lists, -(-slots // self.together) * self.together, head_dim
-        # Not encoded here: in a compiled prompt pass XLA would do so at compile time, row by row.
-        made = jax.eval_shape(lambda: self.encode(jnp.zeros(body, dtype)))
-        encoded = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+        # Only shapes are evaluated: in a compiled prompt pass XLA would encode the zeros at compile
+        # time, row by row.
+        shapes = jax.eval_shape(lambda: self.encode(jnp.zeros(body, dtype)))
+        encoded = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         recent = Recent.empty(shape, dtype, self.recent) if self.recent else None
         channels = Channels.neutral(batch, lists, head_dim) if self.relative else None
         return Quantized(encoded, recent, channels, self, slots, jnp.dtype(dtype))
@@ -95,21 +96,21 @@ class Form:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized(EncodedPayload):
-    """Rows of 8 bits, or of 4 in groups of channels or of slots.
+    """Rows of 8 bits, or of 4 bits in groups of channels or of slots.
 
-    Bytes of a slot: D + 4 with 8 bits; D / 2 + 2 · D / group · itemsize with 4. Groups of slots are
-    counted from slot 0, and the last group of a (row, KV head) stays as it came until it is
-    complete. What is encoded stays exactly as it is, wherever its slot goes, as long as its slot is
-    not merged, and, of a group of slots, as long as all of the group stay together.
+    A slot takes D + 4 bytes with 8 bits, and D / 2 + 2 · D / group · itemsize with 4. Groups of
+    slots are counted from slot 0; the last group of a (row, KV head) is kept unencoded until it is
+    complete. Encoded rows stay exactly as they are, also when they move to another slot, unless
+    their slot is merged. In a group of slots, that holds while all of the group stay together.
 
     Args:
-      encoded: `[B, H, S, ...]`; of whole groups where slots are encoded together.
+      encoded: encoded rows, `[B, H, S, ...]`; S is rounded up to whole groups of slots.
       recent: new rows that are not encoded yet; None where every row is encoded by itself.
-      channels: those of the first prompt of a (row, KV head) of which anything is left. None: rows
-        are encoded as they are.
-      form: how (static).
+      channels: means and scales of each (row, KV head), from the earliest prompt of which anything
+        remains. None: rows are encoded as they are.
+      form: encoding of the rows (static).
       slots: S (static).
-      dtype: of dense rows (static).
+      dtype: dtype of dense rows (static).
     """
 
     operation: ClassVar[str] = "quantized_attention"
@@ -123,12 +124,12 @@ class Quantized(EncodedPayload):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """B, H, S, D."""
+        """Shape of the dense rows, `(B, H, S, D)`."""
         *rest, _, channels = self.encoded.values.shape
         return (*rest, self.slots, channels * (2 if self.form.bits == 4 else 1))
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows: all slots, or those of `index`."""
+        """Decodes rows: all slots, or those of `index`."""
         if index is None:
             rows = self.form.decode(self.encoded, self.channels)[:, :, : self.slots]
         else:
@@ -140,8 +141,8 @@ class Quantized(EncodedPayload):
         rows = self.form.dequantise(self._at(index)).astype(self.dtype)
         if self.recent is None:
             return rows
-        own = self.form.basis(self.recent.rows).astype(self.dtype)
-        return dataclasses.replace(self.recent, rows=own).over(rows, index)
+        recent_rows = self.form.basis(self.recent.rows).astype(self.dtype)
+        return dataclasses.replace(self.recent, rows=recent_rows).over(rows, index)
 
     def _basis(self, x: Float[Array, "B K *G D"]) -> Float[Array, "B K *G D"]:
         return self.form.basis(x if self.channels is None else self.channels.of_queries(x))
@@ -150,12 +151,12 @@ class Quantized(EncodedPayload):
         return None if self.channels is None else self.channels.at_mean(q)
 
     def _at(self, index: Int[Array, "B K N"]) -> Encoded:
-        """The slots of `index` as they are encoded, each with the numbers of its group."""
+        """Takes the encoded rows of slots `index`, each with the scales of its group."""
         size = self.encoded.values.shape[2]
         return jax.tree.map(lambda x: take_slots(x, index // (size // x.shape[2])), self.encoded)
 
     def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Quantized:
-        """Replaces a few slots (slot number S writes nothing), or where None all that differ."""
+        """Writes a few slots (slot number S writes nothing); None: all slots whose rows differ."""
         rows = rows.astype(self.dtype)
         if slots is None:
             return self._fill(rows)
@@ -164,7 +165,7 @@ class Quantized(EncodedPayload):
         return self._each(lambda x, new: write_slots(x, slots, new), self._encoded(rows))
 
     def flush(self, steps: int, moves: Moves | None = None) -> Quantized:
-        """Moves rows among slots, then encodes whole groups of new rows where room is needed.
+        """Moves rows among slots, then encodes whole groups of new rows if room is needed.
 
         Where slots are encoded together, only new rows can move.
         """
@@ -177,36 +178,42 @@ class Quantized(EncodedPayload):
         if not steps:
             return dataclasses.replace(self, recent=recent)
         recent = recent.by_slot()
+        # Recent slots are consecutive and begin with a group: a group is complete if the last of
+        # its places is taken.
         group = self.form.together
         complete = recent.there[:, :, group - 1 :: group] & recent.due(steps)[:, None, None]
         most = complete.shape[2] * group
-        new = self._encoded(recent.rows[:, :, :most])
+        new_groups = self._encoded(recent.rows[:, :, :most])
         number = recent.slots[:, :, :most:group] // group
         number = jnp.where(complete, number, self._grouped(self.encoded.values).shape[2])
 
-        def put(x: Array, new: Array) -> Array:
+        def put(body: Array, new: Array) -> Array:
             new = new.reshape(*number.shape, -1, *new.shape[3:])
-            return write_slots(self._grouped(x), number, new).reshape(x.shape)
+            return write_slots(self._grouped(body), number, new).reshape(body.shape)
 
-        done = complete.sum(2, dtype=jnp.int32) * group
-        return dataclasses.replace(self._each(put, new), recent=recent.without_first(done))
+        encoded = complete.sum(2, dtype=jnp.int32) * group
+        recent = recent.without_first(encoded)
+        return dataclasses.replace(self._each(put, new_groups), recent=recent)
 
     def encode(
         self, values: Quantized, k: Array, v: Array, slots: Slots
     ) -> tuple[Quantized, Quantized]:
-        """Keys and values in the forms of these keys and of `values`, in `slots.rows` alone."""
-        return self._anew(k, slots), values._anew(v, slots)
+        """Encodes keys and values in the forms of this payload and of `values`, in `slots.rows`."""
+        return self._encode_all(k, slots), values._encode_all(v, slots)
 
-    def _anew(self, rows: Float[Array, "B H S D"], slots: Slots) -> Quantized:
+    def _encode_all(self, rows: Float[Array, "B H S D"], slots: Slots) -> Quantized:
+        """Encodes all rows at a prompt's end; rows that were encoded before stay as they are."""
         kept = self._unchanged(rows, slots)
-        if self.recent is not None:  # its rows are not encoded yet
+        if self.recent is not None:  # recent rows have no encoded form that could stay
             kept = jnp.where(self.recent.places(kept) < 0, kept, -1)
-        new = self
+        payload = self
         if self.channels is not None:
-            settled = (kept >= 0).any(2)
-            own = Channels.of(rows, slots.live, slots.rope)
-            new = dataclasses.replace(self, channels=of_rows(settled, self.channels, own))
-        source = self._grouped(self._whole(kept))
+            # Means and scales change only where nothing remains that was encoded with them.
+            in_use = (kept >= 0).any(2)
+            channels = Channels.of(rows, slots.live, slots.rope)
+            payload = dataclasses.replace(self, channels=of_rows(in_use, self.channels, channels))
+        # A group stays as encoded if its slots were a group before, in the same order.
+        source = self._grouped(self._pad_to_groups(kept))
         first, group = source[..., 0], self.form.together
         place = jax.lax.broadcasted_iota(jnp.int32, source.shape, 3)
         stays = (source == first[..., None] + place).all(-1) & (first >= 0) & (first % group == 0)
@@ -215,60 +222,63 @@ class Quantized(EncodedPayload):
             old = take_slots(self._grouped(old), jnp.maximum(first, 0) // group)
             return of_rows(stays, old, self._grouped(new)).reshape(new.shape)
 
-        new = new._each(choose, new._encoded(self._whole(rows)))
+        payload = payload._each(choose, payload._encoded(self._pad_to_groups(rows)))
         if self.recent is not None:
+            # The tokens behind the last complete group become recent rows.
             count, group = slots.live.sum(-1, keepdims=True, dtype=jnp.int32), self.form.together
             place = jnp.arange(group - 1, dtype=jnp.int32)[None, None]
             last = count // group * group + place
             empty = Recent.empty(self.shape, self.dtype, self.recent.size)
-            own = take_slots(rows, jnp.minimum(last, self.slots - 1))
+            last_rows = take_slots(rows, jnp.minimum(last, self.slots - 1))
             empty = dataclasses.replace(empty, heads=self.recent.heads)
-            recent = empty.add(jnp.where(last < count, last, self.slots), own)
-            new = dataclasses.replace(new, recent=recent)
-        return of_rows(slots.rows, new, self)
+            recent = empty.add(jnp.where(last < count, last, self.slots), last_rows)
+            payload = dataclasses.replace(payload, recent=recent)
+        return of_rows(slots.rows, payload, self)
 
     def _fill(self, rows: Float[Array, "B H S D"]) -> Quantized:
-        """All rows; groups in which none has changed stay exactly as they are."""
-        same = self._whole(self._equal(rows, self.read()))
+        """Writes all rows; groups in which none has changed stay exactly as they are."""
+        same = self._pad_to_groups(self._equal(rows, self.read()))
         same = same.reshape(*same.shape[:2], -1, self.form.together).all(-1)
 
         def choose(old: Array, new: Array) -> Array:
             return of_rows(same, self._grouped(old), self._grouped(new)).reshape(new.shape)
 
-        filled = self._each(choose, self._encoded(self._whole(rows)))
+        filled = self._each(choose, self._encoded(self._pad_to_groups(rows)))
         if self.recent is None:
             return filled
         recent = dataclasses.replace(self.recent, rows=self.recent.of_slots(rows))
         return dataclasses.replace(filled, recent=recent)
 
     def _encoded(self, rows: Float[Array, "B H N D"]) -> Encoded:
+        """Encodes rows with this payload's form and channels."""
         return self.form.encode(rows, self.channels)
 
-    def _each(self, change: Callable[..., Array], *others: Encoded) -> Quantized:
-        return dataclasses.replace(self, encoded=jax.tree.map(change, self.encoded, *others))
+    def _each(self, change: Callable[..., Array], *arguments: Encoded) -> Quantized:
+        """Applies `change` to each array of `encoded`, with the same arrays of `arguments`."""
+        return dataclasses.replace(self, encoded=jax.tree.map(change, self.encoded, *arguments))
 
     def _grouped(self, x: Array) -> Array:
-        """An array of `Encoded` by the groups of slots that are encoded together."""
+        """Splits the axis of slots of an array of `Encoded` into groups that belong together."""
         groups = self.encoded.values.shape[2] // self.form.together
         return x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
 
-    def _whole(self, x: Array) -> Array:
-        """What slots have, and what the last one has again where the last group goes beyond it."""
-        more = self.encoded.values.shape[2] - self.slots
-        return jnp.pad(x, [(0, more * (n == 2)) for n in range(x.ndim)], mode="edge")
+    def _pad_to_groups(self, x: Array) -> Array:
+        """Pads the last group by repeating the last slot."""
+        padding = self.encoded.values.shape[2] - self.slots
+        return jnp.pad(x, [(0, padding * (n == 2)) for n in range(x.ndim)], mode="edge")
 
     def _rows(self) -> Rows:
         return quantized_rows(self.encoded, self.dtype, self.form.axis)
 
     def _logits(self, q: Float[Array, "B H R D"], turn: Turn | None) -> Float[Array, "B H R S"]:
-        product = None if turn is None else turn.at(self._whole(turn.position)).product
-        found = quantized_logits(q, *self.encoded, axis=self.form.axis, product=product)
-        return found[..., : self.slots]
+        product = None if turn is None else turn.at(self._pad_to_groups(turn.position)).product
+        logits = quantized_logits(q, *self.encoded, axis=self.form.axis, product=product)
+        return logits[..., : self.slots]
 
     def _mix(
         self, weights: Float[Array, "B H R S"], live: Bool[Array, "B H S"]
     ) -> Float[Array, "B H R D"]:
-        more = self.encoded.values.shape[2] - self.slots
-        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, more)))
-        live = jnp.pad(live, ((0, 0), (0, 0), (0, more)))
+        padding = self.encoded.values.shape[2] - self.slots
+        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        live = jnp.pad(live, ((0, 0), (0, 0), (0, padding)))
         return quantized_mix(weights, *self.encoded, axis=self.form.axis, live=live)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 or 4 bits, read by attention as they are."""
+"""Quantisation of keys and values to 8 or 4 bits, which attention reads without decoding."""
 
 from __future__ import annotations
 
@@ -15,58 +15,59 @@ from kvjax.messages import did_you_mean
 from kvjax.protocol import Extent, KVTransform, Stage, State
 from kvjax.storage.quantize.payload import EIGHT_BITS, Axis, Bits, Form
 
-GROUP, RESIDUAL = 32, 128  # KIVI's
+GROUP, RESIDUAL = 32, 128  # defaults of 4 bits, as in KIVI
 
 
 @dataclass(frozen=True)
 class Quantize(KVTransform):
-    """Stores keys and values in 8 or 4 bits, behind whatever evicts or merges.
+    """Stores keys and values in 8 or 4 bits, behind any method that evicts or merges.
 
-    With 8 bits, symmetric, a scale per slot: `scale = max |x| / 127`, `x' = scale · q`. With 4,
-    asymmetric, in groups of `group` values: `scale = (max - min) / 15`, `x' = min + scale · q`,
-    scale and min in the cache's dtype. Groups of values are consecutive channels of a token. Groups
-    of keys are consecutive slots of a channel (`key_axis="channel"`: some channels of keys are much
-    larger than others), or channels of a token, as for values. Groups of slots are counted from the
-    first slot of each row and KV head. The tokens behind its last complete group, keys and values,
-    are kept as they came, and so are new tokens until `residual` of them have come.
+    8 bits are symmetric, with a scale per slot: `scale = max |x| / 127`, `x' = scale · q`. 4 bits
+    are asymmetric, in groups of `group` numbers: `scale = (max - min) / 15`,
+    `x' = min + scale · q`, with scale and min in the cache's dtype. A group of values consists of
+    consecutive channels of a token. A group of keys consists of consecutive slots of a channel
+    (`key_axis="channel"`), because some channels of keys are much larger than others; or of
+    channels of a token, as for values. Groups of slots are counted from the first slot of each row
+    and KV head. Keys and values of the tokens behind the last complete group are kept unencoded,
+    and so are new tokens until there are `residual` of them.
 
-    Where a group or a slot mixes channels, two things are done before rounding. Keys are encoded
-    relative to a mean and a scale of each channel of their head: `k = mean + scale · x`. A head's
-    mean and scale are those of its first prompt's keys, the scale being the standard deviation to
-    the power of 0.75 (less with few keys), and they stay as long as anything of that prompt does.
-    Then keys and values are rotated: encoded are `x H` and `v H`, H the orthonormal Hadamard matrix
-    (`pallas_kernels.hadamard_transform`; where D is no power of two, in blocks of the largest one
-    that divides it). So a channel that is much larger than others, as where a model adds a bias to
-    its keys, is made smaller, and what is left of it is spread over all channels. Attention is the
-    same: `q · k = q · mean + ((q · scale) H) · (x H)`, and `Σ p (v H) H = Σ p v`. A step changes
+    Where a group or a slot mixes channels, rows are transformed twice before they are rounded.
+    First, keys are encoded relative to a mean and a scale of each channel of their head:
+    `k = mean + scale · x`. They come from the keys of the head's first prompt, and stay as long as
+    anything of that prompt does. The scale is the standard deviation to the power of 0.75, or less
+    with few keys. Second, keys and values are rotated: `x H` and `v H` are encoded, where H is the
+    orthonormal Hadamard matrix (`pallas_kernels.hadamard_transform`; where D is no power of two, in
+    blocks of the largest one that divides it). The first makes a channel smaller that is much
+    larger than others, as in models that add a bias to their keys; the second spreads the remaining
+    excess over all channels. Attention stays the same:
+    `q · k = q · mean + ((q · scale) H) · (x H)`, and `Σ p (v H) H = Σ p v`. A step transforms
     queries and outputs, not what is stored. `q · mean` is the same for all keys of a query, so that
-    only a soft cap has to know it. Keys in groups of slots need neither.
+    only a soft cap or sinks need it. Keys in groups of slots need neither transformation.
 
     A prompt is read in the cache's dtype and encoded when it is complete. A decode step multiplies
-    with the numbers as they are stored, block by block of slots, and decodes of a selection only
-    the rows that were selected. At head_dim D, K or V of a token takes D + 4 bytes with 8 bits, and
-    `D / 2 + 2 · D / group · itemsize` with 4; means and scales take 8 D bytes for each head. In a
-    chain, layers and heads that another part leaves dense (`dense_layers`, `outlier_heads`) are
-    stored in fewer bits all the same. What is encoded stays as it is in all turns that follow, bit
-    for bit, unless it is merged.
+    with the numbers as they are stored, block by block of slots; of a selection it decodes only the
+    selected rows. At head_dim D, the key or the value of a token takes D + 4 bytes with 8 bits, and
+    `D / 2 + 2 · D / group · itemsize` with 4. Means and scales take 8 D bytes per head. In a chain,
+    layers and heads that another part leaves dense (`dense_layers`, `outlier_heads`) are stored in
+    fewer bits too. Encoded rows stay the same in all later turns, bit for bit, unless they are
+    merged.
 
     Args:
       bits: 8, 4, or "float8" (float8_e4m3fn with a scale per slot, where the platform has it).
-      group: values that share a scale, 4 bits only; 32 as in KIVI.
-      key_axis: "channel" as in KIVI, or "token"; 4 bits only. Slots of a group must stay together:
-        where some are freed, or all are put into new order, the group would be rounded again in
-        every turn, and errors would grow. None: "token" in a chain with a method that does so at
-        the end of every prompt (SnapKV, KVMerger, ..., `ClusterKV(clusters=...)`), else "channel".
-        Behind methods that free slots while decoding, "token" must be given. With "channel",
-        ClusterKV has groups rounded once more whenever it clusters everything anew.
-      residual: M, decode steps after which the complete groups of new tokens are encoded, a
-        multiple of `group`, with `key_axis="channel"` only; 128 as in KIVI. ClusterKV has an
-        interval of its own, which then holds instead. It says nothing where a `key_axis` of None
-        has become "token".
-      rotate: True: keys and values, "values": values alone, False: neither. Keys in groups of slots
-        are never rotated, nor are those that a part of the chain stores without RoPE
-        (`StreamingLLM(reposition=True)`), since RoPE while attending needs the channels as they
-        were; these have no mean, and one scale for the channels of a pair. True by default: with
+      group: numbers that share a scale, 4 bits only; 32 as in KIVI.
+      key_axis: "channel" as in KIVI, or "token"; 4 bits only. The slots of a group must stay
+        together: if some are freed, or slots are reordered, the group is rounded again in every
+        turn, and errors grow. None: "token" in a chain with a method that does so at the end of
+        every prompt (SnapKV, KVMerger, ..., `ClusterKV(clusters=...)`), otherwise "channel". Behind
+        methods that free slots while decoding, "token" must be given. With "channel", groups are
+        rounded once more whenever ClusterKV clusters everything anew.
+      residual: M, decode steps after which the complete groups of new tokens are encoded; a
+        multiple of `group`, with `key_axis="channel"` only; 128 as in KIVI. Behind ClusterKV its
+        interval is used instead. It has no effect where a `key_axis` of None has become "token".
+      rotate: True rotates keys and values, "values" values alone, False neither. Keys in groups of
+        slots are never rotated. Neither are keys that a part of the chain stores without RoPE
+        (`StreamingLLM(reposition=True)`), since RoPE while attending needs the original channels;
+        these have no mean, and one scale for both channels of a pair. The default is True: with
         keys relative to their channels and rotated, errors of attention outputs on SmolLM2-135M,
         Qwen2.5-Coder-0.5B and Gemma 3 270M are 0.008, 0.009 and 0.009 with 8 bits (0.017, 0.047 and
         0.031 where rows are rounded as they are), 0.040, 0.040 and 0.034 with float8 (0.045, 0.088
@@ -75,11 +76,10 @@ class Quantize(KVTransform):
         0.084, 0.124 and 0.090.
 
     Raises:
-      TypeError, ValueError: a number out of range, bits or an axis that is not offered, an option
-        that says nothing at these bits; in a chain, behind a method that frees slots while decoding
-        (groups of slots), with `key_axis="channel"` where a prompt's end frees slots or puts them
-        into new order, or before `Offload`; from `init_cache`, a head_dim that is odd or no
-        multiple of `group`.
+      TypeError, ValueError: a number out of range; bits or an axis that is not offered; an option
+        that has no effect with these bits. In a chain: groups of slots behind a method that frees
+        slots while decoding; `key_axis="channel"` where a prompt's end frees or reorders slots; a
+        place before `Offload`. From `init_cache`: a head_dim that is odd or no multiple of `group`.
 
     Example:
       >>> import kvjax
@@ -99,14 +99,14 @@ class Quantize(KVTransform):
       2405.04532, for scales of key channels.
 
     Deviations from the paper:
-      KIVI does not rotate. QuaRot has its matrices in the weights where they can be: values come
-      rotated, and the next weights turn them back. QServe's scales are in the weights too, from
-      calibration, with the greatest key in place of the standard deviation, to the power of 0.5,
-      and the same for both channels of a pair. Here no weight changes.
-      4 bits; KIVI has 2 too. Of a prompt, less than one group of tokens is kept as it came (KIVI
-      keeps its last `length mod residual` keys and `residual` values). While decoding, the newest
-      tokens are kept as they came, keys and values alike, as KIVI's keys are: between none and
-      `residual + group - 1`. 8 bits and float8 are not KIVI's.
+      KIVI does not rotate. QuaRot folds its matrices into the weights where it can, so that values
+      come rotated and the next weights undo it. QServe's scales are in the weights too. They come
+      from calibration, use the greatest key instead of the standard deviation, to the power of 0.5,
+      and are the same for both channels of a pair. Here no weight changes.
+      KIVI has 2 bits in addition to 4. Less than one group of a prompt's tokens is kept unencoded,
+      where KIVI keeps the last `length mod residual` keys and `residual` values. While decoding,
+      the newest 0 to `residual + group - 1` tokens are kept unencoded, keys and values alike; KIVI
+      does so with keys. 8 bits and float8 are not in KIVI.
     """
 
     bits: Bits = 8
@@ -117,7 +117,7 @@ class Quantize(KVTransform):
 
     stage: ClassVar[Stage] = Stage.REPRESENT
     paper: ClassVar[str] = "KIVI, arXiv 2402.02750"
-    # Whether keys are encoded in groups of slots.
+    # True where keys are encoded in groups of slots.
     groups_slots = property(lambda self: self.bits == 4 and self.key_axis != "token")
     _group = property(lambda self: (self.group or GROUP) if self.bits == 4 else 1)
     _residual = property(lambda self: self.residual or RESIDUAL)
@@ -144,13 +144,13 @@ class Quantize(KVTransform):
             )
 
     def _check_options(self) -> None:
-        """Raises where an option is given that says nothing."""
+        """Raises if an option is given that has no effect."""
         four, slots = ("bits=4", self.bits == 4), ("bits=4, key_axis='channel'", self.groups_slots)
-        for name, (kind, there) in {"group": four, "key_axis": four, "residual": slots}.items():
+        for name, (form, used) in {"group": four, "key_axis": four, "residual": slots}.items():
             value = getattr(self, name)
-            if value is not None and not there:
+            if value is not None and not used:
                 raise ValueError(
-                    f"{name} is an option of {kind}, got {name}={value!r} with "
+                    f"{name} is an option of {form}, got {name}={value!r} with "
                     f"bits={self.bits!r}, key_axis={self.key_axis!r}"
                 )
 
@@ -183,11 +183,11 @@ class Quantize(KVTransform):
         return self
 
     def extent(self, extent: Extent) -> Extent:
-        """New tokens are encoded every `residual` steps where slots are encoded in groups."""
+        """Asks for a flush every `residual` steps where slots are encoded in groups."""
         return extent.every(self._residual) if self.groups_slots else extent
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, State]:
-        """Encoded payloads."""
+        """Makes encoded payloads of keys and values."""
         shape, dtype, head_dim = cache.k.shape, cache.k.dtype, cache.k.shape[3]
         if self.bits == 4 and head_dim % 2:
             raise ValueError(f"4 bits need an even head_dim, two values a byte, got {head_dim}")
@@ -195,11 +195,11 @@ class Quantize(KVTransform):
             raise ValueError(f"head_dim must be a multiple of group={self._group}, got {head_dim}")
         v = Form(self.bits, self._group, hadamard=bool(self.rotate))
         if self.groups_slots:
-            # New tokens of M steps, and those of the group that the last flush has not completed.
+            # Room for the tokens of M steps, and for an incomplete group of the last flush.
             v = dataclasses.replace(v, recent=cache.interval + self._group - 1)
             k = dataclasses.replace(v, axis="channel", hadamard=False)
         else:
-            # RoPE while attending knows nothing of another basis.
+            # RoPE while attending would mix the wrong channels of keys in another basis.
             rotated = self.rotate is True and not cache.unrotated_keys
             k = dataclasses.replace(v, relative=True, hadamard=rotated)
         return cache.replace(k=k.empty(shape, dtype), v=v.empty(shape, dtype)), ()

@@ -1,1 +1,1 @@
-"""Chelsea, arXiv 2506.11418: its merging, and heads that keep everything."""
+"""Chelsea, arXiv 2506.11418: merging of similar keys, and heads that keep everything."""

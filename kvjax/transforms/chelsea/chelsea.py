@@ -24,25 +24,25 @@ from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from pallas_kernels import segment_merge, soft_matching
 from pallas_kernels.base.varying import varying
 
-_MOST_STEPS = 1000  # a table has a row for each
+_MOST_STEPS = 1000  # limits the table of `most_merges`, which has a row for each step
 
 
 class Passes(NamedTuple):
-    """What a layer remembers: the budget of each row, and how many passes there have been."""
+    """State of a layer: the budget of each row, and the number of passes of each head so far."""
 
     budget: Int[Array, " B"]
     passes: Int[Array, "B H"]
 
 
 class Clusters(NamedTuple):
-    """What the passes of one compression have come to.
+    """Clusters after some passes of one compression; a cluster is kept at one of its slots.
 
     Args:
-      into: slot of the cluster that each slot has become part of, its own where it stands for one.
-      key: of the clusters, at their slots.
-      mass: of the clusters, at their slots; 0 elsewhere.
-      need: how many slots must still be freed.
-      passes: passes so far.
+      into: slot of the cluster that each slot belongs to; its own number where the cluster is kept.
+      key: keys of the clusters, at their slots.
+      mass: masses of the clusters, at their slots; 0 elsewhere.
+      need: number of slots that must still be freed.
+      passes: number of passes so far.
     """
 
     into: Int[Array, "B H S"]
@@ -57,33 +57,33 @@ class Chelsea(KVTransform):
     """Merges tokens with similar keys into their mean, at the prompt's end and while decoding.
 
     The first `sinks` and the newest `recent` tokens are protected. The others, in position order,
-    are cut into chunks; in each, even offsets are set A and odd offsets set B. Every A has an edge
-    to the B with the most similar key, `max_b cos(k_a, k_b)`. Of all edges of a head the most
-    similar are kept, and each B with its A's becomes one slot at B's position:
-    `k = Σ m_i k_i / Σ m_i`, `v = Σ m_i v_i / Σ m_i`, `m = Σ m_i`, with masses m that attention adds
-    to its logits as `log m`. A pass can halve the cache; passes repeat until `budget` slots are
-    live, the last one merging exactly what remains.
+    are cut into chunks; in each chunk, even offsets are set A and odd offsets set B. Every token a
+    of A has an edge to the b with the most similar key, `max_b cos(k_a, k_b)`. The most similar
+    edges of a head are kept, and each b becomes one slot with the a's that point at it, at b's
+    position: `k = Σ m_i k_i / Σ m_i`, `v = Σ m_i v_i / Σ m_i`, `m = Σ m_i`. The masses m are added
+    to the logits of attention as `log m`. A pass can halve the cache; passes repeat until `budget`
+    slots are live, and the last one merges exactly as many as needed.
 
     Args:
-      budget: live slots B per KV head to compress to, generated tokens included; a float is a share
+      budget: live slots B per KV head to compress to, generated tokens included. A float is a share
         of each row's prompt and `max_new` tokens, `max(⌊f · (L + max_new)⌋, sinks + recent + 1)`.
-      chunk: tokens per chunk, 256 as in the paper; `"whole"` for none (bipartite soft matching).
+      chunk: tokens per chunk, 256 as in the paper; `"whole"`: one chunk (bipartite soft matching).
       sinks: tokens at positions 0 … sinks - 1 that are never merged; 16 as in the paper.
       recent: newest positions that are not merged; 64 as in the paper.
-      interval: while decoding, a head holds at most B + interval slots: it is compressed to B at
-        the flush (every `interval` steps) after which its new tokens would not fit; 128 is ours.
+      interval: decode steps between two flushes; 128 is ours. A flush compresses a head to B slots
+        if the tokens until the next flush would not fit into B + interval.
       ratio_0, decay, steps, floor: pass i merges at most the share
-        `r_i = max(ratio_0 - decay · min(i, steps), floor)` of set A, counted from the first pass of
-        all; a constant 1 by default, that is, as few passes as possible. They are read as the
-        nearest fractions with a denominator up to a million.
-      outlier_heads: heads that keep everything, from `calibrate_outlier_heads`; the others then get
-        less, so that the total stays. Give the transform to `bind`.
-      keep_layers: layers that keep everything, inside the share of the outlier heads: as many heads
-        of those with the lowest rank are compressed instead.
+        `r_i = max(ratio_0 - decay · min(i, steps), floor)` of set A; i counts all passes of a head.
+        By default it is a constant 1, which makes passes as few as possible. The numbers are read
+        as the nearest fractions with a denominator up to a million.
+      outlier_heads: heads that keep everything, from `calibrate_outlier_heads`. The others get
+        less, so that the total stays the same. Pass the transform to `bind`.
+      keep_layers: layers that keep everything, within the share of the outlier heads: as many of
+        the outlier heads with the lowest rank are compressed instead.
 
     Raises:
-      TypeError, ValueError: no number, `budget` below `sinks + recent + 1`, a share outside (0, 1],
-        `chunk` below 2, a schedule outside [0, 1] or one that comes to a halt; in `for_layer`,
+      TypeError, ValueError: no number; `budget` below `sinks + recent + 1`; a share outside (0, 1];
+        `chunk` below 2; a schedule outside [0, 1] or one whose share falls to 0; in `for_layer`,
         heads or layers that the model does not have.
 
     Example:
@@ -96,13 +96,14 @@ class Chelsea(KVTransform):
       CentroidKV), arXiv 2506.11418.
 
     Deviations from the paper:
-      The interval and the constants of the schedule are not in its text. The schedule falls
-      linearly and stays where `steps` have taken it. A pass merges one edge at least. An odd last
-      token of a chunk is in A; a chunk of one token merges nothing. Similarity is that of the keys
-      as they are stored. Cosines are compared after they have been rounded to multiples of a power
-      of two, the first from `2^-21 √D` (2^-17 with 128 channels), so that they do not depend on the
-      order of a sum: of pairs that are equally similar on this grid, those of lower tokens come
-      first. A further turn compresses the rows that have tokens in it, with a share taken anew.
+      The paper's text gives neither the interval nor the constants of the schedule. The schedule
+      falls linearly for `steps` passes and then stays. A pass merges at least one edge. If a chunk
+      has an odd number of tokens, the last is in A; a chunk of one token merges nothing. Similarity
+      is that of the keys as they are stored. Before cosines are compared, they are rounded to a
+      grid, so that they do not depend on the order of a sum. Its step is the smallest power of two
+      that is at least `2^-21 √D` (2^-17 with 128 channels). Among pairs that are equally similar on
+      this grid, those of lower tokens come first. A further turn compresses the rows that have
+      tokens in it; a share is then taken anew.
     """
 
     budget: Budget
@@ -138,7 +139,7 @@ class Chelsea(KVTransform):
         check_layers("keep_layers", self.keep_layers)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The outlier heads apart; the others share what is left of the budget."""
+        """Separates the outlier heads; the others share the remaining budget."""
         if self.outlier_heads is None and not self.keep_layers:
             return self
         outliers = self.outlier_heads or OutlierHeads((), num_layers, kv_heads=1)
@@ -150,13 +151,13 @@ class Chelsea(KVTransform):
         return outliers.split(layer, rest)
 
     def extent(self, extent: Extent) -> Extent:
-        """The budget, and `interval` tokens more while decoding."""
+        """Bounds the cache to the budget, plus `interval` tokens while decoding."""
         tokens = extent.longest_prompt + extent.new
         most = most_slots(self.budget, tokens, self.minimum)
         return extent.keep(most).hold(most + self.interval).every(self.interval)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Passes]:
-        """Each row's budget, a share of which is known when the prompt ends, and no pass so far."""
+        """Makes each row's budget and a count of passes; a share is fixed when the prompt ends."""
         return cache, Passes(self._rows_budget(cache), jnp.zeros(cache.shape[:2], jnp.int32))
 
     def on_prompt(self, cache: KVCache, state: Passes, step: Step) -> tuple[Merge, Passes]:
@@ -165,7 +166,7 @@ class Chelsea(KVTransform):
         return self._compress(cache, state._replace(budget=budget), step.rows[:, None], step)
 
     def on_flush(self, cache: KVCache, state: Passes, step: Step) -> tuple[Merge, Passes]:
-        """Merges what has no room for the tokens until the next flush down to its budget."""
+        """Compresses the heads that have no room for the tokens until the next flush."""
         most = state.budget[:, None] + self.interval
         due = evictable(cache).sum(-1, dtype=jnp.int32) + step.room > most
         return self._compress(cache, state, due, step)
@@ -173,18 +174,22 @@ class Chelsea(KVTransform):
     def _compress(
         self, cache: KVCache, state: Passes, due: Bool[Array, "B N"], step: Step
     ) -> tuple[Merge, Passes]:
-        """One merge that does what all passes do: a mean of means is the mean by masses."""
-        over = evictable(cache).sum(-1, dtype=jnp.int32) - state.budget[:, None]
-        need = jnp.where(due, jnp.maximum(over, 0), 0)
+        """Returns one merge that has the effect of all passes.
+
+        The passes only follow the clusters' keys and masses. Since a mean of means weighted by
+        masses is the mean of all tokens, the cache is merged once, at the end.
+        """
+        excess = evictable(cache).sum(-1, dtype=jnp.int32) - state.budget[:, None]
+        need = jnp.where(due, jnp.maximum(excess, 0), 0)
         mergeable = evictable(cache) & (cache.position >= self.sinks) & ~newest(cache, self.recent)
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         mass = jnp.where(cache.live, jnp.exp(cache.log_mass), 0.0)
-        done = jax.lax.while_loop(
+        final = jax.lax.while_loop(
             lambda clusters: clusters.need.any(),
             lambda clusters: self._pass(clusters, mergeable, cache.position, step.implementation),
             varying(Clusters(slot, cache.k.read(), mass, need, state.passes), cache.k, mass, need),
         )
-        return Merge(done.into), state._replace(passes=done.passes)
+        return Merge(final.into), state._replace(passes=final.passes)
 
     def _pass(
         self,
@@ -193,49 +198,55 @@ class Chelsea(KVTransform):
         position: Int[Array, "B H S"],
         implementation: str | None,
     ) -> Clusters:
-        """Merges along the most similar edges, in every row and head that still needs to."""
+        """Merges along the most similar edges, in every row and head that must free slots."""
         into, key, mass, need, passes = clusters
         token = jax.lax.broadcasted_iota(jnp.int32, into.shape, 2)
-        mergeable &= into == token
+        mergeable &= into == token  # slots that have been merged into another are gone
         count = mergeable.sum(-1, dtype=jnp.int32)
         order = sorted_slots(mergeable, position)
         chunk = max(into.shape[2], 2) if self.chunk == "whole" else self.chunk
         similarity, partner = soft_matching(
             take_slots(key, order), count, chunk=chunk, implementation=implementation
         )
-        edges = similarity > -jnp.inf
+        edges = similarity > -jnp.inf  # tokens of set A
         table = jnp.asarray(self.most_merges(into.shape[2]))
         most = table[jnp.minimum(passes, self.steps), edges.sum(-1)]
         merges = jnp.minimum(need, jnp.clip(most, 1, count // 2))
         kept = keep_best(similarity, edges, token, merges)
-        joins = write_slots(order, order, take_slots(order, jnp.where(kept, partner, token)))
+        # Edges in terms of slots: the slot that each slot joins, its own where it joins none.
+        target = write_slots(order, order, take_slots(order, jnp.where(kept, partner, token)))
         return Clusters(
-            into=take_slots(joins, into),
-            key=segment_merge(key, joins, mass, implementation=implementation),
-            mass=sum_into(joins, mass, implementation=implementation),
+            into=take_slots(target, into),
+            key=segment_merge(key, target, mass, implementation=implementation),
+            mass=sum_into(target, mass, implementation=implementation),
             need=need - merges,
             passes=passes + (merges > 0).astype(jnp.int32),
         )
 
     def most_merges(self, slots: int) -> Int[np.ndarray, "P E"]:
-        """`⌊r_i · e⌋`, exactly, of every pass i and of e edges among so many slots."""
+        """Returns `⌊r_i · e⌋` of every pass i and every number of edges e among `slots` slots.
+
+        Fractions keep the floor exact.
+        """
         edges = np.arange(slots // 2 + 2)
         return np.array([edges * r.numerator // r.denominator for r in self._shares], np.int32)
 
     @property
     def _shares(self) -> list[Fraction]:
-        """Share of set A that each pass merges at most; the last one's holds from there on."""
-        first, less, least = (
+        """Largest share of set A that each pass merges; the last one holds for further passes."""
+        ratio_0, decay, floor = (
             Fraction(float(x)).limit_denominator(10**6)
             for x in (self.ratio_0, self.decay, self.floor)
         )
-        return [max(first - less * i, least) for i in range(self.steps + 1)]
+        return [max(ratio_0 - decay * i, floor) for i in range(self.steps + 1)]
 
     def _rows_budget(self, cache: KVCache) -> Int[Array, " B"]:
+        """Returns each row's budget, from its prompt and the `max_new` tokens that may follow."""
         prompt, tokens = jnp.minimum(cache.length, cache.max_prompt), cache.max_tokens
         return rows_budget(self.budget, prompt + cache.max_new, tokens, self.minimum)
 
     def _check_schedule(self) -> None:
+        """Raises unless the shares are numbers in [0, 1], and every pass merges something."""
         schedule = {"ratio_0": self.ratio_0, "decay": self.decay, "floor": self.floor}
         for name, value in schedule.items():
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):

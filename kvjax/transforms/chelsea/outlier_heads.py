@@ -1,4 +1,4 @@
-"""Heads that keep their whole cache, and what a budget then leaves for the others."""
+"""Outlier heads, which keep their whole cache, and the budget that remains for the others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class OutlierHeads:
 
     Args:
       heads: pairs (layer, KV head), the most outlying first.
-      num_layers, kv_heads: of the model.
+      num_layers, kv_heads: numbers of layers and KV heads of the model.
 
     Raises:
-      TypeError: no tuple of pairs of ints, a count that is no int.
-      ValueError: a head outside the model or named twice, or no head left over.
+      TypeError: `heads` is no tuple of pairs of ints; a count is no int.
+      ValueError: a head lies outside the model or is named twice, or all heads are named.
 
     Example:
       >>> import kvjax
@@ -53,62 +53,65 @@ class OutlierHeads:
     total = property(lambda self: self.num_layers * self.kv_heads)  # heads of the model
 
     def with_layers(self, layers: tuple[int, ...]) -> OutlierHeads:
-        """All heads of these layers, and as many of the first others as there were heads."""
+        """Adds all heads of these layers, and drops as many of the last other heads.
+
+        If the layers have more heads than there were outliers, only theirs remain.
+        """
         if len(set(layers)) < len(layers) or not all(0 <= i < self.num_layers for i in layers):
             raise ValueError(
                 f"keep_layers must name some of {self.num_layers} layers, each once, got {layers}"
             )
-        first = tuple((layer, head) for layer in layers for head in range(self.kv_heads))
-        others = tuple(head for head in self.heads if head not in first)
-        heads = first + others[: max(len(self.heads) - len(first), 0)]
+        of_layers = tuple((layer, head) for layer in layers for head in range(self.kv_heads))
+        outside = tuple(head for head in self.heads if head not in of_layers)
+        heads = of_layers + outside[: max(len(self.heads) - len(of_layers), 0)]
         return OutlierHeads(heads, self.num_layers, self.kv_heads)
 
     def remaining(self, budget: int | float, minimum: int = 1) -> float | RemainingBudget:
-        """What an average budget B leaves for each of the other heads, so that the total stays.
+        """Returns the budget of each other head that keeps the total at an average budget B.
 
-        With N heads, n of them whole, and T tokens of a row, that is `(N · B - n · T) / (N - n)`:
-        of a share `B = f · T` another share.
+        With N heads, n of them outliers, and T tokens of a row, it is `(N · B - n · T) / (N - n)`.
+        For a share, `B = f · T`, it is a share again.
 
         Raises:
-          TypeError: no number.
-          ValueError: a share that the whole heads use up.
+          TypeError: `budget` is no number.
+          ValueError: the outlier heads use up the whole share.
 
         Example:
           >>> import kvjax
           >>> round(kvjax.OutlierHeads(((0, 1),), num_layers=2, kv_heads=4).remaining(0.3), 3)
           0.2
         """
-        whole, heads = len(self.heads), self.total
+        outliers, heads = len(self.heads), self.total
         if isinstance(budget, int | np.integer):
-            return RemainingBudget(int(budget), whole, heads, minimum)
+            return RemainingBudget(int(budget), outliers, heads, minimum)
         if not isinstance(budget, float | np.floating):
             raise TypeError(f"outlier heads need a budget that is a number, got {budget!r}")
-        if budget * heads <= whole:
+        if budget * heads <= outliers:
             raise ValueError(
-                f"{whole} of {heads} heads keep everything: a budget of {budget} leaves nothing "
-                f"for the others, expected more than {whole / heads:.4g}"
+                f"{outliers} of {heads} heads keep everything: a budget of {budget} leaves nothing "
+                f"for the others, expected more than {outliers / heads:.4g}"
             )
-        return (float(budget) * heads - whole) / (heads - whole)
+        return (float(budget) * heads - outliers) / (heads - outliers)
 
     def split(self, layer: int, transform: KVTransform) -> KVTransform:
-        """A layer of which the outlier heads keep everything and the others have `transform`."""
-        whole = tuple(head for head in range(self.kv_heads) if (layer, head) in self.heads)
-        others = tuple(head for head in range(self.kv_heads) if head not in whole)
-        if not (whole and others):
-            return Full() if whole else transform
-        return HeadGroups(((whole, Full()), (others, transform)))
+        """Returns a layer's transform: `Full` for the outlier heads, `transform` for the others."""
+        outliers = tuple(head for head in range(self.kv_heads) if (layer, head) in self.heads)
+        regular = tuple(head for head in range(self.kv_heads) if head not in outliers)
+        if not (outliers and regular):
+            return Full() if outliers else transform
+        return HeadGroups(((outliers, Full()), (regular, transform)))
 
 
 @dataclass(frozen=True)
 class RemainingBudget:
-    """What an average number of slots leaves for each head where some heads keep everything.
+    """Slots that an average budget leaves for each head where some heads keep everything.
 
-    Of all rows it is that of the longest one: whole heads store that many slots, whatever a row
-    has.
+    All rows have the budget of the longest one, because a head that keeps everything stores that
+    many slots in every row.
 
     Args:
-      average: slots per head B.
-      whole, heads: n and N.
+      average: B, slots per head.
+      whole, heads: n and N, numbers of heads that keep everything and of all heads.
       minimum: the smallest workable number of slots.
 
     Example:
@@ -124,16 +127,16 @@ class RemainingBudget:
     minimum: int
 
     def __call__(self, lengths: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
-        """`⌊(N · B - n · T) / (N - n)⌋`, T being the greatest of these lengths."""
+        """Returns `⌊(N · B - n · T) / (N - n)⌋`, where T is the greatest of these lengths."""
         tokens = int(lengths.max())
-        left = (self.heads * self.average - self.whole * tokens) // (self.heads - self.whole)
-        if left < self.minimum:
+        slots = (self.heads * self.average - self.whole * tokens) // (self.heads - self.whole)
+        if slots < self.minimum:
             raise ValueError(
                 f"{self.whole} of {self.heads} heads keep all of up to {tokens} tokens: a budget "
-                f"of {self.average} leaves {left} slots for each of the others, expected at least "
+                f"of {self.average} leaves {slots} slots for each of the others, expected at least "
                 f"{self.minimum}"
             )
-        return np.full(lengths.shape, left)
+        return np.full(lengths.shape, slots)
 
 
 def _is_pair(head: object) -> bool:

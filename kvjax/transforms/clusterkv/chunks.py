@@ -1,4 +1,4 @@
-"""k-means over chunks of neighbouring slots, each by itself."""
+"""k-means over chunks of neighbouring slots, each chunk separately."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Metric = Literal["cosine", "l2", "inner_product"]
 
 
 class Tokens(NamedTuple):
-    """What is clustered of each KV head.
+    """Tokens of each KV head that are to be clustered.
 
     Args:
-      keys, position: of all slots.
+      keys, position: keys and positions of all slots.
       members: slots that are clustered.
-      number: random numbers; clusters start from the members with the highest.
+      number: random numbers; k-means starts from the members with the highest ones.
     """
 
     keys: Float[Array, "B H N D"]
@@ -31,13 +31,13 @@ class Tokens(NamedTuple):
     number: Float[Array, "B H N"]
 
 
-class Found(NamedTuple):
+class Clustering(NamedTuple):
     """Clusters of each KV head.
 
     Args:
-      label: the cluster of every slot, C where it is in none.
-      centroids, sizes: of the clusters.
-      there: which clusters there are.
+      label: the cluster of every slot; C where it is in none.
+      centroids, sizes: means of the clusters' keys, and numbers of their slots.
+      there: marks the clusters that exist.
     """
 
     label: Int[Array, "B H N"]
@@ -46,22 +46,24 @@ class Found(NamedTuple):
     there: Bool[Array, "B H C"]
 
 
-class Means(NamedTuple):
-    """How k-means is computed: metric, rounds and implementation as in `kmeans`."""
+class KMeansOptions(NamedTuple):
+    """Options of `pallas_kernels.kmeans`: metric, rounds and implementation."""
 
     metric: Metric
     rounds: int
     implementation: str | None = None
 
 
-def cluster(tokens: Tokens, wanted: Int[Array, "B H"], most: int, means: Means) -> Found:
-    """k-means from the keys of `wanted` members that are drawn, at most `most` (static)."""
+def cluster(
+    tokens: Tokens, wanted: Int[Array, "B H"], most: int, options: KMeansOptions
+) -> Clustering:
+    """Makes `wanted` clusters, at most `most` (static), by k-means from keys of random members."""
     keys, position, members, number = tokens
     drawn = keep_best(number, members, position, wanted)
     start = take_slots(keys, sorted_slots(drawn, position)[..., :most])
     there = jnp.arange(most, dtype=jnp.int32)[None, None] < wanted[..., None]
-    label, centroids = kmeans(keys, members, start, there, **means._asdict())
-    return Found(label, centroids, sum_into(label, jnp.ones_like(label), most), there)
+    label, centroids = kmeans(keys, members, start, there, **options._asdict())
+    return Clustering(label, centroids, sum_into(label, jnp.ones_like(label), most), there)
 
 
 def cluster_chunks(
@@ -69,27 +71,29 @@ def cluster_chunks(
     wanted: Int[Array, "B H J"],
     most: int,
     chunk: int,
-    means: Means,
-) -> Found:
-    """`cluster` for every `chunk` slots; the clusters of a chunk follow those of the one before.
+    options: KMeansOptions,
+) -> Clustering:
+    """Clusters every chunk separately; its clusters are numbered behind those of earlier chunks.
 
     Args:
-      tokens: of J chunks, the last of which may be shorter.
-      wanted: clusters of each chunk, at most `most` (static).
+      tokens: tokens of J chunks, the last of which may be shorter.
+      wanted: number of clusters of each chunk, at most `most` (static).
       chunk: slots of a chunk.
-      means: how k-means is computed.
+      options: of k-means.
     """
     batch, heads, size = tokens.members.shape
     chunks = math.ceil(size / chunk)
 
-    def cut(x: Array) -> Array:
-        rest = [(0, 0)] * x.ndim
-        rest[2] = (0, chunks * chunk - size)
-        return jnp.pad(x, rest).reshape(batch, heads * chunks, chunk, *x.shape[3:])
+    def chunks_as_heads(x: Array) -> Array:
+        """Pads to whole chunks, and puts them into the axis of heads."""
+        padding = [(0, 0)] * x.ndim
+        padding[2] = (0, chunks * chunk - size)
+        return jnp.pad(x, padding).reshape(batch, heads * chunks, chunk, *x.shape[3:])
 
-    found = cluster(Tokens(*map(cut, tokens)), wanted.reshape(batch, -1), most, means)
-    label = found.label.reshape(batch, heads, chunks, chunk)
+    chunked = Tokens(*map(chunks_as_heads, tokens))
+    clustering = cluster(chunked, wanted.reshape(batch, -1), most, options)
+    label = clustering.label.reshape(batch, heads, chunks, chunk)
     first = most * jnp.arange(chunks, dtype=jnp.int32)[None, None, :, None]
     label = jnp.where(label < most, label + first, chunks * most)
-    joined = (x.reshape(batch, heads, chunks * most, *x.shape[3:]) for x in found[1:])
-    return Found(label.reshape(batch, heads, -1)[..., :size], *joined)
+    joined = (x.reshape(batch, heads, chunks * most, *x.shape[3:]) for x in clustering[1:])
+    return Clustering(label.reshape(batch, heads, -1)[..., :size], *joined)

@@ -1,4 +1,4 @@
-"""ClusterKV: clusters of similar keys, recalled as a query asks for them (arXiv 2412.03213)."""
+"""ClusterKV: clusters of similar keys, recalled for each query (arXiv 2412.03213)."""
 
 from __future__ import annotations
 
@@ -18,77 +18,83 @@ from kvjax.checks import check_choice, check_count
 from kvjax.decisions import Order
 from kvjax.devices import all_heads
 from kvjax.protocol import Extent, Step, View
-from kvjax.transforms.clusterkv.chunks import Means, Metric, Tokens, cluster, cluster_chunks
+from kvjax.transforms.clusterkv.chunks import (
+    KMeansOptions,
+    Metric,
+    Tokens,
+    cluster,
+    cluster_chunks,
+)
 from kvjax.transforms.clusterkv.clusters import Clusters, of_heads
 from kvjax.transforms.clusterkv.recalled import GroupReduce, Ranking, recalled_slots
 from kvjax.transforms.random import check_seed, layer_key, uniform
 from kvjax.transforms.recall import Recall, of_lists
 from pallas_kernels.base.varying import varying
 
-# Where the size of clusters follows the budget, this holds at least so many of them, unless they
-# would have fewer tokens than the smallest.
+# Default size of clusters: a budget holds at least RECALLED of them, unless they would then have
+# fewer than SMALLEST tokens.
 RECALLED, SMALLEST = 12, 8
-# At a prompt's end slots are ordered by numbers: of old slots, behind them of new clusters, and of
-# free slots.
+# Sort keys of slots at a prompt's end: slots of clusters that stay have their stored slot number,
+# slots of new clusters beside them have BEHIND and the cluster's number, and free slots have LAST.
 BEHIND, LAST = np.int32(2**30), np.int32(2**31 - 1)
 
-Counts = TypeVar("Counts", Array, np.ndarray)  # both: what is static is computed by NumPy
-Index = tuple[Clusters, Array]  # the index, and the key of the layer's draws
+Counts = TypeVar("Counts", Array, np.ndarray)  # NumPy computes static bounds by the same formulas
+Index = tuple[Clusters, Array]  # the index, and the random key of the layer's draws
 
 
 @dataclass(frozen=True)
 class ClusterKV(Recall):
-    """Keeps everything, and attends to the clusters of tokens that the query points at.
+    """Keeps everything, and attends to the clusters of tokens with the highest `q · centroid`.
 
-    At the prompt's end the keys of each KV head, the first `sinks` tokens apart, are clustered by
-    k-means under cosine distance, each `chunk` of neighbouring tokens by itself. A decode step
-    ranks all clusters by the inner product of query and centroid, `q · μ_c`, and attends to the
+    At the prompt's end the keys of each KV head, except the first `sinks`, are clustered by k-means
+    under cosine distance. Each `chunk` of neighbouring tokens is clustered separately. A decode
+    step ranks all clusters by the inner product of query and centroid, `q · μ_c`. It attends to the
     sinks and to whole clusters in that order, up to `budget` slots; the last cluster is trimmed to
-    its earliest tokens. Tokens that are generated are attended to as they are, until the
-    `kvjax.flush` that finds `interval` of them in a row clusters them among themselves. In
-    attention with a sliding window, clusters that lie outside it as a whole are passed over, and so
-    are the sinks.
+    its earliest tokens. Every step also attends to all generated tokens that are not clustered yet.
+    Once a row has `interval` of them, `kvjax.flush` clusters them among themselves. In attention
+    with a sliding window, clusters that lie entirely outside the window are skipped, and so are the
+    sinks.
 
-    Slots are stored cluster by cluster, so that a cluster is a range of slots and the list of slots
+    Slots are stored cluster by cluster. So a cluster is a range of slots, and the list of slots
     follows from prefix sums over cluster sizes.
 
-    The defaults are those of measurements on SmolLM2-135M. Of 15 needles of 1,024 tokens, of which
-    the full cache finds 13, they find 13 at a budget of 0.05, whether the question was compressed
-    too or came afterwards; with 16 tokens a cluster it is 9, and with the paper's 80 it is 8 at
-    0.2, for a choice per KV head and per query head alike. At 2,048 tokens of WikiText and a budget
-    of 0.1 the relative error of attention outputs is 0.15 with 8 tokens a cluster and 0.19 with 16;
-    by the mean of a group it is 0.18 and 0.21, with a choice per query head 0.12 and 0.16. With
-    16 tokens a cluster and a budget of 0.1, 5 rounds of k-means find as many needles as 20.
+    The defaults come from measurements on SmolLM2-135M. Of 15 needles in 1,024 tokens, the full
+    cache finds 13. With the defaults it is 13 too at a budget of 0.05, whether the question was
+    compressed with the rest or came afterwards. With 16 tokens per cluster it is 9, and with the
+    paper's 80 it is 8 at a budget of 0.2, for a choice per KV head and per query head alike. At
+    2,048 tokens of WikiText and a budget of 0.1, the relative error of attention outputs is 0.15
+    with 8 tokens per cluster and 0.19 with 16. With the mean of a group it is 0.18 and 0.21, with a
+    choice per query head 0.12 and 0.16. With 16 tokens per cluster and a budget of 0.1, 5 rounds of
+    k-means find as many needles as 20.
 
     Args:
       budget: slots to attend to per KV head, sinks included; generated tokens that are not yet
         clustered come on top. A float is a share of each row's prompt.
-      tokens_per_cluster: a chunk of n tokens has `round(n / tokens_per_cluster)` clusters. None: of
-        a prompt of L tokens `L / budget`, so that a step looks at about as many centroids as slots;
-        no more than a twelfth of the budget, so that a small one recalls several clusters too; but
-        at least 8. The paper has 80, for prompts of 32,768 tokens.
-      sinks: first tokens, which stand outside the clusters and are always attended to; 16 as in the
-        paper.
+      tokens_per_cluster: a chunk of n tokens has `round(n / tokens_per_cluster)` clusters. The
+        paper has 80, for prompts of 32,768 tokens. None: `L / budget` for a prompt of L tokens, so
+        that a step reads about as many centroids as slots. That is limited to a twelfth of the
+        budget, so that a small budget recalls several clusters too, and is at least 8.
+      sinks: first tokens, which are in no cluster and are always attended to; 16 as in the paper.
       interval: generated tokens of a row that are clustered together; 320 as in the paper.
-      new_clusters: clusters made each time, 4 in the paper; None: clusters of as many tokens as
-        those of the prompt have.
-      iterations: most rounds of k-means; 20 in the paper.
-      chunk: tokens that are clustered together, so that the time is linear in the prompt's length;
-        None: all of a prompt, as in the paper.
-      clusters: number of clusters of a prompt outright, whatever its length; all of it is then
+      new_clusters: clusters made of them each time, 4 in the paper. None: clusters of the same size
+        as those of the prompt.
+      iterations: largest number of rounds of k-means; 20 in the paper.
+      chunk: tokens that are clustered together, so that the time is linear in the prompt's length.
+        None: the whole prompt, as in the paper.
+      clusters: a fixed number of clusters for prompts of any length; the whole prompt is then
         clustered together.
-      metric: what assigns a key to a cluster: `"cosine"`, or `"l2"` and `"inner_product"` for the
+      metric: assigns a key to a cluster by `"cosine"`, or by `"l2"` or `"inner_product"` for the
         paper's comparison.
-      per_query_head: every query head chooses its own clusters, as in the paper; else the scores of
-        the group decide for a KV head.
-      group_reduce: how `q · μ_c` of a group's query heads become one score: the largest, `"max"`,
-        or the `"mean"`.
-      dense_layers: layers that stay as they are; the first two as in the paper. Give `()` to a
+      per_query_head: every query head chooses its own clusters, as in the paper. False: the scores
+        of the group decide for a KV head.
+      group_reduce: combines `q · μ_c` of a group's query heads: the largest, `"max"`, or the
+        `"mean"`.
+      dense_layers: layers that attend to everything; the first two as in the paper. Give `()` to a
         model of two layers.
-      seed: of the keys that k-means starts from.
+      seed: seed of the draw of keys that k-means starts from.
 
     Raises:
-      TypeError, ValueError: a number out of range, `budget` below `sinks + 1`, an unknown metric.
+      TypeError, ValueError: a number out of range; `budget` below `sinks + 1`; an unknown metric.
 
     Example:
       >>> import kvjax
@@ -102,14 +108,14 @@ class ClusterKV(Recall):
     Deviations from the paper:
       The paper's method is `ClusterKV(budget, tokens_per_cluster=80, new_clusters=4, iterations=20,
       chunk=None, per_query_head=True)`. Clustering is not overlapped with the attention of its
-      layer. The paper has no further turns. What a turn brings is clustered by itself, and clusters
-      that are there stay. Everything is clustered anew if the turn has more than `chunk` tokens, if
-      a method before has evicted or merged clustered ones, if there is no room for more clusters,
-      if the prompt before was shorter than `sinks`, so that tokens of this one are sinks too, or if
-      `clusters` is given, which is the number of all of them. A row that got no token in some steps
-      has fewer than `interval` tokens when the flush comes that must make room: they are clustered
-      all the same, and join the row's last cluster once there is no room for further ones. Over a
-      cache that was evicted or merged, the sinks are the first tokens that are left.
+      layer. The paper has no further turns. Here the tokens of a further turn are clustered among
+      themselves, and existing clusters stay. Everything is clustered anew in these cases: the turn
+      has more than `chunk` tokens; a method before has evicted or merged clustered tokens; there is
+      no room for more clusters; the prompt before was shorter than `sinks`, so that tokens of this
+      one are sinks too; or `clusters` is given, which is the number of all clusters. A row that got
+      no token in some steps has fewer than `interval` new tokens when a flush must make room. They
+      are clustered all the same, and join the row's last cluster if there is no room for further
+      clusters. Behind a method that evicts or merges, the sinks are the first tokens that remain.
     """
 
     budget: Budget
@@ -148,19 +154,19 @@ class ClusterKV(Recall):
         return self.clusters is not None
 
     def extent(self, extent: Extent) -> Extent:
-        """Everything; its own interval, whatever a method before has."""
+        """Sets the interval of flushes, also where a method before has another one."""
         return dataclasses.replace(extent, interval=self.interval)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Index]:
-        """No clusters yet, and the key of the layer's draws."""
+        """Makes an index without clusters, and the random key of the layer's draws."""
         batch, kv_heads, slots = cache.shape
         listed = min(most_slots(self.budget, cache.max_prompt, self.minimum), slots)
         cache = self.with_lists(cache, max(listed, self.minimum))
-        none = jnp.zeros((batch, kv_heads), jnp.int32)
-        return cache, (self._no_clusters(cache, none), layer_key(self.seed, layer))
+        no_sinks = jnp.zeros((batch, kv_heads), jnp.int32)
+        return cache, (self._no_clusters(cache, no_sinks), layer_key(self.seed, layer))
 
     def select(self, view: View, state: Index, query: Array) -> tuple[View, Index]:
-        """The sinks, the clusters of the highest `q · μ` up to the budget, and recent tokens."""
+        """Selects the sinks, the clusters with the highest `q · μ`, and all recent tokens."""
         cache, (clusters, _) = view.cache, state
         slots, recent = self._recent(cache, clusters)
         fixed = self.sinks
@@ -172,49 +178,53 @@ class ClusterKV(Recall):
             Ranking(self.per_query_head, self.group_reduce, view.implementation),
         )  # fmt: skip
         recent = of_lists(jnp.where(recent, slots, -1), cache)
-        unseen = (slots[..., -1:] < view.slots) & (view.slots < cache.slots)
-        dropped = cache.dropped + unseen.sum(-1, dtype=jnp.int32)
+        # A new token behind the last recent slot is in no list: attention cannot see it.
+        invisible = (slots[..., -1:] < view.slots) & (view.slots < cache.slots)
+        dropped = cache.dropped + invisible.sum(-1, dtype=jnp.int32)
         view = dataclasses.replace(view, cache=cache.replace(dropped=dropped))
         return view.take(jnp.concatenate((chosen, recent), axis=-1), fixed=fixed), state
 
     def on_prompt(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
-        """Clusters everything but the sinks; of a further turn what is new, where that will do."""
+        """Clusters everything except the sinks; in a further turn only new tokens, if possible."""
         clusters, key = state
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         last = varying(jnp.full_like(slot, LAST), cache.k)
         empty = varying(self._no_clusters(cache, jnp.minimum(cache.used, self.sinks)), cache.k)
-        old = dataclasses.replace(clusters, budget=empty.budget, per_cluster=empty.per_cluster)
-        old = varying(old, cache.k)
-        stay = self._stay(cache, old)
+        earlier = dataclasses.replace(clusters, budget=empty.budget, per_cluster=empty.per_cluster)
+        earlier = varying(earlier, cache.k)
+        stay = self._can_stay(cache, earlier)
         anew, grow = step.rows[:, None] & ~stay, step.rows[:, None] & stay
-        place, made = jax.lax.cond(
+        place, remade = jax.lax.cond(
             anew.any(), lambda: self._cluster_all(cache, empty, key, anew, step),
             lambda: (last, empty),
         )  # fmt: skip
         added, grown = jax.lax.cond(
-            grow.any(), lambda: self._cluster_new(cache, old, key, grow, step), lambda: (last, old)
-        )
-        # Clusters that stay are put back as they were stored.
-        stood = cache.column(STORED_SLOT)
-        kept = jnp.where(slot < old.clustered[..., None], stood, added)
+            grow.any(), lambda: self._cluster_new(cache, earlier, key, grow, step),
+            lambda: (last, earlier),
+        )  # fmt: skip
+        # While a prompt is read, slots are in the order of positions. Clusters that stay return to
+        # the slots in which they were stored.
+        stored_slot = cache.column(STORED_SLOT)
+        kept = jnp.where(slot < earlier.clustered[..., None], stored_slot, added)
         place = jnp.where(anew[..., None], place, kept)
-        # Slots stand in the order of positions, which a stable sort keeps within a cluster.
+        # A stable sort keeps the order of positions within a cluster.
         source = jax.lax.sort((place, slot), dimension=2, num_keys=1)[-1]
-        return Order(source), (step.of_rows(of_heads(anew, made, grown), clusters), key)
+        return Order(source), (step.of_rows(of_heads(anew, remade, grown), clusters), key)
 
-    def _stay(self, cache: KVCache, clusters: Clusters) -> Bool[Array, "B H"]:
-        """Whether clusters that are there can stay, with clusters of what is new beside them.
+    def _can_stay(self, cache: KVCache, clusters: Clusters) -> Bool[Array, "B H"]:
+        """Returns whether existing clusters can stay, with clusters of the new tokens beside them.
 
-        They can if all their tokens are there, what is new fits into a chunk, and there is room for
-        its clusters. A number of clusters that was given outright is that of everything.
+        They can if all their tokens are still there, the new tokens fit into a chunk, and there is
+        room for their clusters. A fixed number of clusters (`clusters`) counts all of them, so that
+        none can stay.
         """
         if self.clusters is not None:
             return jnp.zeros(cache.shape[:2], bool)
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         clustered = clusters.clustered[..., None]
-        stood = cache.column(STORED_SLOT)
-        there = cache.live & (slot < clustered) & (stood >= 0) & (stood < clustered)
-        complete = there.sum(-1, dtype=jnp.int32) == clusters.clustered
+        stored_slot = cache.column(STORED_SLOT)
+        present = cache.live & (slot < clustered) & (stored_slot >= 0) & (stored_slot < clustered)
+        complete = present.sum(-1, dtype=jnp.int32) == clusters.clustered
         complete &= clusters.sinks == jnp.minimum(cache.used, self.sinks)
         count = cache.used - clusters.clustered
         wanted = self._clusters_of(count, count, clusters.per_cluster[:, None])
@@ -223,7 +233,10 @@ class ClusterKV(Recall):
     def _cluster_all(
         self, cache: KVCache, empty: Clusters, key: Array, heads: Bool[Array, "B H"], step: Step
     ) -> tuple[Int[Array, "B H S"], Clusters]:
-        """Of these heads, where each slot's token belongs, and the clusters."""
+        """Clusters all tokens of these heads; returns the sort key of each slot, and the clusters.
+
+        Sinks have the key -1, a cluster's tokens its number, and free slots `LAST`.
+        """
         slot = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 2)
         sinks = empty.sinks[..., None]
         members = cache.live & (slot >= sinks) & heads[..., None]
@@ -231,18 +244,23 @@ class ClusterKV(Recall):
         begin = jnp.arange(0, cache.slots, chunk, dtype=jnp.int32)[None, None]
         live, fixed = (jnp.clip(n - begin, 0, chunk) for n in (cache.used[..., None], sinks))
         wanted = self._clusters_of(live, live - fixed, empty.per_cluster[:, None, None])
-        # Keys as they are now, not as attention saw them: a part before may have merged them.
+        # Keys are read from the cache and not taken from `step.keys`: an earlier part of a chain
+        # may have merged some since attention saw them.
         number = uniform(key, cache.position, cache.heads)
         tokens = Tokens(cache.k.read(), cache.position, members, number)
-        most, means = self._most_clusters(cache)[0], self._means(step.implementation)
-        found = cluster_chunks(tokens, jnp.where(heads[..., None], wanted, 0), most, chunk, means)
-        place = jnp.where(members, found.label, jnp.where(slot < sinks, -1, LAST))
-        return place, empty.add(*found[1:])
+        most, options = self._most_clusters(cache)[0], self._kmeans_options(step.implementation)
+        wanted = jnp.where(heads[..., None], wanted, 0)
+        clustering = cluster_chunks(tokens, wanted, most, chunk, options)
+        place = jnp.where(members, clustering.label, jnp.where(slot < sinks, -1, LAST))
+        return place, empty.add(*clustering[1:])
 
     def _cluster_new(
         self, cache: KVCache, clusters: Clusters, key: Array, heads: Bool[Array, "B H"], step: Step
     ) -> tuple[Int[Array, "B H S"], Clusters]:
-        """Of these heads, where each slot behind the clusters belongs, and all clusters."""
+        """Clusters the tokens behind the clusters of these heads.
+
+        Returns the sort keys of their slots, and all clusters.
+        """
         size = self._chunk(cache.slots)
         slots = clusters.clustered[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         members = (slots < cache.used[..., None]) & heads[..., None]
@@ -252,13 +270,14 @@ class ClusterKV(Recall):
         all_new = 0 * tokens_per_cluster + size
         most = int(self._clusters_of(all_new, all_new, tokens_per_cluster).max())
         tokens = self._tokens(cache, key, slots, members)
-        found = cluster(tokens, wanted, most, self._means(step.implementation))
+        clustering = cluster(tokens, wanted, most, self._kmeans_options(step.implementation))
         place = jnp.full(cache.shape, LAST, jnp.int32)
-        place = write_slots(place, jnp.where(members, slots, cache.slots), BEHIND + found.label)
-        return place, clusters.add(*found[1:])
+        target = jnp.where(members, slots, cache.slots)
+        place = write_slots(place, target, BEHIND + clustering.label)
+        return place, clusters.add(*clustering[1:])
 
     def on_flush(self, cache: KVCache, state: Index, step: Step) -> tuple[Order, Index]:
-        """Clusters recent tokens of rows that have no room for those of the next steps."""
+        """Clusters the recent tokens of rows that have no room for those of the next steps."""
         clusters, key = state
         slots, recent = self._recent(cache, clusters)
         due = all_heads(recent.sum(-1), cache.heads).max(1) + step.room > slots.shape[2]
@@ -268,11 +287,12 @@ class ClusterKV(Recall):
         wanted = self._new_clusters_of(count, clusters.per_cluster[:, None])
         wanted = jnp.minimum(wanted, clusters.room)
         tokens = self._tokens(cache, key, slots, members)
-        found = cluster(tokens, wanted, most, self._means(step.implementation))
-        clusters = clusters.add(*found[1:])
+        clustering = cluster(tokens, wanted, most, self._kmeans_options(step.implementation))
+        clusters = clusters.add(*clustering[1:])
         clusters = clusters.join_last(tokens.keys, members & (wanted == 0)[..., None])
         place = jax.lax.broadcasted_iota(jnp.int32, slots.shape, 2)
-        label = jnp.where(members, found.label, most + 1)
+        # Slots that are not clustered keep their places behind all others.
+        label = jnp.where(members, clustering.label, most + 1)
         order = label, jnp.where(members, tokens.position, place), slots
         source = jax.lax.sort(order, dimension=2, num_keys=2)[-1]
         return Order(source, slots), (clusters, key)
@@ -280,23 +300,23 @@ class ClusterKV(Recall):
     def _tokens(
         self, cache: KVCache, key: Array, slots: Int[Array, "B H N"], members: Bool[Array, "B H N"]
     ) -> Tokens:
-        """Tokens of some slots; those that are not members may lie beyond the cache."""
+        """Reads the tokens of some slots; slots that are no members may lie beyond the cache."""
         index = jnp.minimum(slots, cache.slots - 1)
         position = take_slots(cache.position, index)
         return Tokens(cache.k.read(index), position, members, uniform(key, position, cache.heads))
 
-    def _means(self, implementation: str | None) -> Means:
-        """How keys are clustered."""
-        return Means(self.metric, self.iterations, implementation)
+    def _kmeans_options(self, implementation: str | None) -> KMeansOptions:
+        """Returns the options of k-means."""
+        return KMeansOptions(self.metric, self.iterations, implementation)
 
     def _recent(self, cache: KVCache, clusters: Clusters):
-        """The slots behind the clusters, at most S, and which of them hold tokens."""
+        """Returns the slots behind the clusters, at most S, and marks those that hold tokens."""
         size = min(self.interval, max(cache.max_new, 1))
         slots = clusters.clustered[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         return jnp.minimum(slots, cache.slots), slots < cache.used[..., None]
 
     def _no_clusters(self, cache: KVCache, sinks: Int[Array, "B H"]) -> Clusters:
-        """An index of sinks, with room for the clusters of a prompt and of `max_new` tokens."""
+        """Makes an index without clusters, with room for those of a prompt and of `max_new`."""
         new = self._most_new(cache) * (cache.max_new // self.interval)
         shape = (*cache.shape[:2], self._most_clusters(cache)[1] + new)
         length, budget = jnp.minimum(cache.length, cache.max_prompt), self.rows_budget(cache)
@@ -311,12 +331,12 @@ class ClusterKV(Recall):
         )
 
     def _chunk(self, slots: int) -> int:
-        """Slots that are clustered together, of so many."""
-        whole = self.chunk is None or self.clusters is not None
-        return slots if whole else min(self.chunk, slots)
+        """Returns how many of `slots` slots are clustered together."""
+        together = self.chunk is None or self.clusters is not None
+        return slots if together else min(self.chunk, slots)
 
     def _per_cluster(self, length: Counts, budget: Counts) -> Counts:
-        """Tokens of a cluster, of rows with prompts of such lengths and such budgets."""
+        """Returns the tokens per cluster of rows with these prompt lengths and budgets."""
         if self.tokens_per_cluster is not None:
             return 0 * budget + self.tokens_per_cluster
         most = (budget // RECALLED).clip(SMALLEST)
@@ -324,21 +344,21 @@ class ClusterKV(Recall):
         return _rounded(length, clusters).clip(SMALLEST).clip(max=most)
 
     def _clusters_of(self, live: Counts, clusterable: Counts, size: Counts) -> Counts:
-        """Clusters of a chunk of so many live tokens, of which so many can be clustered."""
+        """Returns the clusters of a chunk with `live` tokens, of which some are `clusterable`."""
         wanted = _rounded(live, size) if self.clusters is None else live * 0 + self.clusters
         return wanted.clip(1).clip(max=clusterable)
 
     def _new_clusters_of(self, count: Counts, size: Counts) -> Counts:
-        """Clusters of so many generated tokens."""
+        """Returns the clusters of `count` generated tokens."""
         wanted = (
             _rounded(count, size) if self.new_clusters is None else self.new_clusters + 0 * count
         )
         return wanted.clip(1).clip(max=count)
 
     def _most_clusters(self, cache: KVCache) -> tuple[int, int]:
-        """Most clusters of a chunk, and of a head, when a prompt is complete."""
+        """Returns the most clusters of a chunk, and of a head, when a prompt is complete."""
         size, live = self._sizes(cache), np.arange(cache.max_prompt + 1).clip(max=cache.capacity)
-        live[-1] = cache.capacity  # of earlier turns too
+        live[-1] = cache.capacity  # with tokens of earlier turns, all slots may be live
         chunk = self._chunk(cache.capacity)
         first, last = np.minimum(live, chunk), live % chunk
         in_first, in_last = (self._clusters_of(n, n, size) for n in (first, last))
@@ -346,16 +366,16 @@ class ClusterKV(Recall):
         return max(int(in_first.max()), 1), max(int(in_all.max()), 1)
 
     def _most_new(self, cache: KVCache) -> int:
-        """Most clusters of the tokens of an interval."""
+        """Returns the most clusters that the tokens of an interval become."""
         size = self._sizes(cache)
         return int(self._new_clusters_of(0 * size + self.interval, size).max())
 
     def _likely(self, cache: KVCache) -> int:
-        """How many clusters fill a list in nearly all steps.
+        """Returns a number of clusters that fills a list in nearly all steps.
 
-        If all clusters had the mean size, it would be the budget divided by that. SmolLM2, after
-        2,048 and 4,000 tokens, needed at most 1.56 times as many where that is 20 to 40 (a budget
-        of 0.1), and 1.37 times where it is 51 to 100 (0.2).
+        If all clusters had the mean size, it would be the budget divided by that size. SmolLM2,
+        after 2,048 and 4,000 tokens, needed at most 1.56 times as many where this quotient is 20 to
+        40 (a budget of 0.1), and 1.37 times as many where it is 51 to 100 (a budget of 0.2).
         """
         if self.clusters is not None:
             return most_slots(self.budget, cache.max_prompt, self.minimum)
@@ -364,12 +384,12 @@ class ClusterKV(Recall):
         return int(1.5 * mean.max()) + 16
 
     def _sizes(self, cache: KVCache) -> np.ndarray:
-        """Tokens of a cluster, of prompts of 0 to `max_prompt` tokens."""
+        """Returns the tokens per cluster for prompts of 0 to `max_prompt` tokens."""
         lengths = np.arange(cache.max_prompt + 1)
         budget = slots_for(self.budget, lengths, self.minimum)
         return self._per_cluster(lengths, budget)
 
 
 def _rounded(count: Counts, size: Counts) -> Counts:
-    """`count / size`, halves up."""
+    """Returns `count / size`, rounded to the nearest integer, halves up."""
     return (count + size // 2) // size

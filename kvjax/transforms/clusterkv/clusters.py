@@ -1,4 +1,4 @@
-"""An index of clusters, each a range of slots."""
+"""Index of clusters, each of which is a range of slots."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvjax.cache.slots import KVCache
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Clusters:
-    """The index of each KV head: sinks, then cluster after cluster, from slot 0 on.
+    """Index of each KV head. From slot 0 on there are the sinks, then cluster after cluster.
 
     Args:
       centroids: means of the clusters' keys, those of the prompt first.
-      sizes: how many slots each has; 0 where there is no such cluster.
-      starts: its first slot.
-      number: clusters so far.
-      sinks: how many there are.
-      budget: slots to attend to, of each row.
-      per_cluster: tokens that a cluster has on average, of each row.
+      sizes: number of slots of each cluster; 0 where there is no such cluster.
+      starts: first slot of each cluster.
+      number: number of clusters so far.
+      sinks: number of sinks.
+      budget: slots that each row attends to.
+      per_cluster: tokens per cluster on average, in each row.
     """
 
     centroids: Float[Array, "B H C D"]
@@ -37,7 +37,7 @@ class Clusters:
     per_cluster: Int[Array, " B"]
 
     room = property(lambda self: self.sizes.shape[2] - self.number)  # for further clusters
-    # Slots of the sinks and of all clusters.
+    # Number of slots of the sinks and of all clusters.
     clustered = property(lambda self: self.sinks + self.sizes.sum(-1, dtype=jnp.int32))
 
     def add(
@@ -46,47 +46,51 @@ class Clusters:
         sizes: Int[Array, "B H N"],
         there: Bool[Array, "B H N"],
     ) -> Clusters:
-        """With further clusters, those that are there, whose slots follow those of the others."""
+        """Adds the clusters that exist (`there`); their slots follow those of the earlier ones."""
         rank = jnp.cumsum(there, axis=-1, dtype=jnp.int32) - 1
-        at = jnp.where(there, self.number[..., None] + rank, self.sizes.shape[2])
+        place = jnp.where(there, self.number[..., None] + rank, self.sizes.shape[2])
         before = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
         return dataclasses.replace(
             self,
-            centroids=write_slots(self.centroids, at, centroids),
-            sizes=write_slots(self.sizes, at, sizes),
-            starts=write_slots(self.starts, at, self.clustered[..., None] + before),
+            centroids=write_slots(self.centroids, place, centroids),
+            sizes=write_slots(self.sizes, place, sizes),
+            starts=write_slots(self.starts, place, self.clustered[..., None] + before),
             number=self.number + there.sum(-1, dtype=jnp.int32),
         )
 
     def join_last(self, keys: Float[Array, "B H N D"], members: Bool[Array, "B H N"]) -> Clusters:
-        """With further tokens in the last cluster, where there are any."""
+        """Adds tokens to the last cluster of each KV head that has members."""
         count = members.sum(-1, dtype=jnp.int32)
         last = jnp.maximum(self.number - 1, 0)[..., None]
-        at = jnp.where(count[..., None] > 0, last, self.sizes.shape[2])
+        place = jnp.where(count[..., None] > 0, last, self.sizes.shape[2])
         size, centroid = take_slots(self.sizes, last), take_slots(self.centroids, last)
         total = jnp.where(members[..., None], keys.astype(jnp.float32), 0.0).sum(2, keepdims=True)
         new_size = size + count[..., None]
-        old, new = (x.astype(jnp.float32)[..., None] for x in (size, jnp.maximum(new_size, 1)))
+        weight, divisor = (
+            x.astype(jnp.float32)[..., None] for x in (size, jnp.maximum(new_size, 1))
+        )
         return dataclasses.replace(
             self,
-            centroids=write_slots(self.centroids, at, (centroid * old + total) / new),
-            sizes=write_slots(self.sizes, at, new_size),
+            centroids=write_slots(self.centroids, place, (centroid * weight + total) / divisor),
+            sizes=write_slots(self.sizes, place, new_size),
         )
 
     def seen(self, cache: KVCache, window: int) -> Clusters:
-        """With no slots in clusters, and no sinks, that lie outside the window as a whole.
+        """Empties the clusters, and drops the sinks, that lie entirely outside the window.
 
-        For a selection alone: the slots are as they were.
+        The result serves a selection only: the slots themselves stay as they are.
         """
         first = cache.length[:, None] - window
 
-        def newest(starts: Int[Array, "B H N"], sizes: Int[Array, "B H N"]) -> Int[Array, "B H N"]:
+        def newest_position(
+            starts: Int[Array, "B H N"], sizes: Int[Array, "B H N"]
+        ) -> Int[Array, "B H N"]:
             last = jnp.clip(starts + sizes - 1, 0, cache.slots - 1)
             return take_slots(cache.position, last)  # positions ascend within a cluster
 
-        visible = newest(self.starts, self.sizes) >= first[..., None]
+        visible = newest_position(self.starts, self.sizes) >= first[..., None]
         sinks = self.sinks[..., None]
-        sinks_visible = newest(jnp.zeros_like(sinks), sinks)[..., 0] >= first
+        sinks_visible = newest_position(jnp.zeros_like(sinks), sinks)[..., 0] >= first
         return dataclasses.replace(
             self,
             sizes=jnp.where(visible, self.sizes, 0),
@@ -94,13 +98,13 @@ class Clusters:
         )
 
     def with_sinks(self) -> tuple[Int[Array, "B H C"], Int[Array, "B H C"]]:
-        """Sizes and starts of all clusters, and before them of the sinks, as if they were one."""
+        """Returns sizes and starts of all clusters, with the sinks as one more cluster in front."""
         sizes = jnp.concatenate((self.sinks[..., None], self.sizes), axis=-1)
         return sizes, jnp.pad(self.starts, ((0, 0), (0, 0), (1, 0)))
 
 
 def of_heads(which: Bool[Array, "B H"], new: Clusters, old: Clusters) -> Clusters:
-    """`new` of the KV heads that are chosen and `old` of the others; budgets are the same."""
+    """Takes `new` in the chosen KV heads and `old` in the others; budgets are the same in both."""
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(which.reshape(*which.shape, *(1,) * (new.ndim - 2)), new, old)

@@ -1,4 +1,4 @@
-"""The slots of the clusters that a query points at."""
+"""Selection of the slots of the clusters with the highest scores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pallas_kernels.base.dispatch import on_one_cpu
 from pallas_kernels.base.rows import take_slots
 
 GroupReduce = Literal["max", "mean"]
-RANK_AGAIN = "rank_again"  # the function that holds the condition: checks of steps skip it
+# Name of the function that holds the condition, by which checks of compiled steps know it.
+RANK_AGAIN = "rank_again"
 
 
 class Ranking(NamedTuple):
-    """How clusters are ranked, as in `rank_clusters`."""
+    """Options of `pallas_kernels.rank_clusters`."""
 
     per_query_head: bool
     group_reduce: GroupReduce
@@ -28,20 +29,20 @@ class Ranking(NamedTuple):
 def recalled_slots(
     query: Float[Array, "B H G D"], clusters: Clusters, length: int, likely: int, ranking: Ranking
 ) -> Int[Array, "B K N"]:
-    """The sinks, and the slots of the clusters with the highest `q · μ`, up to the budget.
+    """Lists the sinks and the slots of the clusters with the highest `q · μ`, up to the budget.
 
-    On a CPU, ranking all clusters takes about as long as reading the slots of the best. There the
-    `likely` best are ranked, and all of them only in a step where these have fewer slots than the
-    budget. The result is the same.
+    On a CPU, ranking all clusters takes about as long as reading the slots of the best ones.
+    Therefore only the `likely` best are ranked there; all of them are ranked in a step in which
+    these have fewer slots than the budget. The result is the same.
 
     Args:
-      query: rotated, grouped under their KV head.
-      clusters: of each KV head, with the row's budget.
-      length: N, slots of a list (static); what a list lacks is -1.
-      likely: how many clusters fill a list in most steps (static).
-      ranking: a list for each KV head, K = H, or for each query head.
+      query: rotated queries, grouped under their KV head.
+      clusters: index of each KV head, with the row's budget.
+      length: N, slots of a list (static); shorter lists end with -1.
+      likely: number of clusters that fill a list in most steps (static).
+      ranking: makes a list for each KV head, K = H, or for each query head.
     """
-    every = clusters.sizes.shape[2]
+    num_clusters = clusters.sizes.shape[2]
 
     def ranked(most: int) -> Int[Array, "B K M"]:
         return rank_clusters(
@@ -55,16 +56,16 @@ def recalled_slots(
             implementation=ranking.implementation,
         )  # fmt: skip
 
-    if likely >= every or not on_one_cpu(ranking.implementation, clusters.centroids):
-        return listed(ranked(every))
+    if likely >= num_clusters or not on_one_cpu(ranking.implementation, clusters.centroids):
+        return listed(ranked(num_clusters))
     order = ranked(likely)
     sizes = take_slots(clusters.sizes, order)
     wanted = clusters.budget[:, None] - clusters.sinks
     wanted = jnp.repeat(wanted, order.shape[1] // wanted.shape[1], axis=1)
-    # Clusters without slots come last: behind the first of them there are no others.
+    # Empty clusters are ranked last: if the last of the best is empty, no other has slots.
     full = (sizes.sum(-1, dtype=jnp.int32) >= wanted) | (sizes[..., -1] == 0)
 
     def rank_again() -> Int[Array, "B K N"]:
-        return jax.lax.cond(full.all(), lambda: listed(order), lambda: listed(ranked(every)))
+        return jax.lax.cond(full.all(), lambda: listed(order), lambda: listed(ranked(num_clusters)))
 
     return jax.jit(rank_again)()

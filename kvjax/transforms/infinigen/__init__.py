@@ -1,1 +1,1 @@
-"""InfiniGen, arXiv 2406.19707: its selection and its projections."""
+"""InfiniGen, arXiv 2406.19707: selection of tokens by predicted scores, and its projections."""

@@ -1,4 +1,4 @@
-"""Directions in which few channels of queries and keys say what attention will look at."""
+"""Projections of queries and keys to the few channels that predict attention scores."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from zipfile import BadZipFile
 import numpy as np
 from jaxtyping import Float
 
-NAME = "infinigen_projections"  # of the array in a file
+NAME = "infinigen_projections"  # name of the array in a file
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InfiniGenCalibration:
-    """Projections of queries and keys to few channels; `calibrate_infinigen` finds them.
+    """Projections of queries and keys to a few channels; `calibrate_infinigen` computes them.
 
-    It is a value: equal where the numbers are, and hashable.
+    Calibrations with equal numbers are equal, and they are hashable.
 
     Args:
-      projections: P of every layer and KV head, D channels to r, `[layers, H, D, r]` float32. A
-        head with fewer than r has columns of zeros at the end. The array is copied.
+      projections: P of every layer and KV head, from D channels to r, `[layers, H, D, r]` float32.
+        A head with fewer than r channels has columns of zeros at the end. The array is copied.
 
     Raises:
-      TypeError: no array of floats.
-      ValueError: not four axes, an empty one, more than D channels, or a number that is not finite.
+      TypeError: `projections` is no array of floats.
+      ValueError: the array does not have four axes, is empty, has more than D channels, or holds a
+        number that is not finite.
 
     Example:
       >>> import numpy as np
       >>> from kvjax.transforms.infinigen.projections import InfiniGenCalibration
-      >>> found = InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32))
-      >>> found.num_layers, found.kv_heads, found.head_dim, found.channels
+      >>> calibration = InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32))
+      >>> calibration.num_layers, calibration.kv_heads, calibration.head_dim, calibration.channels
       (4, 2, 16, 3)
-      >>> found == InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32))
+      >>> calibration == InfiniGenCalibration(np.ones((4, 2, 16, 3), np.float32))
       True
     """
 
@@ -41,21 +42,22 @@ class InfiniGenCalibration:
     _digest: bytes = field(init=False)
 
     def __post_init__(self):
-        given = np.asarray(self.projections)
-        if not np.issubdtype(given.dtype, np.floating):
+        array = np.asarray(self.projections)
+        if not np.issubdtype(array.dtype, np.floating):
             raise TypeError(f"projections must be an array of floats, got {self.projections!r:.80}")
-        if given.ndim != 4 or not given.size or given.shape[3] > given.shape[2]:
+        if array.ndim != 4 or not array.size or array.shape[3] > array.shape[2]:
             raise ValueError(
                 "projections must be [layers, KV heads, head_dim, channels], none of them 0 and "
-                f"channels at most head_dim, got {given.shape}"
+                f"channels at most head_dim, got {array.shape}"
             )
-        if not np.isfinite(given).all():
+        if not np.isfinite(array).all():
             raise ValueError("projections must be finite, got NaN or infinity")
-        own = np.array(given, np.float32, order="C")
-        own.setflags(write=False)
-        # Compiled code is looked up by transform, and so by this value, at every call.
-        digest = hashlib.sha256(repr(own.shape).encode() + own.tobytes()).digest()
-        object.__setattr__(self, "projections", own)
+        copy = np.array(array, np.float32, order="C")
+        copy.setflags(write=False)
+        # Compiled code is looked up by transform at every call, and so by this value: comparing
+        # digests is quick.
+        digest = hashlib.sha256(repr(copy.shape).encode() + copy.tobytes()).digest()
+        object.__setattr__(self, "projections", copy)
         object.__setattr__(self, "_digest", digest)
 
     def __eq__(self, other: object) -> bool:
@@ -78,17 +80,17 @@ class InfiniGenCalibration:
     channels = property(lambda self: self.projections.shape[3])
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes one .npz file, at exactly this path."""
+        """Writes an .npz file, at exactly this path."""
         with open(path, "wb") as file:
             np.savez(file, **{NAME: self.projections})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> InfiniGenCalibration:
-        """What `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-          OSError: no such file.
-          ValueError: a file of something else.
+          OSError: there is no such file.
+          ValueError: `save` did not write it.
         """
         with open(path, "rb") as file:
             try:
@@ -103,15 +105,17 @@ class InfiniGenCalibration:
 def partial_projection(
     queries: Float[np.ndarray, "M D"], keys: Float[np.ndarray, "N D"], share: float
 ) -> Float[np.ndarray, "D r"]:
-    """P of one KV head: the strongest channels of its skewed queries and keys.
+    """Computes P of one KV head: the strongest channels of its skewed queries and keys.
 
-    A is the matrix of the queries' right singular vectors, by descending singular value. Of its
-    columns stay the `n = max(1, int(share · D))` of the largest `Σ |q A|` and the n of the largest
-    `Σ |k A|` (ties to the lower column), in their order.
+    A is the matrix of the queries' right singular vectors, by descending singular value. With
+    `n = max(1, int(share · D))`, P consists of the n columns of A with the largest `Σ |q A|` and
+    the n columns with the largest `Σ |k A|`, in the order of A. Ties go to the lower column. The
+    sign of a column is arbitrary.
 
     Args:
-      queries: rotated queries of all query heads of the group. The sign of a column is free.
+      queries: rotated queries of all query heads of the group.
       keys: rotated keys.
+      share: share of the D channels.
 
     Example:
       >>> import numpy as np
@@ -121,7 +125,8 @@ def partial_projection(
       [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
     """
     queries, keys = (np.asarray(x, np.float64) for x in (queries, keys))
-    # The triangular factor has the same right singular vectors, and at most D rows.
+    # The triangular factor of a QR decomposition has the same right singular vectors, and at most D
+    # rows.
     triangle = np.linalg.qr(queries, mode="r")
     skew = np.linalg.svd(triangle)[2].T
     count = max(1, int(share * len(skew)))

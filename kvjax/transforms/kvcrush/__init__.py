@@ -1,1 +1,1 @@
-"""KVCrush, arXiv 2503.00022: its bits, units and representatives."""
+"""KVCrush, arXiv 2503.00022: bits of head behaviour, units of tokens, and representatives."""

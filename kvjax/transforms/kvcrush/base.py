@@ -1,4 +1,4 @@
-"""What KVCrush asks of the method that it goes around: its kind and its budget."""
+"""Splitting the budget of the method that KVCrush wraps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from kvjax.protocol import KVTransform
 
 
 def split_budget(base: Any, share: float) -> tuple[KVTransform, Budget]:
-    """The base without a share of its budget B, and that share, `round(share · B)`.
+    """Returns the base without a share of its budget B, and that share, `round(share · B)`.
 
-    Where B depends on the prompt's length, the base keeps at least as many as it works with. Raises
-    where it has no budget, or would have too little.
+    Where B depends on the prompt's length, the base keeps at least its smallest workable budget.
+
+    Raises:
+      ValueError: the base has no budget, or the share leaves it too little.
 
     Example:
       >>> import kvjax
@@ -34,13 +36,13 @@ def split_budget(base: Any, share: float) -> tuple[KVTransform, Budget]:
         )
     budget = base.budget
     if not isinstance(budget, int | np.integer):
-        of_layers, minimum = isinstance(budget, LayerBudget), getattr(base, "minimum", 1)
-        whole = budget.schedule if of_layers else budget
-        parts = [Share(whole, share, minimum, rest) for rest in (False, True)]
-        if of_layers:
+        by_layer, minimum = isinstance(budget, LayerBudget), getattr(base, "minimum", 1)
+        total = budget.schedule if by_layer else budget
+        parts = [Share(total, share, minimum, rest) for rest in (False, True)]
+        if by_layer:
             parts = [dataclasses.replace(budget, schedule=part) for part in parts]
-        taken, rest = parts
-        return dataclasses.replace(base, budget=rest), taken
+        taken, remaining = parts
+        return dataclasses.replace(base, budget=remaining), taken
     taken = round(share * budget)
     try:
         return dataclasses.replace(base, budget=budget - taken), taken
@@ -49,7 +51,7 @@ def split_budget(base: Any, share: float) -> tuple[KVTransform, Budget]:
 
 
 def check_share(number: int | None, share: float | None) -> None:
-    """Raises unless at most one of both is given, a positive int or a share in (0, 1)."""
+    """Raises unless at most one is given: a positive int `number`, or a `share` in (0, 1)."""
     if number is not None and share is not None:
         raise ValueError(f"give representatives or share, not both: got {number!r} and {share!r}")
     if number is not None:

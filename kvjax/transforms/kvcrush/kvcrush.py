@@ -48,7 +48,13 @@ REPRESENTATIVE = "representative"
 
 
 class KVCrushState(NamedTuple):
-    """The key of the draws (None: nothing is drawn), the layer's budgets, and the base's state."""
+    """State of KVCrush.
+
+    Args:
+      key: random key of the draws; None: nothing is drawn.
+      count: table of the layer's numbers of representatives.
+      base: state of the base.
+    """
 
     key: Array | None
     count: Table
@@ -59,36 +65,39 @@ class KVCrushState(NamedTuple):
 class KVCrush(Wrapper):
     """Keeps, beside what its base keeps, a few of the tokens that the base evicts.
 
-    At a prompt's end every token is a vector of bits, one per query head: whether the base would
-    retain it if that head decided alone, so that each head has as many ones as the base keeps
-    tokens. Each KV head orders the n tokens that it evicts by the Hamming distance of their bits to
-    an anchor (ties to the lower position), cuts them into R buckets, bucket i being the ranks
-    `⌊i·n/R⌋ … ⌊(i + 1)·n/R⌋ − 1`, and keeps one token of each, its representative; all of them
-    where n ≤ R. Representatives are pinned: while decoding they stand outside the base's budget and
-    candidates. At the end of a further prompt they compete again.
+    At a prompt's end every token is described by a vector of bits, one per query head. A bit says
+    whether the base would retain the token if that query head decided alone; so each head has as
+    many ones as the base keeps tokens. Each KV head orders the n tokens that it evicts by the
+    Hamming distance of their bits to an anchor (ties to the lower position). It cuts them into R
+    buckets, of which bucket i has the ranks `⌊i·n/R⌋ … ⌊(i + 1)·n/R⌋ − 1`. One token of each bucket
+    is kept as its representative; where n ≤ R, all tokens are. Representatives are pinned: while
+    decoding they count neither in the base's budget nor among its candidates. At the end of a
+    further prompt they compete again.
 
     Args:
       base: any evicting method, or `Every` or `WhenFull` of one.
-      representatives: R, beside the base's own budget.
-      share: of the base's budget B, in its place: `R = round(share · B)`, and the base has B − R
-        slots, in each row and layer; never fewer than it works with. 0.25 if neither is given, as
-        in the paper; a smaller one may serve better (RESULTS.md has figures).
-      anchor: `"random"` bits; `"mean"`: ones where more than half of a row's tokens have one (zeros
-        where the base keeps less than half); `"median"`: ones where more tokens have one than at
-        the median bit (zeros where all heads hold the same tokens, and units are tokens);
-        `"alternate"`: 0101….
+      representatives: R, in addition to the base's own budget.
+      share: instead of `representatives`, a share of the base's budget B. `R = round(share · B)`,
+        and the base keeps B − R slots in each row and layer, but never fewer than its smallest
+        workable budget. 0.25 if neither is given, as in the paper; a smaller one may do better
+        (RESULTS.md has figures).
+      anchor: bits that distances are measured from. `"random"`: random bits. `"mean"`: ones where
+        more than half of a row's tokens have one; these are zeros where the base keeps less than
+        half. `"median"`: ones where more tokens have one than at the median bit; these are zeros
+        where all heads hold the same tokens and units are tokens. `"alternate"`: 0101….
       pick: `"middle"`, a bucket's lower median, or `"random"`, as in the paper.
-      granularity: `"token"`, `"chunk"` (8 tokens), `"page"` (32), or a number of tokens: units of
-        so many positions. A unit's bits are those of its tokens, joined. Of what the base does not
-        always keep it then evicts whole units, by the sum of its scores; each unit has one
-        representative, all of its tokens. Budgets still count tokens: what is no whole unit of
-        them stays free.
-      kmeans: instead of bits and buckets, R clusters of the evicted keys, and the token nearest to
-        each centroid: the paper's expensive comparison. Tokens only; no anchor, no pick.
-      seed: of the draws, below 2**32; they depend on seed, layer, KV head and position alone.
+      granularity: size of a unit: `"token"`, `"chunk"` (8 tokens), `"page"` (32), or a number of
+        tokens at neighbouring positions. A unit's bits are those of its tokens, joined. Among the
+        tokens that the base does not always keep, whole units are then evicted, by the sum of the
+        base's scores. A representative is a whole unit. Budgets still count tokens: slots that do
+        not make up a whole unit stay free.
+      kmeans: instead of bits and buckets, form R clusters of the evicted keys and keep the token
+        nearest to each centroid: the paper's expensive comparison. Works with single tokens only,
+        and uses neither anchor nor pick.
+      seed: seed of the draws, below 2**32. They depend only on seed, layer, KV head and position.
 
     Raises:
-      TypeError: `base` is not a transform, a number is none.
+      TypeError: `base` is not a transform; a number is none.
       ValueError: `base` does not evict, holds another KVCrush, or has no budget to share; both
         `representatives` and `share`; a share outside (0, 1) or that leaves the base too little;
         fewer representatives than a unit; an unknown anchor, pick or granularity; a seed too large.
@@ -107,13 +116,14 @@ class KVCrush(Wrapper):
       2503.00022.
 
     Deviations from the paper:
-      With one anchor and R buckets, "the bucket with the lowest distance" is no function: equal
-      buckets along the distance keep every group represented. `pick="middle"` is deterministic.
-      Bits are those of all heads of a layer (of a group of `HeadGroups`), as in the paper, but
-      every KV head evicts, and is represented, for itself. A base without a score (StreamingLLM)
-      has its bits from accumulated attention alone, and evicts single tokens. A row whose prompt
-      the base keeps whole has no representatives, and the base's part of the budget to grow to.
-      Over PyramidInfer at the paper's ratios, all hidden states go on to the next layer.
+      With one anchor and R buckets, the paper's "bucket with the lowest distance" is not well
+      defined. Here buckets of equal size along the distance keep every group represented.
+      `pick="middle"` is deterministic. Bits are those of all heads of a layer (of a group of
+      `HeadGroups`), as in the paper, but every KV head evicts, and keeps representatives, for
+      itself. A base without a score (StreamingLLM) gets its bits from accumulated attention alone,
+      and evicts single tokens. A row whose prompt the base keeps completely has no representatives,
+      and grows only to the base's part of the budget. Over PyramidInfer at the paper's ratios, all
+      hidden states go on to the next layer.
     """
 
     representatives: int | None = None
@@ -151,28 +161,28 @@ class KVCrush(Wrapper):
 
     @property
     def split(self) -> tuple[KVTransform, Budget]:
-        """The base with its part of the budget, and the number of representatives."""
+        """Base with its part of the budget, and number of representatives."""
         if self.representatives is not None:
             return self.base, self.representatives
         return split_budget(self.base, 0.25 if self.share is None else float(self.share))
 
     @property
     def needs(self) -> Needs:
-        """The base's, and accumulated attention where its decision has no score."""
+        """Needs of the base, and accumulated attention where its decision has no score."""
         decision = foreseen(self.base, "prompt")
         scored = isinstance(decision, Keep) and decision.score is not None
         received = not (self.kmeans or scored or decision is None)
         return self.base.needs.union(Needs(accumulated_attention=received))
 
     def extent(self, extent: Extent) -> Extent:
-        """The base's, and the representatives. All hidden states go to the next layer."""
+        """Adds the representatives, as pinned slots; all hidden states go to the next layer."""
         extent = extent.pin(most_slots(self.split[1], extent.longest_prompt, 0))
         return dataclasses.replace(super().extent(extent), passed=None)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, KVCrushState]:
-        """The layer's key and budgets, and the column that marks representatives."""
-        none = jnp.zeros(cache.shape, bool)
-        cache = cache.with_column(REPRESENTATIVE, none, merge="keep")
+        """Makes the layer's key and table, and the column that marks representatives."""
+        unmarked = jnp.zeros(cache.shape, bool)
+        cache = cache.with_column(REPRESENTATIVE, unmarked, merge="keep")
         cache, state = super().init(cache, layer)
         key = layer_key(self.seed, layer) if self.draws else None
         count = layer_table(self.split[1], layer, cache.max_prompt)
@@ -181,17 +191,18 @@ class KVCrush(Wrapper):
     def on_prompt(
         self, cache: KVCache, state: KVCrushState, step: Step
     ) -> tuple[Retain | Mark | None, KVCrushState]:
-        """Retains what the base keeps, and representatives of what it evicts."""
+        """Retains the tokens that the base keeps, and representatives of those that it evicts."""
+        # Earlier representatives are candidates again: the base must see them unpinned.
         earlier = cache.column(REPRESENTATIVE) & cache.live
         cache = cache.replace(pinned=cache.pinned & ~earlier)
         decision, state = super().on_prompt(cache, state, step)
         if decision is None or isinstance(decision, Mark):
             return decision, state
         kept, bits = self._behaviour(cache, decision)
-        gone = cache.live & ~kept
-        chosen = self._representatives(cache, step, bits, gone, state)
-        # Where the base evicts nothing, it has left a row alone.
-        chosen = jnp.where(gone.any(-1, keepdims=True), chosen, earlier)
+        evicted = cache.live & ~kept
+        chosen = self._representatives(cache, step, bits, evicted, state)
+        # A head from which the base evicts nothing keeps its earlier representatives.
+        chosen = jnp.where(evicted.any(-1, keepdims=True), chosen, earlier)
         return Retain(
             kept | chosen,
             newest=decision.newest,  # pyright: ignore[reportAttributeAccessIssue]  # it keeps
@@ -203,7 +214,10 @@ class KVCrush(Wrapper):
     def _behaviour(
         self, cache: KVCache, decision: Keep | Retain
     ) -> tuple[Bool[Array, "B H S"], Bool[Array, "B Q S"] | None]:
-        """What the base keeps, in whole units, and every token's bits, which k-means needs not."""
+        """Returns the tokens that the base keeps, in whole units, and every token's bits.
+
+        There are no bits with k-means, which does not use them.
+        """
         kept = decision.kept(cache)
         if self.kmeans:
             return kept, None
@@ -211,7 +225,7 @@ class KVCrush(Wrapper):
             received = accumulated_attention(cache)
             return kept, head_bits(received, cache, kept, cache.pinned & cache.live)
         score, always = decision.score.astype(jnp.float32), decision.stays(cache)
-        if score.shape[1] < cache.shape[1] * cache.group:
+        if score.shape[1] < cache.shape[1] * cache.group:  # one score per KV head
             score = jnp.repeat(score, cache.group, axis=1)
         score = jnp.where(jnp.isnan(score), -jnp.inf, score)
         bits = head_bits(score, cache, kept, always)
@@ -225,29 +239,29 @@ class KVCrush(Wrapper):
         cache: KVCache,
         step: Step,
         bits: Bool[Array, "B Q S"] | None,
-        gone: Bool[Array, "B H S"],
+        evicted: Bool[Array, "B H S"],
         state: KVCrushState,
     ) -> Bool[Array, "B H S"]:
-        """Groups what is gone by keys, or by the distance to the anchor, and picks one of each."""
+        """Groups evicted tokens by keys or by distance to the anchor, and picks one of each."""
         budget, longest, key = self.split[1], cache.max_prompt, state.key
         count = rows_budget(budget, cache.length, longest, 0, state.count)
         most = most_slots(budget, longest, 0)
         if self.kmeans:
             return nearest_to_centroids(
-                step.keys, gone, cache.position, count, most, step.implementation
+                step.keys, evicted, cache.position, count, most, step.implementation
             )
         units = Units.of(cache, self.unit)
         vectors = units.join(bits, cache.heads)
-        there = all_heads(units.any(cache.live), cache.heads).any(1)
+        present = all_heads(units.any(cache.live), cache.heads).any(1)
         anchor_key, pick_key = (None, None) if key is None else jax.random.split(key)
-        anchor = anchor_bits(self.anchor, vectors, there, anchor_key)
+        anchor = anchor_bits(self.anchor, vectors, present, anchor_key)
         distance = hamming_distance(pack_bits(vectors), pack_bits(anchor)[:, None])
         draw = None
         if self.pick == "random":
             draw = functools.partial(uniform, pick_key, heads=cache.heads)
         buckets, most = count // self.unit, most // self.unit
-        chosen = bucket_representatives(distance, units.any(gone), buckets, most, draw)
-        return gone & units.slots(chosen)
+        chosen = bucket_representatives(distance, units.any(evicted), buckets, most, draw)
+        return evicted & units.slots(chosen)
 
 
 def head_bits(
@@ -256,14 +270,14 @@ def head_bits(
     kept: Bool[Array, "B H S"],
     always: Bool[Array, "B H S"],
 ) -> Bool[Array, "B Q S"]:
-    """Whether a query head would retain a token if it decided alone.
+    """Returns the tokens that each query head would retain if it decided alone.
 
-    It retains as many as the KV head has `kept`: those that are `always` kept, and then the others
-    with its highest scores.
+    A query head retains as many as its KV head has `kept`: those that are `always` kept, and then
+    the others with its highest scores.
     """
     candidates = evictable(cache)
-    k = (candidates & kept).sum(-1, dtype=jnp.int32)
-    candidates, position, k, always = (
-        jnp.repeat(x, cache.group, axis=1) for x in (candidates, cache.position, k, always)
+    count = (candidates & kept).sum(-1, dtype=jnp.int32)
+    candidates, position, count, always = (
+        jnp.repeat(x, cache.group, axis=1) for x in (candidates, cache.position, count, always)
     )
-    return keep_best(jnp.where(always, jnp.inf, score), candidates, position, k) | always
+    return keep_best(jnp.where(always, jnp.inf, score), candidates, position, count) | always

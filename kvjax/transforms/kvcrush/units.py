@@ -1,4 +1,4 @@
-"""Evicting whole chunks or pages of neighbouring tokens."""
+"""Eviction of whole chunks or pages of neighbouring tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRANULARITIES = {"token": 1, "chunk": 8, "page": 32}
 
 
 def unit_size(granularity: Granularity) -> int:
-    """Tokens per unit, of a name or a number; raises for anything else."""
+    """Returns the tokens per unit, given by name or number; raises for anything else."""
     if not isinstance(granularity, str):
         check_count("granularity", granularity, 1)
         return granularity
@@ -35,19 +35,25 @@ def whole_units(
     always: Bool[Array, "B H S"],
     group_reduce: GroupReduce,
 ) -> Bool[Array, "B H S"]:
-    """What an evictor would keep if it took whole units, by the sum of their tokens' scores.
+    """Returns the tokens that an evictor would keep if it evicted whole units.
 
-    What it `always` keeps stays; for the others there is room for as many tokens as it `kept` of
-    them, and what is no whole unit of that is left over. Where it evicted nothing, everything
-    stays. `group_reduce` says how the sums of a KV head's query heads become one.
+    Units are ranked by the sum of their tokens' scores.
+
+    Args:
+      kept: tokens that the evictor keeps one by one. Units get as many slots as it keeps beside
+        `always`; a remainder smaller than a unit stays free. Where it evicts nothing, everything
+        stays.
+      size: tokens per unit.
+      always: tokens that stay in any case.
+      group_reduce: combines the sums of a KV head's query heads.
     """
-    units, others = Units.of(cache, size), cache.live & ~always
-    of_query_heads = jnp.repeat(others, cache.group, axis=1)
+    units, candidates = Units.of(cache, size), cache.live & ~always
+    of_query_heads = jnp.repeat(candidates, cache.group, axis=1)
     total = units.grid_of_query_heads(jnp.where(of_query_heads, score, 0.0)).sum(3)
     total = jnp.moveaxis(total, 3, 2).reshape(*score.shape[:2], -1)
     total = group_scores(total, cache, group_reduce)
     number = jnp.broadcast_to(jnp.arange(units.count, dtype=jnp.int32), total.shape)
-    room = (others & kept).sum(-1, dtype=jnp.int32)
-    best = keep_best(total, units.any(others), number, room // size)
+    room = (candidates & kept).sum(-1, dtype=jnp.int32)
+    best = keep_best(total, units.any(candidates), number, room // size)
     evicts = (cache.live & ~kept).any(-1, keepdims=True)
-    return jnp.where(evicts, always | (others & units.slots(best)), kept)
+    return jnp.where(evicts, always | (candidates & units.slots(best)), kept)

@@ -1,1 +1,1 @@
-"""KVMerger, arXiv 2407.08454: its merging, and the tokens that it leaves alone."""
+"""KVMerger, arXiv 2407.08454: merging of neighbours, and the tokens that are not merged."""

@@ -1,4 +1,4 @@
-"""KVMerger: neighbours with similar keys become one (arXiv 2407.08454)."""
+"""KVMerger: merges neighbouring tokens with similar keys (arXiv 2407.08454)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pallas_kernels.grouping.cosine import above
 class KVMerger(Unmerged):
     """Merges neighbours whose keys are similar, at the prompt's end.
 
-    The newest tokens and those that have received the most attention stay as they are. Of the
-    others, from the last to the first, a token joins its right neighbour's merging set while
-    `cos(k_i, k_{i+1}) > ε`; with a budget, the most similar pairs join until it is met. A set S
+    The newest tokens, and those that have received the most attention, stay as they are. The others
+    are visited from the last to the first: a token joins its right neighbour's merging set while
+    `cos(k_i, k_{i+1}) > ε`. With a budget, the most similar pairs join until it is met. A set S
     becomes one slot at the position of its pivot p, the token that has received the most attention:
 
     `k = Σ_S w_i k_i`, `v = Σ_S w_i v_i`, `w_i = g_i / Σ_S g`, `g_i = exp(-|k_p - k_i|² / 2σ²)`
@@ -41,32 +41,34 @@ class KVMerger(Unmerged):
       budget: slots kept of the prompt per KV head; generated tokens come on top. A float is a share
         of each row's tokens so far, of which no more than `max_prompt` count. None: `epsilon`
         decides.
-      epsilon: ε in (-1, 1], 0.75 in the paper; all pairs above it are merged, and with a budget
-        further ones until it is met. Alone it leaves the cache's capacity as it was, since how much
-        it merges depends on the text. None: the budget decides.
-      recent: newest tokens that stay, an int, or a share of the row's tokens. By default the
-        paper's, 0.17 at a budget of half the prompt and 0.08 at 35 %, linear between and scaled
-        with the budget outside, but at least 64 tokens, or seven eighths of a smaller budget; 0.17
-        without a budget.
-      heavy: of the others, tokens that stay for the attention they have received, likewise; by
-        default 0.12 at half the prompt and 0.02 at 35 %.
+      epsilon: ε in (-1, 1], 0.75 in the paper. All pairs above it are merged, and with a budget
+        further ones until the budget is met. Without a budget the cache's capacity stays as it is,
+        since the number of merged pairs depends on the text. None: the budget decides.
+      recent: newest tokens that stay, an int, or a share of the row's tokens. The default is the
+        paper's share: 0.17 at a budget of half the prompt and 0.08 at 35 %, linear between and
+        scaled with the budget outside. At least 64 tokens stay, or seven eighths of a smaller
+        budget. Without a budget it is 0.17.
+      heavy: further tokens that stay because of the attention they have received, an int or a
+        share. The default is 0.12 at half the prompt and 0.02 at 35 %.
       against: compares a token with its right `"neighbour"` (Algorithm 1), or with the set's last
         token, the `"anchor"` (Section 3.2), which needs `epsilon`.
       pivot: `"attention"`, or for comparison `"random"`.
       weights: `"gaussian"`, or the plain `"mean"` as the paper's first baseline.
       sigma: σ of each set. `"mean_distance"`: the mean of `|k_p - k_i|` over the members other than
-        the pivot, over √2. A number: itself; 5.0 is the best in Table 3. A constant follows the
-        scale of a model's keys: a little too small, it leaves of a set its pivot alone.
-        `"literal"`: equation 6 applied once, `Σ_S g / (√2 |S|)` with the g of σ = 5.
+        the pivot, divided by √2. A number: a constant σ; 5.0 is the best in Table 3. The right
+        constant depends on the scale of a model's keys: if it is a little too small, only the pivot
+        of a set counts. `"literal"`: equation 6 applied once, `Σ_S g / (√2 |S|)` with the g of
+        σ = 5.
       value_scale: `"log_mass"`: values are weighted means, and the slot's mass is |S|. `"paper"`:
-        they are multiplied by |S| instead, and the mass is 1. `"none"`: neither. Only the first
-        conserves mass, and `"paper"` is refused in float16, which ends at 65,504.
-      seed: of random pivots, below 2**32; they depend on seed, layer, KV head and position alone.
+        values are multiplied by |S| instead, and the mass is 1. `"none"`: neither. Only the first
+        conserves mass. `"paper"` is refused in float16, whose largest number is 65,504.
+      seed: seed of random pivots, below 2**32. They depend only on seed, layer, KV head and
+        position.
 
     Raises:
-      TypeError, ValueError: neither budget nor epsilon, no numbers, a share outside (0, 1], an
-        epsilon outside (-1, 1], a sigma that is not above 0, `recent + 2 · heavy` not below the
-        budget (a heavy token parts two sets), `"anchor"` without epsilon, an unknown choice.
+      TypeError, ValueError: neither budget nor epsilon; no numbers; a share outside (0, 1]; an
+        epsilon outside (-1, 1]; a sigma that is not above 0; `recent + 2 · heavy` not below the
+        budget (a heavy token separates two sets); `"anchor"` without epsilon; an unknown choice.
 
     Example:
       >>> import kvjax
@@ -78,17 +80,17 @@ class KVMerger(Unmerged):
       Long-Context Tasks, arXiv 2407.08454.
 
     Deviations from the paper:
-      A budget is met exactly; the paper's follow from ε = 0.75. Its shares of recent and heavy
-      tokens, printed as per cent, are read as fractions; where a row's budget could not be met,
-      they are cut down. Scaled to small budgets they would merge away the question and what stands
-      just before it: hence the least number of recent tokens. Equation 6 defines σ by g and g by σ,
-      and the σ that it gives is at most 0.71 against a measured "about 5": hence the modes. Keys
-      that differ by rounding alone are equal. The default of `value_scale` is the one that leaves
-      attention unchanged where keys are equal. With grouped queries attention is the mean over the
-      group, and one decision is made per KV head. On a further turn a slot that stands for m tokens
-      weighs `m · g`, and |S| counts tokens. Pinned slots are passed over: their neighbours are each
-      other's. Keys are compared as attention saw them; under a transform that stores them
-      unrotated, it is those that are merged.
+      A budget is met exactly; the paper's budgets follow from ε = 0.75. Its shares of recent and
+      heavy tokens, printed as per cent, are read as fractions; where a row's budget could not be
+      met, they are reduced. Scaled to small budgets they would merge the question and the text just
+      before it; therefore recent tokens have a least number. Equation 6 defines σ by g and g by σ,
+      and gives a σ of at most 0.71 against a measured "about 5"; therefore `sigma` has modes. Keys
+      that differ by rounding alone count as equal. The default of `value_scale` is the one that
+      leaves attention unchanged where keys are equal. With grouped queries attention is the mean
+      over the group, and one decision is made per KV head. On a further turn a slot that stands for
+      m tokens weighs `m · g`, and |S| counts tokens. Pinned slots are skipped: the tokens on both
+      sides of one are neighbours. Keys are compared as attention saw them. Under a transform that
+      stores them unrotated, the unrotated keys are merged.
     """
 
     budget: Budget | None = None
@@ -124,14 +126,14 @@ class KVMerger(Unmerged):
             raise ValueError("against='anchor' needs epsilon=, got None")
 
     def extent(self, extent: Extent) -> Extent:
-        """The budget of the prompt; new tokens come on top. Without one nothing is promised."""
+        """Bounds the prompt to the budget; without a budget there is no bound."""
         return extent if self.budget is None else super().extent(extent)
 
     def init(self, cache: KVCache, layer: int) -> tuple[KVCache, Array | None]:
-        """The key of random pivots.
+        """Makes the random key of random pivots.
 
         Raises:
-          ValueError: values of float16 are to be multiplied by numbers of tokens.
+          ValueError: values are float16 and `value_scale` is "paper".
         """
         if self.value_scale == "paper" and cache.v.dtype == jnp.float16:
             raise ValueError(
@@ -155,25 +157,30 @@ class KVMerger(Unmerged):
         key: Array | None = None,
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B H S"], Float[Array, "B H S"]]:
-        """The pivot's slot of every slot (its own where it is alone) and its weight in the merge.
+        """Returns the slot of every slot's pivot, and every slot's weight in the merge.
 
-        `keys` are those that attention saw, and `key` that of random pivots. `implementation` is
-        that of the operations in `pallas_kernels`.
+        A slot that is merged with no other is its own pivot.
+
+        Args:
+          keys: keys as attention saw them.
+          key: random key of random pivots.
+          implementation: of the operations in `pallas_kernels`.
         """
         pivot = self._pivots(cache, self._merging_sets(cache, keys, implementation), key)
         mass = jnp.exp(cache.log_mass)
         if self.weights == "mean":
             return pivot, mass
-        distance = pair_distance(keys, _slots(pivot), pivot, implementation=implementation)
+        distance = pair_distance(keys, _slot_numbers(pivot), pivot, implementation=implementation)
         return pivot, mass * _gaussian(distance, self._sigma(distance, pivot, implementation))
 
     def _merging_sets(
         self, cache: KVCache, keys: Array, implementation: str | None
     ) -> Int[Array, "B H S"]:
-        """Algorithm 1: the number of every slot's set."""
+        """Returns the number of every slot's merging set (Algorithm 1)."""
         order = sorted_slots(evictable(cache), cache.position)
         joined = self._joined(cache, keys, order, implementation)
-        starts = ~jnp.roll(joined, 1, axis=-1)  # the last one joins nothing
+        # A set starts where the token before joins nothing; the last one never does.
+        starts = ~jnp.roll(joined, 1, axis=-1)
         return write_slots(order, order, jnp.cumsum(starts, axis=-1) - 1)
 
     def _joined(
@@ -183,36 +190,37 @@ class KVMerger(Unmerged):
         order: Int[Array, "B H S"],
         implementation: str | None,
     ) -> Bool[Array, "B H S"]:
-        """Which entries of `order` join the set of the one after them."""
-        free = take_slots(self._mergeable(cache), order)
-        pairs = free & jnp.roll(free, -1, axis=-1).at[..., -1].set(False)
-        by = {"implementation": implementation}
-        similarity = pair_cosine(keys, order, jnp.roll(order, -1, axis=-1), **by)
+        """Marks the entries of `order` that join the set of the entry after them."""
+        mergeable = take_slots(self._mergeable(cache), order)
+        pairs = mergeable & jnp.roll(mergeable, -1, axis=-1).at[..., -1].set(False)
+        options = {"implementation": implementation}
+        similarity = pair_cosine(keys, order, jnp.roll(order, -1, axis=-1), **options)
         joined = jnp.zeros_like(pairs)
         if self.against == "anchor":
-            joined = join_anchors(keys, order, pairs, self.epsilon, **by)
+            joined = join_anchors(keys, order, pairs, self.epsilon, **options)
         elif self.epsilon is not None:
             joined = pairs & above(similarity, self.epsilon, keys.shape[3])
         if self.budget is None:
             return joined
-        need = evictable(cache).sum(-1, dtype=jnp.int32) - self.rows_budget(cache)[:, None]
-        need = jnp.maximum(need, joined.sum(-1, dtype=jnp.int32))
+        # Each joined pair frees one slot: those above epsilon, then the most similar others.
+        merges = evictable(cache).sum(-1, dtype=jnp.int32) - self.rows_budget(cache)[:, None]
+        merges = jnp.maximum(merges, joined.sum(-1, dtype=jnp.int32))
         similarity = jnp.where(joined, jnp.inf, similarity)
-        return keep_best(similarity, pairs, take_slots(cache.position, order), need)
+        return keep_best(similarity, pairs, take_slots(cache.position, order), merges)
 
     def _mergeable(self, cache: KVCache) -> Bool[Array, "B H S"]:
-        """What is neither recent nor heavy."""
+        """Marks the slots that are neither recent nor heavy."""
         tables = self.counts(np.arange(cache.max_prompt + 1))
         length = jnp.minimum(cache.length, cache.max_prompt)
         recent, heavy = (jnp.asarray(table, jnp.int32)[length] for table in tables)
-        others = evictable(cache) & ~newest(cache, recent)
+        older = evictable(cache) & ~newest(cache, recent)
         attention = cache.column("attention").mean(-1)
-        return others & ~keep_best(attention, others, cache.position, heavy)
+        return older & ~keep_best(attention, older, cache.position, heavy)
 
     def _pivots(
         self, cache: KVCache, sets: Int[Array, "B H S"], key: Array | None
     ) -> Int[Array, "B H S"]:
-        """The slot of every slot's pivot, the lowest position where several rank as high."""
+        """Returns the slot of every slot's pivot; ties go to the lowest position."""
         if self.pivot == "attention":
             rank = cache.column("attention").mean(-1)
         else:
@@ -220,7 +228,7 @@ class KVMerger(Unmerged):
         best = rank == _set_max(rank, sets)
         age = jnp.where(best, -cache.position, jnp.iinfo(jnp.int32).min)
         oldest = best & (age == _set_max(age, sets))
-        return _set_max(jnp.where(oldest, _slots(sets), -1), sets)
+        return _set_max(jnp.where(oldest, _slot_numbers(sets), -1), sets)
 
     def _sigma(
         self,
@@ -228,7 +236,7 @@ class KVMerger(Unmerged):
         pivot: Int[Array, "B H S"],
         implementation: str | None,
     ) -> float | Float[Array, "B H S"]:
-        """σ of every slot's set (equation 6); 0 where all keys are the pivot's."""
+        """Returns σ of every slot's set (equation 6); 0 where all keys equal the pivot's."""
         if not isinstance(self.sigma, str):
             return self.sigma
 
@@ -242,14 +250,15 @@ class KVMerger(Unmerged):
 
 
 def _gaussian(distance: Float[Array, "B H S"], sigma: float | Array) -> Float[Array, "B H S"]:
-    """`exp(-d² / 2σ²)`, 1 where σ is 0."""
+    """Returns `exp(-d² / 2σ²)`, and 1 where σ is 0."""
     sigma = jnp.where(sigma > 0, sigma, jnp.inf)
     return jnp.exp(-0.5 * jnp.square(distance / sigma))
 
 
-def _slots(like: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
+def _slot_numbers(like: Int[Array, "B H S"]) -> Int[Array, "B H S"]:
+    """Returns the number of each slot."""
     return jax.lax.broadcasted_iota(jnp.int32, like.shape, 2)
 
 
-# Of every set, for all of its members.
+# Maximum over every set, at all of its members.
 _set_max = jax.vmap(jax.vmap(lambda x, sets: jax.ops.segment_max(x, sets, x.shape[0])[sets]))

@@ -1,1 +1,1 @@
-"""PyramidInfer: fewer tokens in every further layer."""
+"""PyramidInfer, arXiv 2405.12532: the method and its schedules by layer."""

@@ -11,15 +11,13 @@ from jaxtyping import Int
 from kvjax.budgets.budgets import Budget, slots_for
 from kvjax.budgets.layers import ROUNDING, Slots
 
-GENERATED_RATIO = 0.9  # of generated tokens, times a cosine from 1.0 ...
-
-
+GENERATED_RATIO = 0.9  # share of generated tokens that stays, times a cosine from 1.0 ...
 GENERATED_FLOOR = 0.1  # ... to this
 
 
 @dataclass(frozen=True)
 class TokensEntering:
-    """Prompt tokens that enter PyramidInfer's layers at the paper's ratios, and leave the last one.
+    """Numbers of prompt tokens that enter each layer at the paper's ratios, and leave the last one.
 
     Fields are those of `PyramidInfer`. For N layers the result has N + 1 rows.
 
@@ -36,7 +34,7 @@ class TokensEntering:
     num_layers: int
 
     def __call__(self, lengths: Int[np.ndarray, " L"]) -> Slots:
-        """Tokens of prompts of these lengths."""
+        """Returns the tokens entering each layer, for prompts of these lengths."""
         window = np.minimum(1 + np.floor(self.newest * lengths).astype(np.int64), lengths)
         context = lengths - window
         entering = [lengths]
@@ -50,10 +48,11 @@ class TokensEntering:
 
 @dataclass(frozen=True)
 class CosineBudget:
-    """Layer l's part of an average budget b: `b + a · cos(π(l + ½)/N)`, `a = min(b, L - b)/2`.
+    """Parts of the layers in an average budget b, falling by a cosine from the first to the last.
 
-    Rounded so that layers 0 … l together hold the whole part of their sum, and all N of them
-    exactly N · b. A prompt of up to b tokens has b slots in every layer.
+    Layer l has `b + a · cos(π(l + ½)/N)` slots, with `a = min(b, L - b)/2`. Layers 0 … l together
+    hold the floor of their sum, and all N of them exactly N · b. A prompt of up to b tokens has b
+    slots in every layer.
 
     Args:
       average: slots per layer on average, or a share of the prompt.
@@ -72,19 +71,19 @@ class CosineBudget:
     num_layers: int
 
     def __call__(self, lengths: Int[np.ndarray, " L"]) -> Slots:
-        """Slots of all layers for prompts of these lengths."""
+        """Returns the slots of all layers for prompts of these lengths."""
         mean = slots_for(self.average, lengths, self.minimum)
-        reach = np.maximum(np.minimum(mean, lengths - mean), 0) / 2
+        amplitude = np.maximum(np.minimum(mean, lengths - mean), 0) / 2
         layer = np.arange(self.num_layers + 1)[:, None]
-        # The cosines of the layers before a layer add up to a sine.
+        # Σ_{j < l} cos(π(j + ½)/N) = sin(πl/N) / (2 sin(π/2N))
         sine = np.sin(math.pi * layer / self.num_layers)
         cosines = sine / (2 * math.sin(math.pi / (2 * self.num_layers)))
-        before = np.floor(mean * layer + reach * cosines + ROUNDING).astype(np.int64)
-        return np.diff(before, axis=0)
+        total_before = np.floor(mean * layer + amplitude * cosines + ROUNDING).astype(np.int64)
+        return np.diff(total_before, axis=0)
 
 
 def generated_kept(interval: int, num_layers: int, layer: int) -> int:
-    """Generated tokens that PyramidInfer keeps of every `interval`, fewer in each layer.
+    """Returns how many of every `interval` generated tokens a layer keeps, fewer in deeper layers.
 
     Example:
       >>> from kvjax.transforms.pyramidinfer.schedule import generated_kept
@@ -96,5 +95,5 @@ def generated_kept(interval: int, num_layers: int, layer: int) -> int:
 
 
 def _cosine(layer: int, num_layers: int) -> float:
-    """From 1 in layer 0 to 0 beyond the last."""
+    """Falls from 1 in layer 0 to 0 behind the last layer."""
     return (1 + math.cos(math.pi * layer / num_layers)) / 2

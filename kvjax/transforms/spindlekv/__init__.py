@@ -1,1 +1,1 @@
-"""SpindleKV, arXiv 2507.06517: eviction by layer, and what a cache with codebooks holds."""
+"""SpindleKV, arXiv 2507.06517: eviction by layer, and the bytes of caches with codebooks."""

@@ -20,29 +20,30 @@ from kvjax.transforms.spindlekv.schedule import SpindleBudget
 
 @dataclass(frozen=True)
 class LayerBudgetEviction(KVTransform):
-    """Keeps the newest tokens of a prompt and those that they look at, fewer in each layer.
+    """Keeps the newest tokens of a prompt and those that they attend to, fewer in each layer.
 
-    With W newest tokens always kept, the context of a prompt of L tokens has the reserve
-    `r_c = (r·L - W) / (L - W)` on average over the layers. From layer 0 to the last it falls
-    linearly, with `α = (1 + β) / 2`:
+    The W newest tokens always stay; the others are the context. On average over the layers, the
+    share of the context that stays of a prompt of L tokens is `r_c = (r·L - W) / (L - W)`. It falls
+    linearly from layer 0 to the last, with `α = (1 + β) / 2`:
 
         β < r_c ≤ α:  from min(1, 2·r_c - β) to β         α < r_c:  from 1 to 2·r_c - 1
 
-    and for `r_c ≤ β` every layer has `max(r_c, 0)`. A layer keeps the `⌊r_c(layer) · (L - W)⌋`
-    context tokens `a` with the highest accumulated score `Σ_t p[t, a] / (L - a)`, t running over
-    the last W queries, and the W newest. Decoding evicts nothing. Give it to `bind`.
+    For `r_c ≤ β` every layer has `max(r_c, 0)`. A layer keeps the W newest tokens and the
+    `⌊r_c(layer) · (L - W)⌋` context tokens with the highest score. The score of token `a` is
+    `Σ_t p[t, a] / (L - a)`, summed over the last W queries t. Decoding evicts nothing. Pass the
+    transform to `bind`.
 
     Args:
       reserve: r, the share of each row's tokens that the layers keep on average, window included.
-      window: W, 32 (the paper gives none).
+      window: W; 32, since the paper does not give it.
       beta: β, 0.05 as in the paper.
-      unfold: every query head decides for itself and has slots of its own: a cache of Q lists, in
-        which a token is stored once per query head that keeps it (the paper's "repeat"; a
-        `Codebook` then stores its vector once). False: a KV head decides by the mean over its query
-        heads.
+      unfold: every query head decides for itself and has slots of its own (the paper's "repeat").
+        The cache then has Q lists, and a token is stored once per query head that keeps it; a
+        `Codebook` stores its vector once all the same. False: a KV head decides by the mean over
+        its query heads.
 
     Raises:
-      TypeError, ValueError: no numbers, `reserve` or `beta` outside (0, 1], `window` below 1.
+      TypeError, ValueError: no numbers; `reserve` or `beta` outside (0, 1]; `window` below 1.
 
     Example:
       >>> import kvjax
@@ -56,7 +57,7 @@ class LayerBudgetEviction(KVTransform):
 
     Deviations from the paper:
       For `r_c > α` the paper prints `1 - 2·r_c` for the last layer, which is negative; `2·r_c - 1`
-      keeps the mean. A further turn compresses everything live as one prompt.
+      keeps the mean. A further turn compresses everything live as if it were one prompt.
     """
 
     reserve: float
@@ -73,7 +74,7 @@ class LayerBudgetEviction(KVTransform):
         check_flag("unfold", self.unfold)
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """The eviction of one layer, with its schedule."""
+        """Returns the eviction of one layer, with its schedule."""
         schedule = SpindleBudget(self.reserve, self.window, self.beta, num_layers)
         budget = LayerBudget(schedule, layers_alike(layer, num_layers))
         return LayerEviction(budget, self.window, self.unfold)
@@ -97,10 +98,10 @@ class LayerEviction(PromptBudget):
     needs = property(lambda self: Needs(query_window=self.window, unfold=self.unfold))
 
     def on_prompt(self, cache: KVCache, state: Table, step: Step) -> tuple[Keep, Table]:
-        """Keeps the newest tokens and the others that they attend to most for their age."""
+        """Keeps the newest tokens and those with the highest attention divided by age."""
         budget = self.rows_budget(cache, state)
         received = window_attention(cache, step, self.window)
-        age = (cache.length[:, None, None] - cache.position).astype(jnp.float32)
+        age = (cache.length[:, None, None] - cache.position).astype(jnp.float32)  # L - a
         context = cache.live & ~newest(cache, self.window)
         score = received * jnp.where(context, 1.0 / age, 0.0)[:, :, None]
         return Keep(budget, by_query_head(score), newest=jnp.full_like(budget, self.window)), state

@@ -1,4 +1,4 @@
-"""How many bytes SpindleKV's caches hold, and what its paper reports."""
+"""Bytes of SpindleKV's caches, and the ratio that its paper reports."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvjax.storage.codebook.payload import CodebookPayload
 
 @dataclass(frozen=True)
 class Reserve:
-    """What is left of the bytes of keys and values, of layers whose caches have codebooks.
+    """Sizes of caches with codebooks, relative to the keys and values of full caches.
 
     Args:
-      stored: bytes of books (at their capacity), indices and magnitudes over the bytes of the full
-        cache's keys and values, `2 · L · H · D` numbers a row.
-      used: the same, of the entries that are there and the slots that are live.
-      equation_15: the paper's `r1 · r2 · r3` of what is there, entries and kept vectors counted
-        for each row and layer and averaged.
-      beside: bytes of everything else that the caches hold (positions, masses, counters), likewise
-        over the full cache's keys and values.
-      overflow: share of the kept vectors that found no entry near enough and no room. What several
-        query heads keep of one token (`unfold=True`) is one vector.
+      stored: bytes of books (at their capacity), indices and magnitudes. Like `used` and `beside`,
+        they are divided by the bytes of the full cache's keys and values, `2 · L · H · D` numbers
+        per row.
+      used: bytes of the entries in use and of the indices and magnitudes of live slots.
+      equation_15: the paper's `r1 · r2 · r3`, from the entries in use and the kept vectors. It is
+        the mean over rows and layers.
+      beside: bytes of everything else that the caches hold (positions, masses, counters).
+      overflow: share of the kept vectors that found no entry near enough, and no room for a new
+        one. A token that several query heads keep (`unfold=True`) counts as one vector.
     """
 
     stored: float
@@ -37,18 +37,18 @@ class Reserve:
 
 
 def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Reserve:
-    """What SpindleKV's caches hold, over what full caches would.
+    """Returns the sizes of SpindleKV's caches relative to full caches.
 
-    Equation 15 is `r1 = kept / (L · h)`, `r2 = entries / (2 · kept)` and `r3 = (D + 2) / D` (an
-    index and a magnitude of a number's size), h being the lists of slots: its full cache is
-    repeated where heads are unfolded.
+    Equation 15 multiplies `r1 = kept / (L · h)`, `r2 = entries / (2 · kept)` and
+    `r3 = (D + 2) / D`, since index and magnitude each have the size of a number. h is the number of
+    lists of slots: where heads are unfolded, the full cache of equation 15 is repeated too.
 
     Args:
       layers: caches of layers, each with a codebook, after a prompt.
-      tokens: of each row, L.
+      tokens: L, the number of tokens of each row.
 
     Raises:
-      TypeError: a cache without a codebook.
+      TypeError: a cache has no codebook.
 
     Example:
       >>> import jax.numpy as jnp, kvjax
@@ -91,7 +91,7 @@ def reserve_ratio(layers: Sequence[LayerCache], tokens: Int[Array, " B"]) -> Res
 
 
 def _vectors(kv: KVCache) -> int:
-    """Keys that are kept, those that several lists of a KV head keep counted once."""
+    """Counts the kept keys; a key that several lists of a KV head keep counts once."""
     position = np.where(kv.live, kv.position, -1)
     position = np.sort(position.reshape(len(position), kv.shape[1] // kv.unfolded, -1))
     return int((np.diff(position, prepend=-1) > 0).sum())

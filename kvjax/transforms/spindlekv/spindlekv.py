@@ -13,20 +13,20 @@ from kvjax.transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
 
 @dataclass(frozen=True)
 class SpindleKV(KVTransform):
-    """Fewer tokens in deep layers, and of what is alike in shallow ones one copy.
+    """Evicts tokens in deep layers, and stores similar vectors of shallow layers once.
 
-    `chain(LayerBudgetEviction(...), Codebook(...))`, which `for_layer` gives for its layer: at a
-    prompt's end each layer keeps its part of the tokens (equations 2 to 7), and what it keeps is
-    stored as references to the directions of few keys and few values, and norms (equations 8 to
-    14). Give it to `bind`.
+    For each layer, `for_layer` returns `chain(LayerBudgetEviction(...), Codebook(...))`. At a
+    prompt's end each layer keeps its part of the tokens (equations 2 to 7). Their keys and values
+    are stored as references to a few directions, and norms (equations 8 to 14). Pass the transform
+    to `bind`.
 
     Args:
-      reserve, window, beta, unfold: as in `LayerBudgetEviction`. `reserve` governs eviction alone;
-        1 is the codebook alone.
+      reserve, window, beta, unfold: as in `LayerBudgetEviction`. `reserve` concerns eviction only;
+        with 1 only the codebook compresses.
       theta_key, theta_value, capacity, interval, magnitude: as in `Codebook`.
 
     Raises:
-      TypeError, ValueError: as both of them.
+      TypeError, ValueError: as in `LayerBudgetEviction` and `Codebook`.
 
     Example:
       >>> import kvjax
@@ -38,7 +38,7 @@ class SpindleKV(KVTransform):
       Layers, arXiv 2507.06517.
 
     Deviations from the paper:
-      Those of both parts; and heads are not unfolded by default.
+      Both parts deviate as their own descriptions say. Heads are not unfolded by default.
     """
 
     reserve: float
@@ -59,11 +59,12 @@ class SpindleKV(KVTransform):
         self._parts()
 
     def for_layer(self, layer: int, num_layers: int) -> KVTransform:
-        """Both parts, the eviction with its schedule."""
-        evicts, stores = self._parts()
-        return chain(evicts.for_layer(layer, num_layers), stores)
+        """Returns the chain of both parts, the eviction with its schedule."""
+        eviction, codebook = self._parts()
+        return chain(eviction.for_layer(layer, num_layers), codebook)
 
     def _parts(self) -> tuple[LayerBudgetEviction, Codebook]:
+        """Makes both parts, which check the options."""
         return (
             LayerBudgetEviction(self.reserve, self.window, self.beta, self.unfold),
             Codebook(
