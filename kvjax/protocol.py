@@ -193,8 +193,9 @@ class Step:
         flush, all of them. Decisions about other rows are not carried out.
       mass: attention probability that each slot received in a decode step, per query head,
         `[B, Q, S]` float32; None unless needed, and at other moments.
-      keys: rotated keys of all slots as attention sees them, `[B, H, S, D]`; None in a decode step,
-        and at a flush of methods that neither evict nor merge then.
+      keys: rotated keys of all slots as attention sees them, `[B, H, S, D]`, for methods that evict
+        or merge; None in a decode step, and for methods that store, index or place, which read
+        `cache.k`.
       query: each row's last W queries of this prompt, rotated, oldest first, `[B, Q, W, D]`; None
         unless needed. They are carried across the chunks of a prompt, and under `Every` and
         `WhenFull` go on with the queries of decoding.

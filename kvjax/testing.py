@@ -132,13 +132,31 @@ class _Case:
         interval, outs = flush_interval(cache), []
         for step in range(steps):
             tokens = self.tokens(np.where(alive, start + step, -1)[:, None])
+            before = cache
             out, cache = self.attend(self.transform, cache, *tokens, phase="decode", rope=self.rope)
+            self.frees_one_slot(before, cache)
             outs.append(np.asarray(out))
             if outs[-1][np.logical_not(alive)].any():
                 self.fail("answers a row without a token with numbers that are not 0")
             if interval is not None and (step + 1) % interval == 0:
                 cache = self.flush(cache, interval)
         return outs, cache
+
+    def frees_one_slot(self, before: Cache, after: Cache) -> None:
+        """Fails where a decode step frees more slots than the one that its token may take."""
+        for part, new in zip(layer_caches(before), layer_caches(after), strict=True):
+            freed = int((part.kv.live.sum(-1) - new.kv.live.sum(-1)).max()) + 1
+            if freed > 1:
+                self.fail(f"frees {freed} slots in a decode step, which may free one: use on_flush")
+
+    def same_rows(self, first: Cache, second: Cache, row: int, what: str) -> None:
+        """Fails where the keys or values of a row are not equal bit for bit."""
+        for part, other in zip(layer_caches(first), layer_caches(second), strict=True):
+            live = np.asarray(part.kv.live[row])
+            for name in ("k", "v"):
+                rows = (np.asarray(getattr(x.kv, name).read()[row]) for x in (part, other))
+                if not np.array_equal(*(x[live] for x in rows)):
+                    self.fail(what.format(name=name))
 
     def kept(self, cache: Cache, row: int) -> list[list[int]]:
         """Live positions of a row, per head."""
@@ -262,6 +280,8 @@ def _idle_rows(case: _Case) -> None:
     _, after = case.prompt(later, turn)
     what = "changes what a row keeps in a prompt in which only another row gets tokens"
     case.same_tokens(after, cache, (1,), what)
+    what = "stores {name} of a row otherwise after steps and a prompt of other rows"
+    case.same_rows(cache, after, 1, what)
     # What a method remembers of the row shows in what it decides next.
     turn = np.full((_BATCH, _WIDTH), -1)
     turn[1, :12] = np.arange(start[1] + 5, start[1] + 17)

@@ -114,7 +114,8 @@ def compress(reading: Reading, implementation: str | None = None) -> LayerCache:
     kv, evicting, _ = decide(parts[:first], kv, states[:first], step)
     if kv.slots != kv.capacity or first < len(parts):
         kv = compact(kv, kv.capacity, step.rows)
-    kv, others, _ = decide(parts[first:], kv, states[first:], step)
+    # The keys of the step are those before slots were freed: an index reads the cache's own.
+    kv, others, _ = decide(parts[first:], kv, states[first:], dataclasses.replace(step, keys=None))
     kv = closed(kv, reading.stored, step.rows, rope if kv.unrotated_keys else None)
     if kv.interval is not None:  # what a flush has to know of this attention
         sinks = reading.options.sinks
