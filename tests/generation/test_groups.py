@@ -29,7 +29,7 @@ ASKED = [[2], [0, 3], [5]]
 @pytest.fixture(autouse=True)
 def worth_it(monkeypatch):
     """Short prompts are worth a shape more."""
-    monkeypatch.setattr(groups, "_WORTH", 0)
+    monkeypatch.setattr(groups, "_TOKENS_PER_SHAPE", 0)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_groups_are_few_and_little_of_them_is_padding(widths):
 
 def test_rows_are_apart_where_it_is_worth_a_shape_more(monkeypatch):
     assert row_groups([64, 2048, 64, 64]) == [[1], [0, 2], [3]]
-    monkeypatch.setattr(groups, "_WORTH", 512)
+    monkeypatch.setattr(groups, "_TOKENS_PER_SHAPE", 512)
     assert row_groups([64, 2048, 64, 64]) == [[1], [0, 2], [3]]
     assert row_groups([64, 256, 64, 64]) == [None]
     assert row_groups([4096]) == [None]
