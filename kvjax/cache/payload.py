@@ -74,7 +74,7 @@ def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:  # noqa: UP037
 
 
 class Seen(NamedTuple):
-    """What attention knows about the slots of a cache.
+    """The slots of a cache as attention sees them.
 
     Args:
       bias: number that attention adds to the logit of each slot, `-inf` where it is free.
@@ -101,7 +101,7 @@ class Seen(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What a payload knows about the slots when it encodes all of them.
+    """The slots of a cache as a payload gets them when it encodes all of them.
 
     Args:
       position: position of each slot, -1 where it is free. The first n slots are live.
@@ -236,5 +236,6 @@ class Dense:
             out, lse, probabilities = gather_attention(
                 q, keys, values.data, index, seen.bias, positions, seen.position, **options
             )
+        # Sinks take a share of the probability; the kernels leave it to the slots.
         _, out, probabilities = beside_sinks(sinks, lse, out, probabilities)
         return out, probabilities

@@ -251,6 +251,7 @@ def append(
     slots = _free_slots(cache, positions)
     room = cache.k.room
     if room is not None:
+        # Padding is not counted: it takes no room.
         number = jnp.cumsum(positions >= 0, axis=1, dtype=jnp.int32)
         slots = jnp.where((number <= room[:, None])[:, None], slots, cache.slots)
     stored = slots < cache.slots
@@ -275,7 +276,10 @@ def append(
 
 
 def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H T"]:
-    """Returns the slot of each new token: token j takes free slot j, S if there is none."""
+    """Returns the slot of each new token, the j-th free slot for the j-th token that is no padding.
+
+    It is S for padding, and where there is no free slot.
+    """
     free, valid, size = ~cache.live, positions >= 0, cache.slots
     if positions.shape[1] == 1:
         # A decode step: one pass over scalars instead of a prefix sum.
@@ -461,6 +465,7 @@ def ranks(live: Bool[Array, "B H N"], position: Int[Array, "B H N"]) -> Int[Arra
     ascending, slots = jnp.sort(key, axis=-1), key.shape[-1]
     rank = jnp.zeros_like(key)
     for bit in reversed(range(slots.bit_length())):
+        # The rank is at least `raised` if that many positions are lower.
         raised = rank + 2**bit
         place = jnp.minimum(raised, slots) - 1
         last = jnp.take_along_axis(ascending, place, axis=-1, mode="promise_in_bounds")
@@ -508,8 +513,9 @@ def closed(
     if stored is None:
         return cache
     slots = Slots(cache.position, cache.live, rows, source, rope)
-    rows = exact_values(cache).astype(cache.v.dtype)
-    k, v = stored[0].encode(stored[1], cache.k.read(), rows, slots)
+    k_form, v_form = stored
+    values = exact_values(cache).astype(cache.v.dtype)
+    k, v = k_form.encode(v_form, cache.k.read(), values, slots)
     return replace_values(cache.replace(k=k), v)
 
 

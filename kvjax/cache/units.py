@@ -37,6 +37,7 @@ class Units(NamedTuple):
     def grid(self, x: Array) -> Array:
         """Arranges `[B, H, S, ...]` as `[B, H, U, size, ...]`; 0 where a head lacks the token."""
         places = self.count * self.size
+        # Tokens of no unit go to the place after the last one, which drops them.
         index = jnp.where(self.position >= 0, jnp.minimum(self.position, places), places)
         grid = write_slots(jnp.zeros((*x.shape[:2], places, *x.shape[3:]), x.dtype), index, x)
         return grid.reshape(*x.shape[:2], self.count, self.size, *x.shape[3:])

@@ -71,8 +71,8 @@ def calibrate_outlier_heads(
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> found = kvjax.calibrate_outlier_heads(model, [list(range(64))], 0.9, sinks=4, recent=8)
-      >>> len(found.heads), found.num_layers, found.kv_heads
+      >>> heads = kvjax.calibrate_outlier_heads(model, [list(range(64))], 0.9, sinks=4, recent=8)
+      >>> len(heads.heads), heads.num_layers, heads.kv_heads
       (1, 2, 2)
 
     References:
@@ -95,6 +95,7 @@ def calibrate_outlier_heads(
     tokens, positions = pad(sample)
     scores = _scores((chunk, sinks, recent), functional, tokens, positions, threshold)
     count = max(1, round(fraction * scores.size))
+    # A stable sort leaves the lower head first where scores are equal.
     ranked = np.argsort(-np.asarray(scores), axis=None, kind="stable")[:count]
     heads = tuple(divmod(int(head), functional.kv_heads) for head in ranked)
     return OutlierHeads(heads, functional.num_layers, functional.kv_heads)
@@ -115,6 +116,7 @@ def _scores(
     length = positions.max(-1, keepdims=True) + 1
     shares = []
     for cache in caches:
+        # Keys without the sinks; the recent ones are beyond `count`.
         keys = cache.kv.k.read()[:, :, sinks:]
         count = jnp.broadcast_to(length - sinks - recent, keys.shape[:2])
         similarity, _ = soft_matching(keys, count, chunk=chunk)
@@ -156,9 +158,11 @@ def calibrate_infinigen(
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> found = calibrate_infinigen(model, [list(range(64))])
-      >>> found.num_layers, found.kv_heads, found.head_dim, found.channels in (1, 2)
-      (3, 2, 8, True)
+      >>> calibration = calibrate_infinigen(model, [list(range(64))])
+      >>> calibration.num_layers, calibration.kv_heads, calibration.head_dim
+      (3, 2, 8)
+      >>> calibration.channels in (1, 2)
+      True
 
     References:
       Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV

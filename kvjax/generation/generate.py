@@ -70,6 +70,7 @@ def read(
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
     compiler = Compiler(on_compile)
     context = begin(functional, prompts, widths, transform, layers, size, compiler, on_layer)
+    # A kept context needs a fingerprint, so that a later call can refuse another model.
     return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.layer import Cache
 from kvjax.protocol import AttentionOptions, KVTransform, Phase
 
-_PARTS = ("layers", "embed_tokens", "head")
-_COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
+_PARTS = ("layers", "embed_tokens", "head")  # attributes of a model that shows its parts
+_COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")  # required ints
 
 
 class LanguageModel(Protocol):
@@ -256,13 +256,19 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
             f"a callable model must be hashable, {type(model).__name__} is not: "
             "give a kvjax.FunctionalModel"
         )
-    sizes = {name: getattr(model, name) for name in _COUNTS}
-    max_positions = getattr(model, "max_positions", None)
-    parts, windows = _parts_of(model, called, params), getattr(model, "windows", None) or ()
+    windows = getattr(model, "windows", None) or ()
     return FunctionalModel(
-        _Apply(called), params, max_positions=max_positions, parts=parts,
+        apply=_Apply(called),
+        params=params,
+        num_layers=model.num_layers,
+        query_heads=model.query_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        max_positions=getattr(model, "max_positions", None),
+        parts=_parts_of(model, called, params),
         windows=tuple(windows) if isinstance(windows, list) else windows,
         length_class=getattr(model, "length_class", None),
-        **{name: _option(model, name) for name in ("attention_scale", "attention_soft_cap")},
-        **sizes,
-    )  # fmt: skip
+        attention_scale=_option(model, "attention_scale"),
+        attention_soft_cap=_option(model, "attention_soft_cap"),
+    )

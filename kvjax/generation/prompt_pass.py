@@ -334,6 +334,7 @@ def _read_layer(
         cache = take_rows(states_or_cache, rows)
     x, cache = block(layer_params, x, positions, cache, layer=transform, phase="prompt", last=last)
     if drops_tokens(transform, cache):
+        # A method such as PyramidInfer passes on only the tokens that it keeps in this layer.
         x, positions = pass_on(x, positions, kept_tokens(cache))
     if rows is not None:
         cache = put_rows(states_or_cache, rows, cache)

@@ -49,6 +49,7 @@ def pass_on(
       ([0.4000000059604645, 0.6000000238418579], [[-1, 4, 6]])
     """
     tokens = positions.shape[1]
+    # Kept tokens of earlier prompts are not here and become -1, which sorts to the front.
     going = jnp.where(_find(positions, kept) < tokens, kept, -1)
     going = jnp.sort(going, axis=1)[:, -tokens:]
     return states_at(x, positions, going), going

@@ -98,7 +98,7 @@ class ReadOnce:
         needs = [self._needs(tx) for tx in transforms if not self._reads_alone(tx)]
         if needs:
             observe = Observe(functools.reduce(Needs.union, needs))
-            size = self._size._replace(max_new=0)
+            size = self._size._replace(max_new=0)  # nothing is written into the observed caches
             layers = (observe,) * self._model.num_layers
             observed = begin(
                 self._model, prompts, widths, observe, layers, size, self._compiler, on_layer,
@@ -121,6 +121,7 @@ class ReadOnce:
             return read(self._model, self._prompts, transform=transform, **self._options)
         needs = self._needs(transform)
         observed = self._observed
+        # A union that adds nothing: the method's needs are among those that were observed.
         if observed is None or observed.transform.wanted.union(needs) != observed.transform.wanted:  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError(f"{transform!r} needs more of the prompt than was observed: name it")
         layers = self._bind(transform)

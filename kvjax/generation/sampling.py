@@ -49,7 +49,7 @@ _ONLY_DRAWN = frozenset({"typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"})
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: greedily, or by draws from the softmax of `logits / temperature`.
+    """The way tokens are chosen: greedily, or by draws from the softmax of `logits / temperature`.
 
     Draws can be restricted to the likely tokens. The cuts apply in this order, each to the tokens
     that the one before it kept: `top_k`, `top_p`, `min_p`. A token that is exactly as likely as the
@@ -241,7 +241,7 @@ class Numbers(NamedTuple):
         limit = jax.lax.dynamic_slice_in_dim(ordered, last, 1, axis=1)
         logits = jnp.where(logits < limit, -jnp.inf, logits)
         ordered = jnp.where(ordered < limit, -jnp.inf, ordered)
-        # top_p: the limit is the lowest logit before whose token the probability is not reached.
+        # top_p: the limit is the logit of the last token before which the share is not reached.
         share = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked before
         reached = (before >= self.top_p) & (self.top_p < 1)  # at 1, rounding could cut tokens
