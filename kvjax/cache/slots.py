@@ -386,7 +386,7 @@ def merge(
         several = merged_several.reshape(*cache.shape, *(1,) * (values.ndim - 3))
         return jnp.where(several, sums(values), values)
 
-    # The logarithm of one mass's exponential could differ from it: slots alone keep theirs.
+    # exp and log round, so that a slot that is its own only member must keep its `log_mass`.
     log_mass = jnp.where(merged_several, jnp.log(sums(mass)), cache.log_mass)
     pinned = sum_into(into, cache.pinned.astype(jnp.int32)) > 0
     columns = cache.map_columns(combine)

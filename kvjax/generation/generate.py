@@ -142,7 +142,8 @@ def generate(
     Compilation. Layers that are alike share compiled code. All decoding runs in one compiled loop
     with donated caches. A second call with prompts of the same buckets compiles nothing, whatever
     its end tokens, its sampling and its seed, and whatever its `max_new_tokens` up to the same
-    bucket.
+    bucket. The one exception is the choice of the first token, which is compiled once for greedy
+    choices and once for draws.
 
     Turns. With a `context`, the prompts are a further turn after everything that the context has
     read and written. A context of one row takes any number of prompts: many questions about one

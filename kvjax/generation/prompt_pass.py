@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 class CacheSize(NamedTuple):
-    """The sizes that caches are made for: static arguments of `init_cache` for all layers."""
+    """The sizes that caches are made for, which all layers share.
+
+    They are arguments of `init_cache`, and static in compiled code.
+    """
 
     batch: int
     kv_heads: int
