@@ -8,14 +8,14 @@ import os
 
 import lazy_loader
 
-# Names are imported when they are first used, from where `__init__.pyi` says. The command line can
-# then show its help before JAX is imported, which takes most of a second.
+# Names are imported when they are first used, from the modules that `__init__.pyi` lists. So the
+# command line can show its help before JAX is imported, which takes most of a second.
 _imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str):
     value = globals()[name] = _imported(name)
-    importlib.import_module("kvjax.serialization")  # tells jax.export what caches are called
+    importlib.import_module("kvjax.serialization")  # tells jax.export the names of caches
     return value
 
 

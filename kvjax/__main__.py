@@ -1,4 +1,4 @@
-"""The command `kvjax`, and `python -m kvjax`: Ctrl-C ends it from the first moment on."""
+"""Runs the command `kvjax`, or `python -m kvjax`; Ctrl-C ends it from the first moment on."""
 
 import gc
 import os
@@ -15,8 +15,8 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # Python's own handler waits for compiled code to return, and raises an exception.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # XLA writes to standard error by itself, such as when something takes long to compile. What is
-    # an error for the user, JAX raises. XLA looks at the variable when it is imported.
+    # XLA writes to standard error, such as when something takes long to compile. Errors that
+    # concern the user are raised by JAX. XLA looks at the variable when it is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # JAX makes many objects while it traces. With Python's threshold of 700 new ones, the search
     # for unreachable cycles among them takes a fourth of that time.

@@ -1,4 +1,4 @@
-"""Checks of arguments, before any computation: errors say what was given and what expected."""
+"""Checks arguments before any computation; errors say what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ MOST_COUNT = 2**31 - 1
 """The largest count that fits into the int32 of positions and slots."""
 
 
-_MOST_NUMBER = float(np.finfo(np.float32).max)  # what is larger is infinite on a device
+_MOST_NUMBER = float(np.finfo(np.float32).max)  # larger numbers are infinite on a device
 
 
 def check_count(name: str, value: int, minimum: int, most: float = MOST_COUNT) -> None:
     """Raises unless `value` is an integer from `minimum` to `most`."""
+    # For Python, True is the integer 1.
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int, got {brief(value)}")
     if value < minimum:
@@ -63,24 +64,25 @@ def check_layers(name: str, layers: tuple[int, ...]) -> None:
 
 
 def floating(dtype: DTypeLike) -> jnp.dtype:
-    """A dtype of keys and values; raises TypeError for what is none."""
+    """Returns a dtype of keys and values; raises TypeError unless it is a floating dtype."""
     try:
-        found = jnp.dtype(dtype)
+        result = jnp.dtype(dtype)
     except TypeError as error:
         raise TypeError(f"dtype must be a floating dtype, got {dtype!r:.40}") from error
-    if not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"dtype must be floating, got {found.name}")
-    return found
+    if not jnp.issubdtype(result, jnp.floating):
+        raise TypeError(f"dtype must be floating, got {result.name}")
+    return result
 
 
 def as_scale(scale: object) -> float:
-    """A scale of logits as a Python number; raises for what is none.
+    """Returns a scale of logits as a Python number.
 
-    A traced value would get into the static part of a cache, and an array cannot be compared.
+    The scale is static in a cache. A traced value must not get there, and arrays cannot be compared
+    as static values are.
 
     Raises:
-      TypeError: an array, or no number.
-      ValueError: it is not finite, or not above 0.
+      TypeError: the scale is an array, or no number.
+      ValueError: the scale is not finite, or not above 0.
 
     Example:
       >>> from kvjax.attention.layer import as_scale
@@ -105,13 +107,13 @@ def check_logits(window: object, soft_cap: object) -> None:
 
 
 def check_array(name: str, x: object) -> None:
-    """Raises TypeError unless it is an array of JAX or NumPy."""
+    """Raises TypeError unless `x` is an array of JAX or NumPy."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(x).__name__}")
 
 
 def check_rope(rope: object, head_dim: int) -> None:
-    """Raises unless it is None or a `Rope` of no more than `head_dim` channels."""
+    """Raises unless `rope` is None or a `Rope` that rotates at most `head_dim` channels."""
     if rope is None:
         return
     if not isinstance(rope, Rope):

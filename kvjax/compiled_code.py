@@ -1,8 +1,8 @@
-"""kvjax's compiled functions, which are dropped before Linux ends a process that has too many.
+"""Keeps track of kvjax's compiled functions and drops their code before there is too much of it.
 
-Linux gives a process some 65,000 memory maps. LLVM maps every piece of code that it compiles by
-itself: a method at one length of prompts takes 700 to 4,500 maps of a small model. Where none is
-left, LLVM ends the process.
+Linux gives a process some 65,000 memory maps, and LLVM makes a new map for every piece of code that
+it compiles. With a small model, each method at each length of prompts takes 700 to 4,500 maps. When
+no map is left, LLVM ends the process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's name of what it reports
 
 _functions: list[Any] = []
-_compiled_since = threading.Event()  # something, since maps were counted last
+_compiled_since = threading.Event()  # set when something is compiled after the last count of maps
 
 
 def compiled(**options: Any) -> Callable[[Callable], Any]:
-    """`jax.jit` of a function of this package, with its options, whose code can be dropped.
+    """Decorates a function of this package with `jax.jit`, so that its code can be dropped.
+
+    Args:
+      options: those of `jax.jit`.
 
     Example:
       >>> from kvjax.compiled_code import compiled
@@ -43,16 +46,16 @@ def compiled(**options: Any) -> Callable[[Callable], Any]:
 
 
 def clear_compiled_functions() -> None:
-    """Drops all code of the functions that are `compiled`. They compile again when called."""
+    """Drops the code of all functions that are `compiled`. They compile again when called."""
     for function in _functions:
         function.clear_cache()
 
 
 def leave_memory_maps() -> None:
-    """Drops kvjax's compiled code where this process has half of the maps that Linux gives it.
+    """Drops kvjax's compiled code if this process has more than half of its memory maps.
 
-    Maps are counted where something has been compiled since they were counted last. Where other
-    code than kvjax's takes them, a warning says how it is dropped.
+    Maps are counted only if something has been compiled since the last count. If other code than
+    kvjax's takes them, a warning says how to drop it.
     """
     if not _compiled_since.is_set() or not _maps_run_out():
         return
@@ -68,12 +71,13 @@ def leave_memory_maps() -> None:
 
 
 def memory_maps() -> int:
-    """How many memory maps this process has (Linux)."""
+    """Returns the number of memory maps of this process (Linux)."""
     with open(_MAPS, "rb") as maps:
         return sum(1 for _ in maps)
 
 
 def _maps_run_out() -> bool:
+    """Returns whether this process has more than half of its memory maps; False off Linux."""
     if not _MOST_MAPS.exists():
         return False
     _compiled_since.clear()
@@ -81,6 +85,7 @@ def _maps_run_out() -> bool:
 
 
 def _notice(event: str, *_: Any, **__: Any) -> None:
+    """Notes that JAX has compiled something, kvjax's or not."""
     if event == _COMPILED:
         _compiled_since.set()
 

@@ -1,8 +1,8 @@
-"""Many devices: the axes of a mesh, and decisions that look across heads which they share out.
+"""Divides rows and heads among the devices of a mesh.
 
 A mesh has an axis "data", which divides the rows of a batch, and an axis "tensor", which divides
-the heads. `kvjax.attend` runs on each device's part (`jax.shard_map`), where a method sees the
-heads of that device alone. What it says of all heads of a layer goes through `all_heads`.
+the heads. `kvjax.attend` runs on each device's part (`jax.shard_map`), where a method sees only the
+heads of that device. Decisions about all heads of a layer go through `all_heads`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DATA, TENSOR = "data", "tensor"  # the axes of a mesh
 
 
 def all_heads(x: Array, heads: int | None, axis: int = 1) -> Array:
-    """An array of this device's heads as that of all heads of the layer, in their order.
+    """Gathers an array of this device's heads into one of all heads of the layer, in their order.
 
-    Where all heads are here it is `x` itself, and nothing is sent. Methods call it for a few
-    numbers per slot and head, never for keys and values.
+    If all heads are on this device, it returns `x` itself, and nothing is sent. Methods call it for
+    a few numbers per slot and head, never for keys and values.
 
     Args:
       x: `[B, H, ...]`, or another array with an axis of heads.
-      heads: how many there are on all devices, as `cache.heads`; None: those of `x`.
-      axis: that of the heads.
+      heads: number of heads on all devices, as `cache.heads`; None: those of `x`.
+      axis: the axis of heads.
 
     Example:
       >>> import jax.numpy as jnp
@@ -44,7 +44,7 @@ def all_heads(x: Array, heads: int | None, axis: int = 1) -> Array:
 
 
 def own_heads(x: Array, own: int, axis: int = 1) -> Array:
-    """The `own` heads of this device in an array of all heads: the reverse of `all_heads`.
+    """Returns the `own` heads of this device in an array of all heads: the reverse of `all_heads`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,7 +58,11 @@ def own_heads(x: Array, own: int, axis: int = 1) -> Array:
 
 
 def head_numbers(own: int, heads: int | None) -> Int[Array, " H"]:
-    """The numbers of this device's heads among all `heads`; None: there are no others.
+    """Returns the numbers of this device's heads among all heads.
+
+    Args:
+      own: number of heads on this device.
+      heads: number of heads on all devices; None: there are no others.
 
     Example:
       >>> from kvjax.devices import head_numbers
@@ -70,12 +74,12 @@ def head_numbers(own: int, heads: int | None) -> Int[Array, " H"]:
 
 
 class Placement(NamedTuple):
-    """Where the cache of a layer is.
+    """The placement of a layer's cache on the devices of a mesh.
 
     Args:
       mesh: the devices.
-      heads: whether the axis "tensor" divides its heads; else each device of that axis has all of
-        them, and computes their attention.
+      heads: whether the axis "tensor" divides the heads; else each device of that axis has all of
+        them and computes their attention.
     """
 
     mesh: Mesh | AbstractMesh
@@ -85,7 +89,12 @@ class Placement(NamedTuple):
     def of(
         cls, mesh: Mesh | AbstractMesh | None, kv_heads: int, divisible: bool
     ) -> Placement | None:
-        """That of a layer with so many KV heads, `divisible` if each may stand alone."""
+        """Returns the placement of a layer's cache; None without a mesh.
+
+        Args:
+          kv_heads: KV heads of the layer.
+          divisible: whether the heads may be on different devices.
+        """
         if mesh is None:
             return None
         tensor = mesh.shape.get(TENSOR, 1)
@@ -93,26 +102,26 @@ class Placement(NamedTuple):
 
     @property
     def heads_axis(self) -> str | None:
-        """The axis of the mesh that divides heads."""
+        """The axis of the mesh that divides the heads; None if no axis does."""
         return TENSOR if self.heads else None
 
     def rows_axis(self, rows: int) -> str | None:
-        """The axis that divides so many rows; None where they cannot be divided evenly."""
+        """Returns the axis that divides `rows` rows; None if they cannot be divided evenly."""
         return rows_axis(self.mesh, rows)
 
 
 def rows_axis(mesh: Mesh | AbstractMesh, rows: int) -> str | None:
-    """The axis of a mesh that divides so many rows; None where they cannot be divided evenly."""
+    """Returns the axis of a mesh that divides `rows` rows; None if it cannot do so evenly."""
     data = mesh.shape.get(DATA, 1)
     return DATA if data > 1 and rows % data == 0 else None
 
 
 def check_mesh(mesh: object) -> Mesh | AbstractMesh:
-    """The mesh with axes that XLA looks after (`AxisType.Auto`); raises unless it is one of ours.
+    """Checks a mesh and returns it with automatic axes (`AxisType.Auto`).
 
     Raises:
-      TypeError: no mesh.
-      ValueError: axes other than "data" and "tensor".
+      TypeError: `mesh` is no mesh.
+      ValueError: it has axes other than "data" and "tensor", or none.
 
     Example:
       >>> import jax
@@ -126,20 +135,21 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
         raise ValueError(
             f"mesh must have the axes 'data' and 'tensor', or one of them, got {mesh.axis_names}"
         )
-    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
 
 @contextlib.contextmanager
 def automatic() -> Iterator[None]:
-    """While it is open, no mesh with explicit axes is set, so that XLA divides a model's products.
+    """Unsets a mesh with explicit axes, so that XLA divides a model's products by itself.
 
-    Also a decorator. `jax.make_mesh` makes axes that are part of an array's type
-    (`AxisType.Explicit`), which programs must name in products and gathers. Models do not: where
-    they are is known from their parameters, and may be another mesh than that of `jax.set_mesh`.
-    Inside of `jit`, JAX lets no mesh be set, so that no such mesh may be there.
+    This is a context manager, and a decorator as well. `jax.make_mesh` makes axes that are part of
+    an array's type (`AxisType.Explicit`); programs must name these in products and gathers. Models
+    do not: their parameters tell on which mesh they are, and this may be another mesh than that of
+    `jax.set_mesh`. Inside of `jit`, JAX does not allow setting a mesh: no mesh with explicit axes
+    may be set there.
     """
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         yield
@@ -149,40 +159,41 @@ def automatic() -> Iterator[None]:
 
 
 def explicit_mesh(*arrays: Any) -> AbstractMesh | None:
-    """The mesh of `jax.set_mesh` or of arrays, if it has axes that are part of an array's type."""
+    """Returns the mesh of `jax.set_mesh`, else that of the arrays; None without explicit axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
-        mesh = next((own for own in meshes if not own.empty), mesh)
+        mesh = next((array_mesh for array_mesh in meshes if not array_mesh.empty), mesh)
     return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def in_automatic_mode(
     function: Callable, mesh: AbstractMesh, args: tuple, out: Callable[[Any], Any]
 ) -> Any:
-    """`function(*args)`, computed as if XLA looked after the axes of a mesh that are explicit.
+    """Computes `function(*args)` as if the explicit axes of a mesh were automatic.
 
     Args:
-      function: of arrays.
+      function: a function of arrays.
       mesh: from `explicit_mesh`.
       args: pytrees of arrays.
-      out: the `PartitionSpec` of each array of the result, whose shapes it is given.
+      out: takes the shapes of the result, and returns the `PartitionSpec` of each of its arrays.
     """
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, axis_type in axis_types if axis_type == AxisType.Explicit)
 
-    def called(shardings: Any) -> Callable:
+    def with_outputs(shardings: Any) -> Callable:
         return jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
 
-    def on(spec: PartitionSpec) -> NamedSharding:
+    def sharding(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, spec)
 
-    shapes = jax.eval_shape(called(on(PartitionSpec())), *args)
-    return jax.jit(called(jax.tree.map(on, out(shapes))))(*args)
+    # Any sharding of the outputs gives their shapes.
+    shapes = jax.eval_shape(with_outputs(sharding(PartitionSpec())), *args)
+    return jax.jit(with_outputs(jax.tree.map(sharding, out(shapes))))(*args)
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """The mesh that a model's parameters lie on, if it has our axes and several devices.
+    """Returns the mesh of a model's parameters; None unless it has several devices and our axes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -195,16 +206,19 @@ def mesh_of(params: Any) -> Mesh | None:
             return None
         mesh = getattr(x.sharding, "mesh", None)
         if isinstance(mesh, Mesh):
-            kinds = set(mesh.axis_types) <= {AxisType.Auto}
-            ours = kinds and not set(mesh.axis_names) - {DATA, TENSOR}
+            automatic_axes = set(mesh.axis_types) <= {AxisType.Auto}
+            ours = automatic_axes and not set(mesh.axis_names) - {DATA, TENSOR}
             return mesh if ours and mesh.size > 1 else None
     return None
 
 
 def put(x: np.ndarray | Array, mesh: Mesh | None, *axes: str | None) -> Array:
-    """An array of the host on a mesh, its first axes divided by these; None: on one device.
+    """Puts an array of the host on a mesh; without a mesh, on the default device.
 
-    Processes that share a mesh must all give the same.
+    Processes that share a mesh must all give the same array.
+
+    Args:
+      axes: the axes of the mesh that divide the first axes of the array.
     """
     if mesh is None:
         return jnp.asarray(x)
@@ -213,17 +227,17 @@ def put(x: np.ndarray | Array, mesh: Mesh | None, *axes: str | None) -> Array:
 
 
 def put_rows(x: np.ndarray | Array, mesh: Mesh | None) -> Array:
-    """An array `[B, ...]` of the host on a mesh, its rows divided where that is even."""
+    """Puts an array `[B, ...]` of the host on a mesh, its rows divided if that is even."""
     return put(x, mesh, None if mesh is None else rows_axis(mesh, len(x)))
 
 
 def divided(x: Array, mesh: Mesh | None, *axes: str | None) -> Array:
-    """Inside `jit`: `x`, whose first axes these axes of the mesh divide; as it is without one."""
+    """Divides the first axes of `x` by axes of the mesh, inside `jit`; nothing without a mesh."""
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def by_rows(x: Array, mesh: Mesh | None) -> Array:
-    """Inside `jit`: `x [B, ...]`, its rows divided by the mesh where that is even."""
+    """Divides the rows of `x [B, ...]` among the mesh if that is even, inside `jit`."""
     return x if mesh is None else divided(x, mesh, rows_axis(mesh, x.shape[0]))

@@ -1,4 +1,4 @@
-"""Packages that only an extra of kvjax installs."""
+"""Imports packages that only an extra of kvjax installs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from kvjax.messages import quiet
 
 
-def extra_module(name: str, extra: str, what: str) -> Any:
-    """The module `name`, of a package that `pip install 'kvjax[extra]'` installs.
+def extra_module(name: str, extra: str, purpose: str) -> Any:
+    """Imports a module of a package that `pip install 'kvjax[extra]'` installs.
 
     Args:
-      name: of the module.
-      extra: whose package it is.
-      what: needs it; the message begins with it.
+      name: name of the module.
+      extra: the extra that installs it.
+      purpose: what the module is needed for; the error message begins with it.
 
     Raises:
-      ValueError: it is not installed; says how it is.
+      ValueError: the package is not installed; says how to install it.
 
     Example:
       >>> from kvjax.extras import extra_module
@@ -30,11 +30,11 @@ def extra_module(name: str, extra: str, what: str) -> Any:
 pip install 'kvjax[eval]'
     """
     try:
-        with quiet():  # some warn of their own code
+        with quiet():  # some packages warn of their own code when they are imported
             return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0].replace("_", "-")
         raise ValueError(
-            f"{what} need the package {package}, which is not installed: "
+            f"{purpose} need the package {package}, which is not installed: "
             f"pip install 'kvjax[{extra}]'"
         ) from error

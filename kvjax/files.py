@@ -1,4 +1,4 @@
-"""Files that others wrote, read within bounds, and files that kvjax writes."""
+"""Reads files that others wrote, within bounds, and writes files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 MOST_JSON_BYTES = 2**26
 """Size of the largest JSON file that is read."""
 
-_HIDDEN = {"thumbs.db", "desktop.ini", "icon\r", "@eadir"}  # of Windows, macOS, and a NAS
+_HIDDEN = {"thumbs.db", "desktop.ini", "icon\r", "@eadir"}  # files of Windows, macOS, and a NAS
 
 
 def is_hidden(path: Path) -> bool:
-    """Whether a file is hidden: systems put such files into folders, and no content is in them.
+    """Returns whether a file is hidden: one that a system put into a folder, without content.
 
-    Their names begin with a dot (`.DS_Store`, `._name`, `.nfs...`), or systems know them.
+    Such a name begins with a dot (`.DS_Store`, `._name`, `.nfs...`), or is a known one.
 
     Example:
       >>> from pathlib import Path
@@ -31,12 +31,12 @@ def is_hidden(path: Path) -> bool:
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Raises unless a path, links resolved, leads to a regular file of at most so many bytes.
+    """Raises unless a path, links resolved, leads to a regular file of at most `most_bytes` bytes.
 
-    To open a pipe would wait for another process, and a device may never end.
+    Opening a pipe would wait for another process, and reading a device may never end.
 
     Raises:
-      ValueError: it is something else, is too large, or cannot be looked at; names the path.
+      ValueError: the path is something else, is too large, or cannot be looked at; names the path.
     """
     try:
         status = os.stat(path)
@@ -49,7 +49,7 @@ def check_regular(path: Path, most_bytes: int | None = None) -> None:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file.
+    """Returns the content of a regular file.
 
     Raises:
       ValueError: as `check_regular`, or the file cannot be read.
@@ -62,7 +62,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the JSON file `path`.
+    """Returns the object in the JSON file `path`.
 
     Raises:
       ValueError: the file cannot be read, is no regular file, has more than `MOST_JSON_BYTES`, is
@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(content.decode("utf-8"))
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
-    except ValueError as error:  # also of an integer with thousands of digits
+    except ValueError as error:  # Python raises it also for an integer of thousands of digits
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -81,12 +81,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: OSError | ValueError) -> str:
+    """Returns the system's message without the path, which is in kvjax's message already."""
     return getattr(error, "strerror", None) or str(error)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Gives an OSError the path that it lacks, such as one of a full disk."""
+    """Adds the path to an OSError that lacks it, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -96,18 +97,18 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError unless files can be written to a folder, which is not made."""
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir():
-        what = "it" if above == folder else above
-        raise ValueError(f"cannot write to {folder}: {what} is not a directory")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write to {folder}: no permission for {above}")
+    """Raises ValueError unless files can be written to a folder; does not make the folder."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        name = "it" if existing == folder else existing
+        raise ValueError(f"cannot write to {folder}: {name} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to {folder}: no permission for {existing}")
 
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a temporary file and renames it, so that a reader never sees half a file."""
-    beside = path.with_name(path.name + ".part")
+    temporary = path.with_name(path.name + ".part")
     with writing(path):
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""How messages show names and values that others wrote, and what other libraries may not say."""
+"""Shows names and values of others in messages, and silences other libraries."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _MOST = 200  # characters of a value
-_MOST_GUESSED = 40  # characters of a name that is compared with those that are known
+_MOST_GUESSED = 40  # characters of an unknown name that are compared with known names
 
 
 def printable(text: object, most: int = 1000) -> str:
-    """The text with every character escaped that is not printed, cut after `most` characters.
+    """Escapes every character that cannot be printed, and cuts the text after `most` characters.
 
-    Errors and names from files go through it before a command prints them: a terminal carries out
-    control characters.
+    Errors and names from files go through it before a command prints them, because a terminal
+    executes control characters.
 
     Example:
       >>> from kvjax.messages import printable
       >>> print(printable("\\x1b[2Jname"))
       \\x1b[2Jname
     """
-    given = str(text)
-    shown = "".join(
-        sign if sign.isprintable() else sign.encode("unicode_escape").decode()
-        for sign in given[:most]
+    text = str(text)
+    escaped = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text[:most]
     )
-    return shown if len(given) <= most else f"{shown}..."
+    return escaped if len(text) <= most else f"{escaped}..."
 
 
 def brief(value: Any) -> str:
-    """The `repr` of a value, cut where it is long.
+    """Returns the `repr` of a value, cut if it is long.
 
     Example:
       >>> from kvjax.messages import brief
       >>> brief("snapkv"), len(brief("a" * 10**6))
       ("'snapkv'", 203)
     """
-    numpy = sys.modules.get("numpy")  # not imported for a value that is none of its own
-    if numpy is not None and isinstance(value, numpy.generic):  # 3 rather than np.int64(3)
-        value = value.item()
+    # If NumPy has not been imported, the value is not one of its numbers.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()  # prints as 3 rather than np.int64(3)
     try:
         return printable(repr(value), _MOST)
     except ValueError:  # Python prints no integers of more than 4,300 digits
@@ -53,10 +54,10 @@ def brief(value: Any) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """A question about the name that was perhaps meant, for the end of a message.
+    """Asks for the known name that was perhaps meant, as the end of a message; "" if there is none.
 
-    It is one that differs in case, hyphens, underscores and spaces alone; else the only one that
-    begins so; else the one that is most alike.
+    It is the name that differs only in case, hyphens, underscores and spaces; else the only name
+    that begins with the given one; else the most similar name.
 
     Example:
       >>> from kvjax.messages import did_you_mean
@@ -65,25 +66,25 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
       >>> did_you_mean("SnapKV", ["h2o", "snapkv"]), did_you_mean("gen", ["eval", "generate"])
       ('; did you mean snapkv?', '; did you mean generate?')
     """
-    given = _letters(str(name)[:_MOST_GUESSED])
+    letters = _letters(str(name)[:_MOST_GUESSED])
     by_letters = {_letters(word): word for word in known if isinstance(word, str)}
-    begun = [letters for letters in by_letters if len(given) > 1 and letters.startswith(given)]
-    if given in by_letters:
-        close = [given]
-    elif len(begun) == 1:
-        close = begun
+    beginning = [word for word in by_letters if len(letters) > 1 and word.startswith(letters)]
+    if letters in by_letters:
+        close = [letters]
+    elif len(beginning) == 1:
+        close = beginning
     else:
-        close = difflib.get_close_matches(given, by_letters, n=1)
+        close = difflib.get_close_matches(letters, by_letters, n=1)
     return f"; did you mean {by_letters[close[0]]}?" if close else ""
 
 
 def _letters(name: str) -> str:
-    """A name in small letters, without what stands between words."""
-    return "".join(sign for sign in name.casefold() if sign not in "-_ ")
+    """Returns a name in small letters, without hyphens, underscores and spaces."""
+    return "".join(character for character in name.casefold() if character not in "-_ ")
 
 
 def one_line(error: Exception, most: int = 1000) -> str:
-    """The message of another library's exception in one line, its type where it has none.
+    """Returns the message of another library's exception in one line; its type if it has none.
 
     Example:
       >>> from kvjax.messages import one_line
@@ -95,12 +96,12 @@ def one_line(error: Exception, most: int = 1000) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines and warnings of the libraries underneath: an error is one line."""
-    before = logging.root.manager.disable
+    """Silences log lines and warnings of other libraries, so that an error is one line."""
+    disabled_before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(disabled_before)

@@ -1,4 +1,4 @@
-"""The transforms by their command-line names, and compositions of them written as text."""
+"""Names the transforms for the command line, and reads and writes compositions as text."""
 
 from __future__ import annotations
 
@@ -61,25 +61,26 @@ STORAGE: dict[str, type[KVTransform]] = {
     "offload": Offload,
 }
 
-_MOST_CHARACTERS = 10_000  # of a composition; Python's parser takes long for more
-_MOST_NESTED = 16  # methods within methods
+_MOST_CHARACTERS = 10_000  # characters of a composition; Python's parser takes long for more
+_MOST_NESTED = 16  # depth of methods within methods
 
-_OTHER_MEANINGS = ("chain", "all")  # in texts of methods, and in `kvjax compare --method`
+# Names that mean something else in texts of methods and in `kvjax compare --method`.
+_OTHER_MEANINGS = ("chain", "all")
 
 
 def register(name: str, method: type[KVTransform]) -> None:
     """Gives a method of your own a name, for `kvjax.parse` and for the command line.
 
-    The command line finds it after `--import MODULE`, where MODULE is an installed module, or the
+    The command line finds the method after `--import MODULE`. MODULE is an installed module, or the
     path of a Python file, that calls `register`: `kvjax compare --import mine.py --method mine`.
 
     Args:
-      name: a word of ASCII letters, digits and underscores that names nothing yet.
-      method: the class. One with a field `base` is a wrapper: it takes a method in its place. A
-        budget that is given to `parse` goes to the field `budget`, if there is one.
+      name: a word of ASCII letters, digits and underscores that is not a name yet.
+      method: the class. A class with a field `base` is a wrapper: in a text, it takes a method as
+        its argument. The budget that `parse` is given goes to the field `budget`, if there is one.
 
     Raises:
-      TypeError: the name is no text, or the method no subclass of `KVTransform`.
+      TypeError: the name is no text, or the method is no subclass of `KVTransform`.
       ValueError: the name is taken, or is no such word.
 
     Example:
@@ -116,16 +117,20 @@ def register(name: str, method: type[KVTransform]) -> None:
 
 
 def parse(text: str, budget: int | float | None = None) -> KVTransform:
-    """The transform that a text names: `h2o`, `snapkv(window=16)`, `every(snapkv, steps=64)`.
+    """Makes the transform that a text names: `h2o`, `snapkv(window=16)`, `every(snapkv, steps=64)`.
 
     A name stands for its class, `chain(...)` for `kvjax.chain`. A wrapper's positional argument is
-    a method; keyword arguments are Python literals. `budget` goes to every method that takes a
-    budget and has none in the text; SpindleKV takes it as its `reserve`. `kvjax.register` adds
-    names.
+    a method; keyword arguments are Python literals. `kvjax.register` adds names.
+
+    Args:
+      text: name of a method, or a composition.
+      budget: budget of every method that takes one and has none in the text; SpindleKV takes it as
+        its `reserve`.
 
     Raises:
-      ValueError: unknown name or parameter, a missing budget, or text that is no such expression.
-      TypeError: no text, or what the class itself refuses.
+      ValueError: a name or parameter is unknown, a budget is missing, or the text is no such
+        expression.
+      TypeError: `text` is no text, or the class refuses an argument.
 
     Example:
       >>> import kvjax
@@ -143,29 +148,30 @@ def parse(text: str, budget: int | float | None = None) -> KVTransform:
 
 
 def expression(text: str) -> ast.expr | None:
-    """The syntax tree of an expression, None where a text is none.
+    """Returns the syntax tree of an expression; None if the text is no expression.
 
     Raises:
-      ValueError: the text is longer than any composition of methods.
+      ValueError: the text is too long for a composition of methods.
     """
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(
             f"a composition of methods must have at most {_MOST_CHARACTERS} characters, "
             f"got {len(text)}: {brief(text)}"
         )
-    with warnings.catch_warnings():  # such as those of escapes that Python does not know
+    with warnings.catch_warnings():  # Python warns of escapes that it does not know
         warnings.simplefilter("ignore")
         try:
             return ast.parse(text, mode="eval").body
-        except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested
+        # The last two come of deeply nested texts.
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
             return None
 
 
 def unparse(transform: KVTransform) -> str:
-    """The text from which `parse` makes this transform: what differs from the defaults is in it.
+    """Writes the text from which `parse` makes this transform, without parameters at defaults.
 
     Raises:
-      ValueError: a part has no name, or a parameter that is no Python literal.
+      ValueError: a part has no name, or a parameter is no Python literal.
 
     Example:
       >>> import kvjax
@@ -175,23 +181,25 @@ def unparse(transform: KVTransform) -> str:
     parts = parts_of(transform)
     if len(parts) > 1:
         return f"chain({', '.join(map(unparse, parts))})"
-    names = {kind: name for name, kind in (METHODS | WRAPPERS | STORAGE).items()}
+    names = {method: name for name, method in (METHODS | WRAPPERS | STORAGE).items()}
     name = names.get(type(transform))
     if name is None:
         raise ValueError(
             f"a method needs a name (kvjax.register) to be written as text, got {transform!r:.200}"
         )
-    given = []
+    arguments = []
     for field in dataclasses.fields(transform):
         value = getattr(transform, field.name)
         if field.name == "base":
-            given.insert(0, unparse(value))
+            arguments.insert(0, unparse(value))
+        # A budget of 1 is one token, and a budget of 1.0 all of them: types count as well.
         elif field.init and (value != field.default or type(value) is not type(field.default)):
-            given.append(f"{field.name}={_literal(name, field.name, value)}")
-    return f"{name}({', '.join(given)})" if given else name
+            arguments.append(f"{field.name}={_literal(name, field.name, value)}")
+    return f"{name}({', '.join(arguments)})" if arguments else name
 
 
 def _literal(method: str, field: str, value: object) -> str:
+    """Writes a parameter as a Python literal; raises ValueError if it is none."""
     text = repr(value)
     try:
         same = ast.literal_eval(text) == value
@@ -203,6 +211,13 @@ def _literal(method: str, field: str, value: object) -> str:
 
 
 def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1) -> KVTransform:
+    """Makes the transform of a syntax tree.
+
+    Args:
+      text: the whole text, for messages.
+      budget: as in `parse`.
+      depth: number of methods around this one, itself included.
+    """
     if depth > _MOST_NESTED:
         raise ValueError(f"methods are nested more than {_MOST_NESTED} deep in {brief(text)}")
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
@@ -224,57 +239,62 @@ def _build(node: ast.expr, text: str, budget: int | float | None, depth: int = 1
         raise ValueError(
             f"unknown method {brief(name)}; there are {', '.join(names)}{did_you_mean(name, names)}"
         )
-    kind = known[name]
-    fields = {field.name: field.default for field in dataclasses.fields(kind)}
-    wrapped = "base" in fields
-    fields.pop("base", None)
-    given = _keywords(name, call, text)
-    _check_positional(name, call, [word for word in fields if word not in given], text)
-    inner = [_build(argument, text, budget, depth + 1) for argument in call.args]
-    if len(inner) != wrapped:
-        what = "one method to wrap" if wrapped else "keywords only"
-        raise ValueError(f"{name} takes {what}, got {len(inner)} methods in {brief(text)}")
-    for word in given:
-        if word not in fields:
-            takes = ", ".join(fields) or "nothing"
+    method = known[name]
+    parameters = {field.name: field.default for field in dataclasses.fields(method)}
+    is_wrapper = "base" in parameters
+    parameters.pop("base", None)
+    values = _keywords(name, call, text)
+    _check_positional(name, call, [word for word in parameters if word not in values], text)
+    wrapped = [_build(argument, text, budget, depth + 1) for argument in call.args]
+    if len(wrapped) != is_wrapper:
+        takes = "one method to wrap" if is_wrapper else "keywords only"
+        raise ValueError(f"{name} takes {takes}, got {len(wrapped)} methods in {brief(text)}")
+    for word in values:
+        if word not in parameters:
+            takes = ", ".join(parameters) or "nothing"
             raise ValueError(
                 f"{name} has no parameter {brief(word)}; it takes {takes}"
-                f"{did_you_mean(word, fields)}"
+                f"{did_you_mean(word, parameters)}"
             )
     if budget is not None:
-        given = {word: budget for word in ("budget", "reserve") if word in fields} | given
-    for word, default in fields.items():
-        if default is dataclasses.MISSING and word not in given:
+        values = {word: budget for word in ("budget", "reserve") if word in parameters} | values
+    for word, default in parameters.items():
+        if default is dataclasses.MISSING and word not in values:
             raise ValueError(f"{name} needs {word}=")
-    return kind(*inner, **given)
+    return method(*wrapped, **values)
 
 
 def _keywords(name: str, call: ast.Call, text: str) -> dict[str, Any]:
-    """The keyword arguments of a call, all of them literals."""
+    """Returns the keyword arguments of a call; raises ValueError unless all are literals."""
     try:
-        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        values = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except (ValueError, TypeError, MemoryError, RecursionError):
         raise ValueError(f"parameters must be literals in {brief(text)}") from None
-    if len(given) < len(call.keywords):
+    if len(values) < len(call.keywords):
         raise ValueError(f"a parameter of {name} is given twice in {brief(text)}")
-    return given
+    return values
 
 
-def _check_positional(name: str, call: ast.Call, free: Sequence[str], text: str) -> None:
-    """Raises ValueError where a parameter stands without its name; says how it is written."""
-    bare = [
+def _check_positional(name: str, call: ast.Call, unnamed: Sequence[str], text: str) -> None:
+    """Raises ValueError if a parameter stands without its name; says how to write it.
+
+    Args:
+      unnamed: the parameters that the call does not name, in their order.
+    """
+    positional = [
         ast.get_source_segment(text, argument) or ""
         for argument in call.args
         if isinstance(argument, ast.Constant | ast.UnaryOp)
     ]
-    if bare:
-        named = ", ".join(f"{word}={value}" for word, value in zip(free, bare, strict=False))
+    if positional:
+        pairs = zip(unnamed, positional, strict=False)
+        named = ", ".join(f"{word}={value}" for word, value in pairs)
         hint = f": write {named}" if named else ""
         raise ValueError(f"{name} takes parameters by name, got {brief(text)}{hint}")
 
 
 def _chain_hint(node: ast.expr, text: str) -> str:
-    """How methods that a comma or an operator joins are written."""
+    """Says how to write methods that a comma or an operator joins; empty for other texts."""
     parts = node.elts if isinstance(node, ast.Tuple) else []
     if isinstance(node, ast.BinOp):
         parts = [node.left, node.right]

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a small pytree that `kvjax.attend` can apply itself."""
+"""Defines rotary position embedding as a small pytree that `kvjax.attend` can apply itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.attention.rotation import Turn, rotate_pairs
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864): what turns a key into a rotated key.
+    """Rotary position embedding (arXiv 2104.09864), which turns a key into a rotated key.
 
     Channel pair i of a vector at position p is turned by the angle `p * inv_freq[i]`. The first
     `2 * R` channels are rotated, the others pass through unchanged.
@@ -40,7 +40,7 @@ class Rope:
     factor: float = field(default=1.0, metadata={"static": True})
 
     def __post_init__(self):
-        # Numbers alone: as a pytree its leaf may be anything, a `PartitionSpec` for one.
+        # Lists of numbers only: in a pytree, the leaf may be anything, such as a `PartitionSpec`.
         if type(self.inv_freq) in (list, tuple):
             object.__setattr__(self, "inv_freq", jnp.asarray(self.inv_freq, jnp.float32))
 
@@ -63,6 +63,10 @@ class Rope:
         return rotate_pairs(x, cos, sin, self.interleaved)
 
     def at(self, positions: Int[Array, "B H S"]) -> Turn:
-        """How the stored keys of a decode step are rotated, these being the slots' positions."""
+        """Returns how attention rotates stored keys in a decode step.
+
+        Args:
+          positions: positions of the slots.
+        """
         frequencies = self.inv_freq.reshape(-1, self.inv_freq.shape[-1])
         return Turn(frequencies, positions, self.interleaved, self.factor)

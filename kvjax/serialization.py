@@ -1,10 +1,10 @@
-"""Caches in programs that `jax.export` serializes: the names of their nodes, and static parts.
+"""Names the nodes of caches for programs that `jax.export` serializes, and writes static parts.
 
-A serialized program holds the structure of what it takes and gives. Each class of a node has a name
-in it, `kvjax.` and that of the class, and its static fields are JSON: numbers and texts as they
-are, methods by their names (`kvjax.register`), other values by the names of their classes here.
-Nothing of a program is run to read them. Importing this module tells JAX the names, which `kvjax`
-does when one of its own names is first used.
+A serialized program holds the structure of its inputs and outputs. Each node class has a name in
+it, `kvjax.` and the name of the class. Static fields are JSON: numbers and texts as they are,
+methods by their names (`kvjax.register`), other values by the names of their classes here. Reading
+them executes nothing from the program. JAX learns the names when this module is imported, which
+`kvjax` does when any of its names is first used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from kvjax.transforms.spindlekv.reserve import Reserve
 from kvjax.transforms.spindlekv.schedule import SpindleBudget
 from pallas_kernels.formats.bits import Encoded
 
-# Names in programs: what is written with them is to be read by later versions.
+# Names in programs. They must stay, so that later versions can read programs of earlier ones.
 NODES = {
     f"kvjax.{node.__name__}": node
     for node in (
@@ -68,7 +68,7 @@ NODES = {
         QueryWindow, Reading, Recent, Repeated, Resident, Rope, Wrapped,
     )
 }  # fmt: skip
-# Classes of static values, by their own names. Methods have those of the registry.
+# Classes of static values, by the names of the classes. Methods have the names of the registry.
 VALUES = {
     value.__name__: value
     for value in (
@@ -80,11 +80,11 @@ VALUES = {
 
 
 def to_json(value: Any) -> Any:
-    """A static value as what JSON can hold; `from_json` is the reverse.
+    """Writes a static value in a form that JSON can hold; `from_json` is the reverse.
 
     Raises:
-      TypeError: a function, or another value that has no form in JSON.
-      ValueError: a method that has no name (`kvjax.register`).
+      TypeError: the value is a function, or something else that has no form in JSON.
+      ValueError: a method has no name (`kvjax.register`).
 
     Example:
       >>> import kvjax
@@ -116,34 +116,35 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(content: Any) -> Any:
-    """The reverse of `to_json`.
+    """Reads a static value back: the reverse of `to_json`.
 
     Raises:
-      ValueError: a name that this version does not know, or a mesh of devices that there are not.
+      ValueError: this version does not know a name, or devices of a mesh do not exist here.
     """
     if isinstance(content, list):
         return tuple(map(from_json, content))
     if not isinstance(content, dict):
         return content
-    kind, given = next(iter(content.items()))
-    if kind == "range":
-        return range(*given)
-    if kind == "dtype":
-        return jnp.dtype(given)
-    if kind == "array":
-        numbers, dtype, shape = given
+    form, value = next(iter(content.items()))
+    if form == "range":
+        return range(*value)
+    if form == "dtype":
+        return jnp.dtype(value)
+    if form == "array":
+        numbers, dtype, shape = value
         return np.frombuffer(base64.b64decode(numbers), jnp.dtype(dtype)).reshape(shape)
-    if kind == "mesh":
-        return _mesh(*given)
-    known = METHODS | WRAPPERS | STORAGE if kind == "method" else VALUES
-    if given not in known:
-        hint = " (kvjax.register gives a method its name)" if kind == "method" else ""
-        raise ValueError(f"a program names the {kind} {brief(given)}, which is unknown here{hint}")
-    return known[given](**{name: from_json(x) for name, x in content["fields"].items()})
+    if form == "mesh":
+        shape, devices = value
+        return _mesh(shape, devices)
+    known = METHODS | WRAPPERS | STORAGE if form == "method" else VALUES
+    if value not in known:
+        hint = " (kvjax.register gives a method its name)" if form == "method" else ""
+        raise ValueError(f"a program names the {form} {brief(value)}, which is unknown here{hint}")
+    return known[value](**{name: from_json(x) for name, x in content["fields"].items()})
 
 
 def _name(value: Any) -> dict[str, str]:
-    """How JSON names the class of a value."""
+    """Returns how JSON names the class of a value."""
     if VALUES.get(type(value).__name__) is type(value):
         return {"value": type(value).__name__}
     for name, method in (METHODS | WRAPPERS | STORAGE).items():
@@ -158,27 +159,33 @@ def _name(value: Any) -> dict[str, str]:
 
 
 def _fields(value: Any) -> Iterable[tuple[str, Any]]:
+    """Returns the fields of a dataclass or named tuple that its constructor takes."""
     if dataclasses.is_dataclass(value):
         return [(x.name, getattr(value, x.name)) for x in dataclasses.fields(value) if x.init]
     return value._asdict().items()
 
 
 def _mesh(shape: dict[str, int], devices: list[int] | None) -> Mesh | AbstractMesh:
-    """A mesh whose axes XLA looks after, as those of caches are."""
-    kinds = (AxisType.Auto,) * len(shape)
+    """Makes a mesh with automatic axes, as the meshes of caches have them.
+
+    Args:
+      shape: the axes and their sizes.
+      devices: ids of the devices; None: the mesh is abstract.
+    """
+    axis_types = (AxisType.Auto,) * len(shape)
     if devices is None:
-        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
-    there = {device.id: device for device in jax.devices()}
-    if not there.keys() >= set(devices):
+        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=axis_types)
+    by_id = {device.id: device for device in jax.devices()}
+    if not by_id.keys() >= set(devices):
         raise ValueError(
-            f"a program is for a mesh of the devices {devices}, got those of {sorted(there)}"
+            f"a program is for a mesh of the devices {devices}, got those of {sorted(by_id)}"
         )
-    grid = np.array([there[number] for number in devices]).reshape(tuple(shape.values()))
-    return Mesh(grid, tuple(shape), axis_types=kinds)
+    grid = np.array([by_id[number] for number in devices]).reshape(tuple(shape.values()))
+    return Mesh(grid, tuple(shape), axis_types=axis_types)
 
 
 def _register(name: str, node: type) -> None:
-    """Tells JAX how the nodes of a class are written."""
+    """Tells JAX how to write and read the nodes of a class."""
     if not dataclasses.is_dataclass(node):
         jax.export.register_namedtuple_serialization(node, serialized_name=name)
         return
@@ -186,17 +193,17 @@ def _register(name: str, node: type) -> None:
     static = [field.name for field in fields if field.metadata.get("static")]
     arrays = [field.name for field in fields if field.name not in static]
 
-    def serialized(values: tuple) -> bytes:
-        held = {name: to_json(x) for name, x in zip(static, values, strict=True)}
-        return json.dumps({"arrays": arrays, "static": held}).encode()
+    def serialize(values: tuple) -> bytes:
+        static_values = {name: to_json(x) for name, x in zip(static, values, strict=True)}
+        return json.dumps({"arrays": arrays, "static": static_values}).encode()
 
-    def built(content: dict[str, Any], children: Iterable[Any]) -> Any:
-        values = {name: from_json(x) for name, x in content["static"].items()}
-        return node(**dict(zip(content["arrays"], children, strict=True)), **values)
+    def build(content: dict[str, Any], children: Iterable[Any]) -> Any:
+        static_values = {name: from_json(x) for name, x in content["static"].items()}
+        return node(**dict(zip(content["arrays"], children, strict=True)), **static_values)
 
     jax.export.register_pytree_node_serialization(
-        node, serialized_name=name, serialize_auxdata=serialized,
-        deserialize_auxdata=json.loads, from_children=built,
+        node, serialized_name=name, serialize_auxdata=serialize,
+        deserialize_auxdata=json.loads, from_children=build,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Checks of a method: whether it keeps what the protocol promises, in one line if not."""
+"""Checks that a method keeps what the protocol promises; says in one line if it does not."""
 
 from __future__ import annotations
 
@@ -27,44 +27,49 @@ from pallas_kernels.base.mixing import SUM_AGAIN
 
 __all__ = ["ConformanceError", "check", "control_flow"]
 
-# Functions of the library's own steps that hold a condition or a loop.
+# Names of kvjax's functions that hold a condition or a loop and may be part of a decode step.
 OWN_CONDITIONS = (SUM_AGAIN, RANK_AGAIN, "_fetch")
 
 _BATCH, _KV_HEADS, _QUERY_HEADS, _HEAD_DIM = 3, 2, 4, 32
 _MAX_PROMPT, _MAX_NEW = 64, 96
-_LENGTHS = np.array((40, 29, 6))  # of the rows' prompts
-_WIDTH = 48  # of every prompt call, so that they share compiled code
-_STEPS = 9
-_LONG = _MAX_NEW  # steps that bring a row far beyond its prompt and `max_prompt`
-# These functions run a few times: what makes code fast is not worth its compilation.
+_LENGTHS = np.array((40, 29, 6))  # tokens of the rows' prompts
+_WIDTH = 48  # tokens of every prompt call, so that all of them share compiled code
+_STEPS = 9  # decode steps of most checks
+_LONG = _MAX_NEW  # decode steps that bring a row far beyond its prompt and `max_prompt`
+# Compiled code runs only a few times here, so that optimising it would take longer than it saves.
 _QUICK = {"xla_backend_optimization_level": 0}
 _CONTROL = ("while", "cond", "scan")
 
 
 class ConformanceError(AssertionError):
-    """A method breaks a promise of the protocol."""
+    """The error that a method breaks a promise of the protocol."""
 
 
 def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) -> None:
-    """Runs a method through small prompts and decode steps, and looks at what it promised.
+    """Runs a method through small prompts and decode steps, and checks what it promises.
 
-    It checks that the method is a value (hashable, equal to its copy); that no token is lost beyond
-    what `extent` promises; that padding, the other rows of a batch and the chunks of a prompt
-    change neither outputs nor kept tokens; that a row without tokens in a prompt, a step or a flush
-    stays as it is, and that padding is answered with zeros; that pinned slots stay; that shapes
-    never change while decoding; and that a decode step holds no loop and no conditional of its own.
-    Take budgets of about 12 tokens: prompts have up to 40.
+    It checks that
 
-    It warns of a method that evicts and promises nothing in `extent`: no bytes are saved then.
+    - the method is a value: hashable, and equal to its copy;
+    - no more tokens are live than `extent` promises, and none is lost;
+    - padding, other rows of a batch and chunks of a prompt change neither outputs nor kept tokens;
+    - a row without tokens in a prompt, a step or a flush stays as it is;
+    - padding is answered with zeros;
+    - pinned slots stay;
+    - shapes never change while decoding;
+    - a decode step holds no loop and no conditional of the method.
+
+    Prompts have up to 40 tokens, so that a budget of about 12 tokens suits. The check warns of a
+    method that evicts and does not promise so in `extent`, because that saves no bytes.
 
     Args:
-      transform: the method; each of its layers is checked, of equal ones the first.
-      num_layers: of the model that it is bound to.
+      transform: the method. Each of its layers is checked; of equal layers, only the first.
+      num_layers: layers of the model that the method is bound to.
       rtol: relative tolerance of outputs that should be equal.
 
     Raises:
-      TypeError: not a transform.
-      ConformanceError: what is broken, in one line.
+      TypeError: `transform` is not a transform.
+      ConformanceError: a promise is broken; says which, in one line.
 
     Example:
       >>> import kvjax
@@ -76,12 +81,18 @@ def check(transform: KVTransform, *, num_layers: int = 2, rtol: float = 1e-4) ->
     layers = bind(transform, num_layers)
     for tx in dict.fromkeys(layers):
         case = _Case(tx, layers.index(tx), rtol)
-        for one in _CHECKS:
-            one(case)
+        for check_promise in _CHECKS:
+            check_promise(case)
 
 
 class _Case:
-    """One layer's transform, the tokens that all checks read, and the caches they come to."""
+    """One layer's transform with the tokens that all checks read.
+
+    Attributes:
+      empty: the empty cache.
+      out, prompted: outputs and cache of a prompt that is padded on the right.
+      outs, decoded: outputs and cache of `_STEPS` decode steps after it.
+    """
 
     def __init__(self, transform: KVTransform, layer: int, rtol: float):
         self.transform, self.rtol = transform, rtol
@@ -107,15 +118,16 @@ class _Case:
         self.outs, self.decoded = self.decode(self.prompted, _LENGTHS, _STEPS)
 
     def tokens(self, positions: np.ndarray) -> list[jax.Array]:
-        """q, k, v and positions of the tokens at these positions, garbage where they are -1."""
-        index, none = np.maximum(positions, 0)[:, None, :, None], (positions < 0)[:, None, :, None]
-        taken = (np.where(none, 1e4, np.take_along_axis(x, index, axis=2)) for x in self.qkv)
-        return [*(jnp.asarray(x, jnp.float32) for x in taken), jnp.asarray(positions, jnp.int32)]
+        """Returns q, k, v and positions of tokens; large numbers where the position is -1."""
+        index = np.maximum(positions, 0)[:, None, :, None]
+        padding = (positions < 0)[:, None, :, None]
+        qkv = (np.where(padding, 1e4, np.take_along_axis(x, index, axis=2)) for x in self.qkv)
+        return [*(jnp.asarray(x, jnp.float32) for x in qkv), jnp.asarray(positions, jnp.int32)]
 
     def prompt(
         self, cache: Cache, positions: np.ndarray, last: bool = True
     ) -> tuple[np.ndarray, Cache]:
-        """The outputs of a prompt, and the cache after it."""
+        """Returns the outputs of a prompt, and the cache after it."""
         tokens = self.tokens(positions)
         out, cache = self.attend(
             self.transform, cache, *tokens, phase="prompt", last=last, rope=self.rope
@@ -128,7 +140,10 @@ class _Case:
     def decode(
         self, cache: Cache, start: np.ndarray, steps: int, alive: tuple = (True,) * _BATCH
     ) -> tuple[list[np.ndarray], Cache]:
-        """Decode steps from these positions on, flushed in between; rows not `alive` get none."""
+        """Runs decode steps from these positions on, with flushes between them.
+
+        Rows that are not `alive` get no tokens.
+        """
         interval, outs = flush_interval(cache), []
         for step in range(steps):
             tokens = self.tokens(np.where(alive, start + step, -1)[:, None])
@@ -159,45 +174,45 @@ class _Case:
                     self.fail(what.format(name=name))
 
     def kept(self, cache: Cache, row: int) -> list[list[int]]:
-        """Live positions of a row, per head."""
+        """Returns the live positions of a row, per head."""
         groups = (np.asarray(group.kv.position[row]) for group in layer_caches(cache))
         return [sorted(head[head >= 0].tolist()) for heads in groups for head in heads]
 
-    def same_tokens(self, one: Cache, other: Cache, rows: range | tuple, what: str) -> None:
-        """Fails where rows keep different tokens."""
+    def same_tokens(self, a: Cache, b: Cache, rows: range | tuple, message: str) -> None:
+        """Fails with the message if any of these rows keeps different tokens in two caches."""
         for row in rows:
-            if self.kept(one, row) != self.kept(other, row):
-                self.fail(what.format(row=row))
+            if self.kept(a, row) != self.kept(b, row):
+                self.fail(message.format(row=row))
 
-    def same_answers(self, one: list, other: list, row: int, what: str) -> None:
-        """Fails where a row's outputs differ; both are lists of [B, Q, T, D]."""
-        for a, b in zip(one, other, strict=True):
-            if not np.allclose(a[row], b[row], rtol=self.rtol, atol=self.rtol):
-                most = np.abs(a[row] - b[row]).max()
-                self.fail(f"{what}: outputs differ by up to {most:.3g}".format(row=row))
+    def same_answers(self, a: list, b: list, row: int, message: str) -> None:
+        """Fails with the message if a row's outputs differ; both are lists of [B, Q, T, D]."""
+        for x, y in zip(a, b, strict=True):
+            if not np.allclose(x[row], y[row], rtol=self.rtol, atol=self.rtol):
+                most = np.abs(x[row] - y[row]).max()
+                self.fail(f"{message}: outputs differ by up to {most:.3g}".format(row=row))
 
-    def same_prompt(self, outs: np.ndarray, cache: Cache, how: str) -> None:
-        """Fails where the prompt, given in another way, is answered or kept otherwise."""
-        self.same_tokens(
-            cache, self.prompted, range(_BATCH), f"keeps other tokens of row {{row}} {how}"
-        )
+    def same_prompt(self, outs: np.ndarray, cache: Cache, circumstance: str) -> None:
+        """Fails if the prompt, read in another way, has other outputs or leaves other tokens."""
+        message = f"keeps other tokens of row {{row}} {circumstance}"
+        self.same_tokens(cache, self.prompted, range(_BATCH), message)
         steps, _ = self.decode(cache, _LENGTHS, 1)
         for row in range(_BATCH):
-            what = f"answers row {{row}} otherwise {how}"
-            self.same_answers([outs, *steps], [self.out, self.outs[0]], row, what)
+            message = f"answers row {{row}} otherwise {circumstance}"
+            self.same_answers([outs, *steps], [self.out, self.outs[0]], row, message)
 
-    def fail(self, what: str) -> None:
-        raise ConformanceError(f"{self.transform!r} {what}")
+    def fail(self, message: str) -> None:
+        """Raises ConformanceError for the transform."""
+        raise ConformanceError(f"{self.transform!r} {message}")
 
 
 def _right(lengths: np.ndarray) -> np.ndarray:
-    """Positions of prompts that are padded at the right."""
+    """Returns the positions of prompts that are padded on the right."""
     place = np.arange(_WIDTH)[None]
     return np.where(place < lengths[:, None], place, -1)
 
 
 def _promises(case: _Case) -> None:
-    """No more slots live than `extent` says, none lost, shapes as they were."""
+    """Checks that no more slots are live than `extent` says, none is lost, and shapes stay."""
     pairs = zip(layer_caches(case.prompted), layer_caches(case.decoded), strict=True)
     for before, after in pairs:
         extent, kv = before.transform.extent(Extent(_MAX_PROMPT, _MAX_NEW)), after.kv
@@ -224,7 +239,10 @@ def _promises(case: _Case) -> None:
 
 
 def _long_text(case: _Case) -> None:
-    """What compresses while decoding keeps no more of a long text than of `max_prompt` tokens."""
+    """Checks that a method keeps no more of a long text than of `max_prompt` tokens.
+
+    This is asked only of methods that compress while decoding.
+    """
     if flush_interval(case.prompted) is None:
         return
     _, later = case.decode(case.prompted, _LENGTHS, _LONG)
@@ -238,7 +256,7 @@ def _long_text(case: _Case) -> None:
 
 
 def _padding(case: _Case) -> None:
-    """Padding at the left or at the right changes nothing."""
+    """Checks that padding on the left has the same result as padding on the right."""
     pairs = zip(_right(_LENGTHS), _LENGTHS, strict=True)
     left = np.stack([np.roll(row, _WIDTH - length) for row, length in pairs])
     out, cache = case.prompt(case.empty, left)
@@ -248,18 +266,18 @@ def _padding(case: _Case) -> None:
 
 
 def _row_alone(case: _Case) -> None:
-    """A row keeps and answers in a batch what it does when the other rows are empty."""
+    """Checks that a row has the same result in a batch as when the other rows are empty."""
     only = (False, True, False)
     out, alone = case.prompt(case.empty, _right(np.where(only, _LENGTHS, 0)))
     outs, alone = case.decode(alone, _LENGTHS, _STEPS, only)
-    what = "keeps other tokens of a row in a batch than of the same row alone"
-    case.same_tokens(case.decoded, alone, (1,), what)
-    what = "answers a row in a batch otherwise than alone"
-    case.same_answers([case.out, *case.outs], [out, *outs], 1, what)
+    message = "keeps other tokens of a row in a batch than of the same row alone"
+    case.same_tokens(case.decoded, alone, (1,), message)
+    message = "answers a row in a batch otherwise than alone"
+    case.same_answers([case.out, *case.outs], [out, *outs], 1, message)
 
 
 def _chunks(case: _Case) -> None:
-    """A prompt in chunks is the same prompt."""
+    """Checks that a prompt has the same result in chunks as in one call."""
     first, second = np.split(_right(_LENGTHS), 2, axis=1)
     out, cache = case.prompt(case.empty, first, last=False)
     more, cache = case.prompt(cache, second)
@@ -267,35 +285,38 @@ def _chunks(case: _Case) -> None:
 
 
 def _idle_rows(case: _Case) -> None:
-    """A row without tokens in steps, flushes and a further prompt stays as it is."""
+    """Checks that a row without tokens in steps, flushes and a further prompt stays as it is."""
     _, cache = case.decode(case.prompted, _LENGTHS, 1)
     interval = flush_interval(cache)
     cache = cache if interval is None else case.flush(cache, interval)
     start, only = _LENGTHS + 1, (False, True, False)
     _, later = case.decode(cache, start, 5, (True, False, True))
-    what = "changes what a row keeps in decode steps in which only other rows get tokens"
-    case.same_tokens(later, cache, (1,), what)
+    message = "changes what a row keeps in decode steps in which only other rows get tokens"
+    case.same_tokens(later, cache, (1,), message)
     turn = np.full((_BATCH, _WIDTH), -1)
     turn[0, :12] = np.arange(start[0] + 5, start[0] + 17)
-    _, after = case.prompt(later, turn)
-    what = "changes what a row keeps in a prompt in which only another row gets tokens"
-    case.same_tokens(after, cache, (1,), what)
-    what = "stores {name} of a row otherwise after steps and a prompt of other rows"
-    case.same_rows(cache, after, 1, what)
-    # What a method remembers of the row shows in what it decides next.
+    _, idle = case.prompt(later, turn)
+    message = "changes what a row keeps in a prompt in which only another row gets tokens"
+    case.same_tokens(idle, cache, (1,), message)
+    message = "stores {name} of a row otherwise after steps and a prompt of other rows"
+    case.same_rows(cache, idle, 1, message)
+    # What a method remembers of the row shows in what it decides next: the row goes on, once from
+    # `cache` as it was, and once from `idle`, after steps and a prompt of other rows.
     turn = np.full((_BATCH, _WIDTH), -1)
     turn[1, :12] = np.arange(start[1] + 5, start[1] + 17)
-    (one, alone), (two, beside) = (case.decode(x, start, 5, only) for x in (cache, after))
-    (out, of_alone), (other, of_beside) = (case.prompt(x, turn) for x in (alone, beside))
-    what = "answers a row otherwise after steps and a prompt of other rows"
-    case.same_answers([*one, out], [*two, other], 1, what)
-    what = "keeps other tokens of a row after steps and a prompt of other rows: see Step.of_rows"
-    case.same_tokens(alone, beside, (1,), what)
-    case.same_tokens(of_alone, of_beside, (1,), what)
+    outs, decoded = case.decode(cache, start, 5, only)
+    idle_outs, idle_decoded = case.decode(idle, start, 5, only)
+    out, prompted = case.prompt(decoded, turn)
+    idle_out, idle_prompted = case.prompt(idle_decoded, turn)
+    message = "answers a row otherwise after steps and a prompt of other rows"
+    case.same_answers([*outs, out], [*idle_outs, idle_out], 1, message)
+    message = "keeps other tokens of a row after steps and a prompt of other rows: see Step.of_rows"
+    case.same_tokens(decoded, idle_decoded, (1,), message)
+    case.same_tokens(prompted, idle_prompted, (1,), message)
 
 
 def _pinned(case: _Case) -> None:
-    """Pinned slots stay, and stand outside the budget."""
+    """Checks that pinned slots stay, outside the budget."""
     cache, extent = case.prompted, case.transform.extent(Extent(_MAX_PROMPT, _MAX_NEW))
     frees = any(map(frees_while_decoding, parts_of(case.transform)))
     if not isinstance(cache, LayerCache) or (frees and extent.total < _MAX_PROMPT):
@@ -309,17 +330,18 @@ def _pinned(case: _Case) -> None:
 
 
 def _step_is_plain(case: _Case) -> None:
-    """A decode step holds no loop and no condition but those of the library's own operations.
+    """Checks that a decode step holds no loop and no condition but those of kvjax's operations.
 
-    With kernels, as a GPU runs it: on a CPU, selections count their rounds in a loop.
+    It looks at the step with kernels, as a GPU runs it: on a CPU, selections count their rounds in
+    a loop.
     """
     step = functools.partial(
         attend, case.transform, phase="decode", rope=case.rope, implementation="pallas"
     )
     jaxpr = jax.make_jaxpr(step)(case.prompted, *case.tokens(_LENGTHS[:, None])).jaxpr
-    found = control_flow(jaxpr, lambda name: name in OWN_CONDITIONS)
-    if found:
-        case.fail(f"has {', '.join(sorted(set(found)))} in a decode step: leave it to on_flush")
+    names = control_flow(jaxpr, lambda name: name in OWN_CONDITIONS)
+    if names:
+        case.fail(f"has {', '.join(sorted(set(names)))} in a decode step: leave it to on_flush")
 
 
 _CHECKS = (
@@ -328,22 +350,24 @@ _CHECKS = (
 
 
 def control_flow(jaxpr: Any, skip: Callable[[str], bool] = lambda name: False) -> list[str]:
-    """Names of the loops and conditions of a jaxpr and of those within it, but for kernels.
+    """Returns the names of the loops and conditions of a jaxpr, inner ones included.
+
+    Kernels are not looked into.
 
     Args:
-      jaxpr: of a function.
-      skip: says of the name of an inner jitted function whether to pass it over.
+      jaxpr: the jaxpr of a function.
+      skip: takes the name of an inner jitted function, and returns whether to skip that function.
     """
-    found = []
+    names = []
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _CONTROL:
-            found.append(name)
+            names.append(name)
         if name == "pallas_call" or skip(str(equation.params.get("name", ""))):
             continue
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    found += control_flow(inner, skip)
-    return found
+                    names += control_flow(inner, skip)
+    return names

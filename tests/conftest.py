@@ -97,9 +97,9 @@ def optimised():
     """`kvjax.generate` compiled as users have it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function, static, donated in (
-            ("reading", "_read_layer", (0, 1, 2, 3, 4), 8),
-            ("reading", "_read_whole", (0, 1, 2), 6),
-            ("writing", "_decode", 0, 2),
+            ("prompt_pass", "_read_layer", (0, 1, 2, 3, 4), 8),
+            ("prompt_pass", "_read_whole", (0, 1, 2), 6),
+            ("decode_loop", "_decode", 0, 2),
         ):
             module = sys.modules[f"kvjax.generation.{name}"]
             plain = getattr(module, function).__wrapped__

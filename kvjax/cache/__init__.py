@@ -1,1 +1,1 @@
-"""The slots of one attention layer, and how their keys and values are stored. Knows no method."""
+"""Holds the slots of one attention layer and their keys and values. Knows no method."""

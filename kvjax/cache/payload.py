@@ -1,10 +1,14 @@
-"""How the keys and values of a cache are stored.
+"""Stores the keys and values of a cache.
 
-A payload is the keys, or the values, of all slots in some form. It answers five calls: `read`
-(dense rows), `write` (new rows), `flush` (what is done with new rows every M steps), `encode` (all
-rows in the payload's form, at a prompt's end) and `attention` (of a decode step, over the form as
-it is).
-While a prompt is read, keys and values are `Dense`, whatever they are stored in between prompts.
+A payload holds the keys, or the values, of all slots in some form. It has five methods:
+
+- `read` returns dense rows.
+- `write` stores new rows.
+- `flush` encodes new rows, every M steps.
+- `encode` brings all rows into the payload's form, at the end of a prompt.
+- `attention` computes the attention of a decode step over the form as it is.
+
+While a prompt is read, keys and values are `Dense`, whatever their form between prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from pallas_kernels.attention.call import beside_sinks
 from pallas_kernels.base.rows import take_slots
 
 T = TypeVar("T")
-# Mapped over rows and heads, as `take_slots` is, and not indexed by iota. No index is negative.
+# `vmap` over rows and heads, as in `take_slots`, needs no index arrays for these axes. No index is
+# negative, so that JAX need not compare them with 0.
 _into = {"mode": "drop", "wrap_negative_indices": False}
 _scatter = jax.vmap(jax.vmap(lambda data, index, rows: data.at[index].set(rows, **_into)))
 
@@ -44,21 +49,20 @@ def sum_into(
     *,
     implementation: str | None = "xla",
 ) -> Array:
-    """Sums of the rows of `x [B, H, N, ...]` that go `into` each place; numbers beyond: into none.
-
-    No number is negative.
+    """Sums the rows of `x [B, H, N, ...]` that go `into` the same place.
 
     Args:
-      places: how many there are; N by default.
+      into: the place of each row, not negative; a row whose place does not exist is left out.
+      places: number of places; N by default.
       implementation: of `pallas_kernels.segment_sum`. XLA by default, whose order of additions is
-        not fixed on a GPU: that is the best for whole numbers, and where no two rows go into the
+        not fixed on a GPU: that is the best choice for integers, and where no two rows go into the
         same place. Elsewhere give `Step.implementation`, so that equal caches have equal sums.
     """
     return segment_sum(x, into, places, implementation=implementation)
 
 
 def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:  # noqa: UP037
-    """`new` in the rows that are chosen and `old` in the others: trees of arrays `[B, ...]`.
+    """Takes `new` in the rows that are chosen and `old` in the others: trees of arrays `[B, ...]`.
 
     With more axes, `rows` chooses heads, or groups of slots.
     """
@@ -70,12 +74,13 @@ def of_rows(rows: Bool[Array, "B *H"], new: T, old: T) -> T:  # noqa: UP037
 
 
 class Seen(NamedTuple):
-    """What attention knows of all slots.
+    """The slots of a cache as attention sees them.
 
     Args:
-      bias, position: of each slot, `-inf` and -1 where it is free.
-      used: a number of slots from which on none is live.
-      rotate: how stored keys are rotated; None: they are already.
+      bias: number that attention adds to the logit of each slot, `-inf` where it is free.
+      position: position of each slot, -1 where it is free.
+      used: per row and head, the slot from which on no slot is live.
+      rotate: how stored keys are rotated; None: they are rotated already.
     """
 
     bias: Float[Array, "B H S"]
@@ -84,27 +89,27 @@ class Seen(NamedTuple):
     rotate: Turn | None
 
     def of(self, index: Int[Array, "B K N"]) -> Seen:
-        """The same of the slots of each list, free where an entry is -1."""
-        named, slot = index >= 0, jnp.maximum(index, 0)
+        """Selects the slots of each list; an entry -1 becomes a free slot."""
+        is_slot, slot = index >= 0, jnp.maximum(index, 0)
         rotate = self.rotate
         return Seen(
-            bias=jnp.where(named, take_slots(self.bias, slot), -jnp.inf),
-            position=jnp.where(named, take_slots(self.position, slot), -1),
+            bias=jnp.where(is_slot, take_slots(self.bias, slot), -jnp.inf),
+            position=jnp.where(is_slot, take_slots(self.position, slot), -1),
             used=jnp.full(index.shape[:2], index.shape[2], jnp.int32),
             rotate=None if rotate is None else rotate.at(take_slots(rotate.position, slot)),
         )
 
 
 class Slots(NamedTuple):
-    """What a payload knows of the slots when it encodes all of them.
+    """The slots of a cache as a payload gets them when it encodes all of them.
 
     Args:
-      position: of each slot, -1 where it is free. Live slots stand in front, `0 ... n - 1`.
+      position: position of each slot, -1 where it is free. The first n slots are live.
       live: which slots hold a token.
-      rows: the rows that had tokens in the prompt that has just been read.
-      source: the slot of the payload at which each row stood before that prompt, -1 where it is
-        new. It may have been changed since. None: all rows are new.
-      rope: what rotates keys when they are read; None: nothing does.
+      rows: which rows had tokens in the prompt that has just been read.
+      source: the payload's slot that held each token before that prompt, -1 for new tokens. Its key
+        and value may have been changed since. None: all tokens are new.
+      rope: rotates keys when they are read; None: nothing does.
     """
 
     position: Int[Array, "B H S"]
@@ -115,11 +120,11 @@ class Slots(NamedTuple):
 
 
 class Payload(Protocol):
-    """What stores the keys or the values of a cache: `[B, H, S, D]` in whatever form."""
+    """The keys or the values of a cache, `[B, H, S, D]`, in any form."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """B, H, S, D."""
+        """The sizes B, H, S, D."""
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -127,24 +132,24 @@ class Payload(Protocol):
 
     @property
     def room(self) -> Int[Array, " B"] | None:
-        """How many new rows it takes before it has to be flushed; None: any number."""
+        """Number of new rows that fit in before the next flush; None: any number."""
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows: all slots, or those of `index`."""
+        """Returns dense rows: those of all slots, or those of `index`."""
 
     def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Payload:
         """Replaces a few slots (slot number S writes nothing), or all of them where None."""
 
     def flush(self, steps: int, moves: Moves | None = None) -> Payload:
-        """Moves rows among slots, then makes room for `steps` new rows where there is less."""
+        """Moves rows among slots, then makes room for `steps` new rows if there is less."""
 
     def encode(
         self, values: Payload, k: Float[Array, "B H S D"], v: Float[Array, "B H S D"], slots: Slots
     ) -> tuple[Payload, Payload]:
-        """Keys and values in the forms of these keys and of `values`.
+        """Brings dense keys and values into the forms of this payload and of `values`.
 
-        Rows of the batch that are not in `slots.rows` stay exactly as they are stored, and so does
-        what was stored before the prompt and has not been changed by it.
+        Rows of the batch that are not in `slots.rows` stay exactly as they are stored. So do tokens
+        that were stored before the prompt and that it has not changed.
         """
 
     def attention(
@@ -160,18 +165,18 @@ class Payload(Protocol):
         sinks: Float[Array, " Q"] | None = None,
         **logits,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
-        """The output and, where asked for, each slot's probability.
+        """Returns the output of attention and, if asked for, the probability of each slot.
 
-        Attention is to all slots (K = H, N = S), or with `index` to N of each of K lists, one per
-        KV head or per query head; -1 is none. List k reads head `k // (K / H)`. `sinks` and
-        `options` are those of `AttentionOptions`.
+        Attention is to all slots (K = H, N = S). With `index`, it is to the N slots of each of K
+        lists, one per KV head or per query head; -1 is no slot. List k reads head `k // (K / H)`.
+        `sinks` and `logits` are those of `AttentionOptions`.
         """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense:
-    """Rows as they are, `data [B, H, S, D]`, and anything in free slots.
+    """Keys or values as they are, `data [B, H, S, D]`; free slots may hold any numbers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -189,7 +194,7 @@ class Dense:
     room = property(lambda self: None)
 
     def read(self, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-        """Dense rows: all slots, or those of `index`."""
+        """Returns the rows of all slots, or those of `index`."""
         return self.data if index is None else take_slots(self.data, index)
 
     def write(self, slots: Int[Array, "B H T"] | None, rows: Float[Array, "B H T D"]) -> Dense:
@@ -206,7 +211,7 @@ class Dense:
         return self.write(slots, self.read(source))
 
     def encode(self, values: Payload, k: Array, v: Array, slots: Slots) -> tuple[Dense, Dense]:
-        """The rows as they are."""
+        """Returns the rows as they are."""
         return Dense(k), Dense(v)
 
     def attention(
@@ -220,12 +225,17 @@ class Dense:
         sinks: Float[Array, " Q"] | None = None,
         **options,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T N"] | None]:
-        """The output and, where asked for, each slot's probability: of all slots or of a list's."""
+        """Returns the output and, if asked for, the probability of each slot or list entry."""
         keys = self.data if seen.rotate is None else seen.rotate.rotate(self.data)
-        at = seen.bias, positions, seen.position
         if index is None:
-            out, lse, found = decode_attention(q, keys, values.data, *at, used=seen.used, **options)
+            out, lse, probabilities = decode_attention(
+                q, keys, values.data, seen.bias, positions, seen.position,
+                used=seen.used, **options,
+            )  # fmt: skip
         else:
-            out, lse, found = gather_attention(q, keys, values.data, index, *at, **options)
-        _, out, found = beside_sinks(sinks, lse, out, found)
-        return out, found
+            out, lse, probabilities = gather_attention(
+                q, keys, values.data, index, seen.bias, positions, seen.position, **options
+            )
+        # Sinks take a share of the probability; the kernels leave it to the slots.
+        _, out, probabilities = beside_sinks(sinks, lse, out, probabilities)
+        return out, probabilities

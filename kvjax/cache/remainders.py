@@ -1,9 +1,9 @@
-"""What rounding leaves out of values that a method writes again and again.
+"""Keeps the remainders of rounding for values that a method writes again and again.
 
-In 16 bits, a five-hundredth of a value is less than half a rounding of another: added a thousand
-times, it may be lost a thousand times. A column therefore holds what rounding has left out, as in
-Kahan's sum, and it is put back before a value is changed the next time. Attention reads values as
-they are stored, which are then one rounding off at most.
+In 16 bits, adding a five-hundredth of a value to it changes nothing: the sum rounds back to the
+value. Added a thousand times, it may be lost a thousand times. A column therefore holds what
+rounding has left out, as in Kahan's sum, and adds it before a value is changed the next time.
+Attention reads values as they are stored, which are then one rounding off at most.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ REMAINDERS = "remainders"  # the column, `[B, H, S, D]`
 
 
 def with_remainders(cache: KVCache) -> KVCache:
-    """The cache with the column, 2 · D bytes per slot, unless its values are float32 as they are.
+    """Adds the column, 2 · D bytes per slot, unless the values are stored as dense float32.
 
-    Remainders are bfloat16, whose range is that of float32, whatever the values are.
+    Remainders are bfloat16, which has the range of float32, whatever the dtype of the values.
     """
     if isinstance(cache.v, Dense) and cache.v.dtype.itemsize >= 4:
         return cache
@@ -33,7 +33,7 @@ def with_remainders(cache: KVCache) -> KVCache:
 
 
 def exact_values(cache: KVCache, index: Int[Array, "B K N"] | None = None) -> Array:
-    """Values of all slots, or of those of `index`, with what rounding has left out of them.
+    """Returns values with their remainders: those of all slots, or those of `index`.
 
     Returns:
       `[B, H, S, D]` float32 where the cache has the column, else in the dtype of its values.
@@ -46,15 +46,16 @@ def exact_values(cache: KVCache, index: Int[Array, "B K N"] | None = None) -> Ar
 
 
 def write_values(cache: KVCache, values: Float[Array, "B H S D"]) -> KVCache:
-    """The cache with these values of all slots; what equals `exact_values` stays as it is stored.
+    """Writes values of all slots; values that equal `exact_values` stay as they are stored.
 
-    A float32 value that float16 cannot hold becomes the largest that it can.
+    A float32 value that float16 cannot hold becomes the largest one that it can.
     """
     if cache.v.dtype == jnp.float16 and values.dtype == jnp.float32:
-        most = float(jnp.finfo(jnp.float16).max)
-        values = jnp.clip(values, -most, most)
+        largest = float(jnp.finfo(jnp.float16).max)
+        values = jnp.clip(values, -largest, largest)
     if REMAINDERS not in cache.columns:
         return cache.replace(v=cache.v.write(None, values))
+    # Encoding a value again could round it to another one.
     rows = jnp.where(values != exact_values(cache), values, _stored(cache.v))
     return replace_values(cache, cache.v.write(None, rows), values)
 
@@ -62,29 +63,31 @@ def write_values(cache: KVCache, values: Float[Array, "B H S D"]) -> KVCache:
 def replace_values(
     cache: KVCache, payload: Payload, values: Float[Array, "B H S D"] | None = None
 ) -> KVCache:
-    """The cache with another payload of its values.
+    """Replaces the payload of a cache's values, and the remainders with it.
 
     Args:
-      values: what they are; by default the `exact_values` of the cache.
+      values: the exact values that the payload stores; by default the `exact_values` of the cache.
     """
-    new = cache.replace(v=payload)
+    replaced = cache.replace(v=payload)
     if REMAINDERS not in cache.columns:
-        return new
+        return replaced
     values = exact_values(cache) if values is None else values
-    return new.with_column(REMAINDERS, (values - _stored(payload)).astype(jnp.bfloat16))
+    return replaced.with_column(REMAINDERS, (values - _stored(payload)).astype(jnp.bfloat16))
 
 
 def _stored(payload: Payload, index: Int[Array, "B K N"] | None = None) -> Float[Array, "B K N D"]:
-    """Values as they are stored, in float32."""
-    rows, kind = payload.read(index), jnp.finfo(payload.dtype)
+    """Returns values as they are stored, in float32."""
+    rows, dtype_info = payload.read(index), jnp.finfo(payload.dtype)
     wide = rows.astype(jnp.float32)
-    if kind.bits >= 32:
+    if dtype_info.bits >= 32:
         return wide
     # XLA may leave out a conversion to 16 bits and back, but not this rounding.
-    rounded = jax.lax.reduce_precision(wide, kind.nexp, kind.nmant)
-    if kind.dtype == jnp.float16:  # it makes 0 of subnormal numbers
-        least = float(kind.smallest_subnormal)
+    rounded = jax.lax.reduce_precision(wide, dtype_info.nexp, dtype_info.nmant)
+    if dtype_info.dtype == jnp.float16:  # `reduce_precision` makes 0 of subnormal numbers
+        least = float(dtype_info.smallest_subnormal)
         rounded = jnp.where(
-            jnp.abs(wide) < float(kind.smallest_normal), jnp.round(wide / least) * least, rounded
+            jnp.abs(wide) < float(dtype_info.smallest_normal),
+            jnp.round(wide / least) * least,
+            rounded,
         )
     return rounded

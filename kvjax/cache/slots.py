@@ -1,8 +1,8 @@
-"""The cache of one attention layer: an immutable pytree of weighted tokens, and what changes it.
+"""Defines the cache of one attention layer, an immutable pytree of slots, and what changes it.
 
-A slot is a weighted token: key, value, position and `log_mass`, the log of how many tokens it
-stands for, which attention adds to the logit. A free slot has `log_mass = -inf`. Evicting, merging
-and padding are therefore the same act: writing `log_mass`.
+A slot holds a weighted token: key, value, position and `log_mass`. The last is the logarithm of the
+number of tokens that the slot stands for; attention adds it to the logit. A free slot has
+`log_mass = -inf`. Evicting, merging and padding are therefore the same act: writing `log_mass`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from pallas_kernels import segment_merge
 
 FREE = -1  # the position of a free slot, and of a padding token
 NEG_INF = float("-inf")
-# While a prompt is read, the column with the slot that each token of before had then; -1: new ones.
+# Column that a cache has only while a prompt is read: the slot of each token before the prompt, -1
+# for new tokens.
 STORED_SLOT = "stored_slot"
 
 
 def _static(default=dataclasses.MISSING):
+    """Makes a dataclass field that is static in a pytree."""
     return field(default=default, metadata={"static": True})
 
 
@@ -40,8 +42,8 @@ class Column:
 
     Args:
       values: the data.
-      fill: what a new token starts with.
-      merge: what a merged slot gets: the `"sum"` of its members, or (`"keep"`) its own.
+      fill: value that a new token starts with.
+      merge: value of a merged slot: the `"sum"` of its members' values, or its own (`"keep"`).
     """
 
     values: Array
@@ -58,24 +60,25 @@ class KVCache:
 
     Args:
       k, v: payloads of shape `[B, H, S, D]`.
-      position: token position each slot came from, -1 = free.
-      log_mass: log of how many tokens a slot stands for, -inf = free.
+      position: position of the token in each slot, -1 where it is free.
+      log_mass: log of how many tokens each slot stands for, -inf where it is free.
       columns: per-slot data of transforms, by name.
-      pinned: slots that no evictor takes.
-      used: 1 + highest live slot, per row and head: no slot from there on is live.
-      length: 1 + newest position of each row.
+      pinned: slots that must not be evicted.
+      used: per row and head, 1 + the highest live slot: no slot from there on is live.
+      length: 1 + the newest position of each row.
       dropped: tokens that found no slot, per row and head; 0 unless a row was given more tokens
         than `max_prompt + max_new`, a method kept more than it promised, or `flush` was left out.
       capacity: slots that the cache has between calls (static).
-      max_prompt, max_new: prompt and new tokens that the cache was made for, all turns together.
-      heads: lists of slots that a row has on all devices together: H, or where `kvjax.attend` runs
-        on a device's part of the heads, more (static).
-      group: query heads per list of slots.
-      unfolded: lists of slots per KV head, which are then what H counts: 1, or where every query
-        head keeps tokens of its own all query heads of a KV head.
+      max_prompt, max_new: prompt and new tokens that the cache was made for, all turns together
+        (static).
+      heads: number of heads that have slots, on all devices together. It is H, or more where
+        `kvjax.attend` runs on one device's part of the heads (static).
+      group: query heads for each head that has slots (static).
+      unfolded: heads that have slots for each KV head, all of which H counts: 1, or the number of
+        query heads of a KV head if every query head keeps its own tokens (static).
       interval: M, the decode steps after which the cache must be flushed (static; None: never).
-      unrotated_keys: keys are stored without RoPE, as `Needs.unrotated_keys` asks (static).
-      lists: how many lists of slots a method that selects makes for a row, and how long they are
+      unrotated_keys: whether keys are stored without RoPE, as `Needs.unrotated_keys` asks (static).
+      lists: number and length of the lists of slots that a selecting method makes for a row
         (static; None: no method selects).
     """
 
@@ -100,17 +103,17 @@ class KVCache:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """B, H, S of the arrays as they are now."""
+        """The sizes B, H, S of the arrays as they are now."""
         return self.position.shape
 
     @property
     def slots(self) -> int:
-        """S as it is now: more than `capacity` only while a prompt is being read."""
+        """Number of slots S as it is now: above `capacity` only while a prompt is being read."""
         return self.position.shape[2]
 
     @property
     def live(self) -> Bool[Array, "B H S"]:
-        """Slots that hold a token."""
+        """The slots that hold a token."""
         return self.log_mass > NEG_INF
 
     @property
@@ -119,30 +122,34 @@ class KVCache:
         return self.max_prompt + self.max_new
 
     def unfold(self, rows: Float[Array, "B H T D"]) -> Float[Array, "B H T D"]:
-        """Rows of KV heads as those of their lists of slots."""
+        """Repeats rows of KV heads for each head that has slots (see `unfolded`)."""
         return rows if self.unfolded == 1 else jnp.repeat(rows, self.unfolded, axis=1)
 
     def column(self, name: str) -> Array:
-        """Values of one column, `[B, H, S, ...]`."""
+        """Returns the values of one column, `[B, H, S, ...]`."""
         return self.columns[name].values
 
     def replace(self, **changes) -> KVCache:
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def with_column(self, name: str, values: Array, **kind) -> KVCache:
-        """A copy with a column set; `kind` is `fill` and `merge` where the column is new."""
+    def with_column(self, name: str, values: Array, **options) -> KVCache:
+        """Returns a copy with a column set.
+
+        Args:
+          options: `fill` and `merge` of the column, if it is new.
+        """
         old = self.columns.get(name)
-        new = dataclasses.replace(old, values=values) if old else Column(values, **kind)
+        new = dataclasses.replace(old, values=values) if old else Column(values, **options)
         return self.replace(columns={**self.columns, name: new})
 
     def map_slots(self, change: Callable[[Array], Array]) -> KVCache:
-        """A copy with every per-slot array changed: columns too, but not keys and values."""
+        """Returns a copy with every per-slot array changed: columns too, but no keys and values."""
         names = ("position", "log_mass", "pinned", "columns")
         return self.replace(**{name: jax.tree.map(change, getattr(self, name)) for name in names})
 
     def map_columns(self, values: Callable[[Column], Array]) -> dict[str, Column]:
-        """The columns with new `values`, each from what it was."""
+        """Returns the columns with new values, computed from each column by `values`."""
         return {
             name: dataclasses.replace(column, values=values(column))
             for name, column in self.columns.items()
@@ -158,7 +165,7 @@ def empty_cache(
     dtype: DTypeLike,
     **static: int | bool | None,
 ) -> KVCache:
-    """A cache of `capacity` free slots per row and KV head, and its `static` fields."""
+    """Makes a cache of `capacity` free slots per row and KV head, with these `static` fields."""
     shape = (batch, kv_heads, capacity)
     return KVCache(
         k=Dense(jnp.zeros((*shape, head_dim), dtype)),
@@ -177,7 +184,7 @@ def empty_cache(
 
 
 def check_cache(cache: object, where: str) -> None:
-    """Raises unless it is the slots of one layer."""
+    """Raises unless `cache` is the `KVCache` of one layer."""
     if not isinstance(cache, KVCache):
         hint = ": give its kv" if hasattr(cache, "kv") else ""
         raise TypeError(f"{where} takes a kvjax.kit.KVCache, got {type(cache).__name__}{hint}")
@@ -185,7 +192,7 @@ def check_cache(cache: object, where: str) -> None:
 
 
 def check_not_stacked(cache: KVCache, where: str) -> None:
-    """Raises ValueError where arrays have more axes than those of one layer."""
+    """Raises ValueError if the arrays have more axes than those of one layer."""
     if jnp.ndim(cache.position) != 3:
         raise ValueError(
             f"{where} takes the cache of one layer, whose positions are [B, H, S], got an array of "
@@ -196,10 +203,10 @@ def check_not_stacked(cache: KVCache, where: str) -> None:
 
 
 def as_positions(positions: Array | np.ndarray | Sequence) -> Int[Array, "B T"]:
-    """Token positions as int32.
+    """Returns token positions as int32.
 
     Raises:
-      TypeError: no integers.
+      TypeError: the positions are no integers.
     """
     positions = jnp.asarray(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -215,20 +222,20 @@ def append(
 ) -> tuple[KVCache, Int[Array, "B H T"]]:
     """Puts new tokens into the lowest free slots, in their order, each with mass 1.
 
-    A payload that encodes rows together takes so many new rows before the next flush and no more;
-    tokens beyond them find no slot.
+    A payload that encodes rows together takes a limited number of new rows before the next flush;
+    tokens beyond it find no slot.
 
     Args:
       k, v: keys and values of the new tokens.
       positions: their token positions; -1 marks padding, which is not stored.
 
     Raises:
-      TypeError: no `KVCache`, or positions that are no integers.
-      ValueError: a cache stacked by layer.
+      TypeError: `cache` is no `KVCache`, or the positions are no integers.
+      ValueError: the cache is stacked by layer.
 
     Returns:
-      The cache, and the slot of every new token, `cache.slots` where it was not stored. A token
-      that finds no free slot is counted in `dropped`.
+      The cache, and the slot of every new token, `cache.slots` if it was not stored. A token that
+      finds no free slot is counted in `dropped`.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -244,12 +251,14 @@ def append(
     slots = _free_slots(cache, positions)
     room = cache.k.room
     if room is not None:
+        # Padding is not counted: it takes no room.
         number = jnp.cumsum(positions >= 0, axis=1, dtype=jnp.int32)
         slots = jnp.where((number <= room[:, None])[:, None], slots, cache.slots)
     stored = slots < cache.slots
     lost = (positions >= 0)[:, None] & ~stored
 
     def start(x: Array, value: Array | float) -> Array:
+        """Writes the value that new tokens start with to their slots."""
         return write_slots(x, slots, jnp.full((*slots.shape, *x.shape[3:]), value, x.dtype))
 
     cache = cache.replace(
@@ -267,10 +276,13 @@ def append(
 
 
 def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H T"]:
-    """The slot of each new token: its j-th valid token takes the j-th free slot, S if none."""
+    """Returns the slot of each new token, the j-th free slot for the j-th token that is no padding.
+
+    It is S for padding, and where there is no free slot.
+    """
     free, valid, size = ~cache.live, positions >= 0, cache.slots
     if positions.shape[1] == 1:
-        # The step of a decode loop: one pass over scalars instead of a prefix sum.
+        # A decode step: one pass over scalars instead of a prefix sum.
         return jnp.where(valid[:, None, :], _first(free)[..., None], size)
     count = jnp.cumsum(free, axis=-1, dtype=jnp.int32)
     wanted = jnp.cumsum(valid, axis=-1, dtype=jnp.int32)
@@ -282,8 +294,8 @@ def _free_slots(cache: KVCache, positions: Int[Array, "B T"]) -> Int[Array, "B H
 def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
     """Frees every slot that is neither kept nor pinned.
 
-    It only marks: keys, values and columns stay where they are. Nothing reads them there, so that
-    they may be NaN or infinite.
+    Slots are only marked as free: keys, values and columns stay where they are. Nothing reads them
+    there, so that they may be NaN or infinite.
 
     Args:
       keep: which slots stay, `[B, H, S]`.
@@ -302,7 +314,7 @@ def evict(cache: KVCache, keep: Bool[Array, "B H S"]) -> KVCache:
 
 
 def _free_others(cache: KVCache, live: Bool[Array, "B H S"]) -> KVCache:
-    """The cache in which only these slots are live."""
+    """Frees all slots except these."""
     return cache.replace(
         log_mass=jnp.where(live, cache.log_mass, NEG_INF),
         position=jnp.where(live, cache.position, FREE),
@@ -312,13 +324,14 @@ def _free_others(cache: KVCache, live: Bool[Array, "B H S"]) -> KVCache:
 
 
 def _first(slots: Bool[Array, "B H S"]) -> Int[Array, "B H"]:
-    """The lowest of these slots, S if there is none."""
-    # One kernel, where a minimum of slot numbers would take four.
+    """Returns the lowest of these slots, S if there is none."""
+    # `argmax` of a mask is one kernel; a minimum of slot numbers would take four.
     padded = jnp.pad(slots, ((0, 0), (0, 0), (0, 1)), constant_values=True)
     return jax.lax.argmax(padded, 2, jnp.int32)
 
 
 def _slot_numbers(shape: tuple[int, int, int]) -> Int[Array, "B H S"]:
+    """Returns the number of every slot, `0 ... S - 1` in each row and head."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, 2)
 
 
@@ -329,17 +342,17 @@ def merge(
     *,
     implementation: str | None = None,
 ) -> KVCache:
-    """Merges slots: every live slot s goes into slot `into[s]`, itself if it stays.
+    """Merges slots: every live slot s goes into slot `into[s]`, which is s itself if it stays.
 
-    Keys and values become weighted means over the members, `k = Σ w_i k_i / Σ w_i`, masses add,
-    the merged slot keeps its target's position; columns follow their own rule. A slot that is its
-    own only member is left exactly as it is. Free slots are ignored.
+    Keys and values become weighted means over the members, `k = Σ w_i k_i / Σ w_i`, and masses
+    add. The merged slot keeps the position of its target; columns follow their own rules. A slot
+    that is its own only member is left exactly as it is. Free slots are ignored.
 
     Args:
       into: target slot per slot. A target must be live and its own target.
       weights: non-negative, one per slot; the masses by default, so that merging is associative. A
-        target whose members all weigh nothing keeps its own key and value.
-      implementation: of the means and sums, as of `pallas_kernels.segment_merge`; None: the best
+        target whose members all have weight 0 keeps its own key and value.
+      implementation: of the means and sums, as in `pallas_kernels.segment_merge`; None: the best
         that can run.
 
     Example:
@@ -354,23 +367,27 @@ def merge(
     """
     check_cache(cache, "merge")
     size, live = cache.slots, cache.live
-    into = jnp.where(live, into, size).astype(jnp.int32)  # size = ignored
-    mass, chosen = jnp.exp(cache.log_mass), {"implementation": implementation}
+    into = jnp.where(live, into, size).astype(jnp.int32)  # slot S does not exist: ignored
+    mass = jnp.exp(cache.log_mass)
     weights = mass if weights is None else jnp.where(live, weights, 0.0).astype(jnp.float32)
-    several = sum_into(into, live.astype(jnp.int32)) > 1
+    merged_several = sum_into(into, live.astype(jnp.int32)) > 1
     stays = live & (into == _slot_numbers(cache.shape))
 
     def means(rows: Array) -> Array:
-        return segment_merge(rows, into, weights, **chosen)
+        return segment_merge(rows, into, weights, implementation=implementation)
+
+    def sums(rows: Array) -> Array:
+        return sum_into(into, rows, implementation=implementation)
 
     def combine(column: Column) -> Array:
         values = column.values
         if column.merge == "keep":
             return values
-        which = several.reshape(*cache.shape, *(1,) * (values.ndim - 3))
-        return jnp.where(which, sum_into(into, values, **chosen), values)
+        several = merged_several.reshape(*cache.shape, *(1,) * (values.ndim - 3))
+        return jnp.where(several, sums(values), values)
 
-    log_mass = jnp.where(several, jnp.log(sum_into(into, mass, **chosen)), cache.log_mass)
+    # exp and log round, so that a slot that is its own only member must keep its `log_mass`.
+    log_mass = jnp.where(merged_several, jnp.log(sums(mass)), cache.log_mass)
     pinned = sum_into(into, cache.pinned.astype(jnp.int32)) > 0
     columns = cache.map_columns(combine)
     k = cache.k.write(None, means(cache.k.read()))
@@ -382,12 +399,12 @@ def merge(
 def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -> KVCache:
     """Moves the live slots to the front, in the order of positions, and cuts or widens to `slots`.
 
-    With `permute` the only function that moves slots; every payload and column moves with them. If
-    more slots are live than fit, the last are lost and counted in `dropped`.
+    Only this function and `permute` move slots; every payload and column moves with them. If more
+    slots are live than fit, the last ones are lost and counted in `dropped`.
 
     Args:
-      slots: how many the cache has afterwards.
-      rows: the rows whose slots move; those of the others stay where they are. None: all.
+      slots: number of slots that the cache has afterwards.
+      rows: the rows whose slots move; slots of other rows stay where they are. None: all.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -402,14 +419,14 @@ def compact(cache: KVCache, slots: int, rows: Bool[Array, " B"] | None = None) -
     check_cache(cache, "compact")
     index = sorted_slots(cache.live, cache.position)
     place = _slot_numbers((*cache.shape[:2], slots))
-    there = place < cache.live.sum(-1, keepdims=True, dtype=jnp.int32)
-    same = jnp.minimum(place, cache.slots - 1)
-    source = take_slots(index, same)
+    has_source = place < cache.live.sum(-1, keepdims=True, dtype=jnp.int32)
+    same_slot = jnp.minimum(place, cache.slots - 1)
+    source = take_slots(index, same_slot)
     if rows is not None:
         moves = rows[:, None, None]
-        source = jnp.where(moves, source, same)
-        there = jnp.where(moves, there, place < cache.slots)
-    return _move(cache, source, there)
+        source = jnp.where(moves, source, same_slot)
+        has_source = jnp.where(moves, has_source, place < cache.slots)
+    return _move(cache, source, has_source)
 
 
 def permute(
@@ -417,10 +434,10 @@ def permute(
     source: Int[Array, "B H N"],
     slots: Int[Array, "B H N"] | None = None,
 ) -> KVCache:
-    """Slot `slots[n]` becomes what slot `source[n]` was.
+    """Moves the content of slot `source[n]` to slot `slots[n]`.
 
     Args:
-      source: every slot of a set once.
+      source: a set of slots, each once.
       slots: the same set in another order, S = none; None: `0 ... S - 1`, all of them.
     """
     if slots is None:
@@ -432,36 +449,40 @@ def permute(
 
 
 def sorted_slots(live: Bool[Array, "B H N"], position: Int[Array, "B H N"]) -> Int[Array, "B H N"]:
-    """Slot numbers by position, free slots last."""
+    """Returns slot numbers in the order of positions, free slots last."""
     key = jnp.where(live, position, jnp.iinfo(jnp.int32).max)
     return jax.lax.sort((key, _slot_numbers(live.shape)), dimension=2, num_keys=1)[-1]
 
 
 def ranks(live: Bool[Array, "B H N"], position: Int[Array, "B H N"]) -> Int[Array, "B H N"]:
-    """How many live slots have a lower position; of a free slot, how many are live.
+    """Returns how many live slots have a lower position; for a free slot, how many are live.
 
-    Positions alone are sorted and then searched, by halves: on a CPU, a sort that carries slot
-    numbers along takes several times as long. The steps of the search are unrolled, since a decode
-    step holds no loop.
+    Only positions are sorted, and then a binary search finds each of them: on a CPU, a sort that
+    carries slot numbers along takes several times as long. The steps of the search are unrolled,
+    because a decode step holds no loop.
     """
     key = jnp.where(live, position, jnp.iinfo(jnp.int32).max)
     ascending, slots = jnp.sort(key, axis=-1), key.shape[-1]
-    found = jnp.zeros_like(key)
+    rank = jnp.zeros_like(key)
     for bit in reversed(range(slots.bit_length())):
-        further = found + 2**bit
-        place = jnp.minimum(further, slots) - 1
+        # The rank is at least `raised` if that many positions are lower.
+        raised = rank + 2**bit
+        place = jnp.minimum(raised, slots) - 1
         last = jnp.take_along_axis(ascending, place, axis=-1, mode="promise_in_bounds")
-        found = jnp.where((further <= slots) & (last < key), further, found)
-    return found
+        rank = jnp.where((raised <= slots) & (last < key), raised, rank)
+    return rank
 
 
 def opened(
     cache: KVCache, *, empty: bool = False
 ) -> tuple[KVCache, tuple[Payload, Payload] | None]:
-    """The cache while a prompt is read: keys and values dense, and zeros where it is `empty`.
+    """Opens a cache for reading a prompt: makes keys and values dense.
+
+    Args:
+      empty: whether no slot is live; keys and values are then zeros and not decoded.
 
     Returns:
-      The slots, with the column `STORED_SLOT`; and keys and values as they were stored, None where
+      The cache, with the column `STORED_SLOT`; and keys and values as they were stored, None if
       they were dense.
     """
     slot = jnp.where(cache.live, _slot_numbers(cache.shape), -1)
@@ -479,12 +500,12 @@ def closed(
     rows: Bool[Array, " B"],
     rope: Rope | None,
 ) -> KVCache:
-    """The cache at a prompt's end: keys and values in the forms in which they were stored.
+    """Closes a cache at a prompt's end: encodes keys and values as they were stored before.
 
     Args:
-      stored: as `opened` returned them.
-      rows: those that had tokens in the prompt.
-      rope: what rotates keys when they are read; None: nothing does.
+      stored: stored keys and values, as `opened` returned them.
+      rows: the rows that had tokens in the prompt.
+      rope: rotates keys when they are read; None: nothing does.
     """
     columns = dict(cache.columns)
     source = jnp.where(cache.live, columns.pop(STORED_SLOT).values, -1)
@@ -492,35 +513,37 @@ def closed(
     if stored is None:
         return cache
     slots = Slots(cache.position, cache.live, rows, source, rope)
-    rows = exact_values(cache).astype(cache.v.dtype)
-    k, v = stored[0].encode(stored[1], cache.k.read(), rows, slots)
+    k_form, v_form = stored
+    values = exact_values(cache).astype(cache.v.dtype)
+    k, v = k_form.encode(v_form, cache.k.read(), values, slots)
     return replace_values(cache.replace(k=k), v)
 
 
 def widen(cache: KVCache, slots: int) -> KVCache:
-    """Adds free slots at the end, up to `slots`; slots that are there stay where they are."""
+    """Adds free slots at the end, up to `slots`; existing slots stay where they are."""
     if slots <= cache.slots:
         return cache
     place = _slot_numbers((*cache.shape[:2], slots))
     return _move(cache, place, place < cache.slots)
 
 
-def _move(cache: KVCache, index: Int[Array, "B H N"], there: Bool[Array, "B H N"]) -> KVCache:
-    """A cache whose slot n is this one's slot `index[..., n]`, free where not `there`."""
-    # A free slot repeats the first token, so that a group of slots encoded together has its range.
-    index = jnp.where(there, index, index[..., :1])
-    k, v = (Dense(take_slots(payload.read(), index)) for payload in (cache.k, cache.v))
-    moved = cache.map_slots(lambda x: take_slots(x, index))
-    live = moved.live & there
+def _move(cache: KVCache, source: Int[Array, "B H N"], has_source: Bool[Array, "B H N"]) -> KVCache:
+    """Makes a cache whose slot n is this one's slot `source[..., n]`, free unless it has one."""
+    # A free slot repeats the first token. It then does not widen the range of numbers of a group of
+    # slots that are encoded together.
+    source = jnp.where(has_source, source, source[..., :1])
+    k, v = (Dense(take_slots(payload.read(), source)) for payload in (cache.k, cache.v))
+    moved = cache.map_slots(lambda x: take_slots(x, source))
+    live = moved.live & has_source
     lost = cache.live.sum(-1, dtype=jnp.int32) - live.sum(-1, dtype=jnp.int32)
     return _free_others(moved.replace(k=k, v=v, dropped=cache.dropped + lost), live)
 
 
 def nbytes(tree) -> int:
-    """Bytes of all arrays in a pytree: a cache's keys, values, positions, masses, columns, state.
+    """Returns the bytes of all arrays in a pytree.
 
-    Works on arrays and on shapes (`jax.eval_shape`), so that a cache can be priced before it is
-    made.
+    Of a cache they are keys, values, positions, masses, columns and state. The function takes
+    arrays and shapes (`jax.eval_shape`), so that it can tell the size of a cache before it is made.
 
     Example:
       >>> import jax, kvjax
@@ -536,10 +559,10 @@ def nbytes(tree) -> int:
 
 
 def memory_bytes(tree) -> dict[str, int]:
-    """Bytes of all arrays in a pytree by the kind of memory that they are in.
+    """Returns the bytes of all arrays in a pytree, by the kind of memory that they are in.
 
     Args:
-      tree: of arrays, as they come out of a call.
+      tree: arrays as a call returns them, not shapes.
 
     Example:
       >>> import kvjax
@@ -547,8 +570,8 @@ def memory_bytes(tree) -> dict[str, int]:
       >>> kvjax.evaluation.memory_bytes(kvjax.init_cache(kvjax.Full(), **size))
       {'device': 19748}
     """
-    held: dict[str, int] = {}
+    total: dict[str, int] = {}
     for leaf in jax.tree.leaves(tree):
-        kind = leaf.sharding.memory_kind
-        held[kind] = held.get(kind, 0) + leaf.size * leaf.dtype.itemsize
-    return held
+        memory = leaf.sharding.memory_kind
+        total[memory] = total.get(memory, 0) + leaf.size * leaf.dtype.itemsize
+    return total

@@ -1,4 +1,4 @@
-"""Units of neighbouring tokens: a cache by position, in blocks, chunks or pages."""
+"""Arranges a cache by position, in units of neighbouring tokens: blocks, chunks or pages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from kvjax.devices import all_heads
 class Units(NamedTuple):
     """The slots of a cache by position: unit u has the positions `u·size … (u + 1)·size − 1`.
 
-    A unit is the same in all heads, whichever of its tokens they hold, and in whichever slots.
-    Tokens beyond `count · size`, which only gaps between positions allow, are in none.
+    A unit has the same positions in all heads, whichever of its tokens each head holds, and in
+    whichever slots. Tokens beyond `count · size` are in no unit; they occur only if positions have
+    gaps.
 
     Args:
-      position: of each slot, counted from where the first unit begins.
+      position: position of each slot, counted from where the first unit begins.
       count: number of units.
       size: tokens of a unit.
     """
@@ -30,42 +31,44 @@ class Units(NamedTuple):
 
     @classmethod
     def of(cls, cache: KVCache, size: int) -> Units:
-        """As many as the tokens that the cache was made for."""
+        """Makes as many units of this size as the cache's `max_tokens` take."""
         return cls(cache.position, -(-cache.max_tokens // size), size)
 
     def grid(self, x: Array) -> Array:
-        """`[B, H, S, ...]` to `[B, H, U, size, ...]`; 0 where a head has no such token."""
+        """Arranges `[B, H, S, ...]` as `[B, H, U, size, ...]`; 0 where a head lacks the token."""
         places = self.count * self.size
+        # Tokens of no unit go to the place after the last one, which drops them.
         index = jnp.where(self.position >= 0, jnp.minimum(self.position, places), places)
         grid = write_slots(jnp.zeros((*x.shape[:2], places, *x.shape[3:]), x.dtype), index, x)
         return grid.reshape(*x.shape[:2], self.count, self.size, *x.shape[3:])
 
     def grid_of_query_heads(self, x: Array) -> Array:
-        """`[B, Q, S]` to `[B, H, U, size, G]`."""
+        """Arranges an array `[B, Q, S]` of query heads as `[B, H, U, size, G]`."""
         batch, kv_heads, slots = self.position.shape
         return self.grid(jnp.moveaxis(x.reshape(batch, kv_heads, -1, slots), 2, 3))
 
     def any(self, x: Bool[Array, "B H S"]) -> Bool[Array, "B H U"]:
-        """Whether it holds of some token of a unit."""
+        """Returns, for each unit, whether `x` is true for any of its tokens."""
         return self.grid(x).any(-1)
 
     def slots_of_tokens(self, x: Bool[Array, "B H U size"]) -> Bool[Array, "B H S"]:
-        """What holds of a unit's token, at its slot; False for tokens of no unit."""
+        """Brings what is true for each token of the units to its slot; False outside of units."""
         places = self.count * self.size
         inside = (self.position >= 0) & (self.position < places)
         flat = x.reshape(*x.shape[:2], places)
         return take_slots(flat, jnp.clip(self.position, 0, places - 1)) & inside
 
     def slots(self, x: Bool[Array, "B H U"]) -> Bool[Array, "B H S"]:
-        """What holds of a unit, for each of its tokens."""
+        """Brings what is true for each unit to the slots of its tokens; False outside of units."""
         unit = self.position // self.size
         inside = (unit >= 0) & (unit < self.count)
         return take_slots(x, jnp.clip(unit, 0, self.count - 1)) & inside
 
     def join(self, bits: Bool[Array, "B Q S"], heads: int | None = None) -> Bool[Array, "B U N"]:
-        """The bits of all heads and of a unit's tokens, one token after the other: `N = size·Q`.
+        """Joins the bits that all heads have of a unit's tokens, token by token: `N = size·Q`.
 
-        `heads` as in `kvjax.devices.all_heads`.
+        Args:
+          heads: as in `kvjax.devices.all_heads`.
         """
         grid = jnp.moveaxis(all_heads(self.grid_of_query_heads(bits), heads), 1, 3)
         return grid.reshape(*grid.shape[:2], -1)

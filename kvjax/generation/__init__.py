@@ -1,1 +1,1 @@
-"""Text from a language model through compressed caches."""
+"""Generates text from a language model through compressed KV caches."""

@@ -1,4 +1,4 @@
-"""Calibration: what some methods measure once in a model, on sample text."""
+"""Calibrates methods that measure a model once, on sample text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvjax.transforms.infinigen.projections import InfiniGenCalibration, partial
 from pallas_kernels import soft_matching
 
 CALIBRATION_TOKENS = 1024
-"""So many tokens of a prompt are taken where its own beginning is the sample."""
+"""Tokens at the beginning of a prompt that serve as the sample where no other text does."""
 
 
 @automatic()
@@ -41,13 +41,13 @@ def calibrate_outlier_heads(
     sinks: int = 16,
     recent: int = 64,
 ) -> OutlierHeads:
-    """The heads whose keys resemble each other least, which Chelsea leaves uncompressed.
+    """Finds the heads whose keys resemble each other least, which Chelsea leaves uncompressed.
 
     The model reads the sample with the full cache. In each KV head, every token of set A has an
     edge to the most similar token of set B, as in Chelsea's first pass; sinks and recent tokens are
     in neither set. A head's score is the share of A whose edge is not above `threshold`, averaged
-    over the rows. The `fraction` of all heads with the highest scores, at least one head, are the
-    outliers.
+    over the rows. The outliers are the `fraction` of all heads with the highest scores, at least
+    one head.
 
     Args:
       model: as for `kvjax.generate`.
@@ -58,12 +58,12 @@ def calibrate_outlier_heads(
       chunk, sinks, recent: numbers of tokens, as in `Chelsea`.
 
     Returns:
-      What `Chelsea` takes as `outlier_heads`, the highest score first, ties to the lower head.
+      The `outlier_heads` for `Chelsea`, the highest score first, ties to the lower head.
 
     Raises:
       TypeError, ValueError: what `kvjax.generate` raises for prompts, a row that is too short to
         have tokens between sinks and recent ones, a threshold outside (-1, 1], a fraction
-        outside (0, 1] or one that leaves no head over.
+        outside (0, 1] or one by which all heads would be outliers.
 
     Example:
       >>> import kvjax
@@ -71,8 +71,8 @@ def calibrate_outlier_heads(
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> found = kvjax.calibrate_outlier_heads(model, [list(range(64))], 0.9, sinks=4, recent=8)
-      >>> len(found.heads), found.num_layers, found.kv_heads
+      >>> heads = kvjax.calibrate_outlier_heads(model, [list(range(64))], 0.9, sinks=4, recent=8)
+      >>> len(heads.heads), heads.num_layers, heads.kv_heads
       (1, 2, 2)
 
     References:
@@ -80,8 +80,9 @@ def calibrate_outlier_heads(
       appendix B.
     """
     functional = as_functional(model)
-    for name, value, least in (("chunk", chunk, 2), ("sinks", sinks, 0), ("recent", recent, 0)):
-        check_count(name, value, least)
+    check_count("chunk", chunk, 2)
+    check_count("sinks", sinks, 0)
+    check_count("recent", recent, 0)
     check_number("threshold", threshold, above=-1, most=1)
     check_number("fraction", fraction, above=0, most=1)
     check_prompts(functional, sample, (Full(),), 0)
@@ -91,8 +92,10 @@ def calibrate_outlier_heads(
             f"every row of the sample must have at least sinks + recent + 2 = "
             f"{sinks + recent + 2} tokens, got {lengths.min()}"
         )
-    scores = _scores((chunk, sinks, recent), functional, *pad(sample), threshold)
+    tokens, positions = pad(sample)
+    scores = _scores((chunk, sinks, recent), functional, tokens, positions, threshold)
     count = max(1, round(fraction * scores.size))
+    # A stable sort leaves the lower head first where scores are equal.
     ranked = np.argsort(-np.asarray(scores), axis=None, kind="stable")[:count]
     heads = tuple(divmod(int(head), functional.kv_heads) for head in ranked)
     return OutlierHeads(heads, functional.num_layers, functional.kv_heads)
@@ -106,13 +109,14 @@ def _scores(
     positions: Int[Array, "B T"],
     threshold: Float[Array, ""],
 ) -> Float[Array, "N H"]:
-    """Share of set A without an edge above the threshold, per layer and KV head."""
+    """Returns the share of set A without an edge above the threshold, per layer and KV head."""
     chunk, sinks, recent = matching
     layers = (Full(),) * model.num_layers
     caches: Any = read_at_once(model, layers, tokens, positions, max_new=0)[1]
     length = positions.max(-1, keepdims=True) + 1
     shares = []
     for cache in caches:
+        # Keys without the sinks; the recent ones are beyond `count`.
         keys = cache.kv.k.read()[:, :, sinks:]
         count = jnp.broadcast_to(length - sinks - recent, keys.shape[:2])
         similarity, _ = soft_matching(keys, count, chunk=chunk)
@@ -126,24 +130,24 @@ def _scores(
 def calibrate_infinigen(
     model: LanguageModel | FunctionalModel, sample: Sequence[Sequence[int]], share: float = 0.2
 ) -> InfiniGenCalibration:
-    """The few channels of skewed queries and keys by which `InfiniGen` predicts attention.
+    """Finds the few channels of skewed queries and keys by which `InfiniGen` predicts attention.
 
-    The model reads the sample with the full cache. In each KV head, the rotated queries of its
+    The model reads the sample with the full cache. In each KV head, the rotated queries q of its
     group are the rows of one matrix, and A holds the right singular vectors of that matrix. A is
     orthogonal, so it changes no product of a query and a key, `qA · kA = q · k`, but it gathers
-    most of the product in few channels. With the head's rotated keys k, the result P has the
-    columns of A for the `n = max(1, int(share · D))` channels with the largest `Σ |q A|` and for
-    the n with the largest `Σ |k A|`.
+    most of the product in few channels. Let k be the head's rotated keys. The result P has the
+    columns of A for the `n = max(1, int(share · D))` channels with the largest `Σ |q A|`, and for
+    the n channels with the largest `Σ |k A|`.
 
     Args:
       model: as for `kvjax.generate`.
       sample: token ids of each row; rows may differ in length. It should have several times as many
         tokens as a head has channels.
-      share: of the channels, for queries and for keys; 0.2 as in the authors' code.
+      share: share of the channels, for queries and for keys; 0.2 as in the authors' code.
 
     Returns:
-      What `InfiniGen` takes as `calibration`: at most 2n channels per head, padded with zeros
-      to as many as any head has. Model and sample determine it, except for the channels' signs.
+      The `calibration` for `InfiniGen`: at most 2n channels per head, padded with zeros to the
+      largest number that a head has. Model and sample determine it, except for the channels' signs.
 
     Raises:
       TypeError, ValueError: what `kvjax.generate` raises for prompts, a share outside (0, 1].
@@ -154,9 +158,11 @@ def calibrate_infinigen(
       >>> model = random_decoder(DecoderConfig(
       ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, query_heads=4,
       ...     kv_heads=2, head_dim=8, rope=RopeConfig(rotary_dim=8), max_positions=128))
-      >>> found = calibrate_infinigen(model, [list(range(64))])
-      >>> found.num_layers, found.kv_heads, found.head_dim, found.channels in (1, 2)
-      (3, 2, 8, True)
+      >>> calibration = calibrate_infinigen(model, [list(range(64))])
+      >>> calibration.num_layers, calibration.kv_heads, calibration.head_dim
+      (3, 2, 8)
+      >>> calibration.channels in (1, 2)
+      True
 
     References:
       Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV
@@ -165,10 +171,16 @@ def calibrate_infinigen(
     functional = as_functional(model)
     check_number("share", share, above=0, most=1)
     check_prompts(functional, sample, (Full(),), 0)
-    layers = _queries_and_keys(functional, *pad(sample))
-    found = [[partial_projection(q, k, share) for q, k in _per_head(layer)] for layer in layers]
-    most = max(p.shape[1] for heads in found for p in heads)
-    padded = [[np.pad(p, ((0, 0), (0, most - p.shape[1]))) for p in heads] for heads in found]
+    tokens, positions = pad(sample)
+    layers = _queries_and_keys(functional, tokens, positions)
+    projections = [
+        [partial_projection(q, k, share) for q, k in _per_head(layer)] for layer in layers
+    ]
+    # A channel may be among the first n of queries and of keys, so that heads differ in number.
+    channels = max(p.shape[1] for heads in projections for p in heads)
+    padded = [
+        [np.pad(p, ((0, 0), (0, channels - p.shape[1]))) for p in heads] for heads in projections
+    ]
     return InfiniGenCalibration(np.array(padded, np.float32))
 
 
@@ -177,13 +189,13 @@ def calibrated(
     model: LanguageModel | FunctionalModel,
     sample: Sequence[Sequence[int]],
 ) -> KVTransform:
-    """The composition in which every `InfiniGen` is calibrated.
+    """Returns the composition with every `InfiniGen` calibrated.
 
-    In `HeadGroups`, a method gets the part of the calibration that is of its heads.
+    In `HeadGroups`, a method gets the part of the calibration that is for its heads.
 
     Args:
       transform: any.
-      model, sample: as for `calibrate_infinigen`, which is called once, and only where there is an
+      model, sample: as for `calibrate_infinigen`, which is called once, and only if there is an
         `InfiniGen` without calibration.
 
     Example:
@@ -193,6 +205,7 @@ def calibrated(
     """
     check_transform(transform, "calibrated")
     layers = [transform]
+    # The methods of a `PerLayer` are known only once it is asked for each layer.
     if any(isinstance(part, PerLayer) for part in walk(transform)):
         num_layers = as_functional(model).num_layers
         layers = [chosen(transform, layer, num_layers) for layer in range(num_layers)]
@@ -204,39 +217,45 @@ def calibrated(
 
 @dataclass(frozen=True)
 class WithCalibration:
-    """Gives an `InfiniGen` that has no calibration this one, of its heads: for `map_methods`."""
+    """Gives a calibration to every `InfiniGen` that has none; a function for `map_methods`.
+
+    Args:
+      calibration: of all heads.
+    """
 
     calibration: InfiniGenCalibration
 
     def __call__(self, method: KVTransform, heads: tuple[int, ...] | None) -> KVTransform:
-        """The method with the calibration, if it wants one."""
+        """Returns the method, with the calibration of its heads if it lacks one."""
         if not isinstance(method, InfiniGen) or method.calibration is not None:
             return method
-        own = self.calibration
+        calibration = self.calibration
         if heads is not None:
-            own = InfiniGenCalibration(own.projections[:, list(heads)])
-        return dataclasses.replace(method, calibration=own)
+            calibration = InfiniGenCalibration(calibration.projections[:, list(heads)])
+        return dataclasses.replace(method, calibration=calibration)
 
 
 @compiled()
 def _queries_and_keys(
     model: FunctionalModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> tuple[tuple[Array, ...], ...]:
-    """Of each layer: rotated queries, their positions, rotated keys and their positions."""
+    """Returns rotated queries, their positions, rotated keys and their positions, by layer."""
     layers = (Observe(Needs(query_window=tokens.shape[1])),) * model.num_layers
+    readings: Any
     # float32: a calibration should not depend on the dtype in which a platform stores keys.
-    read = read_at_once(model, layers, tokens, positions, max_new=0, dtype=jnp.float32, last=False)
-    readings: Any = read[1]
+    _, readings = read_at_once(
+        model, layers, tokens, positions, max_new=0, dtype=jnp.float32, last=False
+    )
     return tuple((*layer.queries, layer.kv.k.read(), layer.kv.position) for layer in readings)
 
 
 def _per_head(layer: tuple[Array, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Queries `[M, D]` and keys `[N, D]` of every KV head, all tokens of all rows."""
+    """Returns the queries `[M, D]` and keys `[N, D]` of every KV head, of all tokens and rows."""
     queries, query_position, keys, position = map(np.asarray, layer)
     batch, kv_heads, _, head_dim = keys.shape
     queries = queries.reshape(batch, kv_heads, -1, *queries.shape[2:])  # [B, H, G, T, D]
-    there = np.broadcast_to((query_position >= 0)[:, None], (batch, *queries.shape[2:4]))
+    no_padding = np.broadcast_to((query_position >= 0)[:, None], (batch, *queries.shape[2:4]))
     return [
-        (queries[:, head][there].reshape(-1, head_dim), keys[:, head][position[:, head] >= 0])
+        (queries[:, head][no_padding].reshape(-1, head_dim), keys[:, head][position[:, head] >= 0])
         for head in range(kv_heads)
     ]

@@ -1,4 +1,4 @@
-"""What a model's tokenizer puts around a text to be continued: special tokens, a template."""
+"""Puts a tokenizer's special tokens or chat template around a text that is to be continued."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from kvjax.messages import brief, one_line
 
 CHAT_STARTS = "chat_starts_with_bos"
-"""An option of tokenizers: their first token is put before a rendered template that has none."""
+"""Option of tokenizers: a rendered template that lacks their first token gets it in front."""
 
-# What stands for a text when a template is rendered, to see what comes before and after it.
+# Markers that stand for texts when a template is rendered, to see what comes around the texts.
 TEXT, ANSWER = "kvjax-text-stands-here", "kvjax-answer-stands-here"
 MESSAGE = {"role": "user", "content": TEXT}
 CONVERSATION = (
@@ -19,10 +19,10 @@ CONVERSATION = (
 
 
 def raw_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text that is to be continued as it is.
+    """Returns the tokens of a text that is to be continued as it is.
 
-    The tokenizer's special tokens come before it. Those that it puts behind a text, such as an end
-    token, are left out: what is continued has not ended.
+    The tokenizer's special tokens come before it. Special tokens after a text, such as an end
+    token, are left out, because a text to be continued has not ended.
     """
     encoded = tokenizer(text, return_special_tokens_mask=True)
     tokens, added = list(encoded.input_ids), list(encoded.special_tokens_mask)
@@ -33,23 +33,27 @@ def raw_tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def begins_twice(tokenizer: Any, tokens: Sequence[int]) -> bool:
-    """Whether a raw text has brought the first token that the tokenizer puts before it anyway."""
+    """Returns whether a raw text contains the first token that the tokenizer also puts before it.
+
+    Args:
+      tokens: tokens of the raw text, with the tokenizer's special tokens.
+    """
     twice = [tokenizer.bos_token_id] * 2
     return list(tokens[:2]) == twice and raw_tokens(tokenizer, "a")[:1] == twice[:1]
 
 
 def with_start(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
-    """Tokens of a rendered chat template, with the first token of all where it belongs there.
+    """Returns the tokens of a rendered chat template, with the tokenizer's first token if needed.
 
-    As in transformers it is the template that says so. The tokenizer of a GGUF file that wants its
-    first token before every text has it before a template too, and once, as in llama.cpp.
+    In general the template itself contains that token, as in transformers. If a GGUF file asks for
+    it before every text, it is put before a template too, but only once, as in llama.cpp.
     """
     first = [tokenizer.bos_token_id] if tokenizer.init_kwargs.get(CHAT_STARTS) else []
     return [*first, *tokens] if list(tokens[:1]) != first else list(tokens)
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text that the chat template makes of messages, up to where an answer begins.
+    """Renders messages with the chat template, up to where an answer begins.
 
     Raises:
       ValueError: the template fails.
@@ -58,15 +62,15 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
         return tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
-    except Exception as error:  # a template may fail in any way
+    except Exception as error:  # a template is a program, which may raise anything
         raise ValueError(f"the model's chat template fails: {one_line(error)}") from error
 
 
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, str]], *markers: str) -> list[str]:
-    """What the rendered template has before, between and after the markers in messages.
+    """Returns the parts of a rendered template before, between and after markers in messages.
 
     Raises:
-      ValueError: the template fails, or does not show each marker once and as it is.
+      ValueError: the template fails, or does not show each marker exactly once and unchanged.
     """
     rest, parts = render_chat(tokenizer, messages), []
     for marker in markers:
@@ -81,17 +85,18 @@ def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, str]], *markers: 
 
 
 def chat_end_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer in a chat, whatever a model's configuration says.
+    """Returns the tokens that end an answer in a chat, whatever a model's configuration says.
 
-    They are what follows an answer when the chat template renders a conversation: the first token
-    after it that is no white space, if that is one of the tokens that are added to the vocabulary,
-    such as `<|im_end|>`. Ordinary text that follows an answer ends nothing.
+    The chat template renders a conversation. The first token after an answer that is not white
+    space ends the answer, if it is one of the tokens that are added to the vocabulary, such as
+    `<|im_end|>`. Ordinary text that follows an answer ends nothing.
 
     Args:
       tokenizer: of `transformers`.
 
     Returns:
-      One token, or none where there is no template, or none that shows a conversation.
+      One token; none if there is no template, if it cannot render a conversation, or if ordinary
+      text follows an answer.
 
     Example:
       >>> import kvjax
@@ -108,7 +113,7 @@ def chat_end_tokens(tokenizer: Any) -> tuple[int, ...]:
         return ()
     try:
         between = chat_parts(tokenizer, CONVERSATION, ANSWER, TEXT)[1]
-    except ValueError:  # it is made for something else, such as a single message
+    except ValueError:  # the template is for something else, such as a single message
         return ()
     tokens = tokenizer(between, add_special_tokens=False).input_ids
     first = next((token for token in tokens if tokenizer.decode([token]).strip()), None)
@@ -116,6 +121,6 @@ def chat_end_tokens(tokenizer: Any) -> tuple[int, ...]:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Tokens that are no text, and their names: those that decoders leave out."""
+    """Returns the tokens that are no text, which decoders leave out, with their names."""
     added = tokenizer.added_tokens_decoder.items()
     return {token: str(name) for token, name in added if name.special}

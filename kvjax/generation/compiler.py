@@ -1,4 +1,4 @@
-"""Compiling functions before they are called, with the seconds that it takes."""
+"""Compiles functions before they are called, and counts the seconds that it takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Compiler:
     Where this process has too many compiled functions, kvjax's are dropped first.
 
     Args:
-      on_compile: is told what is about to be compiled; None: nobody is.
+      on_compile: is told the name of each program that is about to be compiled; None: nobody is.
     """
 
     def __init__(self, on_compile: Callable[[str], None] | None = None) -> None:
@@ -24,13 +24,25 @@ class Compiler:
         self._on_compile = on_compile
         self._done: set[Hashable] = set()
 
-    def compile(self, what: str, key: Hashable, function: Any, *args: Any, **options: Any) -> None:
-        """Compiles `function` for these arguments, unless that has been done for `key`."""
+    def compile(
+        self, program: str, key: Hashable, function: Any, *args: Any, **options: Any
+    ) -> None:
+        """Compiles `function` for these arguments, unless that has been done for `key`.
+
+        Args:
+          program: what the program computes, in words for users.
+          key: equal for arguments that share compiled code.
+        """
         if key in self._done:
             return
         if self._on_compile is not None:
-            self._on_compile(what)
+            self._on_compile(program)
         start = time.perf_counter()
         function.lower(*args, **options).compile()
         self.seconds += time.perf_counter() - start
         self._done.add(key)
+
+    def run(self, program: str, key: Hashable, function: Any, *args: Any) -> Any:
+        """Calls `function` with these arguments after `compile`, and returns what it returns."""
+        self.compile(program, key, function, *args)
+        return function(*args)

@@ -1,4 +1,4 @@
-"""What a model has read and written so far: caches that are kept between calls."""
+"""Holds what a model has read and written so far: caches that are kept between calls."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from kvjax.protocol import Full, KVTransform
 class Context:
     """The caches of a model's layers after some turns, and what the next turn needs.
 
-    A pytree, from `kvjax.read` or `Generation.context`. It is never changed: a call that goes on
-    from it returns a new one.
+    It is a pytree, from `kvjax.read` or `Generation.context`. It is never changed: a call that goes
+    on from it returns a new one.
 
     Axis letters: B rows, V vocabulary.
 
     Args:
-      caches: of each layer.
-      logits: after each row's newest token.
-      seen: the tokens that each row has read and written, for a repetition penalty.
-      length: tokens of each row so far, which is the next position.
-      prompt_tokens: those of them that were read, of `max_prompt` at most.
-      new_tokens: those that the model wrote, of `max_new` at most.
-      waiting: decode steps since the caches were flushed last (see `kvjax.flush`).
+      caches: the cache of each layer.
+      logits: logits after each row's newest token.
+      seen: which tokens each row has read or written, for a repetition penalty.
+      length: tokens of each row so far, which is also the next position.
+      prompt_tokens: how many of them were read; `max_prompt` at most.
+      new_tokens: how many of them the model wrote; `max_new` at most.
+      waiting: decode steps since the last flush of the caches (see `kvjax.flush`).
       transform: how the caches are compressed (static).
-      layers: the same, bound to each layer (static).
-      size: what the caches were made for (static).
-      windows: of each layer, as the model says; empty: no layer has one (static).
-      fingerprint: of the model, for which alone it serves (static); None only within a call of
-        `generate` that does not keep it.
+      layers: the transform bound to each layer (static).
+      size: the sizes that the caches were made for (static).
+      windows: sliding window of each layer, as the model says; empty: no layer has one (static).
+      fingerprint: fingerprint of the model; no other model can go on from the context (static).
+        None only within a call of `generate` that does not keep the context.
     """
 
     caches: tuple[Cache, ...]
@@ -61,7 +61,7 @@ class Context:
     fingerprint: Fingerprint | None = field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
-        """What it was made for, and not the numbers that it holds."""
+        """Shows what the context was made for, and not the numbers that it holds."""
         return (
             f"Context(transform={self.transform!r}, rows={self.rows}, "
             f"max_prompt={self.max_prompt}, max_new={self.max_new}, layers={len(self.layers)})"
@@ -80,12 +80,12 @@ class Context:
     def full_nbytes(self) -> int:
         """Bytes that `Full` would take for as many tokens as this context is made for.
 
-        Its layers with windows are rings too.
+        Layers with windows are rings there too.
         """
-        kinds = Counter(bind(Full(), len(self.layers), self.windows, self.size.max_tokens))
+        full_layers = bind(Full(), len(self.layers), self.windows, self.size.max_tokens)
         return sum(
-            count * nbytes(jax.eval_shape(lambda kind=kind: self.size.cache(kind, 0)))
-            for kind, count in kinds.items()
+            count * nbytes(jax.eval_shape(lambda layer=layer: self.size.cache(layer, 0)))
+            for layer, count in Counter(full_layers).items()
         )
 
     @property
@@ -94,7 +94,7 @@ class Context:
         return sum(int(part.kv.dropped.sum()) for part in layer_caches(self.caches))
 
     def repeat(self, rows: int) -> Context:
-        """The one row of this context `rows` times: many questions about one document.
+        """Repeats the one row of this context `rows` times, for many questions about one document.
 
         Only what the caches hold is copied.
 
@@ -104,24 +104,27 @@ class Context:
         if self.rows != 1:
             raise ValueError(f"only a context of one row can be repeated, got {self.rows} rows")
         caches = take_rows(self.caches, [0] * rows)
-        own = {
+        by_row = {
             name: jnp.repeat(getattr(self, name), rows, axis=0)
             for name in ("logits", "seen", "length", "prompt_tokens", "new_tokens")
         }
         size = self.size._replace(batch=rows)
-        whole = dataclasses.replace(self, caches=caches, size=size, waiting=+self.waiting, **own)
-        return whole.placed()
+        # `+` makes another array, since a call may donate those of the repeated context.
+        repeated = dataclasses.replace(
+            self, caches=caches, size=size, waiting=+self.waiting, **by_row
+        )
+        return repeated.placed()
 
     def copy(self) -> Context:
-        """The same in memory of its own."""
+        """Copies all arrays, so that a call may donate those of the copy."""
         return jax.tree.map(copied, self)
 
     def placed(self) -> Context:
-        """The same on the mesh that its caches were made for; without one, as it is."""
+        """Puts the context on the mesh that its caches were made for, if there is one."""
         mesh = self.size.mesh
         if mesh is None:
             return self
         counts = ("length", "prompt_tokens", "new_tokens", "waiting")
-        own = {name: put(getattr(self, name), mesh) for name in counts}
-        own |= {name: put_rows(getattr(self, name), mesh) for name in ("logits", "seen")}
-        return dataclasses.replace(self, caches=tuple(map(placed, self.caches)), **own)
+        arrays = {name: put(getattr(self, name), mesh) for name in counts}
+        arrays |= {name: put_rows(getattr(self, name), mesh) for name in ("logits", "seen")}
+        return dataclasses.replace(self, caches=tuple(map(placed, self.caches)), **arrays)

@@ -1,4 +1,4 @@
-"""Contexts in folders: what a model has read is there again after the process has ended."""
+"""Saves contexts in folders, so that another process can go on from what a model has read."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 from kvjax.transforms.random import GENERATOR
 
-# Another number is refused. 3: descriptions of model and tokenizer, the tokens that rows have seen,
-# and `quantize` sets off channels of keys.
+# A folder with another number is refused. Format 3 has descriptions of model and tokenizer, the
+# tokens that rows have seen, and channels of keys that `quantize` sets off.
 FORMAT = 3
 _ABOUT, _ARRAYS = "about", "arrays"  # items of a checkpoint
-_UNFINISHED = ".orbax-checkpoint-tmp"  # what Orbax adds to the name of what is not complete
+_UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax adds it to the name of an incomplete checkpoint
 
 
 @automatic()
@@ -51,24 +51,24 @@ def save_context(
     tokenizer: Any = None,
     about: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a context to a folder, from which `load_context` makes it again.
+    """Writes a context to a folder, from which `load_context` reads it back.
 
     The folder holds an Orbax checkpoint: arrays as they are, and JSON with the method as an
-    expression, its calibrations, sizes, versions, and descriptions of model and tokenizer. Orbax
-    writes it beside a context that was there before, which is removed when the new one is complete.
-    A save that was interrupted leaves the context before it, and is removed by the next save.
+    expression, its calibrations, sizes, versions, and descriptions of model and tokenizer. A
+    context that the folder holds already is removed when the new one is complete. An interrupted
+    save leaves the earlier context in place, and the next save removes what it left.
 
     Args:
-      path: of the folder, which is new, holds a context or what an interrupted save left, or is
-        empty but for hidden files.
+      path: a folder that does not exist yet, that holds a context or the rest of an interrupted
+        save, or that is empty except for hidden files.
       context: from `kvjax.read` or a result.
-      model: that the context is of.
-      tokenizer: of `transformers`, if it is to be checked as well.
-      about: more to keep, that JSON can hold; `context_about` gives it back.
+      model: the model that the context is of.
+      tokenizer: a tokenizer of `transformers`, if `load_context` is to check it as well.
+      about: more to keep that JSON can hold; `context_about` returns it.
 
     Raises:
       ValueError: the context is of another model, the method has no expression, `about` is no
-        JSON, or `path` is something else than a context.
+        JSON, or `path` is something other than a context.
       OSError: the folder cannot be written.
 
     Example:
@@ -87,27 +87,28 @@ def save_context(
     folder = Path(path).absolute()
     check_same_model(context, as_functional(model))
     check_free(folder)
-    plain, calibrations = _without_calibrations(context.transform)
+    # Calibrations are arrays or long lists, which a method's expression does not hold.
+    uncalibrated, calibrations = _without_calibrations(context.transform)
     leaves = jax.tree.leaves(context)
     arrays = {f"{n:05d}": _plain(leaf) for n, leaf in enumerate(leaves)}
     arrays |= {
-        f"calibration{n}": np.asarray(found.projections)
-        for n, found in enumerate(calibrations)
-        if isinstance(found, InfiniGenCalibration)
+        f"calibration{n}": np.asarray(calibration.projections)
+        for n, calibration in enumerate(calibrations)
+        if isinstance(calibration, InfiniGenCalibration)
     }
     content = {
         "format": FORMAT,
         "kvjax": kvjax.__version__,
         "jax": jax.__version__,
-        "method": unparse(plain),
+        "method": unparse(uncalibrated),
         "outlier_heads": [
-            dataclasses.asdict(found) if isinstance(found, OutlierHeads) else None
-            for found in calibrations
+            dataclasses.asdict(calibration) if isinstance(calibration, OutlierHeads) else None
+            for calibration in calibrations
         ],
         "size": {name: x for name, x in context.size._asdict().items() if name != "mesh"},
         "model": context.fingerprint.content,
         "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
-        "arrays": {name: _kind(x) for name, x in arrays.items()},
+        "arrays": {name: _dtype_and_shape(x) for name, x in arrays.items()},
         "memories": [leaf.sharding.memory_kind for leaf in leaves],
         "about": {} if about is None else about,
     }
@@ -118,7 +119,7 @@ def save_context(
     folder.mkdir(parents=True, exist_ok=True)
     step = 1 + max((int(place.name) for place in _steps(folder)), default=0)
     items = {_ARRAYS: ocp.args.PyTreeSave(arrays), _ABOUT: ocp.args.JsonSave(content)}
-    with _checkpointer() as checkpointer:  # under another name until all is written
+    with _checkpointer() as checkpointer:  # Orbax renames the folder when all of it is written
         checkpointer.save(folder / str(step), args=ocp.args.Composite(**items))
     _remove_all_but(folder, str(step))
 
@@ -127,15 +128,15 @@ def save_context(
 def load_context(
     path: str | os.PathLike[str], model: LanguageModel | FunctionalModel, *, tokenizer: Any = None
 ) -> Context:
-    """The context that `save_context` wrote, on the default device or the mesh of the model.
+    """Reads the context that `save_context` wrote, onto the default device or the model's mesh.
 
-    Nothing of the folder is run: it is read as JSON and arrays. The caches are those that this
+    Nothing in the folder is executed: it is read as JSON and arrays. The caches are those that this
     version of kvjax makes for the method.
 
     Args:
-      path: of the folder.
-      model: the one that the context is of: the same weights and settings, see `Context`.
-      tokenizer: is checked if it is given and was given to `save_context`.
+      path: the folder.
+      model: the model that the context is of, with the same weights and settings: see `Context`.
+      tokenizer: is checked if `save_context` was given one as well.
 
     Raises:
       ValueError: there is no context, it is damaged, or it is of another model, tokenizer, method
@@ -149,8 +150,8 @@ def load_context(
     if tokenizer is not None and content["tokenizer"] is not None:
         there = {**there, "tokenizer": content["tokenizer"]}
         here = {**here, "tokenizer": describe_tokenizer(tokenizer)}
-    if found := differences(there, here):
-        raise ValueError(f"the context in {folder} is of another model: its {found}")
+    if differing := differences(there, here):
+        raise ValueError(f"the context in {folder} is of another model: its {differing}")
     method = parse(content["method"])
     with _damaged(folder):
         arrays = _read_arrays(step, content["arrays"])
@@ -160,19 +161,22 @@ def load_context(
     shapes = _context_shapes(functional, transform, layers, size, fingerprint)
     expected = jax.tree.leaves(shapes)
     stored = [arrays[name] for name in sorted(arrays) if name.isdigit()]
-    if [_kind(x) for x in stored] != [_kind(_plain_shape(x)) for x in expected]:
+    expected_kinds = [_dtype_and_shape(_plain_shape(x)) for x in expected]
+    if [_dtype_and_shape(x) for x in stored] != expected_kinds:
         raise ValueError(
             f"{folder} was written by kvjax {content['kvjax']} with jax {content['jax']}, whose "
             f"caches of {content['method']} are made otherwise than those of kvjax "
             f"{kvjax.__version__} with jax {jax.__version__}"
         )
-    parts = zip(stored, expected, content["memories"], strict=True)
-    leaves = [_placed(x, like, memory) for x, like, memory in parts]
+    leaves = [
+        _placed(x, like, memory)
+        for x, like, memory in zip(stored, expected, content["memories"], strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves).placed()
 
 
 def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `save_context` was given as `about`; no array is read.
+    """Returns what `save_context` was given as `about`; reads no array.
 
     Raises:
       ValueError: there is no context, or its JSON is damaged.
@@ -181,7 +185,7 @@ def context_about(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_free(folder: Path) -> None:
-    """Raises ValueError where a folder holds something that `save_context` has not written.
+    """Raises ValueError if a folder holds anything that `save_context` has not written.
 
     Hidden files do not count.
     """
@@ -190,24 +194,24 @@ def check_free(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of a context")
     for place in folder.iterdir():
-        if not is_hidden(place) and not _is_own(place):
+        if not is_hidden(place) and not _is_checkpoint(place):
             raise ValueError(f"{folder} is no folder of a context: it holds {place.name}")
 
 
-def _is_own(place: Path) -> bool:
-    """Whether `save_context` has written it: a complete checkpoint, or an interrupted one."""
+def _is_checkpoint(place: Path) -> bool:
+    """Returns whether this is a checkpoint of `save_context`, complete or interrupted."""
     if _UNFINISHED in place.name:
         return place.is_dir()
     return place.name.isdecimal() and all((place / item).is_dir() for item in (_ABOUT, _ARRAYS))
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder: more than one where a save was interrupted."""
-    return [x for x in folder.iterdir() if x.name.isdecimal() and _is_own(x)]
+    """Returns the complete checkpoints in a folder: several if a save was interrupted."""
+    return [x for x in folder.iterdir() if x.name.isdecimal() and _is_checkpoint(x)]
 
 
 def _newest(folder: Path) -> Path:
-    """The newest complete checkpoint; ValueError if there is none."""
+    """Returns the newest complete checkpoint; raises ValueError if there is none."""
     if not folder.exists():
         raise ValueError(f"{folder} is no folder of a context: it does not exist")
     if folder.is_dir() and (steps := _steps(folder)):
@@ -221,20 +225,21 @@ def _newest(folder: Path) -> Path:
 def _remove_all_but(folder: Path, kept: str) -> None:
     """Removes older checkpoints, and what interrupted saves have left.
 
-    What cannot be removed, such as a file that is open on a network's disk, is left to the next
-    save.
+    Anything that cannot be removed, such as a file that is open on a network disk, is left to the
+    next save.
     """
     for place in folder.iterdir():
-        if place.name != kept and _is_own(place):
+        if place.name != kept and _is_checkpoint(place):
             with contextlib.suppress(OSError):
-                if _UNFINISHED not in place.name:  # soon, not all of it is there
+                # Once removal has begun, the folder must not look like a complete checkpoint.
+                if _UNFINISHED not in place.name:
                     place = place.rename(f"{place}{_UNFINISHED}")
                 shutil.rmtree(place)
 
 
 @contextlib.contextmanager
 def _checkpointer() -> Iterator[ocp.Checkpointer]:
-    """Orbax's way to a step; its lines of log are not the user's."""
+    """Opens Orbax's checkpointer, without its log lines."""
     handlers = {_ABOUT: ocp.JsonCheckpointHandler(), _ARRAYS: ocp.PyTreeCheckpointHandler()}
     with quiet(), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
         yield checkpointer
@@ -242,16 +247,16 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
 
 @contextlib.contextmanager
 def _damaged(folder: Path) -> Iterator[None]:
-    """Whatever goes wrong while a folder is read is said in one line."""
+    """Turns every error while a folder is read into a ValueError of one line."""
     try:
         yield
-    except Exception as error:  # of Orbax, of TensorStore, of what checks the values
+    except Exception as error:  # from Orbax, from TensorStore, or from checks of the values
         reason = " ".join(f"{error}".split())[:300] or type(error).__name__
         raise ValueError(f"the context in {folder} is damaged: {reason}") from error
 
 
 def _content(step: Path) -> dict[str, Any]:
-    """The JSON of a checkpoint, of the format that is read here."""
+    """Reads the JSON of a checkpoint; raises ValueError if it has another format."""
     with _damaged(step.parent), _checkpointer() as checkpointer:
         args = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
         content = checkpointer.restore(step, args=args)[_ABOUT]
@@ -265,9 +270,9 @@ def _content(step: Path) -> dict[str, Any]:
 
 
 def _read_arrays(step: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint."""
-    how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-    restore = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), restore_args=how)
+    """Reads the arrays of a checkpoint."""
+    restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    restore = ocp.args.PyTreeRestore(dict.fromkeys(restore_args, 0), restore_args=restore_args)
     with _checkpointer() as checkpointer:
         return checkpointer.restore(step, args=ocp.args.Composite(**{_ARRAYS: restore}))[_ARRAYS]
 
@@ -279,13 +284,22 @@ def _context_shapes(
     size: CacheSize,
     fingerprint: Fingerprint,
 ) -> Context:
-    """A context as shapes."""
+    """Makes the context that this version of kvjax would make, with shapes in place of arrays."""
     count = jax.ShapeDtypeStruct((size.batch,), jnp.int32)
-    step, caches = jax.ShapeDtypeStruct((), jnp.int32), cache_shapes(model, layers, size)
-    logits = jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32)
-    seen = jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.bool_)
-    how = transform, layers, size, model.windows, fingerprint
-    return Context(caches, logits, seen, count, count, count, step, *how)
+    return Context(
+        caches=cache_shapes(model, layers, size),
+        logits=jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.float32),
+        seen=jax.ShapeDtypeStruct((size.batch, model.vocab_size), jnp.bool_),
+        length=count,
+        prompt_tokens=count,
+        new_tokens=count,
+        waiting=jax.ShapeDtypeStruct((), jnp.int32),
+        transform=transform,
+        layers=layers,
+        size=size,
+        windows=model.windows,
+        fingerprint=fingerprint,
+    )
 
 
 def _is_key(x: Any) -> bool:
@@ -293,7 +307,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _plain(x: Array) -> np.ndarray:
-    """An array of numbers; of a random key, those that it consists of."""
+    """Returns an array as numbers; a random key as the numbers that it consists of."""
     return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 
 
@@ -302,7 +316,7 @@ def _plain_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
-    """An array as it was, on the default device, in the same kind of memory."""
+    """Puts an array on the default device, in the kind of memory where it was saved."""
     if _is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(x), impl=GENERATOR)
     if memory != HOST_MEMORY:
@@ -312,12 +326,13 @@ def _placed(x: np.ndarray, like: jax.ShapeDtypeStruct, memory: str) -> Array:
     )
 
 
-def _kind(x: Any) -> list:
+def _dtype_and_shape(x: Any) -> list:
+    """Returns dtype and shape of an array as JSON holds them."""
     return [jnp.dtype(x.dtype).name, list(x.shape)]
 
 
-def _calibration(transform: KVTransform) -> str | None:
-    """The field that holds a calibration, if there is one."""
+def _calibration_field(transform: KVTransform) -> str | None:
+    """Returns the name of the field that holds a calibration, if there is one."""
     for field in dataclasses.fields(transform):
         if isinstance(getattr(transform, field.name), InfiniGenCalibration | OutlierHeads):
             return field.name
@@ -325,25 +340,29 @@ def _calibration(transform: KVTransform) -> str | None:
 
 
 def _without_calibrations(transform: KVTransform) -> tuple[KVTransform, list]:
-    """The transform without calibrations, and these, by method; None where there is none."""
-    found = []
+    """Takes the calibrations out of a transform.
+
+    Returns:
+      The transform, and the calibration of each of its methods; None where there was none.
+    """
+    calibrations = []
 
     def without(method: KVTransform, _: object) -> KVTransform:
-        field = _calibration(method)
-        found.append(None if field is None else getattr(method, field))
+        field = _calibration_field(method)
+        calibrations.append(None if field is None else getattr(method, field))
         return method if field is None else dataclasses.replace(method, **{field: None})
 
-    return map_methods(without, transform), found
+    return map_methods(without, transform), calibrations
 
 
 def _with_calibrations(
     transform: KVTransform, outlier_heads: list, arrays: dict[str, np.ndarray]
 ) -> KVTransform:
-    """The reverse of `_without_calibrations`."""
+    """Puts calibrations back into a transform: the reverse of `_without_calibrations`."""
     numbers = iter(range(len(outlier_heads)))
 
-    def with_own(method: KVTransform, _: object) -> KVTransform:
-        number = next(numbers)
+    def with_calibration(method: KVTransform, _: object) -> KVTransform:
+        number = next(numbers)  # methods come in the same order as there
         heads = outlier_heads[number]
         if heads is not None:
             pairs = tuple(tuple(pair) for pair in heads["heads"])
@@ -354,4 +373,4 @@ def _with_calibrations(
             return dataclasses.replace(method, calibration=calibration)
         return method
 
-    return map_methods(with_own, transform)
+    return map_methods(with_calibration, transform)

@@ -1,4 +1,4 @@
-"""Text from tokens as they come, in whole characters and with every space."""
+"""Decodes tokens to text as they come, in whole characters and with every space."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.generation.chat import special_tokens
 
 _UNREADABLE = "\ufffd"  # what decoders write for bytes that form no whole character
-_CONTEXT = 32  # prompt tokens decoded together with new ones; decoders look back at a few
+_CONTEXT = 32  # prompt tokens that are decoded with new ones; decoders look back at a few tokens
 
 
 class Continuation:
@@ -20,7 +20,7 @@ class Continuation:
     of its bytes have come.
 
     Args:
-      decode: token ids → text.
+      decode: function from token ids to text.
       prompt: token ids of the prompt.
 
     Example:
@@ -35,14 +35,15 @@ class Continuation:
         self._context = list(prompt)[-_CONTEXT:]
         self._before = decode(self._context)
         self._tokens: list[int] = []
-        self._given = ""
+        self._returned = ""
 
     @property
     def text(self) -> str:
-        """The whole text of the new tokens so far."""
-        whole = self._decode(self._context + self._tokens)
-        if whole.startswith(self._before):
-            return whole[len(self._before) :]
+        """Text of all new tokens so far."""
+        with_context = self._decode(self._context + self._tokens)
+        if with_context.startswith(self._before):
+            return with_context[len(self._before) :]
+        # New tokens have completed a character of the prompt, which now reads differently.
         return self._decode(self._tokens)
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -50,48 +51,49 @@ class Continuation:
         self._tokens.extend(tokens)
         certain = self.text.rstrip(_UNREADABLE)
         # An incomplete character can make the ones before it unreadable, until it is complete.
-        return self._give(certain) if certain.startswith(self._given) else ""
+        return self._rest_of(certain) if certain.startswith(self._returned) else ""
 
     def finish(self) -> str:
         """Returns the rest of the text, after the last token."""
-        return self._give(self.text)
+        return self._rest_of(self.text)
 
-    def _give(self, text: str) -> str:
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, self._given, strict=False))
+    def _rest_of(self, text: str) -> str:
+        """Returns the part of the text that has not been returned yet, and notes that it is."""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, self._returned, strict=False))
         piece = text[sum(1 for _ in same) :]
-        self._given += piece
+        self._returned += piece
         return piece
 
 
 class Decoder:
-    """Token ids → text, without special tokens and with every space.
+    """Decodes token ids to text, without special tokens and with every space.
 
     Args:
       tokenizer: of `transformers`.
 
     Attributes:
-      special: tokens that it leaves out, and their names.
+      special: the tokens that it leaves out, with their names.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.special = tokenizer, special_tokens(tokenizer)
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens."""
+        """Returns the text of these tokens."""
         return self._tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
 
 def decoder(tokenizer: Any) -> Decoder:
-    """The decoder of a tokenizer."""
+    """Makes the decoder of a tokenizer."""
     return Decoder(tokenizer)
 
 
 def new_text(
     decode: Callable[[list[int]], str], prompt: Sequence[int], tokens: Sequence[int]
 ) -> str:
-    """The text that new tokens add to a prompt."""
+    """Returns the text that new tokens add to a prompt."""
     continuation = Continuation(decode, prompt)
     continuation.add(tokens)
     return continuation.text

@@ -1,4 +1,4 @@
-"""Reading prompts into contexts and writing tokens from them: what `generate` and `stream` do."""
+"""Does the work of `generate` and `stream`: reads prompts into a context and decodes tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ from kvjax.protocol import Full, KVTransform
 from kvjax.storage.offload.transform import RecallStatistics, recall_statistics
 from kvjax.transforms.random import GENERATOR, check_seed
 
-_STREAM_SECONDS = 0.1  # how often a streaming loop comes back to the host, about
-_STREAM_STEPS = 16  # the same where several processes must agree on it
+_STREAM_SECONDS = 0.1  # about how often a streaming loop comes back to the host
+_MAX_STREAM_STEPS = 256  # decode steps between two returns to the host, at most
+_SHARED_STREAM_STEPS = 16  # exact number of steps where several processes must agree on it
 
 
 @dataclass(frozen=True)
@@ -52,25 +53,25 @@ class Generation:
 
     Args:
       tokens: new tokens per row, without the end token.
-      ended: whether a row came to an end token.
+      ended: whether each row came to an end token.
       prompt_tokens: tokens per row that this call read.
       ttft_s: seconds of the prompt pass up to the first token, without compilation.
-      tpot_s: seconds per further token (a step for all rows); None if there was none. With
+      tpot_s: seconds per further token (a decode step for all rows); None if there was none. With
         `on_tokens` it includes that callback.
       compile_s: seconds of tracing and compiling; next to nothing on a second call.
-      cache_bytes: bytes of all cache arrays as they are allocated, for the padded prompt and with
-        room for new tokens, index structures included.
-      full_cache_bytes: what `Full` would hold for the same padded prompt and new tokens, windows of
-        layers being rings as well.
+      cache_bytes: bytes of all cache arrays as they are allocated: for the padded prompt, with
+        room for new tokens and with index structures.
+      full_cache_bytes: bytes that `Full` would take for the same padded prompt and new tokens.
+        Layers with windows are rings there too.
       memory_bytes: `cache_bytes` by the kind of memory: `"device"`, and `"pinned_host"` for what
         `Offload` keeps there.
-      recall: how often offloaded caches had what a step selected, and what crossed; None where
-        nothing is offloaded.
+      recall: how often the rows that a step selected were already on the device, and how many had
+        to be fetched from host memory; None where nothing is offloaded.
       dropped: tokens that found no free slot and were lost, summed over layers, rows and lists of
         slots (one per KV head, or per query head for methods that need that). 0 unless a method
         keeps more than its `extent` promises.
-      context: everything that was read and written, end tokens included, to go on from; None
-        unless `generate` was given one.
+      context: everything that was read and written, end tokens included, for a later call to go on
+        from; None unless `generate` was given one.
       ended_by: the end token that each row came to; None for a row that came to none.
     """
 
@@ -90,7 +91,7 @@ class Generation:
 
 
 class _Choice(NamedTuple):
-    """How tokens are chosen; arrays, so that nothing of it is compiled in."""
+    """The settings by which tokens are chosen: arrays, so that other settings compile nothing."""
 
     numbers: Numbers
     end_tokens: Int[Array, " E"]
@@ -99,7 +100,8 @@ class _Choice(NamedTuple):
     def tokens(
         self, logits: Float[Array, "B V"], position: Int[Array, " B"], seen: Bool[Array, "B V"]
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Bool[Array, " B"]]:
-        """Each row's token, whether it ends the row, and whether the logits are finite."""
+        """Returns each row's token, whether it ends the row, and whether its logits are finite."""
+        # A draw depends on seed, row and position alone, and not on how calls divide the steps.
         keys = jax.vmap(jax.random.fold_in, (None, 0))(self.key, jnp.arange(len(position)))
         keys = jax.vmap(jax.random.fold_in)(keys, position)
         chosen, finite = self.numbers.choose(logits, keys, seen)
@@ -109,17 +111,18 @@ class _Choice(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Loop:
-    """What the decode loop carries; donated from call to call.
+    """The state of the decode loop, donated from call to call.
 
     Args:
-      logits: after each row's newest token that the caches hold.
+      caches: the cache of each layer.
+      logits: logits after each row's newest token that the caches hold.
       token: the newest token of each row, which the caches do not hold yet.
-      position: its position.
+      position: the position of that token.
       tokens: new tokens so far, -1 where there are none.
-      done: rows that get no more tokens.
-      seen: the tokens that each row has read and written.
-      broken: rows whose logits were not finite in the last step, which ends the loop.
-      step: new tokens so far.
+      done: whether a row gets no more tokens.
+      seen: which tokens of the vocabulary each row has read or written.
+      broken: whether a row's logits were not finite in the last step, which ends the loop.
+      step: number of new tokens so far.
     """
 
     caches: tuple[Cache, ...]
@@ -137,9 +140,15 @@ class _Loop:
 def _first_tokens(
     size: int, greedy: bool, mesh: Mesh | None, choice: _Choice, logits, position, seen, active
 ) -> tuple[Array, ...]:
-    """Each active row's first token; the tokens so far, which rows get no more, `seen`, `broken`.
+    """Chooses the first token of each active row.
 
-    `greedy` says what the choice does as well: a draw compiles ten times as long.
+    Args:
+      size: most new tokens that the loop has room for.
+      greedy: whether `choice` takes the most likely token. It is static because a draw takes ten
+        times as long to compile.
+
+    Returns:
+      `token`, `tokens`, `done`, `seen` and `broken` of the `_Loop`.
     """
     if greedy:
         token, finite = most_likely(choice.numbers.penalised(logits, seen))
@@ -148,15 +157,16 @@ def _first_tokens(
         token, ends, finite = choice.tokens(logits, position, seen)
     first = jnp.where(active, token, -1)
     tokens = jnp.full((len(token), size), -1, jnp.int32).at[:, 0].set(first)
-    read = (divided(x, mesh) for x in (token, tokens, ends | ~active, active & ~finite))
-    token, tokens, done, broken = read
+    token, tokens, done, broken = (
+        divided(x, mesh) for x in (token, tokens, ends | ~active, active & ~finite)
+    )
     return token, tokens, done, by_rows(_with_tokens(seen, token, active), mesh), broken
 
 
 def _with_tokens(
     seen: Bool[Array, "B V"], token: Int[Array, " B"], active: Bool[Array, " B"]
 ) -> Bool[Array, "B V"]:
-    """The tokens that rows have seen, and one more of each active row."""
+    """Adds one more token of each active row to the tokens that rows have seen."""
     return jax.vmap(lambda row, token, active: row.at[token].set(row[token] | active))(
         seen, token, active
     )
@@ -170,7 +180,7 @@ def _decode(
     until: Int[Array, ""],
     choice: _Choice,
 ) -> _Loop:
-    """Goes on until `until` new tokens are there or every row is done.
+    """Decodes until there are `until` new tokens, every row is done, or logits are not finite.
 
     On a mesh, logits and caches are divided; what the host reads is on every device.
     """
@@ -178,44 +188,57 @@ def _decode(
 
     def step(loop: _Loop) -> _Loop:
         done = loop.done
-        token, at = (by_rows(x, mesh) for x in (loop.token, jnp.where(done, -1, loop.position)))
-        logits, caches = decode_step(model, layers, loop.caches, token, at)
+        # Rows that are done take part with position -1, which leaves their caches as they are.
+        token, position = (
+            by_rows(x, mesh) for x in (loop.token, jnp.where(done, -1, loop.position))
+        )
+        logits, caches = decode_step(model, layers, loop.caches, token, position)
         logits = by_rows(logits, mesh)
         logits = jnp.where(done[:, None], loop.logits, logits.astype(loop.logits.dtype))
         position = jnp.where(done, loop.position, loop.position + 1)
-        chosen = choice.tokens(logits, position, loop.seen)
-        token, ends, finite = (divided(x, mesh) for x in chosen)
-        kept = jnp.where(done, -1, token)
-        tokens = jax.lax.dynamic_update_slice_in_dim(loop.tokens, kept[:, None], loop.step, 1)
-        seen = by_rows(_with_tokens(loop.seen, token, ~done), mesh)
-        token = jnp.where(done, loop.token, token)
-        broken = ~(done | finite)
+        token, ends, finite = (divided(x, mesh) for x in choice.tokens(logits, position, loop.seen))
+        new_token = jnp.where(done, -1, token)
+        tokens = jax.lax.dynamic_update_slice_in_dim(loop.tokens, new_token[:, None], loop.step, 1)
         return _Loop(
-            caches, logits, token, position, tokens, done | ends, seen, broken, loop.step + 1
+            caches=caches,
+            logits=logits,
+            token=jnp.where(done, loop.token, token),
+            position=position,
+            tokens=tokens,
+            done=done | ends,
+            seen=by_rows(_with_tokens(loop.seen, token, ~done), mesh),
+            broken=~(done | finite),
+            step=loop.step + 1,
         )
 
     def goes_on(loop: _Loop) -> Bool[Array, ""]:
         return (loop.step < until) & ~loop.done.all() & ~loop.broken.any()
 
     loop = jax.lax.while_loop(goes_on, step, loop)
-    read = ("token", "position", "tokens", "done", "broken", "step")
-    replicated = {name: divided(getattr(loop, name), mesh) for name in read}
-    rows = {name: by_rows(getattr(loop, name), mesh) for name in ("logits", "seen")}
+    read_by_host = ("token", "position", "tokens", "done", "broken", "step")
+    replicated = {name: divided(getattr(loop, name), mesh) for name in read_by_host}
+    by_row = {name: by_rows(getattr(loop, name), mesh) for name in ("logits", "seen")}
     caches = tuple(map(placed, loop.caches))
-    return dataclasses.replace(loop, caches=caches, **rows, **replicated)
+    return dataclasses.replace(loop, caches=caches, **by_row, **replicated)
 
 
 def _key(seed: int, mesh: Mesh | None) -> Key[Array, ""]:
-    """The key of the draws, on every device."""
+    """Makes the key of the draws, on every device of the mesh."""
     if mesh is None:
         return jax.random.key(seed, impl=GENERATOR)
-    where = NamedSharding(mesh, PartitionSpec())
-    make = jax.jit(jax.random.key, static_argnames="impl", out_shardings=where)
-    return make(np.uint32(seed), impl=GENERATOR)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    make_key = jax.jit(jax.random.key, static_argnames="impl", out_shardings=replicated)
+    return make_key(np.uint32(seed), impl=GENERATOR)
 
 
 class Writing:
-    """One call of `generate`: prompts are read when it is made, iterating writes tokens."""
+    """One call of `generate`: making it reads the prompts, iterating over it decodes tokens.
+
+    Args:
+      streaming: whether iteration yields tokens as they come; else it yields all of them at once.
+      model, prompts, transform, max_new_tokens, end_tokens, sampling, seed, context, donate,
+        on_layer, on_compile, buckets, dtype: as in `generate`.
+    """
 
     def __init__(
         self,
@@ -236,31 +259,41 @@ class Writing:
         dtype: DTypeLike | None = None,
     ) -> None:
         self._model = as_functional(model)
+        self._mesh = mesh_of(self._model.params)
         self._compiler, self._streaming = Compiler(on_compile), streaming
+
         check_count("max_new_tokens", max_new_tokens, 1)
         check_seed(seed)
-        ends = end_token_array(model, end_tokens)
+        end_token_ids = end_token_array(model, end_tokens)
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a kvjax.Sampling, got {sampling!r:.80}")
         prompts = None if prompts is None else as_rows(prompts)
-        self._mesh = mesh = mesh_of(self._model.params)
-        self._choice = _Choice(sampling.numbers, put(ends, mesh), _key(seed, mesh))
-        self._ends, self._most, self._keeps = set(ends.tolist()), max_new_tokens, True
+        self._choice = _Choice(
+            numbers=sampling.numbers,
+            end_tokens=put(end_token_ids, self._mesh),
+            key=_key(seed, self._mesh),
+        )
+        self._end_tokens, self._max_new_tokens = set(end_token_ids.tolist()), max_new_tokens
+        # Padded like a prompt, so that few sizes of the loop and of caches are compiled.
         room = bucket(max_new_tokens, None, None)
+
         start = time.perf_counter()
+        self._keeps_context = context is not None
         if context is None:
             if prompts is None:
                 raise ValueError("generate needs prompts, or a context to go on from")
-            self._keeps = False
             transform = Full() if transform is None else transform
-            of_model = self._model.num_layers, self._model.windows
-            check_prompts(self._model, prompts, bind(transform, *of_model), max_new_tokens)
+            num_layers, windows = self._model.num_layers, self._model.windows
+            unsized_layers = bind(transform, num_layers, windows)
+            check_prompts(self._model, prompts, unsized_layers, max_new_tokens)
             widths = [bucket(len(row), self._model.max_positions, buckets) for row in prompts]
-            tokens = max(map(len, prompts)) + max_new_tokens
-            size = CacheSize.of(self._model, len(prompts), max(widths), room, dtype, tokens)
-            how = transform, bind(transform, *of_model, size.max_tokens), size
-            context = begin(self._model, prompts, widths, *how, self._compiler, on_layer)
+            max_length = max(map(len, prompts)) + max_new_tokens
+            size = CacheSize.of(self._model, len(prompts), max(widths), room, dtype, max_length)
+            layers = bind(transform, num_layers, windows, size.max_tokens)
+            context = begin(
+                self._model, prompts, widths, transform, layers, size, self._compiler, on_layer
+            )
         else:
             if transform is not None:
                 raise ValueError("a context has its own transform, got transform= as well")
@@ -271,72 +304,100 @@ class Writing:
                 context = context.copy()
             if prompts is not None:
                 context = further(self._model, context, prompts, buckets, self._compiler, on_layer)
+        self._context, self._result = context, None
+        # A row whose prompt is None takes no part in this call.
         self._active = np.array(
             [prompts is None or prompts[row] is not None for row in range(context.rows)]
         )
-        self._read = [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
-        self._context, self._result = context, None
+        self._prompt_tokens = (
+            [0] * context.rows if prompts is None else [len(row or ()) for row in prompts]
+        )
+
         greedy = bool(self._choice.numbers.temperature == 0)
-        first = room, greedy, mesh, self._choice, context.logits, context.length, context.seen
-        first = *first, self._active
-        self._compiler.compile("the choice of a token", "first", _first_tokens, *first)
-        token, tokens, done, seen, broken = jax.block_until_ready(_first_tokens(*first))
+        token, tokens, done, seen, broken = jax.block_until_ready(
+            self._compiler.run(
+                "the choice of a token", "first", _first_tokens,
+                room, greedy, self._mesh, self._choice,
+                context.logits, context.length, context.seen, self._active,
+            )
+        )  # fmt: skip
         self._ttft = time.perf_counter() - start - self._compiler.seconds
         self._loop = _Loop(
-            context.caches, context.logits, token, context.length, tokens, done, seen, broken,
-            put(np.int32(1), mesh),
-        )  # fmt: skip
+            caches=context.caches,
+            logits=context.logits,
+            token=token,
+            position=context.length,
+            tokens=tokens,
+            done=done,
+            seen=seen,
+            broken=broken,
+            step=put(np.int32(1), self._mesh),
+        )
         self._check_finite()
-        self._waiting, self._seconds = int(context.waiting), 0.0
+        self._waiting, self._decode_seconds = int(context.waiting), 0.0
 
     @property
     def result(self) -> Generation:
-        """What was written, once all of it is."""
+        """The result of the call, once all tokens have been decoded.
+
+        Raises:
+          RuntimeError: there are more tokens to come.
+        """
         if self._result is None:
             raise RuntimeError("the result is there when all tokens have come")
         return self._result
 
     def stop(self) -> Generation:
-        """The result of the tokens so far, if there is none yet."""
+        """Ends here, unless all tokens have come, and returns the result of the tokens so far."""
         if self._result is None:
             self._finish()
         return self.result
 
     def __iter__(self) -> Generator[list[list[int]], None, None]:
-        """New tokens of each row, without end tokens; all of them at once if not streaming."""
+        """Yields new tokens of each row without end tokens, all of them at once if not streaming.
+
+        Decode steps run on the device in chunks. While streaming, a chunk is as many steps as take
+        about `_STREAM_SECONDS` at the speed of the chunk before it.
+        """
         self._compile_loop()
-        step, sent, chunk = 1, 0, 1 if self._streaming else self._most
+        step, sent, chunk = 1, 0, 1 if self._streaming else self._max_new_tokens
         while True:
-            over = step >= self._most or bool(np.asarray(self._loop.done).all())
+            over = step >= self._max_new_tokens or bool(np.asarray(self._loop.done).all())
             if self._streaming or over:
-                new = np.asarray(self._loop.tokens)[:, sent:step].tolist()
+                new_tokens = np.asarray(self._loop.tokens)[:, sent:step].tolist()
                 sent = step
-                yield [[t for t in row if t >= 0 and t not in self._ends] for row in new]
+                yield [
+                    [token for token in row if token >= 0 and token not in self._end_tokens]
+                    for row in new_tokens
+                ]
             if over:
                 break
-            start, before = time.perf_counter(), step
-            self._go_on(min(step + chunk, self._most))
+            start, first_step = time.perf_counter(), step
+            self._decode_until(min(step + chunk, self._max_new_tokens))
             step = int(self._loop.step)
             seconds = time.perf_counter() - start
-            self._seconds += seconds
+            self._decode_seconds += seconds
             self._check_finite()
             if self._streaming:
-                chunk = int(np.clip(_STREAM_SECONDS * (step - before) / seconds, 1, 256))
-                if jax.process_count() > 1:
-                    chunk = _STREAM_STEPS
+                steps_in_time = _STREAM_SECONDS * (step - first_step) / seconds
+                chunk = int(np.clip(steps_in_time, 1, _MAX_STREAM_STEPS))
+                if jax.process_count() > 1:  # each of them measures another time
+                    chunk = _SHARED_STREAM_STEPS
         self._finish()
 
     def _compile_loop(self) -> None:
-        """Compiles the decode loop and, where there is something to flush, the flush."""
-        none = put(np.int32(0), self._mesh)
-        given = self._context.layers, self._model, self._loop, none, self._choice
-        self._compiler.compile("the decode loop", "loop", _decode, *given)
+        """Compiles the decode loop and, if these steps will reach a flush, the flush."""
+        until = put(np.int32(0), self._mesh)  # any number: it is an array of the compiled loop
+        self._compiler.compile(
+            "the decode loop", "loop", _decode,
+            self._context.layers, self._model, self._loop, until, self._choice,
+        )  # fmt: skip
         interval = flush_interval(self._loop.caches)
-        if interval is not None and self._waiting + self._most > interval:
+        if interval is not None and self._waiting + self._max_new_tokens > interval:
             compile_flush(self._compiler, self._loop.caches, interval)
 
-    def _go_on(self, until: int) -> None:
-        """Decode steps up to `until` new tokens, or up to the next flush, which comes first."""
+    def _decode_until(self, until: int) -> None:
+        """Flushes if it is time, then decodes up to `until` new tokens or to the next flush."""
         interval, loop = flush_interval(self._loop.caches), self._loop
         step = int(loop.step)
         if interval is not None:
@@ -344,13 +405,19 @@ class Writing:
                 flushed = flush_all(loop.caches, interval)
                 loop, self._waiting = dataclasses.replace(loop, caches=flushed), 0
             until = min(until, step + interval - self._waiting)
-        until = put(np.int32(until), self._mesh)
-        given = self._context.layers, self._model, loop, until, self._choice
-        self._loop = jax.block_until_ready(_decode(*given))
+        self._loop = jax.block_until_ready(
+            _decode(
+                self._context.layers,
+                self._model,
+                loop,
+                put(np.int32(until), self._mesh),
+                self._choice,
+            )
+        )
         self._waiting += int(self._loop.step) - step
 
     def _check_finite(self) -> None:
-        """Raises FloatingPointError where a row's logits were no numbers in the last step."""
+        """Raises FloatingPointError if a row's logits were NaN or infinite in the last step."""
         broken = np.asarray(self._loop.broken)
         if broken.any():
             row = int(broken.argmax())
@@ -361,17 +428,18 @@ class Writing:
             )
 
     def _finish(self) -> None:
-        """Makes the result, and lets the caches take the newest tokens where they are kept."""
+        """Makes the result; if the context is kept, its caches take the newest token first."""
         loop, context = self._loop, self._context
         rows = [[token for token in row if token >= 0] for row in np.asarray(loop.tokens).tolist()]
-        ended_by = [row[-1] if row and row[-1] in self._ends else None for row in rows]
+        ended_by = [row[-1] if row and row[-1] in self._end_tokens else None for row in rows]
         ended = [end is not None for end in ended_by]
         steps, seen = int(loop.step) - 1, loop.seen
-        if self._keeps:
-            seen = seen.copy()  # the loop's own goes on to the step, which chooses a token
-            # One step more, whose choice of a token is dropped.
+        if self._keeps_context:
+            # The newest tokens are not in the caches yet. One more step writes them, and the tokens
+            # that it chooses are dropped: from `seen` as well, which it donates, hence the copy.
+            seen = seen.copy()
             self._loop = dataclasses.replace(loop, done=put(~self._active, self._mesh))
-            self._go_on(steps + 2)
+            self._decode_until(steps + 2)
             loop = self._loop
         context = dataclasses.replace(
             context,
@@ -385,16 +453,16 @@ class Writing:
         self._result = Generation(
             tokens=[row[:-1] if end else row for row, end in zip(rows, ended, strict=True)],
             ended=ended,
-            prompt_tokens=self._read,
+            prompt_tokens=self._prompt_tokens,
             ttft_s=self._ttft,
-            tpot_s=self._seconds / steps if steps else None,
+            tpot_s=self._decode_seconds / steps if steps else None,
             compile_s=self._compiler.seconds,
             cache_bytes=context.nbytes,
             full_cache_bytes=context.full_nbytes,
             memory_bytes=memory_bytes(loop.caches),
             recall=recall_statistics(loop.caches),
             dropped=context.dropped,
-            context=context if self._keeps else None,
+            context=context if self._keeps_context else None,
             ended_by=ended_by,
         )
         self._loop = self._context = None  # frees the caches

@@ -1,4 +1,4 @@
-"""Text from a language model through a compressed cache: `read`, `generate` and `stream`."""
+"""Generates text from a language model through a compressed KV cache."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ def read(
     Args:
       model, prompts, transform, dtype, buckets, on_layer, on_compile: as in `generate`.
       max_prompt: most tokens of a row that are read, in this and all further turns. By default
-        those of this prompt, padded, which leaves next to no room for questions.
+        the padded length of this prompt, which leaves next to no room for questions.
       max_new: most tokens of a row that the model writes, all turns together.
-      max_length: tokens of a row by which a model decides what depends on the length of a text
-        (LongRoPE, dynamic NTK), once for this context and all that go on from it. By default
-        `max_prompt`, or the longest prompt where that is not given, and `max_new`. It bounds
-        nothing.
+      max_length: length of text by which a model decides what depends on it (LongRoPE, dynamic
+        NTK), once for this context and all that go on from it. The default is `max_new` plus
+        `max_prompt`, or plus the longest prompt if no `max_prompt` is given. It is no limit.
 
     Raises:
       TypeError, ValueError: as `generate`, and for a `max_prompt` below the longest prompt.
@@ -69,8 +68,9 @@ def read(
         functional, prompts, [transform], max_prompt, max_new, max_length, dtype, buckets
     )
     layers = bind(transform, functional.num_layers, functional.windows, size.max_tokens)
-    how = transform, layers, size
-    context = begin(functional, prompts, widths, *how, Compiler(on_compile), on_layer)
+    compiler = Compiler(on_compile)
+    context = begin(functional, prompts, widths, transform, layers, size, compiler, on_layer)
+    # A kept context needs a fingerprint, so that a later call can refuse another model.
     return dataclasses.replace(context, fingerprint=Fingerprint.of(functional))
 
 
@@ -84,10 +84,13 @@ def size_to_read(
     dtype: DTypeLike | None,
     buckets: Sequence[int] | None,
 ) -> tuple[list[int], CacheSize]:
-    """The padded length of each prompt, and what caches are made for; raises what `read` raises."""
+    """Returns the padded length of each prompt, and the sizes that caches are made for.
+
+    Raises what `read` raises for these arguments.
+    """
     check_count("max_new", max_new, 1)
     for transform in transforms:
-        # Whether a turn fits is seen when it comes.
+        # No new tokens yet: each turn is checked when it comes.
         check_prompts(model, prompts, bind(transform, model.num_layers, model.windows), 0)
     longest = max(map(len, prompts))
     widths = [bucket(len(prompt), model.max_positions, buckets) for prompt in prompts]
@@ -100,8 +103,8 @@ def size_to_read(
     if max_length is None:
         max_length = (max_prompt or longest) + max_new
     check_count("max_length", max_length, 1)
-    most = max(*widths, max_prompt or 0)
-    return widths, CacheSize.of(model, len(prompts), most, max_new, dtype, max_length)
+    padded = max(*widths, max_prompt or 0)
+    return widths, CacheSize.of(model, len(prompts), padded, max_new, dtype, max_length)
 
 
 @automatic()
@@ -124,52 +127,58 @@ def generate(
 ) -> Generation:
     """Continues prompts through a cache that `transform` compresses.
 
-    A layer with a sliding window that is shorter than a text may become keeps its window, exactly,
-    and nothing else, whatever the method does in other layers: see `kvjax.bind`.
+    Windows. A layer with a sliding window keeps exactly its window and nothing else, whatever the
+    method does in other layers, unless no text can become longer than the window: see `kvjax.bind`.
 
-    A model that computes otherwise for long texts (LongRoPE, dynamic NTK) does what suits the
-    longest prompt and `max_new_tokens` together, in all rows and from the first token on; with a
-    `context`, what suits that.
+    Long texts. Some models compute differently for long texts (LongRoPE, dynamic NTK). They are
+    told the longest prompt plus `max_new_tokens`, for all rows and from the first token on; with a
+    `context`, the length that the context was made for.
 
-    Prompts are padded to one of a few lengths. Where a batch has prompts of very unequal length,
-    those of similar length are read together; all rows then share one cache, which has room for
-    the longest. Of a model that shows its parts (`kvjax.LayeredModel`), prompts are read layer by
-    layer, so that no more than one layer holds its part of the whole prompt; layers that are alike
-    share compiled code. All decoding runs in one compiled loop with donated caches. A second call
-    with prompts of the same buckets compiles nothing, whatever its `max_new_tokens` (in steps like
-    those of prompts), its end tokens, its sampling and its seed.
+    Prompts. They are padded to one of a few lengths. Where the prompts of a batch differ much in
+    length, those of similar length are read together; all rows then share one cache, which has room
+    for the longest. A model that shows its parts (`kvjax.LayeredModel`) reads prompts layer by
+    layer, so that memory holds the activations of one layer at a time.
 
-    With a `context` the prompts are a further turn after what that has read and written. A context
-    of one row takes any number of prompts: many questions about one document. A row whose prompt is
-    None takes no part: it gets no tokens, and its caches stay as they are, but for a `kvjax.flush`
-    of all rows: a method that works every M tokens does so with what has come by then. Without
-    prompts (None) every row goes on from where it is. When a turn is complete, methods compress
-    what it added or everything that is live, as each documents; a turn that does not fit into what
-    the context was made for is refused before anything is computed.
+    Compilation. Layers that are alike share compiled code. All decoding runs in one compiled loop
+    with donated caches. A second call with prompts of the same buckets compiles nothing, whatever
+    its end tokens, its sampling and its seed, and whatever its `max_new_tokens` up to the same
+    bucket. The one exception is the choice of the first token, which is compiled once for greedy
+    choices and once for draws.
+
+    Turns. With a `context`, the prompts are a further turn after everything that the context has
+    read and written. A context of one row takes any number of prompts: many questions about one
+    document. A row whose prompt is None takes no part: it gets no tokens, and its caches stay as
+    they are, except that a `kvjax.flush` is for all rows: a method that works every M tokens then
+    works on the tokens that have come so far. Without prompts (None) every row goes on from where
+    it is. When a turn is complete, methods compress what it added or everything that is live, as
+    each documents. A turn that does not fit into what the context was made for is refused before
+    anything is computed.
 
     Args:
       model: an NNX module or callable with the signature of `LanguageModel`, or a
         `FunctionalModel`.
       prompts: token ids of each row, in lists or arrays; rows may differ in length.
-      transform: how to compress; `Full()` by default. A context has its own.
+      transform: how to compress; `Full()` by default. Not to be given with a context, which has
+        its own.
       max_new_tokens: most new tokens per row.
-      end_tokens: a row is finished when one of them comes; it is not part of the result. By default
-        the model's own (`eos_token_ids` of its `config`), if it has any. In a chat
-        `chat_end_tokens` has what ends an answer beside them.
+      end_tokens: tokens that end a row; they are not part of the result. By default those of the
+        model (`eos_token_ids` of its `config`), if it has any. In a chat, `chat_end_tokens` returns
+        further ones that end an answer.
       sampling: greedy by default.
-      seed: of the draws, below 2**32; each row draws with its own key, by the position.
+      seed: seed of the draws, below 2**32. Each draw has its own key, by row and position.
       context: from `read`, or from an earlier result.
-      donate: give the memory of `context` to the result; it cannot be used again.
+      donate: whether the result takes over the memory of `context`, which cannot be used again.
       on_tokens: called with the new tokens per row as they come, about ten times a second.
       on_layer: called with the number of each layer once it has read the prompt, in order.
-      on_compile: called with what is about to be compiled.
-      buckets: padded prompt lengths to choose from; by default four per power of two, from 64 on.
+      on_compile: called with the name of each program that is about to be compiled.
+      buckets: padded prompt lengths to choose from; by default the multiples of 64 up to 256, then
+        four per power of two.
       dtype: of keys and values; see `init_cache`.
 
     Raises:
       TypeError, ValueError: before anything is computed: no prompts, an empty one, a token outside
-        the vocabulary, more tokens than the model has positions, the buckets or the context hold, a
-        context of another model.
+        the vocabulary, more tokens than the model's positions, the buckets or the context can hold,
+        a context of another model.
       FloatingPointError: the logits of a row are NaN or infinite; names the row and the new token.
 
     Example:
@@ -182,28 +191,28 @@ def generate(
       >>> len(result.tokens[0])
       4
     """
-    steps = Writing(
+    writing = Writing(
         model, prompts, transform=transform, max_new_tokens=max_new_tokens, end_tokens=end_tokens,
         sampling=sampling, seed=seed, context=context, donate=donate, on_layer=on_layer,
         on_compile=on_compile, buckets=buckets, dtype=dtype, streaming=on_tokens is not None,
     )  # fmt: skip
-    for new in steps:
+    for new_tokens in writing:
         if on_tokens is not None:
-            on_tokens(new)
-    return steps.result
+            on_tokens(new_tokens)
+    return writing.result
 
 
 @automatic()
 def stream(model: LanguageModel | FunctionalModel, prompts: Rows | None, **options: Any) -> Stream:
-    """New tokens as they come: `generate` as an iterator.
+    """Generates as `generate` does, and returns an iterator over new tokens as they come.
 
     Args:
       model, prompts: as in `generate`.
-      options: those of `generate` but `on_tokens`.
+      options: all other arguments of `generate` except `on_tokens`.
 
     Returns:
-      An iterator over lists of new tokens, one per row, about ten times a second. When it has
-      ended, `result` is what `generate` would have returned. Prompts are read when it is made.
+      An iterator over lists of new tokens, one per row, about ten times a second. Prompts have been
+      read when it is returned. When it has ended, `result` is what `generate` would have returned.
 
     Raises:
       TypeError, ValueError: as `generate`.
@@ -223,7 +232,7 @@ def stream(model: LanguageModel | FunctionalModel, prompts: Rows | None, **optio
 
 
 class Stream:
-    """What `stream` returns: an iterator over new tokens per row, and then a result."""
+    """An iterator over new tokens per row, which has a result at its end; `stream` returns it."""
 
     def __init__(self, writing: Writing) -> None:
         self._writing, self._steps = writing, iter(writing)
@@ -237,15 +246,15 @@ class Stream:
 
     @automatic()
     def stop(self) -> Generation:
-        """Ends here: no more tokens come, and the result is that of the tokens so far."""
+        """Ends the stream, and returns the result of the tokens so far."""
         self._steps.close()
         return self._writing.stop()
 
     @property
     def result(self) -> Generation:
-        """What `generate` would have returned.
+        """The result that `generate` would have returned.
 
         Raises:
-          RuntimeError: there is more to come.
+          RuntimeError: there are more tokens to come.
         """
         return self._writing.result

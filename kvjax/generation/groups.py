@@ -1,4 +1,4 @@
-"""Rows of a batch that are read together: those of similar length, so that little is padding."""
+"""Divides a batch into groups of rows of similar length, so that little of a prompt is padding."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvjax.generation.steps import pad
 from kvjax.protocol import KVTransform
 from kvjax.storage.offload.transform import Offload
 
-_WORTH = 512  # tokens that take about as long as compiling for one more shape
+_TOKENS_PER_SHAPE = 512  # reading so many takes about as long as compiling for one more shape
 
 
 class Group(NamedTuple):
     """Rows of a batch that are read together.
 
     Args:
-      rows: which ones; None: all of them, in order.
+      rows: numbers of the rows; None: all of them, in order.
       tokens, positions: padded; -1 marks padding.
     """
 
@@ -42,38 +42,39 @@ def grouped(
     mesh: Mesh | None,
     first: Int[np.ndarray, " B"] | None = None,
 ) -> list[Group]:
-    """The prompts of a batch in groups: see `row_groups`.
+    """Makes the groups of a batch's prompts, as `row_groups` divides them.
 
-    On a mesh, which divides the rows, and where keys and values are in host memory, all rows stay
-    together.
+    All rows stay together on a mesh, which divides the rows, and where keys and values are in host
+    memory.
 
     Args:
-      prompts: of all rows; an empty one takes no part.
-      widths: the length that each of them would be padded to alone.
+      prompts: one per row; an empty one takes no part.
+      widths: the length that each prompt would be padded to alone.
       layers: one transform per layer.
-      mesh: that the rows are divided among.
+      mesh: the mesh that divides the rows, if any.
       first: the position of each row's first token; None: 0.
     """
     offloaded = any(isinstance(part, Offload) for layer in {*layers} for part in walk(layer))
-    groups = [None] if offloaded or mesh is not None else row_groups(widths)
+    divided = [None] if offloaded or mesh is not None else row_groups(widths)
     first = np.zeros(len(prompts), np.int32) if first is None else first
-    made = []
-    for rows in groups:
-        own = range(len(prompts)) if rows is None else rows
-        tokens, places = pad([prompts[row] for row in own], max(widths[row] for row in own))
-        positions = np.where(places >= 0, places + first[list(own), None], -1)
+    groups = []
+    for rows in divided:
+        numbers = range(len(prompts)) if rows is None else rows
+        width = max(widths[row] for row in numbers)
+        tokens, places = pad([prompts[row] for row in numbers], width)
+        positions = np.where(places >= 0, places + first[list(numbers), None], -1)
         index = None if rows is None else np.array(rows, np.int32)
-        made.append(Group(index, put_rows(tokens, mesh), put_rows(positions, mesh)))
-    return made
+        groups.append(Group(index, put_rows(tokens, mesh), put_rows(positions, mesh)))
+    return groups
 
 
 def row_groups(widths: Sequence[int]) -> list[list[int]] | list[None]:
-    """Which rows are read together; `[None]`: all of them, padded to the longest.
+    """Returns the rows of each group; `[None]`: all rows together, padded to the longest.
 
-    A row joins others if padding it to the longest of them less than doubles it. The rows of a
-    group are 1, 2, 4, ..., so that a batch of B rows knows `log2 B` shapes of each width. All rows
-    stay together where the groups would not halve the number of padded tokens, or not save as much
-    as it takes to compile for their shapes.
+    A row joins others if padding it to the longest of them less than doubles it. The number of rows
+    of a group is a power of two, so that a batch of B rows has at most `log2 B` shapes of each
+    width. All rows stay together if the groups would not halve the number of padded tokens, or
+    would save less than it takes to compile for their shapes.
 
     Args:
       widths: the padded length of each row; 0: the row takes no part.
@@ -97,18 +98,25 @@ def row_groups(widths: Sequence[int]) -> list[list[int]] | list[None]:
             count = 2 ** (len(rows).bit_length() - 1)
             groups.append(rows[:count])
             rows = rows[count:]
-    whole = len(widths) * max(widths)
+    together = len(widths) * max(widths)
     apart = sum(len(rows) * widths[rows[0]] for rows in groups)
-    worth = whole >= 2 * apart and whole - apart >= _WORTH * len(groups)
-    return groups if worth else [None]
+    saved = together - apart
+    worth_it = together >= 2 * apart and saved >= _TOKENS_PER_SHAPE * len(groups)
+    return groups if worth_it else [None]
 
 
 @compiled()
 def joined(order: Int[Array, " B"], caches: tuple[Cache, ...]) -> Cache:
-    """The caches of groups of rows as one; `order` says where each row stands among all of them."""
-    of_parts = zip(*map(layer_caches, caches), strict=True)
+    """Joins the caches of groups of rows into one.
+
+    Args:
+      order: for each row of the result, its place among the rows of all groups, one group after
+        the other.
+      caches: one per group.
+    """
+    parts = zip(*map(layer_caches, caches), strict=True)  # a head group's caches, of all groups
 
     def join(_: LayerCache) -> LayerCache:
-        return map_rows(lambda *xs: jnp.concatenate(xs)[order], *next(of_parts))
+        return map_rows(lambda *xs: jnp.concatenate(xs)[order], *next(parts))
 
     return map_parts(join, caches[0])

@@ -1,4 +1,4 @@
-"""What `generate` needs to know of a language model."""
+"""Defines what `generate` needs to know of a language model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention.layer import Cache
 from kvjax.protocol import AttentionOptions, KVTransform, Phase
 
-_PARTS = ("layers", "embed_tokens", "head")
-_COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")
+_PARTS = ("layers", "embed_tokens", "head")  # attributes of a model that shows its parts
+_COUNTS = ("num_layers", "query_heads", "kv_heads", "head_dim", "vocab_size")  # required ints
 
 
 class LanguageModel(Protocol):
@@ -24,21 +24,22 @@ class LanguageModel(Protocol):
     A callable that is no NNX module must be hashable and must not change: its arrays become
     constants of the compiled code. `FunctionalModel` passes them as arguments.
 
-    Each attention layer i calls `kvjax.attend(layers[i], caches[i], ...)` with `phase` and `last`
-    as given, and the model returns the new caches. A model may also give it `predicted_query`, and
-    gives it the `sinks` that it has learned, in prompts and steps.
+    Each attention layer i calls `kvjax.attend(layers[i], caches[i], ...)` and passes on the `phase`
+    and `last` that the model was called with. The model returns the new caches. It may also pass
+    `predicted_query` to `attend`, and it passes any learned `sinks`, in prompts and in steps.
 
     Attributes:
       num_layers, query_heads, kv_heads, head_dim, vocab_size: sizes.
-      max_positions: longest sequence that it can read; optional.
-      windows: of each layer, the sliding window of its attention, None where it has none;
-        optional, a tuple. A layer with a window gets a `kvjax.Ring` (see `kvjax.bind`).
+      max_positions: longest sequence that the model can read; optional.
+      windows: tuple with the sliding window of each layer's attention, None where a layer has none;
+        optional. A layer with a window gets a `kvjax.Ring` (see `kvjax.bind`).
       attention_scale, attention_soft_cap: `scale` and `soft_cap` of `init_cache`, one number for
         all layers or a tuple with one for each; optional, None: the default.
-      length_class: of a model that computes otherwise for long texts (LongRoPE), a hashable
-        function of a number of tokens; optional. It gives one number for all those that the model
-        treats alike. Caches get it as their `max_length`, by which the model decides, and share
-        compiled code. Without it, `max_length` is `max_prompt + max_new`, padded.
+      length_class: optional, for a model that computes differently on long texts (LongRoPE): a
+        hashable function of a number of tokens. It returns the same number for all lengths that
+        the model treats alike. Caches get that number as their `max_length`, by which the model
+        decides, and caches with equal numbers share compiled code. Without it, `max_length` is
+        `max_prompt + max_new`, padded.
     """
 
     num_layers: int
@@ -58,22 +59,23 @@ class LanguageModel(Protocol):
         last: bool = True,
         logits_at: Int[Array, "B N"] | None = None,
     ) -> tuple[Float[Array, "B N V"], tuple[Cache, ...]]:
-        """Logits of every token (N = T), or of those at `logits_at`, and the new caches.
+        """Returns the logits of every token (N = T) or of the `logits_at` ones, and new caches.
 
         `positions = -1` marks padding. A model should select the tokens of `logits_at` before it
         projects to the vocabulary: all logits of a long prompt are `T × V` numbers, and `generate`
-        needs those of one token.
+        needs the logits of one token.
         """
 
 
 class LayeredModel(LanguageModel, Protocol):
     """An NNX module that shows its parts, so that `generate` reads a prompt layer by layer.
 
-    One compiled function serves all layers that are alike, and what a layer needs of a long prompt
-    is freed before the next one begins. The model's own call must do the same as its parts.
+    One compiled function serves all layers that are alike. The memory that a layer needs for a long
+    prompt is freed before the next layer begins. Calling the model must compute the same as calling
+    its parts one after the other.
 
     Attributes:
-      layers: its blocks in order, NNX modules that share no variables:
+      layers: the blocks in order, NNX modules that share no variables:
         `block(x, positions, cache, *, layer, phase, last) -> (x, cache)`.
     """
 
@@ -82,23 +84,24 @@ class LayeredModel(LanguageModel, Protocol):
     def embed_tokens(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T C"]:
-        """What enters the first block."""
+        """Returns the states that enter the first block."""
 
     def head(self, x: Float[Array, "B N C"]) -> Float[Array, "B N V"]:
-        """Logits of what leaves the last block."""
+        """Returns the logits of the states that leave the last block."""
 
 
 class _CallSignature:
-    """What `inspect.signature` and `help` show of `LanguageModel` itself: how a model is called.
+    """Makes `inspect.signature` and `help` show how a `LanguageModel` is called.
 
-    A protocol has no constructor of its own to show. Classes that inherit from it have one.
+    A protocol has no constructor to show. Classes that inherit from it have one.
     """
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if owner is not LanguageModel:
             raise AttributeError("__signature__")
-        own = inspect.signature(LanguageModel.__call__)
-        return own.replace(parameters=list(own.parameters.values())[1:])  # without self
+        signature = inspect.signature(LanguageModel.__call__)
+        without_self = list(signature.parameters.values())[1:]
+        return signature.replace(parameters=without_self)
 
 
 LanguageModel.__signature__ = _CallSignature()  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,17 +109,17 @@ LanguageModel.__signature__ = _CallSignature()  # pyright: ignore[reportAttribut
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model's call in parts, functions of its parameters: what `LayeredModel` is for NNX modules.
+    """A model's call in parts, as functions of its parameters.
+
+    It is for functional models what `LayeredModel` is for NNX modules. All parts are hashable.
 
     Args:
       embed: `embed(params, tokens, positions) -> x`, `[B, T, C]`.
-      split: `split(params)`: the parameters of each block.
-      blocks: of each layer, `block(own, x, positions, cache, layer=, phase=, last=)`, which returns
-        x and the cache. Layers with equal functions and parameters of one structure share
-        compiled code.
-      head: `head(params, x) -> logits`, of states `[B, N, C]`.
-
-    All of them are hashable.
+      split: `split(params)`, which returns the parameters of each block.
+      blocks: one function per layer, `block(layer_params, x, positions, cache, layer=, phase=,
+        last=)`, which returns x and the cache. Layers share compiled code if their functions are
+        equal and their parameters have the same structure.
+      head: `head(params, x) -> logits`, for states `[B, N, C]`.
     """
 
     embed: Callable[..., Array]
@@ -129,17 +132,17 @@ class ModelParts:
 class FunctionalModel:
     """A model as a function of its parameters, for Linen and for plain JAX.
 
+    It is a pytree whose arrays are those of `params`; everything else is static.
+
     Args:
       apply: `apply(params, tokens, positions, caches, layers=, phase=, last=, logits_at=)`, as
         `LanguageModel.__call__`. Hashable: compiled code is kept per `apply`.
       params: any pytree of arrays.
-      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as `LanguageModel`.
+      num_layers, query_heads, kv_heads, head_dim, vocab_size, max_positions: as in `LanguageModel`.
       parts: the same model in parts, with which prompts are read layer by layer; optional.
-      windows: as `LanguageModel`; empty: no layer has one.
-      attention_scale, attention_soft_cap: as `LanguageModel`.
-      length_class: as `LanguageModel`; None: nothing depends on a text's length.
-
-    It is a pytree itself, of the arrays of `params`; all else is static.
+      windows: as in `LanguageModel`; empty: no layer has a window.
+      attention_scale, attention_soft_cap: as in `LanguageModel`.
+      length_class: as in `LanguageModel`; None: nothing depends on a text's length.
     """
 
     apply: Callable[..., tuple[Array, tuple[Cache, ...]]]
@@ -157,14 +160,15 @@ class FunctionalModel:
     attention_soft_cap: float | tuple[float | None, ...] | None = None
 
     def attention(self, layer: int) -> AttentionOptions:
-        """How the attention of a layer makes its logits."""
+        """Returns the options of a layer's attention: scale, window and soft cap."""
 
-        def of_layer(given: Any) -> Any:
-            return given[layer] if isinstance(given, tuple) else given
+        def of_layer(option: Any) -> Any:
+            return option[layer] if isinstance(option, tuple) else option
 
-        window = self.windows[layer] if self.windows else None
         return AttentionOptions(
-            of_layer(self.attention_scale), window, of_layer(self.attention_soft_cap)
+            scale=of_layer(self.attention_scale),
+            window=self.windows[layer] if self.windows else None,
+            soft_cap=of_layer(self.attention_soft_cap),
         )
 
 
@@ -186,9 +190,9 @@ jax.tree_util.register_dataclass(
 
 @dataclass(frozen=True)
 class _Apply:
-    """A model's call, or a method of it, as a function of its arrays.
+    """A model's call, or one of its methods, as a function of its arrays.
 
-    Equal for NNX modules of equal structure.
+    Two are equal if their NNX modules have equal structure, so that these share compiled code.
     """
 
     model: nnx.GraphDef | Callable
@@ -202,17 +206,19 @@ class _Apply:
 
 
 def _split_layers(params: nnx.State) -> list[nnx.State]:
-    """The parameters of each block of a `LayeredModel`."""
+    """Returns the parameters of each block of a `LayeredModel`."""
     return [params["layers"][i] for i in range(len(params["layers"]))]
 
 
 def _parts_of(model: Any, called: Any, params: Any) -> ModelParts | None:
-    """The parts of an NNX module that shows them, None of other models."""
+    """Returns the parts of an NNX module that shows them, None for other models."""
     if not isinstance(model, nnx.Module) or not all(hasattr(model, name) for name in _PARTS):
         return None
     split = [nnx.split(block) for block in model.layers]  # pyright: ignore[reportAttributeAccessIssue]
-    alone = [jax.tree.structure(own) for _, own in split]
-    if alone != [jax.tree.structure(own) for own in _split_layers(params)]:
+    # The parameters of a model hold a shared variable once, so that one of the layers that share it
+    # has fewer parameters there than alone.
+    alone = [jax.tree.structure(layer_params) for _, layer_params in split]
+    if alone != [jax.tree.structure(layer_params) for layer_params in _split_layers(params)]:
         raise TypeError(
             f"the layers of {type(model).__name__} share variables: give a kvjax.FunctionalModel"
         )
@@ -223,16 +229,16 @@ def _parts_of(model: Any, called: Any, params: Any) -> ModelParts | None:
 
 
 def _option(model: Any, name: str) -> float | tuple[float | None, ...] | None:
-    """An optional attribute of a model, for all layers or for each."""
+    """Returns an optional attribute of a model: one value for all layers, or one for each."""
     value = getattr(model, name, None)
     return tuple(value) if isinstance(value, list) else value
 
 
 def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
-    """Any supported model as a `FunctionalModel`. An NNX module is split into graph and arrays.
+    """Makes a `FunctionalModel` of any supported model; splits NNX modules into graph and arrays.
 
     Raises:
-      TypeError: not callable, or without one of the documented attributes.
+      TypeError: the model is not callable, or lacks one of the documented attributes.
     """
     if isinstance(model, FunctionalModel):
         return model
@@ -250,13 +256,19 @@ def as_functional(model: LanguageModel | FunctionalModel) -> FunctionalModel:
             f"a callable model must be hashable, {type(model).__name__} is not: "
             "give a kvjax.FunctionalModel"
         )
-    sizes = {name: getattr(model, name) for name in _COUNTS}
-    max_positions = getattr(model, "max_positions", None)
-    parts, windows = _parts_of(model, called, params), getattr(model, "windows", None) or ()
+    windows = getattr(model, "windows", None) or ()
     return FunctionalModel(
-        _Apply(called), params, max_positions=max_positions, parts=parts,
+        apply=_Apply(called),
+        params=params,
+        num_layers=model.num_layers,
+        query_heads=model.query_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        max_positions=getattr(model, "max_positions", None),
+        parts=_parts_of(model, called, params),
         windows=tuple(windows) if isinstance(windows, list) else windows,
         length_class=getattr(model, "length_class", None),
-        **{name: _option(model, name) for name in ("attention_scale", "attention_soft_cap")},
-        **sizes,
-    )  # fmt: skip
+        attention_scale=_option(model, "attention_scale"),
+        attention_soft_cap=_option(model, "attention_soft_cap"),
+    )

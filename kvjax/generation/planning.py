@@ -1,4 +1,4 @@
-"""What devices will hold: weights and caches in bytes, from shapes alone."""
+"""Computes how many bytes of weights and caches devices will hold, from shapes alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvjax.protocol import KVTransform, check_transform
 from kvjax.storage.offload.payload import Offloaded
 from kvjax.transforms.infinigen.projections import InfiniGenCalibration
 
-_CHANNELS = 0.2  # of queries and of keys, the share that `calibrate_infinigen` takes
+_CHANNELS = 0.2  # share of channels of queries and of keys that `calibrate_infinigen` takes
 
 
 class Bytes(NamedTuple):
@@ -37,7 +37,7 @@ class Bytes(NamedTuple):
     Args:
       device: in the device's memory.
       host: in host memory (`Offload`).
-      read: of those on the device, what a decode step reads at least when the caches are full.
+      read: those of `device` that a decode step reads at least, when the caches are full.
     """
 
     device: float
@@ -45,25 +45,26 @@ class Bytes(NamedTuple):
     read: float
 
     def plus(self, other: Bytes, times: float = 1) -> Bytes:
-        """The sum with so many times the other."""
+        """Returns the sum of these bytes and `times` the others."""
         return Bytes(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one device of a mesh holds of a model and its caches, and moves in a decode step.
+    """The bytes of a model and its caches that one device of a mesh holds, and moves per step.
 
-    Requests are rows of a batch. The axis "data" divides them where their number is a multiple of
-    it; others are on all of its devices. Activations and temporary memory are not counted.
+    Requests are rows of a batch. The axis "data" divides them if their number is a multiple of its
+    size; else each of its devices has all of them. Activations and temporary memory are not
+    counted.
 
     Args:
       transform: how caches are compressed.
-      devices: in the mesh.
-      data: how many of them divide the rows.
+      devices: number of devices in the mesh.
+      data: size of the axis that divides the rows.
       weights: bytes of weights.
-      weights_read: those of them that a step reads.
-      fixed: of caches, whatever the number of requests.
-      request: of one request's caches, on each device that has it.
+      weights_read: bytes of the weights that a decode step reads.
+      fixed: bytes of caches that do not depend on the number of requests.
+      request: bytes of one request's caches, on each device that has them.
     """
 
     transform: KVTransform
@@ -75,24 +76,27 @@ class Plan:
     request: Bytes
 
     def caches(self, requests: int) -> Bytes:
-        """Of the caches of so many requests."""
+        """Returns the bytes that the caches of `requests` requests take on a device."""
         return self.fixed.plus(self.request, self._rows(requests))
 
     def held(self, requests: int) -> int:
-        """Bytes in a device's memory: weights, and the caches of so many requests."""
+        """Returns the bytes in a device's memory: weights, and the caches of all requests."""
         return self.weights + round(self.caches(requests).device)
 
     def fits(self, memory: float) -> int:
-        """How many requests fit where each device has so many bytes; 0 if none does."""
+        """Returns how many requests fit if each device has `memory` bytes; 0 if none does."""
         free = memory - self.weights - self.fixed.device
         return self.data * max(int(free // self.request.device), 0)
 
     def step_bytes(self, requests: int) -> int:
-        """Bytes that a decode step moves at least on a device: weights and caches, once."""
+        """Returns the bytes that a decode step moves at least on a device.
+
+        They are those of weights and caches, each read once.
+        """
         return self.weights_read + round(self.caches(requests).read)
 
     def _rows(self, requests: int) -> int:
-        """Rows on a device."""
+        """Returns the number of rows on a device."""
         return requests // self.data if requests % self.data == 0 else requests
 
 
@@ -106,18 +110,19 @@ def plan(
     mesh: Mesh | AbstractMesh | None = None,
     looked_up: int = 0,
 ) -> Plan:
-    """Prices a model and its caches before anything of them is made.
+    """Computes the bytes of a model and its caches before any of them is made.
 
-    Caches are those of `kvjax.read(..., max_prompt=, max_new=)` once they have a prompt.
+    The caches are those of `kvjax.read(..., max_prompt=, max_new=)` after a prompt.
 
     Args:
       model: as for `kvjax.generate`; its parameters may be `jax.ShapeDtypeStruct`, with a sharding
         where a mesh divides them (`kvjax.models.abstract_decoder`).
-      transform: how caches are compressed. An `InfiniGen` without calibration is taken with as
-        many channels as one has at most.
+      transform: how caches are compressed. For an `InfiniGen` without calibration, the largest
+        number of channels is assumed that a calibration can have.
       max_prompt, max_new, dtype: as in `kvjax.read`; bfloat16 by default.
       mesh: devices, with the axes "data" and "tensor"; None: one device.
-      looked_up: bytes per device of weights of which a step takes few rows, as of an embedding.
+      looked_up: bytes per device of weights of which a step reads only a few rows, such as an
+        embedding.
 
     Raises:
       TypeError, ValueError: as `kvjax.read`; a mesh with other axes.
@@ -143,26 +148,28 @@ def plan(
         _with_stand_ins(transform, functional), functional.num_layers, functional.windows,
         max_prompt + max_new,
     )  # fmt: skip
-    dtype, data = jnp.bfloat16 if dtype is None else dtype, 1
-    if mesh is not None:
-        data = mesh.shape.get(DATA, 1)
-    one, two = (
-        _cache_bytes(functional, layers, _size(functional, rows, max_prompt, max_new, dtype), mesh)
-        for rows in (data, 2 * data)
-    )
-    request = two.plus(one, -1)
+    dtype = jnp.bfloat16 if dtype is None else dtype
+    data = 1 if mesh is None else mesh.shape.get(DATA, 1)
+
+    def cache_bytes(rows: int) -> Bytes:
+        tokens = max_prompt + max_new
+        size = CacheSize.of(functional, rows, max_prompt, max_new, dtype, tokens)
+        # Shapes are those of all devices together; `_cache_bytes` divides them.
+        return _cache_bytes(functional, layers, size._replace(mesh=None), mesh)
+
+    # With one and with two rows on each device: the difference is one request.
+    one_row, two_rows = cache_bytes(data), cache_bytes(2 * data)
+    request = two_rows.plus(one_row, -1)
     weights = sum(bytes_on_device(x) for x in jax.tree.leaves(functional.params))
-    devices = 1 if mesh is None else mesh.size
     return Plan(
-        transform, devices, data, weights, weights - looked_up, one.plus(request, -1), request
+        transform=transform,
+        devices=1 if mesh is None else mesh.size,
+        data=data,
+        weights=weights,
+        weights_read=weights - looked_up,
+        fixed=one_row.plus(request, -1),
+        request=request,
     )
-
-
-def _size(
-    model: FunctionalModel, rows: int, max_prompt: int, max_new: int, dtype: DTypeLike
-) -> CacheSize:
-    tokens = max_prompt + max_new
-    return CacheSize.of(model, rows, max_prompt, max_new, dtype, tokens)._replace(mesh=None)
 
 
 def _cache_bytes(
@@ -171,67 +178,70 @@ def _cache_bytes(
     size: CacheSize,
     mesh: Mesh | AbstractMesh | None,
 ) -> Bytes:
-    """Of all layers' caches on one device."""
-    total, known = Bytes(0, 0, 0), {}
+    """Returns the bytes of all layers' caches on one device."""
+    total = Bytes(0, 0, 0)
+    known: dict[int, tuple[Cache, Bytes]] = {}  # by the cache's id; the cache keeps that id alive
     for cache, transform in zip(cache_shapes(model, layers, size), layers, strict=True):
         # Layers that are alike share one value.
         if id(cache) not in known:
-            known[id(cache)] = cache, _layer_bytes(_on(cache, transform, size.kv_heads, mesh))
+            placement = Placement.of(
+                mesh, size.kv_heads, divisible=not isinstance(transform, HeadGroups)
+            )
+            known[id(cache)] = cache, _layer_bytes(cache, placement)
         total = total.plus(known[id(cache)][1])
     return total
 
 
-def _on(
-    cache: Cache, transform: KVTransform, kv_heads: int, mesh: Mesh | AbstractMesh | None
-) -> Cache:
-    """A layer's cache as one that is divided among a mesh."""
-    divisible = not isinstance(transform, HeadGroups)
-    placement = Placement.of(mesh, kv_heads, divisible)
-    return map_parts(lambda part: dataclasses.replace(part, placement=placement), cache)
-
-
-def _layer_bytes(cache: Cache) -> Bytes:
+def _layer_bytes(cache: Cache, placement: Placement | None) -> Bytes:
+    """Returns the bytes of a layer's cache on one device of its placement."""
+    cache = map_parts(lambda part: dataclasses.replace(part, placement=placement), cache)
     parts = map(_part_bytes, layer_caches(cache))
     return Bytes(*map(sum, zip(*parts, strict=True)))
 
 
 def _part_bytes(cache: LayerCache) -> Bytes:
-    """Of a layer's cache, or of that of a group of its heads."""
+    """Returns the bytes of a layer's cache, or of the cache of one of its head groups."""
     placement, kv = cache.placement, cache.kv
     specs: Any = jax.tree.map(lambda x: PartitionSpec(), cache)
     if placement is not None:
         specs = cache_specs(cache)
 
-    def on_device(tree: Any, spec: Any) -> int:
+    def on_device(tree: Any, specs: Any) -> int:
         mesh = None if placement is None else placement.mesh
-        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(spec), strict=True)
-        return sum(bytes_on_device(x, mesh, s) for x, s in pairs)
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
+        return sum(bytes_on_device(x, mesh, spec) for x, spec in pairs)
 
     payloads = (kv.k, specs.kv.k), (kv.v, specs.kv.v)
     host = sum(
-        on_device(own.store, spec.store) for own, spec in payloads if isinstance(own, Offloaded)
+        on_device(payload.store, spec.store)
+        for payload, spec in payloads
+        if isinstance(payload, Offloaded)
     )
     device = on_device(cache, specs) - host
     if kv.lists is None:
-        return Bytes(device, host, device)
-    # A step reads the slots of its lists alone; rows from host memory come to the device as state.
-    stored = 0 if host else sum(on_device(*own) for own in payloads)
+        return Bytes(device, host, read=device)
+    # A step reads only the slots of its lists. Rows from host memory come to the device as state.
+    stored = 0 if host else sum(on_device(payload, spec) for payload, spec in payloads)
     lists, length = kv.lists
     selected = min(lists * length / (kv.shape[1] * kv.shape[2]), 1.0)
-    return Bytes(device, host, device - stored * (1 - selected))
+    return Bytes(device, host, read=device - stored * (1 - selected))
 
 
 def bytes_on_device(
     x: Any, mesh: Mesh | AbstractMesh | None = None, spec: PartitionSpec | None = None
 ) -> int:
-    """Bytes of an array, or of a shape, on each device of those that share it."""
-    where = getattr(x, "sharding", None) if mesh is None else NamedSharding(mesh, spec)
-    shape = x.shape if where is None else where.shard_shape(x.shape)
+    """Returns the bytes of an array, or of a shape, on each of the devices that share it.
+
+    Args:
+      mesh, spec: how the array is divided; without a mesh, its own sharding says so.
+    """
+    sharding = getattr(x, "sharding", None) if mesh is None else NamedSharding(mesh, spec)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
 
 def _with_stand_ins(transform: KVTransform, model: FunctionalModel) -> KVTransform:
-    """The transform with a calibration of the largest size in place of one that is missing."""
+    """Puts a calibration of the largest size in place of one that is missing."""
     channels = min(2 * max(1, int(_CHANNELS * model.head_dim)), model.head_dim)
     shape = model.num_layers, model.kv_heads, model.head_dim, channels
     stand_in = InfiniGenCalibration(np.zeros(shape, np.float32))
@@ -239,7 +249,7 @@ def _with_stand_ins(transform: KVTransform, model: FunctionalModel) -> KVTransfo
 
 
 def abstract_mesh(sizes: Iterable[tuple[str, int]]) -> AbstractMesh:
-    """A mesh of devices that need not be there.
+    """Makes a mesh of devices that need not exist.
 
     Args:
       sizes: pairs of an axis, "data" or "tensor", and its size.

@@ -1,4 +1,4 @@
-"""What prompts and turns must be, and the lengths that they are padded to."""
+"""Checks prompts and turns, and chooses the lengths that prompts are padded to."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvjax.generation.model import FunctionalModel
 from kvjax.messages import brief
 from kvjax.protocol import KVTransform
 
-_END_TOKENS = 8  # places for end tokens; more of them are padded to a multiple
+_END_TOKENS = 8  # end tokens are padded to a multiple of it, so that few numbers are compiled
 
 Rows = Sequence[Sequence[int] | None]  # token ids of each row; None: the row takes no part
 
 
 class Sized(Protocol):
-    """What prompts are checked against: a model or the configuration of one."""
+    """The sizes that prompts are checked against: those of a model or of its configuration."""
 
     vocab_size: int
     max_positions: int | None
 
 
 def as_rows(prompts: object) -> Rows:
-    """Prompts as lists, also where arrays were given; what rows hold is checked elsewhere."""
+    """Makes lists of prompts that are lists or arrays; does not check what the rows hold."""
     if isinstance(prompts, np.ndarray | jax.Array):
         prompts = np.asarray(prompts).tolist()
     if isinstance(prompts, str):
@@ -53,7 +53,7 @@ def check_prompts(
 
     Args:
       model: a model, or the configuration of one.
-      prompts, max_new: as given to `generate` (`max_new_tokens`).
+      prompts, max_new: prompts and `max_new_tokens` of `generate`.
       layers: one transform per layer.
     """
     if not len(prompts):
@@ -61,8 +61,9 @@ def check_prompts(
     for row, prompt in enumerate(prompts):
         _check_row(model, row, prompt)
     limit, longest = model.max_positions, max(len(prompt) for prompt in prompts)
-    beyond = all(layer.needs.reposition for layer in layers)
-    if limit is not None and (longest > limit or (longest + max_new > limit and not beyond)):
+    # Keys that are rotated at their rank in the cache never reach a position beyond the limit.
+    unbounded = all(layer.needs.reposition for layer in layers)
+    if limit is not None and (longest > limit or (longest + max_new > limit and not unbounded)):
         raise ValueError(
             f"the model has {limit} positions, got a prompt of {longest} tokens and "
             f"{max_new} new ones"
@@ -101,13 +102,15 @@ def check_turn(
         if not count.any():
             raise ValueError("a turn needs a prompt of one row at least, got None for all")
     active = count > 0 if count.any() else np.ones(len(count), bool)
-    limit, beyond = model.max_positions, all(layer.needs.reposition for layer in context.layers)
-    for name, known, more, most in (
+    unbounded = all(layer.needs.reposition for layer in context.layers)
+    limit = None if unbounded else model.max_positions
+    for name, tokens, more, most in (
         ("max_prompt", context.prompt_tokens, count, size.max_prompt),
         ("max_new", context.new_tokens, active * max_new, size.max_new),
-        ("positions", context.length, count + active * max_new, None if beyond else limit),
+        ("positions", context.length, count + active * max_new, limit),
     ):
-        total = np.broadcast_to(np.asarray(known), count.shape) + more
+        # A context of one row is repeated for all prompts.
+        total = np.broadcast_to(np.asarray(tokens), count.shape) + more
         if most is not None and (total[active] > most).any():
             row = int(np.argmax(np.where(active, total, -1)))
             raise ValueError(
@@ -118,10 +121,10 @@ def check_turn(
 
 
 def check_same_model(context: Context, model: FunctionalModel) -> None:
-    """Raises ValueError unless the model computes all that the context's model does, as it does."""
+    """Raises ValueError unless the model computes the same as the context's model."""
     there, here = context.fingerprint, Fingerprint.of(model)
-    if there != here and (found := differences(there.content, here.content)):
-        raise ValueError(f"the context must be of this model: its {found}")
+    if there != here and (differing := differences(there.content, here.content)):
+        raise ValueError(f"the context must be of this model: its {differing}")
 
 
 def _shown(mesh: Mesh | None) -> str:
@@ -129,6 +132,7 @@ def _shown(mesh: Mesh | None) -> str:
 
 
 def _check_row(model: Sized, row: int, prompt: Sequence[int]) -> None:
+    """Raises unless the prompt of a row is a sequence of tokens that the model knows."""
     if isinstance(prompt, str):
         raise TypeError(f"prompts are token ids, got the text {prompt!r:.40} in row {row}")
     ids = np.asarray(prompt)
@@ -143,21 +147,31 @@ def _check_row(model: Sized, row: int, prompt: Sequence[int]) -> None:
         raise ValueError(f"token ids must lie in [0, {model.vocab_size}), got {wrong} in row {row}")
 
 
-def end_token_array(model: object, given: Sequence[int] | None) -> Int[np.ndarray, " E"]:
-    """End tokens, the model's own where none are given, padded with -1."""
-    if given is None:
-        given = getattr(getattr(model, "config", None), "eos_token_ids", ())
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"end_tokens must be a sequence of token ids, got {given!r:.40}")
-    for token in given:
+def end_token_array(model: object, end_tokens: Sequence[int] | None) -> Int[np.ndarray, " E"]:
+    """Returns end tokens, padded with -1.
+
+    Args:
+      end_tokens: token ids; None: the `eos_token_ids` of the model's `config`, if there are any.
+    """
+    if end_tokens is None:
+        end_tokens = getattr(getattr(model, "config", None), "eos_token_ids", ())
+    if isinstance(end_tokens, str) or not isinstance(end_tokens, Iterable):
+        raise TypeError(f"end_tokens must be a sequence of token ids, got {end_tokens!r:.40}")
+    for token in end_tokens:
         if not isinstance(token, int | np.integer) or not 0 <= token < 2**31:
             raise ValueError(f"end tokens must be token ids from 0 to 2**31 - 1, got {token!r}")
-    places = max(-(-len(given) // _END_TOKENS), 1) * _END_TOKENS
-    return np.array([*given, *[-1] * (places - len(given))], np.int32)
+    places = max(-(-len(end_tokens) // _END_TOKENS), 1) * _END_TOKENS
+    return np.array([*end_tokens, *[-1] * (places - len(end_tokens))], np.int32)
 
 
 def bucket(length: int, max_positions: int | None, buckets: Sequence[int] | None) -> int:
-    """The smallest bucket that holds a prompt: at most a quarter of it is padding from 64 on."""
+    """Returns the smallest bucket that holds a prompt of `length` tokens.
+
+    Args:
+      max_positions: positions of the model, above which no default bucket goes; None: no limit.
+      buckets: lengths to choose from. None: the multiples of 64 up to 256, then four per power of
+        two, which pad a prompt by less than a quarter of its length.
+    """
     if buckets is not None:
         fitting = [size for size in buckets if size >= length]
         if not fitting:

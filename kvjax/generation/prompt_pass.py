@@ -1,4 +1,4 @@
-"""A prompt is read layer by layer, by one compiled function for all layers that are alike."""
+"""Reads a prompt layer by layer, with one compiled function for all layers that are alike."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ T = TypeVar("T")
 
 
 class CacheSize(NamedTuple):
-    """What caches are made for: the static arguments of `init_cache` that all layers share."""
+    """The sizes that caches are made for, which all layers share.
+
+    They are arguments of `init_cache`, and static in compiled code.
+    """
 
     batch: int
     kv_heads: int
@@ -56,22 +59,41 @@ class CacheSize(NamedTuple):
         dtype: DTypeLike | None,
         tokens: int,
     ) -> CacheSize:
-        """Of a model's layers, on the mesh of its parameters.
+        """Returns the sizes of the caches of a model's layers, on the mesh of its parameters.
 
-        `tokens` of a row were asked for. `max_prompt` and `max_new` may be padded: how a model
-        treats a text must not follow from that.
+        Args:
+          batch: rows.
+          max_prompt, max_new: most tokens of a row that are read and written. They may be padded.
+          dtype: of keys and values.
+          tokens: tokens of a row without padding, from which `max_length` follows: padding must
+            not change how a model treats a text.
         """
-        dtype = None if dtype is None else floating(dtype).name
-        heads = model.kv_heads, model.query_heads, model.head_dim
-        max_length = None if model.length_class is None else model.length_class(tokens)
-        return cls(batch, *heads, max_prompt, max_new, dtype, mesh_of(model.params), max_length)
+        return cls(
+            batch=batch,
+            kv_heads=model.kv_heads,
+            query_heads=model.query_heads,
+            head_dim=model.head_dim,
+            max_prompt=max_prompt,
+            max_new=max_new,
+            dtype=None if dtype is None else floating(dtype).name,
+            mesh=mesh_of(model.params),
+            max_length=None if model.length_class is None else model.length_class(tokens),
+        )
 
-    max_tokens = property(lambda self: self.max_prompt + self.max_new)  # of a row
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a row, prompt and new ones."""
+        return self.max_prompt + self.max_new
 
     def cache(
         self, transform: KVTransform, layer: int, attention: AttentionOptions | None = None
     ) -> Cache:
-        """An empty cache of one layer; None: of any attention, where only its size is asked for."""
+        """Makes the empty cache of one layer.
+
+        Args:
+          attention: options of the layer's attention; None: the default ones, where only the size
+            or the state of the cache matters.
+        """
         options = {} if attention is None else attention.static
         return init_cache(transform, layer=layer, **self._asdict(), **options)
 
@@ -85,34 +107,34 @@ def read_prompt(
     on_layer: Callable[[int], None] | None = None,
     last: bool = True,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Logits of each row's last token, and the caches that hold the prompt.
+    """Returns the logits of each row's last token, and the caches that hold the prompt.
 
-    Of a model that shows its parts, one layer after the other is run, so that no more than one
-    layer holds its part of the whole prompt, of the rows of one group. Any other model is called
-    once for each group.
+    A model that shows its parts is run layer by layer, so that memory holds the activations of one
+    layer at a time, for the rows of one group. Any other model is called once for each group.
 
     Args:
       groups: the prompts. Rows in no group have no tokens: their caches stay, their logits are 0.
-      caches: of earlier turns, donated; or what new ones are made for.
+      caches: caches of earlier turns, which are donated; or the sizes of new ones.
       on_layer: is called with the number of each layer that has read the prompt, in order; for a
         model that does not show its parts, after the whole prompt.
-      last: whether the caches are compressed then; else they are readings, as of `attend`.
+      last: whether this ends the prompt, so that the caches are compressed; else they are readings,
+        as in `attend`.
     """
     sizes: list[CacheSize | None] = [None] * len(groups)
-    given: Any = [caches] * len(groups)
+    start: Any = [caches] * len(groups)
     if isinstance(caches, CacheSize):
         sizes = [caches._replace(batch=len(group.tokens)) for group in groups]
         for size in sizes:
             compiler.compile("the caches", ("states", size), states_of_layers, layers, size)
-        given = [states_of_layers(layers, size) for size in sizes]
+        start = [states_of_layers(layers, size) for size in sizes]
     read = _read_whole_model if model.parts is None else _read_by_layer
-    logits, written = read(model, layers, groups, sizes, given, compiler, on_layer, last)
+    logits, new_caches = read(model, layers, groups, sizes, start, compiler, on_layer, last)
     if groups[0].rows is None:
-        return logits[0], written
-    batch = layer_caches(written)[0].kv.shape[0]
+        return logits[0], new_caches
+    batch = layer_caches(new_caches)[0].kv.shape[0]
     rows = _rows_of(groups)
-    empty = jnp.zeros((batch, *logits[0].shape[1:]), logits[0].dtype)
-    return empty.at[rows].set(jnp.concatenate(logits)), written
+    zeros = jnp.zeros((batch, *logits[0].shape[1:]), logits[0].dtype)
+    return zeros.at[rows].set(jnp.concatenate(logits)), new_caches
 
 
 def _read_by_layer(
@@ -120,45 +142,57 @@ def _read_by_layer(
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
     sizes: Sequence[CacheSize | None],
-    given: Sequence[tuple],
+    start: Sequence[tuple],
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
     last: bool,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
-    """The logits of each group, and the caches of all rows.
+    """Reads a prompt layer by layer, for a model that shows its parts.
 
     Args:
-      sizes: what the new caches of each group are made for; None: there are caches.
-      given: of each group, by layer, the states of its new caches, or the caches of all rows.
+      sizes: the sizes of each group's new caches; None: the groups go on from caches of all rows.
+      start: for each group, by layer, the states of its new caches, or the caches of all rows.
+
+    Returns:
+      The logits of each group, and the caches of all rows.
     """
     parts, mesh = model.parts, mesh_of(model.params)
-    passing, written = [], []
+    passing, new_caches = [], []  # passing: the states and positions that enter the next layer
     for group in groups:
-        start = parts.embed, mesh, model.params, group.tokens, group.positions
-        compiler.compile("the embedding", ("embed", group.tokens.shape), _embed, *start)
-        passing.append((_embed(*start), group.positions))
-    for layer, own in enumerate(parts.split(model.params)):
+        x = compiler.run(
+            "the embedding", ("embed", group.tokens.shape), _embed,
+            parts.embed, mesh, model.params, group.tokens, group.positions,
+        )  # fmt: skip
+        passing.append((x, group.positions))
+    for layer, layer_params in enumerate(parts.split(model.params)):
         block, transform, attention = parts.blocks[layer], layers[layer], model.attention(layer)
-        what = f"the prompt pass of layer {layer + 1} of {len(layers)}"
-        caches, whole = [], given[0][layer]
+        group_caches, cache = [], start[0][layer]
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             x, positions = passing[number]
-            cache = (whole, group.rows) if size is None else (given[number][layer], None)
-            one = block, transform, size, attention, last, own, x, positions, *cache
-            kind = block, transform, attention, x.shape
-            compiler.compile(what, kind, _read_layer, *one)
+            # Each group of an earlier turn's cache writes its rows into the same cache.
+            states_or_cache = cache if size is None else start[number][layer]
+            rows = group.rows if size is None else None
             # Waiting bounds the memory: a layer that is queued has its arrays already.
-            *passing[number], whole = jax.block_until_ready(_read_layer(*one))
-            caches.append(whole)
-        written.append(whole if sizes[0] is None else _together(groups, caches, compiler))
+            *passing[number], cache = jax.block_until_ready(
+                compiler.run(
+                    f"the prompt pass of layer {layer + 1} of {len(layers)}",
+                    (block, transform, attention, x.shape), _read_layer,
+                    block, transform, size, attention, last, layer_params, x, positions,
+                    states_or_cache, rows,
+                )
+            )  # fmt: skip
+            group_caches.append(cache)
+        new_caches.append(cache if sizes[0] is None else _together(groups, group_caches, compiler))
         if on_layer is not None:
             on_layer(layer)
-    logits = []
-    for group, (x, positions) in zip(groups, passing, strict=True):
-        end = parts.head, mesh, model.params, x, positions, group.positions
-        compiler.compile("the logits", ("head", x.shape), _last_logits, *end)
-        logits.append(_last_logits(*end))
-    return logits, tuple(written)
+    logits = [
+        compiler.run(
+            "the logits", ("head", x.shape), _last_logits,
+            parts.head, mesh, model.params, x, positions, group.positions,
+        )
+        for group, (x, positions) in zip(groups, passing, strict=True)
+    ]  # fmt: skip
+    return logits, tuple(new_caches)
 
 
 def _read_whole_model(
@@ -166,78 +200,91 @@ def _read_whole_model(
     layers: tuple[KVTransform, ...],
     groups: Sequence[Group],
     sizes: Sequence[CacheSize | None],
-    given: Sequence[tuple],
+    start: Sequence[tuple],
     compiler: Compiler,
     on_layer: Callable[[int], None] | None,
     last: bool,
 ) -> tuple[list[Array], tuple[Cache, ...]]:
-    """The same of a model that does not show its parts."""
-    logits, caches, whole = [], [], given[0]
+    """Does what `_read_by_layer` does, for a model that does not show its parts."""
+    logits, group_caches, caches = [], [], start[0]
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-        cache = (whole, group.rows) if size is None else (given[number], None)
-        one = layers, size, last, model, group.tokens, group.positions, *cache
-        compiler.compile("the prompt pass", ("prompt", group.tokens.shape), _read_whole, *one)
-        read, whole = jax.block_until_ready(_read_whole(*one))
-        logits.append(read)
-        caches.append(whole)
+        states_or_caches = caches if size is None else start[number]
+        rows = group.rows if size is None else None
+        group_logits, caches = jax.block_until_ready(
+            compiler.run(
+                "the prompt pass", ("prompt", group.tokens.shape), _read_whole,
+                layers, size, last, model, group.tokens, group.positions, states_or_caches, rows,
+            )
+        )  # fmt: skip
+        logits.append(group_logits)
+        group_caches.append(caches)
     if sizes[0] is not None:
-        by_layer = map(list, zip(*caches, strict=True))
-        whole = tuple(_together(groups, own, compiler) for own in by_layer)
-    for layer in range(len(layers) if on_layer is not None else 0):
-        on_layer(layer)
-    return logits, whole
+        by_layer = map(list, zip(*group_caches, strict=True))
+        caches = tuple(_together(groups, of_layer, compiler) for of_layer in by_layer)
+    if on_layer is not None:
+        for layer in range(len(layers)):
+            on_layer(layer)
+    return logits, caches
 
 
 def _rows_of(groups: Sequence[Group]) -> Int[np.ndarray, " B"]:
-    """The rows of all groups, group by group."""
+    """Returns the rows of all groups, group by group."""
     return np.concatenate([np.asarray(group.rows) for group in groups])
 
 
 def _together(groups: Sequence[Group], caches: list[Cache], compiler: Compiler) -> Cache:
-    """One layer's caches of all groups as one cache."""
+    """Joins the caches that the groups have of one layer into one cache."""
     if groups[0].rows is None:
         return caches[0]
-    given = np.argsort(_rows_of(groups)), tuple(caches)
-    kind = jax.tree.structure(given), tuple(x.shape for x in jax.tree.leaves(given))
-    compiler.compile("one cache of all rows", kind, joined, *given)
-    return jax.block_until_ready(joined(*given))
+    order = np.argsort(_rows_of(groups))
+    shapes = tuple(x.shape for x in jax.tree.leaves(caches))
+    return jax.block_until_ready(
+        compiler.run(
+            "one cache of all rows", (jax.tree.structure(caches), order.shape, shapes), joined,
+            order, tuple(caches),
+        )
+    )  # fmt: skip
 
 
 def cache_shapes(
     model: FunctionalModel, layers: tuple[KVTransform, ...], size: CacheSize
 ) -> tuple[Cache, ...]:
-    """What `read_prompt` returns for new caches, as shapes: nothing is computed or compiled.
+    """Returns the shapes of the caches that `read_prompt` makes; computes and compiles nothing.
 
     Layers that are alike share one value.
     """
-    tokens = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
+    # A prompt of one token: the shapes of caches follow from `size` alone.
+    tokens = positions = jax.ShapeDtypeStruct((size.batch, 1), jnp.int32)
     if model.parts is None:
-        given = jax.eval_shape(functools.partial(states_of_layers, layers, size))
-        whole = functools.partial(_read_whole, layers, size, True)
-        return jax.eval_shape(whole, model, tokens, tokens, given)[1]
+        states = jax.eval_shape(functools.partial(states_of_layers, layers, size))
+        read_whole = functools.partial(_read_whole, layers, size, True)
+        return jax.eval_shape(read_whole, model, tokens, positions, states)[1]
     parts = model.parts
     embed = functools.partial(_embed, parts.embed, None)
-    x = jax.eval_shape(embed, model.params, tokens, tokens)
+    x = jax.eval_shape(embed, model.params, tokens, positions)
     attention = map(model.attention, range(len(layers)))
-    kinds = tuple(zip(parts.blocks, layers, attention, strict=True))
-    known: dict[Hashable, Cache] = {}
-    for layer, (kind, own) in enumerate(zip(kinds, parts.split(model.params), strict=True)):
-        if kind not in known:
-            states = jax.eval_shape(functools.partial(_states_of, layers[layer], size, layer))
-            block, transform, options = kind
-            one = functools.partial(_read_layer, block, transform, size, options, True)
-            known[kind] = jax.eval_shape(one, own, x, tokens, states)[2]
-    return tuple(known[kind] for kind in kinds)
+    keys = tuple(zip(parts.blocks, layers, attention, strict=True))  # equal for layers alike
+    shapes: dict[Hashable, Cache] = {}
+    for layer, (key, layer_params) in enumerate(zip(keys, parts.split(model.params), strict=True)):
+        if key not in shapes:
+            block, transform, options = key
+            states = jax.eval_shape(functools.partial(_states_of, transform, size, layer))
+            read_layer = functools.partial(_read_layer, block, transform, size, options, True)
+            shapes[key] = jax.eval_shape(read_layer, layer_params, x, positions, states)[2]
+    return tuple(shapes[key] for key in keys)
 
 
 @compiled(static_argnums=(0, 1))
 def states_of_layers(layers: tuple[KVTransform, ...], size: CacheSize) -> tuple:
-    """What the transforms of empty caches carry beside the slots: all that differs by layer."""
+    """Returns the states of all layers' transforms for empty caches.
+
+    They are all that differs between the empty caches of layers that are alike.
+    """
     return tuple(_states_of(transform, size, layer) for layer, transform in enumerate(layers))
 
 
 def _states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
-    """The same of one layer."""
+    """Returns the state of one layer's transform, for each of its head groups."""
     cache = placed(size.cache(transform, layer))
     return tuple(part.state for part in layer_caches(cache))
 
@@ -245,17 +292,20 @@ def _states_of(transform: KVTransform, size: CacheSize, layer: int) -> tuple:
 def new_cache(
     transform: KVTransform, size: CacheSize, attention: AttentionOptions, states: tuple
 ) -> Cache:
-    """An empty cache with these states; layers that are alike get equal ones otherwise."""
+    """Makes an empty cache with these states, equal in all else for layers that are alike."""
+    # Any layer that the transform is for will do, since its own state is replaced. It must be one
+    # of those where the transform is bound to some.
     bound = layers_of(transform)
     cache = size.cache(transform, 0 if bound is None else bound[0], attention)
-    left = iter(states)
-    return map_parts(lambda part: dataclasses.replace(part, state=next(left)), cache)
+    next_state = iter(states)
+    return map_parts(lambda part: dataclasses.replace(part, state=next(next_state)), cache)
 
 
 @compiled(static_argnums=(0, 1))
 def _embed(
     embed: Callable, mesh: Mesh | None, params: Any, tokens: Array, positions: Array
 ) -> Array:
+    """Returns the states that enter the first layer."""
     return by_rows(embed(params, tokens, positions), mesh)
 
 
@@ -266,38 +316,54 @@ def _read_layer(
     size: CacheSize | None,
     attention: AttentionOptions,
     last: bool,
-    own: Any,
+    layer_params: Any,
     x: Float[Array, "B T C"],
     positions: Int[Array, "B T"],
-    cache: Cache | tuple,
+    states_or_cache: Cache | tuple,
     rows: Int[Array, " B"] | None = None,
 ) -> tuple[Array, Array, Cache]:
-    """What leaves a layer, at which positions, and its cache.
+    """Reads a prompt through one layer.
 
-    With a `size`, `cache` is the states of a new one; with `rows`, the tokens are those of some
-    rows of the cache.
+    Args:
+      size: the sizes of a new cache; None: there is one.
+      states_or_cache: with a `size`, the states of the new cache; else the layer's cache.
+      rows: the rows of the cache that the tokens are of; None: all of them.
+
+    Returns:
+      The states that leave the layer, their positions, and the cache.
     """
-    whole = cache
+    cache = states_or_cache
     if size is not None:
-        cache = begin(new_cache(transform, size, attention, cache), empty=True)
+        cache = begin(new_cache(transform, size, attention, states_or_cache), empty=True)
     if rows is not None:
-        cache = take_rows(whole, rows)
-    x, cache = block(own, x, positions, cache, layer=transform, phase="prompt", last=last)
+        cache = take_rows(states_or_cache, rows)
+    x, cache = block(layer_params, x, positions, cache, layer=transform, phase="prompt", last=last)
     if drops_tokens(transform, cache):
+        # A method such as PyramidInfer passes on only the tokens that it keeps in this layer.
         x, positions = pass_on(x, positions, kept_tokens(cache))
     if rows is not None:
-        cache = put_rows(whole, rows, cache)
+        cache = put_rows(states_or_cache, rows, cache)
     mesh = mesh_of_cache(cache)
     return by_rows(x, mesh), by_rows(positions, mesh), placed(cache)
 
 
 @compiled(static_argnums=(0, 1))
 def _last_logits(
-    head: Callable, mesh: Mesh | None, params: Any, x: Array, reaching: Array, positions: Array
+    head: Callable,
+    mesh: Mesh | None,
+    params: Any,
+    x: Array,
+    positions: Array,
+    prompt_positions: Array,
 ) -> Float[Array, "B V"]:
-    """Logits of each row's newest token, which is among those that reach the end."""
-    logits = head(params, states_at(x, reaching, positions.max(-1, keepdims=True)))[:, -1]
-    return by_rows(logits, mesh)
+    """Returns the logits of each row's newest token.
+
+    Args:
+      x, positions: states that leave the last layer; the newest token is always among them.
+      prompt_positions: positions of all tokens of the prompt.
+    """
+    newest = prompt_positions.max(-1, keepdims=True)
+    return by_rows(head(params, states_at(x, positions, newest))[:, -1], mesh)
 
 
 @compiled(static_argnums=(0, 1, 2), donate_argnums=6)
@@ -308,22 +374,26 @@ def _read_whole(
     model: FunctionalModel,
     tokens: Array,
     positions: Array,
-    caches: tuple,
+    states_or_caches: tuple,
     rows: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """All layers in one call, of a model that does not show its parts; `rows` as in a layer."""
-    whole = caches
+    """Reads a prompt through all layers in one call; `size` and `rows` as in `_read_layer`.
+
+    Returns:
+      The logits of each row's last token, and the caches.
+    """
+    caches = states_or_caches
     if size is not None:
         caches = tuple(
             begin(new_cache(transform, size, model.attention(layer), states), empty=True)
-            for layer, (transform, states) in enumerate(zip(layers, caches, strict=True))
+            for layer, (transform, states) in enumerate(zip(layers, states_or_caches, strict=True))
         )
     if rows is not None:
-        caches = take_rows(whole, rows)
+        caches = take_rows(states_or_caches, rows)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
         layers=layers, phase="prompt", last=last, logits_at=positions.argmax(-1)[:, None],
     )  # fmt: skip
     if rows is not None:
-        caches = put_rows(whole, rows, caches)
+        caches = put_rows(states_or_caches, rows, caches)
     return by_rows(logits[:, -1], mesh_of_cache(caches[0])), tuple(map(placed, caches))

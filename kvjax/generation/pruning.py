@@ -1,4 +1,4 @@
-"""Hidden-state pruning: the states of some prompt tokens are dropped between layers."""
+"""Prunes hidden states: drops the states of some prompt tokens between layers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from kvjax.attention.layer import Cache, Reading, layer_caches
 
 
 def whole_prompt(caches: tuple[Cache, ...], phase: str, last: bool) -> bool:
-    """Whether a call reads a whole prompt, so that it knows what each layer passes on."""
+    """Returns whether a call reads a prompt as a whole and not in chunks.
+
+    Only then does it know which tokens each layer passes on.
+    """
     parts = layer_caches(caches)
-    inside = any(isinstance(part, Reading) and part.begun for part in parts)
-    return phase == "prompt" and last and not inside
+    later_chunk = any(isinstance(part, Reading) and part.begun for part in parts)
+    return phase == "prompt" and last and not later_chunk
 
 
 def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:
-    """Whether a layer's transform passes only some prompt tokens to the next layer."""
+    """Returns whether a layer's transform passes only some prompt tokens to the next layer."""
     if isinstance(cache, tuple):  # each head group would pass on other tokens
         return False
     extent = kvjax.kit.Extent(cache.kv.max_prompt, cache.kv.max_new)
@@ -28,14 +31,14 @@ def drops_tokens(layer: kvjax.KVTransform, cache: Cache) -> bool:
 def pass_on(
     x: Float[Array, "B T C"], positions: Int[Array, "B T"], kept: Int[Array, "B K"]
 ) -> tuple[Float[Array, "B N C"], Int[Array, "B N"]]:
-    """States and positions of the tokens that go on to the next layer, N = min(T, K) at most.
+    """Returns the states and positions of the tokens that go on to the next layer.
 
     Args:
-      x, positions: of the tokens that came to this layer; -1 for padding.
+      x, positions: states and positions of the tokens that came to this layer; -1 for padding.
       kept: positions that go on, from `kvjax.kept_tokens`; those of earlier prompts are ignored.
 
     Returns:
-      In the order of positions, padded with -1 in front.
+      N = min(T, K) tokens in the order of positions, padded with -1 in front.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,6 +49,7 @@ def pass_on(
       ([0.4000000059604645, 0.6000000238418579], [[-1, 4, 6]])
     """
     tokens = positions.shape[1]
+    # Kept tokens of earlier prompts are not here and become -1, which sorts to the front.
     going = jnp.where(_find(positions, kept) < tokens, kept, -1)
     going = jnp.sort(going, axis=1)[:, -tokens:]
     return states_at(x, positions, going), going
@@ -54,16 +58,16 @@ def pass_on(
 def states_at(
     x: Float[Array, "B T C"], positions: Int[Array, "B T"], wanted: Int[Array, "B N"]
 ) -> Float[Array, "B N C"]:
-    """States of the tokens at the `wanted` positions; 0 where no token has that position."""
+    """Returns the states of the tokens at the `wanted` positions; 0 where there is no token."""
     index = _find(positions, wanted)[:, :, None]
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
 
 
 def _find(positions: Int[Array, "B T"], wanted: Int[Array, "B N"]) -> Int[Array, "B N"]:
-    """Where each wanted position stands in its row; T if nowhere, or if it is -1."""
+    """Returns the index of each wanted position in its row; T if it is not there, or is -1."""
     tokens = positions.shape[1]
     order = jnp.argsort(positions, axis=1)
     ordered = jnp.take_along_axis(positions, order, axis=1)
     place = jnp.minimum(jax.vmap(jnp.searchsorted)(ordered, wanted), tokens - 1)
-    found = (jnp.take_along_axis(ordered, place, axis=1) == wanted) & (wanted >= 0)
-    return jnp.where(found, jnp.take_along_axis(order, place, axis=1), tokens)
+    there = (jnp.take_along_axis(ordered, place, axis=1) == wanted) & (wanted >= 0)
+    return jnp.where(there, jnp.take_along_axis(order, place, axis=1), tokens)

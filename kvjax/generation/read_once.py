@@ -1,4 +1,4 @@
-"""One prompt pass for many methods: a prompt is observed, and compressed by each of them later."""
+"""Reads prompts once for many methods, each of which compresses them later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Observe(KVTransform):
     """The full cache, whose readings hold what other methods need of a prompt.
 
     Args:
-      wanted: what they need.
+      wanted: the needs of those methods.
     """
 
     wanted: Needs
@@ -44,15 +44,15 @@ class ReadOnce:
     """Prompts that a model has read once, for any of several methods to compress.
 
     Methods that differ only in what they do when a prompt has been read share the prompt pass. Each
-    layer keeps the full prompt's keys and values and what the methods need of its attention: the
-    sums of probabilities (H2O, CaM), or the last queries (SnapKV, PyramidKV, ...). A method that
-    changes the pass itself (PyramidInfer without a budget drops hidden states) reads for itself,
-    and so does every method of a model on a mesh.
+    layer keeps the full prompt's keys and values, and what the methods need of its attention: the
+    sums of probabilities (H2O, CaM), or the last queries (SnapKV, PyramidKV, ...). Two cases need a
+    prompt pass for each method: a method that changes the pass (PyramidInfer without a budget drops
+    hidden states), and a model on a mesh.
 
     Args:
       model, prompts, max_prompt, max_new, max_length, dtype, buckets, on_layer, on_compile: as in
         `kvjax.read`.
-      transforms: the methods, of which `context` takes any.
+      transforms: the methods; `context` takes any of them.
 
     Raises:
       TypeError, ValueError: as `kvjax.read`, for any of the methods.
@@ -98,7 +98,7 @@ class ReadOnce:
         needs = [self._needs(tx) for tx in transforms if not self._reads_alone(tx)]
         if needs:
             observe = Observe(functools.reduce(Needs.union, needs))
-            size = self._size._replace(max_new=0)
+            size = self._size._replace(max_new=0)  # nothing is written into the observed caches
             layers = (observe,) * self._model.num_layers
             observed = begin(
                 self._model, prompts, widths, observe, layers, size, self._compiler, on_layer,
@@ -109,35 +109,37 @@ class ReadOnce:
 
     @automatic()
     def context(self, transform: KVTransform) -> Context:
-        """What `kvjax.read` returns for the same prompts and this method.
+        """Returns the context that `kvjax.read` returns for the same prompts and this method.
 
         Args:
-          transform: one of the given ones, or any that needs no more of the prompt than they do.
+          transform: one of the `transforms`, or any that needs no more of the prompt than they do.
 
         Raises:
-          ValueError: it needs more of the prompt's attention than was observed.
+          ValueError: the method needs more of the prompt's attention than was observed.
         """
         if self._reads_alone(transform):
             return read(self._model, self._prompts, transform=transform, **self._options)
         needs = self._needs(transform)
         observed = self._observed
+        # A union that adds nothing: the method's needs are among those that were observed.
         if observed is None or observed.transform.wanted.union(needs) != observed.transform.wanted:  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError(f"{transform!r} needs more of the prompt than was observed: name it")
         layers = self._bind(transform)
-        of_method = {"transform": transform, "layers": layers, "size": self._size}
-        # The rest is copied, so that a call may take it over.
-        rest = dataclasses.replace(observed, caches=(), **of_method).copy()
+        without_caches = dataclasses.replace(
+            observed, caches=(), transform=transform, layers=layers, size=self._size
+        )
         caches = _compressed(self._model, layers, self._size, observed.caches, self._compiler)
-        return dataclasses.replace(rest, caches=caches)
+        # The rest is copied, so that a call may take over the memory of the context.
+        return dataclasses.replace(without_caches.copy(), caches=caches)
 
     def _bind(self, transform: KVTransform) -> tuple[KVTransform, ...]:
         return bind(transform, self._model.num_layers, self._model.windows, self._size.max_tokens)
 
     def _needs(self, transform: KVTransform) -> Needs:
-        """What a prompt's attention must leave for all layers of a method."""
+        """Returns what all layers of a method need of a prompt's attention."""
         parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
         needs = functools.reduce(Needs.union, (part.needs for part in parts))
-        return Needs(
+        return Needs(  # without what decode steps need
             accumulated_attention=needs.accumulated_attention,
             query_window=needs.query_window,
             query_share=needs.query_share,
@@ -145,7 +147,7 @@ class ReadOnce:
         )
 
     def _reads_alone(self, transform: KVTransform) -> bool:
-        """Whether a method changes the prompt pass, or the model is on a mesh."""
+        """Returns whether a method needs a prompt pass of its own: see the class."""
         extent = Extent(self._size.max_prompt, self._size.max_new)
         parts = [part for layer in self._bind(transform) for part in by_head_groups(layer)]
         drops = any(part.extent(extent).passed is not None for part in parts)
@@ -159,15 +161,16 @@ def _compressed(
     readings: tuple[Reading, ...],
     compiler: Compiler,
 ) -> tuple[Cache, ...]:
-    """The caches of all layers, one after the other; layers that are alike share compiled code."""
-    compiler.compile("the caches", ("states", layers), states_of_layers, layers, size)
-    states, caches = states_of_layers(layers, size), []
-    for layer, (state, reading) in enumerate(zip(states, readings, strict=True)):
-        transform, attention = layers[layer], model.attention(layer)
-        given = transform, size, attention, state, reading
-        key = transform, attention
-        compiler.compile("the compression of a layer", key, _compress, *given)
-        caches.append(_compress(*given))
+    """Compresses the readings of all layers; layers that are alike share compiled code."""
+    states = compiler.run("the caches", ("states", layers), states_of_layers, layers, size)
+    caches = []
+    for layer, (transform, reading) in enumerate(zip(layers, readings, strict=True)):
+        attention = model.attention(layer)
+        cache = compiler.run(
+            "the compression of a layer", (transform, attention), _compress,
+            transform, size, attention, states[layer], reading,
+        )  # fmt: skip
+        caches.append(cache)
     return tuple(jax.block_until_ready(caches))
 
 
@@ -179,6 +182,6 @@ def _compress(
     states: tuple,
     reading: Reading,
 ) -> Cache:
-    """One layer's cache."""
+    """Makes one layer's cache of its reading."""
     cache = new_cache(transform, size, attention, states)
     return map_parts(compress, read_for(transform, cache, reading))

@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits."""
+"""Chooses the next token from logits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvjax.checks import check_count, check_number
 from kvjax.messages import brief
 
 _ALL = 2**31 - 1  # a `top_k` that cuts nothing
-_TRANSFORMERS_TOP_K = 50  # of `transformers` 5, where a model draws and names none
+_TRANSFORMERS_TOP_K = 50  # default of `transformers` 5 for a model that draws and gives no `top_k`
 
-# Settings of `generation_config.json`. A name that is in none of these is one that kvjax lacks.
+# The settings of `generation_config.json`, in four groups. kvjax lacks any other setting.
 _SUPPORTED = frozenset(
     {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 )
-# They say how long a text may become, which every call says for itself, which tokens begin and end
-# it, what is returned, and how the computation is carried out; or they belong to beam search.
+# Settings that change nothing in kvjax: the length of a text, which every call gives itself; tokens
+# that begin and end it; what is returned; how it is computed; and details of beam search.
 _WITHOUT_EFFECT = frozenset(
     """
     max_length max_new_tokens max_time bos_token_id eos_token_id pad_token_id decoder_start_token_id
@@ -37,37 +37,38 @@ _WITHOUT_EFFECT = frozenset(
     prompt_lookup_num_tokens max_matching_ngram_size speculation_type
     """.split()
 )
-# The values of other names with which they change nothing.
+# Settings that kvjax lacks, each with the value at which it changes nothing.
 _NEUTRAL = {
     "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0,
     "min_new_tokens": 0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0, "guidance_scale": 1.0, "penalty_alpha": 0.0,
 }  # fmt: skip
-# They change nothing where the choice is greedy.
+# Settings that kvjax lacks and that change nothing if the choice is greedy.
 _ONLY_DRAWN = frozenset({"typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"})
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy, or a draw from the softmax of `logits / temperature` with the tail cut off.
+    """The way tokens are chosen: greedily, or by draws from the softmax of `logits / temperature`.
 
-    The cuts apply in this order, each to what the one before it left: `top_k`, `top_p`, `min_p`.
-    A token that is exactly as likely as the last one kept is kept too. The repetition penalty comes
-    before the temperature, and works at temperature 0 as well.
+    Draws can be restricted to the likely tokens. The cuts apply in this order, each to the tokens
+    that the one before it kept: `top_k`, `top_p`, `min_p`. A token that is exactly as likely as the
+    last one kept is kept too. The repetition penalty comes before the temperature, and works at
+    temperature 0 as well.
 
     Args:
-      temperature: 0 (the default) takes the most likely token, and so does any that is 0 in
-        float32.
-      top_k: only the k most likely tokens.
-      top_p: only the smallest set of most likely tokens whose probability reaches `top_p`.
-      min_p: only tokens at least `min_p` times as likely as the most likely one.
-      repetition_penalty: of every token that the row has read or written before, a logit above 0 is
-        divided by it and one below 0 is multiplied by it, as `transformers` does. 1 changes
-        nothing.
+      temperature: 0 (the default) takes the most likely token, and so does any temperature that is
+        0 in float32.
+      top_k: keeps the k most likely tokens.
+      top_p: keeps the smallest set of most likely tokens whose probability reaches `top_p`.
+      min_p: keeps tokens that are at least `min_p` times as likely as the most likely one.
+      repetition_penalty: changes the logit of every token that the row has read or written before:
+        a logit above 0 is divided by it, one below 0 is multiplied by it, as `transformers` does.
+        1 changes nothing.
 
     Raises:
       TypeError: `top_k` is not an int.
-      ValueError: a number out of its range, or a cut at temperature 0.
+      ValueError: a number is out of its range, or there is a cut at temperature 0.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -98,7 +99,7 @@ class Sampling:
 
     @property
     def numbers(self) -> Numbers:
-        """The same as arrays, so that other numbers compile nothing."""
+        """The settings as arrays, so that other numbers compile nothing."""
         cuts = any(x is not None for x in (self.top_k, self.top_p, self.min_p))
         return Numbers(
             temperature=np.float32(self.temperature),
@@ -111,18 +112,18 @@ class Sampling:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Sampling:
-        """The sampling that a model asks for, in the names of `generation_config.json`.
+        """Makes the sampling that a model asks for, in the names of `generation_config.json`.
 
-        As in `transformers`, numbers count only where `do_sample` is true, and the temperature is
-        then 1 and `top_k` 50 unless they are given; else the choice is greedy. A repetition penalty
-        counts in both cases. `kvjax.models.load_sampling` reads the settings of a model.
+        As in `transformers`, the choice is greedy unless `do_sample` is true. If it is, the
+        temperature is 1 and `top_k` 50 by default. A repetition penalty counts in both cases.
+        `kvjax.models.load_sampling` reads the settings of a model.
 
         Args:
           settings: names and values; None stands for a setting that is not given.
 
         Raises:
-          ValueError: a number out of its range, or settings that would change the text and that
-            kvjax does not have, such as `no_repeat_ngram_size`; the message names them.
+          ValueError: a number is out of its range, or a setting that kvjax lacks would change the
+            text, such as `no_repeat_ngram_size`; the message names all of these.
 
         Example:
           >>> from kvjax import Sampling
@@ -145,7 +146,7 @@ class Sampling:
             for name, default in defaults.items():
                 value = settings.get(name)
                 numbers[name] = default if value is None else value
-            if numbers["top_k"] == 0:  # a way to write that nothing is cut
+            if numbers["top_k"] == 0:  # means in `transformers` that nothing is cut
                 numbers["top_k"] = None
         return cls(**{name: value for name, value in numbers.items() if value is not None})
 
@@ -155,12 +156,12 @@ class Sampling:
         keys: Key[Array, " B"],
         seen: Bool[Array, "B V"] | None = None,
     ) -> Int[Array, " B"]:
-        """One token per row, drawn with that row's key.
+        """Chooses one token per row, drawn with that row's key.
 
         Args:
-          logits: of the next token.
-          keys: of each row.
-          seen: the tokens that each row has read or written, for the repetition penalty.
+          logits: logits of the next token.
+          keys: one random key per row.
+          seen: which tokens each row has read or written, for the repetition penalty.
 
         Raises:
           ValueError: there is a repetition penalty, and `seen` is None.
@@ -172,16 +173,16 @@ class Sampling:
         return self.numbers.choose(logits, keys, seen)[0]
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """The logits with everything that may not be drawn at -inf."""
+        """Returns the logits with -inf for every token that may not be drawn."""
         return self.numbers.cut(logits)
 
 
 class Numbers(NamedTuple):
-    """`Sampling` as arrays: one program for all of them.
+    """A `Sampling` as arrays, so that one program serves all numbers.
 
     Args:
       temperature: 0 is greedy.
-      cuts: whether one of the following cuts anything.
+      cuts: whether any of `top_k`, `top_p` and `min_p` is given.
       top_k, top_p, min_p: as in `Sampling`; the largest int32, 1 and 0 cut nothing.
       repetition_penalty: as in `Sampling`; 1 changes nothing.
     """
@@ -196,7 +197,7 @@ class Numbers(NamedTuple):
     def choose(
         self, logits: Float[Array, "B V"], keys: Key[Array, " B"], seen: Bool[Array, "B V"]
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-        """One token per row, and whether the row's highest logit is a finite number.
+        """Chooses one token per row; returns also whether the row's highest logit is finite.
 
         The token is drawn with the row's key; at temperature 0 it is the most likely one.
         """
@@ -208,7 +209,7 @@ class Numbers(NamedTuple):
     def penalised(
         self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"]
     ) -> Float[Array, "B V"]:
-        """The logits in float32, with the repetition penalty on those of `seen` tokens."""
+        """Returns the logits in float32, with the repetition penalty on those of `seen` tokens."""
 
         def penalise(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
             penalty = self.repetition_penalty
@@ -222,34 +223,39 @@ class Numbers(NamedTuple):
     def _draw(
         self, logits: Float[Array, "B V"], keys: Key[Array, " B"]
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-        # Differences to the highest logit: divided by a tiny temperature they are 0 or -inf.
-        highest = logits.max(-1)  # NaN if one of the logits is
+        """Draws one token per row; returns also whether the row's highest logit is finite."""
+        # Differences to the highest logit: divided by a tiny temperature, they become 0 or -inf,
+        # while the logits themselves could become infinite.
+        highest = logits.max(-1)  # NaN if any logit is NaN
         logits = (logits - highest[:, None]) / self.temperature
         logits = jax.lax.cond(self.cuts, self.cut, lambda x: x, logits)
         drawn = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
         return drawn, jnp.isfinite(highest)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """The logits with everything that may not be drawn at -inf."""
-        count = logits.shape[-1]
+        """Returns the logits with -inf for every token that may not be drawn."""
+        vocab_size = logits.shape[-1]
         ordered = jnp.sort(logits, axis=-1, descending=True)
-        last = jnp.clip(self.top_k, 1, count) - 1
+        # top_k: the limit is the k-th highest logit.
+        last = jnp.clip(self.top_k, 1, vocab_size) - 1
         limit = jax.lax.dynamic_slice_in_dim(ordered, last, 1, axis=1)
         logits = jnp.where(logits < limit, -jnp.inf, logits)
         ordered = jnp.where(ordered < limit, -jnp.inf, ordered)
+        # top_p: the limit is the logit of the last token before which the share is not reached.
         share = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked before
-        reached = (before >= self.top_p) & (self.top_p < 1)  # rounding could cut at 1
+        reached = (before >= self.top_p) & (self.top_p < 1)  # at 1, rounding could cut tokens
         limit = jnp.where(reached, jnp.inf, ordered).min(-1, keepdims=True)
         logits = jnp.where(logits < limit, -jnp.inf, logits)
+        # min_p: logits differ by the logarithm of the ratio of probabilities.
         limit = logits.max(-1, keepdims=True) + jnp.log(self.min_p)
         return jnp.where(logits < limit, -jnp.inf, logits)
 
 
 def most_likely(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """The most likely token of each row, and whether its logit is a finite number.
+    """Returns the most likely token of each row, and whether its logit is a finite number.
 
-    `argmax` takes a NaN for the highest number, so that one logit per row tells of all of them.
+    `argmax` takes a NaN for the highest number, so that this one logit shows whether any is NaN.
 
     Example:
       >>> import jax.numpy as jnp
@@ -263,7 +269,7 @@ def most_likely(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Bool[Arr
 
 
 def unsupported_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings of a model that would change its text and that kvjax does not have.
+    """Returns the settings of a model that would change its text and that kvjax does not have.
 
     Args:
       settings: as in `Sampling.from_settings`.

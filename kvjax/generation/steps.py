@@ -1,4 +1,4 @@
-"""A model's calls as all programs make them: a padded prompt, decode steps, flushes between."""
+"""Calls a model as all programs do: on a padded prompt, and on decode steps with flushes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Caches: TypeAlias = Any
 def pad(
     prompts: Sequence[Sequence[int]], size: int | None = None
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
-    """Tokens and positions, padded on the right to `size`; by default to the longest prompt."""
+    """Returns tokens and positions of prompts, padded on the right to `size` tokens.
+
+    By default they are padded to the longest prompt. Padding has position -1.
+    """
     lengths = np.array([len(prompt) for prompt in prompts])
     place = np.arange(lengths.max() if size is None else size, dtype=np.int32)
     positions = np.where(place < lengths[:, None], place, -1)
@@ -43,17 +46,20 @@ def init_caches(
     max_new: int,
     dtype: DTypeLike | None = None,
 ) -> tuple[Cache, ...]:
-    """`init_cache` for every layer of a model."""
-    sizes = {"kv_heads": model.kv_heads, "query_heads": model.query_heads}
-    sizes |= {"head_dim": model.head_dim, "max_prompt": max_prompt, "max_new": max_new}
-    sizes |= {"mesh": mesh_of(model.params)}
+    """Makes the empty cache of every layer of a model."""
+    mesh = mesh_of(model.params)
     return tuple(
         init_cache(
             transform,
             batch=batch,
+            kv_heads=model.kv_heads,
+            query_heads=model.query_heads,
+            head_dim=model.head_dim,
+            max_prompt=max_prompt,
+            max_new=max_new,
             dtype=dtype,
             layer=layer,
-            **sizes,
+            mesh=mesh,
             **model.attention(layer).static,
         )
         for layer, transform in enumerate(layers)
@@ -69,9 +75,13 @@ def read_at_once(
     dtype: DTypeLike | None = None,
     last: bool = True,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Logits of each row's last token, and new caches or readings of the prompt, by one call."""
-    rows, width = tokens.shape
-    caches: Any = init_caches(model, layers, rows, width, max_new, dtype)
+    """Reads a prompt in one call of the model.
+
+    Returns:
+      The logits of each row's last token, and new caches; readings of the prompt unless `last`.
+    """
+    batch, width = tokens.shape
+    caches: Any = init_caches(model, layers, batch, width, max_new, dtype)
     caches = begin(caches, empty=True)
     logits, caches = model.apply(
         model.params, tokens, positions, caches,
@@ -87,7 +97,10 @@ def decode_step(
     token: Int[Array, " B"],
     position: Int[Array, " B"],
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Logits after one more token of each row, none where the position is -1, and the caches."""
+    """Returns the logits after one more token of each row, and the new caches.
+
+    A row whose position is -1 takes no part: its cache stays, and its logits mean nothing.
+    """
     logits, caches = model.apply(
         model.params, token[:, None], position[:, None], caches,
         layers=layers, phase="decode", last=True, logits_at=None,
@@ -102,40 +115,41 @@ def scan_steps(
     xs: Any,
     interval: int | None = None,
 ) -> tuple[Carry, Caches, Any]:
-    """As `jax.lax.scan` over decode steps, with a `flush` after every M of them.
+    """Scans over decode steps as `jax.lax.scan` does, with a `flush` after every M of them.
 
     Args:
       step: `(carry, caches, x) -> (carry, caches, y)`, one decode step.
-      carry: what else goes from step to step.
-      caches: after a prompt.
+      carry: whatever else goes from step to step.
+      caches: the caches after a prompt.
       xs: arrays whose leading axis counts the steps.
-      interval: M; None: what `flush_interval` says of these caches. Another number is for some
-        layers of a model, which are flushed when all are.
+      interval: M; None: the `flush_interval` of these caches. A caller with only some layers of a
+        model gives the interval of all of them, since all layers are flushed together.
 
     Returns:
-      The carry and the caches after the last step, and what the steps returned, stacked.
+      The carry and the caches after the last step, and the results of all steps, stacked.
     """
 
-    def one(state, x):
+    def scan_step(state, x):
         carry, caches, y = step(state[0], state[1], x)
         return (carry, caches), y
 
-    def period(state, xs):
-        state, ys = jax.lax.scan(one, state, xs)
+    def scan_period(state, xs):
+        state, ys = jax.lax.scan(scan_step, state, xs)
         return (state[0], flush(state[1], interval)), ys
 
     steps = len(jax.tree.leaves(xs)[0])
     interval = flush_interval(caches) if interval is None else interval
-    whole = 0 if interval is None else steps // interval
-    state, parts = (carry, caches), []
-    if whole:
-        count = whole * interval
-        split = jax.tree.map(lambda x: x[:count].reshape(whole, interval, *x.shape[1:]), xs)
-        state, ys = jax.lax.scan(period, state, split)
-        parts.append(jax.tree.map(lambda y: y.reshape(count, *y.shape[2:]), ys))
+    periods = 0 if interval is None else steps // interval
+    state, results = (carry, caches), []
+    if periods:
+        count = periods * interval
+        split = jax.tree.map(lambda x: x[:count].reshape(periods, interval, *x.shape[1:]), xs)
+        state, ys = jax.lax.scan(scan_period, state, split)
+        results.append(jax.tree.map(lambda y: y.reshape(count, *y.shape[2:]), ys))
         xs = jax.tree.map(lambda x: x[count:], xs)
         steps -= count
-    if steps or not parts:
-        state, ys = jax.lax.scan(one, state, xs)
-        parts.append(ys)
-    return *state, jax.tree.map(lambda *ys: jnp.concatenate(ys), *parts)
+    # The remaining steps do not fill a period, so that no flush follows them.
+    if steps or not results:
+        state, ys = jax.lax.scan(scan_step, state, xs)
+        results.append(ys)
+    return *state, jax.tree.map(lambda *ys: jnp.concatenate(ys), *results)

@@ -1,9 +1,9 @@
-"""Prompts that are read into contexts: the first one, and further turns."""
+"""Reads prompts into contexts: the first turn and further ones."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +22,19 @@ from kvjax.generation.prompt_checks import Rows, bucket
 from kvjax.generation.prompt_pass import CacheSize, read_prompt
 from kvjax.protocol import KVTransform
 
-# Of one layer: layers whose caches are alike share the compiled code.
+# One layer at a time, so that layers whose caches are alike share the compiled code.
 _flush_layer = compiled(static_argnums=1, donate_argnums=0)(flush)
 
 
-def _kind(cache: Cache) -> Hashable:
-    """What caches that share compiled code have in common."""
-    return jax.tree.structure(cache), tuple(x.shape for x in jax.tree.leaves(cache))
-
-
 def compile_flush(compiler: Compiler, caches: tuple[Cache, ...], interval: int) -> None:
-    """Compiles the flush of each kind of layer."""
+    """Compiles the flush of each layer, once for all layers whose caches are alike."""
     for cache in caches:
-        compiler.compile("the flush", _kind(cache), _flush_layer, cache, interval)
+        key = jax.tree.structure(cache), tuple(x.shape for x in jax.tree.leaves(cache))
+        compiler.compile("the flush", key, _flush_layer, cache, interval)
 
 
 def flush_all(caches: tuple[Cache, ...], interval: int) -> tuple[Cache, ...]:
-    """Every layer's cache flushed; the given ones are donated."""
+    """Flushes every layer's cache; the caches are donated."""
     return tuple(_flush_layer(cache, interval) for cache in caches)
 
 
@@ -53,26 +49,33 @@ def begin(
     on_layer: Callable[[int], None] | None,
     last: bool = True,
 ) -> Context:
-    """A context of new caches that hold these prompts.
+    """Makes a context of new caches that hold these prompts.
 
     Args:
-      widths: what each prompt is padded to alone.
-      last: whether the caches are compressed; else they are readings, as of `attend`.
+      widths: the length that each prompt would be padded to alone.
+      last: whether the caches are compressed; else they are readings, as in `attend`.
     """
     groups = grouped(prompts, widths, layers, size.mesh)
     logits, caches = read_prompt(model, layers, groups, size, compiler, on_layer, last)
     length = np.array([len(prompt) for prompt in prompts], np.int32)
-    none, never = np.zeros_like(length), np.int32(0)
-    # Two arrays of the same numbers: who donates a context donates every array once.
-    read, length, none, never = (put(x, size.mesh) for x in (length, length, none, never))
-    seen = put_rows(_tokens_of(prompts, model.vocab_size), size.mesh)
     return Context(
-        caches, logits, seen, length, read, none, never, transform, layers, size, model.windows
+        caches=caches,
+        logits=logits,
+        seen=put_rows(_tokens_of(prompts, model.vocab_size), size.mesh),
+        # Two arrays of the same numbers: whoever donates a context donates every array once.
+        length=put(length, size.mesh),
+        prompt_tokens=put(length, size.mesh),
+        new_tokens=put(np.zeros_like(length), size.mesh),
+        waiting=put(np.int32(0), size.mesh),
+        transform=transform,
+        layers=layers,
+        size=size,
+        windows=model.windows,
     )
 
 
 def _tokens_of(prompts: Rows, vocab_size: int) -> Bool[np.ndarray, "B V"]:
-    """Which tokens of the vocabulary each prompt has."""
+    """Marks the tokens of the vocabulary that each prompt has."""
     seen = np.zeros((len(prompts), vocab_size), bool)
     for row, prompt in zip(seen, prompts, strict=True):
         row[np.asarray(prompt or (), np.int64)] = True
@@ -88,10 +91,13 @@ def further(
     on_layer: Callable[[int], None] | None,
     last: bool = True,
 ) -> Context:
-    """A context that has read one more prompt of each row that has one; donates the given one.
+    """Reads one more prompt of each row that has one, into the caches of a context.
+
+    The context is donated: the returned one takes its memory over.
 
     Args:
-      last: whether the caches are compressed; else they are readings, as of `attend`, of all rows.
+      prompts: one per row; None: the row takes no part.
+      last: whether the caches are compressed; else they are readings of all rows, as in `attend`.
     """
     rows = [np.asarray(row or (), np.int32) for row in prompts]
     count = np.array([row.size for row in rows], np.int32)
@@ -105,6 +111,7 @@ def further(
     if active.all():
         waiting = put(np.int32(0), mesh)  # a prompt's end is a flush of its rows
     elif (interval := flush_interval(caches)) is not None:
+        # Rows without a prompt have not been flushed. Steps are counted for all rows together.
         compile_flush(compiler, caches, interval)
         caches = flush_all(caches, interval)
         waiting = put(np.int32(0), mesh)

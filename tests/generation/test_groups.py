@@ -27,7 +27,7 @@ QUESTIONS = [[1, 2], None, list(range(40)), [3, 4, 5], None, [6]]
 @pytest.fixture(autouse=True)
 def worth_it(monkeypatch):
     """Short prompts are worth a shape more."""
-    monkeypatch.setattr(groups, "_WORTH", 0)
+    monkeypatch.setattr(groups, "_TOKENS_PER_SHAPE", 0)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_groups_are_few_and_little_of_them_is_padding(widths):
 
 def test_rows_are_apart_where_it_is_worth_a_shape_more(monkeypatch):
     assert row_groups([64, 2048, 64, 64]) == [[1], [0, 2], [3]]
-    monkeypatch.setattr(groups, "_WORTH", 512)
+    monkeypatch.setattr(groups, "_TOKENS_PER_SHAPE", 512)
     assert row_groups([64, 2048, 64, 64]) == [[1], [0, 2], [3]]
     assert row_groups([64, 256, 64, 64]) == [None]
     assert row_groups([4096]) == [None]

@@ -57,7 +57,7 @@ class WithoutRings(kvjax.FunctionalModel):
     hidden: tuple[int | None, ...] = ()
 
     def attention(self, layer):
-        return super().attention(layer)._replace(window=self.hidden[layer])
+        return dataclasses.replace(super().attention(layer), window=self.hidden[layer])
 
 
 jax.tree_util.register_dataclass(

@@ -53,7 +53,7 @@ def read_in_pieces(functional, tokens: list[int], max_prompt: int, pieces) -> np
             max_prompt=max_prompt,
             max_new=len(tokens) - max_prompt,
             **sizes,
-            **functional.attention(number)._asdict(),
+            **functional.attention(number).static,
         )
         for number, layer in enumerate(layers)
     )
