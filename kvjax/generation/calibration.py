@@ -9,17 +9,21 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention.layer import Reading
 from kvjax.checks import check_count, check_number
 from kvjax.compiled_code import compiled
 from kvjax.compose.walks import chosen, map_methods, walk
 from kvjax.compose.wrappers import PerLayer
 from kvjax.devices import automatic
+from kvjax.generation.compiler import Compiler
 from kvjax.generation.model import FunctionalModel, LanguageModel, as_functional
 from kvjax.generation.prompt_checks import check_prompts
+from kvjax.generation.prompt_pass import CacheSize
 from kvjax.generation.read_once import Observe
-from kvjax.generation.steps import pad, read_at_once
+from kvjax.generation.turns import begin
 from kvjax.protocol import Full, KVTransform, Needs, check_transform
 from kvjax.transforms.chelsea.outlier_heads import OutlierHeads
 from kvjax.transforms.infinigen.infinigen import InfiniGen
@@ -92,8 +96,8 @@ def calibrate_outlier_heads(
             f"every row of the sample must have at least sinks + recent + 2 = "
             f"{sinks + recent + 2} tokens, got {lengths.min()}"
         )
-    tokens, positions = pad(sample)
-    scores = _scores((chunk, sinks, recent), functional, tokens, positions, threshold)
+    caches = _read(functional, sample, Full())
+    scores = _scores((chunk, sinks, recent), caches, lengths, threshold)
     count = max(1, round(fraction * scores.size))
     # A stable sort leaves the lower head first where scores are equal.
     ranked = np.argsort(-np.asarray(scores), axis=None, kind="stable")[:count]
@@ -104,21 +108,17 @@ def calibrate_outlier_heads(
 @compiled(static_argnums=0)
 def _scores(
     matching: tuple[int, int, int],
-    model: FunctionalModel,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
+    readings: tuple[Reading, ...],
+    lengths: Int[Array, " B"],
     threshold: Float[Array, ""],
 ) -> Float[Array, "N H"]:
     """Returns the share of set A without an edge above the threshold, per layer and KV head."""
     chunk, sinks, recent = matching
-    layers = (Full(),) * model.num_layers
-    caches: Any = read_at_once(model, layers, tokens, positions, max_new=0)[1]
-    length = positions.max(-1, keepdims=True) + 1
     shares = []
-    for cache in caches:
+    for reading in readings:
         # Keys without the sinks; the recent ones are beyond `count`.
-        keys = cache.kv.k.read()[:, :, sinks:]
-        count = jnp.broadcast_to(length - sinks - recent, keys.shape[:2])
+        keys = reading.kv.k.read()[:, :, sinks:]
+        count = jnp.broadcast_to(lengths[:, None] - sinks - recent, keys.shape[:2])
         similarity, _ = soft_matching(keys, count, chunk=chunk)
         edges = similarity > -jnp.inf
         unmatched = edges & (similarity <= threshold)
@@ -171,10 +171,11 @@ def calibrate_infinigen(
     functional = as_functional(model)
     check_number("share", share, above=0, most=1)
     check_prompts(functional, sample, (Full(),), 0)
-    tokens, positions = pad(sample)
-    layers = _queries_and_keys(functional, tokens, positions)
+    observe = Observe(Needs(query_window=max(map(len, sample))))
+    # float32: a calibration should not depend on the dtype in which a platform stores keys.
+    readings = _read(functional, sample, observe, jnp.float32)
     projections = [
-        [partial_projection(q, k, share) for q, k in _per_head(layer)] for layer in layers
+        [partial_projection(q, k, share) for q, k in _per_head(reading)] for reading in readings
     ]
     # A channel may be among the first n of queries and of keys, so that heads differ in number.
     channels = max(p.shape[1] for heads in projections for p in heads)
@@ -235,23 +236,26 @@ class WithCalibration:
         return dataclasses.replace(method, calibration=calibration)
 
 
-@compiled()
-def _queries_and_keys(
-    model: FunctionalModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
-) -> tuple[tuple[Array, ...], ...]:
-    """Returns rotated queries, their positions, rotated keys and their positions, by layer."""
-    layers = (Observe(Needs(query_window=tokens.shape[1])),) * model.num_layers
-    readings: Any
-    # float32: a calibration should not depend on the dtype in which a platform stores keys.
-    _, readings = read_at_once(
-        model, layers, tokens, positions, max_new=0, dtype=jnp.float32, last=False
+def _read(
+    model: FunctionalModel,
+    sample: Sequence[Sequence[int]],
+    transform: KVTransform,
+    dtype: DTypeLike | None = None,
+) -> tuple[Any, ...]:
+    """Reads the sample and returns what every layer has read of it, uncompressed."""
+    width, layers = max(map(len, sample)), (transform,) * model.num_layers
+    size = CacheSize.of(model, len(sample), width, 0, dtype, width)
+    widths = [width] * len(sample)
+    context = begin(
+        model, sample, widths, transform, layers, size, Compiler(), on_layer=None, last=False
     )
-    return tuple((*layer.queries, layer.kv.k.read(), layer.kv.position) for layer in readings)
+    return context.caches
 
 
-def _per_head(layer: tuple[Array, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _per_head(reading: Reading) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns the queries `[M, D]` and keys `[N, D]` of every KV head, of all tokens and rows."""
-    queries, query_position, keys, position = map(np.asarray, layer)
+    arrays = *reading.queries, reading.kv.k.read(), reading.kv.position
+    queries, query_position, keys, position = map(np.asarray, arrays)
     batch, kv_heads, _, head_dim = keys.shape
     queries = queries.reshape(batch, kv_heads, -1, *queries.shape[2:])  # [B, H, G, T, D]
     no_padding = np.broadcast_to((query_position >= 0)[:, None], (batch, *queries.shape[2:4]))

@@ -8,14 +8,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention.flush import flush, flush_interval
-from kvjax.attention.init_cache import init_cache
 from kvjax.attention.layer import Cache
-from kvjax.attention.prompt import begin
-from kvjax.devices import mesh_of
 from kvjax.generation.model import FunctionalModel
 from kvjax.protocol import KVTransform
 
@@ -36,58 +32,6 @@ def pad(
     tokens = np.zeros_like(positions)
     tokens[positions >= 0] = np.concatenate(prompts)
     return tokens, positions
-
-
-def init_caches(
-    model: FunctionalModel,
-    layers: Sequence[KVTransform],
-    batch: int,
-    max_prompt: int,
-    max_new: int,
-    dtype: DTypeLike | None = None,
-) -> tuple[Cache, ...]:
-    """Makes the empty cache of every layer of a model."""
-    mesh = mesh_of(model.params)
-    return tuple(
-        init_cache(
-            transform,
-            batch=batch,
-            kv_heads=model.kv_heads,
-            query_heads=model.query_heads,
-            head_dim=model.head_dim,
-            max_prompt=max_prompt,
-            max_new=max_new,
-            dtype=dtype,
-            layer=layer,
-            mesh=mesh,
-            **model.attention(layer).static,
-        )
-        for layer, transform in enumerate(layers)
-    )
-
-
-def read_at_once(
-    model: FunctionalModel,
-    layers: tuple[KVTransform, ...],
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    max_new: int,
-    dtype: DTypeLike | None = None,
-    last: bool = True,
-) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Reads a prompt in one call of the model.
-
-    Returns:
-      The logits of each row's last token, and new caches; readings of the prompt unless `last`.
-    """
-    batch, width = tokens.shape
-    caches: Any = init_caches(model, layers, batch, width, max_new, dtype)
-    caches = begin(caches, empty=True)
-    logits, caches = model.apply(
-        model.params, tokens, positions, caches,
-        layers=layers, phase="prompt", last=last, logits_at=positions.max(-1, keepdims=True),
-    )  # fmt: skip
-    return logits[:, -1], caches
 
 
 def decode_step(

@@ -17,7 +17,6 @@ import kvjax
 from kvjax.cli.main import main
 from kvjax.generation.model import as_functional
 from kvjax.generation.planning import _with_stand_ins, plan
-from kvjax.generation.steps import read_at_once
 from kvjax.models import DecoderConfig, RopeConfig, abstract_decoder, random_decoder
 from kvjax.models.shapes import shape_config
 from kvjax.registry import METHODS
@@ -65,11 +64,20 @@ def test_llama_on_one_device(method, data_dir):
     planned = plan(model, tx, max_prompt=4096, max_new=512)
     functional, layers = as_functional(model), kvjax.bind(tx, config.num_layers)
     tokens = jax.ShapeDtypeStruct((3, 4096), jnp.int32)
-    made = jax.eval_shape(
-        lambda model, tokens: read_at_once(model, layers, tokens, tokens, 512, jnp.bfloat16)[1],
-        functional,
-        tokens,
-    )
+
+    def whole_prompt(model, tokens):
+        caches = tuple(
+            kvjax.init_cache(
+                layer, batch=3, kv_heads=model.kv_heads, query_heads=model.query_heads,
+                head_dim=model.head_dim, max_prompt=4096, max_new=512, dtype=jnp.bfloat16,
+                **model.attention(number).static,
+            )
+            for number, layer in enumerate(layers)
+        )  # fmt: skip
+        options = {"layers": layers, "phase": "prompt", "last": True, "logits_at": None}
+        return model.apply(model.params, tokens, tokens, caches, **options)[1]
+
+    made = jax.eval_shape(whole_prompt, functional, tokens)
     assert planned.weights == 8_030_261_248 * 2  # what its card says
     assert planned.caches(3).device == kvjax.nbytes(made)
     assert planned.held(3) == planned.weights + kvjax.nbytes(made)
