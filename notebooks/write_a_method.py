@@ -112,8 +112,8 @@ plt.show()
 #
 # ## The method
 #
-# A frozen dataclass. Its fields are the parameters. `extent` promises how many slots remain of a
-# prompt, so that arrays can be made before anything runs. `on_prompt` looks at the keys when a
+# A frozen dataclass. Its fields are the parameters. `PromptBudget` promises how many slots remain
+# of a prompt, so that arrays can be made before anything runs. `on_prompt` looks at the keys when a
 # prompt is complete, and returns a decision: `Keep` so many, the best by a score.
 
 # %%
@@ -121,32 +121,31 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from kvjax.kit import Keep, check_budget, check_count, most_slots, rows_budget
+from kvjax.kit import Budget, Keep, PromptBudget, check_budget, check_count
 
 
 @dataclass(frozen=True)
-class SmallKeys(kvjax.KVTransform):
+class SmallKeys(PromptBudget):
     """Keeps the tokens of a prompt whose keys have the smallest norm, and the newest ones."""
 
-    budget: kvjax.kit.Budget
+    budget: Budget
     window: int = 8
+
+    minimum = property(lambda self: self.window + 1)
 
     def __post_init__(self):
         check_count("window", self.window, 1)
-        check_budget(self.budget, self.window + 1, "window + 1")
+        check_budget(self.budget, self.minimum, "window + 1")
 
-    def extent(self, extent):
-        return extent.keep(most_slots(self.budget, extent.longest_prompt, self.window + 1))
-
-    def on_prompt(self, cache, state, step) -> tuple[Keep, tuple]:
-        budget = rows_budget(self.budget, cache.length, cache.max_prompt, self.window + 1)
+    def on_prompt(self, cache, state, step):
+        budget = self.rows_budget(cache, state)
         norm = jnp.linalg.norm(step.keys.astype(jnp.float32), axis=-1)
         return Keep(budget, -norm, newest=jnp.full_like(budget, self.window)), state
 
 
 # %% [markdown]
-# A budget may be a number of slots or a share of each row's prompt: `rows_budget` gives every row
-# its own.
+# A budget may be a number of slots or a share of each row's prompt: `self.rows_budget` gives every
+# row its own.
 #
 # ## The check
 #

@@ -96,7 +96,7 @@ def test_other_folders_are_refused(capsys, no_weights, document, tmp_path):
 
 
 def test_contexts_of_other_programs(capsys, monkeypatch, no_weights):
-    monkeypatch.setattr(kvjax, "context_about", lambda folder: {"model": None})
+    monkeypatch.setattr("kvjax.cli.ask_command.context_about", lambda _: {"model": None})
     said = error(capsys, "ask", "somewhere", "why")
     assert "somewhere was not written by kvjax read: it does not say its budget, doc" in said
 

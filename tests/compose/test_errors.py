@@ -382,7 +382,9 @@ def test_a_layers_cache_in_place_of_its_slots():
         lambda: kvjax.kit.append(cache, k, v, positions), lambda: kvjax.kit.evict(cache, True),
         lambda: kvjax.kit.merge(cache, positions), lambda: kvjax.kit.compact(cache, 8),
     ):  # fmt: skip
-        with pytest.raises(TypeError, match=r"takes a kvjax\.KVCache, got LayerCache: give its kv"):
+        with pytest.raises(TypeError, match=r"takes a kvjax\.kit\.KVCache, got LayerCache: give"):
+            TypeError, match=r"takes a kvjax\.kit\.KVCache, got LayerCache: give its kv"
+        ):
             call()
 
 

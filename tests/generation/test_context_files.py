@@ -16,6 +16,7 @@ import pytest
 import kvjax
 from kvjax.files import is_hidden
 from kvjax.generation import context_files
+from kvjax.generation.context_files import context_about
 from kvjax.models import random_decoder
 from tests.generation.test_context import QUESTIONS, TRANSFORMS, generate, read
 from tests.generation.test_generate import CONFIG, RAGGED, model
@@ -32,7 +33,7 @@ def test_loading_is_never_having_saved(name, tmp_path):
     kvjax.save_context(tmp_path / "own", context, model=model(), about={"text": "ä", "n": [1, 2]})
     loaded = kvjax.load_context(tmp_path / "own", model())
     same_arrays(loaded, context)
-    assert kvjax.generation.context_files.context_about(tmp_path / "own") == {
+    assert context_about(tmp_path / "own") == {
         "text": "ä",
         "n": [1, 2],
     }
@@ -121,11 +122,11 @@ def test_a_killed_save_leaves_the_old_one_or_the_new_one(moments):
     for folder in moments:
         context_files.check_free(folder)  # nothing is in the way of the next save
         if context_files._steps(folder):
-            seen.append(kvjax.generation.context_files.context_about(folder)["number"])
+            seen.append(context_about(folder)["number"])
         else:
             seen.append(0)
             with pytest.raises(ValueError, match="it holds none"):
-                kvjax.generation.context_files.context_about(folder)
+                context_about(folder)
     assert seen == sorted(seen) and set(seen) == {0, 1, 2}
 
 
@@ -136,10 +137,7 @@ def test_a_save_goes_on_from_what_a_killed_one_left(moments, saved, tmp_path, pa
     for number, folder in enumerate(moments[part]):
         own = shutil.copytree(folder, tmp_path / str(number))
         save(own, saved[1], 3)
-        assert (
-            kvjax.generation.context_files.context_about(own) == {"number": 3}
-            and len(names(own)) == 1
-        )
+        assert context_about(own) == {"number": 3} and len(names(own)) == 1
         same_arrays(kvjax.load_context(own, model()), saved[1])
 
 

@@ -43,7 +43,7 @@ def test_pairs_are_in_step_and_without_outputs(name):
 
 def test_the_method_that_is_written_is_that_of_the_page():
     page = (FOLDER.parent / "docs" / "writing-a-method.md").read_text()
-    method = page[page.index("@dataclass") : page.index("```\n\nThat is all.")]
+    method = page[page.index("@dataclass") : page.index("```\n\n`PromptBudget` is the base")]
     assert method.startswith("@dataclass(frozen=True)\nclass SmallKeys(")
     assert method in (FOLDER / "write_a_method.py").read_text()
 
