@@ -7,7 +7,7 @@ from .attention.init_cache import init_cache
 from .attention.kept_tokens import kept_tokens
 from .attention.layer import LayerCache
 from .attention.rows import put_rows, take_rows
-from .cache.slots import nbytes
+from .cache.nbytes import nbytes
 from .compose.bind import bind
 from .compose.chain import chain
 from .compose.in_slots import in_slots

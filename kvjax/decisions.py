@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.rearrange import merge, permute
 from kvjax.cache.remainders import exact_values, write_values
 from kvjax.cache.selection import evict_worst, evictable, keep_best, newest
-from kvjax.cache.slots import KVCache, evict, merge, permute
+from kvjax.cache.slots import KVCache, evict
 from kvjax.devices import all_heads
 from kvjax.protocol import GroupReduce, KVTransform, State, Step
 
@@ -232,8 +233,8 @@ class Order(Decision):
     """Put slots into another order: slot `slots[n]` becomes what slot `source[n]` was.
 
     Args:
-      source, slots: as in `kvjax.cache.slots.permute`. They leave rows that are not concerned as
-        they are.
+      source, slots: as in `kvjax.cache.rearrange.permute`. They leave rows that are not concerned
+        as they are.
     """
 
     source: Int[Array, "B H N"]

@@ -5,8 +5,9 @@ See `docs/writing-a-method.md`.
 
 from kvjax.budgets.budgets import Budget, check_budget, most_slots, rows_budget
 from kvjax.cache.payload import Dense, Payload, sum_into, take_slots, write_slots
+from kvjax.cache.rearrange import compact, merge
 from kvjax.cache.selection import evictable, keep_best, newest
-from kvjax.cache.slots import Column, KVCache, append, compact, evict, merge
+from kvjax.cache.slots import Column, KVCache, append, evict
 from kvjax.checks import check_choice, check_count, check_number
 from kvjax.decisions import Decision, Keep, Mark, Merge, Order, Retain, group_scores
 from kvjax.devices import all_heads

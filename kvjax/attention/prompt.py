@@ -26,7 +26,8 @@ from kvjax.attention.layer import (
     kept_rope,
     map_parts,
 )
-from kvjax.cache.slots import append, closed, compact, opened, widen
+from kvjax.cache.rearrange import closed, compact, opened, widen
+from kvjax.cache.slots import append
 from kvjax.compose.chain import parts_of, state_of_parts, states_of_parts
 from kvjax.compose.wrappers import HeadGroups
 from kvjax.decisions import decide

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.budgets.layers import layers_of
-from kvjax.cache.slots import empty_cache, opened
+from kvjax.cache.rearrange import opened
+from kvjax.cache.slots import empty_cache
 from kvjax.decisions import Decision, Mark, made_by
 from kvjax.protocol import AttentionOptions, Extent, KVTransform, Moment, Stage, Step, takes_part
 

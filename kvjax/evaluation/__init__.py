@@ -1,6 +1,6 @@
 """Measures of what a compressed cache does to a model."""
 
-from ..cache.slots import memory_bytes
+from ..cache.nbytes import memory_bytes
 from ..generation.read_once import ReadOnce
 from ..transforms.spindlekv.reserve import reserve_ratio
 from .cells.estimates import Estimate

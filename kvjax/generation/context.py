@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention.layer import Cache, layer_caches
 from kvjax.attention.parts import placed
 from kvjax.attention.rows import copied, take_rows
-from kvjax.cache.slots import nbytes
+from kvjax.cache.nbytes import nbytes
 from kvjax.compose.bind import bind
 from kvjax.devices import put, put_rows
 from kvjax.generation.fingerprints import Fingerprint

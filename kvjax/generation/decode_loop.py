@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.attention.flush import flush_interval
 from kvjax.attention.layer import Cache
 from kvjax.attention.parts import mesh_of_cache, placed
-from kvjax.cache.slots import memory_bytes
+from kvjax.cache.nbytes import memory_bytes
 from kvjax.checks import check_count
 from kvjax.compiled_code import compiled
 from kvjax.compose.bind import bind

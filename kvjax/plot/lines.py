@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from kvjax.attention.layer import Cache
-from kvjax.cache.slots import nbytes
+from kvjax.cache.nbytes import nbytes
 from kvjax.evaluation.report.plots import style
 from kvjax.messages import brief
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import kvjax
+from kvjax.cache.rearrange import widen as widen_slots
 from kvjax.cache.slots import Column, empty_cache, ranks
-from kvjax.cache.slots import widen as widen_slots
 from pallas_kernels import decode_attention
 from tests.support.tolerances import close
 

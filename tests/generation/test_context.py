@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.attention.layer import layer_caches
 from kvjax.budgets.layers import layers_of
-from kvjax.cache.slots import nbytes
+from kvjax.cache.nbytes import nbytes
 from kvjax.generation import prompt_pass
 from kvjax.generation.prompt_pass import CacheSize
 from kvjax.models import random_decoder

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.cache.slots import nbytes
+from kvjax.cache.nbytes import nbytes
 from kvjax.generation.model import as_functional
 from kvjax.models import DecoderConfig, LayerConfig, RopeConfig, random_decoder
 from tests.generation.test_context import STORED

@@ -17,7 +17,7 @@ import numpy as np
 
 import kvjax
 import pallas_kernels as ops
-from kvjax.cache.slots import widen
+from kvjax.cache.rearrange import widen
 from kvjax.decisions import carry_out
 from kvjax.protocol import AttentionOptions
 from pallas_kernels.formats.bits import quantise_groups, quantise_slots

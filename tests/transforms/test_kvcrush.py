@@ -23,7 +23,8 @@ from kvjax import (
     WhenFull,
     chain,
 )
-from kvjax.cache.slots import append, compact, widen
+from kvjax.cache.rearrange import compact, widen
+from kvjax.cache.slots import append
 from kvjax.decisions import Keep, carry_out
 from kvjax.protocol import AttentionOptions, Step, accumulated_attention
 from kvjax.transforms.kvcrush.kvcrush import REPRESENTATIVE

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import KVMerger
-from kvjax.cache.slots import widen
+from kvjax.cache.rearrange import widen
 from tests.references import kvmerger as reference
 from tests.support.marks import slow, some_slow
 from tests.support.method_pair import LENGTHS, Pair

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvjax.cache.slots import memory_bytes
+from kvjax.cache.nbytes import memory_bytes
 from kvjax.checks import check_choice, check_number
 from kvjax.devices import automatic
 from kvjax.evaluation.cells.grid import METHODS, Candidate, Grid

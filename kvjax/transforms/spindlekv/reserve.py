@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.attention.layer import LayerCache
-from kvjax.cache.slots import KVCache, nbytes
+from kvjax.cache.nbytes import nbytes
+from kvjax.cache.slots import KVCache
 from kvjax.storage.codebook.payload import CodebookPayload
 
 
