@@ -40,7 +40,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, "authors' code", "sinks"))
+@pytest.mark.parametrize("name", some_slow(CASES, "authors' code", "sinks", "smallest"))
 def test_prompt_decode_and_a_further_turn(name):
     """Nothing is evicted while decoding; then everything live is compressed as one prompt."""
     both = pair(**CASES[name], seed=5).prompt(LENGTHS)
