@@ -11,6 +11,7 @@ from .cache.nbytes import nbytes
 from .compose.bind import bind
 from .compose.chain import chain
 from .compose.in_slots import in_slots
+from .compose.ring import Ring
 from .compose.wrappers import Every, Everywhere, HeadGroups, PerLayer, WhenFull
 from .generation.calibration import calibrate_infinigen, calibrate_outlier_heads, calibrated
 from .generation.chat import chat_end_tokens
@@ -38,7 +39,6 @@ from .transforms.kvmerger.kvmerger import KVMerger
 from .transforms.pyramidinfer.pyramidinfer import PyramidInfer
 from .transforms.pyramidkv import PyramidKV
 from .transforms.quest import Quest
-from .transforms.ring import Ring
 from .transforms.snapkv import SnapKV
 from .transforms.spindlekv.layer_budget_eviction import LayerBudgetEviction
 from .transforms.spindlekv.spindlekv import SpindleKV

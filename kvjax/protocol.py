@@ -67,6 +67,8 @@ class Extent:
       interval: M, decode steps after which something is done with the new tokens (`on_flush`, and
         the encoding of payloads); None: nothing is.
       passed: most prompt tokens that a model must take to the next layer; None: all.
+      window: the newest positions that a query may see, where nothing else is held (`Ring`); None:
+        the method does not limit them.
 
     Example:
       >>> import kvjax
@@ -81,6 +83,7 @@ class Extent:
     pinned: int = 0
     interval: int | None = None
     passed: int | None = None
+    window: int | None = None
 
     @property
     def total(self) -> int:

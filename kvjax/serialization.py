@@ -27,6 +27,7 @@ from kvjax.budgets.layers import LayerBudget
 from kvjax.cache.payload import Dense
 from kvjax.cache.slots import Column, KVCache
 from kvjax.compose.chain import Chain
+from kvjax.compose.ring import Ring
 from kvjax.compose.wrappers import HeadGroups, Repeated
 from kvjax.devices import Placement
 from kvjax.messages import brief
@@ -53,9 +54,7 @@ from kvjax.transforms.pyramidinfer.pyramidinfer import (
 from kvjax.transforms.pyramidinfer.schedule import CosineBudget, TokensEntering
 from kvjax.transforms.pyramidkv import PyramidBudget
 from kvjax.transforms.quest import Pages
-from kvjax.transforms.ring import Ring
 from kvjax.transforms.spindlekv.layer_budget_eviction import LayerEviction
-from kvjax.transforms.spindlekv.reserve import Reserve
 from kvjax.transforms.spindlekv.schedule import SpindleBudget
 from pallas_kernels.formats.bits import Encoded
 
@@ -74,7 +73,7 @@ VALUES = {
     for value in (
         Book, Chain, CosineBudget, Form, HeadGroups, InfiniGenCalibration, LayerBudget,
         LayerEviction, OutlierHeads, Placement, PyramidBudget, PyramidInferLayer,
-        PyramidInferPrompt, RemainingBudget, Reserve, Ring, Share, SpindleBudget, TokensEntering,
+        PyramidInferPrompt, RemainingBudget, Ring, Share, SpindleBudget, TokensEntering,
     )
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ SLOW = {
     "kvjax.plot.watching",
     "kvjax.storage.recent",
     "kvjax.testing",
-    "kvjax.transforms.spindlekv.reserve",
+    "kvjax.evaluation.codebook_reserve",
     "pallas_kernels.attention.codebook",
     "pallas_kernels.formats.bits",
     "pallas_kernels.grouping.greedy_cover",

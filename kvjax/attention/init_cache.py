@@ -27,7 +27,6 @@ from kvjax.protocol import (
     takes_part,
 )
 from kvjax.rope import Rope
-from kvjax.transforms.ring import Ring
 
 # Flushes at which a value may be rounded again and again. Each adds several tokens at once, which
 # are not lost as a whole, and errors add up like a random walk: after 64 to some 8 roundings.
@@ -116,8 +115,6 @@ def init_cache(
     scale = head_dim**-0.5 if scale is None else as_scale(scale)
     check_logits(window, soft_cap)
     check_rope(rope, head_dim)
-    if window is None:
-        window = next((part.window for part in parts_of(transform) if isinstance(part, Ring)), None)
     max_length = max_prompt + max_new if max_length is None else max_length
     check_count("max_length", max_length, 1)
     bound = layers_of(transform)
@@ -178,6 +175,7 @@ def init_cache(
         )
     # From the beginning, since a prompt may not change the structure of a cache.
     sinks = None if extent.interval is None else jnp.full((query_heads,), -jnp.inf, jnp.float32)
+    window = extent.window if window is None else window
     options = AttentionOptions(scale, window, soft_cap, sinks)
     placement = Placement.of(mesh, kv_heads, divisible=True)
     rope = kept_rope(transform, rope)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvjax.checks import check_count
 from kvjax.compose.chain import Chain, chain, regrouped
+from kvjax.compose.ring import Ring
 from kvjax.compose.walks import chosen, inner_transforms, walk
 from kvjax.compose.wrappers import Everywhere, HeadGroups, by_head_groups
 from kvjax.messages import brief
@@ -14,7 +15,6 @@ from kvjax.protocol import (
     Stage,
     check_transform,
 )
-from kvjax.transforms.ring import Ring
 
 
 def bind(

@@ -2,11 +2,11 @@
 
 from ..cache.nbytes import memory_bytes
 from ..generation.read_once import ReadOnce
-from ..transforms.spindlekv.reserve import reserve_ratio
 from .cells.estimates import Estimate
 from .cells.files import read_results
 from .cells.grid import Cell, Grid, Unit
 from .cells.results import Results, Row
+from .codebook_reserve import reserve_ratio
 from .comparison.compare import compare
 from .diagnosis.diagnosis import Diagnosis, Finding, diagnose
 from .fidelity.fidelity import (

@@ -9,7 +9,7 @@ from matplotlib.collections import LineCollection, PathCollection
 
 from kvjax.attention.layer import Cache, LayerCache
 from kvjax.checks import check_count
-from kvjax.transforms.clusterkv.labels import cluster_labels
+from kvjax.plot.cluster_labels import cluster_labels
 
 from .looks import COLOURS, check_axes, parts_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from kvjax.cache.selection import newest
@@ -47,7 +48,8 @@ class Ring(KVTransform):
 
     def extent(self, extent: Extent) -> Extent:
         """Bounds the cache to the window; between calls the next query's own token is missing."""
-        return extent.keep(max(self.window - 1, 1)).hold(self.window)
+        held = extent.keep(max(self.window - 1, 1)).hold(self.window)
+        return dataclasses.replace(held, window=self.window)
 
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Retain, State]:
         """Keeps the tokens that the next query sees, after a step and at the end of a prompt."""
