@@ -85,7 +85,7 @@ def as_scale(scale: object) -> float:
       ValueError: the scale is not finite, or not above 0.
 
     Example:
-      >>> from kvjax.attention.layer import as_scale
+      >>> from kvjax.checks import as_scale
       >>> as_scale(0.25)
       0.25
     """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.kit import Keep, Mark, Retain, decoding_extent, newest
+from kvjax.kit import Dense, Keep, Mark, Retain, Stage, decoding_extent, newest
 from kvjax.testing import ConformanceError, check
 from tests.support.cases import BUDGET, OUTLIERS, chelsea, compositions, registered
 from tests.support.marks import some_slow
@@ -82,7 +82,49 @@ class CountsStepsOfAllRows(CountsPromptsOfAllRows):
         return Keep(jnp.full_like(cache.length, self.budget), score), state + 1
 
 
+class FreesManyInAStep(Newest):
+    def on_step(self, cache, state, step) -> tuple[Retain, tuple]:
+        return Retain(newest(cache, self.budget // 2)), state
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RoundsAgain:
+    """Rows that lose a little at every prompt's end, also of rows that had no tokens in it."""
+
+    data: jax.Array
+
+    shape = property(lambda self: self.data.shape)
+    dtype = property(lambda self: self.data.dtype)
+    room = property(lambda self: None)
+
+    def read(self, index=None):
+        return Dense(self.data).read(index)
+
+    def write(self, slots, rows):
+        return RoundsAgain(Dense(self.data).write(slots, rows).data)
+
+    def flush(self, steps, moves=None):
+        return RoundsAgain(Dense(self.data).flush(steps, moves).data)
+
+    def encode(self, values, k, v, slots):
+        return RoundsAgain(k * 0.9999), RoundsAgain(v * 0.9999)
+
+    def attention(self, values, q, seen, positions, *, index=None, **options):
+        dense = Dense(self.data), Dense(values.data)
+        return dense[0].attention(dense[1], q, seen, positions, index=index, **options)
+
+
+class RoundsIdleRows(kvjax.KVTransform):
+    stage = Stage.REPRESENT
+
+    def init(self, cache, layer):
+        return cache.replace(k=RoundsAgain(cache.k.read()), v=RoundsAgain(cache.v.read())), ()
+
+
 BROKEN = {
+    "many in a step": (FreesManyInAStep, "slots in a decode step, which may free one"),
+    "rounds idle rows": (RoundsIdleRows, "stores k of a row otherwise after steps and a prompt"),
     "prompts of other rows": (CountsPromptsOfAllRows, "keeps other tokens of a row after steps"),
     "steps of other rows": (CountsStepsOfAllRows, "after steps and a prompt of other rows"),
     "keeps more": (KeepsMore, "promises 12 slots after a prompt, and keeps 15"),

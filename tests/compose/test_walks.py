@@ -163,7 +163,7 @@ def test_a_plan_has_the_bytes_of_a_calibration(name):
     largest = WithCalibration(InfiniGenCalibration(np.ones(shape, np.float32)))
     given = plan(model(), COMPOSITIONS[name], **size)
     expected = [
-        kvjax.compose.chain.map_methods(largest, layer)
+        kvjax.compose.walks.map_methods(largest, layer)
         for layer in kvjax.bind(COMPOSITIONS[name], LAYERS)
     ]
     own = plan(model(), PerLayer(lambda layer, _: expected[layer]), **size)
