@@ -73,6 +73,7 @@ class Journal:
             _check_settings(folder, kept[0], settings)
             self._asked = _joined(kept[1], self._asked)
         lines = _journal_lines(self._path)
+        # Failed cells are measured again, and so are cells of a method that has changed.
         self.finished = {
             cell: record
             for cell, record in _cells(self._path, lines).items()
@@ -238,4 +239,5 @@ def _plain(value: Any) -> Any:
 
 
 def _dumps(value: Any) -> str:
+    # NaN is not valid JSON, and must not come into a file.
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

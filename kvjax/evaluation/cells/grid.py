@@ -230,6 +230,7 @@ class Grid:
                 raise TypeError(f"depth must be a number, got {brief(depth)}")
             if not 0 <= depth <= 1:
                 raise ValueError(f"depth must lie between 0 and 1, got {depth}")
+        # 1 == 1.0, so that the two would be one key of the results.
         if len(set(budgets)) < len(set(map(repr, budgets))):
             raise ValueError("budgets 1 (slot) and 1.0 (the whole prompt) cannot be told apart")
         for length in lengths:

@@ -206,6 +206,7 @@ class Results:
         shared_cases = [case for case in scores if case in baseline]
         if shared_cases:
             differences = [scores[case] - baseline[case] for case in shared_cases]
+            # Differences may be -1, so that Wilson's interval does not apply.
             row = row._replace(difference=Estimate.resampled(differences))
         if task == "perplexity":
             quarters = np.average([r["quarters"] for r in records], axis=0, weights=weights)

@@ -179,6 +179,7 @@ def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) 
     for unit, missing in unfinished.items():
         report(done, total, str(unit))
         for candidate, record in measure.unit(unit, missing):
+            # Cells are kept one by one, so that an interruption loses one at most.
             journal.add(Cell(*unit, *candidate.key), record)  # pyright: ignore[reportCallIssue]
             drop_compiled_code()
         done += costs[unit]
@@ -285,6 +286,7 @@ class _Measure:
         fidelities = measure_fidelities(
             self.model, list(ready.values()), prompts, new_tokens=most_new
         )
+        # All methods are measured in one call, whose seconds count for the first of them.
         for candidate, fidelity in zip(ready, fidelities, strict=True):
             yield candidate, _try(functools.partial(_per_layer, fidelity), start)
             start = time.perf_counter()
@@ -298,7 +300,7 @@ class _Measure:
             try:
                 ready[candidate] = self.calibrated(candidate.transform)
                 bind(ready[candidate], self.model.num_layers, self.model.windows)
-            except Exception as error:
+            except Exception as error:  # a method may fail in any way
                 yield candidate, _failed(error)
         return ready
 
@@ -319,6 +321,7 @@ class _Measure:
           question_length: maximum tokens of a question that follows.
           most_new: maximum tokens of the answer.
         """
+        # Sizes are rounded up to buckets, so that units of similar sizes share compiled code.
         longest = max(map(len, prompts))
         padded = bucket(longest, self.model.max_positions, None)
         room = bucket(question_length, None, None) if question_length else 0
@@ -334,6 +337,7 @@ class _Measure:
             return
         for candidate, transform in ready.items():
             start = time.perf_counter()
+            # The default argument binds this transform, as a closure would follow the loop.
             yield candidate, _try(lambda tx=transform: measure(once.context(tx)), start)
 
 

@@ -59,6 +59,7 @@ class Material:
             )
         # A cache of this object, so that the cases are freed with it.
         self.task = functools.cache(self._task)
+        # All cases are made now, so that errors come before anything is measured.
         for name in grid.answers:
             for length in grid.lengths:
                 self.task(name, length)
@@ -81,6 +82,7 @@ class Material:
             most_new = self.most_new(name, length)
             for case in self.task(name, length).cases:
                 check_prompts(model, [case.prompt], (Full(),), most_new)
+        # Without tasks that ask questions, attention is measured on windows of the text too.
         if "perplexity" in grid.tasks or not grid.answers:
             check_prompts(model, self.windows(length)[0][:1].tolist(), (Full(),), 0)
         if self._tokens.max() >= model.vocab_size:

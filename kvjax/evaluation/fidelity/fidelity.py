@@ -77,6 +77,7 @@ def _recall(attention, held: Bool[Array, "B H L"], budget) -> Float[Array, "B H"
     """Computes `recall_rate` from a mark for each token that was kept."""
     batch, kv_heads, length = held.shape
     total = attention.reshape(batch, kv_heads, -1, length).astype(jnp.float32).sum(2)
+    # The second argsort inverts the first one, and so gives the rank of each position.
     rank = jnp.argsort(jnp.argsort(-total, axis=-1, stable=True), axis=-1)
     top = (rank < jnp.broadcast_to(budget, held.shape[:2])[..., None]) & (total > 0)
     hits = (top & held).sum(-1, dtype=jnp.float32)
@@ -139,7 +140,7 @@ def attention_error(
         )
     output, full = (x.reshape(len(x), -1).astype(jnp.float32) for x in (output, full))
     distance, size = (jnp.linalg.norm(x, axis=1) for x in (output - full, full))
-    return jnp.where(distance == 0, 0.0, distance / size)
+    return jnp.where(distance == 0, 0.0, distance / size)  # 0 / 0 counts as no error
 
 
 class Fidelity(NamedTuple):
@@ -242,7 +243,7 @@ def check_run(
 ) -> int:
     """Checks the inputs of a `FullRun`; returns the number of tokens of the longest row."""
     for transform in transforms:
-        bind(transform, model.num_layers)
+        bind(transform, model.num_layers)  # raises for a transform that does not fit the model
     check_count("new_tokens", new_tokens, 1)
     # The full cache reads the prompts too, so they must fit the model's positions even if a method
     # could go beyond them.
@@ -267,6 +268,7 @@ def judge(run: FullRun, context: Context, budget: int | None = None) -> Fidelity
       context: the run's prompts in the caches of the method.
       budget: as in `measure_fidelities`.
     """
+    # Layers are judged one by one but flushed together, as often as the most frequent one needs.
     interval = flush_interval(context.caches)
     turns = run.turns or [None] * len(context.layers)
     layers = zip(context.layers, context.caches, turns, run.truth, strict=True)

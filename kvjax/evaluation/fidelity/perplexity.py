@@ -73,7 +73,7 @@ def context_nll(
 
 
 def _check_tokens(model: FunctionalModel, tokens: object) -> np.ndarray:
-    """Returns token ids as an array; raises TypeError or ValueError if the model has none such."""
+    """Checks shape and range of token ids, and returns them as an array."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have the shape [B, M], got {list(tokens.shape)}")

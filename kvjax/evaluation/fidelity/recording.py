@@ -76,6 +76,7 @@ class Recorded(Wrapper):
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
         """Decides as the base does, and completes the record with keys and values of the step."""
         query, predicted, positions, slots = state.record
+        # A token that was not stored has the index past the last slot.
         slots = jnp.minimum(slots, cache.slots - 1)
         rope = step.rope if self.needs.unrotated_keys else None
         record = Record(

@@ -150,6 +150,7 @@ def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
         return None if figure is None else figure[:3]
 
     full = next((estimate(row) for row in rows if row.method == "full"), None)
+    # An empty line makes the entry of the legend, even if the full cache has no score.
     axes.plot([], [], color="black", linewidth=1.2, label="full cache")
     if full is not None:
         axes.axhspan(full[1], full[2], color="0.88", zorder=0)
@@ -181,6 +182,7 @@ def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
         _nats_axis(axes)
     else:
         highest = axes.dataLim.y1 if np.isfinite(axes.dataLim.y1) else 1.0
+        # Low scores get a smaller range, in which they can be told apart.
         top = 1.06 if highest > 0.5 else max(0.1, 1.2 * highest)
         axes.set_ylim(-0.03 * top, top)
         axes.yaxis.set_major_formatter(Percent(1.0, symbol="", decimals=0))
@@ -244,10 +246,11 @@ def _draw_heat_map(
             if cases:
                 scores[y, x] = sum(score.mean * score.cases for score in inside) / cases
                 text = f"{percent(scores[y, x])}\nof {cases}"
-            colour = "white" if scores[y, x] < 0.5 else "black"
+            colour = "white" if scores[y, x] < 0.5 else "black"  # low scores are dark fields
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=colour, fontsize=7)
         if x and columns[x][0] != columns[x - 1][0]:
             axes.axvline(x, color="white", linewidth=5)
+    # Fields without cases are NaN and not drawn, so that the hatched background shows.
     axes.patch.set(facecolor="0.9", edgecolor="0.6", hatch="///")
     axes.pcolormesh(scores, vmin=0, vmax=1, cmap="cividis", edgecolors="white")
     axes.set_ylim(len(bins), 0)  # the first depth is at the top

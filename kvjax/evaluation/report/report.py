@@ -59,6 +59,7 @@ def page(results: Results, pictures: Mapping[str, bytes]) -> str:
         loader=jinja2.PackageLoader("kvjax.evaluation.report", ""), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
+    # Settings that are absent or None are left out below.
     settings = {name: results.settings.get(name) for name in _SHOWN}
     lost = [
         f"{method} lost {count:,} tokens that found no free slot."

@@ -52,7 +52,7 @@ def measure_machine(dtype: DTypeLike) -> Machine:
     matrix = jnp.ones((_ROWS, _READ_BYTES // 4 // _ROWS), jnp.float32)
     reading = _least_seconds(matrix, matrix[0])
     bandwidth, width = matrix.nbytes / reading, _WIDTH.get(jax.default_backend(), _OTHER_WIDTH)
-    del matrix
+    del matrix  # frees its memory before the squares are made
     square = jnp.ones((width, width), dtype)
     return Machine(bandwidth, 2 * width**3 / _least_seconds(square, square))
 
@@ -64,7 +64,7 @@ def _least_seconds(a: jax.Array, b: jax.Array) -> float:
         start = time.perf_counter()
         multiply(a, b).block_until_ready()
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:])  # the first product includes compilation
 
 
 def environment() -> dict[str, Any]:

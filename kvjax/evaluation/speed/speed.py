@@ -201,6 +201,7 @@ def measure_speed(
                 runs.setdefault((batch, name), []).append(with_peak(run))
                 done += 1
     report(total, total, "done")
+    # The best rates of all rounds, as methods have the times of their best rounds.
     machine = Machine(*map(max, zip(*machines, strict=True)))
     flops = prompt_flops(functional, prompt_tokens)
     rows = tuple(
@@ -233,7 +234,7 @@ def _speed(
     flops: int | None,
 ) -> Speed:
     """Computes a method's figures from its runs, those of the full cache, and the machine."""
-    (result, _), *rounds = runs
+    (result, _), *rounds = runs  # the first run compiles, and its times do not count
     ttfts, tpots = _seconds(rounds)
     ttft, tpot = min(ttfts), min(tpots)
     full_ttft, full_tpot = map(min, _seconds(full_runs[1:]))

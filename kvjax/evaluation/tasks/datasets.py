@@ -75,6 +75,7 @@ class _DataSet(NamedTuple):
 # Prompts of these tasks hold worked examples, and models go on writing further ones: LongBench
 # scores the first line alone.
 _FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
+# The tasks of each metric, with the name of the metric's mean.
 _LONGBENCH: Mapping[Metric, tuple[str, tuple[str, ...]]] = {
     metrics.f1: (
         "F1", ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique",
@@ -101,6 +102,7 @@ def _longbench(name: str) -> _DataSet:
     """
     rows = ((metric, *row) for metric, row in _LONGBENCH.items())
     metric, label, _ = next(row for row in rows if name in row[2])
+    # Instructions before the document are read with it, and those after it with the question.
     before, after = PROMPTS[name].split("{context}")
     detail_fields = {_CLASSES: list} if metric is metrics.classification else {}
 
@@ -153,6 +155,7 @@ def _problems(records: list[Record]) -> list[_Example]:
         )
     questions = [f"Question: {record['question']}\nAnswer:" for record in records]
     answers = [record["answer"] for record in records]
+    # All prompts have the same worked examples as their context: the first records.
     solved = (f"{asking} {answer}\n\n" for asking, answer in zip(questions, answers, strict=True))
     context = "".join(itertools.islice(solved, _SHOTS))
     pairs = zip(questions[_SHOTS:], answers[_SHOTS:], strict=True)
@@ -192,6 +195,7 @@ def _xsum(name: str) -> _DataSet:
 _PREFIX = "zeroscrolls_"
 _ROUGE = metrics.rouge_geometric_mean, "ROUGE (geometric mean)"
 _F1 = metrics.f1, "F1"
+# Metric, name of its mean, and maximum new tokens of each task.
 _SCROLLS: Mapping[str, tuple[Metric, str, int]] = {
     "gov_report": (*_ROUGE, 1024),
     "summ_screen_fd": (*_ROUGE, 512),
@@ -208,6 +212,7 @@ _SCROLLS: Mapping[str, tuple[Metric, str, int]] = {
 
 def _scrolls(records: list[Record]) -> list[_Example]:
     """Returns examples whose context ends at the query; records with one `id` are one example."""
+    # Records of one `id` have the same input and different reference answers.
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record["id"], []).append(record)
@@ -376,6 +381,7 @@ def _case(
             context, question = split_tokens(tokenizer, example.context, marked_question)
         room = length - around - len(question)
         if room <= 0 or row.cut == "nothing":
+            # At least one token of a context must remain, or all of it if nothing may be cut.
             least = length - room + (len(context) if row.cut == "nothing" else 1)
             raise ValueError(f"a prompt of {length} tokens is too short: {least} are needed")
         # LongBench halves the prompt as a whole: the second half includes the question.
@@ -410,6 +416,7 @@ def split_tokens(tokenizer: Any, context: str, question: str) -> tuple[list[int]
         return_offsets_mapping=True, verbose=False,
     )  # fmt: skip
     ends = [end for _, end in encoded.offset_mapping]
+    # Tokens that end at the border belong to the context, tokens across it to the question.
     border = bisect_right(ends, len(context))
     return encoded.input_ids[:border], encoded.input_ids[border:]
 
@@ -430,6 +437,7 @@ def _records(row: _DataSet, data: str | Path | None) -> list[Record]:
             path = files[0]
         content = path.read_bytes()
     records = []
+    # Bytes are split: `str.splitlines` would also split at separators within a JSON string.
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             try:
@@ -447,6 +455,7 @@ def _checked(record: Any, fields: Mapping[str, type]) -> Record:
         raise ValueError(f"it must be a JSON object, got {brief(record)}")
     for field, field_type in fields.items():
         value = record.get(field)
+        # An empty list of answers or classes has nothing to score against.
         if not isinstance(value, field_type) or value == []:
             raise ValueError(f"{field} must be {field_type.__name__}, got {brief(value)}")
     return record

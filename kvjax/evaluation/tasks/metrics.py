@@ -193,6 +193,7 @@ def concordance(text: str, reference: str, **details: Any) -> float:
     order, expected = _items(text), _items(reference)
     if sorted(order) != sorted(expected) or len(expected) < 2:
         return 0.0
+    # Place in the answer of each item, in the right order: a right pair has rising places.
     places = [order.index(item) for item in expected]
     pairs = [(a, b) for i, a in enumerate(places) for b in places[i + 1 :]]
     return sum(a < b for a, b in pairs) / len(pairs)

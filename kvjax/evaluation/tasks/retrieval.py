@@ -82,6 +82,7 @@ class Haystack:
         self.filler = np.array(self._encode(text), np.int32)
         if not len(self.filler):
             raise ValueError("the filler text is empty")
+        # A token ends a sentence if its text ends with a full stop or a line break.
         ends = {
             token: tokenizer.decode([token]).rstrip(" ").endswith((".", "\n"))
             for token in np.unique(self.filler).tolist()
@@ -124,6 +125,7 @@ class Haystack:
         check_count("length", length, 1)
         check_count("seed", seed, 0, most=math.inf)
         check_count("needles", needles, 1)
+        # The wording is not part of the seed: keys and values are the same in every wording.
         rng = np.random.default_rng(
             (seed, zlib.crc32(task.encode()), length, round(depth * 10**6), needles)
         )
@@ -145,6 +147,7 @@ class Haystack:
                 f"a prompt of {length} tokens needs {room} tokens of filler, "
                 f"and the text has {len(self.filler)}"
             )
+        # The filler is a random window of the text.
         start = int(rng.integers(len(self.filler) - room + 1))
         text = self.filler[start : start + room].tolist()
         ends = np.flatnonzero(self._ends_sentence[start : start + room]) + 1

@@ -26,6 +26,7 @@ def word_list(category: str) -> tuple[str, ...]:
     wonderwords = extra_module("wonderwords", "eval", "RULER's words")
     drawn = wonderwords.RandomWord(enhanced_prefixes=False)
     words = drawn.filter(include_categories=[category])
+    # A set has no fixed order, on which draws must not depend.
     return tuple(sorted(set(words)))
 
 

@@ -94,6 +94,7 @@ def needles(
     if task.haystack == "noise":
         filler = itertools.repeat(_NOISE)
     elif task.haystack == "needle":
+        # The same generators go on, so that the filler repeats no hidden key or value.
         filler = map(needle, keys, values)
     else:
         start = int(rng.integers(len(text)))
@@ -119,6 +120,7 @@ def _asking_for(noun: str, wanted: list[tuple[str, str]], body: Hidden, depth: f
             answers,
             depth,
         )
+    # Several needles have no single depth, so the prompt has none.
     return Prompt(
         f"Some special magic {noun} are hidden within the following text. Make sure to memorize "
         f"it. I will quiz you about the {noun} afterwards.",

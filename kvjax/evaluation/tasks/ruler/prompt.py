@@ -126,7 +126,7 @@ class Hidden:
             if len(tokens) >= room:
                 break
             tokens += self._encoder.next((self._between if tokens else self._start) + text)
-            ends.append(min(len(tokens), room))
+            ends.append(min(len(tokens), room))  # the last sentence may be cut at `room`
         if len(tokens) < room:
             raise ValueError(
                 f"the haystack's text is too short: {room} tokens of it are needed, "

@@ -43,6 +43,7 @@ def common_words(encoder: Encoder, rng: np.random.Generator, length: int) -> Pro
         repeats, shown, size = (30, 3), (10, 3), 40
     else:
         repeats, shown, size = (6, 1), (3, 1), 20
+    # The list of the prompt has none of the example's words.
     example, words = words[:size], words[size:]
     listed = _shuffled(rng, example[:_COMMON], example[_COMMON:], shown)
     before = (
@@ -81,6 +82,7 @@ class _NumberedList:
     ) -> None:
         self._encoder, self._rng, self._repeats = encoder, rng, repeats
         self._common, self._rare = words[:_COMMON], words[_COMMON:]
+        # The list has at least all common words with their numbers.
         self.least = repeats[0] * sum(map(self._size, self._common))
         self.least += self._numbers(0, repeats[0] * _COMMON)
 
@@ -161,6 +163,7 @@ class _CodedText:
 
     def fill(self, room: int) -> list[int]:
         """Returns exactly `room` tokens."""
+        # The longest text of its words that fits; its tokens grow with the number of words.
         totals = range(self._fewest, room * 2)
         total = totals[bisect.bisect_right(totals, room, key=self._tokens) - 1]
         spare, dots = room - self._tokens(total), self._encoder.next(f" {_DOTS}")
