@@ -60,10 +60,11 @@ def compare(
     For each task, method, budget and length it measures the mean score of greedy answers. The
     question is compressed with the text (`"inside"`), or it is asked after the text before it was
     read and compressed (`"after"`). Two tasks ask no questions:
-      - `perplexity` is the loss, in nats, of held-out tokens that go through the compressed cache
-        one by one. They are the last 128 of a window of `length` tokens, or its last quarter if
-        that is less.
-      - `attention` is recall and attention error while an answer is given (`measure_fidelities`).
+
+    - `perplexity` is the loss, in nats, of held-out tokens that go through the compressed cache one
+      by one. They are the last 128 of a window of `length` tokens, or its last quarter if that is
+      less.
+    - `attention` is recall and attention error while an answer is given (`measure_fidelities`).
 
     Every method sees the same cases and windows.
 

@@ -262,12 +262,13 @@ def dataset(
 ) -> Task:
     """Returns the task of a data set, with the benchmark's prompts and scores.
 
-    Records are read from these files:
-      - LongBench: `<name>.jsonl`, or `data/<name>.jsonl` as in its archive.
-      - GSM8K: `test.jsonl`.
-      - XSum: `xsum.jsonl`, with the fields `document` and `summary`.
-      - ZeroSCROLLS: `<name>.jsonl` or `<name>/validation.jsonl`, where the name is without
-        `zeroscrolls_`.
+    Records of the benchmarks are read from these files of the folder `data`:
+
+    - LongBench: `<name>.jsonl`, or `data/<name>.jsonl` as in its archive.
+    - GSM8K: `test.jsonl`.
+    - XSum: `xsum.jsonl`, with the fields `document` and `summary`.
+    - ZeroSCROLLS: `<name>.jsonl` or `<name>/validation.jsonl`, where the name is without
+      `zeroscrolls_`.
 
     A prompt that is too long loses its middle, as in LongBench. A prompt of ZeroSCROLLS loses the
     end of its context instead, and its question then begins with the record's separator, which says

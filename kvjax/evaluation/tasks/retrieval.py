@@ -18,10 +18,10 @@ from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
 OWN_TASKS = ("needle", "multi_needle", "key_value", "chain")
 """Names of kvjax's own retrieval tasks:
 
-  - `needle`: one sentence is hidden in the text.
-  - `multi_needle`: several sentences are hidden, and the question asks for one of them.
-  - `key_value`: a list of keys and values is hidden, and the question asks for one of them.
-  - `chain`: a key has the code of another key, and a second sentence tells that code.
+- `needle`: one sentence is hidden in the text.
+- `multi_needle`: several sentences are hidden, and the question asks for one of them.
+- `key_value`: a list of keys and values is hidden, and the question asks for one of them.
+- `chain`: a key has the code of another key, and a second sentence tells that code.
 """
 
 _NEAR = 100  # maximum tokens from a wanted place to the sentence end that is used instead

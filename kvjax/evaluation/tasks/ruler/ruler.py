@@ -22,14 +22,14 @@ _NEEDLES_NEW = 128  # maximum new tokens of RULER's needles
 RULER_TASKS = (*NEEDLES, *_OTHER_TASKS)
 """RULER's names of its tasks:
 
-  - `niah_single_1`: the number of a word, hidden in noise. `niah_single_2`: hidden in the text.
-    `niah_single_3`: the UUID of a word, hidden in the text.
-  - `niah_multikey_1`: the number of a word, in the text, among three others. `niah_multikey_2`: in
-    a list of words and numbers. `niah_multikey_3`: in a list of pairs of UUIDs.
-  - `niah_multivalue`: four numbers of one word. `niah_multiquery`: the numbers of four words.
-  - `vt`: variables that get a number from each other.
-  - `cwe`: the ten most common words of a list.
-  - `fwe`: the three most frequent words of a coded text.
+- `niah_single_1`: the number of a word, hidden in noise. `niah_single_2`: hidden in the text.
+  `niah_single_3`: the UUID of a word, hidden in the text.
+- `niah_multikey_1`: the number of a word, in the text, among three others. `niah_multikey_2`: in
+  a list of words and numbers. `niah_multikey_3`: in a list of pairs of UUIDs.
+- `niah_multivalue`: four numbers of one word. `niah_multiquery`: the numbers of four words.
+- `vt`: variables that get a number from each other.
+- `cwe`: the ten most common words of a list.
+- `fwe`: the three most frequent words of a coded text.
 """
 
 
