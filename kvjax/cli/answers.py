@@ -1,4 +1,4 @@
-"""The text of each row as it comes, up to a stop string."""
+"""Text of each row as it is written, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import kvjax
 from kvjax.generation.continuation import Continuation, Decoder
 
-_FIRST_SIGN = 0xD800  # no text has such a character alone
+_FIRST_SIGN = 0xD800  # a surrogate, which no decoded text contains
 
 
 class Row:
-    """One row's text.
+    """The text of one row.
 
     Args:
-      decode: token ids → text. One of a tokenizer leaves special tokens out.
-      prompt: the tokens before it.
-      stops: texts that end the row; neither they nor what follows them is part of the text. Names
-        of special tokens in them stand for the tokens too.
-      on_text: is given the text piece by piece, as soon as nothing can change it.
+      decode: returns the text of token ids; a tokenizer's leaves special tokens out.
+      prompt: tokens before the text.
+      stops: texts that end the row. They and the text after them are not part of the row's text.
+        Names of special tokens in them match these tokens too.
+      on_text: receives the text piece by piece, once later tokens cannot change it.
 
     Attributes:
-      new_tokens: how many have come, up to the one that completed a stop string.
-      over: no more tokens are taken.
-      stopped: a stop string has come.
+      new_tokens: number of tokens so far, up to the one that completed a stop string.
+      over: whether the row takes no more tokens.
+      stopped: whether a stop string has ended the row.
     """
 
     def __init__(
@@ -39,16 +39,17 @@ class Row:
         special = decode.special if isinstance(decode, Decoder) else {}
         self._signs, self._stops = _signed(stops, special)
         self._on_text = on_text or (lambda text: None)
-        self._certain, self._given = "", 0  # with signs in place of tokens that may end the row
+        # Text with signs for special tokens that may end the row, and the length passed on.
+        self._certain, self._passed = "", 0
         self.new_tokens, self.over, self.stopped = 0, False, False
 
     @property
     def text(self) -> str:
-        """The text that `on_text` has been given."""
-        return _unsigned(self._certain[: self._given])
+        """The text that `on_text` has received."""
+        return _unsigned(self._certain[: self._passed])
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Takes more tokens, up to the one that completes a stop string."""
+        """Adds tokens, up to the one that completes a stop string."""
         for piece in [[token] for token in tokens] if self._stops else [tokens]:
             if self.over:
                 return
@@ -57,39 +58,43 @@ class Row:
             self._take(text + "".join(self._signs.get(token, "") for token in piece))
 
     def finish(self, end: int | None = None) -> None:
-        """Gives the rest of the text, after the last token; `end` is the end token behind it."""
+        """Passes the rest of the text on, after the last token; `end` is the row's end token."""
         if not self.over:
             sign = "" if end is None else self._signs.get(end, "")
             self._take(self._continuation.finish() + sign)
             if not self.over:
-                self._give(len(self._certain))
+                self._pass_on(len(self._certain))
         self.over = True
 
     def _take(self, text: str) -> None:
+        """Adds text, passes on all that cannot be part of a stop string, and looks for these."""
         self._certain += text
         places = [self._certain.find(stop) for stop in self._stops if stop in self._certain]
         if places:
-            self._give(min(places))
+            self._pass_on(min(places))
             self.over = self.stopped = True
             return
-        # An end that begins a stop string waits for what follows.
+        # An end of the text that may begin a stop string waits for the next tokens.
         begun = (
             size
             for stop in self._stops
             for size in range(1, len(stop))
             if self._certain.endswith(stop[:size])
         )
-        self._give(len(self._certain) - max(begun, default=0))
+        self._pass_on(len(self._certain) - max(begun, default=0))
 
-    def _give(self, until: int) -> None:
-        piece = _unsigned(self._certain[self._given : until])
-        self._given = max(until, self._given)
+    def _pass_on(self, until: int) -> None:
+        piece = _unsigned(self._certain[self._passed : until])
+        self._passed = max(until, self._passed)
         if piece:
             self._on_text(piece)
 
 
 def _signed(stops: Sequence[str], special: Mapping[int, str]) -> tuple[dict[int, str], list[str]]:
-    """A sign for each special token that stop strings name, and the strings with these signs."""
+    """Returns a sign for each special token that stop strings name, and the stop strings.
+
+    The stop strings are the original ones and those with signs in place of names.
+    """
     named = [token for token, name in special.items() if any(name in stop for stop in stops)]
     signs = {token: chr(_FIRST_SIGN + number) for number, token in enumerate(named)}
     by_name = {special[token]: sign for token, sign in signs.items()}
@@ -104,30 +109,31 @@ def _unsigned(text: str) -> str:
 
 
 class InOrder:
-    """The texts of rows in their order: each as it comes, once those before it are over.
+    """Shows the texts of rows in order: each as it is written, once the rows before it are over.
 
     Args:
-      rows: take the tokens.
-      headers: what is shown before each text.
-      show: is given text piece by piece.
+      rows: the rows, which take the tokens.
+      headers: text shown before each row's text.
+      show: receives text piece by piece.
     """
 
     def __init__(
         self, rows: Sequence[Row], headers: Sequence[str], show: Callable[[str], None]
     ) -> None:
-        self._left, self._show, self._shown = [*zip(headers, rows, strict=True)], show, 0
+        self._remaining = [*zip(headers, rows, strict=True)]
+        self._show, self._shown = show, 0
 
     def update(self) -> None:
-        """Shows what has come since the last call."""
-        while self._left:
-            header, row = self._left[0]
+        """Shows the text that was added since the last call."""
+        while self._remaining:
+            header, row = self._remaining[0]
             text = header + row.text + "\n" * row.over
             if len(text) > self._shown:
                 self._show(text[self._shown :])
                 self._shown = len(text)
             if not row.over:
                 return
-            self._left, self._shown = self._left[1:], 0
+            self._remaining, self._shown = self._remaining[1:], 0
 
 
 def write(
@@ -140,14 +146,14 @@ def write(
     stopped: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> kvjax.Generation:
-    """Continues prompts until every row is over, and gives each row its text.
+    """Continues prompts until every row is over, and adds each row's tokens to it.
 
     Args:
       model, prompts, options: as for `kvjax.generate`.
-      rows: take the tokens.
-      streaming: rows take them as they come, and may end before the model would.
-      on_step: is given the most new tokens of a row so far, and is called once more at the end.
-      stopped: ends all rows once it is true.
+      rows: the rows, which take the tokens.
+      streaming: whether rows take tokens after every step, and may end before the model does.
+      on_step: receives the new tokens of the longest row so far; it is called once more at the end.
+      stopped: all rows end once this returns true.
     """
     if not streaming:
         result = kvjax.generate(model, prompts, **options)
@@ -156,11 +162,11 @@ def write(
     else:
         steps = kvjax.stream(model, prompts, **options)
         result, ended = None, [False] * len(rows)
-        for new in steps:
-            most = max(map(len, new))
-            for number, (row, tokens) in enumerate(zip(rows, new, strict=True)):
+        for new_tokens in steps:
+            longest = max(map(len, new_tokens))
+            for number, (row, tokens) in enumerate(zip(rows, new_tokens, strict=True)):
                 row.add(tokens)
-                ended[number] |= len(tokens) < most  # it has come to an end token
+                ended[number] |= len(tokens) < longest  # the row has reached an end token
             on_step(max(row.new_tokens for row in rows))
             if stopped() or all(row.over or end for row, end in zip(rows, ended, strict=True)):
                 result = steps.stop()
@@ -173,11 +179,12 @@ def write(
 
 
 def is_cut(row: Row, result: kvjax.Generation, number: int, most: int) -> bool:
-    """Whether a row has neither ended nor been stopped, but has all the tokens it may have.
+    """Returns whether a row was cut: it reached its maximum of tokens without an end or a stop.
 
     Args:
       row: the row.
-      result: of all rows; `number` is the row's.
-      most: new tokens that it may have.
+      result: generation of all rows.
+      number: index of the row.
+      most: maximum new tokens of the row.
     """
     return not row.stopped and not result.ended[number] and row.new_tokens >= most

@@ -1,4 +1,4 @@
-"""The parser of the command line, which asks a command for its options when that is given."""
+"""Parser of the command line. A command's module adds its options when the command is given."""
 
 from __future__ import annotations
 
@@ -26,77 +26,78 @@ COMMANDS = {
     "plan": "what devices will hold, and how many requests fit",
     "methods": "list the methods of compression",
 }
-"""The commands, and what each one does. Each is a module of this folder, `generate_command` ..."""
+"""Commands with their help texts. Each is a module of this folder, such as `generate_command`."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises its errors as ValueError, like every other error of the user's."""
+    """A parser that raises its errors as ValueError, like all errors of the user."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises it; a choice that is not known gets a hint."""
-        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        if wrong is not None:
+        """Raises ValueError; an unknown choice gets a hint."""
+        match = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if match is not None:
             if message.startswith("argument COMMAND"):
-                message = f"there is no command '{printable(wrong[1], 200)}'"
-            message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+                message = f"there is no command '{printable(match[1], 200)}'"
+            message += did_you_mean(match[1], re.findall(r"[\w.-]+", match[2]))
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
-class _Whole(Parser):
-    """The parser of all commands, which knows what was perhaps meant."""
+class _CommandLine(Parser):
+    """The parser of all commands, with hints for unknown options."""
 
     commands: dict[str, Parser]
 
     def parse_args(  # type: ignore[override]  # namespaces of the caller's are not needed
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        """Parses as any parser does; an option that is not known gets a hint."""
+        """Parses as any parser does; an unknown option gets a hint."""
         words = sys.argv[1:] if args is None else args
+        # Options are added before parsing, so that `--help` shows them.
         command = next((word for word in words if not word.startswith("-")), None)
         if command in self.commands:
             _add_options(command, self.commands[command])
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
-            of_command = self.commands.get(parsed.command, self)
-            wrong = next((word for word in rest if word.startswith("-")), rest[0])
-            known = [name for action in of_command._actions for name in action.option_strings]
-            of_command.error(
+            command_parser = self.commands.get(parsed.command, self)
+            unknown = next((word for word in rest if word.startswith("-")), rest[0])
+            known = [name for action in command_parser._actions for name in action.option_strings]
+            command_parser.error(
                 f"unrecognized arguments: {printable(' '.join(rest), 200)}"
-                f"{did_you_mean(wrong.partition('=')[0], known)}"
+                f"{did_you_mean(unknown.partition('=')[0], known)}"
             )
         return parsed
 
 
 def parser() -> Parser:
-    """The parser of all commands; `run` is the command's function.
+    """Returns the parser of all commands, whose results have the command's function as `run`.
 
-    A command's module is imported when that command is given: most import JAX, and help about all
-    commands must not take as long.
+    A command's module is imported only when that command is given. Most modules import JAX, which
+    would slow down the help on all commands.
     """
-    whole = _Whole(
+    main_parser = _CommandLine(
         prog="kvjax", allow_abbrev=False, description="Language models with a compressed KV cache."
     )
-    whole.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
-    whole.set_defaults(run=lambda args: whole.print_help())
-    added = whole.add_subparsers(
+    main_parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
+    main_parser.set_defaults(run=lambda args: main_parser.print_help())
+    subparsers = main_parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", parser_class=Parser
     )
-    whole.commands = added.choices
+    main_parser.commands = subparsers.choices
     for name, about in COMMANDS.items():
-        added.add_parser(
+        subparsers.add_parser(
             name, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
             help=about,
         )  # fmt: skip
-    return whole
+    return main_parser
 
 
 @contextlib.contextmanager
 def naming_options(args: argparse.Namespace) -> Iterator[None]:
-    """Errors of the library that are raised within the block name options of the command.
+    """Rewrites errors of the library within the block so that they name options of the command.
 
-    The library names its arguments. One with an underscore is no other word, and the option takes
-    its place. Others may be parameters of a method, too: the option is put before a message that
-    ends with what it was given.
+    The library's messages name arguments. An argument with an underscore cannot be another word, so
+    the option replaces it. Other arguments may be parameters of a method too: the option is put
+    before the message, and only if the message ends with the option's value.
     """
     try:
         yield
@@ -113,7 +114,7 @@ def _with_options(message: str, args: argparse.Namespace) -> str:
             message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w./])", option, message)
             continue
         value = getattr(args, name, None)
-        values = value if isinstance(value, list) else [value]  # which are checked one by one
+        values = value if isinstance(value, list) else [value]  # the items of a list are checked
         about = rf"((a|an|float) )*{name.removesuffix('s')}s? must .*, got "
         if re.match(about, message) and message.endswith(
             tuple(f", got {brief(x)}" for x in values)
@@ -123,7 +124,7 @@ def _with_options(message: str, args: argparse.Namespace) -> str:
 
 
 def _add_options(command: str, parser: Parser) -> None:
-    """Adds what the parser of a command lacks before the command is given."""
+    """Imports a command's module, and adds its description and options to the parser."""
     module = importlib.import_module(f"kvjax.cli.{command}_command")
     parser.description, parser.epilog = module.DESCRIPTION, module.EXAMPLES
     module.add_options(parser)

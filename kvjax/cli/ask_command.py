@@ -25,7 +25,7 @@ EXAMPLES = ""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("folder", metavar="FOLDER", help="of kvjax read")
     parser.add_argument("questions", metavar="QUESTION", nargs="+", help="about the document")
     options.add_model(parser, "the one that read the document")
@@ -43,36 +43,36 @@ def run(args: argparse.Namespace) -> None:
     several = len(texts) > 1
     with Display(not args.json) as display:
         opened = OpenedModel(_model(args, about), display)
-        # The template is rendered as for the document, whose system message has been read.
+        # The system message was read with the document and need not be rendered again.
         dialogue = Dialogue(opened.tokenizer, raw=about["raw"])
         questions = [dialogue.question(text) for text in texts]
         choice, model = opened.sampling(args), opened.load(args)
         display.show(0, None, f"loading {args.folder}")
         context = kvjax.load_context(args.folder, model, tokenizer=opened.tokenizer)
-        new = args.max_new or context.max_new
-        _check_room(context, questions, new)
-        check_turn(as_functional(model), context, questions, new)
+        max_new = args.max_new or context.max_new
+        _check_room(context, questions, max_new)
+        check_turn(as_functional(model), context, questions, max_new)
         rows = [Row(opened.decode, question) for question in questions]
         result = write(
             model, questions, rows, streaming=not args.json, context=context, donate=True,
             on_step=display.writing if args.json else on_step(display, rows, texts, several),
             on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, sum(map(len, questions))),
-            max_new_tokens=new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
+            max_new_tokens=max_new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
             seed=args.seed,
         )  # fmt: skip
     named = {name: about[name] for name in ("document", "method", "budget")}
     record = {"model": opened.name, "folder": args.folder, **named, **figures(result)}
     print_rows(
-        args.json, record, texts, rows, result, new,
+        args.json, record, texts, rows, result, max_new,
         several=several or args.json, name="question",
     )  # fmt: skip
     if not args.json:
         print_dropped(about["method"], result.dropped)
 
 
-def _check_room(context: kvjax.Context, questions: Sequence[Sequence[int]], new: int) -> None:
-    """Raises ValueError for what `kvjax read` has made no room for."""
+def _check_room(context: kvjax.Context, questions: Sequence[Sequence[int]], max_new: int) -> None:
+    """Raises ValueError if a question or an answer exceeds the room that `kvjax read` made."""
     room = context.max_prompt - int(context.prompt_tokens[0])
     for number, question in enumerate(questions, 1):
         if len(question) > room:
@@ -80,15 +80,15 @@ def _check_room(context: kvjax.Context, questions: Sequence[Sequence[int]], new:
                 f"question {number} has {len(question)} tokens, and there is room for {room}: "
                 "give kvjax read a larger --max-questions"
             )
-    if new > context.max_new:
+    if max_new > context.max_new:
         raise ValueError(
-            f"--max-new must be at most {context.max_new}, got {new}: give kvjax read a larger "
+            f"--max-new must be at most {context.max_new}, got {max_new}: give kvjax read a larger "
             "--max-new"
         )
 
 
 def _model(args: argparse.Namespace, about: dict) -> str | None:
-    """The model that is given, or else the one that read the document."""
+    """Returns the model of `--model`, or else the model that read the document."""
     if args.model is not None:
         return args.model
     model = about["model"]
@@ -100,7 +100,7 @@ def _model(args: argparse.Namespace, about: dict) -> str | None:
 
 
 def _about(folder: str) -> dict:
-    """What `kvjax read` has written beside the context."""
+    """Reads the description that `kvjax read` has saved with the context."""
     about = context_about(folder)
     if missing := {"model", "document", "method", "budget", "raw"} - about.keys():
         raise ValueError(

@@ -31,16 +31,16 @@ from kvjax.evaluation.speed.speed import FULL, measure_speed
 from kvjax.generation.planning import bytes_on_device, plan
 from kvjax.generation.prompt_checks import check_prompts
 
-# By default Quest leaves the first two layers as they are, and a shape may have no others.
+# By default Quest leaves the first two layers uncompressed, and a shape may have no further ones.
 METHODS = ("snapkv", "quest(dense_layers=())")
 
-# Arrays as large as the largest of the weights that are there while random ones are drawn, beside
-# all weights (measured with JAX 0.10 on a CPU).
+# Drawing random weights takes this many times the memory of the largest array, in addition to all
+# weights (measured with JAX 0.10 on a CPU).
 _DRAWING = 3
 
 
-# A model: its configuration with the layers that are measured, how many it has, and what returns it
-# with token ids that its prompts are cut from; None: random ones.
+# The measured model: a configuration with the measured layers, the model's number of layers, and a
+# function that loads the model and token ids for the prompts (None: random tokens).
 _Subject = tuple[Any, int, Callable[[], tuple[Any, list[int] | None]]]
 
 DESCRIPTION = """\
@@ -57,7 +57,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     add = parser.add_argument
     options.add_model(parser)
     add("--shape", metavar="DIR_OR_NAME",
@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"of each prompt (default: {speed.PROMPT_TOKENS})")  # fmt: skip
     add("--new", metavar="N", type=int, default=speed.NEW_TOKENS,
         help=f"new tokens of each row, at least 2 (default: {speed.NEW_TOKENS})")  # fmt: skip
-    options.add_list(parser, "--batch", kind=options.number_list, default=speed.BATCHES,
+    options.add_list(parser, "--batch", value_type=options.number_list, default=speed.BATCHES,
         about="rows at a time")  # fmt: skip
     options.add_methods(parser, METHODS, full=True)
     options.add_budget(parser)
@@ -82,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax bench`: two tables, or one JSON object."""
+    """Runs `kvjax bench`: prints two tables, or one JSON object."""
     check_counts(args, "tokens", "rounds", "layers")
     check_count("--new", args.new, 2)
     for batch in args.batch:
@@ -131,8 +131,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _model(args: argparse.Namespace, dtype: str) -> _Subject:
-    """A model with its weights, which reads the bundled held-out text."""
-    # Imported here: kvjax does without kvjax.models, and help without what they import.
+    """Returns a model with its own weights, whose prompts are the bundled held-out text."""
+    # Imported here: kvjax works without kvjax.models, and help is faster without its imports.
     from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
 
     path = model_path(args.model)
@@ -147,7 +147,7 @@ def _model(args: argparse.Namespace, dtype: str) -> _Subject:
 
 
 def _shape(args: argparse.Namespace, dtype: str) -> _Subject:
-    """A model with random weights, which reads random tokens."""
+    """Returns a model with random weights, whose prompts are random tokens."""
     from kvjax.models import random_decoder
     from kvjax.models.shapes import shape_config
 
@@ -157,7 +157,7 @@ def _shape(args: argparse.Namespace, dtype: str) -> _Subject:
 
 
 def _check(args: argparse.Namespace, config: Any, candidates: Mapping[str, Candidate]) -> None:
-    """Raises ValueError for prompts that cannot be read, and methods that change no layer."""
+    """Raises ValueError if the prompts cannot be read or a method changes no layer."""
     check_count("--tokens", args.tokens, 1, most=config.max_positions)
     for candidate in candidates.values():
         layers = kvjax.bind(candidate.transform, config.num_layers, config.windows)
@@ -172,7 +172,7 @@ def _check(args: argparse.Namespace, config: Any, candidates: Mapping[str, Candi
 def _check_memory(
     args: argparse.Namespace, config: Any, candidates: Mapping[str, Candidate], dtype: str
 ) -> None:
-    """Raises ValueError where weights and caches, or random weights, do not fit into memory."""
+    """Raises ValueError if weights and caches, or weights while they are drawn, exceed memory."""
     from kvjax.models import abstract_decoder
 
     model, free = abstract_decoder(config, dtype=dtype), free_memory()

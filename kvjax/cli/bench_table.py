@@ -1,4 +1,4 @@
-"""The tables of `kvjax bench` in the terminal."""
+"""Tables of `kvjax bench` in the terminal."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from kvjax.messages import printable
 
 
 def print_report(console: Console, record: Mapping[str, Any]) -> None:
-    """What was measured, a table of times and one of bytes, and what their columns are.
+    """Prints the setting, a table of times, a table of bytes, and the meaning of their columns.
 
     Args:
-      console: where it is printed.
-      record: what `--json` prints.
+      console: console to print to.
+      record: the object that `--json` prints.
     """
-    shown = f"{record['layers']} layers"
+    layers = f"{record['layers']} layers"
     if record["layers"] < record["model_layers"]:
-        shown = f"{record['layers']} of {record['model_layers']} layers"
+        layers = f"{record['layers']} of {record['model_layers']} layers"
     weights = "random weights" if record["random_weights"] else "weights"
     budget = next((row["budget"] for row in record["results"] if row["budget"] is not None), None)
     console.print(
-        f"{printable(record['model'])}, {shown}, {weights} of {decimal(record['weight_bytes'])} in "
-        f"{record['dtype']}; {record['prompt_tokens']:,} tokens a row and {record['new_tokens']:,} "
-        f"new ones{'' if budget is None else f', budget {budget}'}.\n"
+        f"{printable(record['model'])}, {layers}, {weights} of "
+        f"{decimal(record['weight_bytes'])} in {record['dtype']}; "
+        f"{record['prompt_tokens']:,} tokens a row and {record['new_tokens']:,} new ones"
+        f"{'' if budget is None else f', budget {budget}'}.\n"
         f"The machine reads {decimal(round(record['bandwidth_bytes_per_s']))} per second and makes "
         f"{record['products_per_s'] / 1e9:,.0f} Gflop/s of products.",
         markup=False,
@@ -52,12 +53,12 @@ def _print_table(
     rows: Sequence[Mapping[str, Any]],
     cells: Sequence[Sequence[tuple[str, str]]],
 ) -> None:
-    """A line per batch and method, with cells of a heading and a value."""
+    """Prints a line per batch and method; `cells` are pairs of a heading and a value."""
     columns = [name_column(style="bold"), number_column("batch")]
     columns += [number_column(heading) for heading, _ in cells[0]]
     lines = [
-        Row([printable(row["method"]), str(row["batch"]), *(value for _, value in of_row)])
-        for row, of_row in zip(rows, cells, strict=True)
+        Row([printable(row["method"]), str(row["batch"]), *(value for _, value in row_cells)])
+        for row, row_cells in zip(rows, cells, strict=True)
     ]
     print_table(console, columns, lines, names=2, section=1, pad_edge=False)
 
@@ -89,13 +90,13 @@ def _bytes(row: Mapping[str, Any], hosted: bool) -> list[tuple[str, str]]:
 
 
 def _spread(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The slowest round's time divided by the fastest's, where they differ most."""
+    """Returns the largest ratio of the slowest to the fastest round."""
     times = (row[name] for row in rows for name in ("ttft_rounds_s", "tpot_rounds_s"))
     return max(max(rounds) / min(rounds) for rounds in times)
 
 
 def _number(value: float | None) -> str:
-    """Three digits or more."""
+    """Formats a number with at least three digits; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""The question that the bundled model answers, with a method and with the full cache."""
+"""Question of the bundled document, which a method and the full cache answer."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from kvjax.generation.prompt_checks import check_prompts
 if TYPE_CHECKING:
     from kvjax.models.demo import Document
 
-_NEW_TOKENS = 16  # where none are given
+_NEW_TOKENS = 16  # default of --max-new
 
 
-def answer(args: argparse.Namespace, asked: Candidate) -> None:
-    """`kvjax generate` without a prompt, by a method and by the full cache."""
+def answer(args: argparse.Namespace, candidate: Candidate) -> None:
+    """Runs `kvjax generate` without a prompt, with a method and with the full cache."""
     from kvjax.models import demo
 
-    candidates = {"full": Candidate("full", None, kvjax.Full()), args.method: asked}
-    new = args.max_new or _NEW_TOKENS
+    candidates = {"full": Candidate("full", None, kvjax.Full()), args.method: candidate}
+    max_new = args.max_new or _NEW_TOKENS
     with Display(not args.json) as display:
         opened = OpenedModel(None, display)
         document = demo.document()
         prompt = opened.dialogue(args).prompt(document.text + document.question)
         for candidate in candidates.values():
-            check_prompts(opened.config, [prompt], opened.bind(candidate.transform), new)
+            check_prompts(opened.config, [prompt], opened.bind(candidate.transform), max_new)
         choice, model, records = opened.sampling(args), opened.load(args), {}
         for name, candidate in candidates.items():
             transform = calibrated(candidate.transform, model, prompt)
             result = kvjax.generate(
-                model, [prompt], transform=transform, max_new_tokens=new, sampling=choice,
-                seed=args.seed, on_compile=lambda what, name=name: display.compiling(what, name),
+                model, [prompt], transform=transform, max_new_tokens=max_new, sampling=choice,
+                seed=args.seed, on_compile=lambda code, name=name: display.compiling(code, name),
                 on_layer=display.reading(model.num_layers, len(prompt)),
             )  # fmt: skip
             text = new_text(opened.decode, prompt, result.tokens[0])
@@ -58,13 +58,13 @@ def answer(args: argparse.Namespace, asked: Candidate) -> None:
         record = {"model": BUNDLED, **about, "full": records["full"], **records[args.method]}
         print(json.dumps(record))
         return
-    _print_answers(document, new, records)
+    _print_answers(document, max_new, records)
     for name, record in records.items():
         print_dropped(name, record["dropped"])
 
 
 def _print_answers(document: Document, max_new: int, records: Mapping[str, dict]) -> None:
-    """The question, the answer of each method, and what each one's cache costs."""
+    """Prints the question, the answer of each method, and bytes and times of its cache."""
     answers = Table.grid(padding=(0, 3, 0, 0))
     answers.add_column(style="bold", overflow="fold")
     answers.add_column(no_wrap=True)

@@ -15,7 +15,7 @@ from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampli
 from kvjax.cli.terminal import Display, print_line
 
 HELP = "/bytes says what the cache holds, /reset begins anew, /quit ends."
-_MOST_PROMPT = 4096  # tokens, where no other room is given
+_MOST_PROMPT = 4096  # maximum tokens of the default of --max-prompt
 
 DESCRIPTION = f"""\
 A conversation whose whole history is one compressed cache. A line is a turn, and
@@ -29,7 +29,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     options.add_model(parser)
     options.add_template(parser, "what is said")
     options.add_method(parser, default="quantize", whole="what --max-prompt has room for")
@@ -42,33 +42,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax chat`: reads lines and answers them, until /quit or the end of input."""
+    """Runs `kvjax chat`: reads lines and answers them, until /quit or the end of input."""
     check_counts(args, "max_prompt", "max_new")
-    standard_input()
-    talk = Conversation(args)
+    standard_input()  # a closed standard input is reported before a model is loaded
+    conversation = Conversation(args)
     if standard_input().isatty():
         print_line(HELP, "dim")
     for line in lines():
         if line.strip() == "/quit":
             return
         if line.strip() == "/reset":
-            talk.reset()
+            conversation.reset()
         elif line.strip() == "/bytes":
-            print(talk.bytes(), flush=True)
+            print(conversation.bytes(), flush=True)
         elif line.startswith("/") and "\n" not in line:
             print_line(HELP, "dim")
         elif line.strip():
             try:
-                talk.say(check_text(line, "the line"))
+                conversation.say(check_text(line, "the line"))
             except ValueError as error:
                 print_line(f"{error}; /reset begins a new conversation", "red")
 
 
 class Conversation:
-    """What has been said, as one context. Loads the model, once the options have been checked.
+    """A conversation as one context. The constructor checks the options and loads the model.
 
     Args:
-      args: the options of the command.
+      args: options of the command.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -77,7 +77,7 @@ class Conversation:
         with Display() as display:
             self._opened = opened = OpenedModel(args.model, display)
             self._dialogue = opened.dialogue(args)
-            # Most tokens that are read, and most that are written.
+            # Maximum number of tokens that are read, and of tokens that are written.
             self._room = _room(args, opened.config.max_positions)
             self._transform = kvjax.in_slots(transform, self._room[0])
             opened.bind(self._transform)
@@ -86,12 +86,12 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew."""
+        """Begins a new conversation."""
         self._context: kvjax.Context | None = None
         self._ended_by: tuple[int, ...] = ()
 
     def bytes(self) -> str:
-        """What the cache holds, for people."""
+        """Returns a line on the contents and bytes of the cache, and the room left."""
         context = self._context
         if context is None:
             return "the cache holds nothing yet"
@@ -102,61 +102,62 @@ class Conversation:
         )
 
     def say(self, text: str) -> None:
-        """Takes a turn and prints the answer as it comes.
+        """Takes a turn of the user, and prints the answer as it is written.
 
         Raises:
-          ValueError: the turn or the answer does not fit; nothing has changed.
+          ValueError: the turn or the answer does not fit; the conversation is unchanged.
         """
         args, context = self._args, self._context
         begins = context is None
         prompt = (
             self._dialogue.prompt(text) if begins else self._dialogue.turn(text, self._ended_by)
         )
-        most, left = self._left()
-        if len(prompt) > most or left < 1:
+        readable, writable = self._remaining()
+        if len(prompt) > readable or writable < 1:
             raise ValueError(f"the conversation is full: {len(prompt)} tokens, {self._room_left()}")
         with Display() as display, interrupt_noticed() as stopped:
-            said = {
+            callbacks = {
                 "on_compile": display.compiling,
                 "on_layer": display.reading(self._model.num_layers, len(prompt)),
             }
             if begins:
                 context = kvjax.read(
                     self._model, [prompt], max_prompt=self._room[0], max_new=self._room[1],
-                    transform=calibrated(self._transform, self._model, prompt), **said,
+                    transform=calibrated(self._transform, self._model, prompt), **callbacks,
                 )  # fmt: skip
-            row, new = Row(self._opened.decode, prompt, (), display.text), min(args.max_new, left)
+            row = Row(self._opened.decode, prompt, (), display.text)
+            max_new = min(args.max_new, writable)
             result = write(
                 self._model, None if begins else [prompt], [row], streaming=True, stopped=stopped,
-                context=context, donate=True, max_new_tokens=new,
+                context=context, donate=True, max_new_tokens=max_new,
                 end_tokens=self._opened.end_tokens(self._dialogue), sampling=self._sampling,
-                seed=args.seed, **said,
+                seed=args.seed, **callbacks,
             )  # fmt: skip
         print(flush=True)
         self._context = result.context
         self._ended_by = tuple(end for end in result.ended_by if end is not None)
         if begins:
             self._opened.print_double_start(self._dialogue, [prompt])
-        if is_cut(row, result, 0, new):
-            reason = " by --max-new" if new == args.max_new else f": {self._room_left()}"
+        if is_cut(row, result, 0, max_new):
+            reason = " by --max-new" if max_new == args.max_new else f": {self._room_left()}"
             print_line(f"the answer was cut{reason}", "dim")
         if result.dropped:
             print_line(f"{result.dropped:,} tokens found no free slot", "red")
 
-    def _left(self) -> tuple[int, int]:
-        """How many more tokens can be read, and how many written."""
+    def _remaining(self) -> tuple[int, int]:
+        """Returns how many more tokens can be read, and how many can be written."""
         context = self._context
         used = (0, 0) if context is None else (context.prompt_tokens[0], context.new_tokens[0])
         return self._room[0] - int(used[0]), self._room[1] - int(used[1])
 
     def _room_left(self) -> str:
-        """How much room there is, for people."""
-        read, written = self._left()
-        return f"room for {read:,} more tokens and {written:,} of answers"
+        """Describes the room left, for people."""
+        readable, writable = self._remaining()
+        return f"room for {readable:,} more tokens and {writable:,} of answers"
 
 
 def _room(args: argparse.Namespace, positions: int | None) -> tuple[int, int]:
-    """Most tokens of a conversation that are read, and most that are written."""
+    """Returns the maximum tokens of a conversation that are read, and that are written."""
     if args.max_prompt is None:
         most = _MOST_PROMPT if positions is None else min(_MOST_PROMPT, positions // 2)
     else:

@@ -1,4 +1,4 @@
-"""`kvjax compare` and `kvjax eval`: arguments checked, progress, and a table at the end."""
+"""`kvjax compare` and `kvjax eval`: checks of the arguments, progress, and a table."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     add_grid_options(parser, "kvjax-compare", grid.LENGTHS)
-    options.add_list(parser, "--tasks", kind=options.name_list, default=grid.DEFAULT_TASKS,
+    options.add_list(parser, "--tasks", value_type=options.name_list, default=grid.DEFAULT_TASKS,
         about="see kvjax eval --help")  # fmt: skip
 
 
 def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[int, ...]) -> None:
-    """What both commands take."""
+    """Adds the options of both commands."""
     options.add_model(parser)
     parser.add_argument("--text", metavar="FILE",
         help="UTF-8 text that the model does not know (default: a bundled one)")  # fmt: skip
@@ -56,27 +56,28 @@ def add_grid_options(parser: argparse.ArgumentParser, out: str, lengths: tuple[i
     options.add_methods(parser, grid.METHODS, full=True)
     options.add_budgets(parser, grid.BUDGETS)
     add = functools.partial(options.add_list, parser)
-    add("--lengths", kind=options.number_list, default=lengths, about="tokens of a prompt")
-    add("--question", kind=options.name_list, default=grid.QUESTIONS, dest="questions",
+    add("--lengths", value_type=options.number_list, default=lengths, about="tokens of a prompt")
+    add("--question", value_type=options.name_list, default=grid.QUESTIONS, dest="questions",
         about="asked inside of what is compressed, or after it")  # fmt: skip
-    add("--depths", kind=options.depth_list, default=grid.DEPTHS,
+    add("--depths", value_type=options.depth_list, default=grid.DEPTHS,
         about="where in the text the answer is, 0 to 1, or how many such places")  # fmt: skip
-    add("--cases", kind=int, default=grid.CASES, about="per task, length and question", metavar="N")
+    add("--cases", value_type=int, default=grid.CASES, metavar="N",
+        about="per task, length and question")  # fmt: skip
     parser.add_argument("--max-new", metavar="N", type=int,
         help="most tokens of an answer (default: what each task says)")  # fmt: skip
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction,
         help="prompts of published tasks are messages of the model's chat template (default: as "
         "each benchmark has it; RULER has none)")  # fmt: skip
-    add("--seed", kind=options.seed, default=0, about="of the cases", metavar="N")
-    add("--out", kind=str, default=out, about="folder of the results", metavar="DIR")
+    add("--seed", value_type=options.seed, default=0, about="of the cases", metavar="N")
+    add("--out", value_type=str, default=out, about="folder of the results", metavar="DIR")
 
 
 def run(args: argparse.Namespace) -> int:
-    """`kvjax compare`, and `kvjax eval`; the exit code is 1 if a cell failed."""
-    # Imported here: kvjax does without kvjax.models, and help without what they import.
+    """Runs `kvjax compare` or `kvjax eval`; the exit code is 1 if a cell failed."""
+    # Imported here: kvjax works without kvjax.models, and help is faster without its imports.
     from kvjax.models import demo, from_pretrained, load_tokenizer, read_config
 
-    asked = Grid.of(**{name: getattr(args, name) for name in _GRID})
+    comparison = Grid.of(**{name: getattr(args, name) for name in _GRID})
     extra_module("matplotlib", "eval", "pictures of results")
     out = Path(args.out)
     check_folder(out)
@@ -85,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.text} is empty")
     path = model_path(args.model)
     config = read_config(path)
-    asked.check_model(config.num_layers)
+    comparison.check_model(config.num_layers)
     with Display(not args.json) as display:
         display.show(0, None, "reading the text")
-        material = Material(asked, load_tokenizer(path), text, args.data)
+        material = Material(comparison, load_tokenizer(path), text, args.data)
         material.check(config)
         display.show(0, None, "loading the model")
         compilation_cache.enable()

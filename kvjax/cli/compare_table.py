@@ -1,4 +1,4 @@
-"""The table of a comparison in the terminal."""
+"""Table of a comparison in the terminal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvjax.evaluation.report import tables
 from kvjax.evaluation.report.tables import AS_FULL, AT_FLOOR, DEFINITIONS, FAILED, Column, Field
 from kvjax.messages import printable
 
-_WIDE = 110  # columns from which there is space between columns
+_WIDE = 110  # width of a terminal from which on there is space between columns
 _STYLES = {FAILED: "red", AS_FULL: "green"}
-_REASONS = 5  # failed cells that are told with their reasons
+_REASONS = 5  # maximum number of failed cells that are listed with their reasons
 
 
 def print_report(console: Console, results: Results, folder: Path) -> None:
-    """A table per length, what its columns are, the cells that failed and where the files are.
+    """Prints a table per length, the meaning of its columns, failed cells and the files' folder.
 
-    What does not fit next to each other in the console's width goes into further tables.
+    Columns that do not fit into the console's width go into further tables.
     """
     lengths = tables.tables(results)
     for table in lengths:
@@ -44,7 +44,7 @@ def print_report(console: Console, results: Results, folder: Path) -> None:
 
 
 def _heading(column: Column) -> str:
-    """The words of a task below each other; a star where the full cache is at the floor."""
+    """Returns the words of a task, one per line; a star means the full cache is at the floor."""
     lines = [*column.heading.split(" "), column.under] if column.under else [column.heading]
     lines[-1] += " *" if column.at_floor else ""
     return "\n".join(lines)
@@ -63,6 +63,6 @@ def _print_table(console: Console, table: tables.Table) -> None:
 
 
 def _field(field: Field, column: Column) -> Text:
-    """Figure and interval; green where the full cache's score lies in it."""
+    """Formats a figure and its interval, in green if the full cache's score lies in it."""
     text = Text(field.text, style="dim" if column.at_floor else _STYLES.get(field.state, ""))
     return text.append(f" {field.detail}", style="dim") if field.detail else text

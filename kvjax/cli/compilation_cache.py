@@ -1,4 +1,4 @@
-"""What one process has compiled, kept in a folder of the user's for the next one."""
+"""Compiled code of one process, kept in the user's cache folder for the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_BYTES = 2**30
 def enable() -> None:
     """Lets JAX keep compiled code in a folder, unless another one is set or `KVJAX_CACHE` is off.
 
-    Nothing about it is ever an error: code that cannot be read or written is compiled.
+    The folder never causes an error: code that cannot be read or written is compiled.
     """
     root = home()
     already_set = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
@@ -26,9 +26,10 @@ def enable() -> None:
         return
     folder = root / _folder_name()
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # who writes here has code run
+        # Whoever can write here can make this process run code: the folder is the user's alone.
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _prune(root)
-    # JAX's own bound of the size reads and locks the folder whenever something is compiled.
+    # JAX can bound the size itself, but then reads and locks the folder for everything it compiles.
     for name, value in (
         ("jax_compilation_cache_dir", str(folder)),
         ("jax_persistent_cache_min_compile_time_secs", 0.0),
@@ -39,7 +40,10 @@ def enable() -> None:
 
 
 def home() -> Path | None:
-    """The folder of all compiled code: `KVJAX_CACHE`, or `kvjax` among the user's caches."""
+    """Returns the folder of all compiled code: `KVJAX_CACHE`, or `kvjax` in the user's cache.
+
+    None if `KVJAX_CACHE` is off or the user has no home.
+    """
     chosen = os.environ.get("KVJAX_CACHE")
     if chosen is not None:
         return None if chosen.lower() in _OFF else Path(chosen).absolute()
@@ -50,7 +54,7 @@ def home() -> Path | None:
 
 
 def _folder_name() -> str:
-    """The folder of code that runs here: that of one jaxlib and one kind of CPU."""
+    """Returns the name of the folder for code of this jaxlib, backend and CPU type."""
     features = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -60,7 +64,7 @@ def _folder_name() -> str:
 
 
 def _prune(root: Path) -> None:
-    """Removes the entries used longest ago, of whatever jaxlib, until the rest is small enough."""
+    """Removes the least recently used entries, of any jaxlib, until the rest is small enough."""
     entries = [(path, path.stat()) for path in root.glob("jaxlib-*/*-cache")]
     total = 0
     for path, stat in sorted(entries, key=lambda x: max(x[1].st_atime, x[1].st_mtime))[::-1]:

@@ -1,4 +1,4 @@
-"""`kvjax diagnose`: what methods would do to a user's own text, and the smallest cache."""
+"""`kvjax diagnose`: the effect of methods on the user's own text, and the smallest cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvjax.generation.prompt_checks import check_prompts
 from kvjax.protocol import Full
 
 QUESTION_TOKENS = 32
-"""The last tokens of a text that stand for a question, where none is given."""
+"""Number of tokens at the end of the text that serve as the question if none is given."""
 
 
 DESCRIPTION = """\
@@ -49,7 +49,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     options.add_model(parser)
     parser.add_argument("--prompt-file", metavar="FILE", required=True,
         help="UTF-8 file with the text; - is standard input")  # fmt: skip
@@ -72,10 +72,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax diagnose`: a table and pictures, or one JSON object."""
+    """Runs `kvjax diagnose`: prints a table and draws pictures, or prints one JSON object."""
     check_counts(args, "new")
     check_number("--error", args.error, 0.0)
-    asked = grid_of(args.methods, args.budgets)
+    candidates = grid_of(args.methods, args.budgets)
     out = None if args.out is None else Path(args.out)
     if out is not None:
         extra_module("matplotlib", "eval", "pictures")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
         prompt, question = _turns(dialogue, args, text)
-        asked.check_model(opened.config.num_layers)
+        candidates.check_model(opened.config.num_layers)
         check_prompts(opened.config, [[*prompt, *question]], (Full(),), args.new)
         diagnosis = diagnose(
             opened.load(args), [prompt], [question], where=args.question, methods=args.methods,
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _turns(dialogue: Dialogue, args: argparse.Namespace, text: str) -> tuple[list[int], list[int]]:
-    """Tokens of the text and of the question: the one that is asked, or the text's own end."""
+    """Returns tokens of the text and of the question, which is `--ask` or the text's end."""
     if args.ask is not None:
         return dialogue.document(text), dialogue.question(check_text(args.ask, "the question"))
     tokens = dialogue.prompt(text)
@@ -125,7 +125,7 @@ def _turns(dialogue: Dialogue, args: argparse.Namespace, text: str) -> tuple[lis
 
 
 def _show(console: Console, diagnosis: Diagnosis, error: float) -> None:
-    """The table and the recommendation."""
+    """Prints the table and the recommendation."""
     best = diagnosis.smallest(error)
     headings = "budget", "error", "worst\nlayer", "recall", "cache", "of full"
     rows = [
@@ -150,9 +150,9 @@ def _cells(finding: Finding) -> list[str]:
     by_layer = finding.fidelity.error.mean(1)
     worst = int(by_layer.argmax())
     method, budget = finding.candidate.key
-    most = "-" if method == "full" else f"{by_layer[worst]:.2f} ({worst})"
+    worst_layer = "-" if method == "full" else f"{by_layer[worst]:.2f} ({worst})"
     return [
-        method, "-" if budget is None else str(budget), f"{finding.error:.3f}", most,
+        method, "-" if budget is None else str(budget), f"{finding.error:.3f}", worst_layer,
         f"{finding.recall:.0%}", decimal(finding.cache_bytes), f"{finding.share:.1%}",
     ]  # fmt: skip
 

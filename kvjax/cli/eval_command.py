@@ -23,8 +23,8 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("tasks", metavar="TASK", nargs="+",
         help=f"of {', '.join((*grid.ANSWERS, *grid.MEASURES))}")  # fmt: skip
-    # Some published tasks need more than the shortest prompts of a comparison.
+    # Some published tasks do not fit into the shortest prompts of a comparison.
     add_grid_options(parser, "kvjax-eval", grid.LENGTHS[-1:])

@@ -1,4 +1,4 @@
-"""`kvjax generate`: prompts are continued, or the bundled model answers its question."""
+"""`kvjax generate`: continues prompts, or lets the bundled model answer its question."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.cli.opened import OpenedModel, calibrated, check_counts, check_sampli
 from kvjax.cli.terminal import Display, figures, print_dropped, print_figures
 from kvjax.generation.prompt_checks import check_prompts
 
-_NEW_TOKENS = 128  # where none are given
+_NEW_TOKENS = 128  # default of --max-new
 
 
 DESCRIPTION = """\
@@ -35,7 +35,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     options.add_model(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", action="append",
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax generate`: continues prompts; without model and prompt, answers a question."""
+    """Runs `kvjax generate`: continues prompts, or answers a question if there is no prompt."""
     texts = _prompts(args)
     check_counts(args, "max_new")
     check_sampling(args)
@@ -67,13 +67,13 @@ def run(args: argparse.Namespace) -> None:
                 raise ValueError(f"{option} needs a --prompt, a --prompt-file or --prompts")
         bundled_question.answer(args, candidate)
         return
-    new, several = args.max_new or _NEW_TOKENS, len(texts) > 1 or args.prompts is not None
+    max_new, several = args.max_new or _NEW_TOKENS, len(texts) > 1 or args.prompts is not None
     with Display(not args.json) as display:
         opened = OpenedModel(args.model, display)
         dialogue = opened.dialogue(args)
         prompts = [dialogue.prompt(text) for text in texts]
         layers = opened.bind(candidate.transform)
-        check_prompts(opened.config, prompts, layers, new)
+        check_prompts(opened.config, prompts, layers, max_new)
         choice, model = opened.sampling(args), opened.load(args)
         rows = [Row(opened.decode, prompt, args.stop) for prompt in prompts]
         result = write(
@@ -82,11 +82,11 @@ def run(args: argparse.Namespace) -> None:
             on_compile=display.compiling,
             on_layer=display.reading(model.num_layers, sum(map(len, prompts))),
             transform=calibrated(candidate.transform, model, prompts[0]),
-            max_new_tokens=new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
+            max_new_tokens=max_new, end_tokens=opened.end_tokens(dialogue), sampling=choice,
             seed=args.seed,
         )  # fmt: skip
     record = {"model": opened.name, **candidate.named(), **figures(result)}
-    print_rows(args.json, record, texts, rows, result, new, several=several)
+    print_rows(args.json, record, texts, rows, result, max_new, several=several)
     opened.print_double_start(dialogue, prompts)
     if not args.json:
         print_dropped(args.method, result.dropped)
@@ -103,16 +103,17 @@ def print_rows(
     several: bool,
     name: str = "prompt",
 ) -> None:
-    """The text of every row and the figures as one JSON object, or the figures for people.
+    """Prints texts and figures as one JSON object, or a line of figures for people.
 
     Args:
-      as_json: print one JSON object.
-      record: what concerns all rows.
-      texts: what each row was given; `name` says what that is.
-      rows: what was written; people have seen the texts as they came.
-      result: of all rows.
-      most: new tokens that a row may have.
-      several: JSON holds each row with what it was given.
+      as_json: whether to print JSON. People have seen the texts while they were written.
+      record: figures and settings of all rows.
+      texts: input of each row.
+      rows: the rows with their texts.
+      result: generation of all rows.
+      most: maximum new tokens of a row.
+      several: whether JSON has a list of rows, each with its input.
+      name: name of the inputs in JSON.
     """
     cut = [is_cut(row, result, number, most) for number, row in enumerate(rows)]
     results = [
@@ -135,13 +136,13 @@ def print_rows(
 def on_step(
     display: Display, rows: Sequence[Row], texts: Sequence[str], several: bool
 ) -> Callable[[int], None]:
-    """An `on_step` for `write` that shows for people what is written.
+    """Returns an `on_step` for `write` that shows the texts of rows as they are written.
 
     Args:
-      display: says how much it is, until there is text.
-      rows: take the tokens.
-      texts: what each row was given.
-      several: show each text with what its row was given.
+      display: shows the number of tokens until there is text.
+      rows: the rows, which take the tokens.
+      texts: input of each row.
+      several: whether each text has a header with its row's input.
     """
     headers = [f"--- {n}/{len(texts)}: {_header(text)}\n" for n, text in enumerate(texts, 1)]
     shown = InOrder(rows, headers if several else [""], display.text)
@@ -154,13 +155,13 @@ def on_step(
 
 
 def _header(text: str) -> str:
-    """A text's beginning, in one short line."""
+    """Returns the beginning of a text in one short line."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else f"{line[:59]}…"
 
 
 def _prompts(args: argparse.Namespace) -> list[str] | None:
-    """The prompts that were given, None if none were."""
+    """Returns the prompts of the options; None if there are none."""
     if args.prompts is not None:
         texts = read_prompts(args.prompts)
     elif args.prompt_file is not None:

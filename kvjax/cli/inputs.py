@@ -1,4 +1,4 @@
-"""What a command is given by name: text files, the folder of a model, modules to import."""
+"""Inputs that commands take by name: text files, models, and modules to import."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from kvjax.messages import brief
 
 
 def unix_text(text: str) -> str:
-    r"""The text as Unix writes it: every line ends with `\n`, and no byte order mark comes first.
+    r"""Converts a text to Unix form: lines end with `\n`, and there is no byte order mark.
 
-    A `\r` at the end goes: the `\n` behind it was taken by a shell, or by who reads lines.
+    A `\r` at the end is removed too: a shell, or a reader of lines, has already removed the `\n`
+    after it.
 
     Example:
       >>> from kvjax.cli.inputs import unix_text
@@ -27,33 +28,33 @@ def unix_text(text: str) -> str:
 
 
 def read_text(path: str) -> str:
-    """The text of a UTF-8 file as `unix_text` writes it; `-` is standard input.
+    """Reads a UTF-8 file as `unix_text`; `-` is standard input.
 
-    Raises ValueError where it is no such text.
+    Raises ValueError if the file cannot be read or is not UTF-8.
     """
     name = "standard input" if path == "-" else path
     try:
         data = standard_input().buffer.read() if path == "-" else Path(path).read_bytes()
         return unix_text(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        where = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise ValueError(f"{name} is not UTF-8 text: {where}") from error
+        detail = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise ValueError(f"{name} is not UTF-8 text: {detail}") from error
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror}") from error
 
 
 def standard_input() -> TextIO:
-    """Standard input; ValueError where it is closed."""
+    """Returns standard input; raises ValueError if it is closed."""
     if sys.stdin is None:
         raise ValueError("standard input is closed")
     return sys.stdin
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of a file, one a line: as text, or as JSON.
+    """Reads the prompts of a file, one per line, as text or as JSON.
 
     Lines are JSON if the first one is a JSON string or object; an object has its text as "prompt".
-    Empty lines are left out. Raises ValueError for other JSON, and where there is no prompt.
+    Empty lines are skipped. Raises ValueError for other JSON, and if there is no prompt.
     """
     name = "standard input" if path == "-" else path
     lines = read_text(path).split("\n")
@@ -75,7 +76,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def _prompt_of(line: str) -> str | None:
-    """The prompt that a line of JSON holds; None where it holds none."""
+    """Returns the prompt in a line of JSON; None if it has none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -84,26 +85,26 @@ def _prompt_of(line: str) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def check_text(text: str, what: str) -> str:
-    """The text as `unix_text` writes it.
+def check_text(text: str, name: str) -> str:
+    """Returns the text as `unix_text`; `name` is its name in errors.
 
-    Raises ValueError where it is empty or, as arguments may be, bytes that are no text.
+    Raises ValueError if the text is empty, or if it has bytes that are not UTF-8, as arguments may.
     """
     if not text.strip():
-        raise ValueError(f"{what} is empty")
+        raise ValueError(f"{name} is empty")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{what} is not UTF-8 text") from error
+        raise ValueError(f"{name} is not UTF-8 text") from error
     return unix_text(text)
 
 
 def model_path(name: str | None) -> Path:
-    """The folder or the file of a model; None is the bundled one, an id means files of the hub.
+    """Returns the folder or the file of a model; the name may be an id of the hub.
 
-    Raises ValueError if there is no such model.
+    None is the bundled model. Raises ValueError if there is no such model.
     """
-    # Imported here: kvjax does without kvjax.models, and help without what they import.
+    # Imported here: kvjax works without kvjax.models, and help is faster without its imports.
     from kvjax.models import demo
     from kvjax.models.finding import find_model
 
@@ -113,22 +114,23 @@ def model_path(name: str | None) -> Path:
 def import_module(module: str) -> None:
     """Imports an installed module by its name, or a Python file by a path that ends in `.py`.
 
-    Once per process: what has been imported is not run again. Raises ValueError if there is no such
-    module or file, or if it raises an exception.
+    A module or file is run once per process. Raises ValueError if it does not exist, or if it
+    raises an exception.
     """
     try:
         if not module.endswith(".py"):
             importlib.import_module(module)
         elif (name := str(Path(module).resolve())) not in sys.modules:
             _run_file(name)
-    except Exception as error:  # their code may fail in any way
+    except Exception as error:  # the user's code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
-        is_ours = last.filename.startswith("<") or last.filename == __file__
-        where = "" if is_ours else f" ({last.filename}, line {last.lineno})"
+        # An error of the import itself has no line of the user's code.
+        is_import = last.filename.startswith("<") or last.filename == __file__
+        hint = "" if is_import else f" ({last.filename}, line {last.lineno})"
         reason = f"{type(error).__name__}: {error}"
         if (file := Path(f"{module}.py")).is_file():
-            where = f"; for the file that is here, --import {file}"
-        raise ValueError(f"cannot import {module}: {reason}{where}") from error
+            hint = f"; for the file that is here, --import {file}"
+        raise ValueError(f"cannot import {module}: {reason}{hint}") from error
 
 
 def _run_file(name: str) -> None:
@@ -140,5 +142,6 @@ def _run_file(name: str) -> None:
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # A module that failed half-way must not look imported.
         del sys.modules[name]
         raise

@@ -1,4 +1,4 @@
-"""What is said to `kvjax chat`, by lines, and what a Ctrl-C does meanwhile."""
+"""Lines of input for `kvjax chat`, and its handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class _Cleared(Exception):
 
 
 def lines() -> Iterator[str]:
-    """The lines of standard input; at a terminal, what is typed or pasted until Enter is pressed.
+    """Yields the lines of standard input; at a terminal, pasted lines make one line.
 
-    At a terminal Ctrl-C clears a line that has been begun. Otherwise it raises KeyboardInterrupt,
+    At a terminal, Ctrl-C clears a line that has been begun. Otherwise it raises KeyboardInterrupt,
     so that readline leaves the terminal as it was.
 
     Raises:
-      ValueError: standard input is closed, or no UTF-8 text.
+      ValueError: standard input is closed or is not UTF-8 text.
     """
     at_terminal = standard_input().isatty()
-    typed = _editing() if at_terminal else str
+    current_line = _enable_editing() if at_terminal else str
 
     def clear(*_: object) -> None:
-        raise _Cleared if typed() else KeyboardInterrupt
+        raise _Cleared if current_line() else KeyboardInterrupt
 
     while True:
         try:
@@ -45,42 +45,44 @@ def lines() -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def _editing() -> Callable[[], str]:
-    """Makes what is typed a line that can be edited; the function returns it as it is so far."""
+def _enable_editing() -> Callable[[], str]:
+    """Enables line editing; returns a function that returns the line typed so far."""
     try:
         import readline
     except ImportError:  # not every Python has it
         return str
-    # Lines that are pasted together are one line. Python's readline leaves that out by default.
+    # Lines that are pasted together make one line; by default, Python's readline splits them.
     readline.parse_and_bind("set enable-bracketed-paste on")
     return readline.get_line_buffer
 
 
 @contextlib.contextmanager
 def interrupt_noticed() -> Iterator[Callable[[], bool]]:
-    """Within the block a first Ctrl-C raises nothing: the value says whether it came.
+    """Lets a first Ctrl-C within the block pass without an exception.
 
-    A second one ends the process. Where the parent process ignores Ctrl-C, so does the block.
+    The value is a function that returns whether Ctrl-C was pressed. A second one ends the process.
+    If the parent process ignores Ctrl-C, the block does too.
     """
-    came = threading.Event()
+    interrupted = threading.Event()
 
     def notice(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # takes the second one
-        came.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # for the second Ctrl-C
+        interrupted.set()
 
     with _interrupts_to(notice):
-        yield came.is_set
+        yield interrupted.is_set
 
 
 @contextlib.contextmanager
 def _interrupts_to(handler: Callable[..., None]) -> Iterator[None]:
-    """Lets a function handle Ctrl-C within the block, unless the parent process ignores them."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+    """Lets a function handle Ctrl-C within the block, unless the parent process ignores it."""
+    previous = signal.getsignal(signal.SIGINT)
+    # Python lets the main thread alone set handlers.
+    if previous is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)

@@ -1,4 +1,4 @@
-"""The command line: one command is run, and every error of the user's is one line."""
+"""Command line: runs a command, and prints errors of the user in one line."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvjax.cli.arguments import naming_options, parser
 from kvjax.cli.inputs import import_module
 from kvjax.messages import printable, quiet
 
-# Everything that a user can get wrong: the library raises the first two, files and hub the third,
-# the next three say that there is not enough memory for what was asked, and the last one that a
-# model's logits are no numbers.
+# Errors that a user can cause. The library raises the first two, and files and the hub raise the
+# third. The next three mean that a request needs too much memory, and the last one that a model's
+# logits are no numbers.
 _USER_ERRORS = (
     ValueError, TypeError, OSError, OverflowError, MemoryError, RecursionError, FloatingPointError,
 )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; `argv` defaults to the process's arguments.
+    """Runs a command; `argv` defaults to the process's arguments.
 
     Returns:
-      The exit code: 0, 2 after an error of the user's (one line on standard error), 130 after
-      KeyboardInterrupt, 1 when a reader of standard output has closed it or a cell of a comparison
-      failed.
+      The exit code: 0; 2 after an error of the user (one line on standard error); 130 after
+      KeyboardInterrupt; 1 if the reader of standard output has closed it, or if a cell of a
+      comparison failed.
 
     Example:
       >>> from kvjax.cli.main import main
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       kvjax 0.1.0
       0
     """
-    if sys.stderr is None:  # print would take standard output in its place
+    if sys.stderr is None:  # print would use standard output instead
         sys.stderr = io.StringIO()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # "?" for what the terminal cannot encode
+    if isinstance(sys.stdout, io.TextIOWrapper):  # prints "?" for characters of other encodings
         sys.stdout.reconfigure(errors="replace")
     try:
         with quiet(), _flushed():
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _flushed() -> Iterator[None]:
-    """Writes standard output when the block ends, so that a full disk or a closed pipe is told."""
+    """Flushes standard output when the block ends: a full disk or closed pipe raises there."""
     try:
         yield
     finally:
@@ -75,21 +75,21 @@ def _flushed() -> Iterator[None]:
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
-    """`_USER_ERRORS`, and where JAX has been imported, its error when a device has no memory."""
+    """Returns `_USER_ERRORS` and, if JAX was imported, its error for a device without memory."""
     errors = sys.modules.get("jax.errors")
     return _USER_ERRORS if errors is None else (*_USER_ERRORS, errors.JaxRuntimeError)
 
 
 def _message(error: BaseException) -> str:
-    """What is wrong, in one line."""
+    """Returns the message of an error in one line."""
     text = str(error)
-    if isinstance(error, OSError) and error.strerror:  # without the number in front
+    if isinstance(error, OSError) and error.strerror:  # leaves out the number in front
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     return printable(" ".join(text.split()), most=4000) or type(error).__name__
 
 
 def _discard(stream: TextIO) -> None:
-    """Lets the interpreter flush a standard stream at its end without a complaint."""
+    """Redirects a standard stream to nowhere, so that the interpreter's last flush succeeds."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

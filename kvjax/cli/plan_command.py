@@ -1,4 +1,4 @@
-"""`kvjax plan`: what devices will hold, and how many requests fit, from shapes alone."""
+"""`kvjax plan`: bytes that devices will hold, and requests that fit, from shapes alone."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ examples:
   kvjax plan --model DIR --mesh data=8,tensor=8 --tokens 32768
       --method 'full, snapkv, chain(snapkv, quantize(bits=4))' --budget 0.2"""
 ARGUMENTS = {"max_prompt": "--tokens", "max_new": "--new"}
-"""What the library calls these options."""
+"""Options by the library's names of their arguments."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     add = parser.add_argument
     add("--model", metavar="DIR_OR_SHAPE", required=True,
         help="folder with config.json, such a file, a GGUF file, or a name such as "
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", metavar="N", type=int, default=131072,
         help="of a request's prompt (default: 131072)")  # fmt: skip
     add("--new", metavar="N", type=int, default=512, help="new tokens (default: 512)")
-    options.add_list(parser, "--batch", kind=options.number_list, default=(1, 8, 32),
+    options.add_list(parser, "--batch", value_type=options.number_list, default=(1, 8, 32),
         about="requests at a time")  # fmt: skip
     options.add_methods(parser, METHODS, full=False)
     options.add_budget(parser)
@@ -59,8 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax plan`: a table, or one JSON object."""
-    # Imported here: kvjax does without kvjax.models, and help without what they import.
+    """Runs `kvjax plan`: prints a table, or one JSON object."""
+    # Imported here: kvjax works without kvjax.models, and help is faster without its imports.
     from kvjax.models import abstract_decoder
     from kvjax.models.shapes import shape_config
 
@@ -73,14 +73,14 @@ def run(args: argparse.Namespace) -> None:
     mesh = abstract_mesh(args.mesh.items())
     model = abstract_decoder(config, dtype=args.dtype, mesh=mesh)
     looked_up = looked_up_bytes(model)
-    made = {
+    plans = {
         text: plan(
             model, method, max_prompt=args.tokens, max_new=args.new, dtype=args.dtype, mesh=mesh,
             looked_up=looked_up,
         )
         for text, method in methods.items()
     }  # fmt: skip
-    record = _record(args, made, config.max_positions)
+    record = _record(args, plans, config.max_positions)
     if args.json:
         print(json.dumps(record))
         return
@@ -88,9 +88,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def looked_up_bytes(model: Any) -> int:
-    """Bytes per device of those weights of a `kvjax.models.Decoder` of which a step takes few rows.
+    """Returns the bytes per device of weights from which a decode step takes a few rows.
 
-    They are those of the embedding. Where it is tied there are none: the logits take all of it.
+    They are those of the embedding of a `kvjax.models.Decoder`. If the embedding is tied, the
+    result is 0, as the logits need all of it.
     """
     if model.config.tie_embeddings:
         return 0
@@ -98,7 +99,7 @@ def looked_up_bytes(model: Any) -> int:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """The axes of a mesh and their sizes: `data=2,tensor=4`.
+    """Parses the axes of a mesh and their sizes, such as `data=2,tensor=4`.
 
     Example:
       >>> from kvjax.cli.plan_command import mesh_sizes
@@ -118,12 +119,12 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def _record(args: argparse.Namespace, made: dict[str, Plan], positions: int) -> dict[str, Any]:
-    """Everything that is shown, bytes per device."""
+def _record(args: argparse.Namespace, plans: dict[str, Plan], positions: int) -> dict[str, Any]:
+    """Returns the record that `--json` prints; bytes are per device."""
     memory, second = args.memory * GB, args.bandwidth * GB
-    first = next(iter(made.values()))
+    first = next(iter(plans.values()))
     methods = {}
-    for text, planned in made.items():
+    for text, planned in plans.items():
         batches = [
             {
                 "requests": requests,

@@ -1,4 +1,4 @@
-"""`kvjax read`: a document is read once, and its compressed cache saved."""
+"""`kvjax read`: reads a document once, and saves its compressed cache."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("document", metavar="DOCUMENT", help="UTF-8 file; - is standard input")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="where it is saved")
     options.add_model(parser)
     options.add_template(parser, "the document")
-    options.add_method(parser, default="quantize")  # questions come later
+    # The default method keeps every token: questions are not known when the document is read.
+    options.add_method(parser, default="quantize")
     parser.add_argument("--max-questions", metavar="TOKENS", type=int, default=256,
         help="room for the tokens of a question (default: 256)")  # fmt: skip
     parser.add_argument("--max-new", metavar="N", type=int, default=128,
@@ -39,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax read`: saves what a method keeps of a document."""
+    """Runs `kvjax read`: saves a document's compressed cache in a folder."""
     check_counts(args, "max_questions", "max_new")
     candidate, out = options.candidate(args), Path(args.out)
     _check_out(out)
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
         )  # fmt: skip
         display.show(0, None, f"writing {out}")
         about = {
-            "model": None if args.model is None else _place(args.model),
+            "model": None if args.model is None else _absolute(args.model),
             "document": args.document,
             **candidate.named(),
             "raw": not dialogue.templated,
@@ -82,14 +83,14 @@ def run(args: argparse.Namespace) -> None:
     print_dropped(args.method, context.dropped)
 
 
-def _place(model: str) -> str:
-    """The model for a process in another folder: an absolute path, or a hub id as it is."""
+def _absolute(model: str) -> str:
+    """Returns a model's absolute path, for processes in other folders; a hub id stays as it is."""
     path = Path(model)
     return str(path.absolute()) if path.exists() else model
 
 
 def _check_out(out: Path) -> None:
-    """Raises ValueError where something is in the way that `save_context` has not written."""
+    """Raises ValueError if the folder holds something that `save_context` has not written."""
     try:
         check_free(out)
     except ValueError as error:

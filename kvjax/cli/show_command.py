@@ -1,4 +1,4 @@
-"""`kvjax show`: the results in a folder, as a table, files, pictures and a page."""
+"""`kvjax show`: shows the results in a folder as a table, files, pictures and a page."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("folder", metavar="FOLDER", help="of kvjax compare or kvjax eval")
     parser.add_argument("--out", metavar="DIR", help="where it is written (default: FOLDER)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """`kvjax show`: prints the table, or JSON, and writes everything that results are shown in."""
+    """Runs `kvjax show`: prints the table, or JSON, and writes the files, pictures and page."""
     extra_module("matplotlib", "eval", "pictures of results")
-    # Imported here: other commands and help do without matplotlib, which takes a while.
+    # Imported here: other commands and help do not need matplotlib, which imports slowly.
     from kvjax.evaluation.report.report import write_report
 
     folder = Path(args.folder)

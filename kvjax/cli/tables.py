@@ -1,4 +1,4 @@
-"""Tables in the terminal that keep the names of their rows, however narrow it is."""
+"""Tables that show the names of their rows even in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-_NAME_WIDTH = 12  # of names that are longer, at least
-_ANY_WIDTH = 10_000  # of a terminal in which every table fits
+_NAME_WIDTH = 12  # minimum width of a column of longer names
+_ANY_WIDTH = 10_000  # width of a terminal in which every table fits
 
 
 class Row(NamedTuple):
@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
     Args:
       cells: one for each column; text is shown as it is, without markup.
-      style: of the line.
+      style: style of the line.
     """
 
     cells: Sequence[str | Text]
@@ -28,12 +28,12 @@ class Row(NamedTuple):
 
 
 def name_column(heading: str = "method", **options: Any) -> Column:
-    """The column of names, which are broken where they are long."""
+    """Makes the column of names; long names are broken into lines."""
     return Column(heading, overflow="fold", **options)
 
 
 def number_column(heading: str | Text) -> Column:
-    """A column of figures."""
+    """Makes a column of figures."""
     return Column(heading, justify="right", no_wrap=True)
 
 
@@ -45,34 +45,35 @@ def print_table(
     section: int | None = None,
     **look: Any,
 ) -> None:
-    """Prints a table, or several where names and all figures do not fit side by side.
+    """Prints a table, or several tables if names and all figures do not fit side by side.
 
     Args:
-      console: where it is printed.
-      columns: the first ones are the rows' names, of which the very first may be broken.
-      rows: one line each, at least one.
-      names: how many columns stand at the beginning of each table.
-      section: the column of which another cell begins a section; None: there are none.
+      console: console to print to.
+      columns: name columns, of which the first may be broken into lines, and columns of figures.
+      rows: lines of the table, at least one.
+      names: number of name columns, which are repeated at the beginning of each table.
+      section: column whose cells divide the table into sections when they change; None for no
+        sections.
       look: options of `rich.table.Table`.
     """
 
-    def table(chosen: Sequence[int], most: int | None = None) -> Table:
+    def table(chosen: Sequence[int], name_width: int | None = None) -> Table:
         shown = [*range(names), *chosen]
-        made = Table(*(columns[place].copy() for place in shown), box=box.SIMPLE_HEAD, **look)
-        made.columns[0].max_width = most
+        result = Table(*(columns[place].copy() for place in shown), box=box.SIMPLE_HEAD, **look)
+        result.columns[0].max_width = name_width
         for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=rows[-1]):
             cells = [row.cells[place] for place in shown]
             texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
             ends = section is not None and row.cells[section] != following.cells[section]
-            made.add_row(*texts, style=row.style, end_section=ends)
-        return made
+            result.add_row(*texts, style=row.style, end_section=ends)
+        return result
 
-    def fits(chosen: Sequence[int], most: int) -> bool:
-        """Whether they fit beside names of at most so many signs."""
+    def fits(chosen: Sequence[int], name_width: int) -> bool:
+        """Returns whether the columns fit beside names of at most this width."""
         wide = console.options.update_width(_ANY_WIDTH)
-        return console.measure(table(chosen, most), options=wide).maximum <= console.width
+        return console.measure(table(chosen, name_width), options=wide).maximum <= console.width
 
-    # Names take what figures leave: rich breaks them where a table would be too wide.
+    # Names get the width that figures leave: rich breaks them if a table would be too wide.
     groups: list[list[int]] = [[]]
     places, width = range(names, len(columns)), max(_NAME_WIDTH, console.width // 3)
     if fits(places, _NAME_WIDTH):

@@ -1,4 +1,4 @@
-"""How texts become tokens: as they are, or as messages of the model's chat template."""
+"""Conversion of texts to tokens, as they are or as messages of the model's chat template."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from kvjax.generation.chat import (
 )
 
 INSTRUCTION = "\n\nAnswer this question about the text above:\n"
-"""What a user's message says between a document and a question."""
+"""Text between the document and the question in a user's message."""
 
-_DEPENDS = "the model's chat template makes what it puts"
+_PLACED = "the text that the model's chat template puts"
 
 
 class Dialogue:
-    """Tokens of prompts, of documents with questions, and of the turns of a conversation.
+    """Converts prompts, documents with questions, and turns of a conversation to tokens.
 
-    With a template each text is a user's message; without one it is fed as it is, behind the
-    special tokens that the tokenizer begins a text with.
+    With a template, each text is a user's message. Without one, it is fed as it is, after the
+    special tokens that the tokenizer puts before a text.
 
     Args:
-      tokenizer: of the model, from `transformers`.
+      tokenizer: tokenizer of the model, from `transformers`.
       system: a system message before everything else.
-      raw: the template is not used.
-      chat: there has to be a template.
+      raw: whether to leave out the template.
+      chat: whether the tokenizer must have a template.
 
     Attributes:
       templated: whether the template is used.
-      end_tokens: what ends an answer beside the end tokens of the model's configuration.
+      end_tokens: tokens that end an answer, besides the end tokens of the model's configuration.
 
     Raises:
-      ValueError: a template is wanted and there is none, or it does not work.
+      ValueError: a template is needed and there is none, or the template fails.
     """
 
     def __init__(
@@ -61,39 +61,39 @@ class Dialogue:
             self.end_tokens = chat_end_tokens(tokenizer)
 
     def prompt(self, text: str) -> list[int]:
-        """A prompt, or the first turn of a conversation."""
+        """Returns the tokens of a prompt, or of the first turn of a conversation."""
         if not self.templated:
             return raw_tokens(self._tokenizer, text)
         rendered = render_chat(self._tokenizer, [*self._system, _message(text)])
         tokens = self._encode(rendered, text, self._before, self._after)
         return with_start(self._tokenizer, tokens)
 
-    # A document and its question are one message, of which the document is read before the question
-    # is known. The template is therefore rendered twice, each time with a marker in place of the
-    # text that is not there, and split at the marker. The two parts join to the whole message where
-    # what the template has around a text does not depend on the text, which is checked.
+    # A document and its question are one message, but the document is read before the question is
+    # known. So the template is rendered twice, each time with a marker in place of the absent text,
+    # and split at the marker. The two parts join to the full message if the template's text around
+    # a message does not depend on the message, which is checked.
 
     def document(self, text: str) -> list[int]:
-        """A document that questions follow: the beginning of one message.
+        """Returns the tokens of a document that a question follows: the beginning of a message.
 
         Raises:
-          ValueError: the template has something else behind this text than behind others.
+          ValueError: the template's text after this document differs from that after others.
         """
         if not self.templated:
             return raw_tokens(self._tokenizer, text)
         rendered, after = self._parts(_message(text + INSTRUCTION + TEXT), split_at=(TEXT,))
         if after != self._after:
             raise ValueError(
-                f"{_DEPENDS} behind a document depend on its text: --raw leaves it out"
+                f"{_PLACED} after a document depends on the document: --raw leaves the template out"
             )
         tokens = self._encode(rendered, text, self._before, "")
         return with_start(self._tokenizer, tokens)
 
     def question(self, text: str) -> list[int]:
-        """A question about a document that has been read: the end of its message.
+        """Returns the tokens of a question about a document: the end of the document's message.
 
         Raises:
-          ValueError: the template has something else before a document with this question.
+          ValueError: the template's text before a document depends on this question.
         """
         if not self.templated:
             return self._following("\n", text, text)
@@ -104,86 +104,87 @@ class Dialogue:
         before, rendered = self._parts(_message(TEXT + INSTRUCTION + text), split_at=(TEXT,))
         if before != self._before or not rendered.startswith(instruction):
             raise ValueError(
-                f"{_DEPENDS} before a document depend on the question: ask it together with the "
+                f"{_PLACED} before a document depends on the question: ask it together with the "
                 "document, by kvjax generate"
             )
         rendered = rendered[len(instruction) :]
         return self._following(instruction, rendered, text, "", self._after)
 
     def turn(self, text: str, ended_by: Sequence[int]) -> list[int]:
-        """What a further turn adds to a conversation.
+        """Returns the tokens that a further turn adds to a conversation.
 
-        It begins with what the template has behind an answer. Of that, the token that ended the
-        answer has been read; another end token has no such place in the template, and all of it
-        follows.
+        They begin with the template's text after an answer. If that text has the token that ended
+        the answer, the token has been read already, and the turn begins after it. Another end token
+        is not part of the template, and the full text follows it.
 
         Args:
-          text: what the user says.
-          ended_by: the end token of the answer before, which has been read; () if it has none.
+          text: the user's message.
+          ended_by: end tokens of the previous answer, which were read; () if it has none.
 
         Raises:
-          ValueError: the template has something else before an answer when this text follows.
+          ValueError: the template's text before the previous answer depends on this message.
         """
         if not self.templated:
             return self._following("\n", text, text)
         earlier, between, after = self._parts(*CONVERSATION, split_at=(ANSWER, TEXT))
         before, rendered = self._parts(*CONVERSATION[:-1], _message(text), split_at=(ANSWER,))
         if before != earlier:
-            raise ValueError(f"{_DEPENDS} at the beginning depend on what is said later")
+            raise ValueError(f"{_PLACED} at the beginning depends on later messages")
         tokens = self._following("\n", rendered, text, between, after)
         for place, token in enumerate(tokens):
             if token in ended_by:
                 return tokens[place + 1 :]
+            # Only white space may come before the end token.
             if self._tokenizer.decode([token]).strip():
                 break
         return tokens
 
     def _check_system(self) -> None:
-        """Raises ValueError where there is a system message that the template does not show."""
+        """Raises ValueError if the template leaves out the system message."""
         if not self._system:
             return
         try:
             chat_parts(self._tokenizer, [{"role": "system", "content": ANSWER}, MESSAGE], ANSWER)
         except ValueError as error:
-            render_chat(self._tokenizer, [MESSAGE])  # raises where something else is at fault
+            render_chat(self._tokenizer, [MESSAGE])  # raises if the system message is not the cause
             raise ValueError(f"{error}; leave out --system") from error
 
     def _parts(self, *messages: Mapping[str, str], split_at: Sequence[str]) -> list[str]:
-        """What the rendered conversation has before, between and after markers in the messages."""
+        """Returns the parts of the rendered conversation around markers in the messages."""
         return chat_parts(self._tokenizer, [*self._system, *messages], *split_at)
 
     def _encode(self, rendered: str, text: str, before: str = "", after: str = "") -> list[int]:
-        """Tokens of a rendered template; names of special tokens in `text` are mere text.
+        """Returns the tokens of a rendered template; names of special tokens in `text` are text.
 
         Args:
-          rendered: with the text.
-          text: as it was given to the template.
-          before, after: what the template has around other texts.
+          rendered: the rendered template with the text in it.
+          text: the text that the template was given.
+          before, after: the template's text around other messages.
 
         Raises:
-          ValueError: the text has such names, and the template has something else around it, so
-            that they cannot be told from the template's own.
+          ValueError: the text names special tokens, and the template's text around it is not
+            `before` and `after`, so that the names cannot be told from the template's own tokens.
         """
         if self._special.isdisjoint(self._tokens(text)):
             return self._tokens(rendered)
-        shown = rendered.removeprefix(before).removesuffix(after)
-        if before + shown + after != rendered:
+        message = rendered.removeprefix(before).removesuffix(after)
+        if before + message + after != rendered:
             raise ValueError(
-                f"{_DEPENDS} around a text depend on the text, which has names of special tokens: "
+                f"{_PLACED} around a text depends on the text, which has names of special tokens: "
                 "leave these out, or take --raw"
             )
-        tokens = self._tokenizer(shown, add_special_tokens=False, split_special_tokens=True)
+        tokens = self._tokenizer(message, add_special_tokens=False, split_special_tokens=True)
         return [*self._tokens(before), *tokens.input_ids, *self._tokens(after)]
 
     def _following(
         self, anchor: str, rendered: str, text: str, before: str = "", after: str = ""
     ) -> list[int]:
-        """`_encode` of what follows `anchor`, in whose tokens it has no part."""
-        # Some tokenizers put a space before what they take for the beginning of a text.
-        first = self._tokens(anchor)
-        whole = self._encode(anchor + rendered, text, anchor + before, after)
-        if whole[: len(first)] == first:
-            return whole[len(first) :]
+        """Returns `_encode` of a text that follows `anchor`, without the tokens of `anchor`."""
+        # Some tokenizers put a space before a text, which `anchor` avoids.
+        anchor_tokens = self._tokens(anchor)
+        tokens = self._encode(anchor + rendered, text, anchor + before, after)
+        if tokens[: len(anchor_tokens)] == anchor_tokens:
+            return tokens[len(anchor_tokens) :]
         return self._encode(rendered, text, before, after)
 
     def _tokens(self, text: str) -> list[int]:

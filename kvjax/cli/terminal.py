@@ -1,4 +1,4 @@
-"""What commands show beside their results: progress, and lines on standard error."""
+"""Output of commands besides their results: progress, and lines on standard error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _FIGURES = (
 
 
 class _Console(Console):
-    """Standard error with a cursor that stays: Ctrl-C ends the process at once."""
+    """A console on standard error that never hides the cursor.
+
+    Ctrl-C ends the process at once, and a hidden cursor would stay hidden.
+    """
 
     def show_cursor(self, show: bool = True) -> bool:
         """Leaves the cursor as it is."""
@@ -27,93 +30,93 @@ class _Console(Console):
 
 
 class Display(progress.Progress):
-    """Progress on standard error: a bar with times, and what is done now.
+    """Progress on standard error: a bar with times, and the current work.
 
-    It disappears when it is stopped or the block ends. Nothing is shown unless it is `wanted` and
+    It disappears when it is stopped or the block ends. Nothing is shown unless `wanted` is true and
     standard error is a terminal.
     """
 
     def __init__(self, wanted: bool = True) -> None:
         console = _Console(stderr=True)
-        what = Column(ratio=2, no_wrap=True, overflow="ellipsis")
+        description = Column(ratio=2, no_wrap=True, overflow="ellipsis")
         super().__init__(
             progress.SpinnerColumn(),
             progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
             progress.TaskProgressColumn(),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.description}", markup=False, table_column=what),
+            progress.TextColumn("{task.description}", markup=False, table_column=description),
             console=console,
             transient=True,
             expand=True,
             disable=not (wanted and sys.stderr.isatty() and not console.is_dumb_terminal),
-            # Cells of a comparison take seconds: an estimate from the last few would jump.
+            # Cells of a comparison take seconds: an estimate from the last few would be unsteady.
             speed_estimate_period=300.0,
-            # The display leaves standard output alone, which may be a file.
+            # Standard output may be a file, which the display must not touch.
             redirect_stdout=False,
             redirect_stderr=False,
         )
 
-    def show(self, done: int, total: int | None, what: str) -> None:
-        """Says what is done now, and how far it is; `total` None: nobody knows.
+    def show(self, done: int, total: int | None, work: str) -> None:
+        """Shows the current work and the progress; `total` is None if it is unknown.
 
-        As it is, an `on_progress` for `kvjax.evaluation.compare`.
+        The method can be the `on_progress` of `kvjax.evaluation.compare`.
         """
         if not self.tasks or self.tasks[0].total != total:
             for task in self.task_ids:
                 self.remove_task(task)
-            self.add_task(what, total=total, completed=done)
-        self.update(self.task_ids[0], completed=done, description=what)
+            self.add_task(work, total=total, completed=done)
+        self.update(self.task_ids[0], completed=done, description=work)
 
-    def compiling(self, what: str, method: str = "") -> None:
-        """Says what is compiled now, for which method: an `on_compile` for `kvjax.generate`."""
-        # Nothing is told between the compilation of a layer and its end.
-        runs = " and running" if what.startswith("the prompt pass") else ""
-        line = f"compiling{runs} {what}{' for ' * bool(method)}{method}"
+    def compiling(self, code: str, method: str = "") -> None:
+        """Shows the code that is compiled, and for which method; for `on_compile` of `generate`."""
+        # No call reports that a layer was compiled and now runs, so the line names both.
+        runs = " and running" if code.startswith("the prompt pass") else ""
+        line = f"compiling{runs} {code}{' for ' * bool(method)}{method}"
         if self.tasks and self.tasks[0].total is not None and not self.tasks[0].finished:
             self.update(self.task_ids[0], description=line)  # layers are being read
         else:
             self.show(0, None, line)
 
     def reading(self, layers: int, tokens: int) -> Callable[[int], None] | None:
-        """An `on_layer` for `kvjax.generate`; None where nothing is shown."""
+        """Returns an `on_layer` for `kvjax.generate`; None if nothing is shown."""
 
         def show(layer: int) -> None:
-            what = f"reading {tokens:,} tokens: layer {layer + 1} of {layers}"
-            self.show(layer + 1, layers, what)
+            work = f"reading {tokens:,} tokens: layer {layer + 1} of {layers}"
+            self.show(layer + 1, layers, work)
 
         return None if self.disable else show
 
     def writing(self, count: int) -> None:
-        """Says how many new tokens there are."""
+        """Shows the number of new tokens."""
         self.show(0, None, f"writing: {count:,} new tokens")
 
     def text(self, piece: str) -> None:
-        """Prints text that comes, on standard output; the display is over."""
+        """Stops the display, and prints a piece of text on standard output."""
         self.stop()
         print(piece, end="", flush=True)
 
 
 def figures(result: kvjax.Generation) -> dict[str, Any]:
-    """Times and bytes of a generation as `--json` prints them."""
+    """Returns times and bytes of a generation as `--json` prints them."""
     recall = None if result.recall is None else result.recall._asdict()
     return {**{name: getattr(result, name) for name in _FIGURES}, "recall": recall}
 
 
 def seconds(value: float | None) -> str:
-    """A duration for people: `"1.25 s"`, `"3.1 ms"`, `"-"` for None."""
+    """Formats a duration for people: `"1.25 s"`, `"3.1 ms"`, `"-"` for None."""
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def share(record: Mapping[str, Any]) -> str:
-    """The cache's bytes as a percentage of the full cache's."""
+    """Formats the cache's bytes as a percentage of the full cache's."""
     return f"{record['cache_bytes'] / record['full_cache_bytes']:.1%}"
 
 
 def host_bytes(record: Mapping[str, Any]) -> int:
-    """Bytes of the cache that are not in the device's memory."""
+    """Returns the bytes of the cache that are not in the device's memory."""
     return record["cache_bytes"] - record["memory_bytes"]["device"]
 
 
@@ -121,8 +124,8 @@ def print_figures(record: Mapping[str, Any], last: str = "") -> None:
     """Prints a line with tokens, times and bytes on standard error.
 
     Args:
-      record: what `--json` prints.
-      last: what is said behind them.
+      record: the object that `--json` prints.
+      last: text at the end of the line.
     """
     parts = [
         f"{record['prompt_tokens']} + {record['new_tokens']} tokens",
@@ -142,7 +145,7 @@ def print_figures(record: Mapping[str, Any], last: str = "") -> None:
 
 
 def print_dropped(method: str, dropped: int) -> None:
-    """One line on standard error where tokens were lost."""
+    """Prints a line on standard error if tokens were lost."""
     if dropped:
         print_line(
             f"{method} lost {dropped:,} tokens that found no free slot, summed over layers and "
@@ -152,5 +155,5 @@ def print_dropped(method: str, dropped: int) -> None:
 
 
 def print_line(line: str, style: str) -> None:
-    """A line on standard error, of any length."""
+    """Prints a line on standard error without wrapping it."""
     Console(stderr=True, highlight=False).print(line, style=style, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""Measures of what a compressed cache does to a model."""
+"""Measures of the effect that a compressed cache has on a model."""
 
 from ..cache.nbytes import memory_bytes
 from ..generation.read_once import ReadOnce
@@ -20,7 +20,7 @@ from .speed.speed import Speed, SpeedReport, measure_speed
 from .tasks import ANSWERS, MEASURES, OWN_TASKS, Case, Frame, Haystack, Task, is_right
 
 TASKS = (*ANSWERS, *MEASURES)
-"""The names of all tasks."""
+"""Names of all tasks."""
 
 __all__ = [
     "OWN_TASKS",

@@ -1,4 +1,4 @@
-"""How much memory this process takes, and what it can give back."""
+"""Memory of this process: how much it takes, and how to give freed memory back."""
 
 from __future__ import annotations
 
@@ -14,37 +14,41 @@ from kvjax import compiled_code
 
 T = TypeVar("T")
 
-_FORGET = Path("/proc/self/clear_refs")  # "5" forgets the greatest resident memory
+_FORGET = Path("/proc/self/clear_refs")  # writing "5" resets the peak of the resident memory
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
 
 
 def free_memory() -> int | None:
-    """Bytes that new arrays on the default device may take; None where the system does not tell."""
+    """Returns the bytes free for new arrays on the default device; None if that is unknown."""
     if jax.default_backend() != "cpu":
-        known = jax.devices()[0].memory_stats() or {}
-        limit = known.get("bytes_limit")
-        return None if limit is None else limit - known.get("bytes_in_use", 0)
-    return _kilobytes(_MEMORY, "MemAvailable")
+        stats = jax.devices()[0].memory_stats() or {}
+        limit = stats.get("bytes_limit")
+        return None if limit is None else limit - stats.get("bytes_in_use", 0)
+    return _read_table(_MEMORY, "MemAvailable")
 
 
-def resident(what: str) -> int:
-    """Bytes of this process in memory (Linux): `VmRSS` now, `VmHWM` at most since `forget_peak`."""
-    size = _kilobytes(_STATUS, what)
+def resident(field: str) -> int:
+    """Returns the resident memory of this process in bytes (Linux).
+
+    Args:
+      field: `"VmRSS"` for the current size, `"VmHWM"` for the peak since `forget_peak`.
+    """
+    size = _read_table(_STATUS, field)
     if size is None:
-        raise ValueError(f"{_STATUS} says nothing of {what}")
+        raise ValueError(f"{_STATUS} says nothing of {field}")
     return size
 
 
 def forget_peak() -> None:
-    """Sets the greatest resident memory of this process to what it is now (Linux)."""
+    """Resets the peak of this process's resident memory to its current size (Linux)."""
     _FORGET.write_text("5")
 
 
 def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
-    """What `run` returns, and by how many bytes this process grew at most meanwhile.
+    """Calls `run`; returns its result and the most bytes by which this process grew meanwhile.
 
-    The second is None where that is not known: it takes Linux and a CPU as the device. What the C
-    library has kept of memory that was freed before is given back first, as far as it can.
+    The growth is None if it cannot be measured: that takes Linux, and a CPU as the device. Memory
+    that was freed before but kept by the C library is given back first, as far as possible.
 
     Example:
       >>> from kvjax.evaluation.memory import with_peak
@@ -65,21 +69,21 @@ def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
 
 
 def give_back_freed() -> None:
-    """Gives what the C library has kept of freed memory back to the system, as far as it can."""
+    """Gives freed memory that the C library has kept back to the system, as far as possible."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)
 
 
 def drop_compiled_code() -> None:
-    """Drops compiled code where this process has half of the machine's memory, or of its maps.
+    """Drops compiled code if this process has half of the machine's memory, or half of its maps.
 
-    On a CPU, a loop of decode steps through 30 layers takes some 100 MB, so that a comparison of
-    many methods fills the memory with code. With a compilation cache, code that was dropped is read
-    again, which takes a second or two.
+    On a CPU, the code of a decode loop through 30 layers takes some 100 MB, so that a comparison of
+    many methods fills the memory with code. With a compilation cache, dropped code is read again,
+    which takes a second or two.
     """
-    total = _kilobytes(_MEMORY, "MemTotal")
-    used = _kilobytes(_STATUS, "VmRSS")
+    total = _read_table(_MEMORY, "MemTotal")
+    used = _read_table(_STATUS, "VmRSS")
     if None not in (used, total) and used > total // 2:
         compiled_code.clear_compiled_functions()
         give_back_freed()
@@ -87,10 +91,10 @@ def drop_compiled_code() -> None:
         compiled_code.leave_memory_maps()
 
 
-def _kilobytes(file: Path, what: str) -> int | None:
-    """A figure of one of Linux's tables, in bytes; None where there is no such file or line."""
+def _read_table(file: Path, field: str) -> int | None:
+    """Returns a figure of one of Linux's tables in bytes; None if the file or line is missing."""
     try:
-        line = re.search(rf"^{what}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
+        line = re.search(rf"^{field}:\s+(\d+) kB$", file.read_text(), re.MULTILINE)
     except OSError:
         return None
     return None if line is None else 1024 * int(line[1])

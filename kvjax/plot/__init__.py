@@ -1,9 +1,9 @@
-"""Pictures of caches: what is live, what slots stand for, what steps look at, what layers take.
+"""Pictures of caches: live positions, masses and clusters of slots, attended tokens, and bytes.
 
-Every function draws with matplotlib onto axes that it is given, and returns what it has drawn. Dark
-is more and light is less, and colours are Okabe and Ito's, so that pictures can be read in grey and
-by the colour-blind. `import kvjax` does not import this module, which needs matplotlib: the extra
-`eval` installs it.
+Every function draws with matplotlib onto axes of the caller, and returns the drawn objects. Dark
+means more and light means less. The colours are Okabe and Ito's, so that pictures can be read in
+grey and by the colour-blind. `import kvjax` does not import this module. It needs matplotlib, which
+the extra `eval` installs.
 """
 
 from kvjax.evaluation.report.plots import LOOK

@@ -1,4 +1,4 @@
-"""Fields of positions: who holds, looks at or resembles what, a line for each list of slots."""
+"""Fields over positions, a line per list of slots: held, selected and similar tokens."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _GONE, _HELD, _PINNED = range(3)
 def field(
     axes: Axes, marks: Shaped[np.ndarray, "N T"], *, group: int = 1, label: str = ""
 ) -> AxesImage:
-    """Draws lines of marks over positions: 0 is light, 1 dark, 2 the other colour.
+    """Draws lines of marks over positions: 0 is light, 1 is dark, 2 is orange.
 
     Args:
-      axes: to draw on.
+      axes: axes to draw on.
       marks: a line for each list of slots, a column for each position.
-      group: lines that belong together, such as the heads of a layer; groups are parted by a white
-        line and numbered.
-      label: of the groups.
+      group: number of lines that belong together, such as the heads of a layer. Groups are
+        separated by white lines and numbered.
+      label: label of the groups.
 
     Raises:
-      TypeError, ValueError: no axes, marks of another shape or other values, a group that does not
-        divide the lines.
+      TypeError, ValueError: `axes` are no axes, marks have another shape or other values, or the
+        group does not divide the number of lines.
 
     Example:
       >>> import numpy as np
@@ -52,6 +52,7 @@ def field(
         raise ValueError(f"marks must be [lines, positions] of 0, 1 and 2, got {brief(marks)}")
     if len(marks) % group:
         raise ValueError(f"group must divide the {len(marks)} lines, got {group}")
+    # Fixed limits, so that a colour means the same in every picture.
     image = axes.imshow(
         marks, aspect="auto", interpolation="nearest", vmin=_GONE, vmax=_PINNED,
         cmap=ListedColormap([COLOURS[name] for name in ("gone", "kept", "other")]),
@@ -61,20 +62,21 @@ def field(
 
 
 def held(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImage:
-    """Draws which positions every head of every layer holds: dark, and pinned ones in orange.
+    """Draws the positions that every head of every layer holds: dark, and orange if pinned.
 
     Args:
-      axes: to draw on.
-      caches: of layers, such as `context.caches`; a line for each of their lists of slots, which
-        are one for each KV head, or where a method needs it one for each query head; those of
-        `HeadGroups` come in the order of its groups.
-      row: of the batch.
+      axes: axes to draw on.
+      caches: caches of layers, such as `context.caches`. Each list of slots is a line: one per KV
+        head, or one per query head if a method needs it. Lists of `HeadGroups` come in the order of
+        its groups.
+      row: row of the batch.
 
     Returns:
       The image; its array is `[lines, positions]`.
 
     Raises:
-      TypeError, ValueError: no axes, no caches of layers with as many lists, a row out of range.
+      TypeError, ValueError: `axes` are no axes, caches are none of layers or differ in the number
+        of lists, or the row is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvjax
@@ -94,19 +96,19 @@ def held(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImage:
 
 
 def selected(axes: Axes, steps: Sequence[Seen], *, layer: int) -> AxesImage:
-    """Draws which positions each decode step attended to: a line per step, head by head.
+    """Draws the positions that each decode step attended to: a line per step, head by head.
 
     Args:
-      axes: to draw on.
-      steps: from `watch`.
-      layer: which one.
+      axes: axes to draw on.
+      steps: steps from `watch`.
+      layer: index of the layer.
 
     Returns:
       The image; its array is `[heads · steps, positions]`.
 
     Raises:
-      TypeError, ValueError: no axes, no steps, a layer that the model does not have or in which
-        nothing is selected.
+      TypeError, ValueError: `axes` are no axes, there are no steps, the model has no such layer, or
+        nothing is selected in it.
 
     Example:
       >>> import numpy as np
@@ -121,25 +123,25 @@ def selected(axes: Axes, steps: Sequence[Seen], *, layer: int) -> AxesImage:
     if not len(steps) or not all(isinstance(step, Seen) for step in steps):
         raise TypeError(f"steps must be those that watch returns, got {brief(steps)}")
     check_count("layer", layer, 0, most=len(steps[0].marks) - 1)
-    seen_marks = [step.marks[layer] for step in steps]
-    if seen_marks[0] is None:
+    step_marks = [step.marks[layer] for step in steps]
+    if step_marks[0] is None:
         raise ValueError(f"in layer {layer} nothing is selected: its steps attend to everything")
-    tokens = seen_marks[-1].shape[1]
-    marks = np.zeros((len(seen_marks[-1]), len(steps), tokens), int)
-    for step, seen in enumerate(seen_marks):
-        marks[:, step, : seen.shape[1]] = seen
+    # Every step has one more position than the step before.
+    tokens = step_marks[-1].shape[1]
+    marks = np.zeros((len(step_marks[-1]), len(steps), tokens), int)
+    for number, attended in enumerate(step_marks):
+        marks[:, number, : attended.shape[1]] = attended
     return field(axes, marks.reshape(-1, tokens), group=len(steps), label="head (a line per step)")
 
 
 def similarity(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImage:
-    """Draws how alike the keys of neighbouring tokens are, and a scale: dark where they are alike.
+    """Draws the similarity of neighbouring tokens' keys, and a scale: dark means similar.
 
-    A position has the cosine of its key and the next one's, as they are stored; where the next
-    position is not live, that of the next one that is. A position that is not live is white, and so
-    is the last one.
+    A position shows the cosine of its key and the key of the next live position, as they are
+    stored. Positions that are not live are white, and so is the last live one.
 
     Args:
-      axes: to draw on.
+      axes: axes to draw on.
       caches, row: as in `held`.
 
     Returns:
@@ -170,9 +172,10 @@ def similarity(axes: Axes, caches: Sequence[Cache], *, row: int = 0) -> AxesImag
 
 
 def part_lines(axes: Axes, lines: int, group: int, label: str) -> None:
-    """White lines between groups, and their numbers, not more than fit."""
+    """Draws white lines between groups, and at most 16 of their numbers."""
     for y in range(group, lines, group):
         axes.axhline(y - 0.5, color="white", linewidth=1)
+    # A ceiling division: every n-th number is shown, so that there are at most 16.
     shown = np.arange(0, lines // group, -(-lines // group // 16))
     axes.set_yticks((shown + 0.5) * group - 0.5, shown)
     axes.set_ylabel(label)
@@ -180,20 +183,20 @@ def part_lines(axes: Axes, lines: int, group: int, label: str) -> None:
 
 
 def _lines(
-    caches: Sequence[Cache], row: int, of_part: Callable[[LayerCache, int, int], np.ndarray]
+    caches: Sequence[Cache], row: int, make_lines: Callable[[LayerCache, int, int], np.ndarray]
 ) -> np.ndarray:
-    """A line for each list of slots; raises unless all layers have as many of them."""
+    """Returns a line for each list of slots; raises unless all layers have equally many lists."""
     layers = layers_of(caches, row)
     counts = [sum(part.kv.shape[1] for part in parts) for parts in layers]
     if len(set(counts)) > 1:
         raise ValueError(f"caches must have as many lists of slots in all layers, got {counts}")
     parts = [part for parts in layers for part in parts]
     tokens = max(int(part.kv.length[row]) for part in parts)
-    return np.concatenate([of_part(part, row, tokens) for part in parts])
+    return np.concatenate([make_lines(part, row, tokens) for part in parts])
 
 
 def _marks(cache: LayerCache, row: int, tokens: int) -> Int[np.ndarray, "H T"]:
-    """1 at positions that are live, 2 where they are pinned."""
+    """Marks live positions by 1 and pinned ones by 2."""
     kv = cache.kv
     position, live, pinned = (np.asarray(x[row]) for x in (kv.position, kv.live, kv.pinned))
     marks = np.full((len(position), tokens), _GONE)
@@ -204,11 +207,12 @@ def _marks(cache: LayerCache, row: int, tokens: int) -> Int[np.ndarray, "H T"]:
 
 
 def _cosines(cache: LayerCache, row: int, tokens: int) -> Float[np.ndarray, "H T"]:
-    """The cosine of the key of each live position and that of the next live one."""
+    """Returns the cosine of each live position's key and the next live position's key."""
     kv = cache.kv
     position, live, keys = (np.asarray(x[row]) for x in (kv.position, kv.live, kv.k.read()))
     cosines = np.full((len(position), tokens), np.nan, np.float32)
     for head, line in enumerate(cosines):
+        # Live slots by position; the others sort to the end and are cut off.
         order = np.argsort(np.where(live[head], position[head], tokens), kind="stable")
         order = order[: live[head].sum()]
         rows = keys[head, order].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Lines that compare methods: recall from step to step, and bytes from layer to layer."""
+"""Lines that compare methods: recall of each step, and bytes of each layer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def recall(
     """Draws the recall of each decode step, a line for each method.
 
     Args:
-      axes: to draw on.
-      lines: by name, a number in [0, 1] for each step, such as the mean of `Seen.recall`.
+      axes: axes to draw on.
+      lines: for each name, a number in [0, 1] per step, such as the mean of `Seen.recall`.
 
     Raises:
-      TypeError, ValueError: no axes, no lines, an empty one, a number outside [0, 1].
+      TypeError, ValueError: `axes` are no axes, there are no lines, a line is empty, or a number is
+        outside [0, 1].
 
     Example:
       >>> from matplotlib.figure import Figure
@@ -58,14 +59,14 @@ def recall(
 def layer_bytes(axes: Axes, caches: Mapping[str, Sequence[Cache]]) -> list[Line2D]:
     """Draws the bytes of each layer's cache in kB (10³ bytes), a line for each method.
 
-    They are those of all arrays, index structures and states included.
+    The bytes are those of all arrays, index structures and states included.
 
     Args:
-      axes: to draw on.
-      caches: by name, those of a model's layers, such as `context.caches`.
+      axes: axes to draw on.
+      caches: for each name, the caches of a model's layers, such as `context.caches`.
 
     Raises:
-      TypeError, ValueError: no axes, no caches.
+      TypeError, ValueError: `axes` are no axes, or there are no caches.
 
     Example:
       >>> import kvjax
@@ -81,10 +82,10 @@ def layer_bytes(axes: Axes, caches: Mapping[str, Sequence[Cache]]) -> list[Line2
         layers_of(layers, 0)
     drawn, most = [], 0.0
     for number, (name, layers) in enumerate(caches.items()):
-        held = np.array([nbytes(cache) for cache in layers]) / 1e3
-        every = max(len(held) // 8, 1)  # markers of many layers would hide the lines
-        drawn += axes.plot(held, label=name, markevery=every, **style(number))
-        most = max(most, held.max())
+        kilobytes = np.array([nbytes(cache) for cache in layers]) / 1e3
+        spacing = max(len(kilobytes) // 8, 1)  # markers of many layers would hide the lines
+        drawn += axes.plot(kilobytes, label=name, markevery=spacing, **style(number))
+        most = max(most, kilobytes.max())
     axes.set_ylim(0, 1.1 * most)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layer")
@@ -94,7 +95,7 @@ def layer_bytes(axes: Axes, caches: Mapping[str, Sequence[Cache]]) -> list[Line2
 
 
 def _named(lines: Mapping) -> Mapping:
-    """The same; raises unless there is something with a name."""
+    """Returns the argument; raises unless it is a dict with at least one entry."""
     if not isinstance(lines, Mapping):
         raise TypeError(f"what is compared must be a dict by name, got {brief(lines)}")
     if not lines:

@@ -1,4 +1,4 @@
-"""Colours that all pictures of caches share, a legend for them, and what is shaded."""
+"""Colours of all pictures of caches, a legend for them, and shaded spans of positions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ COLOURS = {"gone": "#f2f2f2", "pale": "#b5b5b5", "kept": "#1f3b73", "other": "#E
 
 
 def legend(figure: Figure, **labels: str) -> Legend:
-    """Says below the axes what the colours mean.
+    """Draws a legend of the colours below the axes.
 
     Args:
-      figure: of the axes, with constrained layout.
-      labels: what `kept`, `other`, `pale` and `gone` stand for, those that occur.
+      figure: figure of the axes, with constrained layout.
+      labels: meaning of `kept`, `other`, `pale` and `gone`, as far as they occur.
 
     Raises:
-      ValueError: another name, or none.
+      ValueError: there is another name, or no name.
 
     Example:
       >>> from matplotlib.figure import Figure
@@ -48,11 +48,11 @@ def span(axes: Axes, first: int, last: int, label: str = "") -> Polygon | Rectan
     """Shades the positions from `first` to `last`, such as those of an answer.
 
     Args:
-      axes: with positions along x.
-      label: written above the axes, with an arrow: a few of many positions are a thin line.
+      axes: axes with positions along x.
+      label: text above the axes, with an arrow, as a few of many positions are but a thin line.
 
     Raises:
-      TypeError, ValueError: no axes, or no positions in order.
+      TypeError, ValueError: `axes` are no axes, or the positions are negative or not in order.
 
     Example:
       >>> from matplotlib.figure import Figure
@@ -75,13 +75,13 @@ def span(axes: Axes, first: int, last: int, label: str = "") -> Polygon | Rectan
 
 
 def check_axes(axes: Axes) -> None:
-    """Raises TypeError unless something can be drawn onto it."""
+    """Raises TypeError unless the argument is matplotlib axes."""
     if not isinstance(axes, Axes):
         raise TypeError(f"axes must be those of a matplotlib figure, got {brief(axes)}")
 
 
 def parts_of(cache: Cache, row: int) -> list[LayerCache]:
-    """The caches of one layer, one for each head group; raises unless they have such a row."""
+    """Returns a layer's caches, one for each head group; raises unless they have the row."""
     parts = layer_caches(cache)
     if not parts or not all(isinstance(part, LayerCache) for part in parts):
         raise TypeError(f"cache must be that of a layer, from a context, got {brief(cache)}")
@@ -90,7 +90,7 @@ def parts_of(cache: Cache, row: int) -> list[LayerCache]:
 
 
 def layers_of(caches: Sequence[Cache], row: int) -> list[list[LayerCache]]:
-    """The same of each layer."""
+    """Returns `parts_of` for each layer."""
     if isinstance(caches, LayerCache) or not isinstance(caches, Sequence) or not len(caches):
         raise TypeError(f"caches must be a sequence of those of layers, got {brief(caches)}")
     return [parts_of(cache, row) for cache in caches]

@@ -1,4 +1,4 @@
-"""Pictures of one head's slots: how many tokens they stand for, and which belong together."""
+"""Pictures of one head's slots: tokens per slot, and clusters of tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from .looks import COLOURS, check_axes, parts_of
 def masses(axes: Axes, cache: Cache, *, head: int = 0, row: int = 0) -> LineCollection:
     """Draws how many tokens each slot of a head stands for, at the slot's position.
 
-    The height of a line is the slot's mass, on a scale in which each step doubles it. A slot that
-    nothing was merged into has mass 1.
+    The height of a line is the slot's mass, on a logarithmic scale with base 2. A slot that nothing
+    was merged into has mass 1.
 
     Args:
-      axes: to draw on.
-      cache: of one layer.
-      head: which list of slots, of `HeadGroups` in the order of its groups. row: of the batch.
+      axes: axes to draw on.
+      cache: cache of one layer.
+      head: index of the list of slots; lists of `HeadGroups` come in the order of its groups.
+      row: row of the batch.
 
     Raises:
-      TypeError, ValueError: no axes, no cache of a layer, a head or row out of range.
+      TypeError, ValueError: `axes` are no axes, the cache is not one of a layer, or a head or row
+        is out of range.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, kvjax
@@ -46,8 +48,9 @@ def masses(axes: Axes, cache: Cache, *, head: int = 0, row: int = 0) -> LineColl
     position, log_mass = (np.asarray(x[row, head]) for x in (part.kv.position, part.kv.log_mass))
     live = np.isfinite(log_mass)
     order = np.argsort(position[live])
-    at, mass = position[live][order], np.exp(log_mass[live].astype(np.float32))[order]
-    lines = axes.vlines(at, 0.7, mass, color=COLOURS["kept"], linewidth=0.9)
+    places, mass = position[live][order], np.exp(log_mass[live].astype(np.float32))[order]
+    # Lines begin below 1, so that a slot of mass 1 is visible.
+    lines = axes.vlines(places, 0.7, mass, color=COLOURS["kept"], linewidth=0.9)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(0.7, max(float(mass.max(initial=1.0)), 2.0) * 1.2)
@@ -64,24 +67,25 @@ def clusters(
     row: int = 0,
     seen: Bool[np.ndarray, " T"] | None = None,
 ) -> tuple[PathCollection, PathCollection]:
-    """Draws which cluster each token of a head is in, and what a step recalled of them.
+    """Draws the cluster of each token of a head, and the tokens that a step attended to.
 
-    Clusters are numbered by their first tokens, so that clusters of neighbours follow the diagonal,
-    and those that reach over the text leave it.
+    Clusters are numbered by their first tokens. So clusters of neighbouring tokens follow the
+    diagonal, and clusters that span the text leave it.
 
     Args:
-      axes: to draw on.
-      cache: of one layer, made by `kvjax.ClusterKV`.
-      head: which KV head, of `HeadGroups` in the order of its groups. row: of the batch.
-      seen: whether a step attended to each position, a line of `Seen.marks`. Those are drawn large
-        and dark, the others small and light.
+      axes: axes to draw on.
+      cache: cache of one layer, made by `kvjax.ClusterKV`.
+      head: index of the KV head; heads of `HeadGroups` come in the order of its groups.
+      row: row of the batch.
+      seen: whether a step attended to each position, a line of `Seen.marks`. These tokens are drawn
+        large and dark, all others small and light.
 
     Returns:
-      The dots of the others, and of those that were seen.
+      The dots of tokens that were not seen, and of those that were.
 
     Raises:
-      TypeError, ValueError: no axes, a cache without clusters, a head or row out of range,
-        `seen` of another length.
+      TypeError, ValueError: `axes` are no axes, the cache has no clusters, a head or row is out of
+        range, or `seen` has another length.
 
     Example:
       >>> import kvjax
@@ -107,10 +111,12 @@ def clusters(
             f"seen must have a mark for each of {len(label)} positions, got {chosen.shape}"
         )
     dots = []
-    clustered = label >= 0
-    for which, colour, size in ((~chosen, "pale", 2), (chosen, "kept", 9)):
-        at = np.flatnonzero(clustered & which)
-        dots.append(axes.scatter(at, label[at], s=size, color=COLOURS[colour], linewidths=0))
+    clustered = label >= 0  # sinks and tokens that are not clustered yet have -1
+    # The tokens that were seen come last, so that no other dot covers them.
+    for mask, colour, size in ((~chosen, "pale", 2), (chosen, "kept", 9)):
+        places = np.flatnonzero(clustered & mask)
+        drawn = axes.scatter(places, label[places], s=size, color=COLOURS[colour], linewidths=0)
+        dots.append(drawn)
     axes.set_xlim(0, len(label))
     axes.set_xlabel("position of the token")
     axes.set_ylabel("cluster")
@@ -118,7 +124,7 @@ def clusters(
 
 
 def _list(cache: Cache, head: int, row: int) -> tuple[LayerCache, int]:
-    """The part of a layer's cache that has a list of slots, and the list's number there."""
+    """Returns the part of a layer's cache with a list of slots, and the list's index in it."""
     parts = parts_of(cache, row)
     lists = [(part, number) for part in parts for number in range(part.kv.shape[1])]
     check_count("head", head, 0, most=len(lists) - 1)

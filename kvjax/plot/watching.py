@@ -1,4 +1,4 @@
-"""Decode steps that are watched: what each attended to, and how much of the best it found."""
+"""Watched decode steps: the positions that each attended to, and its recall."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from kvjax.protocol import KVTransform, check_transform
 
 
 class Seen(NamedTuple):
-    """What a decode step of one row attended to.
+    """Positions that a decode step of one row attended to, and its recall.
 
     Args:
-      token: the one that was fed.
-      marks: by layer, whether each list of slots attended to each position, `[K, T]`, that of the
-        token included; None in a layer in which nothing is selected.
-      recall: by layer, of each KV head, the share of the n tokens with the most attention that were
-        among the n that it attended to, `[H]`; None likewise.
+      token: token that was fed.
+      marks: for each layer, whether each list of slots attended to each position, `[K, T]`, the
+        token's own included; None in layers that select nothing.
+      recall: for each layer, the recall of each KV head, `[H]`. A head that attended to n tokens
+        has as its recall the share of the n most attended tokens that were among them. None in
+        layers that select nothing.
     """
 
     token: int
@@ -47,7 +48,7 @@ class Seen(NamedTuple):
 
     @property
     def mean_recall(self) -> float:
-        """Over all heads of all layers in which something is selected."""
+        """Mean recall over all heads of all layers that select."""
         return float(np.mean([recall for recall in self.recall if recall is not None]))
 
 
@@ -57,24 +58,24 @@ def watch(
     transform: KVTransform,
     steps: int,
 ) -> tuple[list[Seen], Context]:
-    """Goes on from a prompt, greedily, and writes down what each step attends to.
+    """Continues a prompt greedily, and records the positions that each step attends to.
 
-    The most attended tokens, with which recall compares, are those of the step's own query over
-    everything that the cache holds, as in `kvjax.evaluation.recall_rate`. To know them, the steps
-    are run a second time, and read the whole cache.
+    Recall is that of `kvjax.evaluation.recall_rate`. It compares with the attention of the step's
+    own query over everything that the cache holds. For that, the steps are run a second time and
+    read the full cache.
 
     Args:
       model: as for `kvjax.generate`.
       prompt: token ids of one row.
       transform: a method that selects (`ClusterKV`, `Quest`, `InfiniGen`), or a composition of it.
-        Layers of `HeadGroups` do what they do, and are not watched.
-      steps: how many tokens.
+        Layers of `HeadGroups` work as usual and are not watched.
+      steps: number of new tokens.
 
     Returns:
       The steps, and the context after them.
 
     Raises:
-      TypeError, ValueError: a transform that selects in no layer, no steps, and what `kvjax.read`
+      TypeError, ValueError: the transform selects in no layer, `steps` is below 1, or `kvjax.read`
         raises.
 
     Example:
@@ -99,19 +100,20 @@ def watch(
         )
     result = generate(model, None, context=context, max_new_tokens=steps, end_tokens=())
     tokens = jnp.asarray(result.tokens[0], jnp.int32)
+    # `generate` keeps the caches of the context, which the tokens are now fed to again.
     looks = _replay(context.layers, as_functional(model), context.caches, tokens, context.length)
     looks = [None if look is None else tuple(map(np.asarray, look)) for look in looks]
-    seen = []
+    watched = []
     for number, token in enumerate(result.tokens[0]):
-        length = len(prompt) + number + 1
+        length = len(prompt) + number + 1  # a step sees its own token too
         marks = (None if look is None else look[0][number, :, :length] for look in looks)
         recall = (None if look is None else look[1][number] for look in looks)
-        seen.append(Seen(token, tuple(marks), tuple(recall)))
-    return seen, result.context
+        watched.append(Seen(token, tuple(marks), tuple(recall)))
+    return watched, result.context
 
 
 def _selects(cache: Cache) -> bool:
-    """Whether a layer selects what a step attends to, by one method for all heads."""
+    """Returns whether a layer selects slots for each step, by one method for all heads."""
     parts = layer_caches(cache)
     return len(parts) == 1 and parts[0].kv.lists is not None
 
@@ -124,7 +126,7 @@ def _replay(
     tokens: Int[Array, " N"],
     length: Int[Array, " 1"],
 ) -> tuple[tuple[Bool[Array, "N K T"], Float[Array, "N H"]] | None, ...]:
-    """Marks and recall of each step in each layer; None where nothing is selected."""
+    """Repeats decode steps; returns marks and recall of each layer, None if it selects nothing."""
     recording = tuple(map(recorded, layers))
 
     def step(position, caches, token):
@@ -132,8 +134,8 @@ def _replay(
         _, caches = decode_step(model, recording, caches, token[None], position)
         caches, records = zip(*map(unrecord, caches), strict=True)
         looks = tuple(
-            _look(cache.kv, of_layer[0], position) if _selects(cache) else None
-            for cache, of_layer in zip(caches, records, strict=True)
+            _look(cache.kv, layer_records[0], position) if _selects(cache) else None
+            for cache, layer_records in zip(caches, records, strict=True)
         )
         return position + 1, caches, looks
 
@@ -143,8 +145,9 @@ def _replay(
 def _look(
     kv: KVCache, record: Record, position: Int[Array, " 1"]
 ) -> tuple[Bool[Array, "K T"], Float[Array, " H"]]:
-    """Marks and recall of a step of one row."""
+    """Returns marks and recall of a step of one row."""
     _, attention = attend_to_all(kv, record, position)
+    # Recall is per KV head, and so joins the lists of a head's query heads.
     joined = holds(record.seen.reshape(*kv.shape[:2], -1), kv.max_tokens)
     in_slots = kv.live & jnp.take_along_axis(joined, jnp.maximum(kv.position, 0), axis=2)
     slots = jnp.where(in_slots, jax.lax.broadcasted_iota(jnp.int32, kv.shape, 2), -1)

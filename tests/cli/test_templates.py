@@ -297,15 +297,15 @@ def test_what_cannot_be_split_is_said(plain):
     dialogue = Dialogue(tokenizer)
     joined = dialogue.document("A text.") + dialogue.question("Why? /no_think")
     assert joined == whole(tokenizer, "A text." + INSTRUCTION + "Why? /no_think")
-    with pytest.raises(ValueError, match="behind a document depend on its text"):
+    with pytest.raises(ValueError, match="after a document depends on the document"):
         dialogue.document("A text about /no_think.")
     with pytest.raises(ValueError, match="names of special tokens"):
         dialogue.prompt("/no_think <|im_end|>")
     tokenizer.chat_template = TEMPLATES["switch before"]
     dialogue = Dialogue(tokenizer)
-    with pytest.raises(ValueError, match="before a document depend on the question"):
+    with pytest.raises(ValueError, match="before a document depends on the question"):
         dialogue.question("Why? /no_think")
-    with pytest.raises(ValueError, match="depend on what is said later"):
+    with pytest.raises(ValueError, match="depends on later messages"):
         dialogue.turn("Why? /no_think", ())
 
 

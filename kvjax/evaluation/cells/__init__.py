@@ -1,1 +1,1 @@
-"""A comparison as data: its cells, the files that keep them, and the rows that they make."""
+"""A comparison as data: its cells, the files that keep them, and the rows of its results."""

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-_RESAMPLES = 2_000  # of a bootstrap
+_RESAMPLES = 2_000  # resamples of a bootstrap
 
 
-@cache  # a table asks thousands of times for a few dozen of them
+@cache  # a table needs a few dozen intervals, thousands of times
 def _wilson(right: int, cases: int) -> tuple[float, float]:
-    """The 95 % interval of a share, `right` of `cases`."""
+    """Returns the 95 % interval of a share, `right` of `cases`."""
     # Imported here: scipy takes a while to import, and only reports need it.
     from scipy.stats import binomtest
 
@@ -38,9 +38,9 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, scores: Sequence[float]) -> Estimate:
-        """The mean of scores, with Wilson's interval if all are 0 or 1, else a bootstrap's.
+        """Estimates the mean, with Wilson's interval if all scores are 0 or 1, else a bootstrap's.
 
-        With p the mean, n cases and z = 1.96, Wilson's is
+        With p the mean, n cases and z = 1.96, Wilson's interval is
         `(p + z²/2n ± z·√(p(1 − p)/n + z²/4n²)) / (1 + z²/n)`.
 
         References:
@@ -54,8 +54,12 @@ class Estimate(NamedTuple):
 
     @classmethod
     def resampled(cls, scores: Sequence[float]) -> Estimate:
-        """The mean with a bootstrap's interval: percentiles of 2,000 resamples, of a fixed seed."""
+        """Estimates the mean with a bootstrap's interval: percentiles of 2,000 resamples.
+
+        The resamples have a fixed seed.
+        """
         values = np.asarray(scores, np.float64)
+        # Equal values have an interval of no width; scipy's bootstrap refuses a single value.
         low = high = float(values[0])
         if np.ptp(values) > 0:
             from scipy.stats import bootstrap

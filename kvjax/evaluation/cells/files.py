@@ -31,24 +31,24 @@ _MOST_JOURNAL_BYTES = 2**30
 
 
 class Journal:
-    """The finished cells of a comparison, one line each, so that it can be gone on with.
+    """A file of the finished cells of a comparison, one line each, so that it can be continued.
 
-    Makes the folder and writes the settings, and on what machine they are measured. Raises
-    ValueError if the path is no folder, cannot be written to, or holds a comparison of something
-    else.
+    The constructor makes the folder and writes the settings, and the machine that measures. It
+    raises ValueError if the path is no folder, cannot be written to, or holds a comparison of
+    something else.
 
     Args:
-      folder: None: nothing is written.
-      settings: what determines a result besides its cell: model, text, seed, ...
-      asked: what cells are wanted: `methods`, `tasks`, `lengths`, `questions`, `cases`. What the
-        folder has already is added to it.
-      prompts: a hash of the prompts of each unit that is wanted, which is kept with its cells: data
-        sets, chat templates and lists of words may change, and then the folder is refused.
-      transforms: method and budget → the transform with all its parameters, as text, which is kept
-        with its cells: a method's defaults may change, and then it is measured again.
+      folder: folder of the comparison; None writes nothing.
+      settings: settings that determine a result besides its cell: model, text, seed, ...
+      asked: dimensions of the wanted cells: `methods`, `tasks`, `lengths`, `questions`, `cases`.
+        Those that the folder has already are added.
+      prompts: hash of the prompts of each wanted unit, which is kept with the unit's cells. If data
+        sets, chat templates or lists of words change, the hashes differ, and the folder is refused.
+      transforms: transform with all its parameters, as text, for each method and budget, which is
+        kept with their cells. If a method's defaults change, its cells are measured again.
 
     Attributes:
-      finished: the cells that need not be measured again, those that did not fail.
+      finished: the cells that did not fail and need not be measured again.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Journal:
             _check_settings(folder, kept[0], settings)
             self._asked = _joined(kept[1], self._asked)
         lines = _journal_lines(self._path)
+        # Failed cells are measured again, and so are cells of a method that has changed.
         self.finished = {
             cell: record
             for cell, record in _cells(self._path, lines).items()
@@ -90,12 +91,13 @@ class Journal:
         machine = {**environment(), "kvjax": importlib.metadata.version("kvjax")}
         content = {"settings": self._settings, "asked": self._asked, "machine": machine}
         write_whole(folder / SETTINGS, _dumps(content))
-        if self._path.exists():  # the next line would be added to a part of one
+        if self._path.exists():
+            # An interruption may have left part of a line, to which the next one would be added.
             with writing(self._path):
                 os.truncate(self._path, sum(len(line) + 1 for line in lines))
 
     def add(self, cell: Cell, record: dict[str, Any]) -> None:
-        """Keeps a cell; it is on the disk when this returns."""
+        """Keeps a cell, and returns when it is on the disk."""
         if cell.unit in self._prompts:
             record = {**record, "prompts": self._prompts[cell.unit]}
         if cell.key in self._transforms:
@@ -109,15 +111,15 @@ class Journal:
             os.fsync(file.fileno())
 
     def results(self) -> Results:
-        """Everything that is known, in the order of the cells."""
+        """Returns the results of all cells, failed ones included, in the order of the cells."""
         return _results(self._settings, self._asked, {**self.finished, **self._failed})
 
 
 def read_results(folder: str | os.PathLike[str]) -> Results:
-    """What a folder of `kvjax eval` or `compare` holds, finished or not.
+    """Reads the results in a folder of `kvjax eval` or `compare`, finished or not.
 
     Raises:
-      ValueError: there is no comparison in it, or a file of it is damaged.
+      ValueError: the folder holds no comparison, or a file is damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -132,7 +134,7 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
 def _results(
     settings: Mapping[str, Any], asked: Mapping[str, Any], records: dict[Cell, dict[str, Any]]
 ) -> Results:
-    """Results in one order, whatever the order of the measurements was."""
+    """Makes results whose order does not depend on the order of the measurements."""
 
     def text(cell: Cell) -> str:
         return json.dumps([*cell.unit, cell.method, str(cell.budget)])
@@ -142,13 +144,13 @@ def _results(
 
 
 def _journal_lines(path: Path) -> list[bytes]:
-    """Its whole lines: an interruption may have left a part of one after the last line end."""
+    """Reads the complete lines; an interruption may have left part of one after the last."""
     content = read_regular(path, _MOST_JOURNAL_BYTES) if path.exists() else b""
     return content.split(b"\n")[:-1]
 
 
 def _cells(path: Path, lines: Sequence[bytes]) -> dict[Cell, dict[str, Any]]:
-    """Every cell with what was found last."""
+    """Returns every cell with its last record."""
     cells: dict[Cell, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -162,7 +164,7 @@ def _cells(path: Path, lines: Sequence[bytes]) -> dict[Cell, dict[str, Any]]:
 
 
 def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Settings, and what was asked for, of a folder's comparison; None if there is none."""
+    """Reads settings and dimensions of a folder's comparison; None if there is none."""
     path = folder / SETTINGS
     if not path.exists():
         foreign = [name for name in (CELLS, TABLE) if (folder / name).exists()]
@@ -176,8 +178,9 @@ def _kept_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None
 
 
 def _check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    new = json.loads(_dumps(settings))
-    if names := [name for name in {**new, **kept} if kept.get(name, ...) != new.get(name, ...)]:
+    wanted = json.loads(_dumps(settings))
+    names = [name for name in {**wanted, **kept} if kept.get(name, ...) != wanted.get(name, ...)]
+    if names:
         raise ValueError(
             f"{folder} holds a comparison with other {', '.join(names)}: "
             "choose another folder or remove this one"
@@ -185,27 +188,31 @@ def _check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str
 
 
 def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, earlier and now."""
+    """Joins the dimensions of earlier calls with those of this one."""
     joined = {
         name: [*kept[name], *(value for value in asked[name] if value not in kept[name])]
         for name in ("methods", "lengths", "questions")
     }
     tasks, cases = {**kept["tasks"], **asked["tasks"]}, max(kept["cases"], asked["cases"])
     if asked["cases"] < kept["cases"]:
-        tasks |= kept["tasks"]  # floors of data sets are means over the cases
+        # Floors of data sets are means over the cases: those of more cases stay.
+        tasks |= kept["tasks"]
     joined |= {"lengths": sorted(joined["lengths"]), "tasks": tasks, "cases": cases}
     return {name: joined[name] for name in asked}
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Gives what `--json` prints: a function of model, text, settings and seed, without times."""
+    """Returns the object that `--json` prints.
+
+    It depends on model, text, settings and seed alone, and holds no times.
+    """
     floors = [list(panel) for panel in results.panels() if results.at_floor(panel)]
     rows = [_plain(row._asdict()) for row in results.rows()]
     return {"settings": _plain(results.settings), "at_floor": floors, "rows": rows}
 
 
 def as_csv(results: Results) -> str:
-    """Gives what `results.csv` has: a line per row."""
+    """Returns the content of `results.csv`, a line per row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -221,7 +228,7 @@ def as_csv(results: Results) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value in dicts and lists, with floats rounded to six decimals: further ones are noise."""
+    """Converts a value to dicts and lists; floats get six decimals, as further ones are noise."""
     if isinstance(value, Estimate):
         value = value._asdict()
     if isinstance(value, Mapping):
@@ -232,4 +239,5 @@ def _plain(value: Any) -> Any:
 
 
 def _dumps(value: Any) -> str:
+    # NaN is not valid JSON, and must not come into a file.
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

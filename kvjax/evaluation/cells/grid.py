@@ -1,4 +1,4 @@
-"""What a comparison covers: methods × budgets × tasks × lengths × questions as one value."""
+"""The grid of a comparison: methods × budgets × tasks × lengths × questions as one value."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ DEFAULT_TASKS = ("needle", "multi_needle", *MEASURES)
 QUESTIONS = ("inside", "after")
 CASES = 20
 MOST_DEPTHS = 1_000
-"""The most depths, over which the cases of a task are spread."""
+"""Maximum number of depths over which the cases of a task are spread."""
 
 MOST_CASES = 100_000
-"""The most cases of a task."""
+"""Maximum number of cases of a task."""
 
 MOST_MEASURED = {"perplexity": 30, "attention": 4}
-"""The most cases of what is measured without questions: windows of the text, and prompts of the
+"""Maximum number of cases of measures without questions: windows of the text, and prompts of the
 first task."""
 
 CandidateKey = tuple[str, int | float | None]
@@ -53,9 +53,9 @@ class Candidate:
     """A method with its budget.
 
     Args:
-      method: as it was written, `"snapkv"`, `"every(snapkv, steps=64)"`.
-      budget: slots or share of the prompt; None where the method takes none or names its own.
-      transform: what the two make.
+      method: the method as text, such as `"snapkv"` or `"every(snapkv, steps=64)"`.
+      budget: slots or share of the prompt; None if the method takes none or names its own.
+      transform: the transform of method and budget.
     """
 
     method: str
@@ -64,10 +64,11 @@ class Candidate:
 
     @classmethod
     def of(cls, method: str, budget: int | float) -> Candidate:
-        """A method with a budget, or with None where budgets change nothing."""
-        transform, other = parse(method, budget), 0.25 if budget == 0.5 else 0.5
+        """Makes a candidate of a method; its budget is None if budgets change nothing."""
+        # A method that ignores the budget gives the same transform for another budget.
+        transform, other_budget = parse(method, budget), 0.25 if budget == 0.5 else 0.5
         with contextlib.suppress(ValueError):
-            if parse(method, other) == transform:
+            if parse(method, other_budget) == transform:
                 budget = None
         return cls(method, budget, transform)
 
@@ -78,16 +79,16 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Method and budget for people."""
+        """Method and budget as text for people."""
         return _name(self.method, self.budget)
 
     def named(self) -> dict[str, Any]:
-        """Method and budget as `--json` prints them."""
+        """Returns method and budget as `--json` prints them."""
         return {"method": self.method, "budget": self.budget}
 
 
 def _name(method: str, budget: int | float | None) -> str:
-    """Method and budget for people."""
+    """Formats method and budget for people."""
     return method if budget is None else f"{method} {budget}"
 
 
@@ -95,10 +96,10 @@ class Unit(NamedTuple):
     """Prompts that are read together, once for all methods.
 
     Args:
-      task: a name of `kvjax.evaluation.TASKS`.
-      length: tokens of each prompt, the most of them in tasks of given documents.
-      question: `"inside"`: the question is part of what is compressed; `"after"`: it is asked when
-        the text before it has been read and compressed. None in tasks without questions.
+      task: a name in `kvjax.evaluation.TASKS`.
+      length: tokens of each prompt; in tasks from data sets, the maximum.
+      question: `"inside"`: the question is compressed with the text; `"after"`: it is asked after
+        the text before it was read and compressed. None in tasks without questions.
       first, stop: the task's cases, `first` to `stop - 1`.
     """
 
@@ -109,10 +110,10 @@ class Unit(NamedTuple):
     stop: int
 
     def __str__(self) -> str:
-        """What a progress display says of it."""
-        what = self.task.replace("_", " ")
-        asked = "" if self.question is None else f" · question {self.question}"
-        return f"{what} · {self.length:,} tokens{asked} · cases {self.first + 1}-{self.stop}"
+        """Returns the text for a progress display."""
+        task = self.task.replace("_", " ")
+        question = "" if self.question is None else f" · question {self.question}"
+        return f"{task} · {self.length:,} tokens{question} · cases {self.first + 1}-{self.stop}"
 
 
 class Cell(NamedTuple):
@@ -128,7 +129,7 @@ class Cell(NamedTuple):
 
     @property
     def unit(self) -> Unit:
-        """The prompts."""
+        """The prompts of the cell."""
         return Unit(*self[:5])
 
     @property
@@ -138,31 +139,31 @@ class Cell(NamedTuple):
 
     @property
     def candidate(self) -> str:
-        """Method and budget for people."""
+        """Method and budget as text for people."""
         return _name(*self.key)
 
     def __str__(self) -> str:
-        """What a message says of it."""
+        """Returns the text for a message."""
         return f"{self.candidate} · {self.unit}"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Everything that is compared; `Grid.of` checks it.
+    """The grid of a comparison; `Grid.of` checks it.
 
     Args:
       candidates: methods with budgets, the full cache first.
-      tasks: of `kvjax.evaluation.TASKS`.
+      tasks: names in `kvjax.evaluation.TASKS`.
       lengths: prompt tokens, question included.
-      questions: where the question stands, of `"inside"` and `"after"`.
-      depths: shares of the text before what is asked for, over which the cases of tasks are spread
-        whose depth can be chosen: case i has depth i modulo their number.
-      cases: per task, length and question, 30 of `perplexity` and 4 of `attention` at most; every
-        candidate sees the same ones.
-      seed: of the cases.
-      chat: whether prompts of published tasks are messages of the model's chat template; None: as
-        each benchmark has it. Those of `kvjax.evaluation.tasks.OWN_TASKS` never are.
-      max_new: most new tokens of an answer; None: as many as each task says.
+      questions: places of the question, `"inside"`, `"after"` or both.
+      depths: shares of the text before the part that is asked for. Tasks whose depth can be chosen
+        spread their cases over them: case i has depth i modulo their number.
+      cases: number of cases per task, length and question; at most 30 of `perplexity` and 4 of
+        `attention`. Every candidate sees the same cases.
+      seed: seed of the cases.
+      chat: whether prompts of published tasks are messages in the model's chat template; None
+        follows each benchmark. Prompts of `kvjax.evaluation.tasks.OWN_TASKS` never are.
+      max_new: maximum new tokens of an answer; None: the number of each task.
     """
 
     candidates: tuple[Candidate, ...]
@@ -190,16 +191,16 @@ class Grid:
         chat: bool | None = None,
         max_new: int | None = None,
     ) -> Grid:
-        """A grid of these methods and budgets; duplicates count once.
+        """Makes a grid of methods and budgets; duplicates count once.
 
         Args:
-          methods: names and compositions as `kvjax.parse` reads them. `full` is always there.
-          budgets: each for every method that takes one.
+          methods: names and compositions for `kvjax.parse`. `full` is always added.
+          budgets: budgets for every method that takes one.
           lengths, questions, depths, tasks, cases, seed, chat, max_new: as the fields.
 
         Raises:
-          TypeError, ValueError: what `kvjax.parse` raises, an empty list, an unknown task, a number
-            out of range, more than `MOST_DEPTHS` or `MOST_CASES`.
+          TypeError, ValueError: `kvjax.parse` raises, a list is empty, a task is unknown, a number
+            is out of range, or there are more than `MOST_DEPTHS` or `MOST_CASES`.
 
         Example:
           >>> from kvjax.evaluation import Grid
@@ -229,6 +230,7 @@ class Grid:
                 raise TypeError(f"depth must be a number, got {brief(depth)}")
             if not 0 <= depth <= 1:
                 raise ValueError(f"depth must lie between 0 and 1, got {depth}")
+        # 1 == 1.0, so that the two would be one key of the results.
         if len(set(budgets)) < len(set(map(repr, budgets))):
             raise ValueError("budgets 1 (slot) and 1.0 (the whole prompt) cannot be told apart")
         for length in lengths:
@@ -241,9 +243,9 @@ class Grid:
             check_count("max_new", max_new, 1)
         if chat is not None:
             check_flag("chat", chat)
-        every = itertools.product(["full", *(method.strip() for method in methods)], budgets)
+        pairs = itertools.product(["full", *(method.strip() for method in methods)], budgets)
         return cls(
-            candidates=tuple(dict.fromkeys(itertools.starmap(Candidate.of, every))),
+            candidates=tuple(dict.fromkeys(itertools.starmap(Candidate.of, pairs))),
             tasks=tuple(dict.fromkeys(tasks)),
             lengths=tuple(sorted({int(length) for length in lengths})),
             questions=tuple(place for place in QUESTIONS if place in questions),
@@ -255,30 +257,30 @@ class Grid:
         )
 
     def check_model(self, num_layers: int) -> None:
-        """Raises what `kvjax.bind` raises for a model of so many layers."""
+        """Raises the errors of `kvjax.bind` for a model with `num_layers` layers."""
         for candidate in self.candidates:
             bind(candidate.transform, num_layers)
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The tasks that ask questions."""
+        """Tasks that ask questions."""
         return tuple(task for task in self.tasks if task in ANSWERS)
 
     def settings(self) -> dict[str, Any]:
-        """What determines a result besides its cell, in the form that is written to files."""
+        """Returns the settings that determine a result besides its cell, as written to files."""
         return {
             "seed": self.seed, "depths": self.depths, "chat": self.chat, "max_new": self.max_new,
         }  # fmt: skip
 
     def asked(self) -> dict[str, Any]:
-        """What the cells are made of, in the form that is written to files."""
+        """Returns the dimensions of the grid in the form that is written to files."""
         return {
             "methods": [candidate.key for candidate in self.candidates], "lengths": self.lengths,
             "questions": self.questions, "cases": self.cases,
         }  # fmt: skip
 
     def units(self, task: str, length: int, cases: int, rows: int) -> Iterator[Unit]:
-        """The prompts of a task that are read together, so many rows at a time."""
+        """Yields the units of a task, with `rows` prompts that are read together."""
         questions = self.questions if task in ANSWERS else (None,)
         for question, first in itertools.product(questions, range(0, cases, rows)):
             yield Unit(task, length, question, first, min(first + rows, cases))

@@ -1,4 +1,4 @@
-"""What a comparison found: a row for each method on each task."""
+"""Results of a comparison: a row for each method on each task."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from kvjax.evaluation.tasks import MEASURES
 from .estimates import Estimate
 from .grid import Cell
 
-_FLOOR_MARGIN = 0.05  # above a task's floor, below which the full cache has shown nothing
+# A full cache whose score is less than this above the task's floor has shown nothing.
+_FLOOR_MARGIN = 0.05
 
 
 class Row(NamedTuple):
-    """A method on one task, over all cases. None: it was not measured, or does not apply.
+    """Figures of a method on one task, over all cases. None: not measured, or not applicable.
 
     Args:
       task, length, question: the prompts, as in `Unit`.
       method, budget: the candidate.
-      score: mean of the scores: 0 to 1 for answers, nats per token for `perplexity`, the error for
+      score: mean score: 0 to 1 for answers, nats per token for `perplexity`, the error for
         `attention`.
-      difference: the same of its scores minus those of the full cache, case by case.
-      prompt_tokens: of a prompt, question included: a mean.
-      slots: the budget as slots of such a prompt, rounded down; None where the method has none.
-      live_slots: that held something after the prompt: a mean over layers, rows and lists.
-      cache_bytes, full_cache_bytes: of a prompt's cache, and of the full cache: means.
+      difference: mean of the scores minus those of the full cache, case by case.
+      prompt_tokens: mean tokens of a prompt, question included.
+      slots: the budget as slots of a prompt of mean length, rounded down; None if the method has no
+        budget.
+      live_slots: slots in use after the prompt, a mean over layers, rows and lists.
+      cache_bytes, full_cache_bytes: mean bytes of a prompt's cache, and of its full cache.
       dropped: tokens that found no free slot.
-      depths: depth → its cases alone.
-      quarters: of perplexity, nats per token of each quarter of what follows the prompt.
-      recall: of attention, the mean share of the tokens with the most attention that were kept.
-      layer_recall, layer_error: of attention, for each layer.
-      failed: why some cases have no result, in one line; None if all have one.
+      depths: estimate of the score at each depth.
+      quarters: nats per token of each quarter of the continuation, for `perplexity`.
+      recall: mean share of the most attended tokens that were kept, for `attention`.
+      layer_recall, layer_error: recall and error of each layer, for `attention`.
+      failed: reason why some cases have no result, in one line; None if all have one.
     """
 
     task: str
@@ -67,39 +69,40 @@ class Row(NamedTuple):
 
     @property
     def panel(self) -> tuple[str, int, str | None]:
-        """Task, length and question: what rows are compared within."""
+        """Task, length and question; rows with an equal panel are compared."""
         return self.task, self.length, self.question
 
     @property
     def share(self) -> float | None:
-        """Bytes as a share of the full cache's."""
+        """Bytes of the cache as a share of the full cache's."""
         return None if self.cache_bytes is None else self.cache_bytes / self.full_cache_bytes
 
 
 @dataclass(frozen=True)
 class Results:
-    """What `kvjax.evaluation.compare` found.
+    """Results of `kvjax.evaluation.compare`.
 
     Args:
-      settings: everything that determines the results, and what was asked for: `methods` (pairs of
-        method and budget), `tasks` (name → metric and floor), `lengths`, `questions`, `cases`.
-      records: every finished or failed cell → what was measured, or `{"failed": reason}`.
+      settings: everything that determines the results, and the dimensions of the grid: `methods`
+        (pairs of method and budget), `tasks` (metric and floor by name), `lengths`, `questions`,
+        `cases`.
+      records: measurements of every finished cell, and `{"failed": reason}` of every failed one.
     """
 
     settings: Mapping[str, Any]
     records: Mapping[Cell, Mapping[str, Any]]
 
     def failures(self) -> list[tuple[Cell, str]]:
-        """The cells that failed, each with its reason in one line."""
+        """Returns the cells that failed, each with its reason in one line."""
         return [(cell, r["failed"]) for cell, r in self._current.items() if "failed" in r]
 
     def rows(self) -> list[Row]:
-        """One row for each task, length, question, method and budget of which there are cells."""
+        """Returns a row for each task, length, question, method and budget that has cells."""
         return list(self._rows.values())
 
     @cached_property
     def _groups(self) -> dict[tuple, dict[Cell, Mapping[str, Any]]]:
-        """The cells of each row."""
+        """Cells of each row."""
         groups: dict[tuple, dict[Cell, Mapping[str, Any]]] = {}
         for cell, record in self.records.items():
             key = cell.task, cell.length, cell.question, cell.method, cell.budget
@@ -108,7 +111,7 @@ class Results:
 
     @cached_property
     def _current(self) -> dict[Cell, Mapping[str, Any]]:
-        """The records of the cells that rows are made of, in the order of the records."""
+        """Records of the cells that rows are made of, in their original order."""
         cells = {cell for group in self._groups.values() for cell in group}
         return {cell: record for cell, record in self.records.items() if cell in cells}
 
@@ -122,18 +125,18 @@ class Results:
         }
 
     def panels(self) -> dict[tuple[str, int, str | None], list[Row]]:
-        """The rows of each task, length and question, the full cache first."""
+        """Returns the rows of each task, length and question, the full cache first."""
         panels: dict[tuple, list[Row]] = {}
         for row in self.rows():
             panels.setdefault(row.panel, []).append(row)
         return panels
 
     def at_floor(self, panel: tuple[str, int, str | None]) -> bool:
-        """Whether the full cache does no better than without the context.
+        """Returns whether the full cache does no better than without the context.
 
-        That is so where the lower end of its interval is less than 0.05 above the task's floor:
-        then the task shows nothing of a method, and its rows are not ranked. Where the full cache
-        has no score, nothing is known of it.
+        That is so if the lower end of its interval is less than 0.05 above the task's floor. The
+        task then shows nothing of a method, and its rows are not ranked. The result is False if the
+        task has no floor or the full cache has no score.
         """
         floor = self.settings["tasks"][panel[0]]["floor"]
         full = [row.score for row in self.rows() if row.panel == panel and row.method == "full"]
@@ -142,7 +145,7 @@ class Results:
         return full[0].low < floor + _FLOOR_MARGIN
 
     def dropped(self) -> dict[str, int]:
-        """Method and budget → tokens that were lost, where there are any."""
+        """Returns the lost tokens by method and budget, if there are any."""
         dropped: Counter[str] = Counter()
         for cell, record in self._current.items():
             if lost := record.get("dropped", 0):
@@ -150,7 +153,7 @@ class Results:
         return dict(dropped)
 
     def missing(self) -> int:
-        """How many rows have no cases yet, or fewer than others of their panel."""
+        """Returns the number of rows with no cases yet, or fewer than others of their panel."""
         most: dict[tuple, int] = {}
         for row in self.rows():
             if row.score is not None:
@@ -163,17 +166,18 @@ class Results:
         return sum(map(is_short, self._keys()))
 
     def _keys(self) -> Iterator[tuple]:
-        """What rows there may be, in the order in which they are shown."""
-        asked = self.settings
-        for length in asked["lengths"]:
-            for task in asked["tasks"]:
-                for question in (None,) if task in MEASURES else asked["questions"]:
-                    for method, budget in asked["methods"]:
+        """Yields the keys of all possible rows in display order."""
+        grid = self.settings
+        for length in grid["lengths"]:
+            for task in grid["tasks"]:
+                for question in (None,) if task in MEASURES else grid["questions"]:
+                    for method, budget in grid["methods"]:
                         yield task, length, question, method, budget
 
     def _row(
         self, key: tuple, cells: Mapping[Cell, Mapping[str, Any]], full: Mapping[Cell, Mapping]
     ) -> Row:
+        """Makes a row of its cells and of the full cache's cells for the same prompts."""
         task, length, _, _, budget = key
         reasons = [f"{cell.unit}: {r['failed']}" for cell, r in cells.items() if "failed" in r]
         failed = "; ".join(dict.fromkeys(reasons)) or None
@@ -191,7 +195,7 @@ class Results:
         weights = [len(record["scores"]) for record in records]
 
         def mean_of(name: str) -> float:
-            """A mean over the units, each of which counts as often as it has cases."""
+            """Returns a mean over the units, weighted by their numbers of cases."""
             return float(np.average([record[name] for record in records], weights=weights))
 
         row = row._replace(
@@ -199,10 +203,11 @@ class Results:
             full_cache_bytes=round(mean_of("full_cache_bytes")),
         )  # fmt: skip
         baseline = _scores(full)
-        both = [case for case in scores if case in baseline]
-        if both:
-            off = [scores[case] - baseline[case] for case in both]
-            row = row._replace(difference=Estimate.resampled(off))
+        shared_cases = [case for case in scores if case in baseline]
+        if shared_cases:
+            differences = [scores[case] - baseline[case] for case in shared_cases]
+            # Differences may be -1, so that Wilson's interval does not apply.
+            row = row._replace(difference=Estimate.resampled(differences))
         if task == "perplexity":
             quarters = np.average([r["quarters"] for r in records], axis=0, weights=weights)
             return row._replace(quarters=tuple(map(float, quarters)))
@@ -219,16 +224,21 @@ class Results:
 
 
 def _without_parts(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[Cell, Mapping[str, Any]]:
-    """The cells whose cases are not all in a larger one, which came with more cases."""
+    """Returns the cells that are not part of a larger one.
 
-    def inside(cell: Cell, other: Cell) -> bool:
-        return cell != other and other.first <= cell.first and cell.stop <= other.stop
+    Such a part remains in a folder if a later call with more cases measured the larger cell.
+    """
 
-    return {cell: cells[cell] for cell in cells if not any(inside(cell, other) for other in cells)}
+    def inside(cell: Cell, larger: Cell) -> bool:
+        return cell != larger and larger.first <= cell.first and cell.stop <= larger.stop
+
+    return {
+        cell: cells[cell] for cell in cells if not any(inside(cell, larger) for larger in cells)
+    }
 
 
 def _scores(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[int, float]:
-    """Case number → score, of the cells that did not fail."""
+    """Returns scores by case number, of the cells that did not fail."""
     return {
         cell.first + number: score
         for cell, record in cells.items()
@@ -237,7 +247,7 @@ def _scores(cells: Mapping[Cell, Mapping[str, Any]]) -> dict[int, float]:
 
 
 def _attention(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the units of a method."""
+    """Returns recall and error as means over the units of a method."""
     weights = [r["cases"] for r in records]
     recall, error = (
         np.average([r[name] for r in records], axis=0, weights=weights)

@@ -1,1 +1,1 @@
-"""How a comparison runs: its prompts, and what is measured in each cell."""
+"""Runs of a comparison: its prompts, and the measurement of each cell."""

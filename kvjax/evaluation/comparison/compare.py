@@ -1,4 +1,4 @@
-"""Runs a comparison: each prompt is read once for all methods, each finished cell is kept."""
+"""Runs a comparison: each prompt is read once for all methods, and finished cells are kept."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from kvjax.protocol import KVTransform
 from .material import Material
 
 OnProgress = Callable[[int, int, str], None]
-Found = dict[str, Any]  # what was measured in a cell, or why nothing was
+Measured = dict[str, Any]  # the measurements of a cell, or the reason why it failed
 
-_ROWS_BYTES = 2**31  # of the full cache of all prompts that are read together, about
-# It divides the usual numbers of cases, and so most units have one shape to compile.
+_ROWS_BYTES = 2**31  # rough limit on the full cache of all prompts that are read together
+# Ten divides the usual numbers of cases, so that most units have the same shape to compile.
 _MOST_ROWS = 10
-_COMPRESSING = 0.1  # cost of a method on a prompt, as a share of reading the prompt, roughly
+_COMPRESSING = 0.1  # rough cost of a method on a prompt, as a share of reading the prompt
 
 
 def compare(
@@ -55,46 +55,50 @@ def compare(
     on_progress: OnProgress | None = None,
     **grid: Any,
 ) -> Results:
-    """Compares methods of compression by what a model still answers.
+    """Compares methods of compression by the quality of a model's answers.
 
-    Per task, method, budget and length: the mean score of greedy answers, with the question inside
-    of what is compressed, or asked after the text before it has been read and compressed. The task
-    `perplexity` is the loss, in nats, of held-out tokens that go through the compressed cache one
-    by one (the last 128 of a window of `length` tokens, or a quarter of it); `attention` is recall
-    and attention error while an answer is given (`measure_fidelities`). Every method sees the same
-    cases and windows.
+    For each task, method, budget and length it measures the mean score of greedy answers. The
+    question is compressed with the text (`"inside"`), or it is asked after the text before it was
+    read and compressed (`"after"`). Two tasks ask no questions:
 
-    A prompt is read once for all methods that differ only afterwards
-    (`kvjax.evaluation.ReadOnce`), several rows at a time; how many follows from the model's sizes.
+    - `perplexity` is the loss, in nats, of held-out tokens that go through the compressed cache one
+      by one. They are the last 128 of a window of `length` tokens, or its last quarter if that is
+      less.
+    - `attention` is recall and attention error while an answer is given (`measure_fidelities`).
+
+    Every method sees the same cases and windows.
+
+    A prompt is read once for all methods that read it alike (`kvjax.evaluation.ReadOnce`), several
+    rows at a time. The number of rows follows from the model's sizes.
 
     A method that needs a calibration (InfiniGen) gets it from the first 2,048 tokens of the text,
-    or as many as the model has positions.
+    or from as many as the model has positions.
 
-    A cell that raises is recorded as failed and the others go on. kvjax's compiled code is dropped
-    when the process has half of the machine's memory, or half of the memory maps that Linux gives
-    a process; with a compilation cache, it is then read again.
+    A cell that raises is recorded as failed, and the comparison continues. kvjax's compiled code is
+    dropped when the process has half of the machine's memory, or half of the memory maps that Linux
+    gives a process; with a compilation cache, it is then read again.
 
     Args:
       model: as for `kvjax.generate`.
-      tokenizer: of the model, from `transformers`.
-      text: filler of the tasks that hide something and text of the perplexity; the model should not
-        know it.
+      tokenizer: tokenizer of the model, from `transformers`.
+      text: filler of the tasks that hide something, and text for the perplexity; the model should
+        not know it.
       data: folder with the files of data sets, for tasks that need it.
-      end_tokens: a continuation ends at one of them; the tokenizer's by default. What ends an
-        answer in its chat template (`kvjax.chat_end_tokens`) ends one too, unless `chat` is False.
-      name: of the model, for the files.
-      out: folder for what `write_report` writes. Finished cells are kept in it, with their answers
-        and seconds: the same call goes on where an interrupted one stopped, and a call with more
-        methods, budgets, tasks, lengths or cases measures what is missing. None writes nothing.
-      on_progress: called before every unit and at the end with the work done, the whole work (both
-        in tokens to read, roughly), and a name for what is measured next.
+      end_tokens: tokens that end a continuation; the tokenizer's end token by default. The end
+        tokens of its chat template (`kvjax.chat_end_tokens`) are added, unless `chat` is False.
+      name: name of the model, for the files.
+      out: folder for the files of `write_report`; None writes nothing. Finished cells are kept in
+        it, with their answers and seconds. So the same call continues an interrupted one, and a
+        call with more methods, budgets, tasks, lengths or cases measures only the missing cells.
+      on_progress: called before every unit and at the end with the work done, the total work (both
+        in tokens to read, roughly), and a name for the next unit.
       grid: methods, budgets, tasks, lengths, questions, depths, cases, seed, chat, max_new; see
         `Grid.of`.
 
     Raises:
-      TypeError, ValueError: before anything is computed or written: what `Grid.of` and
-        `kvjax.generate` raise, a text too short, a folder that cannot be written to or that holds
-        a comparison of something else, or of other prompts.
+      TypeError, ValueError: raised before anything is computed or written, if `Grid.of` or
+        `kvjax.generate` raises, if the text is too short, or if the folder cannot be written to or
+        holds a comparison of something else or of other prompts.
 
     Example:
       >>> from kvjax.evaluation import compare
@@ -123,7 +127,7 @@ def run(
     out: str | os.PathLike[str] | None = None,
     on_progress: OnProgress | None = None,
 ) -> Results:
-    """`compare` for a grid whose prompts have been made; arguments as there."""
+    """Runs `compare` for a grid whose prompts were made before; the arguments are the same."""
     grid, functional = material.grid, as_functional(model)
     grid.check_model(functional.num_layers)
     material.check(functional)
@@ -132,13 +136,14 @@ def run(
     if end_tokens is None:
         end = material.tokenizer.eos_token_id
         end_tokens = () if end is None else (end,)
-    ends = () if grid.chat is False else chat_end_tokens(material.tokenizer)
-    end_tokens = tuple(dict.fromkeys((*map(int, end_tokens), *ends)))
-    described = dict(Fingerprint.of(functional).content)
+    chat_ends = () if grid.chat is False else chat_end_tokens(material.tokenizer)
+    end_tokens = tuple(dict.fromkeys((*map(int, end_tokens), *chat_ends)))
+    fingerprint = dict(Fingerprint.of(functional).content)
+    # These settings identify the comparison: a folder with other ones is refused.
     settings = {
         "model": name,
-        "weights": checksum(described.pop("weights")),
-        "computation": checksum(described),
+        "weights": checksum(fingerprint.pop("weights")),
+        "computation": checksum(fingerprint),
         "text": material.fingerprint(),
         "end_tokens": list(end_tokens),
         **grid.settings(),
@@ -152,7 +157,7 @@ def run(
     _measure_all(measure, journal, on_progress or (lambda done, total, what: None))
     results = journal.results()
     if out is not None:
-        # Imported here: `kvjax.evaluation` takes less time to import without matplotlib.
+        # Imported here so that `kvjax.evaluation` does without matplotlib, which imports slowly.
         from kvjax.evaluation.report.report import write_report
 
         write_report(results, Path(out))
@@ -162,19 +167,20 @@ def run(
 def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) -> None:
     """Measures every cell that the journal does not have, unit by unit."""
     grid = measure.material.grid
-    todo = {}
+    unfinished = {}
     for unit in measure.units():
         missing = [c for c in grid.candidates if Cell(*unit, *c.key) not in journal.finished]
         if missing:
-            todo[unit] = missing
+            unfinished[unit] = missing
     costs = {  # in tokens read
         unit: round((unit.stop - unit.first) * unit.length * (1 + _COMPRESSING * len(missing)))
-        for unit, missing in todo.items()
+        for unit, missing in unfinished.items()
     }
     done, total = 0, sum(costs.values())
-    for unit, missing in todo.items():
+    for unit, missing in unfinished.items():
         report(done, total, str(unit))
         for candidate, record in measure.unit(unit, missing):
+            # Cells are kept one by one, so that an interruption loses one at most.
             journal.add(Cell(*unit, *candidate.key), record)  # pyright: ignore[reportCallIssue]
             drop_compiled_code()
         done += costs[unit]
@@ -182,20 +188,20 @@ def _measure_all(measure: _Measure, journal: files.Journal, report: OnProgress) 
 
 
 class _Measure:
-    """What is measured in the cells of a unit, candidate by candidate."""
+    """Measures the cells of a unit, candidate by candidate."""
 
     def __init__(
         self, material: Material, model: FunctionalModel, end_tokens: tuple[int, ...]
     ) -> None:
         self.material, self.model, self.end_tokens = material, model, end_tokens
         self._decode = decoder(material.tokenizer)
-        # On the first tokens of the text, and once per transform.
+        # Candidates of several units share a transform, which is calibrated once.
         self.calibrated = functools.cache(
             lambda tx: calibrated(tx, model, [material.sample(model.max_positions)])
         )
 
     def units(self) -> Iterator[Unit]:
-        """All units of the grid in order."""
+        """Yields all units of the grid in order."""
         grid = self.material.grid
         for length in grid.lengths:
             for task in grid.tasks:
@@ -203,32 +209,34 @@ class _Measure:
                 yield from grid.units(task, length, cases, self._rows(length))
 
     def _rows(self, length: int) -> int:
-        """How many prompts are read together."""
+        """Returns how many prompts of a length are read together."""
         model = self.model
-        token = 8 * model.num_layers * model.kv_heads * model.head_dim  # float32, key and value
-        return max(1, min(_MOST_ROWS, _ROWS_BYTES // (token * length)))
+        # A token's key and value in float32.
+        token_bytes = 8 * model.num_layers * model.kv_heads * model.head_dim
+        return max(1, min(_MOST_ROWS, _ROWS_BYTES // (token_bytes * length)))
 
     def unit(
         self, unit: Unit, candidates: Sequence[Candidate]
-    ) -> Iterator[tuple[Candidate, Found]]:
-        """Each candidate with what was found, or with the reason why nothing was."""
+    ) -> Iterator[tuple[Candidate, Measured]]:
+        """Yields each candidate with its measurements, or with the reason why it failed."""
         measures = {"perplexity": self.perplexity, "attention": self.attention}
         yield from measures.get(unit.task, self.answers)(unit, candidates)
 
     def answers(
         self, unit: Unit, candidates: Sequence[Candidate]
-    ) -> Iterator[tuple[Candidate, Found]]:
-        """Scores of the answers, the texts, the bytes of the caches, and what was lost."""
+    ) -> Iterator[tuple[Candidate, Measured]]:
+        """Measures scores of the answers, their texts, bytes of the caches, and lost tokens."""
         task = self.material.task(unit.task, unit.length)
         cases = task.cases[unit.first : unit.stop]
         inside = unit.question == "inside"
         prompts = [case.prompt if inside else case.context for case in cases]
         questions = None if inside else [case.question for case in cases]
         most_new = self.material.most_new(unit.task, unit.length, unit.first, unit.stop)
-        asked = 0 if inside else max(map(len, questions))
+        question_length = 0 if inside else max(map(len, questions))
 
-        def answer(context: Context) -> Found:
-            held = _live_slots(context)
+        def answer(context: Context) -> Measured:
+            # Counted first: `generate` donates the context's caches.
+            live_slots = _live_slots(context)
             result = generate(
                 self.model, questions, context=context, donate=True, max_new_tokens=most_new,
                 end_tokens=self.end_tokens,
@@ -240,21 +248,21 @@ class _Measure:
                 "scores": scores, "depths": [case.depth for case in cases], "texts": texts,
                 "prompt_tokens": [len(case.prompt) for case in cases],
                 "new_tokens": [len(tokens) for tokens in result.tokens],
-                "live_slots": held, "cache_bytes": result.cache_bytes // len(cases),
+                "live_slots": live_slots, "cache_bytes": result.cache_bytes // len(cases),
                 "full_cache_bytes": result.full_cache_bytes // len(cases),
                 "dropped": result.dropped,
             }  # fmt: skip
 
-        yield from self._each(prompts, candidates, answer, asked, most_new)
+        yield from self._each(prompts, candidates, answer, question_length, most_new)
 
     def perplexity(
         self, unit: Unit, candidates: Sequence[Candidate]
-    ) -> Iterator[tuple[Candidate, Found]]:
-        """Nats per token of each window, and of each quarter of what follows the prompt."""
+    ) -> Iterator[tuple[Candidate, Measured]]:
+        """Measures nats per token of each window, and of each quarter of its continuation."""
         rows, prompt = self.material.windows(unit.length)
         rows = rows[unit.first : unit.stop]
 
-        def loss(context: Context) -> Found:
+        def loss(context: Context) -> Measured:
             sizes = {
                 "cache_bytes": context.nbytes // len(rows),
                 "full_cache_bytes": context.full_nbytes // len(rows),
@@ -270,8 +278,8 @@ class _Measure:
 
     def attention(
         self, unit: Unit, candidates: Sequence[Candidate]
-    ) -> Iterator[tuple[Candidate, Found]]:
-        """Recall and attention error per layer, while the answer is given."""
+    ) -> Iterator[tuple[Candidate, Measured]]:
+        """Measures recall and attention error per layer while the answer is given."""
         prompts, most_new = self.material.attention_prompts(unit.length)
         prompts = prompts[unit.first : unit.stop]
         ready = yield from self._ready(candidates)
@@ -279,20 +287,21 @@ class _Measure:
         fidelities = measure_fidelities(
             self.model, list(ready.values()), prompts, new_tokens=most_new
         )
+        # All methods are measured in one call, whose seconds count for the first of them.
         for candidate, fidelity in zip(ready, fidelities, strict=True):
             yield candidate, _try(functools.partial(_per_layer, fidelity), start)
             start = time.perf_counter()
 
     def _ready(
         self, candidates: Sequence[Candidate]
-    ) -> Generator[tuple[Candidate, Found], None, dict[Candidate, KVTransform]]:
-        """The candidates' transforms, calibrated; yields the candidates of which that failed."""
+    ) -> Generator[tuple[Candidate, Measured], None, dict[Candidate, KVTransform]]:
+        """Returns the candidates' calibrated transforms; yields the candidates that failed."""
         ready = {}
         for candidate in candidates:
             try:
                 ready[candidate] = self.calibrated(candidate.transform)
                 bind(ready[candidate], self.model.num_layers, self.model.windows)
-            except Exception as error:
+            except Exception as error:  # a method may fail in any way
                 yield candidate, _failed(error)
         return ready
 
@@ -300,32 +309,40 @@ class _Measure:
         self,
         prompts: list[list[int]],
         candidates: Sequence[Candidate],
-        measure: Callable[[Context], Found],
-        asked: int,
+        measure: Callable[[Context], Measured],
+        question_length: int,
         most_new: int,
-    ) -> Iterator[tuple[Candidate, Found]]:
-        """`measure` of each candidate's context, after the prompts have been read once.
+    ) -> Iterator[tuple[Candidate, Measured]]:
+        """Reads the prompts once, and yields `measure` of each candidate's context.
 
-        `asked` tokens at most follow them as a question, and `most_new` of the answer.
+        Args:
+          prompts: token ids of each row.
+          candidates: methods with budgets.
+          measure: returns the measurements of a compressed context.
+          question_length: maximum tokens of a question that follows.
+          most_new: maximum tokens of the answer.
         """
+        # Sizes are rounded up to buckets, so that units of similar sizes share compiled code.
         longest = max(map(len, prompts))
         padded = bucket(longest, self.model.max_positions, None)
-        room = bucket(asked, None, None) if asked else 0
+        room = bucket(question_length, None, None) if question_length else 0
         ready = yield from self._ready(candidates)
         try:
             once = ReadOnce(
                 self.model, prompts, list(ready.values()), max_prompt=padded + room,
-                max_new=bucket(most_new, None, None), max_length=longest + asked + most_new,
+                max_new=bucket(most_new, None, None),
+                max_length=longest + question_length + most_new,
             )  # fmt: skip
         except Exception as error:
             yield from ((candidate, _failed(error)) for candidate in ready)
             return
         for candidate, transform in ready.items():
             start = time.perf_counter()
+            # The default argument binds this transform, as a closure would follow the loop.
             yield candidate, _try(lambda tx=transform: measure(once.context(tx)), start)
 
 
-def _per_layer(fidelity: Fidelity) -> Found:
+def _per_layer(fidelity: Fidelity) -> Measured:
     recall = fidelity.recall.astype(np.float64).mean((1, 2))
     error = fidelity.error.astype(np.float64).mean(1)
     if not (np.isfinite(recall).all() and np.isfinite(error).all()):
@@ -333,8 +350,8 @@ def _per_layer(fidelity: Fidelity) -> Found:
     return {"recall": recall.tolist(), "error": error.tolist(), "cases": fidelity.error.shape[1]}
 
 
-def _try(measure: Callable[[], Found], start: float) -> Found:
-    """What was measured, or the reason why nothing was, and the seconds since `start`."""
+def _try(measure: Callable[[], Measured], start: float) -> Measured:
+    """Returns the measurements, or the reason of a failure, with the seconds since `start`."""
     try:
         record = measure()
     except Exception as error:
@@ -342,13 +359,13 @@ def _try(measure: Callable[[], Found], start: float) -> Found:
     return {**record, "seconds": time.perf_counter() - start}
 
 
-def _failed(error: Exception) -> Found:
-    """What is kept of a method that failed, in whatever way: the other cells go on."""
+def _failed(error: Exception) -> Measured:
+    """Returns the record of a method that raised any error; the comparison continues."""
     reason = " ".join(str(error).split())
     return {"failed": f"{type(error).__name__}: {reason}"[:300], "seconds": 0.0}
 
 
 def _live_slots(context: Context) -> float:
-    """Slots that hold something after the prompt, a mean over layers, rows and lists."""
+    """Returns the slots in use after the prompt, a mean over layers, rows and lists."""
     layers = ([part.kv.live.sum(-1) for part in layer_caches(cache)] for cache in context.caches)
     return float(np.mean([np.concatenate(lists, axis=1).mean() for lists in layers]))

@@ -25,23 +25,24 @@ from kvjax.evaluation.tasks import (
 from kvjax.generation.prompt_checks import Sized, check_prompts
 from kvjax.protocol import Full
 
-_CONTINUATION = 128  # most tokens of a row that are predicted after the prompt
+_CONTINUATION = 128  # maximum tokens of a row that are predicted after the prompt
 _SAMPLE = 2048  # tokens of the text on which methods are calibrated
 _METRICS = {"perplexity": "nats per token", "attention": "attention error"}
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many there are
+_GOLDEN = (5**0.5 - 1) / 2  # any number of its multiples, modulo 1, is spread evenly
 
 
 class Material:
-    """The prompts and texts of a grid.
+    """Prompts and texts of a grid.
 
     Args:
-      grid: what is asked for.
-      tokenizer: of the model, from `transformers`.
-      text: filler of the tasks that hide something, and text of the perplexity.
+      grid: the cells that are wanted.
+      tokenizer: tokenizer of the model, from `transformers`.
+      text: filler of the tasks that hide something, and text for the perplexity.
       data: folder of the data sets.
 
     Raises:
-      ValueError: the text is too short, a length too small for a task, data absent or damaged.
+      ValueError: the text is too short, a length is too small for a task, or data is absent or
+        damaged.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class Material:
                 f"the text must have at least {longest} tokens for the longest prompts, "
                 f"got {len(self._tokens)}"
             )
-        self.task = functools.cache(self._task)  # so that it is freed with this object
+        # A cache of this object, so that the cases are freed with it.
+        self.task = functools.cache(self._task)
+        # All cases are made now, so that errors come before anything is measured.
         for name in grid.answers:
             for length in grid.lengths:
                 self.task(name, length)
 
     def _task(self, name: str, length: int) -> Task:
-        """A task's cases at one length; they follow from the grid's seed alone."""
+        """Makes a task's cases at one length; the grid's seed determines them."""
         grid = self.grid
         size = {"length": length, "cases": grid.cases}
         if name in OWN_TASKS:
@@ -73,12 +76,13 @@ class Material:
         return dataset(name, self.tokenizer, data=self._data, chat=grid.chat, **size)
 
     def check(self, model: Sized) -> None:
-        """Raises ValueError if a model, of which the configuration is enough, cannot read it."""
+        """Raises ValueError if a model cannot read the prompts; its configuration is enough."""
         grid, length = self.grid, self.grid.lengths[-1]
         for name in grid.answers:
             most_new = self.most_new(name, length)
             for case in self.task(name, length).cases:
                 check_prompts(model, [case.prompt], (Full(),), most_new)
+        # Without tasks that ask questions, attention is measured on windows of the text too.
         if "perplexity" in grid.tasks or not grid.answers:
             check_prompts(model, self.windows(length)[0][:1].tolist(), (Full(),), 0)
         if self._tokens.max() >= model.vocab_size:
@@ -87,29 +91,30 @@ class Material:
             )
 
     def asked(self) -> dict[str, Any]:
-        """What the cells are made of, in the form that is written to files."""
-        return {**self.grid.asked(), "tasks": {name: self._kind(name) for name in self.grid.tasks}}
+        """Returns the dimensions of the grid in the form that is written to files."""
+        tasks = {name: self._describe(name) for name in self.grid.tasks}
+        return {**self.grid.asked(), "tasks": tasks}
 
-    def _kind(self, name: str) -> dict[str, Any]:
-        """The metric of a task, and the score that needs no context."""
+    def _describe(self, name: str) -> dict[str, Any]:
+        """Returns the metric of a task, and its floor, the score without the context."""
         if name in _METRICS:
             return {"metric": _METRICS[name], "floor": None}
         task = self.task(name, self.grid.lengths[0])
         return {"metric": task.metric, "floor": task.floor}
 
     def most_new(self, name: str, length: int, first: int = 0, stop: int | None = None) -> int:
-        """Most new tokens of the answers to a task's cases, `first` to `stop - 1`."""
+        """Returns the maximum new tokens of a task's cases `first` to `stop - 1`."""
         most = max(case.max_new for case in self.task(name, length).cases[first:stop])
         return most if self.grid.max_new is None else min(most, self.grid.max_new)
 
     def count(self, name: str, length: int) -> int:
-        """How many cases a task has."""
+        """Returns the number of cases of a task."""
         if name in MOST_MEASURED:
             return min(self.grid.cases, MOST_MEASURED[name])
         return len(self.task(name, length).cases)
 
     def attention_prompts(self, length: int) -> tuple[list[list[int]], int]:
-        """Prompts on which attention is measured, and so many new tokens of each."""
+        """Returns the prompts on which attention is measured, and the number of new tokens."""
         count = self.count("attention", length)
         if not self.grid.answers:
             rows, prompt = self.windows(length)
@@ -119,9 +124,9 @@ class Material:
         return [case.prompt for case in cases], self.most_new(name, length, stop=count)
 
     def windows(self, length: int) -> tuple[Int[np.ndarray, "B N"], int]:
-        """Windows of the text, `[B, length]`, and how many tokens of each are the prompt.
+        """Returns windows of the text, `[B, length]`, and the number of prompt tokens in each.
 
-        Window i begins at the same place however many there are.
+        The beginning of window i does not depend on the number of windows.
         """
         room = length - len(self._haystack.start)
         shares = (_GOLDEN * np.arange(self.count("perplexity", length))) % 1
@@ -130,7 +135,7 @@ class Material:
         return np.array(rows, np.int32), length - min(_CONTINUATION, length // 4)
 
     def digest(self, unit: Unit) -> str:
-        """A hash of a unit's prompts, and of what answers are right."""
+        """Returns a hash of a unit's prompts and right answers."""
         cases = slice(unit.first, unit.stop)
         if unit.task == "perplexity":
             rows, prompt = self.windows(unit.length)
@@ -143,9 +148,9 @@ class Material:
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def sample(self, most: int | None = None) -> list[int]:
-        """The first 2,048 tokens of the text, or `most`: the same ones whatever the grid."""
+        """Returns the first 2,048 tokens of the text, or at most `most`, for any grid."""
         return self._tokens[:_SAMPLE][:most].tolist()
 
     def fingerprint(self) -> str:
-        """A hash of the text's tokens."""
+        """Returns a hash of the text's tokens."""
         return hashlib.sha256(self._tokens.tobytes()).hexdigest()[:16]

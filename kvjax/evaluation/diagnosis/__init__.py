@@ -1,1 +1,1 @@
-"""Diagnoses: how far methods change the attention over a given text."""
+"""Diagnoses: the change that methods make to the attention over a given text."""

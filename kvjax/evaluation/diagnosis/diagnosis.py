@@ -1,4 +1,4 @@
-"""What methods would do to a model's attention on a given text, and the smallest cache."""
+"""Diagnosis of methods on a given text: fidelity of the attention, and the smallest cache."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ERROR = 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """What a method with a budget keeps of the full cache's attention, and what its cache takes.
+    """Fidelity and cache bytes of a method with a budget.
 
     Args:
       candidate: the method and its budget.
       fidelity: recall and error by layer, row and KV head.
-      cache_bytes: of the compressed prompts, in the memory of the devices.
-      full_cache_bytes: of the full cache for as many tokens.
+      cache_bytes: bytes of the compressed prompts in the memory of the devices.
+      full_cache_bytes: bytes of the full cache for as many tokens.
       dropped: tokens that found no free slot.
     """
 
@@ -50,7 +50,7 @@ class Finding:
     recall = property(lambda self: float(self.fidelity.recall.astype(np.float64).mean()))
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, those of layers and heads as means over the rows."""
+        """Returns all figures; those of layers and heads are means over the rows."""
         recall, error, head_error = (x.astype(np.float64) for x in self.fidelity)
         return {
             **self.candidate.named(),
@@ -66,19 +66,20 @@ class Finding:
 
 
 def _number(value: float) -> float | None:
-    """Six decimals; None for what JSON has no number for."""
+    """Rounds to six decimals; None for infinity and NaN, which JSON does not have."""
     return round(float(value), 6) if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What methods do to the attention over some prompts.
+    """Effect of methods on the attention over some prompts.
 
     Args:
-      findings: of each method and budget, the full cache first.
-      where: whether the question was `"inside"` what was compressed, or came `"after"`.
-      prompt_tokens, question_tokens: of all rows; a question inside counts as one all the same.
-      new_tokens: decode steps that errors are means over.
+      findings: a finding for each method and budget, the full cache first.
+      where: whether the question was compressed with the prompt (`"inside"`) or came `"after"`.
+      prompt_tokens, question_tokens: totals over all rows. Tokens of a question inside count as
+        question tokens too.
+      new_tokens: number of decode steps that errors are averaged over.
     """
 
     findings: tuple[Finding, ...]
@@ -88,24 +89,24 @@ class Diagnosis:
     new_tokens: int
 
     def smallest(self, error: float = ERROR) -> Finding | None:
-        """The smallest cache whose error is no more than this, of equal ones that of less error.
+        """Returns the smallest cache with at most this error; the lower error decides a tie.
 
-        None where no method's cache is smaller than the full one and stays below.
+        None if no method has such an error with a cache smaller than the full one.
 
         Raises:
-          TypeError, ValueError: an error that is no number above 0.
+          TypeError, ValueError: the error is not a number above 0.
         """
         check_number("error", error, 0.0)
         full = self.findings[0]
-        good = [
+        accurate = [
             finding
             for finding in self.findings[1:]
             if finding.error <= error and finding.cache_bytes < full.cache_bytes
         ]
-        return min(good, key=lambda finding: (finding.cache_bytes, finding.error), default=None)
+        return min(accurate, key=lambda finding: (finding.cache_bytes, finding.error), default=None)
 
     def as_json(self, error: float = ERROR) -> dict[str, Any]:
-        """Everything, with the recommendation for an error."""
+        """Returns all figures, with the recommended method for an error."""
         best = self.smallest(error)
         return {
             "question": self.where,
@@ -130,26 +131,26 @@ def diagnose(
     new_tokens: int = NEW_TOKENS,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Diagnosis:
-    """What methods do to a model's attention on given texts.
+    """Measures the effect of methods on a model's attention over given texts.
 
     The model reads the prompts once. Recall and error of the attention outputs are those of
-    `measure_fidelities`, at the first tokens that the full cache's run writes.
+    `measure_fidelities`, at the first tokens that the run with the full cache writes.
 
     Args:
       model: as for `kvjax.generate`.
       prompts: token ids of each row.
       questions: token ids that follow each prompt.
-      where: whether the questions are compressed with the prompts (`"inside"`), or are a further
-        turn after the prompts were compressed (`"after"`), which methods did not foresee.
-      methods: names and compositions as `kvjax.parse` reads them. `full` is always there.
-      budgets: each for every method that takes one.
-      new_tokens: decode steps to average over.
+      where: whether the questions are compressed with the prompts (`"inside"`), or follow as a
+        further turn after compression (`"after"`), when methods could not take them into account.
+      methods: names and compositions for `kvjax.parse`. `full` is always added.
+      budgets: budgets for every method that takes one.
+      new_tokens: number of decode steps to average over.
       on_progress: called before each part of the work and at the end with the parts done, all
-        parts, and a name for what is done next.
+        parts, and a name for the next part.
 
     Raises:
-      TypeError, ValueError: before anything is computed: what `Grid.of` and `measure_fidelities`
-        raise, and where there is no method beside the full cache.
+      TypeError, ValueError: raised before anything is computed, if `Grid.of` or
+        `measure_fidelities` raises, or if no method is given beside the full cache.
 
     Example:
       >>> import kvjax
@@ -170,14 +171,14 @@ def diagnose(
     candidates = grid_of(methods, budgets).candidates
     transforms = [candidate.transform for candidate in candidates]
     check_run(functional, transforms, prompts, questions, new_tokens)
-    read, asked = _turns(prompts, questions, where)
+    compressed, following = _turns(prompts, questions, where)
     report = on_progress or (lambda done, total, what: None)
     total = len(candidates) + 1
     lengths = [sum(map(len, rows)) for rows in (prompts, questions)]
     report(0, total, f"reading {sum(lengths):,} tokens")
-    sample = [row[:CALIBRATION_TOKENS] for row in read]
+    sample = [row[:CALIBRATION_TOKENS] for row in compressed]
     transforms = [calibrated(tx, model, sample) for tx in transforms]
-    run = FullRun(functional, read, transforms, new_tokens=new_tokens, questions=asked)
+    run = FullRun(functional, compressed, transforms, new_tokens=new_tokens, questions=following)
     findings = []
     for done, (candidate, transform) in enumerate(zip(candidates, transforms, strict=True), 1):
         report(done, total, candidate.name)
@@ -192,7 +193,7 @@ def diagnose(
 
 
 def grid_of(methods: Sequence[str], budgets: Sequence[int | float]) -> Grid:
-    """Methods and budgets, checked; there must be a method beside the full cache."""
+    """Checks methods and budgets, and returns their grid; one must differ from the full cache."""
     grid = Grid.of(methods=methods, budgets=budgets)
     if len(grid.candidates) == 1:
         raise ValueError(f"methods must name one beside full, got {brief(methods)}")
@@ -200,7 +201,7 @@ def grid_of(methods: Sequence[str], budgets: Sequence[int | float]) -> Grid:
 
 
 def _turns(prompts: Rows, questions: Rows, where: Where) -> tuple[Rows, Rows | None]:
-    """What is compressed, and what follows it: None where the question is part of the first."""
+    """Returns the rows to compress and the rows that follow, None if questions are inside."""
     if where == "after":
         return prompts, questions
     return [[*prompt, *question] for prompt, question in zip(prompts, questions, strict=True)], None

@@ -1,4 +1,4 @@
-"""Pictures of a diagnosis: what methods lose, and where."""
+"""Pictures of a diagnosis: errors by cache bytes, and by layer and head."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvjax.files import writing
 
 from .diagnosis import ERROR, Diagnosis
 
-_LEAST = 1e-4  # error that is drawn: logarithms have no zero
+_LEAST = 1e-4  # smaller errors are drawn as this: a logarithmic axis has no zero
 _TICKS = [factor * 10.0**power for power in range(-4, 2) for factor in (1, 2, 5)]
 
 
 def draw(diagnosis: Diagnosis, folder: Path, error: float = ERROR) -> list[str]:
-    """Writes `error_vs_bytes`, `error_by_head` and `recall_by_head` to a folder that there is.
+    """Writes `error_vs_bytes`, `error_by_head` and `recall_by_head` to an existing folder.
 
     Returns:
       The names of the files.
@@ -39,7 +39,7 @@ def draw(diagnosis: Diagnosis, folder: Path, error: float = ERROR) -> list[str]:
 
 @matplotlib.rc_context(LOOK)
 def error_vs_bytes(diagnosis: Diagnosis, error: float = ERROR) -> Figure:
-    """A line per method through its budgets: error against bytes; the smallest cache is marked."""
+    """Draws error by bytes, a line per method over its budgets, and marks the smallest cache."""
     figure = Figure((9.0, 5.0))
     axes = figure.subplots()
     findings = diagnosis.findings[1:]
@@ -70,9 +70,9 @@ def error_vs_bytes(diagnosis: Diagnosis, error: float = ERROR) -> Figure:
 
 
 @matplotlib.rc_context(LOOK)
-def by_head(diagnosis: Diagnosis, what: Literal["error", "recall"]) -> Figure:
-    """A line per method and budget, a field per layer and KV head."""
-    findings, is_error = diagnosis.findings[1:], what == "error"
+def by_head(diagnosis: Diagnosis, measure: Literal["error", "recall"]) -> Figure:
+    """Draws a measure: a line per method and budget, a field per layer and KV head."""
+    findings, is_error = diagnosis.findings[1:], measure == "error"
     arrays = [x.fidelity.head_error if is_error else x.fidelity.recall for x in findings]
     values = np.stack(arrays).astype(np.float64).mean(2)
     candidates, layers, heads = values.shape
@@ -85,6 +85,7 @@ def by_head(diagnosis: Diagnosis, what: Literal["error", "recall"]) -> Figure:
         norm=LogNorm(0.01, 1, clip=True) if is_error else Normalize(0, 1),
         cmap="magma_r" if is_error else "cividis",
     )
+    # At most 32 layers have a label.
     shown = np.arange(0, layers, -(-layers // 32))
     axes.set_xticks((shown + 0.5) * heads, shown)
     for layer in range(1, layers):
@@ -93,14 +94,14 @@ def by_head(diagnosis: Diagnosis, what: Literal["error", "recall"]) -> Figure:
     axes.set_ylim(candidates, 0)
     axes.set_xlabel(f"layer (of each, its {heads} KV heads from left to right)")
     extend = "both" if is_error else None
-    figure.colorbar(image, ax=axes, label=what, format="{x:g}", pad=0.01, extend=extend)
+    figure.colorbar(image, ax=axes, label=measure, format="{x:g}", pad=0.01, extend=extend)
     title = "Relative error" if is_error else "Recall of the most attended tokens"
     axes.set_title(f"{title} by layer and head\n{_text_of(diagnosis)}")
     return figure
 
 
 def _text_of(diagnosis: Diagnosis) -> str:
-    """A line that describes the text."""
+    """Returns a line that describes the text."""
     return (
         f"{diagnosis.prompt_tokens:,} tokens, a question of {diagnosis.question_tokens:,} "
         f"{diagnosis.where} what was compressed, mean over {diagnosis.new_tokens} new tokens"

@@ -1,1 +1,1 @@
-"""What a compressed cache keeps: of the attention of each layer, and of a text's likelihood."""
+"""Measures of fidelity: the attention of each layer, and the likelihood of a text."""

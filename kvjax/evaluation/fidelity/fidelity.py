@@ -1,4 +1,4 @@
-"""What a method keeps of the full cache's attention: its recall, and the error of its output."""
+"""Fidelity of a method's attention to the full cache's: recall, and error of the output."""
 
 from __future__ import annotations
 
@@ -33,28 +33,30 @@ def recall_rate(
     kept: Int[Array, "B H S"],
     budget: int | Int[Array, "B H"],
 ) -> Float[Array, "B H"]:
-    """Share of the tokens with the most attention that a cache kept or selected.
+    """Returns the share of the most attended tokens that a cache kept or selected.
 
-    With a KV head's attention `a[s] = Σ_g p[g, s]`, summed over the G = Q / H query heads of its
-    group, and T the `budget` tokens of highest a (ties go to the lower position):
-    `recall = |T ∩ kept| / |T|`. T holds only tokens that got any attention. So padding, and what
-    lies outside a sliding window, never counts, and a row with fewer tokens than the budget is
-    measured against all of its own. If T is empty, the recall is 1.
+    The attention of a KV head is `a[s] = Σ_g p[g, s]`, summed over the G = Q / H query heads of its
+    group. T is the set of the `budget` tokens with the highest a; ties go to the lower position.
+    Then `recall = |T ∩ kept| / |T|`.
+
+    T holds only tokens that got any attention. So padding and tokens outside a sliding window never
+    count, and a row with fewer tokens than the budget is measured against all its tokens. If T is
+    empty, the recall is 1.
 
     Args:
       attention: probabilities of the full cache by token position, `[B, Q, L]`; 0 where a row has
         no token.
       kept: token positions that were kept or selected, `[B, H, S]`, -1 = none. A position that
         occurs twice counts once.
-      budget: how many tokens make up T, 1 to L; or one number per row and KV head, `[B, H]`, where
-        anything from L on means all tokens.
+      budget: number of tokens in T, 1 to L; or one number per row and KV head, `[B, H]`, where any
+        number from L on means all tokens.
 
     Returns:
       Recall in [0, 1], `[B, H]` float32.
 
     Raises:
-      TypeError: `budget` is neither an int nor an array of ints, `kept` has no ints.
-      ValueError: shapes that do not fit, or an int budget outside 1 to L.
+      TypeError: `budget` is neither an int nor an array of ints, or `kept` has no ints.
+      ValueError: the shapes do not match, or an int budget is outside 1 to L.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,9 +74,10 @@ def recall_rate(
 
 
 def _recall(attention, held: Bool[Array, "B H L"], budget) -> Float[Array, "B H"]:
-    """`recall_rate` for tokens that are marked."""
+    """Computes `recall_rate` from a mark for each token that was kept."""
     batch, kv_heads, length = held.shape
     total = attention.reshape(batch, kv_heads, -1, length).astype(jnp.float32).sum(2)
+    # The second argsort inverts the first one, and so gives the rank of each position.
     rank = jnp.argsort(jnp.argsort(-total, axis=-1, stable=True), axis=-1)
     top = (rank < jnp.broadcast_to(budget, held.shape[:2])[..., None]) & (total > 0)
     hits = (top & held).sum(-1, dtype=jnp.float32)
@@ -109,14 +112,14 @@ def _check_recall(attention, kept, budget) -> None:
 def attention_error(
     output: Float[Array, "B ..."], full: Float[Array, "B ..."]
 ) -> Float[Array, " B"]:
-    """Relative error of an attention output, `‖output − full‖₂ / ‖full‖₂` for each row.
+    """Returns the relative error of an attention output, `‖output − full‖₂ / ‖full‖₂` per row.
 
-    The norms go over everything but the rows: heads, tokens and channels, in float32. If the
-    full output of a row is 0, the error is 0 where the other is 0 too, and else infinite.
+    The norms are taken over all axes but the rows (heads, tokens and channels) in float32. If the
+    full output of a row is 0, the error is 0 if `output` is 0 too, and else infinite.
 
     Args:
-      output: of the compressed cache, `[B, Q, T, D]` or any shape with rows first.
-      full: of the full cache for the same queries, of the same shape.
+      output: output of the compressed cache, `[B, Q, T, D]` or any shape with rows first.
+      full: output of the full cache for the same queries, of the same shape.
 
     Returns:
       One number per row, `[B]` float32.
@@ -136,17 +139,18 @@ def attention_error(
             f"output and full must have one shape, rows first, got {output.shape} and {full.shape}"
         )
     output, full = (x.reshape(len(x), -1).astype(jnp.float32) for x in (output, full))
-    off, size = (jnp.linalg.norm(x, axis=1) for x in (output - full, full))
-    return jnp.where(off == 0, 0.0, off / size)
+    distance, size = (jnp.linalg.norm(x, axis=1) for x in (output - full, full))
+    return jnp.where(distance == 0, 0.0, distance / size)  # 0 / 0 counts as no error
 
 
 class Fidelity(NamedTuple):
-    """What a method keeps of the full cache's attention, layer by layer.
+    """Fidelity of a method's attention to the full cache's, layer by layer.
 
     Args:
       recall: `recall_rate` of each layer, row and KV head, `[L, B, H]`.
       error: `attention_error` of each layer and row, `[L, B]`.
-      head_error: the same of each KV head: of the outputs of its query heads alone, `[L, B, H]`.
+      head_error: `attention_error` of each KV head, taken over the outputs of its query heads,
+        `[L, B, H]`.
     """
 
     recall: Float[np.ndarray, "L B H"]
@@ -164,45 +168,45 @@ def measure_fidelities(
     new_tokens: int = 1,
     questions: Sequence[Sequence[int]] | None = None,
 ) -> list[Fidelity]:
-    """Recall and attention error of methods at the first tokens after a prompt.
+    """Measures recall and attention error of methods at the first tokens after a prompt.
 
-    The model reads the prompts once, for all methods together (see `kvjax.evaluation.ReadOnce`),
-    and goes on greedily with the full cache. In each layer of that run the new token's query, key
-    and value go to the full cache and to each method's cache of the same layer, and with them the
-    query that the layer below predicts, for methods that select by it. So every layer is judged
-    alone: what a lower layer gets wrong does not reach the queries of a higher one and is not
-    counted again. (A method that drops hidden states between layers, as PyramidInfer does, still
-    changes what its higher layers read.)
+    The model reads the prompts once for all methods (see `kvjax.evaluation.ReadOnce`) and decodes
+    greedily with the full cache. In each layer of that run, the new token's query, key and value go
+    to the full cache and to each method's cache of the same layer. Methods that select by the query
+    that the layer below predicts get that query too. So every layer is judged alone: an error of a
+    lower layer does not reach the queries of a higher one and is not counted again. (A method that
+    drops hidden states between layers, such as PyramidInfer, still changes what its higher layers
+    read.)
 
-    Recall compares with what attention looked at before anything was evicted for the new token: all
-    live slots and the new token's own, or those that the method selected. A merged slot counts as
-    the token whose position it has.
+    Recall is about the slots that attention looked at before anything was evicted for the new
+    token: all live slots and the new token's own, or those that the method selected. A merged slot
+    counts as the token whose position it has.
 
-    Questions that stand at the end of the prompts are compressed with them. `questions` are not:
-    they follow the compressed prompts as a further turn, whose tokens each layer gets as the full
-    cache's run gives them, and the new tokens come after that.
+    Questions at the end of the prompts are compressed with them. `questions` are not: they follow
+    the compressed prompts as a further turn, and the new tokens come after that turn. Each layer
+    gets the turn's inputs from the run with the full cache.
 
     Code is compiled once for each kind of layer, longest prompt and question, batch and number of
-    new tokens. The full cache's run is compiled once for all methods.
+    new tokens. The run with the full cache is compiled once for all methods.
 
     Args:
       model: as for `kvjax.generate`.
       transforms: the methods.
       prompts: token ids of each row; rows may differ in length.
-      budget: tokens with the most attention that should have been kept, see `recall_rate`; at most
-        the longest row's tokens and the new ones. None: as many as the method looked at, per
+      budget: number of the most attended tokens that should have been kept, see `recall_rate`; at
+        most the longest row's tokens and the new ones. None: as many as the method looked at, per
         layer, row and head.
-      new_tokens: decode steps to average over; the first one by default.
+      new_tokens: number of decode steps to average over; the first one by default.
       questions: token ids that follow the prompt of each row; none by default.
 
     Returns:
       For each method, means over the new tokens.
 
     Raises:
-      TypeError, ValueError: before anything is computed: what `kvjax.generate` raises for prompts
-        and questions, another number of questions than of prompts, a budget or number of tokens out
-        of range, a transform that keeps keys unrotated with a model that gives `attend` rotated
-        ones.
+      TypeError, ValueError: raised before anything is computed, if `kvjax.generate` raises for the
+        prompts and questions, if the numbers of questions and prompts differ, if a budget or number
+        of tokens is out of range, or if a transform keeps keys unrotated and the model gives
+        `attend` rotated ones.
 
     Example:
       >>> import kvjax
@@ -237,11 +241,12 @@ def check_run(
     questions: Sequence[Sequence[int]] | None,
     new_tokens: int,
 ) -> int:
-    """Tokens of the longest row; raises where a `FullRun` cannot be made of these."""
+    """Checks the inputs of a `FullRun`; returns the number of tokens of the longest row."""
     for transform in transforms:
-        bind(transform, model.num_layers)
+        bind(transform, model.num_layers)  # raises for a transform that does not fit the model
     check_count("new_tokens", new_tokens, 1)
-    # The full cache reads the prompts too, whatever positions a method could go beyond.
+    # The full cache reads the prompts too, so they must fit the model's positions even if a method
+    # could go beyond them.
     check_prompts(model, prompts, (Full(),), new_tokens)
     if questions is None:
         return max(map(len, prompts))
@@ -256,15 +261,22 @@ def check_run(
 
 
 def judge(run: FullRun, context: Context, budget: int | None = None) -> Fidelity:
-    """Recall and error of a method's caches that hold the prompts of a run; see there."""
+    """Measures a method's caches against a run.
+
+    Args:
+      run: the run with the full cache.
+      context: the run's prompts in the caches of the method.
+      budget: as in `measure_fidelities`.
+    """
+    # Layers are judged one by one but flushed together, as often as the most frequent one needs.
     interval = flush_interval(context.caches)
     turns = run.turns or [None] * len(context.layers)
-    of_layers = zip(context.layers, context.caches, turns, run.truth, strict=True)
-    judged = [
+    layers = zip(context.layers, context.caches, turns, run.truth, strict=True)
+    figures = [
         _judge_layer(layer, budget, interval, cache, turn, truth, run.start)
-        for layer, cache, turn, truth in of_layers
+        for layer, cache, turn, truth in layers
     ]
-    return Fidelity(*(np.stack(part) for part in zip(*judged, strict=True)))
+    return Fidelity(*(np.stack(part) for part in zip(*figures, strict=True)))
 
 
 @compiled(static_argnums=(0, 1, 2))
@@ -277,7 +289,7 @@ def _judge_layer(
     truth: Truth,
     start: Int[Array, " B"],
 ) -> tuple[Float[Array, "B H"], Float[Array, " B"], Float[Array, "B H"]]:
-    """Recall, error and error by head of one layer's cache, fed with the full run."""
+    """Feeds a layer's cache with the full run; returns recall, error and error by head."""
     if turn is not None:
         _, cache = attend(
             layer, cache, turn.query, turn.key, turn.value, turn.position,
@@ -293,12 +305,12 @@ def _judge_layer(
 
 
 def _judge_step(layer: KVTransform, cache: Cache, truth: Truth, position, budget: int | None):
-    """A layer's cache after a new token, its recall, its error and its error by head."""
-    fed = truth.record
+    """Feeds a layer's cache with a new token; returns it, its recall, error and error by head."""
+    inputs = truth.record
     out, cache = attend(
-        recorded(layer), record(cache), fed.query, fed.key, fed.value, position[:, None],
-        phase="decode", rope=fed.rope, predicted_query=fed.predicted, sinks=fed.options.sinks,
-        **fed.kernel_options,
+        recorded(layer), record(cache), inputs.query, inputs.key, inputs.value, position[:, None],
+        phase="decode", rope=inputs.rope, predicted_query=inputs.predicted,
+        sinks=inputs.options.sinks, **inputs.kernel_options,
     )  # fmt: skip
     cache, records = unrecord(cache)
     held = looked_at(layer, records, truth.attention.shape[-1])

@@ -1,4 +1,4 @@
-"""A run with the full cache: what each layer is given, and what it makes of it."""
+"""A run with the full cache, recorded layer by layer: inputs, outputs and probabilities."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .recording import Record, attend_to_all, record, recorded, unrecord
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Turn:
-    """What a layer is given of the questions after a prompt; rows are padded on the right.
+    """A layer's inputs for the questions after a prompt; rows are padded on the right.
 
     Args:
-      query, key, value: of the questions' tokens; rotated where `rope` is None.
-      position: of the tokens, -1 = padding.
-      rope: what rotates query and key.
-      options: of the attention.
+      query, key, value: those of the questions' tokens; rotated if `rope` is None.
+      position: positions of the tokens, -1 = padding.
+      rope: rotary embedding of query and key.
+      options: options of the attention.
     """
 
     query: Float[Array, "B Q T D"]
@@ -49,11 +49,11 @@ class Turn:
 
 
 class Truth(NamedTuple):
-    """One layer of the full cache's run at a decode step.
+    """A decode step of one layer in the run with the full cache.
 
     Args:
-      record: what it was given.
-      output: of attention.
+      record: inputs of the step.
+      output: output of attention.
       attention: probability of each token position, per query head.
     """
 
@@ -63,21 +63,21 @@ class Truth(NamedTuple):
 
 
 class FullRun:
-    """A model reads prompts once, goes on greedily with the full cache, and is recorded.
+    """A recorded run of a model: it reads prompts once and decodes greedily with the full cache.
 
-    The same prompt pass serves the caches of several methods, see `kvjax.evaluation.ReadOnce`.
+    The same prompt pass fills the caches of several methods, see `kvjax.evaluation.ReadOnce`.
 
     Args:
       model: the model.
       prompts: token ids of each row.
       transforms: the methods.
-      new_tokens: decode steps that are recorded.
-      questions: token ids of each row that follow the prompt as a further turn; None: nothing does.
+      new_tokens: number of recorded decode steps.
+      questions: token ids of each row that follow the prompt as a further turn; None for no turn.
 
     Attributes:
       start: position of each row's first new token.
-      turns: the questions in each layer, None where there are none.
-      truth: the new tokens in each layer; a leading axis counts them.
+      turns: inputs of each layer for the questions; None if there are no questions.
+      truth: decode steps of each layer; the leading axis counts new tokens.
     """
 
     def __init__(
@@ -90,20 +90,26 @@ class FullRun:
         questions: Sequence[Sequence[int]] | None = None,
     ) -> None:
         longest = max(map(len, prompts))
-        asked = 0 if questions is None else max(map(len, questions))
-        of_model = model.num_layers, model.windows, longest + asked + new_tokens
-        layers = (layer for tx in transforms for layer in bind(tx, *of_model))
-        late = any(part.needs.unrotated_keys for x in layers for part in by_head_groups(x))
-        # Without rings, so that a token's slot is its position.
-        full = Everywhere(Observe(Needs(query_window=asked, unrotated_keys=late)))
+        question_length = 0 if questions is None else max(map(len, questions))
+        bind_options = model.num_layers, model.windows, longest + question_length + new_tokens
+        layers = (layer for tx in transforms for layer in bind(tx, *bind_options))
+        # If one method keeps keys unrotated, all methods are fed with unrotated queries and keys.
+        unrotated = any(
+            part.needs.unrotated_keys for layer in layers for part in by_head_groups(layer)
+        )
+        # `Everywhere` avoids ring buffers in layers with a window, so that a token's slot is its
+        # position. The query window keeps the questions' queries for `turns`.
+        full = Everywhere(Observe(Needs(query_window=question_length, unrotated_keys=unrotated)))
         self._once = ReadOnce(
-            model, prompts, [full, *transforms], max_prompt=longest + asked, max_new=new_tokens,
-            buckets=[longest],
+            model, prompts, [full, *transforms], max_prompt=longest + question_length,
+            max_new=new_tokens, buckets=[longest],
         )  # fmt: skip
         context = self._once.context(full)
         self.turns: tuple[Turn, ...] | None = None
         if questions is not None:
-            context = further(model, context, questions, [asked], Compiler(), None, last=False)
+            context = further(
+                model, context, questions, [question_length], Compiler(), None, last=False
+            )
             self.turns = tuple(map(_turn, context.caches))
             context = dataclasses.replace(context, caches=_compressed(context.caches))
         self.start = context.length
@@ -112,28 +118,29 @@ class FullRun:
         )
 
     def context(self, transform: KVTransform) -> Context:
-        """The prompts, without the questions, in caches that one of the methods has compressed."""
+        """Returns the prompts, without questions, in caches that a method has compressed."""
         return self._once.context(transform)
 
 
 @compiled(donate_argnums=0)
 def _compressed(readings: tuple[Reading, ...]) -> tuple[Cache, ...]:
-    """The caches of all layers."""
+    """Returns the caches of all layers."""
     return tuple(map(compress, readings))
 
 
 @compiled()
 def _turn(reading: Reading) -> Turn:
-    """Reads off what a layer was given of its last prompt."""
+    """Returns the inputs that a layer had for its last prompt."""
     kv, queries = reading.kv, reading.queries
-    # The window of queries has its free places first.
+    # The query window has its free places first; rows of a turn have their padding last.
     order = jnp.argsort(queries.position < 0, axis=1, stable=True)
     position = jnp.take_along_axis(queries.position, order, axis=1)
     query = jnp.take_along_axis(queries.query, order[:, None, :, None], axis=2)
     rope = reading.rope if kv.unrotated_keys else None
     if rope is not None:
-        back = dataclasses.replace(rope, inv_freq=-rope.inv_freq, factor=1 / rope.factor)
-        query = back.rotate(query, position)
+        # The window holds rotated queries: a rotation by the negative angle undoes that.
+        inverse = dataclasses.replace(rope, inv_freq=-rope.inv_freq, factor=1 / rope.factor)
+        query = inverse.rotate(query, position)
     places = jnp.maximum(position, 0)[:, None]
     slots = jnp.broadcast_to(places, (len(position), kv.shape[1], position.shape[1]))
     return Turn(query, kv.k.read(slots), kv.v.read(slots), position, rope, reading.options)
@@ -148,7 +155,7 @@ def _new_tokens(
     position,
     caches,
 ) -> tuple[Truth, ...]:
-    """What every layer does with the full cache; a leading axis counts the new tokens."""
+    """Decodes greedily with the full cache; returns each layer's steps along a leading axis."""
     recording = tuple(map(recorded, layers))
 
     def step(carry, _):

@@ -1,4 +1,4 @@
-"""How well a model predicts a text after its cache was compressed."""
+"""Likelihood of a text that follows a compressed context."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def context_nll(
     context: Context,
     tokens: Int[np.ndarray, "B M"],
 ) -> Float[np.ndarray, "B M"]:
-    """Negative log-likelihood of tokens that follow what a context has read, in nats.
+    """Returns the negative log-likelihood, in nats, of tokens that follow a context.
 
     The tokens are fed one at a time through decode steps, so that methods which compress while
     decoding do so. Entry j is `-log p(tokens[:, j] | everything before)`. Perplexity is the
-    exponential of the mean. The context stays as it is. A method that works every M tokens may
-    have nothing that waits for a flush.
+    exponential of the mean. The context is not changed. If its method flushes every M tokens, no
+    written tokens may be waiting for a flush.
 
     Args:
-      model: the one that has read it.
-      context: from `kvjax.read` or `kvjax.evaluation.ReadOnce`, with room for the tokens.
-      tokens: token ids `[B, M]`, without padding, a row for each of the context's.
+      model: the model that has read the context.
+      context: a context from `kvjax.read` or `kvjax.evaluation.ReadOnce`, with room for the tokens.
+      tokens: token ids `[B, M]`, without padding, one row for each row of the context.
 
     Raises:
-      TypeError, ValueError: tokens that are no integers, not `[B, M]`, of other rows than the
-        context's or outside the vocabulary; a context with written tokens that wait for a flush; as
-        `kvjax.generate` for a turn that does not fit.
+      TypeError, ValueError: the tokens are no integers, have another shape than `[B, M]` or another
+        number of rows than the context, or are outside the vocabulary; written tokens of the
+        context wait for a flush; or the tokens do not fit, as for a turn of `kvjax.generate`.
 
     Example:
       >>> import kvjax
@@ -57,7 +57,7 @@ def context_nll(
       (1, 8)
     """
     functional = as_functional(model)
-    tokens = _checked(functional, tokens)
+    tokens = _check_tokens(functional, tokens)
     if len(tokens) != context.rows:
         raise ValueError(
             f"tokens must have the context's {context.rows} rows, got {len(tokens)} of them"
@@ -72,8 +72,8 @@ def context_nll(
     return np.asarray(_nll(context.layers, functional, *state))
 
 
-def _checked(model: FunctionalModel, tokens: object) -> np.ndarray:
-    """Token ids as an array; raises TypeError or ValueError where they are none of this model."""
+def _check_tokens(model: FunctionalModel, tokens: object) -> np.ndarray:
+    """Checks shape and range of token ids, and returns them as an array."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have the shape [B, M], got {list(tokens.shape)}")
@@ -96,8 +96,8 @@ def _nll(
     length: Int[Array, " B"],
     logits: Float[Array, "B V"],
 ) -> Float[Array, "B M"]:
-    def step(logits, caches, new):
-        token, position = new
+    def step(logits, caches, inputs):
+        token, position = inputs
         nll = _token_nll(logits, token)
         return *decode_step(model, layers, caches, token, position), nll
 

@@ -1,4 +1,4 @@
-"""Records of decode steps: what each layer was given, and which tokens it attended to."""
+"""Records of decode steps: the inputs of each layer, and the tokens that it attended to."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Record:
     """A decode step of one layer, or of one group of its KV heads.
 
     Args:
-      query, key, value: of the new tokens; rotated where `rope` is None.
-      predicted: the query as it was predicted a layer earlier, rotated if `query` is; None where
-        the model predicts none.
+      query, key, value: those of the new tokens; rotated if `rope` is None.
+      predicted: the query as it was predicted a layer earlier, rotated if `query` is; None if the
+        model predicts none.
       seen: token positions of the slots that attention looked at, the new tokens' included; -1 =
         none. K lists, one per KV head or one per query head.
-      rope: what rotates query and key.
-      options: of the attention.
-      implementation: of its operations (static).
+      rope: rotary embedding of query and key.
+      options: options of the attention.
+      implementation: implementation of the attention's operations (static).
     """
 
     query: Float[Array, "B Q T D"]
@@ -47,12 +47,15 @@ class Record:
 
     @property
     def kernel_options(self) -> dict:
-        """Static options by name, as the operations of `pallas_kernels` take them."""
+        """Static options by name, as keyword arguments for the operations of `pallas_kernels`."""
         return {**self.options.static, "implementation": self.implementation}
 
 
 class Recording(NamedTuple):
-    """State of a `Recorded`: its base's, and a step's `Record` or what `select` knows of it."""
+    """State of a `Recorded`: the state of its base, and the record of a decode step.
+
+    Between `select` and `on_step`, the record is a tuple of what `select` knows of it.
+    """
 
     base: State
     record: Record | tuple | None = None
@@ -60,23 +63,24 @@ class Recording(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded(Wrapper):
-    """A layer's transform that leaves a `Record` of a decode step beside its state."""
+    """A layer's transform that keeps a `Record` of a decode step beside its state."""
 
     needs = property(lambda self: self.base.needs._replace(predicted_query=True))
 
     def select(self, view: View, state: Recording, query: Array) -> tuple[View, Recording]:
-        """Selects as the base does, and keeps what `on_step` does not see."""
+        """Selects as the base does, and keeps what `on_step` does not receive."""
         view, state = super().select(view, state, query)
-        seen = view.per_slot(view.cache.position, -1)
-        return view, state._replace(record=(query, view.predicted, seen, view.slots))
+        positions = view.per_slot(view.cache.position, -1)
+        return view, state._replace(record=(query, view.predicted, positions, view.slots))
 
     def on_step(self, cache: KVCache, state: State, step: Step) -> tuple[Decision | None, State]:
-        """Decides as the base does, after the new tokens have been looked up."""
-        query, predicted, seen, slots = state.record
+        """Decides as the base does, and completes the record with keys and values of the step."""
+        query, predicted, positions, slots = state.record
+        # A token that was not stored has the index past the last slot.
         slots = jnp.minimum(slots, cache.slots - 1)
         rope = step.rope if self.needs.unrotated_keys else None
         record = Record(
-            query, cache.k.read(slots), cache.v.read(slots), predicted, seen, rope,
+            query, cache.k.read(slots), cache.v.read(slots), predicted, positions, rope,
             step.options, step.implementation,
         )  # fmt: skip
         decision, state = super().on_step(cache, state, step)
@@ -84,12 +88,12 @@ class Recorded(Wrapper):
 
 
 def recorded(layer: KVTransform) -> KVTransform:
-    """Returns a bound transform that records, group by group."""
+    """Wraps each head group of a bound transform in `Recorded`."""
     return map_head_groups(Recorded, layer)
 
 
 def record(cache: Cache) -> Cache:
-    """Prepares the cache of a transform for the transform that is `recorded`."""
+    """Converts the cache of a transform to one of its `recorded` transform."""
 
     def prepared(part: LayerCache) -> LayerCache:
         return dataclasses.replace(
@@ -100,7 +104,7 @@ def record(cache: Cache) -> Cache:
 
 
 def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
-    """Splits a cache after a decode step into the transform's own and each head group's record."""
+    """Splits a cache after a decode step into the plain cache and the records of head groups."""
     records = [part.state.record for part in layer_caches(cache)]
 
     def plain(part: LayerCache) -> LayerCache:
@@ -113,7 +117,7 @@ def unrecord(cache: Cache) -> tuple[Cache, list[Record]]:
 def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Array, "B H L"]:
     """Marks which of `length` positions each KV head looked at, from the records of all groups.
 
-    Where query heads have lists of their own, a KV head's list joins those of its query heads.
+    If each query head has its own list, the list of a KV head joins those of its query heads.
     """
     marks = [holds(x.seen.reshape(*x.key.shape[:2], -1), length) for x in records]
     return in_head_order(layer, marks)
@@ -122,12 +126,12 @@ def looked_at(layer: KVTransform, records: list[Record], length: int) -> Bool[Ar
 def attend_to_all(
     kv: KVCache, record: Record, position: Int[Array, " B"]
 ) -> tuple[Float[Array, "B Q 1 D"], Float[Array, "B Q S"]]:
-    """Output and probabilities of a new token's attention to all slots.
+    """Computes output and probabilities of a new token's attention to all slots.
 
     Args:
-      kv: that hold the new token already.
-      record: of its decode step.
-      position: of each row's new token.
+      kv: slots, the new token's included.
+      record: record of the new token's decode step.
+      position: position of each row's new token.
     """
     query, keys = record.query, kv.k.read()
     if record.rope is not None:
@@ -143,6 +147,7 @@ def attend_to_all(
 
 
 def holds(kept: Int[Array, "B H S"], length: int) -> Bool[Array, "B H L"]:
-    """Whether each token position is among those kept; -1 is none."""
+    """Marks which of `length` token positions are among those kept; -1 = none."""
     mark = jax.vmap(jax.vmap(lambda at: jnp.zeros(length, bool).at[at].set(True, mode="drop")))
+    # Index -1 would mark the last position; one past the end is dropped.
     return mark(jnp.where(kept >= 0, kept, length))

@@ -1,1 +1,1 @@
-"""How results are shown: tables, pictures, and a page that holds both."""
+"""Presentation of results: tables, pictures, and a page that holds both."""

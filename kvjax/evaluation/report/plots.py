@@ -1,4 +1,4 @@
-"""Pictures of a comparison: scores and losses by bytes, and scores by depth and length."""
+"""Pictures of a comparison: scores and losses by cache bytes, and scores by depth and length."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvjax.evaluation.tasks import MEASURES
 
 from .tables import panel_name, percent
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart. Each has a marker and a dash
-# of its own, so that prints in grey can be read too.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. Each has its own marker and
+# dash, so that prints in grey can be read too.
 _COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#332288",
     "#882255", "#117733",
@@ -44,30 +44,31 @@ LOOK: dict[str, Any] = {
     "lines.markersize": 4, "figure.constrained_layout.use": True, "savefig.dpi": 150,
     "svg.fonttype": "none", "svg.hashsalt": "kvjax",
 }  # fmt: skip
-"""Settings that suit these pictures, for `matplotlib.rc_context` or `matplotlib.rcParams.update`.
+"""Settings of these pictures, for `matplotlib.rc_context` or `matplotlib.rcParams.update`.
 
-The same picture becomes the same SVG file.
+With them, equal pictures give equal SVG files.
 """
 
-_LITERAL = {**LOOK, "text.parse_math": False}  # a name may hold dollars
+_LITERAL = {**LOOK, "text.parse_math": False}  # a name of a method may contain dollar signs
 
 
 def style(number: int) -> dict[str, Any]:
-    """Colour, marker and dash of the line `number`, other ones for each of the first hundred.
+    """Returns colour, marker and dash of line `number`; the first hundred lines all differ.
 
-    Later lines have smaller markers, so that a marker in the same place below them is visible.
+    Later lines have smaller markers, so that a marker below them in the same place stays visible.
     """
-    turn, place = divmod(number, len(_COLOURS))
-    other = (place + turn) % len(_COLOURS)
+    turn, colour = divmod(number, len(_COLOURS))
+    # Every further turn through the colours pairs them with other markers and dashes.
+    shape = (colour + turn) % len(_COLOURS)
     return {
-        "color": _COLOURS[place], "marker": _MARKERS[other], "linestyle": _DASHES[other],
+        "color": _COLOURS[colour], "marker": _MARKERS[shape], "linestyle": _DASHES[shape],
         "markersize": max(5.5, 9.0 - 0.25 * number), "linewidth": 1.6,
     }  # fmt: skip
 
 
 @matplotlib.rc_context(_LITERAL)
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file."""
+    """Returns the content of a PNG file of the figure."""
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
@@ -75,10 +76,10 @@ def png(figure: Figure) -> bytes:
 
 @matplotlib.rc_context(_LITERAL)
 def figures(results: Results) -> dict[str, Figure]:
-    """The pictures of a comparison by name, for each length and each method.
+    """Draws the pictures of a comparison; returns them by name.
 
-    `scores_by_bytes_<length>`, `perplexity_<length>` and `heatmap_<method>`, those of which there
-    is something to draw.
+    The names are `scores_by_bytes_<length>`, `perplexity_<length>` and `heatmap_<method>`. A
+    picture without data is left out.
     """
     panels, drawn = results.panels(), {}
     for length in results.settings["lengths"]:
@@ -95,13 +96,13 @@ def figures(results: Results) -> dict[str, Figure]:
         figure = _heat_map(results, method)
         if figure is not None:
             name = "heatmap_" + re.sub(r"[^\w.=-]+", "_", method).strip("_")[:100]
-            # Another method may differ in signs alone.
+            # Names of two methods may differ only in the signs that were replaced above.
             drawn[f"{name}_{number}" if name in drawn else name] = figure
     return drawn
 
 
 def _methods(results: Results) -> list[str]:
-    """The methods in the order of their styles."""
+    """Returns the methods, without the full cache, in the order of their line styles."""
     names = dict.fromkeys(method for method, _ in results.settings["methods"])
     return [name for name in names if name != "full"]
 
@@ -109,7 +110,14 @@ def _methods(results: Results) -> list[str]:
 def _panels(
     count: int, size: tuple[float, float], title: str, below: float = 0.0
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with so many axes of a size in inches, two in a row, and with room below them."""
+    """Makes a figure with `count` panels, two per row.
+
+    Args:
+      count: number of panels.
+      size: width and height of a panel in inches.
+      title: title of the figure.
+      below: inches of free room below the panels.
+    """
     columns = min(count, 2)
     rows = math.ceil(count / columns)
     width = max(6.4, columns * size[0])
@@ -122,15 +130,15 @@ def _panels(
 
 
 def _by_bytes(results: Results, keys: Sequence[tuple], title: str) -> Figure:
-    """A panel for each key: a line per method through its budgets, the full cache as a band."""
+    """Draws a panel for each key: a line per method over its budgets, the full cache as a band."""
     names = [textwrap.fill(name, 60) for name in ("full cache", *_methods(results))]
-    beside = 3 if max(map(len, names)) < 20 else 1
-    lines = sum(name.count("\n") + 1 for name in names) // beside + 1
+    columns = 3 if max(map(len, names)) < 20 else 1
+    lines = sum(name.count("\n") + 1 for name in names) // columns + 1
     figure, panels = _panels(len(keys), (4.4, 3.1), title, below=0.18 * lines)
     for axes, key in zip(panels, keys, strict=True):
         _draw_by_bytes(axes, results, key)
     handles, _ = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=beside)
+    figure.legend(handles, names, loc="outside lower center", ncols=columns)
     return figure
 
 
@@ -142,6 +150,7 @@ def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
         return None if figure is None else figure[:3]
 
     full = next((estimate(row) for row in rows if row.method == "full"), None)
+    # An empty line makes the entry of the legend, even if the full cache has no score.
     axes.plot([], [], color="black", linewidth=1.2, label="full cache")
     if full is not None:
         axes.axhspan(full[1], full[2], color="0.88", zorder=0)
@@ -155,7 +164,7 @@ def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
         )
         share, value, low, high = np.array(points, float).reshape(-1, 4).T
         shares += share.tolist()
-        # Of shares of 0 and 1, rounding may put an end of the interval on the wrong side.
+        # For scores of 0 and 1, rounding may put an end of the interval on the wrong side.
         interval = np.maximum((value - low, high - value), 0)
         axes.errorbar(
             share, value, interval, label=method, elinewidth=0.9, capsize=2.5, capthick=0.9,
@@ -173,6 +182,7 @@ def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
         _nats_axis(axes)
     else:
         highest = axes.dataLim.y1 if np.isfinite(axes.dataLim.y1) else 1.0
+        # Low scores get a smaller range, in which they can be told apart.
         top = 1.06 if highest > 0.5 else max(0.1, 1.2 * highest)
         axes.set_ylim(-0.03 * top, top)
         axes.yaxis.set_major_formatter(Percent(1.0, symbol="", decimals=0))
@@ -184,7 +194,7 @@ def _draw_by_bytes(axes: Axes, results: Results, key: tuple) -> None:
 
 
 def _nats_axis(axes: Axes) -> None:
-    """Linear up to 0.01, logarithmic beyond: methods differ by factors of a hundred."""
+    """Makes the axis linear up to 0.01 and logarithmic beyond: methods differ a hundredfold."""
     axes.set_yscale("symlog", linthresh=0.01, linscale=0.4)
     axes.margins(y=0.08)
     axes.yaxis.set_major_locator(FixedLocator(_NATS_TICKS))
@@ -194,17 +204,17 @@ def _nats_axis(axes: Axes) -> None:
 
 
 def _heat_map(results: Results, method: str) -> Figure | None:
-    """Scores by depth and length, a panel for each task and question whose cases have depths."""
+    """Draws scores by depth and length, a panel for each task and question with depths."""
     budgets = [budget for name, budget in results.settings["methods"] if name == method]
     columns = [(budget, length) for budget in budgets for length in results.settings["lengths"]]
     rows, bins = results.rows(), {}
     for task in dict.fromkeys(row.task for row in rows):
-        if of_task := depth_bins(row for row in rows if row.task == task):
-            bins[task] = of_task
+        if task_bins := depth_bins(row for row in rows if row.task == task):
+            bins[task] = task_bins
     keys = list(dict.fromkeys((row.task, row.question) for row in rows if row.task in bins))
     if not keys:
         return None
-    of_method = {
+    method_rows = {
         (row.task, row.question, row.budget, row.length): row
         for row in rows
         if row.method == method
@@ -213,7 +223,7 @@ def _heat_map(results: Results, method: str) -> Figure | None:
     title = f"{method}: score by depth and prompt tokens"
     figure, panels = _panels(len(keys), size, title)
     for axes, key in zip(panels, keys, strict=True):
-        shown = [of_method.get((*key, *column)) for column in columns]
+        shown = [method_rows.get((*key, *column)) for column in columns]
         _draw_heat_map(axes, columns, bins[key[0]], shown)
         axes.set_title(panel_name(*key))
     return figure
@@ -225,7 +235,7 @@ def _draw_heat_map(
     bins: Sequence[tuple[str, float, float]],
     rows: Sequence[Row | None],
 ) -> None:
-    """Depths downwards, budgets and lengths to the right; a field without cases is hatched."""
+    """Draws depths downwards, budgets and lengths to the right; hatches fields without cases."""
     scores = np.full((len(bins), len(columns)), math.nan)
     for x, row in enumerate(rows):
         for y, (_, first, last) in enumerate(bins):
@@ -236,10 +246,11 @@ def _draw_heat_map(
             if cases:
                 scores[y, x] = sum(score.mean * score.cases for score in inside) / cases
                 text = f"{percent(scores[y, x])}\nof {cases}"
-            colour = "white" if scores[y, x] < 0.5 else "black"
+            colour = "white" if scores[y, x] < 0.5 else "black"  # low scores are dark fields
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=colour, fontsize=7)
         if x and columns[x][0] != columns[x - 1][0]:
             axes.axvline(x, color="white", linewidth=5)
+    # Fields without cases are NaN and not drawn, so that the hatched background shows.
     axes.patch.set(facecolor="0.9", edgecolor="0.6", hatch="///")
     axes.pcolormesh(scores, vmin=0, vmax=1, cmap="cividis", edgecolors="white")
     axes.set_ylim(len(bins), 0)  # the first depth is at the top
@@ -253,13 +264,16 @@ def _draw_heat_map(
 
 
 def depth_bins(rows: Iterable[Row], most: int = 5) -> list[tuple[str, float, float]]:
-    """Names, first and last depths of bins: the depths themselves, or so many equal parts."""
+    """Returns name, first and last depth of each bin.
+
+    Up to `most` depths are bins themselves; more depths are grouped into `most` equal parts.
+    """
     depths = sorted({depth for row in rows for depth in row.depths or ()})
     if len(depths) <= most:
         return [(f"{depth:g}", depth, depth) for depth in depths]
     ends = [number / most for number in range(most + 1)]
     return [
-        # A depth on an end belongs to the part above it, 1 to the last part.
+        # A depth on a border belongs to the part above it; a depth of 1 belongs to the last part.
         (f"{low:g}-{high:g}", low, high if high == 1 else math.nextafter(high, 0))
         for low, high in itertools.pairwise(ends)
     ]

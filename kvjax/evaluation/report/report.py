@@ -1,4 +1,4 @@
-"""Everything that results are shown in: files, pictures, and a page that needs nothing else."""
+"""Report of a comparison: data files, pictures, and an HTML page without external files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SHOWN = ("lengths", "questions", "cases", "seed", "chat", "weights", "text")
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """Writes the files of `kvjax.evaluation.cells`, a PNG file per picture, and `report.html`.
+    """Writes the table of results, a PNG file per picture, and `report.html`.
 
-    The page holds its pictures and loads nothing. The folder is made if it is absent; pictures of
-    an earlier call are replaced.
+    The page embeds its pictures and loads nothing. The folder is made if it does not exist, and
+    pictures of an earlier call are replaced.
 
     Raises:
       OSError: a file cannot be written.
@@ -54,11 +54,12 @@ def write_report(results: Results, folder: Path) -> None:
 
 
 def page(results: Results, pictures: Mapping[str, bytes]) -> str:
-    """The page as HTML, with pictures that are PNG files by name."""
+    """Returns the page as HTML; `pictures` are the contents of PNG files by name."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kvjax.evaluation.report", ""), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
+    # Settings that are absent or None are left out below.
     settings = {name: results.settings.get(name) for name in _SHOWN}
     lost = [
         f"{method} lost {count:,} tokens that found no free slot."

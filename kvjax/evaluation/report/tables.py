@@ -1,4 +1,4 @@
-"""The tables of a comparison, as the terminal and the report show them."""
+"""Tables of a comparison for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from kvjax.evaluation.tasks import MEASURES
 from kvjax.messages import printable
 
 FAILED, ABSENT, AS_FULL = "failed", "absent", "as full"
-"""States of a field: its cells failed, there is none, the full cache's score is in its interval."""
+"""States of a field: its cells failed, it has no cells, or the full cache's score is in its
+interval."""
 
 AT_FLOOR = "the full cache is at the floor, and methods are not ranked"
-"""What is said of a task whose scores show nothing."""
+"""Note on a task whose scores show nothing."""
 
 DEFINITIONS = {
     "Score": "The mean over the cases of a task, times 100. The smaller figures beside it are the "
@@ -36,11 +37,11 @@ DEFINITIONS = {
     "Cache": "Bytes of the cache, as a share of the full cache's.",
     "Slots": "The budget as slots of a KV head, a mean over tasks.",
 }
-"""What the figures are, by name."""
+"""Definitions of the figures by name."""
 
 
 class Field(NamedTuple):
-    """One field of a table: a figure, what belongs to it, and its state, one of those above."""
+    """A field of a table: a figure, a detail such as its interval, and its state or ""."""
 
     text: str
     detail: str = ""
@@ -48,14 +49,14 @@ class Field(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A figure of all candidates.
+    """A column of a table: one figure of all candidates.
 
     Args:
-      heading: the task, or the figure's name.
-      under: where the question stands, or "".
-      fields: one per candidate.
+      heading: name of the task or of the figure.
+      under: `"inside"` or `"after"`, the place of the question, or "".
+      fields: one field per candidate.
       at_floor: whether the full cache is at the task's floor.
-      prompts: how many cases there are, and how long the prompts are, or "".
+      prompts: number of cases and length of the prompts, or "".
     """
 
     heading: str
@@ -66,7 +67,7 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Everything about prompts of one length: a column per figure, a row per candidate."""
+    """Table for prompts of one length: a column per figure, a row per candidate."""
 
     length: int
     candidates: list[tuple[str, str]]
@@ -74,7 +75,7 @@ class Table(NamedTuple):
 
 
 def tables(results: Results) -> list[Table]:
-    """One table for each length, the full cache in the first row."""
+    """Returns a table for each length, with the full cache in the first row."""
     by_length: dict[int, dict[tuple, list[Row]]] = {}
     for panel, rows in results.panels().items():
         by_length.setdefault(panel[1], {})[panel] = rows
@@ -82,39 +83,39 @@ def tables(results: Results) -> list[Table]:
 
 
 def percent(share: float) -> str:
-    """A share for people: 100 only if it is all, 99.9 if it is nearly all.
+    """Formats a share for people: 100 only for exactly 1, 99.9 for nearly 1, and likewise for 0.
 
     Example:
       >>> from kvjax.evaluation.report.tables import percent
       >>> percent(0.254), percent(0.999), percent(1.0), percent(0.0001)
       ('25', '99.9', '100', '0.1')
     """
-    whole = f"{100 * share:.0f}"
-    if whole not in ("0", "100") or share in (0, 1):
-        return whole
+    rounded = f"{100 * share:.0f}"
+    if rounded not in ("0", "100") or share in (0, 1):
+        return rounded
     return f"{min(max(100 * share, 0.1), 99.9):.1f}"
 
 
 def notes(results: Results) -> list[str]:
-    """What a reader must know besides the figures: what is missing, and what is at the floor."""
-    said = []
+    """Returns notes on missing rows, and on tasks whose full cache is at the floor."""
+    sentences = []
     if missing := results.missing():
-        said.append(f"Missing: {missing:,} rows have no cases, or fewer than others.")
+        sentences.append(f"Missing: {missing:,} rows have no cases, or fewer than others.")
     floors: dict[str, list[str]] = {}
     for task, length, question in filter(results.at_floor, results.panels()):
         floors.setdefault(panel_name(task, question), []).append(f"{length:,}")
     for name, lengths in floors.items():
-        said.append(f"{name}, {', '.join(lengths)} tokens: {AT_FLOOR}.")
-    return said
+        sentences.append(f"{name}, {', '.join(lengths)} tokens: {AT_FLOOR}.")
+    return sentences
 
 
 def panel_name(task: str, question: str | None) -> str:
-    """`needle, question inside`."""
+    """Returns a panel's name, such as `needle, question inside`."""
     return _label(task) if question is None else f"{_label(task)}, question {question}"
 
 
 def _label(name: str) -> str:
-    """A name from a file, for people: `niah_single_1` is niah single 1."""
+    """Formats a name from a file for people: `niah_single_1` becomes niah single 1."""
     return printable(name.replace("_", " "), 80)
 
 
@@ -144,7 +145,7 @@ def _table(results: Results, length: int, panels: dict[tuple, list[Row]]) -> Tab
 
 
 def _fields(rows: Iterable[Row | None], field: Callable[[Row], Field]) -> list[Field]:
-    """The field of each row, where there is one and it did not fail."""
+    """Returns the field of each row, or a field that says that the row is absent or failed."""
     absent, failed = Field("-", state=ABSENT), Field("failed", state=FAILED)
     return [
         absent if row is None else failed if row.failed is not None else field(row) for row in rows
@@ -167,7 +168,7 @@ def _answers(results: Results, panel: tuple, rows: Sequence[Row | None], prompts
 
 
 def _prompts(rows: Sequence[Row]) -> str:
-    """The most cases of a row, and its tokens per prompt."""
+    """Returns the cases and the tokens per prompt of the row with the most cases."""
     finished = [row for row in rows if row.score is not None]
     if not finished:
         return ""
@@ -185,7 +186,7 @@ def _nats(row: Row) -> Field:
 
 
 def _cache(rows: Sequence[Row]) -> Field:
-    """Bytes over all tasks of a length, whose prompts differ a little."""
+    """Returns the bytes, averaged over all tasks of a length: their prompts differ a little."""
     known = [row for row in rows if row.cache_bytes is not None]
     if not known:
         return Field("-", state=ABSENT)
@@ -195,6 +196,6 @@ def _cache(rows: Sequence[Row]) -> Field:
 
 
 def _slots(rows: Sequence[Row]) -> Field:
-    """A mean over all tasks of a length, whose prompts differ a little."""
+    """Returns the slots, averaged over all tasks of a length: their prompts differ a little."""
     slots = [row.slots for row in rows if row.slots is not None]
     return Field(f"{statistics.fmean(slots):,.0f}") if slots else Field("-", state=ABSENT)

@@ -1,1 +1,1 @@
-"""Times and bytes of methods, beside the floors of the machine."""
+"""Times and bytes of methods, and the lower bounds that the machine sets."""

@@ -1,4 +1,4 @@
-"""What reading a prompt takes at least, and the room that caches are given for it."""
+"""Operations that reading a prompt takes at least, and the room of the caches for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.generation.prompt_checks import bucket
 def cache_room(
     model: LanguageModel | FunctionalModel, prompt_tokens: int, new_tokens: int
 ) -> dict[str, int]:
-    """What `generate` makes caches for, as `max_prompt` and `max_new` of `kvjax.read`.
+    """Returns the sizes for which `generate` makes caches, as arguments of `kvjax.read`.
 
     Example:
       >>> from kvjax.evaluation.speed.floors import cache_room
@@ -28,17 +28,18 @@ def cache_room(
 
 
 def prompt_flops(model: LanguageModel | FunctionalModel, tokens: int) -> int | None:
-    """Floating-point operations of the matrix products that read one row with the full cache.
+    """Counts the floating-point operations of matrix products that read one row.
 
-    Weights of the layers with every token, and attention with the tokens that each one sees. The
-    logits of the last token are left out.
+    The products are those of every token with the weights of the layers, and those of attention
+    with the full cache, over the tokens that each token sees. The logits of the last token are left
+    out.
 
     Args:
       model: as for `kvjax.generate`; its parameters may be shapes.
-      tokens: of the row.
+      tokens: number of tokens of the row.
 
     Returns:
-      Their number; None for a model that does not show its parts.
+      The number of operations; None for a model that does not show its parts.
 
     Example:
       >>> from kvjax.evaluation.speed.floors import prompt_flops
@@ -52,9 +53,11 @@ def prompt_flops(model: LanguageModel | FunctionalModel, tokens: int) -> int | N
         return None
     total = 0
     windows = functional.windows or (None,) * functional.num_layers
-    for of_layer, window in zip(functional.parts.split(functional.params), windows, strict=True):
-        matrices = sum(x.size for x in jax.tree.leaves(of_layer) if x.ndim >= 2)
-        most = tokens if window is None else min(window, tokens)
-        pairs = most * (most + 1) // 2 + (tokens - most) * most  # of a query and a key that it sees
+    layers = functional.parts.split(functional.params)
+    for layer_params, window in zip(layers, windows, strict=True):
+        matrices = sum(x.size for x in jax.tree.leaves(layer_params) if x.ndim >= 2)
+        span = tokens if window is None else min(window, tokens)
+        # Pairs of a query and a key that it sees: a triangle, then `span` keys per query.
+        pairs = span * (span + 1) // 2 + (tokens - span) * span
         total += 2 * tokens * matrices + 4 * pairs * functional.query_heads * functional.head_dim
     return total

@@ -1,4 +1,4 @@
-"""What a machine is, and what it can do at best."""
+"""Description of the machine, and its best rates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jax.typing import DTypeLike
 
 T = TypeVar("T")
 
-_READ_BYTES = 2**29  # of a float32 matrix, many times what a processor's own caches hold
+_READ_BYTES = 2**29  # bytes of a float32 matrix, many times the size of a processor's own caches
 _ROWS = 4096
-_WIDTH = {"cpu": 2048}  # of the square matrices that are multiplied
-_OTHER_WIDTH = 8192  # on devices that finish smaller ones before the next one is started
+_WIDTH = {"cpu": 2048}  # width of the square matrices that are multiplied
+_OTHER_WIDTH = 8192  # other devices finish smaller products before the host can start the next
 _ROUNDS = 5
 
 
 class Machine(NamedTuple):
-    """What a device does at best, measured.
+    """Best rates of a device, as measured.
 
     Args:
       bandwidth: bytes per second that it reads from its memory.
-      products: floating-point operations per second in a product of matrices.
+      products: floating-point operations per second in matrix products.
     """
 
     bandwidth: float
@@ -37,11 +37,11 @@ class Machine(NamedTuple):
 def measure_machine(dtype: DTypeLike) -> Machine:
     """Measures the default device: the best of five rounds each, after one that compiles.
 
-    The bandwidth is that of a matrix of 512 MiB in float32 times a vector, which reads the matrix
-    once, as a decode step reads weights.
+    The bandwidth is measured in the product of a float32 matrix of 512 MiB and a vector. It reads
+    the matrix once, as a decode step reads weights.
 
     Args:
-      dtype: of the matrices that are multiplied.
+      dtype: dtype of the matrices that are multiplied.
 
     Example:
       >>> from kvjax.evaluation.speed.machine import measure_machine
@@ -52,23 +52,23 @@ def measure_machine(dtype: DTypeLike) -> Machine:
     matrix = jnp.ones((_ROWS, _READ_BYTES // 4 // _ROWS), jnp.float32)
     reading = _least_seconds(matrix, matrix[0])
     bandwidth, width = matrix.nbytes / reading, _WIDTH.get(jax.default_backend(), _OTHER_WIDTH)
-    del matrix
+    del matrix  # frees its memory before the squares are made
     square = jnp.ones((width, width), dtype)
     return Machine(bandwidth, 2 * width**3 / _least_seconds(square, square))
 
 
 def _least_seconds(a: jax.Array, b: jax.Array) -> float:
-    """Seconds of the fastest of several products."""
+    """Returns the seconds of the fastest of several products."""
     multiply, times = jax.jit(jnp.matmul), []
     for _ in range(1 + _ROUNDS):
         start = time.perf_counter()
         multiply(a, b).block_until_ready()
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:])  # the first product includes compilation
 
 
 def environment() -> dict[str, Any]:
-    """Device and versions, to stand beside every figure.
+    """Returns device and versions, which are printed with every figure.
 
     Example:
       >>> from kvjax.evaluation.speed.machine import environment

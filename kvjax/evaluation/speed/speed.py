@@ -1,4 +1,4 @@
-"""How fast a model reads and writes through compressed caches, beside what the machine allows."""
+"""Speed of a model with compressed caches, compared with the bounds of the machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvjax.protocol import Full, KVTransform
 from .floors import cache_room, prompt_flops
 from .machine import Machine, measure_machine
 
-_Run = tuple[Generation, int | None]  # what was written, and by how much the process grew
+_Run = tuple[Generation, int | None]  # the generation, and the bytes by which the process grew
 
 FULL = "full"
 PROMPT_TOKENS, NEW_TOKENS, BATCHES, ROUNDS = 2048, 64, (1,), 3
@@ -35,28 +35,29 @@ PROMPT_TOKENS, NEW_TOKENS, BATCHES, ROUNDS = 2048, 64, (1,), 3
 
 @dataclass(frozen=True)
 class Speed:
-    """What a method costs with so many rows; times are those of the fastest round.
+    """Costs of a method with a number of rows; times are those of the fastest round.
 
     Args:
-      method: its name among those that were given.
-      batch: rows.
+      method: name of the method in the argument `methods`.
+      batch: number of rows.
       ttft_s: seconds up to the first token of all rows.
       tpot_s: seconds per further token, which is a step for all rows.
       tokens_per_s: new tokens per second after the first, of all rows.
       compile_s: seconds of tracing and compiling in the call before the first round.
       ttft_over_full, tpot_over_full: times divided by those of the full cache.
-      step_bytes: what a step reads at least, as `kvjax.generation.planning` counts it: weights, and
-        the arrays of the caches with their free slots, of a cache from which slots are selected as
-        many as that.
-      step_floor_s: seconds that this takes at the machine's bandwidth.
-      ttft_floor_s: seconds that the products of a prompt pass with the full cache take at the
-        machine's rate; None for a model that does not show its parts (`kvjax.LayeredModel`).
-      cache_bytes: of all cache arrays, index structures and host memory included.
-      full_cache_bytes: of the full cache.
+      step_bytes: minimum bytes that a step reads, as `kvjax.generation.planning` counts them: the
+        weights, and the arrays of the caches, free slots included. A cache from which slots are
+        selected counts with the selected slots.
+      step_floor_s: seconds that reading `step_bytes` takes at the machine's bandwidth.
+      ttft_floor_s: seconds that the matrix products of a prompt pass with the full cache take at
+        the machine's rate; None for a model that does not show its parts (`kvjax.LayeredModel`).
+      cache_bytes: bytes of all cache arrays, index structures and host memory included.
+      full_cache_bytes: bytes of the full cache.
       resident_bytes: weights and caches in the device's memory, which stay from step to step.
-      host_bytes: of the caches in host memory.
-      peak_bytes: weights and what the process needed beside them at most while it read and wrote,
-        in the round that needed least; None unless the device is a CPU and the system is Linux.
+      host_bytes: bytes of the caches in host memory.
+      peak_bytes: the weights, and the most further memory that the process needed while it read and
+        wrote, in the round that needed least; None unless the device is a CPU and the system is
+        Linux.
       dropped: as in `kvjax.Generation`.
       ttft_rounds_s, tpot_rounds_s: times of every round.
     """
@@ -83,12 +84,12 @@ class Speed:
 
 
 class SpeedReport(NamedTuple):
-    """What `measure_speed` returns.
+    """Result of `measure_speed`.
 
     Args:
-      machine: what the machine does at best, measured in every round.
-      weight_bytes: of the model.
-      rows: of each batch in turn all methods, the full cache first.
+      machine: best rates of the machine, measured in every round.
+      weight_bytes: bytes of the model's weights.
+      rows: all methods of the first batch, the full cache first, then those of the next batch.
     """
 
     machine: Machine
@@ -109,40 +110,41 @@ def measure_speed(
     looked_up: int = 0,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> SpeedReport:
-    """Measures methods of compression against the full cache, and both against the machine.
+    """Measures methods of compression against the full cache, and all of them against the machine.
 
-    Every method reads the same prompts and writes as many tokens, end tokens or not. In each round
-    all methods run once, one after the other, so that a slow moment of the machine hits all of them
-    alike; times are those of the fastest round. What a method does every few hundred tokens counts
-    if so many are written.
+    Every method reads the same prompts and writes the same number of tokens; end tokens do not stop
+    it. In each round all methods run once, one after the other, so that a slow moment of the
+    machine affects all of them. Times are those of the fastest round. Work that a method does every
+    few hundred tokens counts only if as many are written.
 
-    Seconds of compilation are those of a first call for each method and batch. The full cache comes
-    first, and so compiles what all methods share too: the embedding, the logits, and the choice of
-    a token. Compiled code is dropped (`jax.clear_caches`) before each batch. Where JAX is given a
-    folder for compiled code, they are those of a process that may find it there.
+    Seconds of compilation are those of the first call for each method and batch. The full cache
+    comes first, and so compiles the code that all methods share too: the embedding, the logits, and
+    the choice of a token. Compiled code is dropped (`jax.clear_caches`) before each batch. If JAX
+    has a folder for compiled code, a call may find its code there and take less time.
 
-    The floor of a step is what it must read, at the machine's bandwidth, and that of the first
-    token the products that it takes, at the machine's rate (`prompt_flops`); the machine is
-    measured in every round too. A model that the processor's own caches hold can be faster than the
-    first, and a method that passes fewer tokens on to later layers (PyramidInfer) than the second.
+    The floor of a step is the time to read its bytes at the machine's bandwidth. The floor of the
+    first token is the time of its matrix products at the machine's rate (`prompt_flops`). The
+    machine is measured in every round too. A model that fits into the processor's own caches can be
+    faster than the first floor. A method that passes fewer tokens on to later layers (PyramidInfer)
+    can be faster than the second.
 
     Args:
       model: as for `kvjax.generate`, on one device.
-      methods: by any names; the full cache is measured as `"full"`, given or not.
-      prompt_tokens, new_tokens: of each row; at least two new ones.
-      batches: numbers of rows, each of which is measured once.
+      methods: methods by any names; the full cache is always measured, as `"full"`.
+      prompt_tokens, new_tokens: tokens of each row; at least two new ones.
+      batches: numbers of rows; duplicates are measured once.
       rounds: how often everything is measured.
-      text: token ids that prompts are cut from, one behind the other, and from the beginning again
-        where it ends; None: ids drawn from the vocabulary.
-      dtype: of keys and values; see `init_cache`.
+      text: token ids that prompts are cut from, one after the other. After its end, cutting starts
+        again from the beginning. None: random ids of the vocabulary.
+      dtype: dtype of keys and values; see `init_cache`.
       looked_up: as in `kvjax.generation.planning.plan`.
-      on_progress: called before each run and at the end with the number of runs that are done, of
-        all runs, and a name for the next.
+      on_progress: called before each run and at the end with the number of finished runs, the
+        number of all runs, and a name for the next run.
 
     Raises:
-      TypeError, ValueError: before anything is computed: a count below its least, an empty text, a
-        method named `"full"` that is not, a model on a mesh, what `kvjax.generate` raises for these
-        prompts.
+      TypeError, ValueError: raised before anything is computed, if a count is below its minimum,
+        the text is empty, a method named `"full"` is another one, the model is on a mesh, or
+        `kvjax.generate` raises for these prompts.
 
     Example:
       >>> import kvjax
@@ -170,9 +172,9 @@ def measure_speed(
         raise ValueError("measure_speed measures one device, got a model on a mesh")
     methods, batches = {FULL: Full(), **methods}, tuple(dict.fromkeys(batches))
     prompts = _prompts(functional, prompt_tokens, max(batches), text)
-    of_model = functional.num_layers, functional.windows
+    layers = functional.num_layers, functional.windows
     for transform in methods.values():
-        check_prompts(functional, prompts, bind(transform, *of_model), new_tokens)
+        check_prompts(functional, prompts, bind(transform, *layers), new_tokens)
     sample = [prompts[0][:CALIBRATION_TOKENS]]
     methods = {name: calibrated(tx, functional, sample) for name, tx in methods.items()}
     room = cache_room(functional, prompt_tokens, new_tokens)
@@ -186,6 +188,7 @@ def measure_speed(
     runs: dict[tuple[int, str], list[_Run]] = {}
     for batch in batches:
         jax.clear_caches()
+        # One more round comes first, in which everything is compiled.
         for _ in range(1 + rounds):
             report(done, total, "the machine")
             machines.append(measure_machine(dtype))
@@ -198,11 +201,12 @@ def measure_speed(
                 runs.setdefault((batch, name), []).append(with_peak(run))
                 done += 1
     report(total, total, "done")
+    # The best rates of all rounds, as methods have the times of their best rounds.
     machine = Machine(*map(max, zip(*machines, strict=True)))
     flops = prompt_flops(functional, prompt_tokens)
     rows = tuple(
-        _speed(name, batch, of_method, runs[batch, FULL], plans[name], machine, flops)
-        for (batch, name), of_method in runs.items()
+        _speed(name, batch, method_runs, runs[batch, FULL], plans[name], machine, flops)
+        for (batch, name), method_runs in runs.items()
     )
     return SpeedReport(machine, plans[FULL].weights, rows)
 
@@ -210,7 +214,7 @@ def measure_speed(
 def _prompts(
     model: FunctionalModel, tokens: int, rows: int, text: Sequence[int] | None
 ) -> list[list[int]]:
-    """As many rows of so many tokens."""
+    """Cuts `rows` prompts of `tokens` tokens from the text, or draws them."""
     if text is None:
         rng = np.random.default_rng(0)
         return rng.integers(0, model.vocab_size, (rows, tokens)).tolist()
@@ -229,12 +233,12 @@ def _speed(
     machine: Machine,
     flops: int | None,
 ) -> Speed:
-    """A method's figures from its runs, those of the full cache, and what bounds them."""
-    (result, _), *rounds = runs
+    """Computes a method's figures from its runs, those of the full cache, and the machine."""
+    (result, _), *rounds = runs  # the first run compiles, and its times do not count
     ttfts, tpots = _seconds(rounds)
     ttft, tpot = min(ttfts), min(tpots)
     full_ttft, full_tpot = map(min, _seconds(full_runs[1:]))
-    grown = [grown for _, grown in rounds if grown is not None]
+    growths = [growth for _, growth in rounds if growth is not None]
     step_bytes = planned.step_bytes(batch)
     return Speed(
         method=name,
@@ -252,7 +256,7 @@ def _speed(
         full_cache_bytes=result.full_cache_bytes,
         resident_bytes=planned.held(batch),
         host_bytes=round(planned.caches(batch).host),
-        peak_bytes=planned.weights + min(grown) if grown else None,
+        peak_bytes=planned.weights + min(growths) if growths else None,
         dropped=result.dropped,
         ttft_rounds_s=ttfts,
         tpot_rounds_s=tpots,
@@ -260,5 +264,5 @@ def _speed(
 
 
 def _seconds(rounds: Sequence[_Run]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of every round: up to the first token, and per further one."""
+    """Returns the seconds of every round up to the first token, and per further token."""
     return tuple(run.ttft_s for run, _ in rounds), tuple(run.tpot_s for run, _ in rounds)

@@ -1,4 +1,4 @@
-"""Tasks that show what compression does to a model's answers: our own, and published ones."""
+"""Tasks that show what compression does to a model's answers: kvjax's own and published ones."""
 
 from .datasets import DATASETS, dataset
 from .retrieval import OWN_TASKS, Haystack, is_right, retrieval
@@ -6,11 +6,11 @@ from .ruler.ruler import RULER_TASKS, ruler
 from .task import Case, Frame, Task
 
 ANSWERS = (*OWN_TASKS, *RULER_TASKS, *DATASETS)
-"""The tasks that ask questions, by name."""
+"""Names of the tasks that ask questions."""
 
 MEASURES = ("perplexity", "attention")
-"""What is measured without a question: the loss of held-out text, and recall and error of the
-attention while an answer is given."""
+"""Names of the measures that need no question: the loss of held-out text, and recall and error of
+the attention while an answer is given."""
 
 __all__ = [
     "ANSWERS",

@@ -1,4 +1,4 @@
-"""Tasks of data sets from files: LongBench, ZeroSCROLLS, XSum and GSM8K."""
+"""Tasks from files of published data sets: LongBench, ZeroSCROLLS, XSum and GSM8K."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .task import Case, Frame, Task
 Record = dict[str, Any]
 
 _SHOTS = 8  # worked examples of GSM8K
-_CLASSES = "all_classes"  # what a classification needs beside the answers
+_CLASSES = "all_classes"  # field of LongBench's records that classifications need
 _HUB, _ARCHIVE = "THUDM/LongBench", "data.zip"
 
 
@@ -32,10 +32,10 @@ class _Example(NamedTuple):
     """A prompt as two texts, and its answers.
 
     Args:
-      context, question: what is read first, and what follows.
-      answers: texts that a metric compares with.
-      omitted: what the question begins with where the context is cut.
-      details: what else the metric takes.
+      context, question: the text that is read first, and the text that follows.
+      answers: reference texts for the metric.
+      omitted: text put before the question if the context was cut.
+      details: further arguments of the metric.
     """
 
     context: str
@@ -49,14 +49,14 @@ class _DataSet(NamedTuple):
     """A row of the table of tasks.
 
     Args:
-      files: where the records are in a folder; the first file that there is.
-      fields: types of a record's fields; it may have others.
-      examples: of the records of a file.
-      metric, label: the score against one answer, and what its mean is called.
-      max_new: most new tokens.
-      cut: what is left out of a context that is too long.
-      plain: whether the benchmark has no chat template around the prompt, whatever the tokenizer.
-      answer: the part of a continuation that is scored.
+      files: paths of the records in a folder; the first one that exists is read.
+      fields: types of the fields that a record must have; further fields are ignored.
+      examples: makes examples of the records of a file.
+      metric, label: the score against one answer, and the name of its mean.
+      max_new: maximum number of new tokens.
+      cut: part of the context that is left out of a prompt that is too long.
+      plain: whether the benchmark uses no chat template, even if the tokenizer has one.
+      answer: picks the part of a continuation that is scored.
     """
 
     files: tuple[str, ...]
@@ -72,7 +72,10 @@ class _DataSet(NamedTuple):
 
 # LongBench
 
-_FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")  # examples that models go on to add to
+# Prompts of these tasks hold worked examples, and models go on writing further ones: LongBench
+# scores the first line alone.
+_FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
+# The tasks of each metric, with the name of the metric's mean.
 _LONGBENCH: Mapping[Metric, tuple[str, tuple[str, ...]]] = {
     metrics.f1: (
         "F1", ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique",
@@ -93,24 +96,29 @@ def _first_line(text: str) -> str:
 
 
 def _longbench(name: str) -> _DataSet:
-    """Everything up to the end of the text is the context, what follows the question."""
+    """Returns a row for a task of LongBench.
+
+    The context is the prompt up to the end of the document, and the question is the rest.
+    """
     rows = ((metric, *row) for metric, row in _LONGBENCH.items())
     metric, label, _ = next(row for row in rows if name in row[2])
+    # Instructions before the document are read with it, and those after it with the question.
     before, after = PROMPTS[name].split("{context}")
-    more = {_CLASSES: list} if metric is metrics.classification else {}
+    detail_fields = {_CLASSES: list} if metric is metrics.classification else {}
 
     def examples(records: list[Record]) -> list[_Example]:
         return [
             _Example(
                 before + record["context"], after.replace("{input}", record["input"]),
-                tuple(record["answers"]), details={field: record[field] for field in more},
+                tuple(record["answers"]),
+                details={field: record[field] for field in detail_fields},
             )
             for record in records
         ]  # fmt: skip
 
     return _DataSet(
         (f"{name}.jsonl", f"data/{name}.jsonl"),
-        {"context": str, "input": str, "answers": list, **more},
+        {"context": str, "input": str, "answers": list, **detail_fields},
         examples,
         metric,
         label,
@@ -122,22 +130,22 @@ def _longbench(name: str) -> _DataSet:
 
 # GSM8K
 
-_NUMBERS = {  # the last number counts, or the one behind ####
+_NUMBERS = {  # `gsm8k` scores the last number, `gsm8k_strict` the number after ####
     "gsm8k": re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+"),
     "gsm8k_strict": re.compile(r"#### (-?[0-9.,]+)"),
 }
 
 
 def _is_solved(name: str, text: str, solution: str, **details: Any) -> float:
-    """Whether the number that an answer ends with is that of the solution."""
+    """Returns 1 if the number that an answer ends with is the solution's, else 0."""
     numbers = _NUMBERS[name].findall(text)
     if not numbers:
         return 0.0
     number = numbers[-1] if name == "gsm8k" else numbers[0]
-    # As the harness does it: commas and dollars first, then a point at the end of what is left.
-    both = number, solution.rsplit("#### ", 1)[-1]
-    answer, right = (re.sub(r"[,$]", "", x.strip()).removesuffix(".") for x in both)
-    return float(answer == right)
+    # lm-evaluation-harness removes commas and dollars first, then a point at the end of the rest.
+    texts = number, solution.rsplit("#### ", 1)[-1]
+    answer, expected = (re.sub(r"[,$]", "", text.strip()).removesuffix(".") for text in texts)
+    return float(answer == expected)
 
 
 def _problems(records: list[Record]) -> list[_Example]:
@@ -145,12 +153,13 @@ def _problems(records: list[Record]) -> list[_Example]:
         raise ValueError(
             f"the first {_SHOTS} problems are worked examples, and the data has {len(records)}"
         )
-    asked = [f"Question: {record['question']}\nAnswer:" for record in records]
+    questions = [f"Question: {record['question']}\nAnswer:" for record in records]
     answers = [record["answer"] for record in records]
-    solved = (f"{ask} {answer}\n\n" for ask, answer in zip(asked, answers, strict=True))
+    # All prompts have the same worked examples as their context: the first records.
+    solved = (f"{asking} {answer}\n\n" for asking, answer in zip(questions, answers, strict=True))
     context = "".join(itertools.islice(solved, _SHOTS))
-    pairs = zip(asked[_SHOTS:], answers[_SHOTS:], strict=True)
-    return [_Example(context, ask, (answer,)) for ask, answer in pairs]
+    pairs = zip(questions[_SHOTS:], answers[_SHOTS:], strict=True)
+    return [_Example(context, question, (answer,)) for question, answer in pairs]
 
 
 def _gsm8k(name: str) -> _DataSet:
@@ -186,6 +195,7 @@ def _xsum(name: str) -> _DataSet:
 _PREFIX = "zeroscrolls_"
 _ROUGE = metrics.rouge_geometric_mean, "ROUGE (geometric mean)"
 _F1 = metrics.f1, "F1"
+# Metric, name of its mean, and maximum new tokens of each task.
 _SCROLLS: Mapping[str, tuple[Metric, str, int]] = {
     "gov_report": (*_ROUGE, 1024),
     "summ_screen_fd": (*_ROUGE, 512),
@@ -201,7 +211,8 @@ _SCROLLS: Mapping[str, tuple[Metric, str, int]] = {
 
 
 def _scrolls(records: list[Record]) -> list[_Example]:
-    """Contexts that end where the query begins; records of one `id` are one case."""
+    """Returns examples whose context ends at the query; records with one `id` are one example."""
+    # Records of one `id` have the same input and different reference answers.
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record["id"], []).append(record)
@@ -232,9 +243,12 @@ _TABLE: Mapping[str, _DataSet] = {
 }
 
 DATASETS: tuple[str, ...] = tuple(_TABLE)
-"""Names of all tasks whose cases come from files: LongBench's; `gsm8k`, in which the last number of
-an answer counts, and `gsm8k_strict`, in which the one behind `####` does; `xsum` (ROUGE-2) and its
-other metrics; and those of ZeroSCROLLS, which begin with `zeroscrolls_`."""
+"""Names of all tasks whose cases come from files.
+
+They are the tasks of LongBench; `gsm8k`, which scores the last number of an answer, and
+`gsm8k_strict`, which scores the number after `####`; `xsum` (ROUGE-2) and the same task with other
+metrics; and the tasks of ZeroSCROLLS, which begin with `zeroscrolls_`.
+"""
 
 
 def dataset(
@@ -246,33 +260,37 @@ def dataset(
     cases: int | None = None,
     chat: bool | None = None,
 ) -> Task:
-    """The task of a data set, with the benchmark's prompts and scores.
+    """Returns the task of a data set, with the benchmark's prompts and scores.
 
-    LongBench's records are in `<name>.jsonl`, or in `data/<name>.jsonl` as its archive has it;
-    GSM8K's in `test.jsonl`; XSum's, with `document` and `summary`, in `xsum.jsonl`; ZeroSCROLLS' in
-    `<name>.jsonl` or `<name>/validation.jsonl`, where the name has no `zeroscrolls_`.
+    Records of the benchmarks are read from these files of the folder `data`:
 
-    A prompt that is too long loses its middle, as LongBench does it. One of ZeroSCROLLS loses the
-    end of its context, and the question begins with the record's separator, which says so. GSM8K's
-    worked examples, the first eight records, are not cut. A question is never cut.
+    - LongBench: `<name>.jsonl`, or `data/<name>.jsonl` as in its archive.
+    - GSM8K: `test.jsonl`.
+    - XSum: `xsum.jsonl`, with the fields `document` and `summary`.
+    - ZeroSCROLLS: `<name>.jsonl` or `<name>/validation.jsonl`, where the name is without
+      `zeroscrolls_`.
+
+    A prompt that is too long loses its middle, as in LongBench. A prompt of ZeroSCROLLS loses the
+    end of its context instead, and its question then begins with the record's separator, which says
+    so. GSM8K's worked examples, the first eight records, are never cut, nor is a question.
 
     Args:
-      name: one of `DATASETS`.
-      tokenizer: of the model, from `transformers`.
-      data: folder of the benchmark's files, or the task's file. LongBench alone can do without: it
+      name: a name in `DATASETS`.
+      tokenizer: tokenizer of the model, from `transformers`.
+      data: folder of the benchmark's files, or the task's file. Only LongBench works without: it
         is downloaded from the hub.
-      length: most tokens of a prompt, chat template included; None for whole prompts.
-      cases: how many of the first; None for all.
-      chat: whether prompts stand in the chat template; None for what the benchmark does, which is a
-        template where the tokenizer has one, but none around examples and code.
+      length: maximum tokens of a prompt, chat template included; None to cut nothing.
+      cases: number of cases, from the first on; None for all.
+      chat: whether prompts are put into the chat template. None follows the benchmark: a template
+        if the tokenizer has one, except around examples and code.
 
     Returns:
       The task. Its floor is the mean score of answers that belong to other cases: they have the
-      right form, and know nothing of the context.
+      right form and know nothing of the context.
 
     Raises:
-      ValueError: an unknown name; data that is absent, damaged or too little; a length that is too
-        small; a package that is not installed.
+      ValueError: the name is unknown; the data is absent, damaged or has too few records; the
+        length is too small; a package is not installed.
       OSError: the file cannot be read.
 
     Example:
@@ -286,22 +304,22 @@ def dataset(
 
     Deviations from the benchmarks:
       - LongBench cuts a prompt to a number of tokens, decodes it, puts it into the chat template
-        and encodes it again. Here tokens are cut and never decoded, and the template counts.
-        Prompts differ at the cut, where a character or a word may be halved.
+        and encodes it again. Here tokens are cut and never decoded, and the template's tokens
+        count. Prompts differ at the cut, which may split a character or a word.
       - Special tokens that a text spells out are read as text.
-      - Answers of `samsum` end at a line end: LongBench stops there, here the rest is left out.
+      - Answers of `samsum` end at a line end. LongBench stops there; here the rest is ignored.
       - EleutherAI's harness shows 5 worked examples of GSM8K, drawn from the training set.
-      - White space around an answer of XSum is left out: the package would count it as a word.
-      - ZeroSCROLLS takes the geometric mean of the three mean ROUGE scores of a task, here it is
-        taken of every case, and the mean of those is the score. It is never more.
-      - F1 in ZeroSCROLLS' tasks is that of LongBench, in which letters with and without accents
-        differ. The benchmark writes all letters in ASCII first.
+      - White space around an answer of XSum is ignored: the package would count it as a word.
+      - ZeroSCROLLS takes the geometric mean of the three mean ROUGE scores of a task. Here the
+        geometric mean is taken for each case and then averaged. The result is never larger.
+      - F1 in ZeroSCROLLS' tasks is LongBench's, for which letters with and without accents differ.
+        The benchmark converts all letters to ASCII first.
 
     References:
       Bai et al., LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding, 2023,
       arXiv:2308.14508; github.com/THUDM/LongBench.
-      Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021, arXiv:2110.14168. Form of
-      prompts and both scores: task `gsm8k` of EleutherAI's lm-evaluation-harness.
+      Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021, arXiv:2110.14168. The form
+      of prompts and both scores are those of task `gsm8k` of EleutherAI's lm-evaluation-harness.
       Narayan et al., Don't Give Me the Details, Just the Summary!, 2018, arXiv:1808.08745. Prompt,
       length and package: github.com/FMInference/H2O, `h2o_hf`, which draws answers at temperature
       0.3.
@@ -315,20 +333,23 @@ def dataset(
         if value is not None:
             check_count(count, value, 1)
     row = _TABLE[name]
-    row.metric("1", "1", **{_CLASSES: ["1"]})  # raises where a package is absent
+    # A missing package raises here, before any data is read or downloaded.
+    row.metric("1", "1", **{_CLASSES: ["1"]})
     if chat is None:
         chat = not row.plain and getattr(tokenizer, "chat_template", None) is not None
     frame = Frame.of(tokenizer, chat)
     examples = row.examples(_records(row, data))
     if cases is not None and cases > len(examples):
         raise ValueError(f"cases must be at most the {len(examples)} of the data, got {cases}")
-    made = tuple(_case(row, tokenizer, frame, example, length) for example in examples[:cases])
+    task_cases = tuple(
+        _case(row, tokenizer, frame, example, length) for example in examples[:cases]
+    )
     score = partial(score_answer, name)
-    return Task(name, made, score, row.label, _floor(made, score))
+    return Task(name, task_cases, score, row.label, _floor(task_cases, score))
 
 
 def score_answer(name: str, text: str, case: Case) -> float:
-    """The score of a continuation of a case, 0 to 1: the best over its answers.
+    """Returns the score of a case's continuation, 0 to 1: the best over the case's answers.
 
     Example:
       >>> from kvjax.evaluation.tasks import Case
@@ -342,27 +363,29 @@ def score_answer(name: str, text: str, case: Case) -> float:
 
 
 def _floor(cases: Sequence[Case], score: Callable[[str, Case], float]) -> float:
-    """The mean score of the answer that belongs to the next case; 0 for one case."""
+    """Returns the mean score of each case with the answer of the next one; 0 for one case."""
     if len(cases) < 2:
         return 0.0
     pairs = zip(cases, [*cases[1:], cases[0]], strict=True)
-    return sum(score(other.answers[0], case) for case, other in pairs) / len(cases)
+    return sum(score(neighbour.answers[0], case) for case, neighbour in pairs) / len(cases)
 
 
 def _case(
     row: _DataSet, tokenizer: Any, frame: Frame, example: _Example, length: int | None
 ) -> Case:
-    """The case as tokens, with a context that leaves something out where it must."""
+    """Returns the case as tokens, with its context cut if the prompt is too long."""
     context, question = split_tokens(tokenizer, example.context, example.question)
     around = len(frame.before) + len(frame.after)
     if length is not None and around + len(context) + len(question) > length:
         if example.omitted:
-            asked = example.omitted + example.question
-            context, question = split_tokens(tokenizer, example.context, asked)
+            marked_question = example.omitted + example.question
+            context, question = split_tokens(tokenizer, example.context, marked_question)
         room = length - around - len(question)
         if room <= 0 or row.cut == "nothing":
+            # At least one token of a context must remain, or all of it if nothing may be cut.
             least = length - room + (len(context) if row.cut == "nothing" else 1)
             raise ValueError(f"a prompt of {length} tokens is too short: {least} are needed")
+        # LongBench halves the prompt as a whole: the second half includes the question.
         front = min((room + len(question)) // 2, room) if row.cut == "middle" else room
         context = context[:front] + context[len(context) - (room - front) :]
     return Case(
@@ -372,9 +395,9 @@ def _case(
 
 
 def split_tokens(tokenizer: Any, context: str, question: str) -> tuple[list[int], list[int]]:
-    """The tokens of `context + question`, divided where the question begins.
+    """Returns the tokens of `context + question`, split at the beginning of the question.
 
-    They are those of the whole text: a token across the border belongs to the question. Special
+    The text is tokenized as a whole, and a token across the border belongs to the question. Special
     tokens that are spelled out are read as text.
 
     Raises:
@@ -394,6 +417,7 @@ def split_tokens(tokenizer: Any, context: str, question: str) -> tuple[list[int]
         return_offsets_mapping=True, verbose=False,
     )  # fmt: skip
     ends = [end for _, end in encoded.offset_mapping]
+    # Tokens that end at the border belong to the context, tokens across it to the question.
     border = bisect_right(ends, len(context))
     return encoded.input_ids[:border], encoded.input_ids[border:]
 
@@ -402,7 +426,7 @@ def split_tokens(tokenizer: Any, context: str, question: str) -> tuple[list[int]
 
 
 def _records(row: _DataSet, data: str | Path | None) -> list[Record]:
-    """The records of the file: a JSON object a line, with the fields of the task."""
+    """Reads the records of the file: a JSON object per line, with the fields of the task."""
     if data is None:
         path, content = _downloaded(row.files[1])
     else:
@@ -414,6 +438,7 @@ def _records(row: _DataSet, data: str | Path | None) -> list[Record]:
             path = files[0]
         content = path.read_bytes()
     records = []
+    # Bytes are split: `str.splitlines` would also split at separators within a JSON string.
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             try:
@@ -426,18 +451,19 @@ def _records(row: _DataSet, data: str | Path | None) -> list[Record]:
 
 
 def _checked(record: Any, fields: Mapping[str, type]) -> Record:
-    """Returns an object with these fields; raises ValueError for anything else."""
+    """Returns the record if it is an object with these fields; else raises ValueError."""
     if not isinstance(record, dict):
         raise ValueError(f"it must be a JSON object, got {brief(record)}")
-    for field, kind in fields.items():
+    for field, field_type in fields.items():
         value = record.get(field)
-        if not isinstance(value, kind) or value == []:
-            raise ValueError(f"{field} must be {kind.__name__}, got {brief(value)}")
+        # An empty list of answers or classes has nothing to score against.
+        if not isinstance(value, field_type) or value == []:
+            raise ValueError(f"{field} must be {field_type.__name__}, got {brief(value)}")
     return record
 
 
 def _downloaded(member: str) -> tuple[Path, bytes]:
-    """LongBench's archive from the hub, and the content of one file in it."""
+    """Downloads LongBench's archive; returns the path and the content of one file in it."""
     # Imported here: most callers have a folder, and the client takes a while to import.
     from huggingface_hub import hf_hub_download
 

@@ -1,6 +1,7 @@
-"""Scores of an answer against a reference, 0 to 1, as the benchmarks' own scorers give them.
+"""Scores of an answer against a reference, 0 to 1, as the benchmarks' own scorers compute them.
 
-Every metric is called `metric(text, reference, **details)`; of the details it takes what it needs.
+Every metric is called `metric(text, reference, **details)` and ignores details that it does not
+need.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from kvjax.extras import extra_module
 Metric = Callable[..., float]
 
 EXTRA = "eval", "scores"
-"""The extra that has the packages of metrics, and what they are for."""
+"""Name of the extra that installs the packages of metrics, and their purpose, for messages."""
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def f1(text: str, reference: str, **details: Any) -> float:
-    """F1 of the words, in lower case, without punctuation and articles, as SQuAD has it.
+    """Returns the F1 of the words, in lower case, without punctuation and articles, as in SQuAD.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import f1
@@ -43,16 +44,16 @@ def _words(text: str) -> list[str]:
 
 
 def overlap(words: Sequence[str], reference: Sequence[str]) -> float:
-    """F1 of words, each as often as it occurs in both."""
-    same = (Counter(words) & Counter(reference)).total()
-    if same == 0:
+    """Returns the F1 of two lists of words; a word counts as often as it occurs in both."""
+    shared = (Counter(words) & Counter(reference)).total()
+    if shared == 0:
         return 0.0
-    precision, recall = same / len(words), same / len(reference)
+    precision, recall = shared / len(words), shared / len(reference)
     return 2 * precision * recall / (precision + recall)
 
 
 def _rouge(name: str, text: str, reference: str, **details: Any) -> float:
-    if not text.strip(".") or not reference.strip("."):  # no sentence, which the package refuses
+    if not text.strip(".") or not reference.strip("."):  # the package refuses texts of no sentence
         return 0.0
     rouge = extra_module("rouge", *EXTRA).Rouge(metrics=[name], stats=["f"])
     with _recursion(len(text.split()) + len(reference.split())):
@@ -60,23 +61,23 @@ def _rouge(name: str, text: str, reference: str, **details: Any) -> float:
 
 
 rouge_1, rouge_2, rouge_l = (functools.partial(_rouge, f"rouge-{part}") for part in "12l")
-"""F by the package `rouge`: of single words, of pairs of neighbouring words, and of ROUGE-L over
-sentences."""
+"""F-scores of the package `rouge`: of single words, of pairs of neighbouring words, and of ROUGE-L
+over sentences."""
 
 
 @contextlib.contextmanager
 def _recursion(depth: int) -> Iterator[None]:
-    """Room for functions that call themselves so often, as that of a longest subsequence does."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(before + depth)
+    """Raises the recursion limit by `depth`: the package finds longest subsequences recursively."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + depth)
     try:
         yield
     finally:
-        sys.setrecursionlimit(before)
+        sys.setrecursionlimit(limit)
 
 
 def rouge_geometric_mean(text: str, reference: str, **details: Any) -> float:
-    """Geometric mean of F of ROUGE-1, ROUGE-2 and ROUGE-L, by the package `rouge-score`.
+    """Returns the geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L F-scores, by `rouge-score`.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import rouge_geometric_mean
@@ -92,10 +93,11 @@ def rouge_geometric_mean(text: str, reference: str, **details: Any) -> float:
 def classification(
     text: str, reference: str, *, all_classes: Sequence[str], **details: Any
 ) -> float:
-    """1 / n where the text names n classes and the right one is among them; else 0.
+    """Returns 1 / n if the text names n classes and the right one is among them, else 0.
 
-    A name that is a part of the right one does not count. As in LongBench's scorer, which takes
-    such a name out of the list while it walks along it, the name behind it counts in any case.
+    A name that is part of the right one does not count. LongBench's scorer removes such a name from
+    the list while it iterates over it, and so never checks the name after it, which then counts in
+    any case. This function does the same.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import classification
@@ -112,7 +114,7 @@ def classification(
 
 
 def count(text: str, reference: str, **details: Any) -> float:
-    """Share of the numbers in the text that are the right one.
+    """Returns the share of the numbers in the text that equal the right one.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import count
@@ -124,7 +126,7 @@ def count(text: str, reference: str, **details: Any) -> float:
 
 
 def retrieval(text: str, reference: str, **details: Any) -> float:
-    """As `count`, for the number in the reference, such as `"Paragraph 7"` or `"段落7"`.
+    """Returns `count` for the number in the reference, such as `"Paragraph 7"` or `"段落7"`.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import retrieval
@@ -135,11 +137,11 @@ def retrieval(text: str, reference: str, **details: Any) -> float:
 
 
 def code_similarity(text: str, reference: str, **details: Any) -> float:
-    """Similarity of the text's first line of code, in whole hundredths.
+    """Returns the similarity of the text's first line of code, rounded to hundredths.
 
-    It is `2 · M / T` for M characters in matching blocks of T in both, by `difflib`, which is what
-    `fuzzywuzzy` computes alone; beside `python-Levenshtein` it computes something else. Lines with
-    ```` ` ````, `#` or `//` are none of code.
+    The similarity is `2 · M / T`: M characters are in matching blocks, and both texts together have
+    T. `difflib` computes it, as `fuzzywuzzy` does if `python-Levenshtein` is not installed. A line
+    with ```` ` ````, `#` or `//` does not count as code.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import code_similarity
@@ -152,7 +154,7 @@ def code_similarity(text: str, reference: str, **details: Any) -> float:
 
 
 def choice(text: str, reference: str, **details: Any) -> float:
-    """Whether the first of the letters A to D that stands alone is the right one.
+    """Returns 1 if the first of the letters A to D that stands alone is the right one, else 0.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import choice
@@ -164,7 +166,7 @@ def choice(text: str, reference: str, **details: Any) -> float:
 
 
 def exponential_similarity(text: str, reference: str, **details: Any) -> float:
-    """`2 ^ (-10 · |p - q|)` for the first percentages in both texts; 0 where one has none.
+    """Returns `2 ^ (-10 · |p - q|)` for the first percentages in both texts; 0 if one has none.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import exponential_similarity
@@ -179,19 +181,20 @@ def exponential_similarity(text: str, reference: str, **details: Any) -> float:
 
 
 def concordance(text: str, reference: str, **details: Any) -> float:
-    """Share of the pairs whose order is right; 0 where the text does not order the same items.
+    """Returns the share of the pairs whose order is right; 0 if the text orders other items.
 
-    Items are numbers between commas and white space; other signs are left out.
+    Items are numbers separated by commas and white space; all other characters are ignored.
 
     Example:
       >>> from kvjax.evaluation.tasks.metrics import concordance
       >>> round(concordance("1, 3, 2", "1, 2, 3"), 4)
       0.6667
     """
-    order, right = _items(text), _items(reference)
-    if sorted(order) != sorted(right) or len(right) < 2:
+    order, expected = _items(text), _items(reference)
+    if sorted(order) != sorted(expected) or len(expected) < 2:
         return 0.0
-    places = [order.index(item) for item in right]
+    # Place in the answer of each item, in the right order: a right pair has rising places.
+    places = [order.index(item) for item in expected]
     pairs = [(a, b) for i, a in enumerate(places) for b in places[i + 1 :]]
     return sum(a < b for a, b in pairs) / len(pairs)
 

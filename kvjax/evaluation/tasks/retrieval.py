@@ -16,41 +16,53 @@ from .task import Case, Frame, Task
 from .wording import HELD_OUT_ADJECTIVES, HELD_OUT_NOUNS, WORDINGS, Wording
 
 OWN_TASKS = ("needle", "multi_needle", "key_value", "chain")
-"""`needle`: one sentence in the text. `multi_needle`: several, one is asked for. `key_value`: a
-list of keys and values, one is asked for. `chain`: a key has the code of another key, and another
-sentence tells that one's code."""
+"""Names of kvjax's own retrieval tasks:
 
-_NEAR = 100  # most tokens between a wanted place and the end of a sentence that is taken instead
+- `needle`: one sentence is hidden in the text.
+- `multi_needle`: several sentences are hidden, and the question asks for one of them.
+- `key_value`: a list of keys and values is hidden, and the question asks for one of them.
+- `chain`: a key has the code of another key, and a second sentence tells that code.
+"""
+
+_NEAR = 100  # maximum tokens from a wanted place to the sentence end that is used instead
 
 _LINE = Wording("{key}:", "Which value has the {key}?")
 _LINK = " The code of the {key} is the code of the {other}."
 
 
 class _Pieces(NamedTuple):
-    """What goes into the filler, and the question."""
+    """Texts that are hidden in the filler, and the question.
 
-    inserts: list[tuple[float, str]]  # share of the filler before a text, and the text; asked last
+    Args:
+      inserts: pairs of a depth, the share of the filler before the text, and the text; the text
+        that is asked for comes last.
+      question, reply: the question, and an exact answer.
+      answer: the value that is asked for.
+      line: the text before the line that is asked for, and the line, if the insert is a list.
+    """
+
+    inserts: list[tuple[float, str]]
     question: str
     reply: str
     answer: str
-    line: tuple[str, str] = ("", "")  # of a list: the text before the asked line, and the line
+    line: tuple[str, str] = ("", "")
 
 
 class Haystack:
-    """Makes retrieval cases in a text.
+    """Makes retrieval cases from a text.
 
-    Prompts have an exact number of tokens: a window of the text, needles after ends of sentences,
-    and the question. Keys and values are drawn anew for every case; keys are made of words that are
-    in no key of the bundled model's training.
+    Prompts have an exact number of tokens. They are a window of the text, with needles after
+    sentence ends, and the question. Keys and values are drawn anew for every case. Keys are made of
+    words that no key had in the training of the bundled model.
 
     Args:
-      tokenizer: of the model, from `transformers`. Prompts begin with the special tokens that it
-        puts before a text. A special token that is spelled out in the text is read as text.
+      tokenizer: tokenizer of the model, from `transformers`. Prompts begin with the special tokens
+        that it puts before a text. A special token that is spelled out in the text is read as text.
       text: the filler, longer than the longest prompt.
 
     Attributes:
-      start: the special tokens that prompts begin with.
-      filler: the tokens of the text.
+      start: special tokens that prompts begin with.
+      filler: tokens of the text.
 
     Raises:
       ValueError: the text is empty.
@@ -70,6 +82,7 @@ class Haystack:
         self.filler = np.array(self._encode(text), np.int32)
         if not len(self.filler):
             raise ValueError("the filler text is empty")
+        # A token ends a sentence if its text ends with a full stop or a line break.
         ends = {
             token: tokenizer.decode([token]).rstrip(" ").endswith((".", "\n"))
             for token in np.unique(self.filler).tolist()
@@ -86,25 +99,25 @@ class Haystack:
         needles: int = 8,
         wording: Wording = WORDINGS[0],
     ) -> Case:
-        """One case; the same arguments give the same case.
+        """Makes a case; equal arguments give equal cases.
 
         Args:
-          task: one of `OWN_TASKS`.
+          task: a name in `OWN_TASKS`.
           length: tokens of the prompt, question included.
-          depth: share of the filler that stands before what is asked for, 0 to 1.
-          seed: which case, from 0.
-          needles: sentences of `multi_needle`, the asked one included; lines of `key_value` are
-            four times as many. They are spread at random.
-          wording: of needles and questions; lists and links have their own.
+          depth: share of the filler before the text that is asked for, 0 to 1.
+          seed: number of the case, from 0.
+          needles: number of sentences of `multi_needle`, the one that is asked for included;
+            `key_value` has four times as many lines. The sentences are spread at random.
+          wording: wording of needles and questions; lists and links have a wording of their own.
 
         Returns:
-          A case whose one answer is the digits that must come first among those of the
-          continuation. `details["position"]` is the index in the prompt of the first token of what
-          is asked for.
+          A case with one answer, the digits that must be the first number of the continuation.
+          `details["position"]` is the index in the prompt of the first token of the text that is
+          asked for.
 
         Raises:
-          ValueError: an unknown task, a depth outside 0 to 1, or a length that the pieces and the
-            text cannot fill.
+          ValueError: the task is unknown, the depth is outside 0 to 1, the length is too small for
+            the hidden texts, or the filler is too short for the length.
         """
         check_choice("task", task, OWN_TASKS)
         if not 0 <= depth <= 1:
@@ -112,6 +125,7 @@ class Haystack:
         check_count("length", length, 1)
         check_count("seed", seed, 0, most=math.inf)
         check_count("needles", needles, 1)
+        # The wording is not part of the seed: keys and values are the same in every wording.
         rng = np.random.default_rng(
             (seed, zlib.crc32(task.encode()), length, round(depth * 10**6), needles)
         )
@@ -121,7 +135,7 @@ class Haystack:
         self, rng: np.random.Generator, pieces: _Pieces, length: int, depth: float
     ) -> Case:
         inserts = [(at, self._encode(text)) for at, text in pieces.inserts]
-        asked, question = inserts[-1][1], self._encode(pieces.question)
+        wanted, question = inserts[-1][1], self._encode(pieces.question)
         room = length - len(self.start) - len(question) - sum(len(ids) for _, ids in inserts)
         if room < 0:
             raise ValueError(
@@ -133,6 +147,7 @@ class Haystack:
                 f"a prompt of {length} tokens needs {room} tokens of filler, "
                 f"and the text has {len(self.filler)}"
             )
+        # The filler is a random window of the text.
         start = int(rng.integers(len(self.filler) - room + 1))
         text = self.filler[start : start + room].tolist()
         ends = np.flatnonzero(self._ends_sentence[start : start + room]) + 1
@@ -140,8 +155,9 @@ class Haystack:
         for at, ids in sorted(inserts, key=lambda insert: insert[0]):
             place = _place(ends, at, room)
             prompt += text[done:place]
-            if ids is asked:
+            if ids is wanted:
                 before, line = pieces.line
+                # Tokens of the list before the line that is asked for.
                 skipped = len(self._encode(before + line)) - len(self._encode(line))
                 position = len(prompt) + skipped
             prompt, done = prompt + ids, place
@@ -157,9 +173,9 @@ class Haystack:
 
 
 def _place(ends: np.ndarray, at: float, room: int) -> int:
-    """Where in `room` tokens of filler a piece goes: an end of a sentence near the share `at`.
+    """Returns the place of a text in `room` tokens of filler: a sentence end near the depth `at`.
 
-    If no sentence ends near that place, it goes exactly there, between any two tokens.
+    If no sentence ends near that depth, the depth itself is the place.
     """
     places = np.concatenate(([0], ends, [room]))
     place = int(places[np.abs(places - at * room).argmin()])
@@ -175,14 +191,17 @@ def retrieval(
     cases: int,
     seed: int,
 ) -> Task:
-    """One of `OWN_TASKS`, with the depths in turn; a case depends on its number and the seed."""
-    made = []
+    """Makes one of `OWN_TASKS`; its cases cycle through the depths.
+
+    A case depends on its number and the seed, not on the number of cases.
+    """
+    task_cases = []
     for number in range(cases):
-        drawn = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+        case_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
         depth = depths[number % len(depths)]
-        made.append(haystack.case(name, length=length, depth=depth, seed=drawn))
-    # Numbers of six digits are not found by chance.
-    return Task(name, tuple(made), _right, "accuracy")
+        task_cases.append(haystack.case(name, length=length, depth=depth, seed=case_seed))
+    # The floor stays 0: nobody guesses a number of six digits by chance.
+    return Task(name, tuple(task_cases), _right, "accuracy")
 
 
 def _right(text: str, case: Case) -> float:
@@ -190,7 +209,7 @@ def _right(text: str, case: Case) -> float:
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Whether the first number in the continuation is the answer.
+    """Returns whether the first number in the continuation is the answer.
 
     Example:
       >>> from kvjax.evaluation import is_right
@@ -204,30 +223,32 @@ def is_right(text: str, answer: str) -> bool:
 def _pieces(
     rng: np.random.Generator, task: str, depth: float, needles: int, wording: Wording
 ) -> _Pieces:
+    """Draws the hidden texts and the question of a case."""
     count = {"needle": 1, "multi_needle": needles, "key_value": 4 * needles, "chain": 2}[task]
     keys, values = _keys(rng, count), _values(rng, count)
-    others = list(zip(rng.random(count - 1).tolist(), keys[1:], values[1:], strict=True))
+    # The first key is the one that is asked for; the others are at random depths.
+    distractors = list(zip(rng.random(count - 1).tolist(), keys[1:], values[1:], strict=True))
     if task == "key_value":
         lines = [
             f"{_LINE.statement.format(key=key)} {value}\n"
             for key, value in zip(keys, values, strict=True)
         ]
-        which = int(rng.integers(count))
-        before, value = "\n\n" + "".join(lines[:which]), values[which]
-        inserts, question = [(depth, "\n\n" + "".join(lines) + "\n")], _LINE.ask(keys[which])
-        return _Pieces(inserts, question, f" {value}.", value, (before, lines[which]))
+        index = int(rng.integers(count))
+        before, value = "\n\n" + "".join(lines[:index]), values[index]
+        inserts, question = [(depth, "\n\n" + "".join(lines) + "\n")], _LINE.ask(keys[index])
+        return _Pieces(inserts, question, f" {value}.", value, (before, lines[index]))
     if task == "chain":
-        ((at, key, value),) = others
+        ((at, key, value),) = distractors
         link = depth, _LINK.format(key=keys[0], other=key)
         inserts, question = [(at, WORDINGS[0].needle(key, value)), link], WORDINGS[0].ask(keys[0])
         return _Pieces(inserts, question, f" the code of the {key} is {value}.", value)
-    hidden = [*others, (depth, keys[0], values[0])]
+    hidden = [*distractors, (depth, keys[0], values[0])]
     inserts = [(at, wording.needle(key, value)) for at, key, value in hidden]
     return _Pieces(inserts, wording.ask(keys[0]), f" {values[0]}.", values[0])
 
 
 def _keys(rng: np.random.Generator, count: int) -> list[str]:
-    """Different keys of held-out words."""
+    """Draws different keys of held-out words."""
     total = len(HELD_OUT_ADJECTIVES) * len(HELD_OUT_NOUNS)
     if count > total:
         raise ValueError(f"there are {total} different keys, got a task that needs {count}")
@@ -237,5 +258,5 @@ def _keys(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def _values(rng: np.random.Generator, count: int) -> list[str]:
-    """Different numbers of six digits."""
+    """Draws different numbers of six digits."""
     return [str(value) for value in 100_000 + rng.choice(900_000, count, replace=False)]

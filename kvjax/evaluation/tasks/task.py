@@ -1,4 +1,4 @@
-"""What every task gives: cases of a context and a question, and a score for an answer."""
+"""Interface of all tasks: cases with a context and a question, and a score for an answer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from kvjax.generation.chat import MESSAGE, TEXT, chat_parts, with_start
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt, in the two parts between which a cache may be compressed, and its answers.
+    """A prompt in two parts, between which a cache may be compressed, and its answers.
 
     Args:
       context: token ids that are read first, with the special tokens that a prompt begins with.
-      question: token ids that follow, with what a chat template puts behind a message and with the
-        beginning of the answer, if the task gives one.
-      answers: texts that a metric compares with.
-      max_new: most new tokens.
-      depth: share of the context before what is asked for; None where that has no one place.
-      details: what else a score depends on, such as the classes of a classification.
+      question: token ids that follow. They include what a chat template puts after a message, and
+        the beginning of the answer if the task gives one.
+      answers: reference texts for the metric.
+      max_new: maximum number of new tokens.
+      depth: share of the context before the text that is asked for; None if that text has no single
+        place.
+      details: further inputs of the score, such as the classes of a classification.
     """
 
     context: list[int]
@@ -32,21 +33,21 @@ class Case:
 
     @property
     def prompt(self) -> list[int]:
-        """Context and question."""
+        """Token ids of context and question."""
         return self.context + self.question
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task with the cases that were asked for.
+    """A task with its cases.
 
     Args:
-      name: as the command line has it, `"niah_single_1"`, `"multi_news"`.
-      cases: in order.
-      score: of a case's continuation, 0 to 1; `score(text, case)`.
-      metric: what the mean of the scores is called, such as `"accuracy"` or `"ROUGE-L"`.
-      floor: the mean score, 0 to 1, that needs no context: a full cache that is not better by more
-        than chance shows nothing.
+      name: name on the command line, such as `"niah_single_1"` or `"multi_news"`.
+      cases: the cases in order.
+      score: `score(text, case)` rates the continuation of a case from 0 to 1.
+      metric: name of the mean score, such as `"accuracy"` or `"ROUGE-L"`.
+      floor: mean score, 0 to 1, that is reached without the context. If the full cache is not
+        better than that by more than chance, the task shows nothing.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Frame:
-    """The tokens around a user's text: those of a chat template, or the special tokens of a start.
+    """Tokens around a user's text: those of a chat template, or the special tokens at the start.
 
     Args:
       before, after: token ids.
@@ -69,10 +70,12 @@ class Frame:
 
     @classmethod
     def of(cls, tokenizer: Any, chat: bool) -> Frame:
-        """Of the tokenizer's chat template, whose answer begins behind `after`; or without one.
+        """Makes the frame of the tokenizer's chat template, or the frame without a template.
+
+        In a template's frame, the answer begins after `after`.
 
         Raises:
-          ValueError: a chat template is wanted, and the tokenizer has none, or it fails.
+          ValueError: `chat` is true, and the tokenizer has no chat template, or the template fails.
 
         Example:
           >>> from kvjax.evaluation.tasks import Frame

@@ -1,8 +1,8 @@
-"""How retrieval tasks are worded: sentences that hide a value, and the words that keys are made of.
+"""Wording of retrieval tasks: sentences that hide a value, and the words that keys are made of.
 
-A key is an adjective and a noun, "amber falcon". The bundled model was trained without the held-out
-wording, and without keys that contain a held-out word: a key of two held-out words is new to it in
-both parts.
+A key is an adjective and a noun, such as "amber falcon". The bundled model was trained without the
+held-out wording and without keys that contain a held-out word. So both parts of a key of two
+held-out words are new to it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Wording(NamedTuple):
     question: str
 
     def needle(self, key: str, value: str) -> str:
-        """The sentence that hides the value."""
+        """Returns the sentence that hides the value."""
         return f" {self.statement.format(key=key)} {value}."
 
     def ask(self, key: str) -> str:
-        """The question, with the answer begun, so that the value is what comes next."""
+        """Returns the question with the beginning of the answer, so that the value comes next."""
         question, statement = self.question.format(key=key), self.statement.format(key=key)
         return f"\n\nQuestion: {question}\nAnswer: {statement}"
 
@@ -34,7 +34,7 @@ WORDINGS = (
     Wording("For the {key} they wrote down", "What did they write down for the {key}?"),
     Wording("The {key} =", "The value of the {key}?"),
 )
-"""Wordings that a model may train on; the first is the one that evaluations use."""
+"""Wordings that a model may be trained on; evaluations use the first one."""
 
 HELD_OUT_WORDING = Wording("You will find the {key} at page", "At which page is the {key}?")
 

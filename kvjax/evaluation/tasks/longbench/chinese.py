@@ -1,4 +1,4 @@
-"""Scores of Chinese answers, whose words `jieba` cuts."""
+"""Scores of Chinese answers, which `jieba` splits into words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION
 
 
 def f1_zh(text: str, reference: str, **details: Any) -> float:
-    """F1 of Chinese words, cut by `jieba`, without punctuation.
+    """Returns the F1 of Chinese words, as `jieba` splits them, without punctuation.
 
     Example:
       >>> from kvjax.evaluation.tasks.longbench.chinese import f1_zh
@@ -27,7 +27,7 @@ def f1_zh(text: str, reference: str, **details: Any) -> float:
 
 
 def rouge_l_zh(text: str, reference: str, **details: Any) -> float:
-    """As `rouge_l`, of Chinese words, cut by `jieba`."""
+    """Returns ROUGE-L (`rouge_l`) of Chinese words, as `jieba` splits them."""
     return rouge_l(" ".join(_cut_zh(text)), " ".join(_cut_zh(reference)))
 
 
@@ -38,7 +38,7 @@ def _words_zh(text: str) -> list[str]:
 
 @functools.cache
 def _jieba() -> Any:
-    """The package with its dictionary, of which it would tell on standard error."""
+    """Returns the package with its dictionary loaded, without its messages on standard error."""
     jieba = extra_module("jieba", *EXTRA)
     with quiet():
         jieba.initialize()

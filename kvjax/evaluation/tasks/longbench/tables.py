@@ -9,10 +9,10 @@ from pathlib import Path
 _TABLES = json.loads(Path(__file__).with_name("longbench.json").read_text(encoding="utf-8"))
 
 PROMPTS: Mapping[str, str] = _TABLES["prompts"]
-"""Task → prompt, with `{context}` and, where there is a question, `{input}`."""
+"""Prompt of each task, with `{context}` and, if the task has a question, `{input}`."""
 
 MAX_NEW: Mapping[str, int] = _TABLES["max_new"]
-"""Task → most new tokens."""
+"""Maximum number of new tokens for each task."""
 
 CHINESE_PUNCTUATION: str = _TABLES["chinese_punctuation"]
-"""Punctuation that counts in no Chinese score, beside that of ASCII."""
+"""Punctuation that Chinese scores ignore, in addition to ASCII punctuation."""

@@ -1,4 +1,4 @@
-"""RULER's needles and its chains of variables: sentences that are hidden in a filler.
+"""RULER's needles and its chains of variables: sentences hidden in a filler text.
 
 Templates, noise and hidden sentences are data of NVIDIA's RULER (Apache-2.0).
 """
@@ -17,7 +17,7 @@ from .draws import distinct, key_of_words, number, uuid4, word_of
 from .prompt import LONG, Encoder, Hidden, Prompt
 
 DEPTHS = tuple(round(100 * step / 39) / 100 for step in range(40))
-"""Shares of the filler that stand before a hidden sentence: 40 of them, evenly from 0 to 1."""
+"""Depths of hidden sentences as shares of the filler: 40 of them, evenly from 0 to 1."""
 
 _DRAWS = {"words": key_of_words, "numbers": number, "uuids": uuid4}
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -25,19 +25,19 @@ _TRACK = "Memorize and track the chain(s) of variable assignment hidden in the f
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 
 _HOPS = 4
-_EXAMPLE_LINES = 5, 15  # of noise, in prompts that are shorter than `LONG`, and in others
+_EXAMPLE_LINES = 5, 15  # lines of noise, in prompts shorter than `LONG`, and in longer ones
 
 
 class Needles(NamedTuple):
-    """What tells the tasks of needles apart.
+    """Parameters in which the needle tasks differ.
 
     Args:
-      haystack: `"noise"`, one line again and again; `"essay"`, the text; or `"needle"`, needles
-        that nobody asks for.
+      haystack: `"noise"`, one line repeated; `"essay"`, the text; or `"needle"`, needles that the
+        question does not ask for.
       keys, values: `"words"`, `"numbers"` or `"uuids"`.
-      hidden: how many keys are hidden.
-      each: how many values each key has.
-      asked: how many of the keys are asked for.
+      hidden: number of hidden keys.
+      each: number of values per key.
+      asked: number of keys that the question asks for.
     """
 
     haystack: str
@@ -61,24 +61,24 @@ NEEDLES = {
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text, with one space in place of every white space."""
+    """Returns the sentences of a text, with white space reduced to single spaces."""
     return re.split(r"(?<=[.!?]) ", " ".join(text.split()))
 
 
 def needles(
     task: Needles, encoder: Encoder, rng: np.random.Generator, depth: float, text: Sequence[str]
 ) -> Prompt:
-    """A case of needles.
+    """Makes a case of a needle task.
 
     Args:
-      task: which needles.
-      encoder: of the model's tokenizer.
-      rng: what everything is drawn from.
-      depth: of the first needle, one of `DEPTHS`; further needles are at others of them.
-      text: sentences, for the haystack `"essay"`. It begins at any of them, and the first one
-        follows the last one.
+      task: parameters of the task.
+      encoder: encoder of the model's tokenizer.
+      rng: source of all random choices.
+      depth: depth of the first needle, one of `DEPTHS`; further needles are at other depths.
+      text: sentences of the haystack `"essay"`. The haystack begins at a random sentence, and the
+        first sentence follows the last one.
     """
-    keys, values = (distinct(rng, _DRAWS[kind]) for kind in (task.keys, task.values))
+    keys, values = (distinct(rng, _DRAWS[draw_name]) for draw_name in (task.keys, task.values))
 
     def needle(key: str, value: str) -> str:
         return _NEEDLE.format(kind=task.values, key=key, value=value)
@@ -88,28 +88,29 @@ def needles(
         for key in itertools.islice(keys, task.hidden)
         for value in itertools.islice(values, task.each)
     ]
-    others = rng.permutation([other for other in DEPTHS if other != depth]).tolist()
-    places = [depth, *others[: len(hidden) - 1]]
+    other_depths = rng.permutation([place for place in DEPTHS if place != depth]).tolist()
+    places = [depth, *other_depths[: len(hidden) - 1]]
     sentences = [(place, needle(*pair)) for place, pair in zip(places, hidden, strict=True)]
     if task.haystack == "noise":
         filler = itertools.repeat(_NOISE)
     elif task.haystack == "needle":
+        # The same generators go on, so that the filler repeats no hidden key or value.
         filler = map(needle, keys, values)
     else:
         start = int(rng.integers(len(text)))
         filler = [*text[start:], *text[:start]]
     body = Hidden(encoder, sentences, filler, "\n", " " if task.haystack == "essay" else "\n")
-    asked = hidden[: task.asked * task.each]
-    return _asking_for(task.values, asked, body, depth)
+    wanted = hidden[: task.asked * task.each]
+    return _asking_for(task.values, wanted, body, depth)
 
 
-def _asking_for(kind: str, asked: list[tuple[str, str]], body: Hidden, depth: float) -> Prompt:
-    """The prompt that asks for some pairs of key and value, worded for one or for several."""
-    *keys, last = dict(asked)
+def _asking_for(noun: str, wanted: list[tuple[str, str]], body: Hidden, depth: float) -> Prompt:
+    """Returns the prompt that asks for pairs of key and value, worded for one or for several."""
+    *keys, last = dict(wanted)
     query = f"{', '.join(keys)}, and {last}" if keys else last
-    answers = tuple(value for _, value in asked)
-    if len(asked) == 1:
-        word = kind.removesuffix("s")
+    answers = tuple(value for _, value in wanted)
+    if len(wanted) == 1:
+        word = noun.removesuffix("s")
         return Prompt(
             f"A special magic {word} is hidden within the following text. Make sure to memorize "
             f"it. I will quiz you about the {word} afterwards.",
@@ -119,25 +120,28 @@ def _asking_for(kind: str, asked: list[tuple[str, str]], body: Hidden, depth: fl
             answers,
             depth,
         )
+    # Several needles have no single depth, so the prompt has none.
     return Prompt(
-        f"Some special magic {kind} are hidden within the following text. Make sure to memorize "
-        f"it. I will quiz you about the {kind} afterwards.",
+        f"Some special magic {noun} are hidden within the following text. Make sure to memorize "
+        f"it. I will quiz you about the {noun} afterwards.",
         body,
-        f"\nWhat are all the special magic {kind} for {query} mentioned in the provided text?",
-        f" The special magic {kind} for {query} mentioned in the provided text are",
+        f"\nWhat are all the special magic {noun} for {query} mentioned in the provided text?",
+        f" The special magic {noun} for {query} mentioned in the provided text are",
         answers,
     )
 
 
 def variables(encoder: Encoder, rng: np.random.Generator, length: int) -> Prompt:
-    """A case of `vt`: a number is given to a variable, and by that one to the next, four times.
+    """Makes a case of `vt`: a variable gets a number, and four more get it from one another.
 
-    An example with shorter names and with its answer comes first. It has 15 lines of noise, about
-    what fits into the 500 tokens that RULER gives it, and 5 in prompts of less than 4,096 tokens.
+    An example with shorter names comes first, with its answer. It has 15 lines of noise, about as
+    many as fit into the 500 tokens that RULER gives it. In prompts of less than 4,096 tokens it has
+    5 lines.
     """
     shown, value, chain = _chain(rng, 3)
     lines = [f"{_NOISE}\n"] * _EXAMPLE_LINES[length >= LONG]
     places = np.sort(rng.choice(len(lines), len(chain), replace=False)).tolist()
+    # From the last place to the first, so that an insertion does not move the later places.
     for place, sentence in zip(reversed(places), reversed(chain), strict=True):
         lines.insert(place, sentence)
     question, reply = _asking_for_variables(value)
@@ -151,16 +155,19 @@ def variables(encoder: Encoder, rng: np.random.Generator, length: int) -> Prompt
 
 
 def _chain(rng: np.random.Generator, letters: int) -> tuple[list[str], int, list[str]]:
-    """Names of variables, the number that they all have, and the sentences that say so."""
+    """Draws names of variables and their common number; returns them and the assignments."""
     names = list(itertools.islice(distinct(rng, word_of(ascii_uppercase, letters)), _HOPS + 1))
     value = int(rng.integers(10_000, 100_000))
     pairs = zip(names[1:], names[:-1], strict=True)
-    chain = [f"VAR {names[0]} = {value}", *(f"VAR {name} = VAR {other} " for name, other in pairs)]
-    return names, value, chain
+    links = (f"VAR {name} = VAR {previous} " for name, previous in pairs)
+    return names, value, [f"VAR {names[0]} = {value}", *links]
 
 
 def _asking_for_variables(value: int) -> tuple[str, str]:
-    """The question, and how the answer begins: RULER's letters, so that figures compare."""
+    """Returns the question and the beginning of the answer.
+
+    The spelling is RULER's, mistakes included, so that scores can be compared.
+    """
     return (
         f"\nQuestion: Find all variables that are assigned the value {value} in the text above.",
         " Answer: According to the chain(s) of variable assignment in the text above, "

@@ -16,7 +16,7 @@ import numpy as np
 from .draws import distinct, word_list, word_of
 from .prompt import LONG, Encoder, Prompt
 
-_COMMON = 10  # words that `cwe` asks for
+_COMMON = 10  # number of words that `cwe` asks for
 _LIST = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
     "Memorize the ones that appear most often."
@@ -24,16 +24,16 @@ _LIST = (
 _LIST_QUESTION = "\nQuestion: What are the 10 most common words in the above list?"
 _LIST_REPLY = " Answer: The top 10 words that appear most often in the list are:"
 
-_ALPHA = 2.0  # of the zeta distribution of `fwe`
+_ALPHA = 2.0  # exponent of the zeta distribution of `fwe`
 _DOTS = "..."  # the most frequent word of `fwe`, which is not asked for
-_FREQUENT = 3  # words that `fwe` asks for
+_FREQUENT = 3  # number of words that `fwe` asks for
 
 
-_Repeats = tuple[int, int]  # how often the common words appear, and how often all others
+_Repeats = tuple[int, int]  # occurrences of each common word, and of each other word
 
 
 def common_words(encoder: Encoder, rng: np.random.Generator, length: int) -> Prompt:
-    """A case of `cwe`: ten words appear 30 times in a numbered list, all others 3 times.
+    """Makes a case of `cwe`: ten words appear 30 times in a numbered list, all others 3 times.
 
     An example with its answer comes first. As in RULER, prompts of less than 4,096 tokens have 6
     and 1 in place of 30 and 3, and a smaller example.
@@ -43,6 +43,7 @@ def common_words(encoder: Encoder, rng: np.random.Generator, length: int) -> Pro
         repeats, shown, size = (30, 3), (10, 3), 40
     else:
         repeats, shown, size = (6, 1), (3, 1), 20
+    # The list of the prompt has none of the example's words.
     example, words = words[:size], words[size:]
     listed = _shuffled(rng, example[:_COMMON], example[_COMMON:], shown)
     before = (
@@ -54,8 +55,8 @@ def common_words(encoder: Encoder, rng: np.random.Generator, length: int) -> Pro
 
 
 def _all_words() -> list[str]:
-    kinds = "noun", "adjective", "verb"
-    return sorted({word for kind in kinds for word in word_list(kind)})
+    categories = "noun", "adjective", "verb"
+    return sorted({word for category in categories for word in word_list(category)})
 
 
 def _numbered(words: Iterable[str]) -> str:
@@ -63,57 +64,58 @@ def _numbered(words: Iterable[str]) -> str:
 
 
 def _shuffled(
-    rng: np.random.Generator, common: Sequence[str], others: Sequence[str], repeats: _Repeats
+    rng: np.random.Generator, common: Sequence[str], rare: Sequence[str], repeats: _Repeats
 ) -> list[str]:
-    words = [*common] * repeats[0] + [*others] * repeats[1]
+    words = [*common] * repeats[0] + [*rare] * repeats[1]
     return [words[index] for index in rng.permutation(len(words))]
 
 
 class _NumberedList:
-    """The list of `cwe`: common words, and as many others as there is room for.
+    """The list of `cwe`: common words, and as many rare words as there is room for.
 
-    What is left at its end, less than one more word needs, has others that appear once. The last
-    one is cut off where the tokens are used up.
+    Room at the end that is too small for all repeats of a further rare word is filled with rare
+    words that appear once. The last one is cut off when the tokens are used up.
     """
 
     def __init__(
         self, encoder: Encoder, rng: np.random.Generator, words: Sequence[str], repeats: _Repeats
     ) -> None:
         self._encoder, self._rng, self._repeats = encoder, rng, repeats
-        self._common, self._others = words[:_COMMON], words[_COMMON:]
+        self._common, self._rare = words[:_COMMON], words[_COMMON:]
+        # The list has at least all common words with their numbers.
         self.least = repeats[0] * sum(map(self._size, self._common))
         self.least += self._numbers(0, repeats[0] * _COMMON)
 
     def fill(self, room: int) -> list[int]:
-        """Exactly `room` tokens.
+        """Returns exactly `room` tokens.
 
         Raises:
           ValueError: there are not enough words.
         """
-        count = self._others_for(room)
-        listed = _shuffled(self._rng, self._common, self._others[:count], self._repeats)
+        count = self._count_rare(room)
+        listed = _shuffled(self._rng, self._common, self._rare[:count], self._repeats)
         tokens: list[int] = []
-        for number, word in enumerate(itertools.chain(listed, self._others[count:]), 1):
+        for number, word in enumerate(itertools.chain(listed, self._rare[count:]), 1):
             if len(tokens) >= room:
                 break
             tokens += [*self._number(number), *self._encoder.next(f" {word}")]
         if len(tokens) < room:
             raise ValueError(
                 f"there are not enough words: {room} tokens of them are needed, and a list of all "
-                f"{len(self._common) + len(self._others)} has {len(tokens)}"
+                f"{len(self._common) + len(self._rare)} has {len(tokens)}"
             )
         return tokens[:room]
 
-    def _others_for(self, room: int) -> int:
-        """How many other words there is room for."""
-        (common, other), used = self._repeats, self.least
-        last = common * _COMMON
-        for count, word in enumerate(self._others):
-            used += other * self._size(word) + self._numbers(last, last + other)
-            last += other
+    def _count_rare(self, room: int) -> int:
+        """Returns the number of rare words that there is room for, with all their repeats."""
+        (common_repeats, rare_repeats), used = self._repeats, self.least
+        last = common_repeats * _COMMON
+        for count, word in enumerate(self._rare):
+            used += rare_repeats * self._size(word) + self._numbers(last, last + rare_repeats)
+            last += rare_repeats
             if used > room:
                 return count
-        return len(self._others)
+        return len(self._rare)
 
     def _size(self, word: str) -> int:
         return len(self._encoder.next(f" {word}"))
@@ -122,15 +124,15 @@ class _NumberedList:
         return self._encoder.next(f" {number}." if number > 1 else "\n1.")
 
     def _numbers(self, start: int, stop: int) -> int:
-        """Tokens of the numbers behind `start` up to `stop`."""
+        """Returns the token count of the numbers `start + 1` to `stop`."""
         return sum(len(self._number(number)) for number in range(start + 1, stop + 1))
 
 
 def frequent_words(encoder: Encoder, rng: np.random.Generator, length: int) -> Prompt:
-    """A case of `fwe`: words of six letters, the k-th of them with a share of `k^-2 / ζ(2)`.
+    """Makes a case of `fwe`: words of six letters, the k-th with a share of `k^-2 / ζ(2)`.
 
-    The first one is dots, which the question says to ignore; it asks for the next three. There are
-    as many different words as a fiftieth of the prompt's tokens.
+    The first word is dots, which the question says to ignore; it asks for the next three. The
+    number of different words is a fiftieth of the prompt's tokens, and at least five.
     """
     drawn = distinct(rng, word_of(ascii_lowercase, 6))
     words = [_DOTS, *itertools.islice(drawn, max(length // 50, _FREQUENT + 2) - 1)]
@@ -146,24 +148,27 @@ def frequent_words(encoder: Encoder, rng: np.random.Generator, length: int) -> P
 
 
 class _CodedText:
-    """The text of `fwe`, with more dots where there is no room for more of its words."""
+    """The text of `fwe`. Dots fill the room that is too small for a further text of its words."""
 
     def __init__(self, encoder: Encoder, rng: np.random.Generator, words: Sequence[str]) -> None:
         self._encoder, self._rng, self._words = encoder, rng, words
         self._sizes = np.array([len(encoder.next(f" {word}")) for word in words])
         shares = np.arange(1, len(words) + 1) ** -_ALPHA
         self._shares = shares / (math.pi**2 / 6)  # ζ(2)
-        # With fewer words the last one that is asked for might not appear more often than the next.
+        # In a shorter text, the last word that is asked for might be no more frequent than the next
+        # one.
         last, following = self._shares[_FREQUENT : _FREQUENT + 2]
         self._fewest = math.ceil(1 / (last - following))
         self.least = self._tokens(self._fewest)
 
     def fill(self, room: int) -> list[int]:
-        """Exactly `room` tokens."""
+        """Returns exactly `room` tokens."""
+        # The longest text of its words that fits; its tokens grow with the number of words.
         totals = range(self._fewest, room * 2)
         total = totals[bisect.bisect_right(totals, room, key=self._tokens) - 1]
-        left, dots = room - self._tokens(total), self._encoder.next(f" {_DOTS}")
-        words = np.repeat(self._words, self._counts(total)).tolist() + [_DOTS] * (left // len(dots))
+        spare, dots = room - self._tokens(total), self._encoder.next(f" {_DOTS}")
+        words = np.repeat(self._words, self._counts(total)).tolist()
+        words += [_DOTS] * (spare // len(dots))
         tokens = [
             token
             for index in self._rng.permutation(len(words))
@@ -172,7 +177,7 @@ class _CodedText:
         return [*tokens, *dots[: room - len(tokens)]]
 
     def _counts(self, total: int) -> np.ndarray:
-        """How often each word appears in `total` ones."""
+        """Returns how often each word appears in a text of `total` words."""
         return np.floor(total * self._shares).astype(int)
 
     def _tokens(self, total: int) -> int:
