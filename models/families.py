@@ -22,12 +22,12 @@ from .glm import (
     glm4_config,
     glm_config,
 )
+from .hf_config import read_token_ids, refuse
 from .llama import llama_config, mistral_config
 from .olmo import OLMO_NAMES, olmo2_config, olmo3_config
 from .phi3 import PHI3_NAMES, phi3_config
 from .plain_weights import check_folder, check_no_adapter
 from .qwen import QWEN3_NAMES, qwen2_config, qwen3_config
-from .reading import read_token_ids, refuse
 from .smollm3 import smollm3_config
 from .tensor_names import TensorNames
 

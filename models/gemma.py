@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import (
+from .hf_config import (
     read_decoder,
     read_flag,
     read_number,

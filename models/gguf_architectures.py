@@ -23,7 +23,7 @@ from .families import FAMILIES, Family, what_is_missing
 from .gguf_header import GgufHeader
 from .gguf_special_tokens import end_tokens
 from .gguf_tensors import read_gguf_tensors
-from .reading import FULL, SLIDING
+from .hf_config import FULL, SLIDING
 from .rope_scaling import make_rope, yarn_magnitude
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 

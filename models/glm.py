@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_number, read_rope, refuse
+from .hf_config import read_decoder, read_flag, read_number, read_rope, refuse
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, SEPARATE, TensorNames
 
 _FUSED_MLP = {name: linears for name, linears in SEPARATE.items() if "self_attn" in name} | {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_window
+from .hf_config import read_decoder, read_flag, read_window
 
 
 def llama_config(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_rope_of_types, read_window
+from .hf_config import read_decoder, read_flag, read_rope_of_types, read_window
 from .tensor_names import QK_NORMS, TensorNames
 
 OLMO_NAMES = TensorNames(

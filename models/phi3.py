@@ -15,7 +15,7 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_rope, read_size, read_window
+from .hf_config import read_decoder, read_rope, read_size, read_window
 from .tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 
 PHI3_NAMES = TensorNames(

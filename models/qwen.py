@@ -13,7 +13,7 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import DecoderConfig
-from .reading import read_decoder, read_flag, read_window
+from .hf_config import read_decoder, read_flag, read_window
 from .tensor_names import QK_NORMS, TensorNames
 
 QWEN3_NAMES = TensorNames(norms={**TensorNames().norms, **QK_NORMS})

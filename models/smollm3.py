@@ -12,7 +12,7 @@ from typing import Any
 from kvjax.messages import brief
 
 from .config import MOST_LAYERS, DecoderConfig
-from .reading import read_decoder, read_flag, read_rope, read_size, read_window
+from .hf_config import read_decoder, read_flag, read_rope, read_size, read_window
 
 
 def smollm3_config(raw: Mapping[str, Any]) -> DecoderConfig:
