@@ -34,9 +34,8 @@ def decode_attention(
 ) -> tuple[Float[Array, "B H G T D"], Float[Array, "B H G T"], Float[Array, "B H G T S"] | None]:
     """Computes softmax attention of a few queries over the slots they see, with probabilities.
 
-    `out[t] = Σ_s p[t, s] v[s]` with `p[t] = softmax_s(scale · q[t]·k[s] + bias[s])`. It is the
-    function of `prompt_attention`, for so few queries that their logits over all slots may be held
-    at once.
+    `out[t] = Σ_s p[t, s] v[s]` with `p[t] = softmax_s(scale · q[t]·k[s] + bias[s])`. It equals
+    `prompt_attention`, for so few queries that their logits over all slots may be held at once.
 
     The kernel reads the keys and values of live slots once. It divides the slots of a head among as
     many programs as fill the device, and joins their parts in float32. Parts without a live slot
